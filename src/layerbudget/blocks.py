@@ -1,0 +1,198 @@
+"""Partition a model into blocks: by decoder layer, by Linear, or by regular expression.
+
+Only weight matrices inside the repeated layers count (embeddings, the output head and norms are neither pruned nor
+counted; ``check_sparsity`` of the Wanda reference does the same). Matrices are ``nn.Linear``, transformers' ``Conv1D``
+(GPT-2) and three-dimensional parameters of fused experts (Mixtral). Order is natural: 0, 1, ..., 10.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import BadModel, InvalidInput, UnknownBlock, UnknownStructure
+from .records import Block, Module, natural_key
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' ``Conv1D`` (a Linear with a transposed weight)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """Every outermost ``ModuleList`` of two-or-more-level modules that hold weight matrices."""
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f + ".") for f, _ in found):
+            if any(True for _ in _weights(module[0], "")) and not isinstance(module[0], nn.Linear):
+                found.append((name, module))
+    return found
+
+
+def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and module of every decoder (or encoder) layer, in natural order.
+
+    Raises:
+        UnknownStructure: No list of layers, or several; the message lists what was found.
+    """
+    lists = layer_lists(model)
+    if len(lists) != 1:
+        children = [f"{n} ({type(m).__name__})" for n, m in model.named_children()]
+        what = "no list of layers" if not lists else f"{len(lists)} lists of layers ({', '.join(n for n, _ in lists)})"
+        raise UnknownStructure(
+            f"{type(model).__name__} has {what}; its children are {', '.join(children) or 'none'}.",
+            "Exactly one nn.ModuleList of layers is needed to partition by layer.",
+            "Partition with by='linear' or with a regular expression.",
+        )
+    name, stack = lists[0]
+    return [(f"{name}.{i}", layer) for i, layer in enumerate(stack)]
+
+
+def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, nn.Parameter, Module]]:
+    """Weight matrices below ``root``: (full name, owner, parameter, shape record)."""
+    for name, module in root.named_modules():
+        full = ".".join(part for part in (prefix, name) if part)
+        if isinstance(module, nn.Linear):
+            yield full, module, module.weight, Module(name=full, d_in=module.in_features, d_out=module.out_features)
+        elif is_conv1d(module):
+            d_in, d_out = module.weight.shape
+            yield full, module, module.weight, Module(name=full, d_in=d_in, d_out=d_out)
+        else:
+            for own, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3:
+                    copies, d_out, d_in = parameter.shape
+                    active = int(getattr(getattr(module, "config", None), "num_experts_per_tok", 0) or copies)
+                    record = Module(name=f"{full}.{own}", d_in=d_in, d_out=d_out, copies=copies, active=min(active, copies))
+                    yield record.name, module, parameter, record
+
+
+def weight_of(model: nn.Module, name: str) -> tuple[nn.Module, nn.Parameter]:
+    """Owner module and parameter of a weight matrix named as in a :class:`~layerbudget.records.Module`.
+
+    Raises:
+        UnknownBlock: The model has no such matrix.
+    """
+    for candidate, own in ((name, "weight"), tuple(name.rsplit(".", 1)) if "." in name else (name, "weight")):
+        try:
+            owner = model.get_submodule(candidate)
+        except AttributeError:
+            continue
+        parameter = getattr(owner, own, None)
+        if isinstance(parameter, nn.Parameter):
+            return owner, parameter
+    raise UnknownBlock(f"The model has no weight matrix {name!r}.", "", "Partition this model to list its names.")
+
+
+def partition(
+    model: nn.Module, by: str = "layer", *, include: str | None = None, exclude: str | None = None
+) -> tuple[Block, ...]:
+    """Cut a model into blocks.
+
+    Args:
+        model: Any transformers causal LM or encoder, or any module when ``by`` is ``linear`` or a pattern.
+        by: ``layer`` (one block per decoder layer), ``linear`` (one per weight matrix inside the layers; inside the whole
+            model where it has no layers), or a regular expression: matrices are grouped by the text that it matches
+            (its first group where it has one).
+        include: Keep only matrices whose full name matches this regular expression (``re.search``).
+        exclude: Drop matrices whose full name matches.
+
+    Returns:
+        Blocks in natural order. A tied weight is counted once, in the first block that holds it; a matrix tied to
+        the input embedding is left out.
+
+    Raises:
+        UnknownStructure: No layers were found (the message lists what was).
+        UnknownBlock: The expressions leave no matrix.
+        InvalidInput: An expression does not compile.
+    """
+    patterns = {k: _compile(v, k) for k, v in (("include", include), ("exclude", exclude)) if v}
+    groups: dict[str, list[Module]] = {}
+    seen: set[int] = {id(p) for p in _embedding_weights(model)}
+    for block_name, root in _roots(model, by):
+        for name, _, parameter, record in _weights(root, block_name):
+            if id(parameter) in seen:
+                continue
+            if "include" in patterns and not patterns["include"].search(name):
+                continue
+            if "exclude" in patterns and patterns["exclude"].search(name):
+                continue
+            key = _group(name, block_name, by)
+            if key is not None:
+                seen.add(id(parameter))
+                groups.setdefault(key, []).append(record)
+    if not groups:
+        raise UnknownBlock(
+            f"No weight matrix is left with by={by!r}, include={include!r}, exclude={exclude!r}.",
+            "",
+            "Loosen the expressions; they are searched in full names such as model.layers.0.mlp.down_proj.",
+        )
+    return tuple(Block(name=k, modules=tuple(groups[k])) for k in sorted(groups, key=natural_key))
+
+
+def _compile(pattern: str, name: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise InvalidInput(f"{name}={pattern!r} is not a regular expression ({error}).", "", "Correct it.") from error
+
+
+def _roots(model: nn.Module, by: str) -> list[tuple[str, nn.Module]]:
+    if by == "layer":
+        return layers(model)
+    try:
+        return layers(model)
+    except UnknownStructure:
+        return [("", model)]
+
+
+def _group(name: str, block_name: str, by: str) -> str | None:
+    if by == "layer":
+        return block_name
+    if by == "linear":
+        return name
+    found = _compile(by, "by").search(name)
+    if not found:
+        return None
+    return found.group(1) if found.groups() and found.group(1) is not None else found.group(0)
+
+
+def _embedding_weights(model: nn.Module) -> list[nn.Parameter]:
+    return [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Content hash of a model: names, shapes and a sample of every tensor (bf16-rounded, so a cast keeps the hash)."""
+    h = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        step = max(1, flat.numel() // 512)
+        sample = flat[::step][:512].to(torch.float32).to(torch.bfloat16).view(torch.int16).cpu().numpy()
+        h.update(f"{name}:{tuple(tensor.shape)}".encode())
+        h.update(sample.tobytes())
+    return h.hexdigest()[:16]
+
+
+def describe(model: nn.Module, identifier: str | None = None) -> dict[str, Any]:
+    """``{id, revision, digest}`` of a loaded model, as the files carry it."""
+    config = getattr(model, "config", None)
+    name = identifier or getattr(config, "_name_or_path", "") or type(model).__name__
+    return {"id": name, "revision": getattr(config, "_commit_hash", None), "digest": fingerprint(model)}
+
+
+def check_finite(model: nn.Module) -> None:
+    """Refuse a model with NaN or infinite weights.
+
+    Raises:
+        BadModel: Names the first such tensor.
+    """
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise BadModel(
+                f"{name} holds {bad} values that are not finite.", "Weights must be finite.", "Reload or repair the checkpoint."
+            )

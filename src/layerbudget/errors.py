@@ -1,0 +1,85 @@
+"""Errors that a user can act on.
+
+Every message has three parts: what is wrong with the user's numbers, the feasible range, the cheapest remedy. Every class
+also subclasses a builtin, so ``except ValueError`` keeps working. The command line turns each into one sentence and
+exit code 2.
+"""
+
+from __future__ import annotations
+
+
+class LayerbudgetError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        what: What is wrong, with the user's own numbers.
+        feasible: The range that would have been accepted.
+        remedy: The cheapest thing to do about it.
+    """
+
+    def __init__(self, what: str, feasible: str = "", remedy: str = "") -> None:
+        self.what, self.feasible, self.remedy = what, feasible, remedy
+        super().__init__(" ".join(part for part in (what, feasible, remedy) if part))
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.what, self.feasible, self.remedy) if part)
+
+
+class InvalidInput(LayerbudgetError, ValueError):
+    """A number, a length or an option outside its domain (NaN, negative cost, sparsity 1.2, ...)."""
+
+
+class InfeasibleBudget(LayerbudgetError, ValueError):
+    """No decision satisfies the budget together with the floors and caps."""
+
+
+class DegenerateScores(LayerbudgetError, ValueError):
+    """The scores cannot rank anything: all zero, or all equal where a spread is needed."""
+
+
+class UnknownUnit(LayerbudgetError, ValueError):
+    """A budget in a unit that is not known or not priced for these blocks."""
+
+
+class UnknownBlock(LayerbudgetError, KeyError):
+    """A block or module name that the model or the record does not have."""
+
+
+class UnknownStructure(LayerbudgetError, TypeError):
+    """A model in which no list of layers could be found."""
+
+
+class ModelMismatch(LayerbudgetError, ValueError):
+    """A scores or plan file that was made for another model."""
+
+
+class BadModel(LayerbudgetError, ValueError):
+    """A model that cannot be loaded, or whose weights are not finite."""
+
+
+class NotEnoughText(LayerbudgetError, ValueError):
+    """Less text than the requested samples need."""
+
+
+class CurvatureFailure(LayerbudgetError, ArithmeticError):
+    """A curvature that is not positive definite at the requested damping, or did not converge."""
+
+
+class CoverageError(LayerbudgetError, RuntimeError):
+    """Parameters of a block that the estimator cannot see, or a recount that differs from the plan."""
+
+
+class MissingDependency(LayerbudgetError, ImportError):
+    """An optional package that this call needs."""
+
+
+class NotFound(LayerbudgetError, FileNotFoundError):
+    """A file or folder that does not exist."""
+
+
+class AlreadyExists(LayerbudgetError, FileExistsError):
+    """An output that exists and would be overwritten."""
+
+
+class CorruptFile(LayerbudgetError, ValueError):
+    """A file of this package that does not parse or has another schema version."""

@@ -1,0 +1,151 @@
+"""The plan: a decision keyed by module name, with its budget, its certificate and its provenance. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import CorruptFile, InvalidInput, ModelMismatch
+from .records import SCHEMA_VERSION, digest, dumps, read_json, write_text
+
+KINDS = ("sparsity", "experts", "ranks", "joint")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanBlock:
+    """What one block gets.
+
+    Attributes:
+        name: Block name as in the model (``model.layers.3`` or a Linear's full name).
+        value: Sparsity in [0, 1], or the continuous number of experts or ranks.
+        count: Pruned parameters (sparsity), experts, or rank of every module of the block.
+        numel: Prunable parameters of the block.
+        modules: Full names of the block's weight matrices: what applying the plan touches.
+    """
+
+    name: str
+    value: float
+    count: int
+    numel: int
+    modules: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A decision for every block.
+
+    Attributes:
+        kind: ``sparsity``, ``experts``, ``ranks`` or ``joint``.
+        rule: Name of the rule that made it (``mdl``, ``uniform``, ``owl``, ...).
+        model: ``{id, revision, digest}`` of the model that it belongs to.
+        blocks: What each block gets, in natural order.
+        budget: ``{unit, limit, spent}``.
+        hyperparameters: Everything that the rule was given.
+        certificate: ``{status, multiplier, gap, kkt_residual, inert[], ...}``; empty for rules without a program.
+        scores_digest: Content hash of the scores file, null for rules that use none.
+    """
+
+    kind: str
+    rule: str
+    model: Mapping[str, Any]
+    blocks: tuple[PlanBlock, ...]
+    budget: Mapping[str, Any]
+    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    certificate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    scores_digest: str | None = None
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InvalidInput(f"A plan cannot be of kind {self.kind!r}.", f"Kinds are {', '.join(KINDS)}.", "")
+        names = [b.name for b in self.blocks]
+        if not names or len(set(names)) != len(names):
+            raise InvalidInput(f"The plan names {len(names)} blocks, {len(set(names))} of them distinct.", "", "Name each once.")
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+
+    @property
+    def names(self) -> list[str]:
+        """Block names, in order."""
+        return [b.name for b in self.blocks]
+
+    @property
+    def values(self) -> np.ndarray:
+        """The decision as a vector, shape ``(K,)``."""
+        return np.array([b.value for b in self.blocks], dtype=np.float64)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """The integer decision as a vector, shape ``(K,)``."""
+        return np.array([b.count for b in self.blocks], dtype=np.int64)
+
+    @property
+    def digest(self) -> str:
+        """Content hash of the plan."""
+        return digest(self.to_dict())
+
+    @property
+    def sparsity(self) -> float:
+        """Pruned parameters over prunable parameters (sparsity plans)."""
+        return float(sum(b.count for b in self.blocks) / sum(b.numel for b in self.blocks))
+
+    def by_module(self) -> dict[str, PlanBlock]:
+        """Map every module's full name to its block's decision."""
+        return {m: b for b in self.blocks for m in b.modules}
+
+    def validate(self, model: Mapping[str, Any]) -> None:
+        """Refuse a model that the plan was not made for.
+
+        Args:
+            model: ``{id, revision, digest}`` of the model at hand (:func:`layerbudget.blocks.describe`).
+
+        Raises:
+            ModelMismatch: The content digests differ.
+        """
+        mine, theirs = self.model.get("digest"), model.get("digest")
+        if mine and theirs and mine != theirs:
+            raise ModelMismatch(
+                f"The plan was made for {self.model.get('id')} ({mine}); this model is {model.get('id')} ({theirs}).",
+                "Names, shapes and weights must be the same.",
+                "Score this model and plan again, or use the model that the plan names.",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form (the file ``plan.json``)."""
+        record: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            record[field.name] = [b.to_dict() for b in value] if field.name == "blocks" else value
+        return record
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Plan:
+        """Rebuild a plan from its JSON form."""
+        fields = {f.name: record[f.name] for f in dataclasses.fields(cls) if f.name in record}
+        fields["blocks"] = tuple(PlanBlock(**{**b, "modules": tuple(b["modules"])}) for b in record["blocks"])
+        return cls(**fields)
+
+    def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
+        """Write ``plan.json`` atomically."""
+        return write_text(path, dumps(self.to_dict()), overwrite=overwrite)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        """Read ``plan.json``.
+
+        Raises:
+            NotFound: No such file.
+            CorruptFile: Not a plan file.
+        """
+        record = read_json(path, "plan")
+        try:
+            return cls.from_dict(record)
+        except (KeyError, TypeError) as error:
+            raise CorruptFile(f"{path} is not a plan file ({error!r}).", "", "Make it again.") from error

@@ -1,0 +1,169 @@
+"""What all files of this package share: blocks, canonical JSON, digests, atomic writing. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
+
+SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Module:
+    """One weight matrix of a block: ``y = W x`` with ``W`` of shape ``(d_out, d_in)``.
+
+    ``copies`` counts identical matrices held in one tensor (the experts of a fused mixture), ``active`` how many of
+    them one token passes through.
+    """
+
+    name: str
+    d_in: int
+    d_out: int
+    copies: int = 1
+    active: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the matrix (all copies)."""
+        return self.d_in * self.d_out * self.copies
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs per token, two per multiply-add (active copies only)."""
+        return 2 * self.d_in * self.d_out * self.active
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """A unit of decision: one decoder layer, one Linear, or any group of weight matrices."""
+
+    name: str
+    modules: tuple[Module, ...]
+
+    @property
+    def numel(self) -> int:
+        """Prunable parameters of the block."""
+        return sum(m.numel for m in self.modules)
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs per token of the block's matrices, two per multiply-add."""
+        return sum(m.flops_per_token for m in self.modules)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "name": self.name,
+            "numel": self.numel,
+            "flops_per_token": self.flops_per_token,
+            "modules": [dataclasses.asdict(m) for m in self.modules],
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Block:
+        """Rebuild a block from its JSON form."""
+        return cls(name=record["name"], modules=tuple(Module(**m) for m in record["modules"]))
+
+
+def natural_key(name: str) -> tuple[Any, ...]:
+    """Sort key under which ``layers.10`` follows ``layers.9``.
+
+    >>> sorted(["h.10", "h.9", "h.1"], key=natural_key)
+    ['h.1', 'h.9', 'h.10']
+    """
+    return tuple((1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name))
+
+
+def to_jsonable(value: Any) -> Any:
+    """Turn numpy scalars and arrays, tuples and dataclasses into plain JSON values; NaN and infinities become null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_jsonable(value.to_dict() if hasattr(value, "to_dict") else dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {str(k): to_jsonable(v) for k, v in value.items()}
+    if isinstance(value, str) or value is None or isinstance(value, bool):
+        return value
+    if hasattr(value, "tolist"):
+        return to_jsonable(value.tolist())
+    if isinstance(value, Iterable):
+        return [to_jsonable(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+def dumps(record: Any) -> str:
+    """Canonical JSON text: stable key order as given, two-space indent, ends with a newline."""
+    return json.dumps(to_jsonable(record), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def digest(record: Any) -> str:
+    """Return a short content hash of a JSON-able record (sorted keys)."""
+    text = json.dumps(to_jsonable(record), sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write_text(path: Path | str, text: str, *, overwrite: bool = False) -> Path:
+    """Write atomically: a temporary file in the same folder, then one rename.
+
+    Raises:
+        AlreadyExists: The file exists with another content and ``overwrite`` is false.
+    """
+    path = Path(path)
+    if path.exists() and not overwrite and path.read_text(encoding="utf-8") != text:
+        raise AlreadyExists(f"{path} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as f:
+            f.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def read_json(path: Path | str, kind: str) -> dict[str, Any]:
+    """Read one of this package's JSON files.
+
+    Raises:
+        NotFound: No such file.
+        CorruptFile: Not JSON, not an object, or a schema version that this release does not read.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise NotFound(f"There is no {kind} file at {path}.", "", f"Check the path, or make one first (layerbudget {kind}).")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CorruptFile(f"{path} is not a {kind} file: it does not parse ({error}).", "", "Make it again.") from error
+    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
+        version = record.get("schema_version") if isinstance(record, dict) else None
+        raise CorruptFile(
+            f"{path} has schema version {version}.", f"This release reads version {SCHEMA_VERSION}.", f"Make the {kind} again."
+        )
+    return record
+
+
+def check_fraction(value: float, name: str, *, low: float = 0.0, high: float = 1.0) -> float:
+    """Return ``value`` if it is a finite number in ``[low, high]``.
+
+    Raises:
+        InvalidInput: It is not.
+    """
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
+        raise InvalidInput(
+            f"{name} is {value}.", f"It must lie in [{low:g}, {high:g}].", f"Give {name} as a fraction, for example 0.5."
+        )
+    return float(value)

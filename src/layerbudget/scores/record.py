@@ -1,0 +1,204 @@
+"""The score record: one vector per damping, with errors, floor and provenance. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import DegenerateScores, InvalidInput
+from ..records import SCHEMA_VERSION, Block, digest, dumps, read_json, write_text
+
+Table = tuple[tuple[float | None, ...], ...]
+
+
+def _table(rows: Any, shape: tuple[int, int], name: str) -> Table:
+    if rows is None:
+        return tuple((None,) * shape[1] for _ in range(shape[0]))
+    table = tuple(tuple(None if v is None or (isinstance(v, float) and np.isnan(v)) else float(v) for v in row) for row in rows)
+    if len(table) != shape[0] or any(len(row) != shape[1] for row in table):
+        raise InvalidInput(
+            f"{name} has {len(table)} rows of {sorted({len(r) for r in table})} values.",
+            f"It needs {shape[0]} dampings x {shape[1]} blocks.",
+            "Give one row per damping and one value per block.",
+        )
+    return table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Layer scores for D dampings and K blocks.
+
+    Attributes:
+        estimator: Name of the estimator (``fisher-gram``, ``gradient-norm``, ...).
+        blocks: The K blocks, in natural order; values below are in this order.
+        damping: The D dampings (one entry, 0.0, where the estimator has none).
+        damping_unit: ``absolute`` (loss/parameter^2), ``max`` or ``mean`` (relative to the largest or mean eigenvalue
+            of each block's curvature), ``none``.
+        gain: ``D x K`` values. In nats of average loss for gains; otherwise what ``unit`` says.
+        standard_error: ``D x K``, null where the estimator has none.
+        noise_floor: ``D x K``: the value expected from noise alone, null where not known.
+        status: ``D x K`` words: ``ok``, or what is wrong with that entry.
+        orientation: ``gain`` (larger = deserves more capacity) or ``redundancy`` (larger = prune more).
+        model: ``{id, revision, digest}``.  data: ``{source, samples, length, digest}``.
+        seed: Seed of whatever was random.  versions: Package versions.  extra: Estimator-specific results.
+    """
+
+    estimator: str
+    blocks: tuple[Block, ...]
+    gain: Table
+    damping: tuple[float, ...] = (0.0,)
+    damping_unit: str = "none"
+    standard_error: Table | None = None
+    noise_floor: Table | None = None
+    status: tuple[tuple[str, ...], ...] | None = None
+    unit: str = "nats of average loss"
+    orientation: str = "gain"
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [b.name for b in self.blocks]
+        if not names or len(set(names)) != len(names):
+            raise InvalidInput(
+                f"The record has {len(names)} blocks with {len(set(names))} distinct names.", "", "Name each block once."
+            )
+        if self.orientation not in ("gain", "redundancy"):
+            raise InvalidInput(f"orientation is {self.orientation!r}.", "It is 'gain' or 'redundancy'.", "")
+        shape = (len(self.damping), len(self.blocks))
+        for field in ("gain", "standard_error", "noise_floor"):
+            object.__setattr__(self, field, _table(getattr(self, field), shape, field))
+        status = self.status or tuple(("ok",) * shape[1] for _ in range(shape[0]))
+        object.__setattr__(self, "status", tuple(tuple(row) for row in status))
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        object.__setattr__(self, "damping", tuple(float(d) for d in self.damping))
+
+    @property
+    def names(self) -> list[str]:
+        """Block names, in order."""
+        return [b.name for b in self.blocks]
+
+    @property
+    def numel(self) -> np.ndarray:
+        """Prunable parameters per block, shape ``(K,)``."""
+        return np.array([b.numel for b in self.blocks], dtype=np.int64)
+
+    @property
+    def digest(self) -> str:
+        """Content hash of the record, without versions."""
+        return digest({k: v for k, v in self.to_dict().items() if k != "versions"})
+
+    def index(self, damping: float | None = None) -> int:
+        """Row of a damping; the middle row when none is named.
+
+        Raises:
+            InvalidInput: The record has no such damping.
+        """
+        if damping is None:
+            return len(self.damping) // 2
+        for i, value in enumerate(self.damping):
+            if np.isclose(value, damping, rtol=1e-9, atol=0):
+                return i
+        raise InvalidInput(f"The scores have no damping {damping}.", f"They have {list(self.damping)}.", "Choose one of those.")
+
+    def values(self, damping: float | None = None) -> np.ndarray:
+        """Scores of one damping, shape ``(K,)``.
+
+        Raises:
+            InvalidInput: No such damping, or an entry without a usable value (the status says why).
+        """
+        row = self.index(damping)
+        bad = [f"{n} ({s})" for n, v, s in zip(self.names, self.gain[row], self.status[row], strict=True) if v is None]
+        if bad:
+            raise InvalidInput(
+                f"No usable score for {', '.join(bad[:4])} at damping {self.damping[row]}.",
+                "",
+                "Choose a larger damping or another estimator.",
+            )
+        return np.array(self.gain[row], dtype=np.float64)
+
+    def weights(self, damping: float | None = None, *, smoothing: float = 0.0) -> np.ndarray:
+        """Normalised weights ``q_k = (s_k + eps) / sum_j (s_j + eps)``, ``eps = smoothing * mean(s)``; paper eq. (qk).
+
+        Negative values (an excess over a noise floor, say) count as zero. A redundancy score enters as
+        ``max(s) - s``.
+
+        Raises:
+            DegenerateScores: Nothing positive is left.
+        """
+        s = self.values(damping)
+        if self.orientation == "redundancy":
+            s = s.max() - s
+        s = np.maximum(s, 0.0)
+        if not s.sum() > 0:
+            raise DegenerateScores(
+                f"All {len(s)} scores of {self.estimator} are zero or negative.",
+                "At least one must be positive.",
+                "Use more samples, another damping or another estimator.",
+            )
+        s = s / s.max()
+        s = s + smoothing * s.mean()
+        return s / s.sum()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form (the file ``scores.json``)."""
+        record: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            record[field.name] = [b.to_dict() for b in value] if field.name == "blocks" else value
+        return record
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Scores:
+        """Rebuild a record from its JSON form."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        fields = {k: v for k, v in record.items() if k in known}
+        fields["blocks"] = tuple(Block.from_dict(b) for b in record["blocks"])
+        return cls(**fields)
+
+    def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
+        """Write ``scores.json`` atomically."""
+        return write_text(path, dumps(self.to_dict()), overwrite=overwrite)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Scores:
+        """Read ``scores.json``.
+
+        Raises:
+            NotFound: No such file.
+            CorruptFile: Not a scores file.
+        """
+        from ..errors import CorruptFile
+
+        record = read_json(path, "score")
+        try:
+            return cls.from_dict(record)
+        except (KeyError, TypeError) as error:
+            raise CorruptFile(f"{path} is not a scores file ({error!r}).", "", "Make it again.") from error
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, float], blocks: Sequence[Block], **fields: Any) -> Scores:
+        """Make a record of one vector given by block name (a user's own scores).
+
+        Raises:
+            InvalidInput: A block without a value, a value without a block, or a value that is not finite.
+        """
+        names = [b.name for b in blocks]
+        missing, unknown = [n for n in names if n not in values], [n for n in values if n not in names]
+        if missing or unknown:
+            raise InvalidInput(
+                f"Scores are missing for {missing[:4]} and given for unknown blocks {unknown[:4]}.",
+                f"The blocks are {names[:4]}... ({len(names)}).",
+                "Name each block once.",
+            )
+        bad = [n for n in names if not np.isfinite(values[n])]
+        if bad:
+            raise InvalidInput(f"The score of {bad[0]} is {values[bad[0]]}.", "Scores must be finite.", "Correct or drop it.")
+        fields = {"estimator": "imported", "unit": "arbitrary", **fields}
+        return cls(blocks=tuple(blocks), gain=(tuple(float(values[n]) for n in names),), **fields)
