@@ -1,0 +1,93 @@
+"""A calibration set: a token matrix with its provenance."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..errors import InvalidInput
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class CalibrationSet:
+    """``samples x length`` tokens, and what a loss needs beside them.
+
+    Attributes:
+        input_ids: ``(samples, length)`` token ids, int64.
+        attention_mask: ``(samples, length)``, 1 for real tokens; ``None`` when there is no padding.
+        labels: ``(samples,)`` class labels for a classification head; ``(samples, length)`` token labels with -100 where no
+            loss is taken; ``None`` for plain language modelling (labels are the inputs, padding excluded).
+        source: What the user named (``stdlib``, a file, a hub dataset).
+        seed: Seed of the sampling.
+        missing: Parts of the source that were not found (standard-library modules of other Python versions).
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    source: str = "own tensors"
+    seed: int = 0
+    missing: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.input_ids.ndim != 2 or not self.input_ids.numel():
+            raise InvalidInput(
+                f"The calibration set has shape {tuple(self.input_ids.shape)}.",
+                "It must be samples x length with at least one token.",
+                "Give more text.",
+            )
+        for name in ("attention_mask", "labels"):
+            value = getattr(self, name)
+            if value is not None and len(value) != len(self.input_ids):
+                raise InvalidInput(f"{name} has {len(value)} rows for {len(self.input_ids)} samples.", "", "Give one per sample.")
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def samples(self) -> int:
+        """Number of sequences."""
+        return int(self.input_ids.shape[0])
+
+    @property
+    def length(self) -> int:
+        """Tokens per sequence, padding included."""
+        return int(self.input_ids.shape[1])
+
+    @property
+    def digest(self) -> str:
+        """Content hash of the tokens, the mask and the labels."""
+        h = hashlib.sha256()
+        for tensor in (self.input_ids, self.attention_mask, self.labels):
+            if tensor is not None:
+                h.update(str(tuple(tensor.shape)).encode())
+                h.update(tensor.to(torch.int64).cpu().numpy().tobytes())
+        return h.hexdigest()[:16]
+
+    def describe(self) -> dict[str, Any]:
+        """``{source, samples, length, digest, seed}``, as the files carry it."""
+        return {
+            "source": self.source,
+            "samples": self.samples,
+            "length": self.length,
+            "digest": self.digest,
+            "seed": self.seed,
+        }
+
+    def select(self, rows: slice | torch.Tensor | list[int]) -> CalibrationSet:
+        """Return the same set restricted to some rows."""
+        pick = {k: getattr(self, k) for k in ("input_ids", "attention_mask", "labels")}
+        return dataclasses.replace(self, **{k: None if v is None else v[rows] for k, v in pick.items()})
+
+    def batches(self, size: int, device: torch.device | str = "cpu") -> Iterator[dict[str, torch.Tensor]]:
+        """Yield keyword arguments for ``model(**batch)`` (without labels), ``size`` sequences at a time."""
+        for start in range(0, self.samples, size):
+            rows = slice(start, start + size)
+            batch = {"input_ids": self.input_ids[rows].to(device)}
+            if self.attention_mask is not None:
+                batch["attention_mask"] = self.attention_mask[rows].to(device)
+            yield batch
