@@ -115,7 +115,12 @@ def train(arguments: argparse.Namespace) -> None:
         optimizer.load_state_dict(state["optimizer"])
         start, seconds = state["step"], state["seconds"]
     forward = torch.compile(model) if arguments.compile else model
-    columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:3], TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        *Progress.get_default_columns()[1:3],
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     log = (work / "log.jsonl").open("a")
     with Progress(*columns) as progress:
         bar = progress.add_task("training", total=arguments.steps, completed=start)

@@ -27,7 +27,12 @@ def _rte(path: Path) -> list[Row]:
     with path.open(encoding="utf-8", newline="") as f:
         rows = list(csv.DictReader(f, delimiter="\t", quoting=csv.QUOTE_NONE))
     return [
-        {"sentence1": r["sentence1"], "sentence2": r["sentence2"], "label": int(r["label"] != "entailment"), "idx": int(r["index"])}
+        {
+            "sentence1": r["sentence1"],
+            "sentence2": r["sentence2"],
+            "label": int(r["label"] != "entailment"),
+            "idx": int(r["index"]),
+        }
         for r in rows
     ]
 
@@ -45,7 +50,12 @@ def _choices(choices: list[dict[str, str]]) -> dict[str, list[str]]:
 
 def _arc(path: Path) -> list[Row]:
     return [
-        {"id": r["id"], "question": r["question"]["stem"], "choices": _choices(r["question"]["choices"]), "answerKey": r["answerKey"]}
+        {
+            "id": r["id"],
+            "question": r["question"]["stem"],
+            "choices": _choices(r["question"]["choices"]),
+            "answerKey": r["answerKey"],
+        }
         for r in _json_lines(path)
     ]
 
@@ -86,7 +96,9 @@ def local_rows(task: str, data_dir: Path | str) -> list[Row]:
         NotFound: None of the task's files is there.
     """
     if task not in LOCAL:
-        raise InvalidInput(f"{task} has no local reader.", f"Local tasks are {', '.join(LOCAL)}.", "Drop --data-dir to ask the hub.")
+        raise InvalidInput(
+            f"{task} has no local reader.", f"Local tasks are {', '.join(LOCAL)}.", "Drop --data-dir to ask the hub."
+        )
     reader, names, _ = LOCAL[task]
     for name in names:
         path = Path(data_dir) / name
@@ -104,8 +116,8 @@ def _definition(task: str, data_dir: Path | str | None, index: Any) -> str | dic
     rows = local_rows(task, data_dir)
     split = LOCAL[task][2]
     definition = load_yaml(index[task].yaml_path, resolve_func=True)
-    source = {"custom_dataset": lambda **_: {split: Dataset.from_list(rows)}, "training_split": None, "dataset_kwargs": None}
-    return {**definition, **source}
+    splits = {f"{s}_split": s if s == split else None for s in ("training", "validation", "test")}
+    return {**definition, **splits, "custom_dataset": lambda **_: {split: Dataset.from_list(rows)}, "dataset_kwargs": None}
 
 
 def evaluate_tasks(
