@@ -177,7 +177,8 @@ not useful for writing code.
 | unigram model over the same tokens | {unigram:.3f} |
 
 Training: `scripts/train_demo_model.py`, seed {arguments.seed}, {arguments.steps:,} steps of {arguments.batch} x
-{arguments.length} tokens ({tokens / 1e6:.1f} M tokens, {tokens / len(train_ids):.1f} passes over {len(train_ids) / 1e6:.1f} M), AdamW,
+{arguments.length} tokens ({tokens / 1e6:.1f} M tokens, {tokens / len(train_ids):.1f} passes over {len(train_ids) / 1e6:.1f} M),
+AdamW,
 peak learning rate {arguments.lr}, bf16 autocast; {seconds / 60:.0f} minutes on {torch.get_num_threads()} shared CPU
 threads. Weights are stored as bfloat16. Licence: Apache-2.0; the training text is under the Python Software Foundation
 licence.

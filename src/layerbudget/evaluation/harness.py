@@ -48,23 +48,18 @@ def _choices(choices: list[dict[str, str]]) -> dict[str, list[str]]:
     return {"text": [c["text"] for c in choices], "label": [c["label"] for c in choices]}
 
 
+def _multiple_choice(path: Path, stem: str) -> list[Row]:
+    rows = _json_lines(path)
+    answers = [(r["question"]["stem"], r["question"]["choices"], r["answerKey"], r["id"]) for r in rows]
+    return [{"id": i, stem: text, "choices": _choices(c), "answerKey": key} for text, c, key, i in answers]
+
+
 def _arc(path: Path) -> list[Row]:
-    return [
-        {
-            "id": r["id"],
-            "question": r["question"]["stem"],
-            "choices": _choices(r["question"]["choices"]),
-            "answerKey": r["answerKey"],
-        }
-        for r in _json_lines(path)
-    ]
+    return _multiple_choice(path, "question")
 
 
 def _openbookqa(path: Path) -> list[Row]:
-    return [
-        {"id": r["id"], "question_stem": r["question"]["stem"], "choices": _choices(r["question"]["choices"]), "answerKey": r["answerKey"]}
-        for r in _json_lines(path)
-    ]  # fmt: skip
+    return _multiple_choice(path, "question_stem")
 
 
 def _hellaswag(path: Path) -> list[Row]:
