@@ -90,7 +90,7 @@ def test_an_interrupted_run_continues(kit, tmp_path):
     class Interrupted(RuntimeError):
         pass
 
-    def stop(done, total, left):
+    def stop(done, total):
         if done == 2:
             raise Interrupted
 
@@ -168,6 +168,13 @@ def test_saved_checkpoint_is_plain(kit, tmp_path):
     assert "sparsity_config" not in json.dumps(config) and "quantization_config" not in config
     with pytest.raises(AlreadyExists):
         save_pruned(model, None, plan, receipt, out)
+    save_pruned(model, None, plan, receipt, out, overwrite=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("keep")
+    with pytest.raises(AlreadyExists, match="no receipt"):
+        save_pruned(model, None, plan, receipt, tmp_path / "other", overwrite=True)
+    (tmp_path / "other" / "mine.txt").unlink()
+    (tmp_path / "other").rmdir()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 

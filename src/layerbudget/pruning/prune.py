@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,57 +10,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import check_finite, describe, is_conv1d, layers, partition, weight_of
+from ..blocks import check_finite, describe, is_conv1d, layers, weight_of
 from ..data.calibration import CalibrationSet
-from ..errors import InvalidInput, ModelMismatch, UnknownBlock
-from ..plan import Plan, PlanBlock
-from ..records import Module
+from ..errors import InvalidInput
+from ..plan import Plan
 from .magnitude import magnitude_mask
 from .receipt import Receipt, check_recount, recount, versions
 from .resume import Resume
-from .select import check_group, parse_pattern, share
+from .save import save_pruned
+from .select import share
 from .sparsegpt import inverse_factor, reference_factor, sparsegpt_update
 from .statistics import Collector, Statistic
+from .tasks import Options, Task, plan_tasks
 from .walk import Walk, inference
 from .wanda import wanda_mask
 
+__all__ = ["prune", "recount", "save_pruned"]
+
 METHODS = ("magnitude", "wanda", "sparsegpt")
-Progress = Callable[[int, int, float], None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """Everything beside plan and data that decides the masks, or where the work happens."""
-
-    method: str
-    batch_size: int
-    parity: bool
-    pattern: str | None
-    true_sequential: bool
-    damping: float
-    store: str
-    folder: Path | None
-
-    def settings(self) -> dict[str, Any]:
-        """The part that belongs into a receipt."""
-        record = dataclasses.asdict(self)
-        record.pop("folder")
-        return record
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """What one weight matrix loses."""
-
-    module: Module
-    count: int
-    ratio: float | None
-    pattern: tuple[int, int] | None
-
-    @property
-    def idle(self) -> bool:
-        """Nothing to do (the references prune one weight even at ratio zero, parity keeps that)."""
-        return self.count == 0 and self.ratio is None
+Progress = Callable[[int, int], None]
 
 
 def prune(
@@ -95,7 +62,7 @@ def prune(
             counts are off by one and take ties along, their statistics are running means over single sequences.
         pattern: ``n:m``: n of every m consecutive inputs are zeroed; the plan must ask for n/m everywhere. ``n:8`` with a
             literal n lets every block have the n nearest to its planned ratio.
-        progress: Called with (blocks done, blocks, seconds left).
+        progress: Called with (blocks done, blocks).
         true_sequential: Recollect inputs for every group of matrices that share one (q/k/v, o, gate/up, down).
         damping: Of SparseGPT's Hessian, relative to the mean of its diagonal.
         store: Where activations live: ``device``, ``cpu`` or ``disk``.
@@ -157,76 +124,6 @@ def _check(plan: Plan, data: CalibrationSet | None, method: str, identity: Mappi
     plan.validate(identity)
 
 
-def plan_tasks(model: nn.Module, plan: Plan, options: Options) -> dict[str, Task]:
-    """Split the plan over the model's matrices.
-
-    Raises:
-        UnknownBlock: A matrix of the plan is not in the model.
-        ModelMismatch: A block of the plan has another size in the model.
-        InvalidInput: Counts or a pattern that do not fit.
-    """
-    known = {m.name: m for b in partition(model, "linear") for m in b.modules}
-    zeroed, group = parse_pattern(options.pattern) if options.pattern else (None, 0)
-    per_block = _zeroed_per_block(plan, zeroed, group) if group else {}
-    tasks: dict[str, Task] = {}
-    for block in plan.blocks:
-        missing = [m for m in block.modules if m not in known]
-        if missing:
-            raise UnknownBlock(
-                f"The plan's {block.name} names {missing[0]!r}, which the model does not have.", "", "Plan again."
-            )
-        modules = [known[m] for m in block.modules]
-        if sum(m.numel for m in modules) != block.numel:
-            raise ModelMismatch(
-                f"{block.name} has {block.numel} weights in the plan and {sum(m.numel for m in modules)} in the model.", "",
-                "Plan this model.",
-            )  # fmt: skip
-        if group:
-            for m in modules:
-                check_group(m.d_in, group, m.name)
-            n = per_block[block.name]
-            counts = [m.numel // group * n for m in modules]
-        else:
-            counts = share(block.count, [m.numel for m in modules])
-        for m, count in zip(modules, counts, strict=True):
-            tasks[m.name] = Task(
-                module=m,
-                count=count,
-                ratio=block.value if options.parity and not group else None,
-                pattern=(per_block[block.name], group) if group else None,
-            )
-    return tasks
-
-
-def _zeroed_per_block(plan: Plan, zeroed: int | None, group: int) -> dict[str, int]:
-    """N of every block: given, or the nearest to the plan with the total kept as near as whole numbers allow."""
-    if zeroed is not None:
-        off = [b for b in plan.blocks if abs(b.count / b.numel - zeroed / group) > 0.5 / group]
-        if off:
-            raise InvalidInput(
-                f"The plan asks {off[0].name} for {off[0].count / off[0].numel:.3f}, the pattern gives {zeroed / group:.3f}.",
-                f"With {zeroed}:{group} every block is pruned to {zeroed / group:.3f}.",
-                f"Plan uniformly at {zeroed / group:g}, or use the pattern n:{group} to follow the plan.",
-            )
-        return {b.name: zeroed for b in plan.blocks}
-    chosen = {b.name: b.count * group // b.numel for b in plan.blocks}
-    missing = sum(b.count for b in plan.blocks) - sum(chosen[b.name] * b.numel / group for b in plan.blocks)
-    order = sorted(plan.blocks, key=lambda b: -(b.count * group / b.numel % 1))
-    for block in _raised(order, missing, group):
-        chosen[block.name] += 1
-    return chosen
-
-
-def _raised(order: list[PlanBlock], missing: float, group: int) -> list[PlanBlock]:
-    raised = []
-    for block in order:
-        step = block.numel / group
-        if missing >= step / 2 and block.count * group % block.numel:
-            raised.append(block)
-            missing -= step
-    return raised
-
-
 def matrices(owner: nn.Module, parameter: nn.Parameter) -> list[torch.Tensor]:
     """Two-dimensional ``(d_out, d_in)`` views of a weight; writing to them changes the model."""
     data = parameter.data
@@ -267,10 +164,10 @@ def _magnitude(
     model: nn.Module, tasks: Mapping[str, Task], options: Options, progress: Progress | None
 ) -> tuple[int, tuple[str, ...]]:
     active = [t for t in tasks.values() if not t.idle]
-    clock = Clock(len(active), progress)
-    for task in active:
+    for done, task in enumerate(active, 1):
         _apply(model, task, None, options, {})
-        clock.tick()
+        if progress:
+            progress(done, len(active))
     return 0, ()
 
 
@@ -285,7 +182,6 @@ def _walk(
     by_layer = _by_layer(model, tasks)
     last = max((i for i, work in enumerate(by_layer) if work), default=-1)
     notes: list[str] = []
-    clock = Clock(last + 1, progress)
     with inference(model):
         walk = Walk(model, data, batch_size=options.batch_size, store=options.store, folder=options.folder)
         try:
@@ -298,7 +194,8 @@ def _walk(
                     checkpoint.save(model, i, names)
                 if i < last:
                     walk.advance()
-                clock.tick()
+                if progress:
+                    progress(i + 1, last + 1)
         finally:
             walk.close()
     checkpoint.finish()
@@ -324,17 +221,3 @@ def _prune_layer(model: nn.Module, walk: Walk, work: list[Task], options: Option
             notes += _apply(model, task, collector.found.pop(task.module.name, None), options, cache)
             done.add(task.module.name)
     return notes
-
-
-class Clock:
-    """Progress with the time that is left, from the pace so far."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.total, self.done, self.progress, self.started = total, 0, progress, time.monotonic()
-
-    def tick(self) -> None:
-        """One more is done."""
-        self.done += 1
-        if self.progress is not None:
-            left = (time.monotonic() - self.started) / self.done * (self.total - self.done)
-            self.progress(self.done, self.total, left)

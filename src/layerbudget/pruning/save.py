@@ -17,7 +17,9 @@ from ..plan import Plan
 from .receipt import Receipt
 
 
-def save_pruned(model: nn.Module, tokenizer: Any, plan: Plan, receipt: Receipt, out_dir: Path | str) -> Path:
+def save_pruned(
+    model: nn.Module, tokenizer: Any, plan: Plan, receipt: Receipt, out_dir: Path | str, *, overwrite: bool = False
+) -> Path:
     """Write checkpoint, tokenizer, ``plan.json`` and ``receipt.json``.
 
     The folder appears complete or not at all. The weights are stored densely, zeros included, so that every runtime reads
@@ -30,16 +32,15 @@ def save_pruned(model: nn.Module, tokenizer: Any, plan: Plan, receipt: Receipt, 
         plan: The plan that was applied.
         receipt: What :func:`layerbudget.pruning.prune.prune` returned.
         out_dir: Must not exist, or be empty.
+        overwrite: Replace a folder that an earlier call wrote (it holds a ``receipt.json``).
 
     Returns:
         The folder.
 
     Raises:
-        AlreadyExists: The folder exists and is not empty.
+        AlreadyExists: The folder exists and is not empty (with ``overwrite``: and is none of ours).
     """
-    out = Path(out_dir)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise AlreadyExists(f"{out} exists already.", "", "Choose another output folder.")
+    out = check_output(out_dir, overwrite=overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
@@ -56,13 +57,37 @@ def save_pruned(model: nn.Module, tokenizer: Any, plan: Plan, receipt: Receipt, 
         for file in temporary.glob("*.safetensors"):
             add_metadata(file, metadata)
         os.chmod(temporary, 0o755)
-        if out.exists():
-            out.rmdir()
-        os.replace(temporary, out)
+        _swap(temporary, out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return out
+
+
+def check_output(out_dir: Path | str, *, overwrite: bool = False) -> Path:
+    """Refuse an output folder that holds something, before any work is done.
+
+    Raises:
+        AlreadyExists: It does.
+    """
+    out = Path(out_dir)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if not overwrite:
+            raise AlreadyExists(f"{out} exists already.", "", "Choose another output folder, or pass --overwrite.")
+        if not (out / "receipt.json").is_file():
+            raise AlreadyExists(f"{out} exists and holds no receipt of this package.", "", "Choose another output folder.")
+    return out
+
+
+def _swap(new: Path, out: Path) -> None:
+    """Put a complete folder in the place of another one."""
+    if not out.exists():
+        os.replace(new, out)
+        return
+    old = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.old."))
+    os.replace(out, old)
+    os.replace(new, out)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_metadata(file: Path | str) -> dict[str, str]:
