@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+
+from layerbudget.records import Block, Module
+from layerbudget.scores.record import Scores
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -89,3 +93,25 @@ def saved_model(tmp_path, tokenizer):
         return folder
 
     return save
+
+
+def make_scores(values, sizes=None, **fields) -> Scores:
+    """A score record over invented layers, one matrix each."""
+    sizes = sizes if sizes is not None else [64] * len(values)
+    blocks = [
+        Block(name=f"model.layers.{i}", modules=(Module(name=f"model.layers.{i}.mlp", d_in=64, d_out=int(d)),))
+        for i, d in enumerate(sizes)
+    ]
+    return Scores.from_values({b.name: float(v) for b, v in zip(blocks, values, strict=True)}, blocks, **fields)
+
+
+@pytest.fixture
+def scores_of():
+    """The function above."""
+    return make_scores
+
+
+@pytest.fixture
+def rng():
+    """A seeded generator."""
+    return np.random.default_rng(20240501)
