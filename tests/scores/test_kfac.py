@@ -26,7 +26,11 @@ def plain_factors(model, data, names, targets):
         seen, handles = {}, []
         for name in names:
             owner, _ = weight_of(model, name)
-            hook = lambda m, x, y, name=name: (y.retain_grad(), seen.__setitem__(name, (x[0].detach(), y)))[:0] or None  # noqa: E731
+
+            def hook(module, x, y, name=name, seen=seen):
+                y.retain_grad()
+                seen[name] = (x[0].detach(), y)
+
             handles.append(owner.register_forward_hook(hook))
         L.summed_loss(L.logits_of(model, batch), targets[i : i + 1]).backward()
         [h.remove() for h in handles]

@@ -1,11 +1,12 @@
 """Adapter space: what adding a LoRA adapter at a module could gain, and the gradients to start one from.
 
-An adapter adds ``B A`` to a weight matrix, ``A`` (r x d_in) fixed at its start and ``B = 0``. The first step moves B alone, along
-``dL/dB = dL/dW A'`` (d_out x r). The adapter gain is the same quadratic form as in weight space with these gradients.
+An adapter adds ``B A`` to a weight matrix, ``A`` (r x d_in) fixed at its start and ``B = 0``. The first step moves B alone,
+along ``dL/dB = dL/dW A'`` (d_out x r). The adapter gain is the same quadratic form as in weight space with these gradients.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -100,8 +101,6 @@ def score_adapter(
         model, data, blocks, grams, damping=damping, damping_unit=damping_unit, seed=seed, sketch=None, replicates=replicates,
         loss=total,
     )  # fmt: skip
-    import dataclasses
-
     extra = {**scores.extra, "curvature": "empirical Fisher of B at B=0", "rank": rank, "scaling": scaling}
     return dataclasses.replace(scores, estimator="adapter", extra=extra)
 

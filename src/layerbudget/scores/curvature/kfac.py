@@ -1,7 +1,7 @@
 """K-FAC and EK-FAC, one Kronecker-factored curvature per weight matrix.
 
-K-FAC (expand setting): ``C ~ G (x) A`` with ``A = mean_t a_t a_t'`` over positions and ``G = (1/N) sum_t b_t b_t'``, ``b`` the output
-gradients of the summed loss under labels drawn from the model (empirical labels on request). Damping is exact, in the
+K-FAC (expand setting): ``C ~ G (x) A`` with ``A = mean_t a_t a_t'`` over positions and ``G = (1/N) sum_t b_t b_t'``, ``b`` the
+output gradients of the summed loss under labels drawn from the model (empirical labels on request). Damping is exact, in the
 eigenbasis: with ``A = Q_A diag(l_A) Q_A'``, ``G = Q_G diag(l_G) Q_G'`` and ``M = Q_G' dW Q_A``,
 
     zeta^2(tau) = sum_ij M_ij^2 / (L_ij + tau),   L = l_G l_A'  (K-FAC),   L = (1/N) sum_i (Q_G' S_i Q_A)^2  (EK-FAC),
@@ -218,8 +218,8 @@ def score_kfac(
 ) -> Scores:
     """Gain under K-FAC with exact damping; ``corrected=True`` is EK-FAC.
 
-    The gradient is kept in ``groups`` groups of sequences: the noise floor is ``(1/(J(J-1))) sum_j (g_j - g)'(C + tau I)^-1 (g_j - g)``
-    over the groups' mean gradients, the standard error a jackknife over them, both with the curvature held fixed.
+    The gradient is kept in J groups of sequences. The noise floor is ``sum_j (g_j - g)'(C + tau I)^-1 (g_j - g) / (J(J-1))`` over
+    their mean gradients, the standard error a jackknife over them, both with the curvature held fixed.
 
     Args:
         model: The model.
