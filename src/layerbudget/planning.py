@@ -13,8 +13,8 @@ from .errors import UnknownBlock
 from .plan import Plan, PlanBlock
 from .program import rules
 from .program.calibrated import CalibratedPenalty
+from .program.counts import round_parameters
 from .program.inputs import Vector, bound_vector
-from .program.rounding import round_parameters
 from .program.solution import Solution
 from .program.sparsity import sparsify
 from .program.utilities import Function

@@ -111,7 +111,7 @@ def certify(
 
     ``best`` is the minimiser of the Lagrangian at ``p``, whose value is the dual function; ``None`` says that ``x`` is it.
     """
-    a, h, f, sign, p0 = program.amount, program.scale, program.function, program.sign, program.price
+    a, sign, p0 = program.amount, program.sign, program.price
     multiplier = p - p0
     terms = program.terms(x)
     used = float(np.dot(a, x))
@@ -126,14 +126,14 @@ def certify(
     over = -sign * (used - program.target)
     floor = abs(program.target) or used or 1.0
     feasibility = (abs(over) if program.exact_budget else max(over, 0.0)) / floor
-    stationarity, at_low, at_high = _stationarity(program, x, a * p, _marginal(f, h, x, a * p))
+    worst, at_low, at_high = stationarity(program, x, p)
     complementarity = 0.0 if program.exact_budget else multiplier * abs(over) / size if size > 0.0 else 0.0
     status = _status(sign, slack, at_low, at_high)
     value = x if isinstance(program.base, float) else x + program.base
     spent = used + (program.budget - program.target)
     return Solution(
         value=value, status=status, multiplier=multiplier, multiplier_interval=(interval[0] - p0, interval[1] - p0),
-        shadow_price=p, primal=primal, dual=dual, gap=gap, kkt_residual=max(stationarity, feasibility, complementarity),
+        shadow_price=p, primal=primal, dual=dual, gap=gap, kkt_residual=max(worst, feasibility, complementarity),
         spent=spent, budget=program.budget, slack=-over, inert=_inert(program, status),
         lower=program.low + program.base, upper=program.high + program.base, program=program,
     )  # fmt: skip
@@ -147,8 +147,10 @@ def _marginal(f: Function, scale: Vector, x: Vector, price: Vector) -> Vector:
     return scale * f.derivative(x)
 
 
-def _stationarity(program: Program, x: Vector, price: Vector, marginal: Vector) -> tuple[float, bool, bool]:
-    """Relative stationarity residual (shape-free), and whether all blocks are at their floor or cap."""
+def stationarity(program: Program, x: Vector, p: float) -> tuple[float, bool, bool]:
+    """Relative stationarity residual at price ``p``, and whether all blocks are at their floor or cap."""
+    price = program.amount * p
+    marginal = _marginal(program.function, program.scale, x, price)
     r = (marginal - price) / (np.abs(marginal) + np.abs(price))
     r[marginal == price] = 0.0
     if program.sign > 0:
