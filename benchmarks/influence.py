@@ -117,7 +117,7 @@ class Clock:
 
 
 def peer_table(path: str, g, v) -> tuple[np.ndarray, float]:
-    """DataInf's own class on the same gradients (its published sign there is plus, so it is negated)."""
+    """DataInf's own class on the same gradients."""
     spec = importlib.util.spec_from_file_location("datainf_peer", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -126,7 +126,7 @@ def peer_table(path: str, g, v) -> tuple[np.ndarray, float]:
     with Clock() as clock, contextlib.redirect_stdout(io.StringIO()):
         engine.compute_hvp_proposed()
         engine.compute_IF()
-    return -np.array(engine.IF_dict["proposed"], dtype=float), clock.cpu
+    return np.array(engine.IF_dict["proposed"], dtype=float), clock.cpu
 
 
 def per_layer(model, train, validation, layers: int) -> tuple[list[np.ndarray], dict[str, list[float]], tuple]:

@@ -122,9 +122,10 @@ def main() -> None:
             RESULTS.mkdir(exist_ok=True)
             tracker.plot(RESULTS / "tracker.png")
             history = tracker.history
+    text = ", ".join(Path(f).name for f in arguments.text) if arguments.text else "standard library, calibration group"
     record = {
         "weights": "trained" if arguments.model else "random", "batch": arguments.batch, "length": arguments.length,
-        "text": "own text" if arguments.text else "standard library, calibration group", "runs": runs, "history": history,
+        "text": text, "runs": runs, "history": history,
         "environment": {"processor": processor(), "threads": torch.get_num_threads(), "cores": os.cpu_count(),
                         "python": platform.python_version(), "torch": torch.__version__,
                         "transformers": transformers.__version__, "peft": peft.__version__},

@@ -258,10 +258,13 @@ class GainTracker(TrainerCallback):
         for k, block in enumerate(self.blocks):
             upper.plot(steps, weights[:, k], color=colours[k], linewidth=1.2, label=block.name.rsplit(".", 1)[-1])
         upper.axhline(1 / len(self.blocks), color="0.7", linewidth=0.8, linestyle=":")
+        note = {"fontsize": 7, "color": "0.5", "va": "center"}
+        upper.text(1.005, 1 / len(self.blocks), "equal", transform=upper.get_yaxis_transform(), **note)
         upper.set_ylabel("weight (share of the gain above noise)")
         upper.legend(title="block", ncols=2, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         lower.plot(steps, [100 * h["relative_regret"] for h in self.history], color="#d9480f", label="regret of the first plan")
         lower.axhline(100 * self.tolerance, color="0.7", linewidth=0.8, linestyle=":")
+        lower.text(1.005, 100 * self.tolerance, "plan again", transform=lower.get_yaxis_transform(), **note)
         lower.set(xlabel="optimizer step", ylabel="regret (% of the\nbest plan's gain)", ylim=(0, None))
         for axis in (upper, lower):
             axis.spines[["top", "right"]].set_visible(False)

@@ -14,6 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from layerbudget.blocks import partition, weight_of
 from layerbudget.errors import CoverageError
 from layerbudget.scores.gain import score
+from layerbudget.scores.loss import FeatureSet
 
 SIGNALS = ("fisher-trace", "outlier-ratio", "spectral-tail", "ablation", "block-influence", "layerif")
 OPTIONS = {"outlier-ratio": {"multiple": 2.0}}
@@ -97,3 +98,22 @@ def test_fused_experts(mixtral, data):
     assert np.isfinite(values(mixtral, data, "spectral-tail")).all()
     with pytest.raises(CoverageError, match="inputs of"):
         values(mixtral, data, "outlier-ratio")
+
+
+def test_plain_classifier(build):
+    """An MLP on features, one block per Linear: ablation zeroes a layer's output, bias included."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3)
+    )
+    data = FeatureSet(inputs=torch.randn(12, 5), labels=torch.arange(12) % 3)
+    blocks = partition(model, by="linear")
+    for name in SIGNALS[:4]:
+        assert np.isfinite(values(model, data, name, blocks)).all()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[2].weight.zero_()
+        other[2].bias.zero_()
+        change = F.cross_entropy(other(data.inputs), data.labels) - F.cross_entropy(model(data.inputs), data.labels)
+    assert values(model, data, "ablation", blocks)[1] == pytest.approx(change.item(), abs=1e-6)
+    assert np.isfinite(values(model, data, "layerif", blocks)).all()
