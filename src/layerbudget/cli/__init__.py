@@ -1,7 +1,7 @@
 """The command line: one thin command per verb.
 
-Conventions: results go to the terminal as tables, or as one JSON document on stdout with ``--json`` (everything else then goes to
-stderr); a user's mistake ends with one sentence and exit code 2; files are written atomically and never
+Conventions: results go to the terminal as tables, or as one JSON document on stdout with ``--json`` (everything
+else then goes to stderr); a user's mistake ends with one sentence and exit code 2; files are written atomically and never
 overwritten silently.
 """
 

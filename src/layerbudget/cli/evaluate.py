@@ -13,7 +13,9 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("evaluate")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     parser.add_argument("--perplexity", nargs="+", metavar="DATA", help="texts to report perplexity on (default: stdlib)")
-    parser.add_argument("--tasks", help="comma-separated tasks: rte, boolq, arc_easy, arc_challenge, hellaswag, winogrande, openbookqa")
+    parser.add_argument(
+        "--tasks", help="comma-separated tasks: rte, boolq, arc_easy, arc_challenge, hellaswag, winogrande, openbookqa"
+    )
     parser.add_argument("--data-dir", help="folder with the tasks' local files; without it the hub is asked")
     parser.add_argument("--limit", type=int, help="at most so many examples of each task")
     parser.add_argument("--length", type=int, default=256, help="tokens per window (default %(default)s)")

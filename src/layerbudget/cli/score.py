@@ -13,13 +13,15 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("score")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     add_data_options(parser)
-    parser.add_argument("--estimator", default="fisher-gram", help="gradient-norm, fisher-diagonal, fisher-gram, kfac, ekfac, ...")
+    parser.add_argument(
+        "--estimator", default="fisher-gram", help="gradient-norm, fisher-diagonal, fisher-gram, kfac, ekfac, ..."
+    )
     parser.add_argument("--by", default="layer", help="layer, linear, or a regular expression (default %(default)s)")
     parser.add_argument("--include", help="only matrices whose full name matches this regular expression")
     parser.add_argument("--exclude", help="drop matrices whose full name matches this regular expression")
     parser.add_argument("--damping", type=float, nargs="+", help="one or more dampings (default: a sweep)")
-    parser.add_argument("--damping-unit", choices=("max", "mean", "absolute"), default="max",
-                        help="relative to the block's largest or mean eigenvalue, or absolute (default %(default)s)")  # fmt: skip
+    unit = "relative to the block's largest or mean eigenvalue, or absolute (default %(default)s)"
+    parser.add_argument("--damping-unit", choices=("max", "mean", "absolute"), default="max", help=unit)
     parser.add_argument("-o", "--out", default="scores.json")
     parser.set_defaults(handler=handler)
 

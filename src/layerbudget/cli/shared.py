@@ -12,7 +12,9 @@ Callback = Callable[[int, int], None]
 
 def add_data_options(parser: argparse.ArgumentParser, *, samples: int = 128, length: int = 256) -> None:
     """``--data --samples --length --seed --batch-size --dtype``."""
-    parser.add_argument("--data", default="stdlib", help="stdlib, c4, wikitext2, name[:config[:split[:column]]], or local files")
+    parser.add_argument(
+        "--data", default="stdlib", help="stdlib, c4, wikitext2, name[:config[:split[:column]]], or local files"
+    )
     parser.add_argument("--samples", type=int, default=samples, help="calibration sequences (default %(default)s)")
     parser.add_argument("--length", type=int, default=length, help="tokens per sequence (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
@@ -28,9 +30,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     from ..loading import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
-    data = calibration(
-        arguments.data, tokenizer, samples=arguments.samples, length=arguments.length, seed=arguments.seed
-    )
+    data = calibration(arguments.data, tokenizer, samples=arguments.samples, length=arguments.length, seed=arguments.seed)
     model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device)
     return model, tokenizer, data
 

@@ -27,7 +27,12 @@ def _rte(path: Path) -> list[Row]:
     with path.open(encoding="utf-8", newline="") as f:
         rows = list(csv.DictReader(f, delimiter="\t", quoting=csv.QUOTE_NONE))
     return [
-        {"sentence1": r["sentence1"], "sentence2": r["sentence2"], "label": int(r["label"] != "entailment"), "idx": int(r["index"])}
+        {
+            "sentence1": r["sentence1"],
+            "sentence2": r["sentence2"],
+            "label": int(r["label"] != "entailment"),
+            "idx": int(r["index"]),
+        }
         for r in rows
     ]
 
@@ -43,18 +48,18 @@ def _choices(choices: list[dict[str, str]]) -> dict[str, list[str]]:
     return {"text": [c["text"] for c in choices], "label": [c["label"] for c in choices]}
 
 
+def _multiple_choice(path: Path, stem: str) -> list[Row]:
+    rows = _json_lines(path)
+    answers = [(r["question"]["stem"], r["question"]["choices"], r["answerKey"], r["id"]) for r in rows]
+    return [{"id": i, stem: text, "choices": _choices(c), "answerKey": key} for text, c, key, i in answers]
+
+
 def _arc(path: Path) -> list[Row]:
-    return [
-        {"id": r["id"], "question": r["question"]["stem"], "choices": _choices(r["question"]["choices"]), "answerKey": r["answerKey"]}
-        for r in _json_lines(path)
-    ]
+    return _multiple_choice(path, "question")
 
 
 def _openbookqa(path: Path) -> list[Row]:
-    return [
-        {"id": r["id"], "question_stem": r["question"]["stem"], "choices": _choices(r["question"]["choices"]), "answerKey": r["answerKey"]}
-        for r in _json_lines(path)
-    ]  # fmt: skip
+    return _multiple_choice(path, "question_stem")
 
 
 def _hellaswag(path: Path) -> list[Row]:
@@ -86,7 +91,9 @@ def local_rows(task: str, data_dir: Path | str) -> list[Row]:
         NotFound: None of the task's files is there.
     """
     if task not in LOCAL:
-        raise InvalidInput(f"{task} has no local reader.", f"Local tasks are {', '.join(LOCAL)}.", "Drop --data-dir to ask the hub.")
+        raise InvalidInput(
+            f"{task} has no local reader.", f"Local tasks are {', '.join(LOCAL)}.", "Drop --data-dir to ask the hub."
+        )
     reader, names, _ = LOCAL[task]
     for name in names:
         path = Path(data_dir) / name
@@ -104,8 +111,8 @@ def _definition(task: str, data_dir: Path | str | None, index: Any) -> str | dic
     rows = local_rows(task, data_dir)
     split = LOCAL[task][2]
     definition = load_yaml(index[task].yaml_path, resolve_func=True)
-    source = {"custom_dataset": lambda **_: {split: Dataset.from_list(rows)}, "training_split": None, "dataset_kwargs": None}
-    return {**definition, **source}
+    splits = {f"{s}_split": s if s == split else None for s in ("training", "validation", "test")}
+    return {**definition, **splits, "custom_dataset": lambda **_: {split: Dataset.from_list(rows)}, "dataset_kwargs": None}
 
 
 def evaluate_tasks(

@@ -98,7 +98,9 @@ def perplexity(
             output = model(**batch, use_cache=False)
             logits = getattr(output, "logits", None)
             if logits is None or logits.ndim != 3:
-                raise BadModel(f"{type(model).__name__} gives no token logits.", "", "Perplexity needs a causal language model.")
+                raise BadModel(
+                    f"{type(model).__name__} gives no token logits.", "", "Perplexity needs a causal language model."
+                )
             target = batch["input_ids"][:, 1:]
             nll = nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), target.flatten(), reduction="none")
             losses.append(nll.view(target.shape).double().mean(dim=1).cpu().numpy())

@@ -18,7 +18,9 @@ def _cell(value: float | None, form: str = ".4g") -> str:
 def scores_table(scores: Scores, damping: float | None = None) -> Table:
     """One row per block: score, standard error, noise floor, status, share."""
     row = scores.index(damping)
-    title = f"{scores.estimator}, {scores.data.get('samples')} x {scores.data.get('length')} tokens of {scores.data.get('source')}"
+    title = (
+        f"{scores.estimator}, {scores.data.get('samples')} x {scores.data.get('length')} tokens of {scores.data.get('source')}"
+    )
     if scores.damping_unit != "none":
         title += f", damping {scores.damping[row]:g} ({scores.damping_unit})"
     table = Table(title=title)
@@ -34,7 +36,9 @@ def scores_table(scores: Scores, damping: float | None = None) -> Table:
 
 def plan_table(plan: Plan) -> Table:
     """One row per block: what it gets."""
-    table = Table(title=f"{plan.kind} by {plan.rule}: {plan.budget.get('spent')} of {plan.budget.get('limit')} {plan.budget.get('unit')}")
+    table = Table(
+        title=f"{plan.kind} by {plan.rule}: {plan.budget.get('spent')} of {plan.budget.get('limit')} {plan.budget.get('unit')}"
+    )
     for name in ("block", "parameters", "value", "count"):
         table.add_column(name, justify="left" if name == "block" else "right")
     for block in plan.blocks:
