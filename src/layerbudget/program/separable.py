@@ -16,6 +16,7 @@ import numpy as np
 from .dual import monotone_root, piecewise_root
 from .inputs import Vector
 from .solution import Solution
+from .utilities import Function
 
 
 class Program:
@@ -92,12 +93,15 @@ def _reciprocal(t: float) -> float:
 def solve(program: Program) -> Solution:
     """Solve and certify. The caller has checked that the program is feasible."""
     with np.errstate(all="ignore"):
-        p, p_low, p_high = root(program)
+        fill = getattr(program.function, "fill", None)
+        x, p, p_low, p_high = fill(program) if fill else (None, *root(program))
         slack = not program.exact_budget and p_high < program.price
         if not program.exact_budget:
             p, p_low, p_high = max(p, program.price), max(p_low, program.price), max(p_high, program.price)
-        x = program.at_price(p)
-        return certify(program, x, p, (p_low, p_high), slack=slack)
+        best = program.at_price(p)
+        if x is None or slack:
+            return certify(program, best, p, (p_low, p_high), slack=slack)
+        return certify(program, x, p, (p_low, p_high), slack=slack, best=best)
 
 
 def certify(
@@ -122,7 +126,7 @@ def certify(
     over = -sign * (used - program.target)
     floor = abs(program.target) or used or 1.0
     feasibility = (abs(over) if program.exact_budget else max(over, 0.0)) / floor
-    stationarity, at_low, at_high = _stationarity(program, x, a * p, h * f.derivative(x))
+    stationarity, at_low, at_high = _stationarity(program, x, a * p, _marginal(f, h, x, a * p))
     complementarity = 0.0 if program.exact_budget else multiplier * abs(over) / size if size > 0.0 else 0.0
     status = _status(sign, slack, at_low, at_high)
     value = x if isinstance(program.base, float) else x + program.base
@@ -135,9 +139,18 @@ def certify(
     )  # fmt: skip
 
 
+def _marginal(f: Function, scale: Vector, x: Vector, price: Vector) -> Vector:
+    """Marginal utility or penalty; at a kink, the subgradient nearest to the price."""
+    if hasattr(f, "subgradient"):
+        left, right = f.subgradient(x)
+        return np.minimum(np.maximum(price, scale * left), scale * right)
+    return scale * f.derivative(x)
+
+
 def _stationarity(program: Program, x: Vector, price: Vector, marginal: Vector) -> tuple[float, bool, bool]:
     """Relative stationarity residual (shape-free), and whether all blocks are at their floor or cap."""
-    r = (marginal - price) / (marginal + price)
+    r = (marginal - price) / (np.abs(marginal) + np.abs(price))
+    r[marginal == price] = 0.0
     if program.sign > 0:
         r = -r
     at_low, at_high = x <= program.low, x >= program.high
