@@ -243,7 +243,12 @@ def markdown(result):
         lines += ["", "| ours | figure | value |", "|---|---|---|"]
         lines += [f"| {n} | {k} | {v:.2f} |" for n, r in result["ratios"].items() for k, v in r.items()]
     if result.get("masks"):
-        lines += ["", "Masks, float32, 50 %:", "", "| reference | pattern | our mode | equal | entries that differ | largest weight difference |"]
+        lines += [
+            "",
+            "Masks, float32, 50 %:",
+            "",
+            "| reference | pattern | our mode | equal | entries that differ | largest weight difference |",
+        ]
         lines += ["|---|---|---|---|---|---|"]
         for r in result["masks"]:
             if "error" in r:
