@@ -38,6 +38,16 @@ ESTIMATORS: dict[str, str] = {
 }
 
 
+def check_estimator(name: str) -> None:
+    """Refuse an unknown estimator, before a model is loaded.
+
+    Raises:
+        InvalidInput: The message lists the known names.
+    """
+    if name not in ESTIMATORS:
+        raise InvalidInput(f"There is no estimator {name!r}.", f"There are {', '.join(ESTIMATORS)}.", "Choose one of those.")
+
+
 def score(
     model: nn.Module,
     data: Data,
@@ -74,10 +84,7 @@ def score(
         CoverageError: Weight matrices that the estimator cannot see.
         CurvatureFailure: A curvature that is not positive definite at any damping.
     """
-    if estimator not in ESTIMATORS:
-        raise InvalidInput(
-            f"There is no estimator {estimator!r}.", f"There are {', '.join(ESTIMATORS)}.", "Choose one of those."
-        )
+    check_estimator(estimator)
     model_blocks.check_finite(model)
     module, function = ESTIMATORS[estimator].split(":")
     call = getattr(importlib.import_module(module), function)
