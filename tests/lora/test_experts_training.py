@@ -112,6 +112,7 @@ def _starving_layer():
     return layer, torch.randn(2, 3, 6)
 
 
+@pytest.mark.slow
 def test_two_processes_agree_with_one(tmp_path):
     import torch.multiprocessing as processes
 
