@@ -2,62 +2,18 @@ r"""Start LoRA in the gain's own directions.
 
 Let ``G`` be the gradient of the mean loss with respect to a weight, accumulated over a calibration set, and
 ``G = U S V'``. Of all rank-r updates with a given norm, ``-U_r S_r V_r'`` lowers the linearised loss most (Eckart-Young).
-With ``B = 0`` the first gradient of ``B`` is ``G A'``; rows of ``A`` equal to the top right
-singular vectors let it reach exactly that subspace, and the model starts unchanged. EVA (Paischer et al. 2024) takes the top directions of the *inputs* instead.
+With ``B = 0`` the first gradient of ``B`` is ``G A'``; rows of ``A`` equal to the top right singular vectors let it reach
+exactly that subspace, and the model starts unchanged. EVA (Paischer et al. 2024) takes the top directions of the *inputs*
+instead. The gradients come from :func:`layerbudget.scores.adapter_space.accumulated_gradients`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from ..blocks import is_conv1d, weight_of
 from ..errors import CoverageError
 from .targets import base_name
-
-
-def accumulate_gradients(
-    model: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor], modules: Iterable[str]
-) -> dict[str, Tensor]:
-    """Mean gradient ``(d_out, d_in)`` of every named weight, in float32, before any adapter is added.
-
-    Args:
-        model: The plain model; its mode and its ``requires_grad`` flags are restored.
-        batches: Anything that ``loss`` takes.
-        loss: ``loss(model, batch)``, the mean loss of a batch.
-        modules: Full names of weight matrices.
-
-    Raises:
-        UnknownBlock: A name that the model does not have.
-        CoverageError: A weight that received no gradient.
-    """
-    weights = {name: weight_of(model, name) for name in modules}
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    training = model.training
-    total: dict[str, Tensor] = {}
-    steps = 0
-    try:
-        model.eval()
-        for parameter, _ in flags:
-            parameter.requires_grad_(False)
-        for _, weight in weights.values():
-            weight.requires_grad_(True)
-        for batch in batches:
-            gradients = torch.autograd.grad(loss(model, batch), [w for _, w in weights.values()], allow_unused=True)
-            for (name, (owner, _)), gradient in zip(weights.items(), gradients, strict=True):
-                if gradient is None:
-                    raise CoverageError(f"{name} received no gradient from the loss.", "", "Leave it out of the plan.")
-                gradient = gradient.float().T if is_conv1d(owner) else gradient.float()
-                total[name] = total[name] + gradient if name in total else gradient
-            steps += 1
-    finally:
-        model.train(training)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
-    return {name: value / max(1, steps) for name, value in total.items()}
 
 
 def initialise_from_gradients(model: nn.Module, gradients: dict[str, Tensor], adapter_name: str = "default") -> None:

@@ -101,7 +101,8 @@ def expert_costs(
         ``flops_dense`` (every expert on every token, what the fused form runs) and ``flops_top_k``, both with the router;
         ``flops_paper``, the paper's charge ``c_k e_k`` with ``c_k = 2 r (d_in + d_out)`` for every stored expert, no router;
         ``flops_merged``, the execution of MEO (He et al. 2023): the chosen experts' products are merged into one matrix
-        once per sequence, ``top_k * 2 r d_in d_out`` FLOPs shared by ``length`` tokens, and tokens then pay nothing beyond the base.
+        once per sequence, ``top_k * 2 r d_in d_out`` FLOPs shared by ``length`` tokens, and tokens then pay nothing
+        beyond the base.
 
     >>> expert_costs({"m": (512, 512)}, rank=8, experts=8)["flops_dense"]
     139264
