@@ -115,7 +115,12 @@ def train(arguments: argparse.Namespace) -> None:
         optimizer.load_state_dict(state["optimizer"])
         start, seconds = state["step"], state["seconds"]
     forward = torch.compile(model) if arguments.compile else model
-    columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:3], TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        *Progress.get_default_columns()[1:3],
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     log = (work / "log.jsonl").open("a")
     with Progress(*columns) as progress:
         bar = progress.add_task("training", total=arguments.steps, completed=start)
@@ -172,7 +177,8 @@ not useful for writing code.
 | unigram model over the same tokens | {unigram:.3f} |
 
 Training: `scripts/train_demo_model.py`, seed {arguments.seed}, {arguments.steps:,} steps of {arguments.batch} x
-{arguments.length} tokens ({tokens / 1e6:.1f} M tokens, {tokens / len(train_ids):.1f} passes over {len(train_ids) / 1e6:.1f} M), AdamW,
+{arguments.length} tokens ({tokens / 1e6:.1f} M tokens, {tokens / len(train_ids):.1f} passes over {len(train_ids) / 1e6:.1f} M),
+AdamW,
 peak learning rate {arguments.lr}, bf16 autocast; {seconds / 60:.0f} minutes on {torch.get_num_threads()} shared CPU
 threads. Weights are stored as bfloat16. Licence: Apache-2.0; the training text is under the Python Software Foundation
 licence.

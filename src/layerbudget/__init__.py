@@ -1,0 +1,47 @@
+"""layerbudget: decide which layer of a language model gets how much.
+
+Measure how much loss each layer can still remove, spend (or save) one global budget across the layers by an exactly
+solved convex program, apply the decision, and prove what it did. Public names are imported on first use, so that
+``import layerbudget`` and ``--help`` are quick and the decision core never needs torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "load_model": "loading",
+    "load_tokenizer": "loading",
+    "partition": "blocks",
+    "calibration": "data.text",
+    "CalibrationSet": "data.calibration",
+    "score": "scores.gain",
+    "Scores": "scores.record",
+    "Plan": "plan",
+    "plan_sparsity": "planning",
+    "plan_experts": "planning",
+    "plan_ranks": "planning",
+    "plan_joint": "planning",
+    "prune": "pruning.prune",
+    "recount": "pruning.prune",
+    "save_pruned": "pruning.prune",
+    "perplexity": "evaluation.perplexity",
+    "evaluation_set": "evaluation.perplexity",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

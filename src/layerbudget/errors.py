@@ -29,6 +29,22 @@ class InvalidInput(LayerbudgetError, ValueError):
     """A number, a length or an option outside its domain (NaN, negative cost, sparsity 1.2, ...)."""
 
 
+class NotFinite(InvalidInput):
+    """A NaN or an infinity where a number is needed."""
+
+
+class NegativeValue(InvalidInput):
+    """A negative number where none makes sense."""
+
+
+class LengthMismatch(InvalidInput):
+    """Vectors that should describe the same blocks and have different lengths."""
+
+
+class InvalidCost(InvalidInput):
+    """A cost or size of zero or less: that block would be free."""
+
+
 class InfeasibleBudget(LayerbudgetError, ValueError):
     """No decision satisfies the budget together with the floors and caps."""
 

@@ -68,7 +68,9 @@ class Plan:
             raise InvalidInput(f"A plan cannot be of kind {self.kind!r}.", f"Kinds are {', '.join(KINDS)}.", "")
         names = [b.name for b in self.blocks]
         if not names or len(set(names)) != len(names):
-            raise InvalidInput(f"The plan names {len(names)} blocks, {len(set(names))} of them distinct.", "", "Name each once.")
+            raise InvalidInput(
+                f"The plan names {len(names)} blocks, {len(set(names))} of them distinct.", "", "Name each once."
+            )
         object.__setattr__(self, "blocks", tuple(self.blocks))
 
     @property

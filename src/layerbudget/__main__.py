@@ -1,0 +1,7 @@
+"""``python -m layerbudget``."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

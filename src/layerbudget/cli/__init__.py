@@ -1,0 +1,122 @@
+"""The command line: one thin command per verb.
+
+Conventions: results go to the terminal as tables, or as one JSON document on stdout with ``--json`` (everything
+else then goes to stderr); a user's mistake ends with one sentence and exit code 2; files are written atomically and never
+overwritten silently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+# Commands in the order of the flow. Each module has register(subparsers) and is imported for its own verb only.
+COMMANDS = {
+    "demo": "demo",
+    "doctor": "doctor",
+    "score": "score",
+    "plan": "plan",
+    "prune": "prune",
+    "finetune": "finetune",
+    "evaluate": "evaluate",
+    "transfer": "plan",
+    "reproduce": "plan",
+    "report": "report",
+}
+_SUMMARY = {
+    "demo": "the main job on the embedded model: score, plan, prune, evaluate, compare with uniform",
+    "doctor": "check a model before GPU hours are spent",
+    "score": "measure what each layer can still gain; writes scores.json",
+    "plan": "decide sparsity, experts or ranks from a scores file; writes plan.json",
+    "prune": "prune a model by a plan and recount",
+    "finetune": "train LoRA ranks or experts by a plan",
+    "evaluate": "perplexity and task accuracy",
+    "transfer": "what a plan made on one set of scores costs on another",
+    "reproduce": "the paper's released figures and tables",
+    "report": "one self-contained HTML page of a results folder",
+}
+
+
+def _common() -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument("--json", action="store_true", help="one JSON document on stdout, everything else on stderr")
+    parent.add_argument("--quiet", action="store_true", help="no progress bars")
+    parent.add_argument("--overwrite", action="store_true", help="replace existing output files")
+    return parent
+
+
+class _Subparsers:
+    """Adds the common options to every parser that a command module makes, also one level down."""
+
+    def __init__(self, action: Any) -> None:
+        self.action = action
+
+    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
+        options.setdefault("help", _SUMMARY.get(name))
+        options.setdefault("description", options["help"])
+        parser: argparse.ArgumentParser = self.action.add_parser(name, parents=[_common()], **options)
+        original = parser.add_subparsers
+        parser.add_subparsers = lambda **kw: _Subparsers(original(**kw))  # type: ignore[method-assign,assignment]
+        return parser
+
+
+def build_parser(verb: str | None = None) -> argparse.ArgumentParser:
+    """Return the argument parser; with a verb, only that command's module is imported."""
+    from .. import __version__
+
+    parser = argparse.ArgumentParser(prog="layerbudget", description="Give every layer the capacity it earns.")
+    parser.add_argument("--version", action="version", version=f"layerbudget {__version__}")
+    action = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
+    if verb in COMMANDS:
+        importlib.import_module(f".{COMMANDS[verb]}", __name__).register(_Subparsers(action))
+    else:
+        for name, summary in _SUMMARY.items():
+            action.add_parser(name, help=summary)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    verb = next((a for a in argv if not a.startswith("-")), None)
+    arguments = build_parser(verb).parse_args(argv)
+    as_json = getattr(arguments, "json", False)
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    from ..errors import LayerbudgetError
+    from ..records import dumps
+
+    arguments.console = Console(stderr=as_json, highlight=False)
+    errors = Console(stderr=True, highlight=False)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", force=True,
+        handlers=[RichHandler(console=errors, show_time=False, show_path=False)],
+    )  # fmt: skip
+    _quiet_libraries()
+    try:
+        result = arguments.handler(arguments)
+    except LayerbudgetError as error:
+        errors.print(f"layerbudget: {error}", style="red", soft_wrap=True, markup=False)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        errors.print("layerbudget: interrupted; finished stages are kept.")
+        return 130
+    if as_json:
+        sys.stdout.write(dumps(result))
+    return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
+
+
+def _quiet_libraries() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("transformers", "datasets", "huggingface_hub", "httpx", "filelock"):
+        logging.getLogger(name).setLevel(logging.ERROR)

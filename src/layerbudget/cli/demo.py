@@ -1,0 +1,33 @@
+"""``layerbudget demo``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .shared import progress_bar
+
+
+def register(subparsers: Any) -> None:
+    """Add the parser of ``demo``."""
+    parser = subparsers.add_parser("demo")
+    parser.add_argument("--out", default="layerbudget-demo", help="folder of the results (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(handler=handler)
+
+
+def handler(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the main job and say where the results are."""
+    from ..demo.run import run_demo
+    from ..report.tables import demo_table
+
+    with progress_bar(arguments, "demo") as progress:
+        result = run_demo(Path(arguments.out), seed=arguments.seed, overwrite=arguments.overwrite, progress=progress)
+    arguments.console.print(demo_table(result))
+    arguments.console.print(result["verdict"])
+    arguments.console.print(
+        f"{result['seconds']:.0f} s, {result['peak_memory_mib']:.0f} MiB. Results are in {arguments.out}: "
+        "scores.json, plan.json, result.json, overview.png, pruned/ (a transformers checkpoint)."
+    )
+    return result

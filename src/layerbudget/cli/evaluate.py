@@ -1,0 +1,63 @@
+"""``layerbudget evaluate``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .shared import progress_bar
+
+
+def register(subparsers: Any) -> None:
+    """Add the parser of ``evaluate``."""
+    parser = subparsers.add_parser("evaluate")
+    parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
+    parser.add_argument("--perplexity", nargs="+", metavar="DATA", help="texts to report perplexity on (default: stdlib)")
+    parser.add_argument(
+        "--tasks", help="comma-separated tasks: rte, boolq, arc_easy, arc_challenge, hellaswag, winogrande, openbookqa"
+    )
+    parser.add_argument("--data-dir", help="folder with the tasks' local files; without it the hub is asked")
+    parser.add_argument("--limit", type=int, help="at most so many examples of each task")
+    parser.add_argument("--length", type=int, default=256, help="tokens per window (default %(default)s)")
+    parser.add_argument("--windows", type=int, help="at most so many windows (default: all of the text)")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--revision")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("-o", "--out", help="also write the result to this JSON file")
+    parser.set_defaults(handler=handler)
+
+
+def handler(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Evaluate and show what was measured, with its parameters."""
+    from ..evaluation.perplexity import evaluation_set, perplexity
+    from ..loading import load_model, load_tokenizer
+    from ..records import dumps, write_text
+
+    sources = arguments.perplexity or ([] if arguments.tasks else ["stdlib"])
+    tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
+    sets = {s: evaluation_set(s, tokenizer, length=arguments.length, windows=arguments.windows) for s in sources}
+    model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device)
+    result: dict[str, Any] = {"model": arguments.model, "perplexity": {}, "tasks": {}}
+    for source, data in sets.items():
+        with progress_bar(arguments, f"perplexity on {source}") as progress:
+            found = perplexity(model, data, batch_size=arguments.batch_size, progress=progress)
+        result["perplexity"][source] = found.to_dict()
+        arguments.console.print(
+            f"perplexity on {source}: {found.value:.3f} +- {found.standard_error:.3f} "
+            f"({found.tokens} tokens, {found.windows} windows of {found.length})"
+        )
+    if arguments.tasks:
+        from ..evaluation.harness import evaluate_tasks
+
+        names = [t.strip() for t in arguments.tasks.split(",") if t.strip()]
+        with progress_bar(arguments, "tasks") as progress:
+            result["tasks"] = evaluate_tasks(
+                model, tokenizer, names, data_dir=arguments.data_dir, limit=arguments.limit,
+                batch_size=arguments.batch_size, progress=progress,
+            )  # fmt: skip
+        for name, row in result["tasks"].items():
+            arguments.console.print(f"{name}: accuracy {row['acc']:.4f} +- {row['stderr']:.4f} ({row['samples']} examples)")
+    if arguments.out:
+        write_text(arguments.out, dumps(result), overwrite=arguments.overwrite)
+    return result

@@ -1,0 +1,65 @@
+"""``layerbudget prune``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .shared import add_data_options, progress_bar
+
+
+def register(subparsers: Any) -> None:
+    """Add the parser of ``prune``."""
+    parser = subparsers.add_parser("prune")
+    parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
+    parser.add_argument("plan", metavar="PLAN", help="plan.json of kind sparsity, made for this model")
+    parser.add_argument("--method", default="wanda", choices=("magnitude", "wanda", "sparsegpt"))
+    add_data_options(parser)
+    parser.add_argument("--pattern", metavar="N:M", help="zero n of every m inputs; n:8 with a literal n lets each block differ")
+    parser.add_argument("--true-sequential", action="store_true", help="collect inputs again for every group of matrices")
+    parser.add_argument("--parity", action="store_true", help="reproduce the masks of the reference implementations")
+    parser.add_argument("--store", default="device", choices=("device", "cpu", "disk"), help="where activations live")
+    parser.add_argument("--resume", metavar="DIR", help="keep finished blocks here; an interrupted run continues from it")
+    parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the pruned checkpoint")
+    parser.set_defaults(handler=handler)
+
+
+def handler(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Prune, recount, save, and say what is smaller and what is not."""
+    from ..plan import Plan
+    from ..pruning.prune import prune
+    from ..pruning.runtime import runtime_box
+    from ..pruning.save import check_output, save_pruned
+
+    plan = Plan.load(arguments.plan)
+    check_output(arguments.out, overwrite=arguments.overwrite)
+    model, tokenizer, data = _load(arguments)
+    with progress_bar(arguments, f"prune by {arguments.method}") as progress:
+        receipt = prune(
+            model, plan, data, arguments.method, arguments.batch_size, arguments.parity, arguments.pattern, progress,
+            true_sequential=arguments.true_sequential, store=arguments.store, resume=arguments.resume,
+        )  # fmt: skip
+    out = save_pruned(model, tokenizer, plan, receipt, arguments.out, overwrite=arguments.overwrite)
+    arguments.console.print(
+        f"Recounted sparsity {receipt.sparsity:.6f} (planned {receipt.planned:.6f}) in {receipt.seconds:.1f} s; saved to {out}."
+    )
+    for note in receipt.notes:
+        arguments.console.print(note, markup=False)
+    arguments.console.print(runtime_box(pattern=arguments.pattern), markup=False)
+    blocks = {name: record["sparsity"] for name, record in receipt.blocks.items()}
+    return {"sparsity": receipt.sparsity, "blocks": blocks, "output": str(out)}
+
+
+def _load(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
+    from ..errors import BadModel
+    from ..loading import load_model, load_tokenizer
+    from .shared import load
+
+    if arguments.method != "magnitude":
+        return load(arguments)
+    try:
+        tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
+    except BadModel:
+        tokenizer = None  # magnitude needs no text
+    model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device)
+    return model, tokenizer, None

@@ -1,0 +1,53 @@
+"""``layerbudget score``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .shared import add_data_options, load, progress_bar
+
+
+def register(subparsers: Any) -> None:
+    """Add the parser of ``score``."""
+    parser = subparsers.add_parser("score")
+    parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
+    add_data_options(parser)
+    parser.add_argument(
+        "--estimator", default="fisher-gram", help="gradient-norm, fisher-diagonal, fisher-gram, kfac, ekfac, ..."
+    )
+    parser.add_argument("--by", default="layer", help="layer, linear, or a regular expression (default %(default)s)")
+    parser.add_argument("--include", help="only matrices whose full name matches this regular expression")
+    parser.add_argument("--exclude", help="drop matrices whose full name matches this regular expression")
+    parser.add_argument("--damping", type=float, nargs="+", help="one or more dampings (default: a sweep)")
+    unit = "relative to the block's largest or mean eigenvalue, or absolute (default %(default)s)"
+    parser.add_argument("--damping-unit", choices=("max", "mean", "absolute"), default="max", help=unit)
+    parser.add_argument("-o", "--out", default="scores.json")
+    parser.set_defaults(handler=handler)
+
+
+def handler(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Score, write the file, show the table."""
+    from ..blocks import partition
+    from ..errors import AlreadyExists
+    from ..report.tables import scores_table
+    from ..scores.gain import check_estimator, score
+
+    check_estimator(arguments.estimator)
+    from pathlib import Path
+
+    if Path(arguments.out).exists() and not arguments.overwrite:
+        raise AlreadyExists(f"{arguments.out} exists already.", "", "Choose another -o or pass --overwrite.")
+    model, _, data = load(arguments)
+    blocks = partition(model, arguments.by, include=arguments.include, exclude=arguments.exclude)
+    with progress_bar(arguments, f"scoring by {arguments.estimator}") as progress:
+        scores = score(
+            model, data, blocks, estimator=arguments.estimator, damping=arguments.damping,
+            damping_unit=arguments.damping_unit, batch_size=arguments.batch_size, seed=arguments.seed, progress=progress,
+        )  # fmt: skip
+    path = scores.save(arguments.out, overwrite=arguments.overwrite)
+    arguments.console.print(scores_table(scores))
+    if scores.extra.get("verdict"):
+        arguments.console.print(str(scores.extra["verdict"]))
+    arguments.console.print(f"written to {path}")
+    return scores.to_dict()

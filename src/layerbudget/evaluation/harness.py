@@ -1,0 +1,168 @@
+"""Task accuracy through lm-evaluation-harness, on a model in memory, from hub or local files.
+
+Prompts, choices and metrics are the harness's own task definitions; with ``data_dir`` only the rows come from local files
+(the publishers' original formats), so that the evaluation needs no download.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import InvalidInput, MissingDependency, NotFound
+
+Row = dict[str, Any]
+
+
+def _json_lines(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _rte(path: Path) -> list[Row]:
+    with path.open(encoding="utf-8", newline="") as f:
+        rows = list(csv.DictReader(f, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return [
+        {
+            "sentence1": r["sentence1"],
+            "sentence2": r["sentence2"],
+            "label": int(r["label"] != "entailment"),
+            "idx": int(r["index"]),
+        }
+        for r in rows
+    ]
+
+
+def _boolq(path: Path) -> list[Row]:
+    return [
+        {"question": r["question"], "passage": r["passage"], "label": int(bool(r.get("label", r.get("answer")))), "idx": i}
+        for i, r in enumerate(_json_lines(path))
+    ]
+
+
+def _choices(choices: list[dict[str, str]]) -> dict[str, list[str]]:
+    return {"text": [c["text"] for c in choices], "label": [c["label"] for c in choices]}
+
+
+def _multiple_choice(path: Path, stem: str) -> list[Row]:
+    rows = _json_lines(path)
+    answers = [(r["question"]["stem"], r["question"]["choices"], r["answerKey"], r["id"]) for r in rows]
+    return [{"id": i, stem: text, "choices": _choices(c), "answerKey": key} for text, c, key, i in answers]
+
+
+def _arc(path: Path) -> list[Row]:
+    return _multiple_choice(path, "question")
+
+
+def _openbookqa(path: Path) -> list[Row]:
+    return _multiple_choice(path, "question_stem")
+
+
+def _hellaswag(path: Path) -> list[Row]:
+    keep = ("ind", "activity_label", "ctx_a", "ctx_b", "ctx", "endings", "source_id", "split", "split_type")
+    return [{**{k: r.get(k) for k in keep}, "label": str(r["label"])} for r in _json_lines(path)]
+
+
+def _winogrande(path: Path) -> list[Row]:
+    return [{k: r[k] for k in ("sentence", "option1", "option2", "answer")} for r in _json_lines(path)]
+
+
+# task: (reader, files below data_dir of which the first present is read, split that the harness asks for)
+LOCAL: dict[str, tuple[Callable[[Path], list[Row]], tuple[str, ...], str]] = {
+    "rte": (_rte, ("rte/dev.tsv",), "validation"),
+    "boolq": (_boolq, ("boolq/val.jsonl",), "validation"),
+    "arc_easy": (_arc, ("arc_easy/ARC-Easy-Test.jsonl", "arc_easy/ARC-Easy-Dev.jsonl"), "test"),
+    "arc_challenge": (_arc, ("arc_challenge/ARC-Challenge-Test.jsonl", "arc_challenge/ARC-Challenge-Dev.jsonl"), "test"),
+    "openbookqa": (_openbookqa, ("openbookqa/test.jsonl",), "test"),
+    "hellaswag": (_hellaswag, ("hellaswag/hellaswag_val_1000.jsonl", "hellaswag/hellaswag_val.jsonl"), "validation"),
+    "winogrande": (_winogrande, ("winogrande/dev.jsonl",), "validation"),
+}
+
+
+def local_rows(task: str, data_dir: Path | str) -> list[Row]:
+    """Rows of a task from local files, in the column layout that the harness's definition expects.
+
+    Raises:
+        InvalidInput: No local reader for this task.
+        NotFound: None of the task's files is there.
+    """
+    if task not in LOCAL:
+        raise InvalidInput(
+            f"{task} has no local reader.", f"Local tasks are {', '.join(LOCAL)}.", "Drop --data-dir to ask the hub."
+        )
+    reader, names, _ = LOCAL[task]
+    for name in names:
+        path = Path(data_dir) / name
+        if path.is_file():
+            return reader(path)
+    raise NotFound(f"{data_dir} has none of {', '.join(names)}.", "", f"Put the file of {task} there or drop the task.")
+
+
+def _definition(task: str, data_dir: Path | str | None, index: Any) -> str | dict[str, Any]:
+    if data_dir is None:
+        return task
+    from datasets import Dataset
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    rows = local_rows(task, data_dir)
+    split = LOCAL[task][2]
+    definition = load_yaml(index[task].yaml_path, resolve_func=True)
+    splits = {f"{s}_split": s if s == split else None for s in ("training", "validation", "test")}
+    return {**definition, **splits, "custom_dataset": lambda **_: {split: Dataset.from_list(rows)}, "dataset_kwargs": None}
+
+
+def evaluate_tasks(
+    model: nn.Module,
+    tokenizer: Any,
+    tasks: Sequence[str],
+    *,
+    data_dir: Path | str | None = None,
+    limit: int | None = None,
+    batch_size: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Row]:
+    """Zero-shot accuracy of a causal language model.
+
+    Returns:
+        ``{task: {acc, stderr, samples, correct}}``; ``correct`` is one 0/1 per example, for paired tests.
+
+    Raises:
+        MissingDependency: lm-eval is not installed.
+        InvalidInput, NotFound: An unknown task, or local files that are not there.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise MissingDependency("Tasks need lm-eval.", "", 'pip install "layerbudget[eval]".') from error
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager()
+    definitions = [_definition(t, data_dir, manager.task_index) for t in tasks]
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    result: dict[str, Row] = {}
+    for done, (name, definition) in enumerate(zip(tasks, definitions, strict=True)):
+        try:
+            output = lm_eval.simple_evaluate(
+                model=wrapped, tasks=[definition], num_fewshot=0, limit=limit, bootstrap_iters=0, log_samples=True,
+                task_manager=manager, random_seed=0, numpy_random_seed=0, torch_random_seed=0,
+            )  # fmt: skip
+        except (KeyError, ValueError, ConnectionError, OSError) as error:
+            raise NotFound(
+                f"The task {name} could not be evaluated: {str(error).splitlines()[0] if str(error) else error!r}",
+                f"Local tasks are {', '.join(LOCAL)}; others come from the hub.",
+                "Check the name or give --data-dir.",
+            ) from error
+        correct = [float(s["acc"]) for s in output["samples"][name]]
+        accuracy = sum(correct) / len(correct)
+        result[name] = {
+            "acc": accuracy, "stderr": (accuracy * (1 - accuracy) / max(1, len(correct) - 1)) ** 0.5,
+            "samples": len(correct), "correct": correct,
+        }  # fmt: skip
+        if progress:
+            progress(done + 1, len(tasks))
+    return result

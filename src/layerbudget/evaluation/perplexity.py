@@ -1,0 +1,126 @@
+"""Perplexity, one definition.
+
+The text is tokenised once, document after document; the stream is cut into non-overlapping windows of
+``length`` tokens, the remainder is dropped; each window predicts its tokens 2..length from those before::
+
+    perplexity = exp( (1/N) sum of the negative log-likelihoods in nats ),   N = windows x (length - 1)
+
+This is the figure of the Wanda and SparseGPT references (``lib/eval.py``) with their ``nsamples`` unlimited, in
+float32. It depends on ``length``: figures of different lengths cannot be compared, so the length travels with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..data.calibration import CalibrationSet
+from ..data.text import calibration, check_sizes, read_documents, token_stream
+from ..errors import BadModel, NotEnoughText
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A perplexity with everything that it depends on.
+
+    Attributes:
+        value: The perplexity.
+        standard_error: Its standard error over windows (delta method).
+        tokens: Predicted tokens.
+        length: Window length.
+        windows: Number of windows.
+        source: Where the text came from.
+        digest: Content hash of the tokens.
+        nll: Mean negative log-likelihood of each window, nats per token: pairs with another model's on the same text.
+    """
+
+    value: float
+    standard_error: float
+    tokens: int
+    length: int
+    windows: int
+    source: str
+    digest: str
+    nll: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, without the per-window values."""
+        record = dataclasses.asdict(self)
+        del record["nll"]
+        return record
+
+
+def evaluation_set(source: str, tokenizer: Any, *, length: int = 256, windows: int | None = None) -> CalibrationSet:
+    """The windows that :func:`perplexity` reads, in order; all of them when ``windows`` is ``None``.
+
+    Raises:
+        NotEnoughText: Less than one window.
+    """
+    check_sizes(windows or 1, length)
+    if windows is not None:
+        return calibration(source, tokenizer, samples=windows, length=length, group="evaluation", shuffle=False)
+    documents, missing = read_documents(source, group="evaluation")
+    stream = token_stream(documents, tokenizer)
+    count = len(stream) // length
+    if not count:
+        raise NotEnoughText(
+            f"{source} has {len(stream)} tokens, one window needs {length}.", "", f"Use --length {max(2, len(stream))} or less."
+        )
+    ids = torch.from_numpy(stream[: count * length].reshape(count, length))
+    return CalibrationSet(input_ids=ids, source=source, missing=missing)
+
+
+@torch.no_grad()
+def perplexity(
+    model: nn.Module,
+    data: CalibrationSet,
+    *,
+    batch_size: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Perplexity of a causal language model on the windows of ``data``.
+
+    Raises:
+        BadModel: The model gives no token logits, or logits that are not finite.
+    """
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    losses: list[np.ndarray] = []
+    try:
+        for done, batch in enumerate(data.batches(batch_size, device)):
+            output = model(**batch, use_cache=False)
+            logits = getattr(output, "logits", None)
+            if logits is None or logits.ndim != 3:
+                raise BadModel(
+                    f"{type(model).__name__} gives no token logits.", "", "Perplexity needs a causal language model."
+                )
+            target = batch["input_ids"][:, 1:]
+            nll = nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), target.flatten(), reduction="none")
+            losses.append(nll.view(target.shape).double().mean(dim=1).cpu().numpy())
+            if progress:
+                progress(min(data.samples, (done + 1) * batch_size), data.samples)
+    finally:
+        model.train(training)
+    rows = np.concatenate(losses)
+    if not np.isfinite(rows).all():
+        raise BadModel("The model's loss is not finite on this text.", "", "Check the weights (layerbudget doctor).")
+    mean = float(rows.mean())
+    spread = float(rows.std(ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else 0.0
+    value = math.exp(min(mean, 700.0))
+    return Evaluation(
+        value=value,
+        standard_error=value * spread,
+        tokens=data.samples * (data.length - 1),
+        length=data.length,
+        windows=data.samples,
+        source=data.source,
+        digest=data.digest,
+        nll=tuple(float(v) for v in rows),
+    )

@@ -1,0 +1,114 @@
+"""Load models and tokenizers: the embedded one, a local folder, or a hub id."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .blocks import check_finite
+from .errors import BadModel, InvalidInput, NotFound
+
+logger = logging.getLogger(__name__)
+
+DEMO_MODEL = Path(__file__).parent / "demo" / "model"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def resolve(name: str) -> str:
+    """Turn ``demo`` into the packaged folder, check local folders, and leave hub ids alone.
+
+    Raises:
+        NotFound: The name looks like a path and nothing is there, or the folder holds no model.
+    """
+    if name == "demo":
+        return str(DEMO_MODEL)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise NotFound(
+                f"{name} holds no config.json.",
+                "A model folder has config.json and safetensors files.",
+                "Point to the folder that save_pretrained wrote.",
+            )
+        return str(path)
+    if path.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise NotFound(f"There is no model folder {name}.", "MODEL is demo, a local folder or a hub id.", "Check the path.")
+    return name
+
+
+def _architecture(config: Any) -> str:
+    return (getattr(config, "architectures", None) or [""])[0]
+
+
+def _auto_class(config: Any) -> Any:
+    import transformers
+
+    name = _architecture(config)
+    for ending, auto in (
+        ("ForSequenceClassification", transformers.AutoModelForSequenceClassification),
+        ("ForMaskedLM", transformers.AutoModelForMaskedLM),
+        ("ForCausalLM", transformers.AutoModelForCausalLM),
+        ("LMHeadModel", transformers.AutoModelForCausalLM),
+    ):
+        if name.endswith(ending):
+            return auto
+    return transformers.AutoModel if name else transformers.AutoModelForCausalLM
+
+
+def load_model(name: str, *, dtype: str = "float32", revision: str | None = None, device: str = "cpu") -> nn.Module:
+    """Load a model in evaluation mode with finite weights.
+
+    The class follows the checkpoint: causal LM, masked LM, sequence classification, or the bare encoder.
+
+    Args:
+        name: ``demo``, a local folder or a hub id.
+        dtype: ``float32`` (default: scores and statistics are computed in it), ``bfloat16``, ``float16``, ``float64``.
+        revision: Hub revision.
+        device: Where to put it.
+
+    Raises:
+        NotFound: No such folder.
+        BadModel: The checkpoint does not load, or holds NaN or infinite weights.
+        InvalidInput: Unknown dtype.
+    """
+    from transformers import AutoConfig
+
+    if dtype not in DTYPES:
+        raise InvalidInput(f"dtype is {dtype!r}.", f"It is one of {', '.join(DTYPES)}.", "Use float32 unless memory is short.")
+    where = resolve(name)
+    try:
+        config = AutoConfig.from_pretrained(where, revision=revision)
+        model = _auto_class(config).from_pretrained(where, revision=revision, dtype=DTYPES[dtype])
+    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BadModel(
+            f"{name} could not be loaded: {first}",
+            "MODEL is demo, a local folder written by save_pretrained, or a hub id that this machine can reach.",
+            "Check the name, or download it first and give the folder.",
+        ) from error
+    model = model.to(device).eval()
+    check_finite(model)
+    model.config._name_or_path = name
+    return model
+
+
+def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
+    """Load the tokenizer that belongs to a model.
+
+    Raises:
+        NotFound: No such folder.
+        BadModel: The folder has no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    where = resolve(name)
+    try:
+        return AutoTokenizer.from_pretrained(where, revision=revision)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BadModel(f"{name} has no tokenizer that loads: {first}", "", "Save the tokenizer beside the model.") from error

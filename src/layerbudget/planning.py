@@ -1,0 +1,201 @@
+"""From scores to plans: the ``plan_*`` functions. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .errors import UnknownBlock
+from .plan import Plan, PlanBlock
+from .program import rules
+from .program.inputs import Vector, bound_vector
+from .program.rounding import round_parameters
+from .program.solution import Solution
+from .program.sparsity import sparsify
+from .program.utilities import Function
+from .records import Block, check_fraction, to_jsonable
+from .scores.record import Scores
+
+
+def plan_sparsity(
+    scores: Scores | Sequence[Block],
+    *,
+    sparsity: float = 0.5,
+    max_sparsity: ArrayLike = 0.7,
+    min_sparsity: ArrayLike = 0.0,
+    exponent: float = 1.0,
+    exponent_on: str = "density",
+    rule: str = "mdl",
+    penalty: str | Function = "quadratic",
+    damping: float | None = None,
+    smoothing: float = 0.0,
+    seed: int = 0,
+    width: float | None = None,
+    parity: bool = False,
+    fixed: Mapping[str, float] | None = None,
+    exclude: str | None = None,
+) -> Plan:
+    """Choose a sparsity for every block so that the whole model reaches ``sparsity`` exactly.
+
+    Args:
+        scores: The scores; blocks alone suffice for the rules ``uniform`` and ``size``.
+        sparsity: Pruned parameters over prunable parameters of all blocks, fixed and excluded ones included.
+        max_sparsity: Cap per block (a scalar or one value per block).
+        min_sparsity: Floor per block.
+        exponent: kappa, see :func:`layerbudget.program.sparsify`.
+        exponent_on: ``density`` or ``block``.
+        rule: ``mdl`` (the program), ``permuted`` (the program on shuffled scores), ``uniform``, ``size``, ``layerif``,
+            ``alphapruning``, ``owl``.
+        penalty: Penalty of the program, see :func:`layerbudget.program.sparsify`.
+        damping: Which row of the scores; the middle one by default.
+        smoothing: Added to every score, in units of the mean score.
+        seed: Seed of ``permuted``.
+        width: Width of the maps of ``layerif``, ``alphapruning`` (0.3) and ``owl`` (0.08).
+        parity: The published behaviour of those maps, see :mod:`layerbudget.program.rules`.
+        fixed: Sparsity of some blocks, by name or regular expression.
+        exclude: Regular expression: blocks that must stay dense.
+
+    Returns:
+        A plan of kind ``sparsity``. ``count`` is the whole number of parameters to prune per block; the counts sum to
+        ``round(sparsity * total)``.
+
+    Raises:
+        InvalidInput: An option outside its domain.
+        InfeasibleBudget: Caps, floors and fixed blocks do not allow the sparsity.
+        DegenerateScores: No score is positive.
+        UnknownBlock: ``fixed`` or ``exclude`` matches nothing.
+    """
+    blocks = blocks_of(scores)
+    check_fraction(sparsity, "sparsity")
+    rules.known(rule, rules.SPARSITY_RULES)
+    numel = np.array([b.numel for b in blocks], dtype=np.float64)
+    total = int(round(sparsity * float(numel.sum())))
+    low, high = (np.full(len(blocks), 1.0) * bound_vector(b, len(blocks), n, 0.0) for b, n in (
+        (min_sparsity, "min_sparsity"), (max_sparsity, "max_sparsity")))  # fmt: skip
+    low, high, held = _hold(blocks, low, high, fixed, exclude)
+    hyper: dict[str, Any] = {"sparsity": sparsity, "max_sparsity": max_sparsity, "min_sparsity": min_sparsity}
+    solution = None
+    if rule in ("mdl", "permuted"):
+        q = weights_of(scores, damping, smoothing, rule, seed)
+        solution = sparsify(
+            q, numel, total, max_sparsity=high, min_sparsity=low, exponent=exponent, exponent_on=exponent_on,
+            penalty=penalty, rule="exactly",
+        )  # fmt: skip
+        value = solution.value
+        hyper |= {"exponent": exponent, "exponent_on": exponent_on, "penalty": getattr(penalty, "name", penalty)}
+        hyper |= {"damping": damping, "smoothing": smoothing} | ({"seed": seed} if rule == "permuted" else {})
+    else:
+        value = _mapped(scores, rule, numel, total, low, high, held, damping=damping, width=width, parity=parity)
+        hyper |= {"width": width, "parity": parity} if rule in ("layerif", "alphapruning", "owl") else {}
+        if parity:
+            total, high = int(round(float(np.dot(value, numel)))), np.maximum(high, value)
+    hyper |= {"fixed": dict(fixed or {}), "exclude": exclude}
+    counts = round_parameters(value, numel, total, high)
+    budget = {"unit": "parameters", "limit": total, "spent": int(counts.sum())}
+    return make_plan(scores, "sparsity", rule, blocks, value, counts, budget, hyper, solution)
+
+
+def _mapped(
+    scores: Scores | Sequence[Block], rule: str, numel: Vector, total: int, low: Vector, high: Vector, held: np.ndarray,
+    *, damping: float | None, width: float | None, parity: bool,
+) -> Vector:  # fmt: skip
+    """A published map on the blocks that are not held."""
+    value = low.copy()
+    free = ~held
+    n = numel[free]
+    share = (total - float(np.dot(numel[held], low[held]))) / float(n.sum()) if n.size else 0.0
+    bounds: dict[str, Any] = {"min_sparsity": low[free], "max_sparsity": high[free]}
+    if rule in ("uniform", "size"):
+        value[free] = (rules.uniform_sparsity if rule == "uniform" else rules.size_sparsity)(n, share, **bounds)
+        return value
+    wanted = {} if width is None else {"width": width}
+    if rule == "owl":
+        value[free] = rules.owl_sparsity(oriented(scores, damping)[free], n, share, parity=parity, **wanted, **bounds)
+    else:
+        metric = -oriented(scores, damping)[free]
+        value[free] = rules.stretched_sparsity(metric, n, share, parity=parity, **wanted, **bounds)
+    return value
+
+
+def blocks_of(scores: Scores | Sequence[Block]) -> tuple[Block, ...]:
+    """The blocks of a score record, or the blocks themselves."""
+    return scores.blocks if isinstance(scores, Scores) else tuple(scores)
+
+
+def oriented(scores: Scores | Sequence[Block], damping: float | None) -> Vector:
+    """Scores with larger = deserves more capacity, shape ``(K,)``.
+
+    Raises:
+        InvalidInput: Blocks without scores were given.
+    """
+    record = _need_scores(scores)
+    return record.values(damping) if record.orientation == "gain" else -record.values(damping)
+
+
+def weights_of(scores: Scores | Sequence[Block], damping: float | None, smoothing: float, rule: str, seed: int) -> Vector:
+    """Normalised weights of a score record; shuffled for the rule ``permuted``."""
+    q = _need_scores(scores).weights(damping, smoothing=smoothing)
+    return rules.permuted(q, seed) if rule == "permuted" else q
+
+
+def _need_scores(scores: Scores | Sequence[Block]) -> Scores:
+    from .errors import InvalidInput
+
+    if isinstance(scores, Scores):
+        return scores
+    raise InvalidInput("This rule needs scores and only blocks were given.", "", "Score first, or use rule='uniform'.")
+
+
+def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
+    """Indices of the blocks with this name, or whose name or a module's name matches the regular expression.
+
+    Raises:
+        UnknownBlock: None does.
+    """
+    found = [i for i, b in enumerate(blocks) if b.name == pattern]
+    found = found or [i for i, b in enumerate(blocks) if re.search(pattern, b.name)]
+    if not found:
+        raise UnknownBlock(
+            f"No block matches {pattern!r}.",
+            f"The blocks are {', '.join(b.name for b in blocks[:3])}, ...",
+            "Correct the name.",
+        )
+    return found
+
+
+def _hold(
+    blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, float] | None, exclude: str | None
+) -> tuple[Vector, Vector, np.ndarray]:
+    """Bounds with held blocks pinned, and the mask of those."""
+    held = np.zeros(len(blocks), dtype=bool)
+    for pattern, value in [*(fixed or {}).items(), *([(exclude, 0.0)] if exclude else [])]:
+        found = matching(blocks, pattern)
+        low[found] = high[found] = check_fraction(value, f"fixed sparsity of {pattern}")
+        held[found] = True
+    return low, high, held
+
+
+def make_plan(
+    scores: Scores | Sequence[Block], kind: str, rule: str, blocks: Sequence[Block], value: Vector, counts: np.ndarray,
+    budget: Mapping[str, Any], hyperparameters: Mapping[str, Any], solution: Solution | None, **extra: Any,
+) -> Plan:  # fmt: skip
+    """Bind a decision into a plan."""
+    rows = tuple(
+        PlanBlock(name=b.name, value=float(v), count=int(c), numel=b.numel, modules=tuple(m.name for m in b.modules))
+        for b, v, c in zip(blocks, value, counts, strict=True)
+    )
+    return Plan(
+        kind=kind,
+        rule=rule,
+        model=dict(scores.model) if isinstance(scores, Scores) else {},
+        blocks=rows,
+        budget=dict(budget),
+        hyperparameters=to_jsonable(dict(hyperparameters)),
+        certificate=to_jsonable(solution.certificate()) if solution is not None else {},
+        scores_digest=scores.digest if isinstance(scores, Scores) else None,
+        extra=to_jsonable(extra),
+    )

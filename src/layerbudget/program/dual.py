@@ -1,0 +1,240 @@
+r"""One monotone equation in one dual variable, solved exactly.
+
+Both programs of the paper (and every separable program with one budget) lead to
+
+    S(t) = sum_k clip(a_k t + b_k, l_k, h_k) = B,      a_k > 0,
+
+a continuous, nondecreasing, piecewise linear function of one number ``t``. On the right piece its root is one division,
+so there is no tolerance and no iteration cap:
+
+- few blocks: evaluate S at all 2K knots at once (K x 2K numbers), take the piece that brackets B, divide;
+- many blocks: walk over the pieces with Newton steps, safeguarded by the median knot of the remaining bracket (which
+  halves the number of knots left, so the walk ends after O(log K) passes over the data at the latest).
+
+Sums are of nonnegative terms taken afresh at every t, never differences of prefix sums, so weights may span
+1e-300..1e300. The paper (section 5) bisects to a tolerance instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from .inputs import Vector
+
+DENSE = 48
+CHUNK = 8192
+_EPS = 2.220446049250313e-16
+
+
+def piecewise_root(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
+    """Solve ``sum clip(slope t + offset, low, high) = target`` for ``t``.
+
+    Args:
+        slope: Positive slopes, shape ``(K,)``.
+        offset: Offsets, shape ``(K,)``.
+        low: Lower clips, finite.
+        high: Upper clips, ``inf`` allowed.
+        target: A value between ``sum(low)`` and ``sum(high)``; outside it the nearest end is returned.
+
+    Returns:
+        ``(t, t_low, t_high)``: a root and the interval of all roots (one point unless S has a plateau at the target).
+
+    >>> import numpy as np
+    >>> piecewise_root(np.array([1.0, 3.0]), np.array([-1.0, -1.0]), np.zeros(2), np.full(2, 9.0), 2.0)
+    (1.0, 1.0, 1.0)
+    """
+    with np.errstate(all="ignore"):
+        if slope.size <= DENSE:
+            return _dense(slope, offset, low, high, target)
+        return _walk(slope, offset, low, high, target)
+
+
+def _dense(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
+    leave, reach = (low - offset) / slope, (high - offset) / slope
+    knots = np.concatenate((leave, reach))
+    total = np.multiply.outer(knots, slope)
+    total += offset
+    np.maximum(total, low, out=total)
+    np.minimum(total, high, out=total)
+    total = np.add.reduce(total, 1)
+    below, above = knots[total <= target], knots[total >= target]
+    a = float(np.maximum.reduce(below)) if below.size else -math.inf
+    b = float(np.minimum.reduce(above)) if above.size else math.inf
+    return _finish(slope, offset, low, high, target, leave, reach, (a, b))
+
+
+def _finish(
+    slope: Vector, offset: Vector, low: Vector, high: Vector, target: float, leave: Vector, reach: Vector,
+    bracket: tuple[float, float],
+) -> tuple[float, float, float]:  # fmt: skip
+    """Root on the piece between two neighbouring knots (or the plateau there)."""
+    a, b = bracket
+    if a >= b:  # the target is met at a knot, or (b < a) on a flat stretch between two knots
+        return _inside(b, a), b, a
+    inside = (leave <= a) & (reach >= b)
+    steep = float(np.add.reduce(slope[inside]))
+    if steep == 0.0:
+        return _inside(a, b), a, b
+    fixed = np.where(leave >= b, low, np.where(inside, offset, high))
+    t = (target - float(np.add.reduce(fixed))) / steep
+    t = min(max(t, a), b)
+    return t, t, t
+
+
+def _inside(a: float, b: float) -> float:
+    """A finite point of ``[a, b]``: geometric middle where both are positive."""
+    if math.isinf(a) or math.isinf(b):
+        return a if math.isfinite(a) else (b if math.isfinite(b) else 0.0)
+    if a > 0.0:
+        return min(max(math.sqrt(a) * math.sqrt(b), a), b)
+    return a + (b - a) / 2.0
+
+
+def _measure(t: float, parts: list[tuple[Vector, ...]]) -> tuple[float, float]:
+    """S(t) and its slope, over chunks that stay in the processor's cache."""
+    total = steep = 0.0
+    for slope, offset, low, high, z, y in parts:
+        np.multiply(slope, t, out=z)
+        np.add(z, offset, out=z)
+        np.maximum(z, low, out=y)
+        np.minimum(y, high, out=y)
+        total += float(np.add.reduce(y))
+        np.equal(y, z, out=z)
+        steep += float(np.dot(slope, z))
+    return total, steep
+
+
+def _parts(slope: Vector, offset: Vector, low: Vector, high: Vector) -> list[tuple[Vector, ...]]:
+    size = slope.size
+    z, y = np.empty(min(CHUNK, size)), np.empty(min(CHUNK, size))
+    cuts = range(0, size, CHUNK)
+    return [
+        (slope[i : i + CHUNK], offset[i : i + CHUNK], low[i : i + CHUNK], high[i : i + CHUNK], z[: size - i], y[: size - i])
+        for i in cuts
+    ]
+
+
+def _walk(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
+    parts = _parts(slope, offset, low, high)
+    a, b = -math.inf, math.inf
+    t = (target - float(np.add.reduce(offset))) / float(np.add.reduce(slope))
+    t = t if math.isfinite(t) else 0.0
+    misses = [math.inf] * 3
+    while True:
+        total, steep = _measure(t, parts)
+        miss = target - total
+        if abs(miss) <= 2 * _EPS * abs(target):
+            break
+        a, b = (max(a, t), b) if miss > 0.0 else (a, min(b, t))
+        step = t + miss / steep if steep > 0.0 else math.nan
+        if abs(step - t) <= 2 * _EPS * abs(t):  # the next number is the same number
+            break
+        if not a < step < b or abs(miss) > 0.5 * misses[-3]:
+            step = _median_knot(slope, offset, low, high, a, b)
+            if step is None:
+                leave, reach = (low - offset) / slope, (high - offset) / slope
+                return _finish(slope, offset, low, high, target, leave, reach, (a, b))
+            misses += [math.inf] * 3
+        else:
+            misses.append(abs(miss))
+        t = step
+    if steep > 0.0:
+        return t, t, t
+    leave, reach = (low - offset) / slope, (high - offset) / slope
+    knots = np.concatenate((leave, reach))
+    below, above = knots[knots <= t], knots[knots >= t]
+    a = float(below.max()) if below.size else -math.inf
+    b = float(above.min()) if above.size else math.inf
+    return _inside(a, b), a, b
+
+
+def _median_knot(slope: Vector, offset: Vector, low: Vector, high: Vector, a: float, b: float) -> float | None:
+    knots = np.concatenate(((low - offset) / slope, (high - offset) / slope))
+    knots = knots[(knots > a) & (knots < b)]
+    if knots.size == 0:
+        return None
+    middle = knots.size // 2
+    return float(np.partition(knots, middle)[middle])
+
+
+def monotone_root(spend: Callable[[float], float], knots: Vector, target: float) -> tuple[float, float, float]:
+    """Solve ``spend(p) = target`` for a continuous nondecreasing function of ``p > 0`` that is smooth between knots.
+
+    The piece is found by bisection over the sorted knots (a proven bracket), the root inside it by
+    ``scipy.optimize.elementwise.find_root`` in ``log p`` down to rounding.
+
+    Args:
+        spend: Continuous, nondecreasing, defined for every positive ``p``.
+        knots: Prices at which some block leaves its floor or reaches its cap; zeros and infinities are dropped.
+        target: A value that ``spend`` takes.
+
+    Returns:
+        ``(p, p_low, p_high)`` as in :func:`piecewise_root`.
+    """
+    knots = np.unique(knots[(knots > 0.0) & np.isfinite(knots)])
+    levels = _Levels(spend, knots)
+    first, stop = levels.search(target)
+    a = float(knots[first - 1]) if first > 0 else _expand(spend, float(knots[0]) if knots.size else 1.0, target, 0.5)
+    b = float(knots[first]) if first < knots.size else _expand(spend, float(knots[-1]) if knots.size else 1.0, target, 2.0)
+    if first < knots.size and levels(first) == target:
+        top = float(knots[min(stop, knots.size) - 1])
+        return _inside(b, top), b, top
+    p = _smooth_root(spend, a, b, target)
+    return p, p, p
+
+
+class _Levels:
+    """Values of a function at sorted knots, computed when asked for."""
+
+    def __init__(self, spend: Callable[[float], float], knots: Vector) -> None:
+        self.spend, self.knots, self.seen = spend, knots, dict[int, float]()
+
+    def __call__(self, i: int) -> float:
+        if i not in self.seen:
+            self.seen[i] = self.spend(float(self.knots[i]))
+        return self.seen[i]
+
+    def search(self, target: float) -> tuple[int, int]:
+        """First knot at or above the target, and first knot above it."""
+        ends = []
+        for strict in (False, True):
+            lo, hi = 0, self.knots.size
+            while lo < hi:
+                mid = (lo + hi) // 2
+                if self(mid) < target or (strict and self(mid) == target):
+                    lo = mid + 1
+                else:
+                    hi = mid
+            ends.append(lo)
+        return ends[0], ends[1]
+
+
+def _expand(spend: Callable[[float], float], start: float, target: float, factor: float) -> float:
+    p = start
+    for _ in range(2000):
+        value = spend(p)
+        if (factor < 1.0 and value <= target) or (factor > 1.0 and value >= target):
+            return p
+        p *= factor
+        factor *= factor if 1e-8 < factor < 1e8 else 1.0
+        if p == 0.0 or math.isinf(p):
+            break
+    return max(min(p, 1e308), 1e-308)
+
+
+def _smooth_root(spend: Callable[[float], float], a: float, b: float, target: float) -> float:
+    from scipy.optimize.elementwise import find_root
+
+    if a >= b or spend(a) >= target:
+        return a
+    if spend(b) <= target:
+        return b
+
+    def miss(u: Vector) -> Vector:
+        return np.array([spend(math.exp(v)) - target for v in np.ravel(u)]).reshape(np.shape(u))
+
+    found = find_root(miss, (math.log(a), math.log(b)), tolerances={"xatol": 0.0, "xrtol": 0.0, "fatol": 0.0, "frtol": 0.0})
+    return min(max(math.exp(float(np.ravel(found.x)[0])), a), b)

@@ -1,0 +1,164 @@
+r"""The form that both programs share, its solution and its certificate.
+
+    minimise   sum_k  s (h_k f(x_k) - p0 a_k x_k)     subject to one budget on  sum_k a_k x_k  and  l_k <= x_k <= u_k
+
+with ``s = -1``, f concave for allocation and ``s = +1``, f convex for sparsity. For a price ``p = p0 + lambda`` every block
+is alone: ``x_k(p) = clip(f'^-1(p a_k / h_k), l_k, u_k)``. One price makes the budget fit (:mod:`layerbudget.program.dual`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .dual import monotone_root, piecewise_root
+from .inputs import Vector
+from .solution import Solution
+
+
+class Program:
+    """A separable program.
+
+    Attributes:
+        sign: -1 allocation, +1 sparsity.
+        function: phi or psi.
+        scale: ``h_k``, the weights in the objective's unit, positive, shape ``(K,)``.
+        amount: ``a_k``, budget per unit of ``x_k``, shape ``(K,)``.
+        price: ``p0`` (alpha or b, per unit of budget).
+        low, high: Bounds of ``x``, shape ``(K,)``.
+        base: What is added to x to give the decision (and is paid from the budget), shape ``(K,)`` or 0.0.
+        budget: Right-hand side for ``x + base``.
+        target: Right-hand side for ``x`` alone.
+        exact_budget: True for the rule ``exactly``.
+        names: Names of the parameters that cancel when the budget binds.
+        weights: The weights as given, before exponents.
+        settings: Everything else that the record should keep.
+    """
+
+    __slots__ = (
+        "sign", "function", "scale", "amount", "price", "low", "high", "base", "budget", "target", "exact_budget", "names",
+        "weights", "settings",
+    )  # fmt: skip
+
+    def __init__(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def at_price(self, p: float) -> Vector:
+        """Every block's own optimum at price ``p``, shape ``(K,)``."""
+        x = self.function.inverse(self.amount * p / self.scale)
+        return np.minimum(np.maximum(x, self.low), self.high)
+
+    def terms(self, x: Vector) -> Vector:
+        """``s h_k f(x_k)`` per block, shape ``(K,)``."""
+        v = self.function.value(x)
+        v *= self.scale
+        return -v if self.sign < 0 else v
+
+    def objective(self, x: Vector) -> float:
+        """The objective at ``x`` (without the base), constant terms left out."""
+        return float(np.add.reduce(self.terms(x))) - self.sign * self.price * float(np.dot(self.amount, x))
+
+
+def root(program: Program) -> tuple[float, float, float]:
+    """Price at which the budget is met exactly, and the interval of all such prices."""
+    f = program.function
+    if getattr(f, "exact", False):
+        slope, offset = f.linear(program.scale, program.amount)  # type: ignore[attr-defined]
+        low, high = program.amount * program.low, program.amount * program.high
+        t, t_low, t_high = piecewise_root(slope, offset, low, high, program.target)
+        if program.sign > 0:
+            return t, max(t_low, 0.0), t_high
+        return _reciprocal(t), _reciprocal(t_high), _reciprocal(t_low)
+    limits = np.concatenate((f.derivative(program.low), f.derivative(program.high)))
+    knots = np.tile(program.scale / program.amount, 2) * limits
+
+    def spend(p: float) -> float:
+        price = p if program.sign > 0 else 1.0 / p
+        return float(np.dot(program.amount, program.at_price(price)))
+
+    if program.sign > 0:
+        return monotone_root(spend, knots, program.target)
+    t, t_low, t_high = monotone_root(spend, 1.0 / knots, program.target)
+    return 1.0 / t, _reciprocal(t_high), _reciprocal(t_low)
+
+
+def _reciprocal(t: float) -> float:
+    return 1.0 / t if t > 0.0 else math.inf
+
+
+def solve(program: Program) -> Solution:
+    """Solve and certify. The caller has checked that the program is feasible."""
+    with np.errstate(all="ignore"):
+        p, p_low, p_high = root(program)
+        slack = not program.exact_budget and p_high < program.price
+        if not program.exact_budget:
+            p, p_low, p_high = max(p, program.price), max(p_low, program.price), max(p_high, program.price)
+        x = program.at_price(p)
+        return certify(program, x, p, (p_low, p_high), slack=slack)
+
+
+def certify(
+    program: Program, x: Vector, p: float, interval: tuple[float, float], *, slack: bool, best: Vector | None = None
+) -> Solution:
+    """Bind a decision and a price into a solution with its certificate.
+
+    ``best`` is the minimiser of the Lagrangian at ``p``, whose value is the dual function; ``None`` says that ``x`` is it.
+    """
+    a, h, f, sign, p0 = program.amount, program.scale, program.function, program.sign, program.price
+    multiplier = p - p0
+    terms = program.terms(x)
+    used = float(np.dot(a, x))
+    primal = float(np.add.reduce(terms)) - sign * p0 * used
+    if best is None:
+        best_terms, best_used = terms, used
+    else:
+        best_terms, best_used = program.terms(best), float(np.dot(a, best))
+    dual = float(np.add.reduce(best_terms)) - sign * (p * best_used - multiplier * program.target)
+    size = abs(float(np.add.reduce(terms))) + p0 * used + abs(multiplier) * abs(program.target)
+    gap = abs(primal - dual) / size if size > 0.0 else 0.0
+    over = -sign * (used - program.target)
+    floor = abs(program.target) or used or 1.0
+    feasibility = (abs(over) if program.exact_budget else max(over, 0.0)) / floor
+    stationarity, at_low, at_high = _stationarity(program, x, a * p, h * f.derivative(x))
+    complementarity = 0.0 if program.exact_budget else multiplier * abs(over) / size if size > 0.0 else 0.0
+    status = _status(sign, slack, at_low, at_high)
+    value = x if isinstance(program.base, float) else x + program.base
+    spent = used + (program.budget - program.target)
+    return Solution(
+        value=value, status=status, multiplier=multiplier, multiplier_interval=(interval[0] - p0, interval[1] - p0),
+        shadow_price=p, primal=primal, dual=dual, gap=gap, kkt_residual=max(stationarity, feasibility, complementarity),
+        spent=spent, budget=program.budget, slack=-over, inert=_inert(program, status),
+        lower=program.low + program.base, upper=program.high + program.base, program=program,
+    )  # fmt: skip
+
+
+def _stationarity(program: Program, x: Vector, price: Vector, marginal: Vector) -> tuple[float, bool, bool]:
+    """Relative stationarity residual (shape-free), and whether all blocks are at their floor or cap."""
+    r = (marginal - price) / (marginal + price)
+    if program.sign > 0:
+        r = -r
+    at_low, at_high = x <= program.low, x >= program.high
+    # r > 0 wants more of x: allowed at the cap only; r < 0 wants less: allowed at the floor only
+    r[at_high & (r > 0.0)] = 0.0
+    r[at_low & (r < 0.0)] = 0.0
+    worst = float(np.maximum.reduce(np.abs(r)))
+    return (worst if worst == worst else math.inf), bool(at_low.all()), bool(at_high.all())
+
+
+def _status(sign: int, slack: bool, at_low: bool, at_high: bool) -> str:
+    if at_low and sign < 0:
+        return "degenerate"
+    if at_high:
+        return "degenerate" if slack and sign > 0 else "saturated"
+    return "slack" if slack else "binding"
+
+
+def _inert(program: Program, status: str) -> tuple[str, ...]:
+    if status == "binding":
+        return program.names
+    if status == "slack":
+        return ("budget",)
+    return (*program.names, "weights", "exponent") if program.sign < 0 else (*program.names, "weights", "exponent", "n")

@@ -1,0 +1,123 @@
+"""What a program returns: the decision together with everything that qualifies it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .inputs import Vector
+
+STATUSES = {
+    "binding": "The budget binds: every unit of it is worth the shadow price.",
+    "slack": "The budget does not bind: the price per unit alone decides, and part of the budget is left.",
+    "saturated": "Every block is at its cap: only larger caps can change the decision.",
+    "degenerate": "Every block sits at the same bound: the constants decide, the scores do not.",
+}
+
+
+class Solution:
+    r"""A certified decision (frozen).
+
+    Attributes:
+        value: The decision, shape ``(K,)``: capacity (base included) or sparsity.
+        status: ``binding``, ``slack``, ``saturated`` or ``degenerate``; :attr:`message` says it in a sentence. An infeasible
+            program never yields a solution: it raises :class:`layerbudget.errors.InfeasibleBudget`.
+        multiplier: lambda, utility (or penalty) per unit of budget; zero where the budget does not bind, and possibly
+            negative under the ``exactly`` rule.
+        multiplier_interval: All lambda that certify the same decision; one point unless it lies on a plateau.
+        shadow_price: ``alpha + lambda`` or ``b + lambda``: utility per unit of budget at the margin.
+        primal, dual: Objective at the decision, and the dual function at lambda, computed from lambda alone.
+        gap: ``|primal - dual|`` relative to the sum of the absolute values of the objective's terms.
+        kkt_residual: Largest violation of stationarity (relative), bounds, budget and complementary slackness.
+        spent, budget, slack: Budget used, budget given, and what is left (allocation) or overshot (sparsity).
+        inert: Names of the parameters that had no influence on the decision.
+        lower, upper: Bounds of the decision.
+        program: The program that was solved, in the form that rounding and transfer use.
+
+    >>> from layerbudget.program import allocate
+    >>> allocate([2.0, 1.0], cost=[1.0, 1.0], budget=4, rule="exactly").value
+    array([3., 1.])
+    """
+
+    __slots__ = (
+        "value", "status", "multiplier", "multiplier_interval", "shadow_price", "primal", "dual", "gap", "kkt_residual",
+        "spent", "budget", "slack", "inert", "lower", "upper", "program",
+    )  # fmt: skip
+
+    def __init__(self, **fields: Any) -> None:
+        put = object.__setattr__
+        for name, value in fields.items():
+            put(self, name, value)
+        self.value.flags.writeable = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Solution is frozen; {name} cannot be set")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def at_lower(self) -> np.ndarray:
+        """Mask of the blocks at their floor, shape ``(K,)``."""
+        return self.value <= self.lower
+
+    @property
+    def at_upper(self) -> np.ndarray:
+        """Mask of the blocks at their cap, shape ``(K,)``."""
+        return self.value >= self.upper
+
+    @property
+    def message(self) -> str:
+        """The status in a sentence, with the remedy where there is something to remedy."""
+        return explain_status(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the certificate and the decision as plain JSON values."""
+        return {"value": self.value.tolist(), **self.certificate()}
+
+    def certificate(self) -> dict[str, Any]:
+        """Return everything but the decision, as plain JSON values."""
+        names = ("status", "multiplier", "shadow_price", "gap", "kkt_residual", "primal", "dual", "budget", "spent", "slack")
+        record: dict[str, Any] = {name: getattr(self, name) for name in names}
+        record["multiplier_interval"] = [m if np.isfinite(m) else None for m in self.multiplier_interval]
+        record |= {"inert": list(self.inert), "message": self.message}
+        record |= {"at_lower": int(self.at_lower.sum()), "at_upper": int(self.at_upper.sum())}
+        return record
+
+    def __repr__(self) -> str:
+        return (
+            f"Solution({self.status}, K={self.value.size}, spent={self.spent:.6g} of {self.budget:.6g}, "
+            f"multiplier={self.multiplier:.4g}, gap={self.gap:.1e}, kkt={self.kkt_residual:.1e})"
+        )
+
+
+def explain_status(s: Solution) -> str:
+    """Sentence for a status, with the cheapest remedy."""
+    text = STATUSES[s.status]
+    if s.status == "degenerate" and s.program.sign < 0:
+        text += (
+            " No block earns more than its base. Use rule='exactly' to spend the budget, or units='relative' "
+            "so that costs and weights are compared on one scale."
+        )
+    elif s.status == "degenerate":
+        text += (
+            f" The bits saved outweigh the penalty everywhere, so {s.spent:.6g} parameters go instead of the {s.budget:.6g} "
+            "asked for. Use rule='exactly' to prune what was asked for."
+        )
+    elif s.status == "slack" and s.program.sign < 0:
+        text += f" {s.slack:.6g} of {s.budget:.6g} is left; rule='exactly' spends it."
+    elif s.status == "slack":
+        text += f" {s.slack:.6g} more than the {s.budget:.6g} asked for is pruned; rule='exactly' stops there."
+    elif s.status == "saturated":
+        text += " Raise the cap, or lower the budget to leave a choice."
+    return text
+
+
+def frozen(v: Vector) -> Vector:
+    """Mark an array read-only."""
+    v.flags.writeable = False
+    return v

@@ -1,0 +1,129 @@
+"""What was really done: zeros recounted per matrix, per block and in total."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..blocks import weight_of
+from ..errors import CoverageError
+from ..plan import PlanBlock
+from ..records import SCHEMA_VERSION, Block, dumps, read_json, write_text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """The record of one pruning run.
+
+    Attributes:
+        method: ``magnitude``, ``wanda``, ``sparsegpt``, ...
+        settings: Pattern, parity, batch size and whatever else decided the masks.
+        plan_digest: Content hash of the plan.
+        model: ``{id, revision, digest}`` before pruning.
+        data: Calibration provenance; empty for magnitude.
+        blocks: ``{name: {numel, planned, zeros, sparsity}}``.
+        modules: ``{name: {numel, zeros, sparsity}}``.
+        sparsity: Zeros over prunable weights, recounted (embeddings, head, norms and biases are not prunable weights).
+        planned: The plan's own total.
+        forwards: Forwards of one block on one batch that were run.
+        seconds: Wall time.
+        notes: Everything that deserves a sentence.
+        versions: Of Python, torch and transformers.
+    """
+
+    method: str
+    settings: Mapping[str, Any]
+    plan_digest: str
+    model: Mapping[str, Any]
+    data: Mapping[str, Any]
+    blocks: Mapping[str, Mapping[str, Any]]
+    modules: Mapping[str, Mapping[str, Any]]
+    sparsity: float
+    planned: float
+    forwards: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form (the file ``receipt.json``)."""
+        return {"schema_version": SCHEMA_VERSION, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Receipt:
+        """Rebuild a receipt from its JSON form."""
+        fields = {f.name: record[f.name] for f in dataclasses.fields(cls)}
+        return cls(**{**fields, "notes": tuple(record["notes"])})
+
+    def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
+        """Write ``receipt.json`` atomically."""
+        return write_text(path, dumps(self.to_dict()), overwrite=overwrite)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Receipt:
+        """Read ``receipt.json``."""
+        return cls.from_dict(read_json(path, "receipt"))
+
+
+def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> dict[str, Any]:
+    """Count the zeros of a model's prunable weights.
+
+    Args:
+        model: The model.
+        blocks: Blocks from :func:`layerbudget.blocks.partition`, or a plan's blocks.
+
+    Returns:
+        ``{"sparsity", "zeros", "numel", "blocks": {name: {numel, zeros, sparsity}}, "modules": {...}}``.
+
+    Raises:
+        UnknownBlock: The model lacks one of the matrices.
+    """
+    by_block: dict[str, Any] = {}
+    by_module: dict[str, Any] = {}
+    for block in blocks:
+        for module in block.modules:
+            name = module if isinstance(module, str) else module.name
+            weight = weight_of(model, name)[1]
+            by_module[name] = _count(int(weight.numel()), int(weight.numel() - torch.count_nonzero(weight.detach())))
+        names = [m if isinstance(m, str) else m.name for m in block.modules]
+        by_block[block.name] = _count(*(sum(by_module[n][k] for n in names) for k in ("numel", "zeros")))
+    total = _count(*(sum(b[k] for b in by_block.values()) for k in ("numel", "zeros")))
+    return {**total, "blocks": by_block, "modules": by_module}
+
+
+def _count(numel: int, zeros: int) -> dict[str, Any]:
+    return {"numel": numel, "zeros": zeros, "sparsity": zeros / numel if numel else 0.0}
+
+
+def check_recount(found: Mapping[str, Any], planned: Mapping[str, int]) -> tuple[str, ...]:
+    """Compare a recount with the planned counts.
+
+    Returns:
+        Notes about matrices that hold more zeros than planned (they were there before, or rounding made them).
+
+    Raises:
+        CoverageError: A matrix holds fewer zeros than planned.
+    """
+    notes = []
+    for name, count in planned.items():
+        zeros = found["modules"][name]["zeros"]
+        if zeros < count:
+            raise CoverageError(
+                f"{name} holds {zeros} zeros, {count} were planned.", "", "Something restored weights; report this."
+            )
+        if zeros > count:
+            notes.append(f"{name} holds {zeros} zeros, {count} were planned.")
+    return tuple(notes)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, torch and transformers."""
+    import transformers
+
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}

@@ -1,0 +1,72 @@
+"""Checkpoints after every pruned block, so that an interrupted run continues."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..blocks import weight_of
+from ..errors import ModelMismatch
+from ..records import SCHEMA_VERSION, digest, dumps, read_json, write_text
+
+
+class Resume:
+    """A folder with the pruned weights of every finished block.
+
+    Args:
+        folder: Where; ``None`` switches checkpoints off.
+        key: What must be equal for a continued run (plan, data, options).
+
+    Raises:
+        ModelMismatch: The folder belongs to another run.
+    """
+
+    def __init__(self, folder: Path | str | None, key: Mapping[str, Any]) -> None:
+        self.folder = None if folder is None else Path(folder)
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state, wanted = self.folder / "resume.json", digest(dict(key))
+        if state.exists() and read_json(state, "resume").get("key") != wanted:
+            raise ModelMismatch(
+                f"{self.folder} holds an unfinished run with another plan, data or method.",
+                "A run continues only with the same ones.",
+                "Choose another folder, or remove it.",
+            )
+        write_text(state, dumps({"schema_version": SCHEMA_VERSION, "key": wanted}), overwrite=True)
+
+    def load(self, model: nn.Module, index: int, names: Sequence[str]) -> bool:
+        """Put back the weights of a finished block; false when it is not finished."""
+        if self.folder is None or not self._file(index).exists():
+            return False
+        from safetensors.torch import load_file
+
+        held = load_file(self._file(index))
+        for name in names:
+            weight_of(model, name)[1].data.copy_(held[name])
+        return True
+
+    def save(self, model: nn.Module, index: int, names: Sequence[str]) -> None:
+        """Keep the weights of a finished block (one file, renamed into place)."""
+        if self.folder is None:
+            return
+        from safetensors.torch import save_file
+
+        tensors: dict[str, torch.Tensor] = {n: weight_of(model, n)[1].detach().cpu().contiguous() for n in names}
+        temporary = self._file(index).with_suffix(".part")
+        save_file(tensors, temporary)
+        os.replace(temporary, self._file(index))
+
+    def finish(self) -> None:
+        """Remove the folder after a complete run."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _file(self, index: int) -> Path:
+        return self.folder / f"block-{index}.safetensors"

@@ -1,0 +1,31 @@
+"""What gets smaller and what gets faster, where. Nothing is promised that no kernel delivers."""
+
+from __future__ import annotations
+
+_ROWS = {
+    "unstructured": (
+        "unstructured zeros, stored densely",
+        "file and memory: unchanged (a compressed copy: see export); time: unchanged in every common runtime",
+    ),
+    "n:m": (
+        "n:m zeros, stored densely",
+        "file and memory: unchanged; time: unchanged unless your runtime has kernels for exactly this pattern on your GPU "
+        "(2:4 only; vLLM removed its 2:4 kernels)",
+    ),
+    "depth": ("whole blocks removed", "file, memory, key-value cache and time: smaller in proportion, everywhere"),
+    "width": ("MLP width removed", "file, memory and time: smaller in proportion to the removed FLOPs, everywhere"),
+}
+
+
+def runtime_box(kind: str = "unstructured", *, pattern: str | None = None) -> str:
+    """One honest paragraph about a pruned checkpoint.
+
+    Args:
+        kind: ``unstructured``, ``depth`` or ``width``.
+        pattern: The n:m pattern, when there is one.
+
+    >>> runtime_box("depth").split(". ")[0]
+    'What you have: whole blocks removed'
+    """
+    what, effect = _ROWS["n:m" if pattern else kind]
+    return f"What you have: {what}. What it changes: {effect}."

@@ -1,0 +1,165 @@
+"""Exact selection: which entries go when a count is fixed. Partial selection instead of sorting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..errors import InvalidInput
+
+
+def share(count: int, sizes: Sequence[int]) -> list[int]:
+    """Split an integer count in proportion to sizes, exactly (largest remainder, ties to the first).
+
+    Args:
+        count: Entries to distribute, ``0 <= count <= sum(sizes)``.
+        sizes: Capacity of every part.
+
+    Returns:
+        One integer per part, ``sum == count`` and ``0 <= part <= size``.
+
+    Raises:
+        InvalidInput: The count does not fit.
+
+    >>> share(5, [4, 4, 2])
+    [2, 2, 1]
+    """
+    total = sum(sizes)
+    if not 0 <= count <= total:
+        raise InvalidInput(f"{count} entries cannot be taken from {total}.", f"The count must lie in 0..{total}.", "")
+    if not total:
+        return [0 for _ in sizes]
+    parts = [count * s // total for s in sizes]
+    order = sorted(range(len(sizes)), key=lambda i: (-(count * sizes[i] % total), i))
+    for i in order[: count - sum(parts)]:
+        parts[i] += 1
+    return parts
+
+
+def smallest_per_row(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Mark the ``counts[r]`` smallest entries of each row; ties go to the lower column (a stable sort's choice).
+
+    Args:
+        scores: ``(rows, columns)``, finite and float.
+        counts: ``(rows,)`` integers in ``0..columns``.
+
+    Returns:
+        Boolean mask ``(rows, columns)`` with exactly ``counts[r]`` true entries in row r.
+    """
+    rows, columns = scores.shape
+    counts = counts.to(scores.device)
+    mask = torch.zeros(rows, columns, dtype=torch.bool, device=scores.device)
+    for k in torch.unique(counts).tolist():
+        pick = counts == k
+        if k == 0:
+            continue
+        if k == columns:
+            mask[pick] = True
+            continue
+        part = scores if bool(pick.all()) else scores[pick]
+        mask[pick] = _smallest_k(part, k)
+    return mask
+
+
+def _smallest_k(scores: torch.Tensor, k: int) -> torch.Tensor:
+    threshold = kth_value(scores, k)[:, None]
+    mask = scores <= threshold
+    surplus = mask.sum(dim=1) - k
+    for r in torch.nonzero(surplus).flatten().tolist():
+        ties = torch.nonzero(scores[r] == threshold[r]).flatten()
+        mask[r, ties[len(ties) - int(surplus[r]) :]] = False
+    return mask
+
+
+def kth_value(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """The k-th smallest value (1-based) of each row, shape ``(rows,)``; numpy's partition on the CPU."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(np.partition(scores.float().numpy(), k - 1, axis=1)[:, k - 1].copy()).to(scores.dtype)
+    return torch.kthvalue(scores, k, dim=1).values
+
+
+def smallest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Mark the ``count`` smallest entries of a whole matrix; ties go to the lower flat index."""
+    flat = scores.reshape(1, -1)
+    return smallest_per_row(flat, torch.tensor([count])).reshape(scores.shape)
+
+
+def threshold_inclusive(scores: torch.Tensor, index: int) -> torch.Tensor:
+    """The references' rule: everything ``<=`` the entry at position ``index`` of the ascending order.
+
+    It marks at least ``index + 1`` entries, and every tie with the threshold.
+
+    Raises:
+        InvalidInput: ``index`` is not a position of the matrix (a ratio of 1).
+    """
+    if not 0 <= index < scores.numel():
+        raise InvalidInput(
+            f"The references' threshold rule cannot prune {index} of {scores.numel()} entries.",
+            f"At most {scores.numel() - 1} can be named.",
+            "Use a ratio below 1, or leave parity mode.",
+        )
+    return scores <= kth_value(scores.reshape(1, -1), index + 1)
+
+
+def row_counts(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Entries to take from each row so that the rows are equal to within one and the total is exact.
+
+    Rows that give one more are those whose next smallest entry costs least.
+    """
+    rows, columns = scores.shape
+    base, extra = divmod(count, rows)
+    counts = torch.full((rows,), base, dtype=torch.long)
+    if extra:
+        following = kth_value(scores, base + 1).cpu()
+        counts[smallest(following[None], extra)[0]] += 1
+    return counts
+
+
+def parse_pattern(pattern: str) -> tuple[int | None, int]:
+    """Read ``n:m`` (n of every m consecutive inputs are zeroed) or ``n:8`` with a literal n (n per block from the plan).
+
+    Returns:
+        ``(zeroed, group)``; ``zeroed`` is None where each block has its own.
+
+    Raises:
+        InvalidInput: Not such a pattern.
+
+    >>> parse_pattern("2:4"), parse_pattern("n:8")
+    ((2, 4), (None, 8))
+    """
+    found = re.fullmatch(r"(\d+|n):(\d+)", pattern.strip())
+    zeroed = None if not found or found.group(1) == "n" else int(found.group(1))
+    group = int(found.group(2)) if found else 0
+    if not found or group < 1 or (zeroed is not None and not 0 <= zeroed <= group):
+        raise InvalidInput(
+            f"{pattern!r} is not a pattern.",
+            "Write n:m with 0 <= n <= m: n of every m consecutive inputs are zeroed.",
+            "Use 2:4, or n:8 with a literal n to let every block have its own n.",
+        )
+    return zeroed, group
+
+
+def check_group(columns: int, group: int, name: str) -> None:
+    """Refuse a matrix whose rows do not split into groups.
+
+    Raises:
+        InvalidInput: The number of inputs is no multiple of the group.
+    """
+    if columns % group:
+        raise InvalidInput(
+            f"{name} has {columns} inputs, which do not split into groups of {group}.",
+            "The inputs must be a multiple of the group.",
+            "Exclude the matrix from the plan, or use another pattern.",
+        )
+
+
+def smallest_per_group(scores: torch.Tensor, zeroed: int, group: int) -> torch.Tensor:
+    """Mark the ``zeroed`` smallest entries in every group of ``group`` consecutive columns, ties to the lower column."""
+    rows, columns = scores.shape
+    grouped = scores.reshape(rows * columns // group, group)
+    order = torch.sort(grouped, dim=1, stable=True).indices[:, :zeroed]
+    mask = torch.zeros_like(grouped, dtype=torch.bool)
+    return mask.scatter_(1, order, True).reshape(rows, columns)

@@ -1,0 +1,137 @@
+"""SparseGPT: remove weights block by block of columns and let the later columns make up for them (arXiv 2301.00774)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import CurvatureFailure
+from .select import share, smallest, smallest_per_group, threshold_inclusive
+
+COLUMNS = 128
+INNER = 16
+
+
+def inverse_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
+    """Upper factor ``U`` with ``U' U = (G + damping * mean(diag G) I)^-1``.
+
+    One Cholesky factorisation of the reversed matrix and one triangular inverse: with ``J`` the reversal,
+    ``J G J = L L'`` gives ``G = R R'`` for the upper ``R = J L J``, hence ``U = R^-1``. (The reference takes two
+    factorisations and a full inverse.) Only the upper triangle of ``gram`` is read. Inputs that were never active get a
+    unit diagonal, as in the reference.
+
+    Args:
+        gram: ``(d_in, d_in)``, float32; its scale does not matter.
+        damping: Relative to the mean of the diagonal.
+
+    Returns:
+        ``U`` and the boolean ``(d_in,)`` of inputs that were never active.
+
+    Raises:
+        CurvatureFailure: Not positive definite even at 1000 times the damping.
+    """
+    diagonal = gram.diagonal().clone()
+    dead = diagonal == 0
+    diagonal[dead] = 1.0
+    mean = float(diagonal.mean())
+    reverse = gram.flip(0, 1)
+    for boost in (1.0, 10.0, 100.0, 1000.0):
+        reverse.diagonal().copy_((diagonal + boost * damping * mean).flip(0))
+        factor, info = torch.linalg.cholesky_ex(reverse)
+        if int(info) == 0:
+            eye = torch.eye(len(diagonal), dtype=gram.dtype, device=gram.device)
+            return torch.linalg.solve_triangular(factor, eye, upper=False).flip(0, 1).contiguous(), dead
+    raise CurvatureFailure(
+        f"The second moments of {len(diagonal)} inputs are not positive definite at damping {damping:g}.",
+        f"They were not at {1000 * damping:g} either.",
+        "Use more calibration samples or a larger damping, and check the activations for infinities.",
+    )
+
+
+def reference_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same factor by the reference's route (two factorisations and an inverse), for bit-wise comparison."""
+    gram = gram.clone()
+    dead = gram.diagonal() == 0
+    gram[dead, dead] = 1
+    gram.diagonal().add_(damping * torch.mean(torch.diag(gram)))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+    return torch.linalg.cholesky(inverse, upper=True), dead
+
+
+def sparsegpt_update(
+    weight: torch.Tensor,
+    factor: torch.Tensor,
+    dead: torch.Tensor,
+    count: int,
+    *,
+    ratio: float | None = None,
+    pattern: tuple[int, int] | None = None,
+    columns: int = COLUMNS,
+) -> torch.Tensor:
+    """Prune one matrix and return its new weights.
+
+    Args:
+        weight: ``(d_out, d_in)``; not changed.
+        factor: ``U`` from :func:`inverse_factor`.
+        dead: Inputs that were never active: their weights cost nothing and go first.
+        count: Entries to remove, exactly; every block of columns gives its proportional share.
+        ratio: Parity with the reference (``fasterprune``): in each block everything not larger than the entry at
+            position ``int(entries * ratio)`` goes (one more than the ratio says, and ties), and columns that were never
+            active are zeroed first.
+        pattern: ``(zeroed, group)``; chosen from the already updated weights at the start of each group.
+        columns: Width of a block of columns.
+
+    Returns:
+        New weights, float32, ``(d_out, d_in)``.
+    """
+    work = weight.detach().to(torch.float32).T.contiguous()
+    if ratio is not None or pattern is not None:
+        work[dead] = 0
+    if pattern is not None:
+        columns = max(pattern[1], columns // pattern[1] * pattern[1])
+    starts = list(range(0, work.shape[0], columns))
+    widths = [min(columns, work.shape[0] - s) for s in starts]
+    counts = share(count, [w * work.shape[1] for w in widths]) if pattern is None and ratio is None else None
+    inner = columns if ratio is not None else INNER
+    for i, (start, width) in enumerate(zip(starts, widths, strict=True)):
+        stop = start + width
+        block, upper = work[start:stop], factor[start:stop, start:stop]
+        mask = None
+        if pattern is None:
+            scores = (block.T**2) / (upper.diagonal()[None] ** 2)
+            scores[:, dead[start:stop]] = 0
+            if ratio is not None:
+                mask = threshold_inclusive(scores, int(scores.numel() * ratio)).T
+            else:
+                mask = smallest(scores, counts[i]).T
+        errors = _compensate(block, upper, mask, pattern, inner)
+        if stop < work.shape[0]:
+            work[stop:] -= factor[start:stop, stop:].T @ errors
+    return work.T
+
+
+def _compensate(
+    block: torch.Tensor,
+    upper: torch.Tensor,
+    mask: torch.Tensor | None,
+    pattern: tuple[int, int] | None,
+    inner: int,
+) -> torch.Tensor:
+    """Zero the marked entries of one block of columns (rows of ``block``) in place; return the errors, same shape."""
+    width, rows = block.shape
+    errors = torch.empty_like(block)
+    inner = inner if pattern is None else max(pattern[1], inner // pattern[1] * pattern[1])
+    chosen = torch.empty(width, rows, dtype=torch.bool, device=block.device) if mask is None else mask
+    for low in range(0, width, inner):
+        high = min(low + inner, width)
+        for j in range(low, high):
+            if mask is None and j % pattern[1] == 0:
+                group = slice(j, j + pattern[1])
+                scores = block[group].T ** 2 / upper.diagonal()[group][None] ** 2
+                chosen[group] = smallest_per_group(scores, *pattern).T
+            torch.mul(block[j], chosen[j], out=errors[j]).div_(upper[j, j])
+            block[j].masked_fill_(chosen[j], 0)
+            if j + 1 < high:
+                block[j + 1 : high].addr_(upper[j, j + 1 : high], errors[j], alpha=-1)
+        if high < width:
+            block[high:].addmm_(upper[low:high, high:].T, errors[low:high], alpha=-1)
+    return errors

@@ -1,0 +1,195 @@
+"""Input statistics of a block's weight matrices, gathered in one pass: matrices that read one tensor share one statistic."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..blocks import weight_of
+from ..errors import CoverageError
+from ..records import Module
+from .walk import StopForward, Walk
+
+PANEL = 256
+
+
+@dataclasses.dataclass(eq=False)
+class Statistic:
+    """Second moments of one input.
+
+    Attributes:
+        kind: ``diagonal`` (sum of squares of each input) or ``gram`` (upper triangle of ``X' X``).
+        parity: Use the references' running mean over sequences, in their order of operations, and the full Gram matrix.
+        value: ``(d_in,)`` or ``(d_in, d_in)``, float32; a sum over tokens (parity: the references' mean over sequences).
+        rows: Tokens seen.
+        sequences: Batches seen (sequences, in parity mode).
+    """
+
+    kind: str
+    parity: bool = False
+    value: torch.Tensor | None = None
+    rows: int = 0
+    sequences: int = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """Add tokens, shape ``(tokens, d_in)``."""
+        if self.value is None:
+            shape = (x.shape[1],) if self.kind == "diagonal" else (x.shape[1], x.shape[1])
+            self.value = torch.zeros(shape, dtype=torch.float32, device=x.device)
+        x = x.to(torch.float32)
+        if self.parity:
+            self._add_running(x)
+        elif self.kind == "diagonal":
+            self.value += torch.linalg.vector_norm(x, dim=0).square_()
+        else:
+            for a in range(0, x.shape[1], PANEL):
+                b = min(a + PANEL, x.shape[1])
+                self.value[a:b, a:].addmm_(x[:, a:b].T, x[:, a:])
+        self.rows += x.shape[0]
+        self.sequences += 1
+
+    def _add_running(self, x: torch.Tensor) -> None:
+        """One sequence, as the references add it (so that float32 rounding is theirs)."""
+        n, columns = self.sequences, x.T
+        self.value *= n / (n + 1)
+        if self.kind == "diagonal":
+            self.value += torch.norm(columns, p=2, dim=1) ** 2 / (n + 1)
+        else:
+            columns = math.sqrt(2 / (n + 1)) * columns
+            self.value += columns.matmul(columns.t())
+
+
+class Collector:
+    """Gather statistics for the matrices of one block.
+
+    Args:
+        model: The model.
+        modules: Matrices of the block that will be pruned.
+        kind: ``diagonal`` or ``gram``.
+        parity: See :class:`Statistic`.
+
+    Attributes:
+        found: Statistics by matrix name, one per copy (a fused mixture has one per expert). Matrices that share an input
+            share the object.
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[Module], kind: str, *, parity: bool = False) -> None:
+        self.kind, self.parity = kind, parity
+        self.found: dict[str, list[Statistic]] = {}
+        self.owners: dict[str, nn.Module] = {}
+        self.fused: dict[nn.Module, dict[str, Module]] = {}
+        for module in modules:
+            owner, parameter = weight_of(model, module.name)
+            if parameter.ndim == 3:
+                self.fused.setdefault(owner, {})[module.name.rsplit(".", 1)[1]] = module
+            else:
+                self.owners[module.name] = owner
+        self._leader: dict[str, str] = {}
+        self._current: dict[str, torch.Tensor] = {}
+        self._mask: torch.Tensor | None = None
+        self._waiting: set[Any] = set()
+
+    def groups(self) -> list[list[str]]:
+        """Matrices by shared input, in the order in which the block reads them (after :meth:`run`)."""
+        groups: dict[str, list[str]] = {}
+        for name, leader in self._leader.items():
+            groups.setdefault(leader, []).append(name)
+        fused = [[m.name] for members in self.fused.values() for m in members.values()]
+        return list(groups.values()) + fused
+
+    def run(self, walk: Walk) -> None:
+        """Run the walk's current block on all batches, ending each forward when the last matrix has been reached.
+
+        Raises:
+            CoverageError: A matrix other than an expert was reached in some batches only, or by changing inputs.
+        """
+        for batch in range(walk.batches):
+            self._mask = walk.token_mask(batch)
+            self._waiting = {*self.owners, *self.fused}
+            with self._hooks():
+                walk.forward(walk.position, batch)
+            self._current.clear()
+
+    @contextlib.contextmanager
+    def _hooks(self) -> Iterator[None]:
+        handles = [o.register_forward_pre_hook(self._see(n), with_kwargs=True) for n, o in self.owners.items()]
+        handles += [o.register_forward_pre_hook(self._see_experts(o), with_kwargs=True) for o in self.fused]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _done(self, key: Any) -> None:
+        self._waiting.discard(key)
+        if not self._waiting:
+            raise StopForward
+
+    def _see(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+            x = arguments[0] if arguments else next(iter(keywords.values()))
+            if name not in self._leader:
+                self._leader[name] = next((n for n, seen in self._current.items() if seen is x), name)
+            leader = self._leader[name]
+            if leader == name:
+                self.found.setdefault(name, [Statistic(self.kind, self.parity)])[0].add(self._tokens(x))
+                self._current[name] = x
+            elif self._current.get(leader) is not x:
+                raise CoverageError(f"{name} shares its input with {leader} in some forwards only.", "", "Report the model.")
+            else:
+                self.found[name] = self.found[leader]
+            self._done(name)
+
+        return hook
+
+    def _tokens(self, x: torch.Tensor) -> torch.Tensor:
+        flat, mask = x.reshape(-1, x.shape[-1]), self._mask
+        return flat if mask is None or flat.shape[0] != mask.numel() else flat[mask.reshape(-1).to(flat.device)]
+
+    def _see_experts(self, owner: nn.Module) -> Callable[..., None]:
+        wanted = self.fused[owner]
+        _check_experts(owner, wanted)
+
+        def hook(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+            values = [*arguments, *keywords.values()]
+            hidden, index = values[0].reshape(-1, values[0].shape[-1]), values[1]
+            if self._mask is not None and hidden.shape[0] == self._mask.numel():
+                keep = self._mask.reshape(-1).to(hidden.device)
+                hidden, index = hidden[keep], index[keep]
+            for own, record in wanted.items():
+                statistics = self.found.setdefault(
+                    record.name, [Statistic(self.kind, self.parity) for _ in range(record.copies)]
+                )
+                for expert in range(record.copies):
+                    x = hidden[(index == expert).any(dim=-1)]
+                    if x.shape[0]:
+                        statistics[expert].add(x if own == "gate_up_proj" else _expert_inner(owner, x, expert))
+            self._done(owner)
+
+        return hook
+
+
+def _check_experts(owner: nn.Module, wanted: dict[str, Module]) -> None:
+    known = {"gate_up_proj", "down_proj"}
+    if set(wanted) - known or getattr(owner, "is_transposed", False) or not hasattr(owner, "gate_up_proj"):
+        raise CoverageError(
+            f"{type(owner).__name__} keeps its experts in {', '.join(sorted(wanted))}, a layout whose inputs are not known.",
+            f"Known are {' and '.join(sorted(known))} of shape (experts, outputs, inputs).",
+            "Use method magnitude, or exclude the experts from the plan.",
+        )
+
+
+def _expert_inner(owner: nn.Module, x: torch.Tensor, expert: int) -> torch.Tensor:
+    """Input of one expert's down projection, for the tokens routed to it."""
+    bias = getattr(owner, "gate_up_proj_bias", None)
+    inner = nn.functional.linear(x, owner.gate_up_proj[expert], None if bias is None else bias[expert])
+    if hasattr(owner, "_apply_gate"):
+        return owner._apply_gate(inner)
+    gate, up = inner.chunk(2, dim=-1)
+    return owner.act_fn(gate) * up

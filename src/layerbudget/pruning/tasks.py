@@ -1,0 +1,120 @@
+"""What each weight matrix loses: a plan split over the model's matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..blocks import partition
+from ..errors import InvalidInput, ModelMismatch, UnknownBlock
+from ..plan import Plan, PlanBlock
+from ..records import Module
+from .select import check_group, parse_pattern, share
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Everything beside plan and data that decides the masks, or where the work happens."""
+
+    method: str
+    batch_size: int
+    parity: bool
+    pattern: str | None
+    true_sequential: bool
+    damping: float
+    store: str
+    folder: Path | None
+
+    def settings(self) -> dict[str, Any]:
+        """The part that belongs into a receipt."""
+        record = dataclasses.asdict(self)
+        record.pop("folder")
+        return record
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one weight matrix loses."""
+
+    module: Module
+    count: int
+    ratio: float | None
+    pattern: tuple[int, int] | None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to do (the references prune one weight even at ratio zero, parity keeps that)."""
+        return self.count == 0 and self.ratio is None
+
+
+def plan_tasks(model: nn.Module, plan: Plan, options: Options) -> dict[str, Task]:
+    """Split the plan over the model's matrices.
+
+    Raises:
+        UnknownBlock: A matrix of the plan is not in the model.
+        ModelMismatch: A block of the plan has another size in the model.
+        InvalidInput: Counts or a pattern that do not fit.
+    """
+    known = {m.name: m for b in partition(model, "linear") for m in b.modules}
+    zeroed, group = parse_pattern(options.pattern) if options.pattern else (None, 0)
+    per_block = _zeroed_per_block(plan, zeroed, group) if group else {}
+    tasks: dict[str, Task] = {}
+    for block in plan.blocks:
+        missing = [m for m in block.modules if m not in known]
+        if missing:
+            raise UnknownBlock(
+                f"The plan's {block.name} names {missing[0]!r}, which the model does not have.", "", "Plan again."
+            )
+        modules = [known[m] for m in block.modules]
+        if sum(m.numel for m in modules) != block.numel:
+            raise ModelMismatch(
+                f"{block.name} has {block.numel} weights in the plan and {sum(m.numel for m in modules)} in the model.", "",
+                "Plan this model.",
+            )  # fmt: skip
+        if group:
+            for m in modules:
+                check_group(m.d_in, group, m.name)
+            n = per_block[block.name]
+            counts = [m.numel // group * n for m in modules]
+        else:
+            counts = share(block.count, [m.numel for m in modules])
+        for m, count in zip(modules, counts, strict=True):
+            tasks[m.name] = Task(
+                module=m,
+                count=count,
+                ratio=block.value if options.parity and not group else None,
+                pattern=(per_block[block.name], group) if group else None,
+            )
+    return tasks
+
+
+def _zeroed_per_block(plan: Plan, zeroed: int | None, group: int) -> dict[str, int]:
+    """N of every block: given, or the nearest to the plan with the total kept as near as whole numbers allow."""
+    if zeroed is not None:
+        off = [b for b in plan.blocks if abs(b.count / b.numel - zeroed / group) > 0.5 / group]
+        if off:
+            raise InvalidInput(
+                f"The plan asks {off[0].name} for {off[0].count / off[0].numel:.3f}, the pattern gives {zeroed / group:.3f}.",
+                f"With {zeroed}:{group} every block is pruned to {zeroed / group:.3f}.",
+                f"Plan uniformly at {zeroed / group:g}, or use the pattern n:{group} to follow the plan.",
+            )
+        return {b.name: zeroed for b in plan.blocks}
+    chosen = {b.name: b.count * group // b.numel for b in plan.blocks}
+    missing = sum(b.count for b in plan.blocks) - sum(chosen[b.name] * b.numel / group for b in plan.blocks)
+    order = sorted(plan.blocks, key=lambda b: -(b.count * group / b.numel % 1))
+    for block in _raised(order, missing, group):
+        chosen[block.name] += 1
+    return chosen
+
+
+def _raised(order: list[PlanBlock], missing: float, group: int) -> list[PlanBlock]:
+    raised = []
+    for block in order:
+        step = block.numel / group
+        if missing >= step / 2 and block.count * group % block.numel:
+            raised.append(block)
+            missing -= step
+    return raised

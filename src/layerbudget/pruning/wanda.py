@@ -1,0 +1,50 @@
+"""Wanda: in every output row, the weights with the smallest ``|W_ij| * ||X_j||`` go (Sun et al., arXiv 2306.11695)."""
+
+from __future__ import annotations
+
+import torch
+
+from .select import row_counts, smallest_per_group, smallest_per_row
+
+
+def wanda_scores(weight: torch.Tensor, moment: torch.Tensor | None) -> torch.Tensor:
+    """``|W| * sqrt(moment)``, shape ``(d_out, d_in)``; plain magnitude where no token was seen.
+
+    Args:
+        weight: ``(d_out, d_in)``.
+        moment: ``(d_in,)``, sum or mean of squares of every input; its scale does not matter.
+    """
+    if moment is None:
+        return weight.abs().float()
+    return weight.abs().float() * moment.sqrt()
+
+
+def wanda_mask(
+    weight: torch.Tensor,
+    moment: torch.Tensor | None,
+    count: int,
+    *,
+    ratio: float | None = None,
+    pattern: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Entries of one matrix that Wanda removes.
+
+    Args:
+        weight: ``(d_out, d_in)``.
+        moment: See :func:`wanda_scores`.
+        count: Entries to remove from the whole matrix, exactly; rows differ by at most one.
+        ratio: Parity with the reference (``prune_wanda`` of locuslab/wanda): exactly ``int(d_in * ratio)`` in each row.
+            Ties go to the lower column in both modes.
+        pattern: ``(zeroed, group)`` for n:m instead of a count.
+
+    Returns:
+        Boolean mask ``(d_out, d_in)``.
+    """
+    scores = wanda_scores(weight, moment)
+    if pattern is not None:
+        return smallest_per_group(scores, *pattern)
+    if ratio is not None:
+        counts = torch.full((scores.shape[0],), int(scores.shape[1] * ratio))
+    else:
+        counts = row_counts(scores, count)
+    return smallest_per_row(scores, counts)

@@ -1,0 +1,60 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from ..plan import Plan
+from ..scores.record import Scores
+
+
+def _cell(value: float | None, form: str = ".4g") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def scores_table(scores: Scores, damping: float | None = None) -> Table:
+    """One row per block: score, standard error, noise floor, status, share."""
+    row = scores.index(damping)
+    title = (
+        f"{scores.estimator}, {scores.data.get('samples')} x {scores.data.get('length')} tokens of {scores.data.get('source')}"
+    )
+    if scores.damping_unit != "none":
+        title += f", damping {scores.damping[row]:g} ({scores.damping_unit})"
+    table = Table(title=title)
+    for name in ("block", "parameters", "score", "standard error", "noise floor", "status"):
+        table.add_column(name, justify="left" if name in ("block", "status") else "right")
+    for k, block in enumerate(scores.blocks):
+        table.add_row(
+            block.name, f"{block.numel:,}", _cell(scores.gain[row][k]), _cell(scores.standard_error[row][k]),
+            _cell(scores.noise_floor[row][k]), scores.status[row][k],
+        )  # fmt: skip
+    return table
+
+
+def plan_table(plan: Plan) -> Table:
+    """One row per block: what it gets."""
+    table = Table(
+        title=f"{plan.kind} by {plan.rule}: {plan.budget.get('spent')} of {plan.budget.get('limit')} {plan.budget.get('unit')}"
+    )
+    for name in ("block", "parameters", "value", "count"):
+        table.add_column(name, justify="left" if name == "block" else "right")
+    for block in plan.blocks:
+        table.add_row(block.name, f"{block.numel:,}", f"{block.value:.4f}", f"{block.count:,}")
+    return table
+
+
+def demo_table(result: Mapping[str, Any]) -> Table:
+    """Dense, uniform, permuted and planned models: recounted sparsity and perplexity."""
+    table = Table(title="held-out perplexity after Wanda pruning (standard library, evaluation modules)")
+    for name in ("model", "target", "recounted sparsity", "perplexity", "standard error", "vs uniform"):
+        table.add_column(name, justify="left" if name == "model" else "right")
+    for row in result["rows"]:
+        table.add_row(
+            row["model"], "-" if row["target"] is None else f"{row['target']:.0%}", f"{row['sparsity']:.4%}",
+            f"{row['perplexity']:.3f}", f"{row['standard_error']:.3f}",
+            "-" if row.get("vs_uniform") is None else f"{row['vs_uniform']:+.3%}",
+        )  # fmt: skip
+    return table

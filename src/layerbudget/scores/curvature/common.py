@@ -1,0 +1,146 @@
+"""What every curvature shares: damping, provenance, the walk over the data."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ... import blocks as model_blocks
+from ...errors import InvalidInput
+from ...records import Block
+from ..hooks import Collector
+from ..loss import Batch, Data, batches, logits_of, summed_loss
+from ..record import Scores
+
+SWEEPS = {
+    "max": (1e-3, 1e-2, 1e-1, 1.0, 10.0),
+    "mean": (1e-1, 1.0, 10.0, 100.0, 1000.0),
+    "absolute": (1e-3, 1e-2, 1e-1, 1.0, 10.0),
+}
+Progress = Callable[[int, int], None]
+
+
+def check_damping(damping: float | Sequence[float] | None, unit: str) -> tuple[float, ...] | None:
+    """Validate a damping argument; ``None`` stays ``None`` (the default sweep).
+
+    Raises:
+        InvalidInput: An unknown unit, or a damping that is not positive and finite.
+    """
+    if unit not in SWEEPS:
+        raise InvalidInput(f"damping_unit is {unit!r}.", f"It is one of {', '.join(SWEEPS)}.", "Use 'max'.")
+    if damping is None:
+        return None
+    values = tuple(float(d) for d in np.atleast_1d(np.asarray(damping, dtype=np.float64)))
+    bad = [d for d in values if not np.isfinite(d) or d <= 0]
+    if bad or not values or len(set(values)) != len(values):
+        raise InvalidInput(
+            f"damping is {damping}.", "Dampings are positive, finite and distinct.", "Leave damping out for the default sweep."
+        )
+    return values
+
+
+def resolve_damping(
+    damping: float | Sequence[float] | None, unit: str, largest: np.ndarray, mean: np.ndarray
+) -> tuple[tuple[float, ...], np.ndarray]:
+    """Turn a damping argument into absolute values per block.
+
+    Args:
+        damping: Value or values in ``unit``; ``None`` for the default sweep.
+        unit: ``max`` or ``mean`` (times the largest or mean eigenvalue of each block's curvature), or ``absolute``.
+        largest: ``(K,)`` largest eigenvalues.
+        mean: ``(K,)`` mean eigenvalues.
+
+    Returns:
+        The dampings as recorded, shape ``(D,)``, and the absolute ones, ``(D, K)`` in loss/parameter^2.
+
+    Raises:
+        InvalidInput: See :func:`check_damping`.
+    """
+    values = check_damping(damping, unit)
+    if values is None:
+        values = SWEEPS[unit]
+        if unit == "absolute":
+            positive = largest[largest > 0]
+            values = tuple(v * float(np.median(positive)) if positive.size else v for v in values)
+    scale = {"max": largest, "mean": mean, "absolute": np.ones_like(largest)}[unit]
+    tau = np.asarray(values)[:, None] * scale[None, :]
+    return values, np.where(tau > 0, tau, 1.0)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computed the numbers."""
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def record(model: nn.Module, data: Data, blocks: Sequence[Block], estimator: str, **fields: Any) -> Scores:
+    """Make a :class:`Scores` with the provenance of a model and its data."""
+    return Scores(
+        estimator=estimator,
+        blocks=tuple(blocks),
+        model=model_blocks.describe(model),
+        data=data.describe(),
+        versions=versions(),
+        **fields,
+    )
+
+
+def walk(
+    model: nn.Module, data: Data, collector: Collector, batch_size: int, progress: Callable[[int], None] | None = None
+) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """Forward every batch inside an entered collector and yield it with its logits.
+
+    The caller takes whatever backward passes it needs through ``collector.backward``.
+    """
+    size = 1 if collector.single else batch_size
+    for batch in batches(model, data, size):
+        yield batch, logits_of(model, batch)
+        if progress is not None:
+            progress(batch.size)
+
+
+def backward(collector: Collector, batch: Batch, logits: torch.Tensor, targets: torch.Tensor, *, retain: bool = False) -> float:
+    """Backward pass of the summed loss of a batch; returns the loss."""
+    loss = summed_loss(logits, targets)
+    length = int(targets.shape[1]) if targets.ndim == 2 else int(next(iter(batch.kwargs.values()), targets[:, None]).shape[1])
+    collector.backward(loss, size=batch.size, length=length, retain=retain)
+    return float(loss.detach())
+
+
+def check_inputs(data: Data, batch_size: int) -> None:
+    """Refuse batch sizes below one.
+
+    Raises:
+        InvalidInput: It is not a positive integer.
+    """
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise InvalidInput(f"batch_size is {batch_size}.", "It is a positive integer.", "Use 8.")
+
+
+def per_block(blocks: Sequence[Block], values: np.ndarray) -> dict[str, Any]:
+    """``{block name: value}`` of a ``(K, ...)`` array."""
+    return {b.name: v for b, v in zip(blocks, np.asarray(values).tolist(), strict=True)}
+
+
+class Ticker:
+    """Counts sequences over several passes for a ``progress(done, total)`` callback."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self.progress, self.total, self.done = progress, total, 0
+
+    def __call__(self, n: int) -> None:
+        """Advance by ``n``."""
+        self.done += n
+        if self.progress is not None:
+            self.progress(min(self.done, self.total), self.total)

@@ -1,0 +1,87 @@
+"""The layer gain ``zeta_k^2 = g_k'(C_k + tau I)^-1 g_k`` under every curvature, by name.
+
+Half of it is the decrease of the damped quadratic model of the loss when block k alone may move (paper, Lemma 1).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from .. import blocks as model_blocks
+from ..errors import InvalidInput
+from ..records import Block
+from .curvature.common import Progress
+from .loss import Data
+from .record import Scores
+
+ESTIMATORS: dict[str, str] = {
+    "gradient-norm": "layerbudget.scores.curvature.gradient:score_gradient_norm",
+    "fisher-diagonal": "layerbudget.scores.curvature.diagonal:score_diagonal",
+    "fisher-gram": "layerbudget.scores.curvature.fisher:score_gram",
+    "fisher-mc": "layerbudget.scores.curvature.fisher:score_monte_carlo",
+    "kfac": "layerbudget.scores.curvature.kfac:score_kfac",
+    "ekfac": "layerbudget.scores.curvature.kfac:score_ekfac",
+    "ggn": "layerbudget.scores.curvature.ggn:score_ggn",
+    "hessian": "layerbudget.scores.curvature.hessian:score_hessian",
+    "nystrom": "layerbudget.scores.curvature.nystrom:score_nystrom",
+    "adapter": "layerbudget.scores.adapter_space:score_adapter",
+    "layerif": "layerbudget.scores.influence:score_layerif",
+    "fisher-trace": "layerbudget.scores.proxies:fisher_trace",
+    "outlier-ratio": "layerbudget.scores.proxies:outlier_ratio",
+    "spectral-tail": "layerbudget.scores.proxies:spectral_tail",
+    "ablation": "layerbudget.scores.proxies:ablation",
+    "block-influence": "layerbudget.scores.proxies:block_influence",
+}
+
+
+def score(
+    model: nn.Module,
+    data: Data,
+    blocks: Sequence[Block],
+    estimator: str = "fisher-gram",
+    damping: float | Sequence[float] | None = None,
+    damping_unit: str = "max",
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Scores:
+    """Score every block of a model on a calibration set.
+
+    Args:
+        model: Any transformers model with a head, or a plain classifier.
+        data: The calibration set.
+        blocks: From :func:`layerbudget.blocks.partition`.
+        estimator: A name of :data:`ESTIMATORS`.
+        damping: tau, one or several, in ``damping_unit``; ``None`` for the default sweep.
+        damping_unit: ``max`` or ``mean`` (relative to each block's largest or mean eigenvalue), or ``absolute``.
+        batch_size: Sequences per forward pass.
+        seed: Of everything random. The same seed gives the same bytes.
+        progress: Called with ``(done, total)`` sequences or products.
+        **options: Of the estimator (``sketch``, ``draws``, ``steps``, ...).
+
+    Returns:
+        A record with one row per damping: gains, standard errors, noise floors, status, provenance.
+
+    Raises:
+        InvalidInput: An unknown estimator or an argument outside its domain.
+        UnknownBlock: A block that the model does not have.
+        BadModel: Weights that are not finite.
+        CoverageError: Weight matrices that the estimator cannot see.
+        CurvatureFailure: A curvature that is not positive definite at any damping.
+    """
+    if estimator not in ESTIMATORS:
+        raise InvalidInput(
+            f"There is no estimator {estimator!r}.", f"There are {', '.join(ESTIMATORS)}.", "Choose one of those."
+        )
+    model_blocks.check_finite(model)
+    module, function = ESTIMATORS[estimator].split(":")
+    call = getattr(importlib.import_module(module), function)
+    return call(
+        model, data, blocks, damping=damping, damping_unit=damping_unit, batch_size=batch_size, seed=seed, progress=progress,
+        **options,
+    )  # fmt: skip

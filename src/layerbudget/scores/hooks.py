@@ -1,0 +1,212 @@
+"""See the inputs and output gradients of every weight matrix during one backward pass.
+
+For ``y_t = W a_t`` the gradient of sequence i is ``S_i = sum_t b_it a_it'``, ``a`` seen in a forward hook and
+``b = dl/dy`` in a tensor hook on the output. With all weights frozen no ``dW`` is ever computed, so a pass costs less
+than a plain forward and backward. Parameters that no Linear owns (fused experts) are read from autograd itself, one
+sequence per batch. Everything is put back when the pass ends, also after an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..blocks import is_conv1d, weight_of
+from ..errors import CoverageError
+from ..records import Block
+
+
+@dataclasses.dataclass(eq=False)
+class Site:
+    """Weight matrices that were given the same input in one forward pass (q, k and v; gate and up).
+
+    Attributes:
+        a: Inputs ``(B, T, d_in)``.
+        names: Weight matrices in order of their call.
+        b: Output gradients by name, ``(B, T, d_out)``, as they arrive.
+    """
+
+    a: torch.Tensor
+    source: torch.Tensor
+    names: list[str]
+    b: dict[str, torch.Tensor]
+
+
+Consumer = Callable[[Site], None]
+
+
+def tracked(model: nn.Module, blocks: Sequence[Block]) -> tuple[dict[nn.Module, str], dict[str, nn.Parameter]]:
+    """Split the weight matrices of some blocks into hooked modules and parameters read from autograd.
+
+    Every module that shares a tied weight is hooked under the one name that the blocks use.
+
+    Returns:
+        ``({module: name}, {name: parameter})``.
+
+    Raises:
+        UnknownBlock: The model has no such matrix.
+    """
+    names: dict[int, str] = {}
+    direct: dict[str, nn.Parameter] = {}
+    for block in blocks:
+        for record in block.modules:
+            owner, parameter = weight_of(model, record.name)
+            if isinstance(owner, nn.Linear) or is_conv1d(owner):
+                names[id(parameter)] = record.name
+            else:
+                direct[record.name] = parameter
+    hooked = {
+        module: names[id(module.weight)]
+        for module in model.modules()
+        if (isinstance(module, nn.Linear) or is_conv1d(module)) and id(module.weight) in names
+    }
+    return hooked, direct
+
+
+class Collector:
+    """Context manager that hands every ``(a, b)`` pair of a backward pass to ``consume``.
+
+    Args:
+        model: The model.
+        blocks: Whose weight matrices to watch.
+        consume: Called with a :class:`Site` once all its output gradients are there.
+        freeze: Switch off ``requires_grad`` of everything but directly read parameters.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], consume: Consumer, *, freeze: bool = True) -> None:
+        self.model, self.consume, self.freeze = model, consume, freeze
+        self.hooked, self.direct = tracked(model, blocks)
+        self.seen: set[str] = set()
+        self.size, self.length, self._retain = 1, 1, False
+        self._pending: list[Site] = []
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def single(self) -> bool:
+        """Whether some parameters need batches of one sequence."""
+        return bool(self.direct)
+
+    def __enter__(self) -> Collector:
+        with self._stack:
+            self._stack.enter_context(prepared(self.model))
+            if self.freeze:
+                for parameter in self.model.parameters():
+                    parameter.requires_grad_(False)
+            for parameter in self.direct.values():
+                parameter.requires_grad_(True)
+            for module, name in self.hooked.items():
+                handle = module.register_forward_hook(self._hook(name))
+                self._stack.callback(handle.remove)
+            if any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules()):
+                handle = self.model.get_input_embeddings().register_forward_hook(_require_grad)
+                self._stack.callback(handle.remove)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pending.clear()
+        self._stack.close()
+
+    def backward(self, loss: torch.Tensor, *, size: int, length: int, retain: bool = False) -> None:
+        """Run the backward pass of a summed loss over ``size`` sequences of ``length`` positions; deliver every site."""
+        self.size, self.length, self._retain = size, length, retain
+        for parameter in self.direct.values():
+            parameter.grad = None
+        if loss.requires_grad:
+            loss.backward(retain_graph=retain)
+        for site in [s for s in self._pending if s.b]:
+            self._deliver(site)
+        if not retain:
+            self._pending.clear()
+
+    def _hook(self, name: str) -> Callable[..., Any]:
+        def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+            if not torch.is_grad_enabled():
+                return None
+            self.seen.add(name)
+            if not output.requires_grad:
+                output.requires_grad_(True)
+            source = inputs[0]
+            last = self._pending[-1] if self._pending else None
+            site = last if last is not None and last.source is source and name not in last.names else None
+            if site is None:
+                site = Site(a=source.detach(), source=source, names=[], b={})
+                self._pending.append(site)
+            site.names.append(name)
+            output.register_hook(lambda grad: self._arrive(site, name, grad))
+            return None
+
+        return forward
+
+    def _arrive(self, site: Site, name: str, grad: torch.Tensor) -> None:
+        site.b[name] = grad.detach()
+        if len(site.b) == len(site.names):
+            self._deliver(site)
+
+    def _deliver(self, site: Site) -> None:
+        a = self._rows(site.a, site.names[0])
+        ready = Site(a=a, source=site.source, names=list(site.b), b={k: self._rows(v, k) for k, v in site.b.items()})
+        site.b = {}
+        if not self._retain:
+            site.a = site.source = site.a[:0]
+        self.consume(ready)
+
+    def _rows(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if self.size == 1:
+            return x.reshape(1, -1, x.shape[-1])
+        if x.ndim >= 3 and x.shape[0] == self.size or (x.ndim == 2 and self.length == 1 and x.shape[0] == self.size):
+            return x.reshape(self.size, -1, x.shape[-1])
+        if x.ndim == 2 and x.shape[0] == self.size * self.length:
+            return x.reshape(self.size, self.length, -1)
+        raise CoverageError(
+            f"{name} ran on a tensor of shape {tuple(x.shape)}, in which {self.size} sequences cannot be told apart.",
+            "Rows must be sequences x positions.",
+            "Pass batch_size=1.",
+        )
+
+    def check_coverage(self) -> None:
+        """Refuse a result that misses weight matrices.
+
+        Raises:
+            CoverageError: Some matrices never ran as modules; the message names them.
+        """
+        missing = sorted(set(self.hooked.values()) - self.seen)
+        if missing:
+            raise CoverageError(
+                f"{len(missing)} weight matrices never ran as modules, gradients unknown: {', '.join(missing[:4])}.",
+                "Every matrix of a block must be seen.",
+                "Leave them out with exclude=, or give data that reaches them.",
+            )
+
+
+def _require_grad(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output if output.requires_grad else output.detach().requires_grad_(True)
+
+
+@contextlib.contextmanager
+def prepared(model: nn.Module) -> Iterator[None]:
+    """Evaluate deterministically (no dropout, no cache); put modes, gradients and flags back at the end."""
+    modes = [(m, m.training) for m in model.modules()]
+    flags = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    config = getattr(model, "config", None)
+    cache = getattr(config, "use_cache", None)
+    try:
+        model.eval()
+        for p, _, _ in flags:
+            p.grad = None
+        if cache:
+            config.use_cache = False
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+        for p, flag, grad in flags:
+            p.requires_grad_(flag)
+            p.grad = grad
+        if cache:
+            config.use_cache = cache

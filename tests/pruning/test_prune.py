@@ -1,0 +1,191 @@
+"""The plan is obeyed, or refused; a run can be interrupted; the result is a plain checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers
+
+from layerbudget.blocks import weight_of
+from layerbudget.errors import AlreadyExists, InvalidInput, ModelMismatch
+from layerbudget.plan import Plan
+from layerbudget.pruning.prune import prune
+from layerbudget.pruning.receipt import Receipt, recount
+from layerbudget.pruning.save import read_metadata, save_pruned
+from layerbudget.pruning.walk import Walk
+
+
+def state(model):
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def same(a, b):
+    return all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_the_place_of_activations_changes_nothing(kit, tmp_path, where):
+    results = []
+    for store in ("device", where):
+        model = kit.build("llama")
+        prune(model, kit.plan(model), kit.tokens(), "sparsegpt", 4, store=store, folder=tmp_path)
+        results.append(state(model))
+    assert same(*results)
+    assert not list(tmp_path.iterdir())
+
+
+def test_wanda_by_the_definition(kit):
+    """First block against a dense computation: metric |W| * norm of inputs, rows equal to within one."""
+    model, data = kit.build("llama"), kit.tokens()
+    captured = {}
+    name = "model.layers.0.mlp.down_proj"
+    handle = weight_of(model, name)[0].register_forward_pre_hook(lambda m, a: captured.update(x=a[0].clone()))
+    with torch.no_grad():
+        model(**next(data.batches(len(data))))
+    handle.remove()
+    w = weight_of(model, name)[1].detach().clone()
+    metric = w.abs() * captured["x"].reshape(-1, w.shape[1]).norm(dim=0)
+    plan = kit.plan(model)
+    receipt = prune(model, plan, data, "wanda", 3)
+    zero = weight_of(model, name)[1] == 0
+    per_row = zero.sum(1)
+    assert int(per_row.sum()) == receipt.modules[name]["zeros"]
+    assert int(per_row.max() - per_row.min()) <= 1
+    for r in range(w.shape[0]):
+        assert set(metric[r].argsort()[: per_row[r]].tolist()) == set(torch.nonzero(zero[r]).flatten().tolist())
+
+
+def test_padding_is_not_counted(kit):
+    """Padded calibration rows and the same rows without padding give the same masks."""
+    padded = kit.tokens(samples=1, padded=True)
+    real = int(padded.attention_mask.sum())
+    short = dataclasses.replace(padded, input_ids=padded.input_ids[:, :real], attention_mask=None)
+    masks = []
+    for data in (padded, short):
+        model = kit.build("llama")
+        prune(model, kit.plan(model), data, "wanda", 4)
+        masks.append({k: v == 0 for k, v in model.state_dict().items()})
+    assert same(*masks)
+
+
+def test_true_sequential_sees_pruned_inputs(kit):
+    plain, sequential = kit.build("llama"), kit.build("llama")
+    one = prune(plain, kit.plan(plain), kit.tokens(), "sparsegpt", 4)
+    two = prune(sequential, kit.plan(sequential), kit.tokens(), "sparsegpt", 4, true_sequential=True)
+    assert one.sparsity == two.sparsity
+    q, down = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+    assert torch.equal(weight_of(plain, q)[1], weight_of(sequential, q)[1])
+    assert not torch.equal(weight_of(plain, down)[1], weight_of(sequential, down)[1])
+    assert two.forwards > one.forwards
+
+
+def test_an_interrupted_run_continues(kit, tmp_path):
+    whole = kit.build("llama")
+    prune(whole, kit.plan(whole), kit.tokens(), "sparsegpt", 4)
+
+    class Interrupted(RuntimeError):
+        pass
+
+    def stop(done, total):
+        if done == 2:
+            raise Interrupted
+
+    model = kit.build("llama")
+    plan = kit.plan(model)
+    with pytest.raises(Interrupted):
+        prune(model, plan, kit.tokens(), "sparsegpt", 4, progress=stop, resume=tmp_path / "state")
+    with pytest.raises(ModelMismatch, match="another plan"):
+        fresh = kit.build("llama")
+        prune(fresh, plan, kit.tokens(), "wanda", 4, resume=tmp_path / "state")
+    again = kit.build("llama")
+    prune(again, plan, kit.tokens(), "sparsegpt", 4, resume=tmp_path / "state")
+    assert same(state(whole), state(again))
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_n_of_m(kit, method):
+    model = kit.build("llama")
+    receipt = prune(model, kit.plan(model, spread=0), kit.tokens(), method, 4, pattern="2:4")
+    assert receipt.sparsity == 0.5
+    for name in receipt.modules:
+        w = weight_of(model, name)[1]
+        assert bool(((w.reshape(-1, 4) == 0).sum(1) == 2).all())
+    model = kit.build("llama")
+    receipt = prune(model, kit.plan(model), kit.tokens(), method, 4, pattern="n:8")
+    assert [round(b["sparsity"] * 8) for b in receipt.blocks.values()] == [2, 4, 6]
+    with pytest.raises(InvalidInput, match="n:4"):
+        model = kit.build("llama")
+        prune(model, kit.plan(model), kit.tokens(), method, 4, pattern="2:4")
+
+
+def test_refusals(kit):
+    model = kit.build("llama")
+    plan = kit.plan(model)
+    with pytest.raises(InvalidInput, match="calibration data"):
+        prune(model, plan)
+    with pytest.raises(InvalidInput, match="obs"):
+        prune(model, plan, kit.tokens(), "obs")
+    with pytest.raises(InvalidInput, match="tape"):
+        Walk(model, kit.tokens(), store="tape")
+    other = kit.build("mistral", hidden_size=16)
+    with pytest.raises(ModelMismatch):
+        prune(other, plan, kit.tokens())
+
+
+def test_zeros_that_were_there_are_noted_not_hidden(kit):
+    model = kit.build("llama")
+    weight_of(model, "model.layers.0.mlp.up_proj")[1].data.zero_()
+    receipt = prune(model, kit.plan(model), kit.tokens(), "wanda", 4)
+    assert any("model.layers.0.mlp.up_proj" in n for n in receipt.notes)
+    assert receipt.sparsity > receipt.planned
+
+
+def test_model_is_left_as_it_was_found(kit):
+    model = kit.build("llama").train()
+    model.config.use_cache = True
+    prune(model, kit.plan(model), kit.tokens(), "wanda", 4)
+    assert model.training and model.config.use_cache
+    assert all(not m._forward_hooks and not m._forward_pre_hooks and "forward" not in m.__dict__ for m in model.modules())
+
+
+def test_saved_checkpoint_is_plain(kit, tmp_path):
+    model = kit.build("llama")
+    plan = kit.plan(model)
+    receipt = prune(model, plan, kit.tokens(), "wanda", 4)
+    out = save_pruned(model, None, plan, receipt, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert same(state(model), state(loaded))
+    assert recount(loaded, plan.blocks)["sparsity"] == plan.sparsity
+    assert read_metadata(out / "model.safetensors")["layerbudget_plan"] == plan.digest
+    assert Plan.load(out / "plan.json").digest == plan.digest
+    assert Receipt.load(out / "receipt.json").sparsity == receipt.sparsity
+    config = json.loads((out / "config.json").read_text())
+    assert "sparsity_config" not in json.dumps(config) and "quantization_config" not in config
+    with pytest.raises(AlreadyExists):
+        save_pruned(model, None, plan, receipt, out)
+    save_pruned(model, None, plan, receipt, out, overwrite=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("keep")
+    with pytest.raises(AlreadyExists, match="no receipt"):
+        save_pruned(model, None, plan, receipt, tmp_path / "other", overwrite=True)
+    (tmp_path / "other" / "mine.txt").unlink()
+    (tmp_path / "other").rmdir()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_batch_size_and_half_precision(kit):
+    masks = []
+    for batch in (1, 6):
+        model = kit.build("mixtral")
+        prune(model, kit.plan(model), kit.tokens(), "wanda", batch)
+        masks.append({k: v == 0 for k, v in model.state_dict().items()})
+    assert same(*masks)
+    model = kit.build("llama").to(torch.bfloat16)
+    plan = kit.plan(model)
+    receipt = prune(copy.deepcopy(model), plan, kit.tokens(), "sparsegpt", 4)
+    assert receipt.sparsity == plan.sparsity

@@ -1,0 +1,173 @@
+"""The empirical Fisher, its diagonal and the gradient norm against dense linear algebra."""
+
+import numpy as np
+import pytest
+import torch
+
+from layerbudget.errors import CoverageError, InvalidInput, UnknownStructure
+from layerbudget.scores import hooks
+from layerbudget.scores import loss as L
+from layerbudget.scores.curvature import fisher
+from layerbudget.scores.gain import score
+
+NAMES = ("mistral", "gemma", "gpt2", "bert", "bert-mlm", "mixtral", "mlp")
+# Norms and softmax of transformers run in fp32 even in an fp64 model; the MLP has neither.
+TOLERANCE = {"mlp": 1e-11, "gpt2": 1e-10}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gram_gain_and_floor_equal_the_dense_solve(zoo, name):
+    model, data = zoo.model(name), zoo.data(name)
+    blocks = zoo.partition(model, name)
+    scores = score(model, data, blocks, batch_size=4, replicates=4)
+    rows, n = zoo.rows(model, data, blocks), L.token_count(model, data)
+    for k, s in enumerate(rows):
+        g, c = s.sum(0) / n, s.T @ s / n
+        largest = float(torch.linalg.eigvalsh(s @ s.T / n)[-1])
+        for i, d in enumerate(scores.damping):
+            tau = d * largest
+            assert scores.gain[i][k] == pytest.approx(zoo.gain(g, c, tau), rel=TOLERANCE.get(name, 1e-6))
+            floor = float(torch.trace(torch.linalg.solve(c + tau * torch.eye(len(c), dtype=c.dtype), c))) / n
+            assert scores.noise_floor[i][k] == pytest.approx(floor, rel=1e-6)
+    assert scores.extra["mean_loss"] == pytest.approx(
+        sum(L.summed_loss(L.logits_of(model, b), b.targets).item() for b in L.batches(model, data, 1)) / n, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_diagonal_gain_and_floor_equal_the_dense_sum(zoo, name):
+    model, data = zoo.model(name), zoo.data(name)
+    blocks = zoo.partition(model, name)
+    scores = score(model, data, blocks, "fisher-diagonal", batch_size=4, damping=[0.01, 1.0])
+    n = L.token_count(model, data)
+    for k, s in enumerate(zoo.rows(model, data, blocks)):
+        g, d = s.sum(0) / n, s.square().sum(0) / n
+        for i, relative in enumerate(scores.damping):
+            tau = relative * float(d.max())
+            assert scores.gain[i][k] == pytest.approx(float((g**2 / (d + tau)).sum()), rel=1e-6)
+            assert scores.noise_floor[i][k] == pytest.approx(float((d / (d + tau)).sum()) / n, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_norm_is_that_of_autograd_and_its_unbiased_form_drops_the_diagonal(zoo, name):
+    model, data = zoo.model(name), zoo.data(name)
+    blocks = zoo.partition(model, name)
+    scores = score(model, data, blocks, "gradient-norm", batch_size=1)
+    rows, n = zoo.rows(model, data, blocks), L.token_count(model, data)
+    counts = fisher.token_counts(model, data)
+    for k, s in enumerate(rows):
+        gram = s @ s.T
+        assert scores.gain[0][k] == pytest.approx(float(gram.sum()) / n**2, rel=1e-9)
+        off = float(gram.sum() - gram.trace()) / (n**2 - float((counts**2).sum()))
+        assert scores.extra["unbiased"][k] == pytest.approx(off, rel=1e-6)
+
+
+def test_the_floor_is_the_mean_gain_under_random_signs(zoo):
+    model, data = zoo.model("mistral"), zoo.data("mistral")
+    blocks = zoo.partition(model, "mistral")
+    scores = score(model, data, blocks, damping=0.3)
+    s, n = zoo.rows(model, data, blocks)[0], L.token_count(model, data)
+    tau = scores.extra["absolute_damping"][0][0]
+    signs = [torch.tensor([1.0 if (b >> i) & 1 else -1.0 for i in range(6)], dtype=torch.float64) for b in range(64)]
+    values = np.array([zoo.gain(s.T @ e / n, s.T @ s / n, tau) for e in signs])
+    assert scores.noise_floor[0][0] == pytest.approx(values.mean(), rel=1e-6)
+    assert scores.extra["null_deviation"][0][0] == pytest.approx(values.std(), rel=1e-5)
+
+
+def test_cross_fit_equals_the_dense_form(zoo):
+    from layerbudget.scores import noise
+
+    s = torch.randn(6, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).numpy()
+    tokens, mask = np.array([3.0, 2, 4, 3, 3, 1]), np.array([1, 1, 0, 0, 1, 0], bool)
+    a, b = s[mask].sum(0) / tokens[mask].sum(), s[~mask].sum(0) / tokens[~mask].sum()
+    dense = a @ np.linalg.solve(s.T @ s / tokens.sum() + 0.2 * np.eye(11), b)
+    assert noise.cross_fit(s @ s.T, tokens, mask, np.array([0.2]))[0] == pytest.approx(dense, rel=1e-10)
+
+
+def test_bootstrap_weights_equal_repeated_rows(zoo):
+    from layerbudget.scores import noise
+
+    s = np.random.default_rng(0).normal(size=(5, 9))
+    tokens, weights = np.array([3.0, 2, 4, 3, 3]), np.array([2, 0, 1, 1, 1])
+    rows = np.repeat(s, weights, axis=0)
+    n = np.repeat(tokens, weights).sum()
+    g, c = rows.sum(0) / n, rows.T @ rows / n
+    dense = g @ np.linalg.solve(c + 0.1 * np.eye(9), g)
+    assert noise.gain_of(s @ s.T, weights, tokens, np.array([0.1]))[0] == pytest.approx(dense, rel=1e-10)
+
+
+def test_same_seed_gives_the_same_bytes(zoo, tmp_path):
+    model, data = zoo.model("mistral", torch.float32), zoo.data("mistral")
+    blocks = zoo.partition(model, "mistral")
+    for name in ("fisher-gram", "fisher-diagonal", "gradient-norm"):
+        paths = [score(model, data, blocks, name, seed=3).save(tmp_path / f"{name}.{i}.json") for i in range(2)]
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_fp32_agrees_with_fp64(zoo):
+    data = zoo.data("mistral")
+    double, single = zoo.model("mistral"), zoo.model("mistral", torch.float32)
+    blocks = zoo.partition(double, "mistral")
+    a = score(double, data, blocks, damping=[0.01, 1.0])
+    b = score(single, data, blocks, damping=[0.01, 1.0])
+    assert zoo.relative(b.gain, a.gain) < 1e-5
+
+
+def test_several_passes_equal_one(zoo):
+    model, data = zoo.model("mistral"), zoo.data("mistral")
+    blocks = zoo.partition(model, "mistral")
+    one, _ = fisher.gram_matrices(model, data, blocks)
+    many, _ = fisher.gram_matrices(model, data, blocks, max_bytes=1)
+    assert np.allclose(one, many, rtol=1e-10)
+
+
+def test_full_rank_sketch_is_exact_and_a_small_one_is_near(zoo):
+    model, data = zoo.model("mistral"), zoo.data("mistral", samples=8, length=20)
+    blocks = zoo.partition(model, "mistral")
+    exact, _ = fisher.gram_matrices(model, data, blocks)
+    full, _ = fisher.gram_matrices(model, data, blocks, sketch=(64, 64))
+    small, _ = fisher.gram_matrices(model, data, blocks, sketch=(12, 12))
+    assert np.allclose(exact, full, rtol=1e-10)
+    error = np.linalg.norm(small - exact) / np.linalg.norm(exact)
+    assert 0 < error < 0.5
+
+
+def test_hooks_and_flags_are_restored_after_an_exception(zoo):
+    model, data = zoo.model("mistral").train(), zoo.data("mistral")
+    blocks = zoo.partition(model, "mistral")
+    next(iter(model.parameters())).grad = torch.ones_like(next(iter(model.parameters())))
+
+    def explode(site):
+        raise RuntimeError("consumer")
+
+    before = [(p.requires_grad, p.grad) for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="consumer"), hooks.Collector(model, blocks, explode) as collector:
+        batch = next(L.batches(model, data, 2))
+        collector.backward(L.summed_loss(L.logits_of(model, batch), batch.targets), size=2, length=9)
+    assert model.training and all(m.training for m in model.modules())
+    assert not any(m._forward_hooks for m in model.modules())
+    assert all(p.requires_grad == f and p.grad is g for p, (f, g) in zip(model.parameters(), before, strict=True))
+
+
+def test_a_matrix_that_never_runs_is_refused(zoo):
+    model, data = zoo.model("mlp"), zoo.data("mlp")
+    model.extra = torch.nn.Linear(3, 3).double()
+    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))
+    blocks = zoo.partition(model, "mlp")
+    with pytest.raises(CoverageError, match="extra"):
+        score(model, data, blocks)
+
+
+def test_errors_say_what_to_do(zoo):
+    from transformers import BertConfig, BertModel
+
+    model, data = zoo.model("mistral"), zoo.data("mistral")
+    blocks = zoo.partition(model, "mistral")
+    for bad in ({"damping": -1.0}, {"damping": [0.1, 0.1]}, {"damping_unit": "x"}, {"batch_size": 0}, {"estimator": "nope"}):
+        with pytest.raises(InvalidInput):
+            score(model, data, blocks, **bad)
+    bare = BertModel(BertConfig(vocab_size=37, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8))
+    with pytest.raises(UnknownStructure, match="head"):
+        score(bare, data, zoo.partition(bare, "bert"))
+    with pytest.raises(InvalidInput, match="labels"):
+        score(zoo.model("bert"), data, zoo.partition(zoo.model("bert"), "bert"))

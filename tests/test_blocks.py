@@ -1,0 +1,126 @@
+import pytest
+import torch
+from torch import nn
+
+from layerbudget.blocks import check_finite, describe, fingerprint, layers, partition, weight_of
+from layerbudget.errors import BadModel, InvalidInput, UnknownBlock, UnknownStructure
+
+EXPECTED = {  # matrices per layer, prunable parameters per layer, computed by hand from the tiny config
+    "llama": (7, 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48),
+    "mistral": (7, 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48),
+    "gemma": (7, 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48),
+    "qwen2": (7, 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48),
+    "opt": (6, 32 * 32 * 4 + 2 * 32 * 48),
+    "gpt2": (4, 32 * 96 + 32 * 32 + 2 * 32 * 128),
+    "bert": (6, 32 * 32 * 4 + 2 * 32 * 48),
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_partition_by_layer_counts_prunable_parameters(make_model, kind):
+    model = make_model(kind)
+    blocks = partition(model)
+    matrices, numel = EXPECTED[kind]
+    assert len(blocks) == 3
+    assert [len(b.modules) for b in blocks] == [matrices] * 3
+    assert [b.numel for b in blocks] == [numel] * 3
+    assert all(b.flops_per_token == 2 * b.numel for b in blocks)
+    assert [b.name.rsplit(".", 1)[1] for b in blocks] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("kind", [*EXPECTED, "mixtral"])
+def test_every_named_matrix_is_found_again_with_its_shape(make_model, kind):
+    model = make_model(kind)
+    for block in partition(model, "linear"):
+        (module,) = block.modules
+        assert block.name == module.name
+        _, weight = weight_of(model, module.name)
+        assert weight.numel() == module.numel
+
+
+def test_fused_experts_count_every_copy_but_only_active_flops(make_model):
+    block = partition(make_model("mixtral"))[0]
+    experts = [m for m in block.modules if "experts" in m.name]
+    assert {m.copies for m in experts} == {4}
+    assert sum(m.numel for m in experts) == 4 * 3 * 32 * 48
+    assert sum(m.flops_per_token for m in experts) == 2 * 2 * 3 * 32 * 48
+
+
+def test_include_exclude_and_pattern(make_model):
+    model = make_model("llama")
+    assert {m.name.rsplit(".", 1)[1] for b in partition(model, include="mlp") for m in b.modules} == {
+        "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    assert not [
+        m for b in partition(model, exclude=r"\.0\.|down_proj") for m in b.modules if "down" in m.name or ".0." in m.name
+    ]
+    names = [b.name for b in partition(model, by=r"layers\.\d+\.(?:self_attn|mlp)")]
+    assert len(names) == 6 and names == sorted(names)
+
+
+def test_natural_order_beyond_nine_layers():
+    import transformers as t
+
+    config = t.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=12, num_attention_heads=2, num_key_value_heads=2
+    )
+    names = [b.name for b in partition(t.LlamaForCausalLM(config))]
+    assert names == [f"model.layers.{i}" for i in range(12)]
+
+
+def test_unknown_structure_lists_what_was_found():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+    with pytest.raises(UnknownStructure, match=r"Sequential has no list of layers; its children are 0 \(Linear\)"):
+        layers(model)
+    assert [b.name for b in partition(model, "linear")] == ["0", "2"]
+
+
+def test_two_stacks_are_refused_by_layer_but_not_by_linear():
+    import transformers as t
+
+    config = t.T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=4)
+    model = t.T5ForConditionalGeneration(config)
+    with pytest.raises(UnknownStructure, match="2 lists of layers"):
+        partition(model)
+    assert partition(model, "linear")
+
+
+def test_tied_weights_are_counted_once(make_model):
+    model = make_model("llama")
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    blocks = partition(model)
+    assert "model.layers.0.mlp.up_proj" in [m.name for m in blocks[0].modules]
+    assert "model.layers.2.mlp.up_proj" not in [m.name for m in blocks[2].modules]
+
+
+def test_a_head_tied_to_the_embedding_is_never_prunable(make_model):
+    model = make_model("gpt2")
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert not [b for b in partition(model, "linear") if "lm_head" in b.name]
+
+
+def test_bad_expressions(make_model):
+    with pytest.raises(InvalidInput, match="not a regular expression"):
+        partition(make_model("llama"), include="(")
+    with pytest.raises(UnknownBlock, match="No weight matrix is left"):
+        partition(make_model("llama"), include="nothing")
+    with pytest.raises(UnknownBlock, match="no weight matrix 'model.nope'"):
+        weight_of(make_model("llama"), "model.nope")
+
+
+def test_fingerprint_sees_a_changed_weight_and_survives_a_cast(make_model):
+    model = make_model("llama")
+    before = fingerprint(model)
+    assert fingerprint(make_model("llama").to(torch.bfloat16)) == before
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    assert fingerprint(model) != before
+    assert describe(model)["digest"] == fingerprint(model)
+
+
+def test_nan_weights_are_named(make_model):
+    model = make_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(BadModel, match=r"model.layers.1.mlp.up_proj.weight holds 1 values"):
+        check_finite(model)

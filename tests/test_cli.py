@@ -1,0 +1,100 @@
+"""The command line end to end, in a fresh process, on folders holding tiny models of several architectures."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def run(*argv, cwd=None, code=0):
+    command = [sys.executable, "-m", "layerbudget", *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+    assert done.returncode == code, done.stderr + done.stdout
+    return done
+
+
+def sentence(*argv, cwd=None):
+    """Run a mistake; return its one sentence."""
+    done = run(*argv, cwd=cwd, code=2)
+    assert "Traceback" not in done.stderr
+    return " ".join(done.stderr.split())
+
+
+SMALL = ("--samples", "6", "--length", "24", "--quiet")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "qwen2", "opt", "gpt2"])
+def test_score_plan_prune_evaluate_on_other_architectures(saved_model, tmp_path, kind):
+    folder = saved_model(kind)
+    scores = json.loads(run("score", folder, *SMALL, "--json", "-o", tmp_path / "s.json").stdout)
+    assert scores["estimator"] == "fisher-gram" and len(scores["blocks"]) == 3
+    plan = json.loads(
+        run("plan", "sparsity", tmp_path / "s.json", "--sparsity", "0.5", "--json", "-o", tmp_path / "p.json").stdout
+    )
+    assert plan["kind"] == "sparsity" and plan["certificate"]["status"]
+    pruned = json.loads(
+        run(
+            "prune", folder, tmp_path / "p.json", "--method", "wanda", *SMALL, "--json", "-o", tmp_path / "out"
+        ).stdout
+    )
+    total = sum(b["numel"] for b in plan["blocks"])
+    assert pruned["sparsity"] == pytest.approx(sum(b["count"] for b in plan["blocks"]) / total, abs=1e-12)
+    for block in plan["blocks"]:
+        assert pruned["blocks"][block["name"]] == pytest.approx(block["count"] / block["numel"], abs=1e-12)
+    found = json.loads(run("evaluate", tmp_path / "out", "--length", "16", "--windows", "4", "--quiet", "--json").stdout)
+    assert found["perplexity"]["stdlib"]["tokens"] == 60
+
+
+def test_scores_and_plans_are_byte_identical_twice(saved_model, tmp_path):
+    folder = saved_model("llama")
+    for i in (1, 2):
+        run("score", folder, *SMALL, "-o", tmp_path / f"s{i}.json")
+        run("plan", "sparsity", tmp_path / f"s{i}.json", "--sparsity", "0.5", "-o", tmp_path / f"p{i}.json")
+    assert (tmp_path / "s1.json").read_bytes() == (tmp_path / "s2.json").read_bytes()
+    assert (tmp_path / "p1.json").read_bytes() == (tmp_path / "p2.json").read_bytes()
+
+
+def test_encoder_is_scored(saved_model, tmp_path):
+    scores = json.loads(run("score", saved_model("bert"), *SMALL, "--json", "-o", tmp_path / "s.json").stdout)
+    assert [b["name"] for b in scores["blocks"]] == [f"bert.encoder.layer.{i}" for i in range(3)]
+
+
+def test_mistakes_are_one_sentence_and_leave_nothing(saved_model, tmp_path):
+    folder = saved_model("llama")
+    work = tmp_path / "work"
+    work.mkdir()
+    assert "There is no model folder" in sentence("score", "./nowhere", cwd=work)
+    (tmp_path / "empty.txt").write_text("")
+    assert "holds no text" in sentence("score", folder, "--data", tmp_path / "empty.txt", cwd=work)
+    assert "tokens, 100000 samples of 24 tokens need" in sentence(
+        "score", folder, "--samples", "100000", "--length", "24", cwd=work
+    )
+    assert "no estimator" in sentence("score", folder, *SMALL, "--estimator", "magic", cwd=work).lower()
+    run("score", folder, *SMALL, "-o", tmp_path / "s.json")
+    text = sentence("plan", "sparsity", tmp_path / "s.json", "--sparsity", "1.2", cwd=work)
+    assert "1.2" in text and "[0, 1]" in text
+    run("plan", "sparsity", tmp_path / "s.json", "--sparsity", "0.5", "-o", tmp_path / "p.json")
+    other = saved_model("gemma")
+    assert "was made for" in sentence("prune", other, tmp_path / "p.json", *SMALL, "-o", work / "out", cwd=work)
+    assert "not a plan file" in sentence("prune", folder, tmp_path / "s.json", *SMALL, "-o", work / "out", cwd=work)
+    assert "exists already" in sentence("score", folder, *SMALL, "-o", tmp_path / "s.json", cwd=work)
+    assert list(work.iterdir()) == []
+
+
+def test_nan_weights_are_refused_by_name(tmp_path, make_model, tokenizer):
+    model = make_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    tokenizer.save_pretrained(tmp_path / "nan")
+    text = sentence("score", tmp_path / "nan", *SMALL, cwd=tmp_path)
+    assert "model.layers.1.mlp.up_proj.weight holds 1 values that are not finite" in text
+    assert not (tmp_path / "scores.json").exists()
+
+
+def test_json_keeps_stdout_to_one_document(saved_model, tmp_path):
+    done = run("evaluate", saved_model("llama"), "--length", "16", "--windows", "3", "--json")
+    assert json.loads(done.stdout)["perplexity"]["stdlib"]["windows"] == 3
+    assert "perplexity on stdlib" in done.stderr

@@ -1,0 +1,60 @@
+"""plan_sparsity: every rule meets the same recounted budget."""
+
+import numpy as np
+import pytest
+
+from layerbudget.errors import InfeasibleBudget, InvalidInput, UnknownBlock
+from layerbudget.plan import Plan
+from layerbudget.planning import plan_sparsity
+from layerbudget.program.rules import SPARSITY_RULES
+
+SIZES = [64 + 7 * i for i in range(12)]
+
+
+@pytest.mark.parametrize("rule", SPARSITY_RULES)
+@pytest.mark.parametrize("sparsity", [0.0, 0.31, 0.5, 0.7])
+def test_every_rule_spends_the_same_budget(rule, sparsity, scores_of, rng):
+    scores = scores_of(rng.random(12), SIZES)
+    plan = plan_sparsity(scores, sparsity=sparsity, max_sparsity=0.7, rule=rule)
+    assert plan.counts.sum() == round(sparsity * scores.numel.sum())
+    assert np.all(plan.counts <= np.ceil(0.7 * scores.numel))
+    assert np.all(np.abs(plan.counts - plan.values * scores.numel) <= 1 + 1e-6)
+
+
+def test_larger_scores_are_pruned_less(scores_of):
+    values = np.linspace(1, 3, 12)
+    plan = plan_sparsity(scores_of(values), sparsity=0.5)
+    assert np.all(np.diff(plan.values) <= 0) and plan.values[0] > plan.values[-1]
+    assert plan.certificate["status"] == "binding" and plan.certificate["gap"] <= 1e-9
+
+
+def test_held_blocks_are_inside_the_program(scores_of, rng):
+    scores = scores_of(rng.random(12) + 0.5, SIZES)
+    plan = plan_sparsity(scores, sparsity=0.5, exclude=r"layers\.0$", fixed={"model.layers.3": 0.6})
+    assert plan.values[0] == 0.0 and plan.counts[0] == 0 and plan.values[3] == 0.6
+    assert plan.counts.sum() == round(0.5 * scores.numel.sum())
+
+
+def test_permuted_is_a_permutation_of_the_scores_and_follows_the_seed(scores_of, rng):
+    scores = scores_of(rng.random(12))
+    real, one, two = (plan_sparsity(scores, rule=r, seed=s) for r, s in (("mdl", 0), ("permuted", 1), ("permuted", 2)))
+    assert np.allclose(np.sort(one.values), np.sort(real.values))
+    assert not np.allclose(one.values, real.values) and not np.allclose(one.values, two.values)
+
+
+def test_plan_file_round_trip(scores_of, rng, tmp_path):
+    plan = plan_sparsity(scores_of(rng.random(12)))
+    assert Plan.load(plan.save(tmp_path / "plan.json")).digest == plan.digest
+
+
+def test_refusals_have_three_parts(scores_of, rng):
+    scores = scores_of(rng.random(12))
+    for options, kind in (
+        ({"sparsity": 0.8, "max_sparsity": 0.7}, InfeasibleBudget),
+        ({"sparsity": 1.2}, InvalidInput),
+        ({"rule": "magic"}, InvalidInput),
+        ({"exclude": "nothing_here"}, UnknownBlock),
+    ):
+        with pytest.raises(kind) as caught:
+            plan_sparsity(scores, **options)
+        assert caught.value.what and caught.value.feasible and caught.value.remedy

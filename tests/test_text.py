@@ -1,0 +1,115 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from layerbudget.data import stdlib
+from layerbudget.data.text import calibration, read_documents, token_stream
+from layerbudget.errors import InvalidInput, NotEnoughText, NotFound
+from layerbudget.evaluation.perplexity import evaluation_set, perplexity
+
+
+def test_stdlib_groups_are_disjoint_by_name_and_by_content():
+    assert not set(stdlib.CALIBRATION) & set(stdlib.EVALUATION)
+    assert not (set(stdlib.CALIBRATION) | set(stdlib.EVALUATION)) & set(stdlib.training_names())
+    texts = {g: {t for _, t in stdlib.read(g)[0]} for g in ("calibration", "evaluation", "training")}
+    assert not texts["calibration"] & texts["evaluation"]
+    assert not texts["training"] & (texts["calibration"] | texts["evaluation"])
+
+
+def test_a_missing_module_is_skipped_and_said(monkeypatch, caplog):
+    monkeypatch.setattr(stdlib, "CALIBRATION", (*stdlib.CALIBRATION, "no_such_module"))
+    documents, missing = read_documents("stdlib")
+    assert documents and missing == ("no_such_module",)
+    assert "no_such_module" in caplog.text
+
+
+def test_calibration_is_seeded_and_hashed(tokenizer):
+    a = calibration("stdlib", tokenizer, samples=5, length=32, seed=3)
+    b = calibration("stdlib", tokenizer, samples=5, length=32, seed=3)
+    c = calibration("stdlib", tokenizer, samples=5, length=32, seed=4)
+    assert torch.equal(a.input_ids, b.input_ids) and a.digest == b.digest
+    assert a.digest != c.digest
+    assert a.describe() == {"source": "stdlib", "samples": 5, "length": 32, "digest": a.digest, "seed": 3}
+
+
+def test_windows_do_not_overlap(tokenizer):
+    text = "".join(chr(48 + i % 60) for i in range(200))
+    data = calibration([text], tokenizer, samples=6, length=32)
+    stream = token_stream([text], tokenizer)
+    starts = sorted(
+        next(s for s in range(0, len(stream), 32) if np.array_equal(stream[s : s + 32], row.numpy())) for row in data.input_ids
+    )
+    assert starts == [0, 32, 64, 96, 128, 160]
+
+
+def test_local_files(tmp_path, tokenizer):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    (tmp_path / "a.txt").write_text("alpha " * 40)
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"text": "beta " * 40}) + "\n\n" + json.dumps({"content": "gamma " * 40}) + "\n"
+    )
+    parquet.write_table(pyarrow.table({"text": ["delta " * 40]}), tmp_path / "c.parquet")
+    texts, _ = read_documents(str(tmp_path))
+    assert [t.split()[0] for t in texts] == ["alpha", "beta", "gamma", "delta"]
+    assert len(calibration(f"{tmp_path / 'a.txt'},{tmp_path / 'c.parquet'}", tokenizer, samples=3, length=64)) == 3
+
+
+def test_errors_say_how_much_there_was(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("x" * 99)
+    with pytest.raises(NotEnoughText, match=r"has 100 tokens, 4 samples of 32 tokens need 128. At most 3 samples"):
+        calibration(str(tmp_path / "a.txt"), tokenizer, samples=4, length=32)
+    (tmp_path / "empty.txt").write_text("  \n")
+    with pytest.raises(InvalidInput, match="holds no text"):
+        calibration(str(tmp_path / "empty.txt"), tokenizer, samples=1, length=8)
+    with pytest.raises(NotFound, match="no text file"):
+        calibration(str(tmp_path / "nope.txt"), tokenizer, samples=1, length=8)
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    with pytest.raises(InvalidInput, match="Line 1"):
+        read_documents(str(tmp_path / "bad.jsonl"))
+    with pytest.raises(InvalidInput, match="samples is 0"):
+        calibration("stdlib", tokenizer, samples=0, length=8)
+    with pytest.raises(NotFound, match="could not be loaded"):
+        read_documents("no-such-owner/no-such-dataset")
+
+
+def test_perplexity_equals_a_plain_loop_and_ignores_batch_size(make_model, tokenizer):
+    model = make_model("llama")
+    data = evaluation_set("stdlib", tokenizer, length=16, windows=7)
+    total = 0.0
+    for row in data.input_ids:
+        with torch.no_grad():
+            logp = torch.log_softmax(model(row[None]).logits[0].double(), dim=-1)
+        total -= sum(float(logp[t, row[t + 1]]) for t in range(15))
+    found = perplexity(model, data, batch_size=3)
+    assert found.value == pytest.approx(math.exp(total / (7 * 15)), rel=1e-6)
+    assert found.value == pytest.approx(perplexity(model, data, batch_size=7).value, rel=1e-6)
+    assert (found.tokens, found.length, found.windows) == (105, 16, 7)
+    assert found.value < 96 * 1.3, "an untrained model is near the uniform one"
+
+
+def test_harness_reads_local_rows(shared_data):
+    from layerbudget.evaluation.harness import LOCAL, local_rows
+
+    for task in LOCAL:
+        rows = local_rows(task, shared_data)
+        assert len(rows) > 250 and all(r.keys() == rows[0].keys() for r in rows)
+    with pytest.raises(NotFound):
+        local_rows("rte", shared_data / "nowhere")
+    with pytest.raises(InvalidInput):
+        local_rows("mmlu", shared_data)
+
+
+@pytest.mark.slow
+def test_tasks_run_through_the_harness(shared_data, make_model, tokenizer):
+    from layerbudget.evaluation.harness import LOCAL, evaluate_tasks
+
+    model = make_model("llama")
+    model.config.max_position_embeddings = 2048
+    rows = evaluate_tasks(model, tokenizer, list(LOCAL), data_dir=shared_data, limit=4)
+    assert set(rows) == set(LOCAL)
+    assert all(row["samples"] == 4 and 0 <= row["acc"] <= 1 for row in rows.values())
