@@ -97,6 +97,8 @@ def bootstrap_weights(n: int, seed: int, replicates: int) -> np.ndarray:
 
 def rank_stability(values: np.ndarray, others: np.ndarray) -> float:
     """Mean Kendall tau of the block rankings of two sets of half-samples, each ``(replicates, K)``."""
+    if values.shape[1] < 2:
+        return float("nan")
     taus = [kendalltau(a, b).statistic for a, b in zip(values, others, strict=True)]
     taus = [t for t in taus if np.isfinite(t)]
     return float(np.mean(taus)) if taus else float("nan")
