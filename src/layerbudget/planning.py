@@ -12,8 +12,9 @@ from numpy.typing import ArrayLike
 from .errors import UnknownBlock
 from .plan import Plan, PlanBlock
 from .program import rules
+from .program.calibrated import CalibratedPenalty
+from .program.counts import round_parameters
 from .program.inputs import Vector, bound_vector
-from .program.rounding import round_parameters
 from .program.solution import Solution
 from .program.sparsity import sparsify
 from .program.utilities import Function
@@ -30,7 +31,7 @@ def plan_sparsity(
     exponent: float = 1.0,
     exponent_on: str = "density",
     rule: str = "mdl",
-    penalty: str | Function = "quadratic",
+    penalty: str | Function | Mapping[str, tuple[Sequence[float], Sequence[float]]] = "quadratic",
     damping: float | None = None,
     smoothing: float = 0.0,
     seed: int = 0,
@@ -50,7 +51,9 @@ def plan_sparsity(
         exponent_on: ``density`` or ``block``.
         rule: ``mdl`` (the program), ``permuted`` (the program on shuffled scores), ``uniform``, ``size``, ``layerif``,
             ``alphapruning``, ``owl``.
-        penalty: Penalty of the program, see :func:`layerbudget.program.sparsify`.
+        penalty: Penalty of the program, see :func:`layerbudget.program.sparsify`; or measured curves
+            ``{block name: (ratios, losses)}``, which replace the scores (damage is measured, not predicted) and cap every block
+            at its last ratio. How far they were from convex is in ``plan.extra["convexified"]``.
         damping: Which row of the scores; the middle one by default.
         smoothing: Added to every score, in units of the mean score.
         seed: Seed of ``permuted``.
@@ -78,9 +81,15 @@ def plan_sparsity(
         (min_sparsity, "min_sparsity"), (max_sparsity, "max_sparsity")))  # fmt: skip
     low, high, held = _hold(blocks, low, high, fixed, exclude)
     hyper: dict[str, Any] = {"sparsity": sparsity, "max_sparsity": max_sparsity, "min_sparsity": min_sparsity}
-    solution = None
+    solution, extra = None, dict[str, Any]()
     if rule in ("mdl", "permuted"):
-        q = weights_of(scores, damping, smoothing, rule, seed)
+        if isinstance(penalty, Mapping):
+            penalty = CalibratedPenalty.from_curves(penalty, [b.name for b in blocks])
+        if isinstance(penalty, CalibratedPenalty):
+            q = np.ones(len(blocks))
+            extra["convexified"] = {b.name: float(v) for b, v in zip(blocks, penalty.change, strict=True) if v > 0}
+        else:
+            q = weights_of(scores, damping, smoothing, rule, seed)
         solution = sparsify(
             q, numel, total, max_sparsity=high, min_sparsity=low, exponent=exponent, exponent_on=exponent_on,
             penalty=penalty, rule="exactly",
@@ -96,7 +105,7 @@ def plan_sparsity(
     hyper |= {"fixed": dict(fixed or {}), "exclude": exclude}
     counts = round_parameters(value, numel, total, high)
     budget = {"unit": "parameters", "limit": total, "spent": int(counts.sum())}
-    return make_plan(scores, "sparsity", rule, blocks, value, counts, budget, hyper, solution)
+    return make_plan(scores, "sparsity", rule, blocks, value, counts, budget, hyper, solution, **extra)
 
 
 def _mapped(

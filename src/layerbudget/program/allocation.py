@@ -79,7 +79,8 @@ def allocate(
     choice(units, "units", ("relative", "literal"))
     alpha, gamma = number(alpha, "alpha"), number(gamma, "gamma", positive=True)
     f = resolve(utility, concave=True)
-    w = weigh(q, c, number(exponent, "exponent"), choice(exponent_on, "exponent_on", ("density", "block")), w_low)
+    choice(exponent_on, "exponent_on", ("density", "block"))
+    w = weigh(q, c, number(exponent, "exponent"), exponent_on, w_low, literal=units == "literal")
     floor, low, high = _bounds(base, lower, upper, k)
     paid = 0.0 if isinstance(floor, float) else float(np.dot(c, floor))
     target = _feasible_target(c, total, paid, low, high, exactly=rule == "exactly")
@@ -93,14 +94,15 @@ def allocate(
     return solve(program)
 
 
-def weigh(q: Vector, size: Vector, exponent: float, exponent_on: str, smallest: float) -> Vector:
+def weigh(q: Vector, size: Vector, exponent: float, exponent_on: str, smallest: float, *, literal: bool = False) -> Vector:
     """Weights of the programs: ``n (q / n)^beta`` (density) or ``q^beta`` (block), positive, shape ``(K,)``.
 
-    A zero weight becomes the limit of a vanishing one, so that "spend all of it" stays solvable.
+    A zero weight becomes the limit of a vanishing one, so that "spend all of it" stays solvable. Unless ``literal``, the
+    result is known up to one common factor only (which keeps large exponents in range).
     """
     if exponent != 1.0:
         d = q / size if exponent_on == "density" else q
-        d = (d / np.maximum.reduce(d)) ** exponent
+        d = (d if literal else d / np.maximum.reduce(d)) ** exponent
         q = size * d if exponent_on == "density" else d
         smallest = float(np.minimum.reduce(q))
     if smallest > 0.0:

@@ -16,6 +16,7 @@ import numpy as np
 from .dual import monotone_root, piecewise_root
 from .inputs import Vector
 from .solution import Solution
+from .utilities import Function
 
 
 class Program:
@@ -92,12 +93,15 @@ def _reciprocal(t: float) -> float:
 def solve(program: Program) -> Solution:
     """Solve and certify. The caller has checked that the program is feasible."""
     with np.errstate(all="ignore"):
-        p, p_low, p_high = root(program)
+        fill = getattr(program.function, "fill", None)
+        x, p, p_low, p_high = fill(program) if fill else (None, *root(program))
         slack = not program.exact_budget and p_high < program.price
         if not program.exact_budget:
             p, p_low, p_high = max(p, program.price), max(p_low, program.price), max(p_high, program.price)
-        x = program.at_price(p)
-        return certify(program, x, p, (p_low, p_high), slack=slack)
+        best = program.at_price(p)
+        if x is None or slack:
+            return certify(program, best, p, (p_low, p_high), slack=slack)
+        return certify(program, x, p, (p_low, p_high), slack=slack, best=best)
 
 
 def certify(
@@ -107,7 +111,7 @@ def certify(
 
     ``best`` is the minimiser of the Lagrangian at ``p``, whose value is the dual function; ``None`` says that ``x`` is it.
     """
-    a, h, f, sign, p0 = program.amount, program.scale, program.function, program.sign, program.price
+    a, sign, p0 = program.amount, program.sign, program.price
     multiplier = p - p0
     terms = program.terms(x)
     used = float(np.dot(a, x))
@@ -122,22 +126,33 @@ def certify(
     over = -sign * (used - program.target)
     floor = abs(program.target) or used or 1.0
     feasibility = (abs(over) if program.exact_budget else max(over, 0.0)) / floor
-    stationarity, at_low, at_high = _stationarity(program, x, a * p, h * f.derivative(x))
+    worst, at_low, at_high = stationarity(program, x, p)
     complementarity = 0.0 if program.exact_budget else multiplier * abs(over) / size if size > 0.0 else 0.0
     status = _status(sign, slack, at_low, at_high)
     value = x if isinstance(program.base, float) else x + program.base
     spent = used + (program.budget - program.target)
     return Solution(
         value=value, status=status, multiplier=multiplier, multiplier_interval=(interval[0] - p0, interval[1] - p0),
-        shadow_price=p, primal=primal, dual=dual, gap=gap, kkt_residual=max(stationarity, feasibility, complementarity),
+        shadow_price=p, primal=primal, dual=dual, gap=gap, kkt_residual=max(worst, feasibility, complementarity),
         spent=spent, budget=program.budget, slack=-over, inert=_inert(program, status),
         lower=program.low + program.base, upper=program.high + program.base, program=program,
     )  # fmt: skip
 
 
-def _stationarity(program: Program, x: Vector, price: Vector, marginal: Vector) -> tuple[float, bool, bool]:
-    """Relative stationarity residual (shape-free), and whether all blocks are at their floor or cap."""
-    r = (marginal - price) / (marginal + price)
+def _marginal(f: Function, scale: Vector, x: Vector, price: Vector) -> Vector:
+    """Marginal utility or penalty; at a kink, the subgradient nearest to the price."""
+    if hasattr(f, "subgradient"):
+        left, right = f.subgradient(x)
+        return np.minimum(np.maximum(price, scale * left), scale * right)
+    return scale * f.derivative(x)
+
+
+def stationarity(program: Program, x: Vector, p: float) -> tuple[float, bool, bool]:
+    """Relative stationarity residual at price ``p``, and whether all blocks are at their floor or cap."""
+    price = program.amount * p
+    marginal = _marginal(program.function, program.scale, x, price)
+    r = (marginal - price) / (np.abs(marginal) + np.abs(price))
+    r[marginal == price] = 0.0
     if program.sign > 0:
         r = -r
     at_low, at_high = x <= program.low, x >= program.high

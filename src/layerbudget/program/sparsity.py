@@ -12,8 +12,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import InfeasibleBudget, InvalidInput
+from ..errors import InfeasibleBudget, InvalidInput, LengthMismatch
 from .allocation import weigh
+from .calibrated import CalibratedPenalty
 from .inputs import Vector, bound_vector, choice, cost_vector, number, weight_vector
 from .separable import Program, solve
 from .solution import Solution
@@ -79,12 +80,15 @@ def sparsify(
     choice(units, "units", ("relative", "literal"))
     bits, eta = number(bits, "bits"), number(eta, "eta", positive=True)
     low, high = _bounds(min_sparsity, max_sparsity, k)
+    f = resolve(penalty, concave=False)
+    if isinstance(f, CalibratedPenalty):
+        high = _measured(f, low, high)
     exactly = rule == "exactly"
     target = _feasible_target(n, target, low, high, exactly=exactly)
-    w = weigh(q, n, number(exponent, "exponent"), choice(exponent_on, "exponent_on", ("density", "block")), w_low)
+    choice(exponent_on, "exponent_on", ("density", "block"))
+    w = weigh(q, n, number(exponent, "exponent"), exponent_on, w_low, literal=units == "literal")
     if units == "relative":
         bits, eta = bits * k / float(np.add.reduce(n)), eta * k / float(np.add.reduce(w))
-    f = resolve(penalty, concave=False)
     program = Program(
         sign=1, function=f, scale=eta * w, amount=n, price=bits, low=low, high=high, base=0.0, budget=target,
         target=target, exact_budget=exactly, names=_NAMES, weights=q, settings=(exponent, exponent_on, rule, units),
@@ -116,6 +120,17 @@ def _bounds(low: ArrayLike, high: ArrayLike, size: int) -> tuple[Vector, Vector]
         "They need 0 <= min_sparsity <= max_sparsity <= 1.",
         f"Correct the bounds of block {k}.",
     )
+
+
+def _measured(curves: CalibratedPenalty, low: Vector, high: Vector) -> Vector:
+    """Caps within the measured range."""
+    if curves.blocks != low.size:
+        raise LengthMismatch(
+            f"There are {curves.blocks} calibrated curves for {low.size} blocks.",
+            "One curve per block is needed.",
+            "Measure again.",
+        )
+    return np.maximum(np.minimum(high, curves.limit), low)
 
 
 def _feasible_target(n: Vector, target: float, low: Vector, high: Vector, *, exactly: bool) -> float:
