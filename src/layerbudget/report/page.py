@@ -16,13 +16,14 @@ from ..scores.record import Scores
 
 STYLE = (
     "body{max-width:60rem;margin:2rem auto;padding:0 1rem;font:15px/1.5 system-ui,sans-serif;color:#1f2933}"
-    "table{border-collapse:collapse;margin:.5rem 0 1.5rem}td,th{border-bottom:1px solid #dee2e6;padding:.2rem .7rem;text-align:right}"
+    "table{border-collapse:collapse;margin:.5rem 0 1.5rem}"
+    "td,th{border-bottom:1px solid #dee2e6;padding:.2rem .7rem;text-align:right}"
     "td:first-child,th:first-child{text-align:left}img{max-width:100%}.note{background:#fff4e6;padding:.7rem;border-radius:4px}"
 )
 RUNTIME_NOTE = (
-    "What gets smaller, what gets faster: unstructured zeros are stored dense, so neither the file nor the forward pass changes; a "
-    "plan of ranks or experts changes what is trained and served beside the base model; depth- and width-pruned checkpoints are "
-    "ordinary dense models with fewer parameters and run faster everywhere."
+    "What gets smaller, what gets faster: unstructured zeros are stored dense, so neither the file nor the forward pass "
+    "changes; a plan of ranks or experts changes what is trained and served beside the base model; depth- and width-pruned "
+    "checkpoints are ordinary dense models with fewer parameters and run faster everywhere."
 )
 
 
