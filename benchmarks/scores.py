@@ -175,8 +175,8 @@ def write(arguments: argparse.Namespace, rows: dict[str, dict[str, float | None]
     lines = [
         "# Cost of every estimator", "",
         f"12-layer Mistral (hidden 192), {setting['samples']} sequences of {setting['length']} tokens, batches of "
-        f"{setting['batch_size']}; medians over {setting['rounds']} rounds of the ratio, in processor time, to the plain pass of "
-        "the same round. "
+        f"{setting['batch_size']}; medians over {setting['rounds']} rounds of the ratio, in processor time, to the plain pass "
+        "of the same round. "
         "Memory: growth of the peak resident set over the loaded model.", "",
         "| | ratio | target | seconds | peak MiB |", "|---|---|---|---|---|",
     ]  # fmt: skip
