@@ -4,6 +4,7 @@ from .capacity import plan_experts, plan_ranks
 from .compare import diff_plans, explain_plan, sweep
 from .joint import plan_joint, split_joint
 from .sparsity import plan_sparsity
+from .transfer import transfer_scores
 
 __all__ = [
     "diff_plans",
@@ -14,4 +15,5 @@ __all__ = [
     "plan_sparsity",
     "split_joint",
     "sweep",
+    "transfer_scores",
 ]
