@@ -25,7 +25,7 @@ from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.planning import plan_sparsity
-from layerbudget.pruning.measure import calibrate
+from layerbudget.pruning.measure import calibrate, damage_curves
 from layerbudget.pruning.prune import prune
 from layerbudget.scores.gain import score
 
@@ -68,6 +68,18 @@ class Bench:
             self.scores[key] = (found, time.process_time() - started)
         return self.scores[key]
 
+    def measured(self, method, by, seed):
+        """Curves of the dense model, once for all targets."""
+        key = ("curves", method, by, seed)
+        if key not in self.scores:
+            started = time.process_time()
+            found = damage_curves(
+                self.model, self.calibration(seed), self.blocks[by], ratios=self.a.ratios, method=method, batch_size=8,
+                measure_batches=self.a.measure_batches,
+            )  # fmt: skip
+            self.scores[key] = (found, time.process_time() - started)
+        return self.scores[key]
+
     def plan(self, rule, method, sparsity, seed):
         """The plan, what it cost in full forwards of the calibration set, and CPU seconds."""
         cap = self.a.cap
@@ -77,13 +89,15 @@ class Bench:
             return plan_sparsity(self.blocks["linear"], sparsity=sparsity, max_sparsity=cap, rule="size"), 0.0, 0.0
         if rule.startswith("calibrated"):
             by = "linear" if "Linear" in rule else "layer"
+            start, spent = self.measured(method, by, seed)
             started = time.process_time()
             plan, curves = calibrate(
                 self.model, self.calibration(seed), self.blocks[by], sparsity=sparsity, max_sparsity=cap, method=method,
-                iterations=self.a.iterations, batch_size=8, measure_batches=self.a.measure_batches,
+                iterations=self.a.iterations if by == "layer" else 0, batch_size=8, start=start,
+                measure_batches=self.a.measure_batches,
             )  # fmt: skip
             full = len(self.model.model.layers) * math.ceil(self.a.samples / 8)
-            return plan, sum(c.forwards for c in curves) / full, time.process_time() - started
+            return plan, sum(c.forwards for c in curves) / full, spent + time.process_time() - started
         estimator, by, how = SCORED[rule]
         found, seconds = self.scored(estimator, by, seed)
         # a forward and a backward count as three forwards; data-free scores as none
@@ -226,7 +240,8 @@ def main():
     parser.add_argument("--measure-batches", type=int, default=1)
     parser.add_argument("--cap", type=float, default=0.9)
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.6, 0.7])
-    parser.add_argument("--methods", nargs="+", default=["magnitude", "wanda", "sparsegpt"])
+    parser.add_argument("--methods", nargs="+", default=["wanda", "sparsegpt", "magnitude"])
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.35, 0.5, 0.65, 0.8, 0.9])
     parser.add_argument("--rules", nargs="+", default=list(RULES))
     parser.add_argument("--evolve", type=int, default=0, help="generations of the evolutionary search (seed 0, Wanda)")
     parser.add_argument("--offspring", type=int, default=16)
@@ -263,7 +278,7 @@ def main():
         "model": a.label or a.model, "parameters": sum(p.numel() for p in bench.model.parameters()), "threads": 1,
         "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
         "samples": a.samples, "length": a.length, "windows": a.windows, "cap": a.cap, "iterations": a.iterations,
-        "measure_batches": a.measure_batches,
+        "measure_batches": a.measure_batches, "measured_ratios": a.ratios,
     }  # fmt: skip
     text = table(rows, a, dense) + "\nEnvironment: " + json.dumps(environment) + "\n"
     errors = sorted({f"{r['rule']}: {r['error']}" for r in rows if "error" in r})
