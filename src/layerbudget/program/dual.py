@@ -164,7 +164,7 @@ def monotone_root(spend: Callable[[float], float], knots: Vector, target: float)
     """Solve ``spend(p) = target`` for a continuous nondecreasing function of ``p > 0`` that is smooth between knots.
 
     The piece is found by bisection over the sorted knots (a proven bracket), the root inside it by
-    ``scipy.optimize.elementwise.find_root`` in ``log p`` down to rounding.
+    Brent's method in ``log p`` down to rounding.
 
     Args:
         spend: Continuous, nondecreasing, defined for every positive ``p``.
@@ -226,15 +226,12 @@ def _expand(spend: Callable[[float], float], start: float, target: float, factor
 
 
 def _smooth_root(spend: Callable[[float], float], a: float, b: float, target: float) -> float:
-    from scipy.optimize.elementwise import find_root
+    from scipy.optimize import brentq
 
     if a >= b or spend(a) >= target:
         return a
     if spend(b) <= target:
         return b
 
-    def miss(u: Vector) -> Vector:
-        return np.array([spend(math.exp(v)) - target for v in np.ravel(u)]).reshape(np.shape(u))
-
-    found = find_root(miss, (math.log(a), math.log(b)), tolerances={"xatol": 0.0, "xrtol": 0.0, "fatol": 0.0, "frtol": 0.0})
-    return min(max(math.exp(float(np.ravel(found.x)[0])), a), b)
+    middle = brentq(lambda u: spend(math.exp(u)) - target, math.log(a), math.log(b), xtol=1e-300, rtol=4 * _EPS, maxiter=300)
+    return min(max(math.exp(middle), a), b)

@@ -1,0 +1,158 @@
+"""Bring a user's own layer scores into the record: JSON, CSV or npy, always with names."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import CorruptFile, InvalidInput, NotFound
+from ..records import Block
+from .record import Scores
+
+_NAME_KEYS = ("name", "block", "layer", "module")
+_VALUE_KEYS = ("score", "gain", "value")
+
+
+def _number(value: Any, name: str, path: Path) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"The score of {name} in {path} is {value!r}.", "Scores are finite numbers.", "Correct it."
+        ) from error
+
+
+def _collect(pairs: Sequence[tuple[str, Any]], path: Path) -> dict[str, float]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InvalidInput(f"{path} scores {twice[0]} {names.count(twice[0])} times.", "", "Give one score per name.")
+    return {name: _number(value, name, path) for name, value in pairs}
+
+
+def _pick(record: Mapping[str, Any], keys: Sequence[str], what: str, path: Path) -> str:
+    for key in keys:
+        if key in record:
+            return key
+    raise InvalidInput(
+        f"{path} has no {what} among {', '.join(map(str, record))}.",
+        f"It is called {', '.join(keys)}.",
+        "Name it with column=.",
+    )
+
+
+def _from_json(path: Path, column: str | None) -> dict[str, float]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CorruptFile(f"{path} does not parse as JSON ({error}).", "", "Repair it.") from error
+    if isinstance(record, Mapping) and isinstance(record.get("scores"), (Mapping, list)):
+        record = record["scores"]
+    if isinstance(record, Mapping):
+        return _collect(list(record.items()), path)
+    if isinstance(record, list) and record and all(isinstance(row, Mapping) for row in record):
+        name = _pick(record[0], _NAME_KEYS, "name", path)
+        value = column or _pick(record[0], _VALUE_KEYS, "score", path)
+        return _collect([(str(row.get(name)), row.get(value)) for row in record], path)
+    raise InvalidInput(
+        f"{path} holds a {type(record).__name__} without names.",
+        'Scores are {"name": value, ...} or [{"name": ..., "score": ...}, ...].',
+        "Add the block names.",
+    )
+
+
+def _from_csv(path: Path, column: str | None) -> dict[str, float]:
+    with path.open(newline="", encoding="utf-8") as handle:
+        rows = list(csv.DictReader(handle))
+    if not rows:
+        raise CorruptFile(f"{path} has no rows below its header.", "", "Give a header and one row per block.")
+    name = _pick(rows[0], _NAME_KEYS, "name column", path)
+    value = column or _pick(rows[0], _VALUE_KEYS, "score column", path)
+    if value not in rows[0]:
+        raise InvalidInput(f"{path} has no column {value!r}.", f"It has {', '.join(rows[0])}.", "Choose one of those.")
+    return _collect([(row[name], row[value]) for row in rows], path)
+
+
+def _from_npy(path: Path, names: Sequence[str] | None) -> dict[str, float]:
+    try:
+        values = np.load(path, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise CorruptFile(f"{path} is not an npy file of numbers ({error}).", "", "Save it with numpy.save.") from error
+    if names is None:
+        raise InvalidInput(
+            f"{path} holds {values.size} numbers and no names.",
+            "An npy file needs names=, one per number.",
+            "Pass names=[block.name for block in blocks] if that is their order (not the order of sorted file names).",
+        )
+    if values.size != len(names):
+        raise InvalidInput(f"{path} holds {values.size} numbers for {len(names)} names.", "", "Give one name per number.")
+    return _collect(list(zip(names, values.reshape(-1).tolist(), strict=True)), path)
+
+
+def _by_block(values: dict[str, float], blocks: Sequence[Block]) -> dict[str, float]:
+    """Average scores given per matrix over each block (as AlphaPruning's ``block_wise`` does)."""
+    modules = {m.name for b in blocks for m in b.modules}
+    if set(values) != modules or set(values) == {b.name for b in blocks}:
+        return values
+    return {b.name: float(np.mean([values[m.name] for m in b.modules])) for b in blocks}
+
+
+def import_scores(
+    path: Path | str,
+    blocks: Sequence[Block],
+    *,
+    names: Sequence[str] | None = None,
+    column: str | None = None,
+    orientation: str = "gain",
+    estimator: str = "imported",
+    unit: str = "arbitrary",
+    model: Mapping[str, Any] | None = None,
+) -> Scores:
+    """Read scores that someone else computed.
+
+    Args:
+        path: ``.json`` (``{name: value}``, also below a key ``scores``, or a list of ``{name, score}``; or a scores file
+            of this package), ``.csv`` (columns ``name`` and ``score``) or ``.npy`` (numbers; needs ``names``).
+        blocks: The blocks they are meant for. Scores for every single matrix are averaged over each block.
+        names: Block or matrix names in the order of an npy file.
+        column: Name of the value column or key, where it is not ``score``, ``gain`` or ``value``.
+        orientation: ``gain`` (larger = deserves more capacity) or ``redundancy`` (larger = prune more).
+        estimator: What to call them.
+        unit: Their unit.
+        model: ``{id, revision, digest}`` of the model they belong to, where known.
+
+    Raises:
+        NotFound: No such file.
+        CorruptFile: It does not parse.
+        InvalidInput: Another file type, names missing, doubled or unknown, or values that are not finite.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise NotFound(f"There is no scores file at {path}.", "", "Check the path.")
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        if '"schema_version"' in path.read_text(encoding="utf-8", errors="replace"):
+            return Scores.load(path)
+        values = _from_json(path, column)
+    elif suffix == ".csv":
+        values = _from_csv(path, column)
+    elif suffix == ".npy":
+        values = _from_npy(path, names)
+    else:
+        raise InvalidInput(
+            f"{path} ends with {suffix!r}.", "Scores come as .json, .csv or .npy.", "Convert it to one of these."
+        )
+    return Scores.from_values(
+        _by_block(values, blocks),
+        blocks,
+        estimator=estimator,
+        orientation=orientation,
+        unit=unit,
+        model=dict(model or {}),
+        extra={"file": path.name},
+    )

@@ -1,0 +1,257 @@
+r"""LayerIF: layer scores from influence functions with DataInf's inverse, in one pass over all layers.
+
+Per-sample gradients of every weight tensor come from one forward and backward pass per batch; their inner products are
+all that the influence needs (:mod:`layerbudget.scores.datainf`).
+
+Sources: DataInf (Kwon et al. 2024), LayerIF (Askari et al. 2025); the paper's ``compute_IF.py`` for the parity mode.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..data.calibration import CalibrationSet
+from ..errors import InvalidInput
+from ..records import Block
+from .curvature.common import Progress, Ticker, check_inputs, record
+from .curvature.fisher import Rows, chunks, gram
+from .datainf import AGGREGATIONS, Influence, aggregate, influence_table
+from .hooks import Collector
+from .loss import IGNORE, Batch, batches, logits_of
+from .record import Scores
+
+MODES = ("parity", "clean")
+_ATTENTION = re.compile(r"self_attn|attn|attention")
+
+
+def _parity_batches(model: nn.Module, data: CalibrationSet, size: int) -> Iterator[Batch]:
+    """As the paper's code feeds them: the mask is passed, but padding counts in the loss and positions run on."""
+    device = next(model.parameters()).device
+    targets = torch.full_like(data.input_ids, IGNORE)
+    targets[:, :-1] = data.input_ids[:, 1:]
+    for i, kwargs in enumerate(data.batches(size, device)):
+        rows = slice(i * size, i * size + len(kwargs["input_ids"]))
+        yield Batch(rows=rows, args=(), kwargs=kwargs, targets=targets[rows].to(device), keys=())
+
+
+def _mean_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """``sum_i l_i`` of the batch, each ``l_i`` the mean token loss of its own sequence."""
+    losses = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="none")
+    counts = (targets != IGNORE).reshape(len(targets), -1).sum(1).clamp_min(1)
+    return (losses.reshape(len(targets), -1).sum(1) / counts).sum()
+
+
+def _attention_only(blocks: Sequence[Block]) -> list[Block]:
+    kept = []
+    for block in blocks:
+        modules = [m for m in block.modules if "self_attn" in m.name] or [m for m in block.modules if _ATTENTION.search(m.name)]
+        if not modules:
+            raise InvalidInput(
+                f"{block.name} has no attention weights, and the parity mode reads nothing else.",
+                "Its matrices are named self_attn, attn or attention.",
+                "Use mode='clean', or partition by layer.",
+            )
+        kept.append(Block(name=block.name, modules=tuple(modules)))
+    return kept
+
+
+def _collect(
+    model: nn.Module,
+    sets: Sequence[CalibrationSet],
+    modules: Sequence[Block],
+    *,
+    parity: bool,
+    batch_size: int,
+    sketch: tuple[int, int] | None,
+    seed: int,
+    tick: Ticker,
+) -> Rows:
+    """Run one pass over both sets, keeping the gradient of every sample for each weight tensor (one block each)."""
+    parameter = next(model.parameters())
+    dtype = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
+    rows = Rows(modules, sum(s.samples for s in sets), sketch, dtype, parameter.device, seed)
+    offset = 0
+    with Collector(model, modules, rows) as collector:
+        size = 1 if collector.single else batch_size
+        for data in sets:
+            for batch in (_parity_batches if parity else batches)(model, data, size):
+                rows.begin(offset + batch.rows.start)
+                loss = _mean_losses(logits_of(model, batch), batch.targets)
+                collector.backward(loss, size=batch.size, length=data.length)
+                for name, p in collector.direct.items():
+                    rows.direct(name, p.grad)
+                tick(batch.size)
+            offset += data.samples
+        collector.check_coverage()
+    return rows
+
+
+def influence(
+    model: nn.Module,
+    train: CalibrationSet,
+    validation: CalibrationSet,
+    blocks: Sequence[Block],
+    *,
+    mode: str = "clean",
+    divisor: float = 10.0,
+    batch_size: int = 8,
+    memory: int = 4 << 30,
+    sketch: tuple[int, int] | int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Influence]:
+    """Influence tables of all blocks: sums of :func:`influence_table` over the weight tensors of each.
+
+    Args:
+        model: The base model.
+        train: n training samples.
+        validation: m validation samples.
+        blocks: Blocks to score.
+        mode: ``clean`` (every matrix of the blocks, padding masked, the loss of a sample is its mean over real tokens) or
+            ``parity`` (the paper's code: weights of self-attention only, padding counted in the loss). Batches of one
+            sample and batches of many give the same numbers in both.
+        divisor: DataInf's 10 in ``lambda``.
+        batch_size: Samples per pass.
+        memory: Bytes for per-sample gradients. Where they do not fit, blocks are served in groups, one pass each.
+        sketch: ``r`` or ``(r_out, r_in)``: Kronecker sketch of every gradient, for models whose gradients do not fit.
+        seed: Of the sketch.
+        progress: Called with sequences done and in total.
+
+    Returns:
+        By block name.
+
+    Raises:
+        InvalidInput: An unknown mode, a divisor that is not positive, or blocks without attention in parity mode.
+        CoverageError: A matrix that was never seen.
+    """
+    if mode not in MODES or not divisor > 0:
+        raise InvalidInput(f"mode={mode!r}, divisor={divisor}.", f"mode is one of {MODES}, divisor positive.", "Correct it.")
+    check_inputs(train, batch_size)
+    chosen = _attention_only(blocks) if mode == "parity" else list(blocks)
+    pair = (sketch, sketch) if isinstance(sketch, int) else sketch
+    n, total = train.samples, train.samples + validation.samples
+    runs = [list(range(len(chosen)))] if pair else list(chunks(chosen, total, 4, int(memory)))
+    tick = Ticker(progress, total * len(runs))
+    found: dict[str, Influence] = {}
+    for run in runs:
+        modules = [Block(name=m.name, modules=(m,)) for k in run for m in chosen[k].modules]
+        rows = _collect(
+            model,
+            (train, validation),
+            modules,
+            parity=mode == "parity",
+            batch_size=batch_size,
+            sketch=pair,
+            seed=seed,
+            tick=tick,
+        )
+        values = dict(zip([m.name for m in modules], rows.values, strict=True))
+        for block in (chosen[k] for k in run):
+            table, damping = np.zeros((validation.samples, n)), {}
+            for module in block.modules:
+                own = values[module.name]
+                products = gram(own, own[:n])
+                part, damping[module.name] = influence_table(products[:n], products[n:], module.numel, divisor=divisor)
+                table += part
+            found[block.name] = Influence(table=table, damping=damping)
+    return found
+
+
+def _split(data: CalibrationSet, validation: CalibrationSet | None) -> tuple[CalibrationSet, CalibrationSet]:
+    if validation is not None:
+        return data, validation
+    held_out = max(1, round(data.samples / 7))
+    if data.samples <= held_out:
+        raise InvalidInput(
+            f"LayerIF needs training and validation samples, and there is {data.samples} in all.",
+            "At least two.",
+            "Give more samples, or validation=.",
+        )
+    return data.select(slice(0, data.samples - held_out)), data.select(slice(data.samples - held_out, None))
+
+
+def score_layerif(
+    model: nn.Module,
+    data: CalibrationSet,
+    blocks: Sequence[Block],
+    *,
+    validation: CalibrationSet | None = None,
+    mode: str = "clean",
+    aggregation: str = "all",
+    divisor: float = 10.0,
+    memory: int = 4 << 30,
+    sketch: tuple[int, int] | int | None = None,
+    damping: Sequence[float] | float | None = None,
+    damping_unit: str = "max",
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Scores:
+    """Score blocks by their aggregated training-to-validation influence; orientation ``gain``.
+
+    Args:
+        model: The base model.
+        data: Training samples; without ``validation`` the last seventh of them is held out (the paper's 300 : 50).
+        blocks: Blocks to score.
+        validation: Validation samples.
+        mode: ``clean`` or ``parity``, see :func:`influence`.
+        aggregation: ``all`` or ``positive``, see :func:`aggregate`. The other one is kept in ``extra``.
+        divisor: DataInf's 10 in ``lambda``.
+        memory: Bytes for per-sample gradients.
+        sketch: Kronecker sketch, see :func:`influence`.
+        damping: Ignored: ``lambda`` is set per tensor by the gradients themselves.
+        damping_unit: Ignored.
+        batch_size: Samples per pass; the result does not depend on it.
+        seed: Recorded only.
+        progress: Called with sequences done and in total.
+        options: Ignored.
+
+    Returns:
+        A record; the standard error (for ``all``) is that of a sum over independent validation samples, the training
+        samples taken as given. ``extra`` holds both aggregations and every ``lambda``.
+
+    Raises:
+        InvalidInput: An unknown mode or aggregation, too few samples, or no attention weights in parity mode.
+        CoverageError: A matrix that was never seen.
+    """
+    if aggregation not in AGGREGATIONS:
+        raise InvalidInput(f"aggregation={aggregation!r}.", f"It is one of {AGGREGATIONS}.", "Choose one of those.")
+    train, held_out = _split(data, validation)
+    found = influence(
+        model, train, held_out, blocks, mode=mode, divisor=divisor, batch_size=batch_size, memory=memory, sketch=sketch,
+        seed=seed, progress=progress,
+    )  # fmt: skip
+    gain = {way: tuple(aggregate(found[b.name].table, way) for b in blocks) for way in AGGREGATIONS}
+    m = held_out.samples
+    errors = tuple(
+        float(found[b.name].table.sum(1).std(ddof=1) * math.sqrt(m)) if aggregation == "all" and m > 1 else None for b in blocks
+    )
+    return record(
+        model,
+        data,
+        blocks,
+        "layerif",
+        gain=(gain[aggregation],),
+        standard_error=(errors,),
+        unit="parameters",
+        orientation="gain",
+        extra={
+            "mode": mode,
+            "aggregation": aggregation,
+            "divisor": divisor,
+            "validation": held_out.describe(),
+            "train_samples": train.samples,
+            "lambda": {name: value for b in blocks for name, value in found[b.name].damping.items()},
+            **{way: dict(zip([b.name for b in blocks], gain[way], strict=True)) for way in AGGREGATIONS},
+        },
+        seed=seed,
+    )

@@ -1,0 +1,237 @@
+"""The doctor names each ailment of a model that has it, and none of a healthy one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from layerbudget.doctor import Finding, double_backward_attention, examine
+from layerbudget.errors import InvalidInput
+
+
+def found(diagnosis, check, severity):
+    return [f for f in diagnosis.findings if f.check == check and f.severity == severity]
+
+
+def state(model):
+    return {
+        "mode": [m.training for m in model.modules()],
+        "flags": [p.requires_grad for p in model.parameters()],
+        "grads": [p.grad for p in model.parameters()],
+        "attention": model.config._attn_implementation,
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+    }
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt2", "bert"])
+def test_healthy_models_have_no_warning(request, family, data):
+    model = request.getfixturevalue(family)
+    before = state(model)
+    diagnosis = examine(model, None, data)
+    assert not [f for f in diagnosis.findings if f.severity in ("warning", "problem")], str(diagnosis)
+    assert {f.check for f in diagnosis.findings} >= {
+        "weights",
+        "mode",
+        "ties",
+        "coverage",
+        "padding",
+        "determinism",
+        "attention",
+    }
+    assert state(model) == before and diagnosis.ok
+
+
+def test_nan_weights(mistral, data):
+    with torch.no_grad():
+        mistral.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    diagnosis = examine(mistral, None, data)
+    assert "up_proj" in found(diagnosis, "weights", "problem")[0].what and not diagnosis.ok
+
+
+def test_half_precision_is_named(mistral, data):
+    assert "bfloat16" in found(examine(mistral.bfloat16(), None, data), "weights", "note")[0].what
+
+
+def test_active_dropout(gpt2, data):
+    diagnosis = examine(gpt2.train(), None, data)
+    assert "dropout" in found(diagnosis, "mode", "warning")[0].what and gpt2.training
+    assert not found(diagnosis, "determinism", "warning")  # the check itself runs in evaluation mode
+
+
+def test_randomness_that_evaluation_mode_leaves_on(mistral, data):
+    norm = mistral.model.norm
+    norm.forward = lambda x: type(norm).forward(norm, x + 0.1 * torch.randn_like(x))
+    assert found(examine(mistral, None, data), "determinism", "warning")
+
+
+def test_sensitivity_to_padding(mistral, data):
+    """A layer that averages over positions, padding included."""
+    layer = mistral.model.layers[0]
+    layer.forward = lambda h, **k: type(layer).forward(layer, h, **k) + h.mean(1, keepdim=True)
+    warning = found(examine(mistral, None, data), "padding", "warning")[0]
+    assert "equal length" in warning.remedy
+
+
+def test_absolute_positions_with_left_padding_are_fine_when_positions_are_given(gpt2, data):
+    assert found(examine(gpt2, None, data), "padding", "ok")
+
+
+def test_fused_attention_is_switched_and_restored(build, data):
+    model = build.mistral(attn_implementation="sdpa")
+    assert "math kernel" in found(examine(model, None, data), "attention", "note")[0].remedy
+    assert found(examine(build.mistral(attn_implementation="eager"), None, data), "attention", "ok")
+
+    def second_derivative():
+        p = model.model.layers[0].self_attn.q_proj.weight
+        loss = model(data.input_ids, labels=data.input_ids).loss
+        (g,) = torch.autograd.grad(loss, p, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), p)
+
+    with pytest.raises(RuntimeError):
+        second_derivative()
+    with double_backward_attention(model) as sentence:
+        second_derivative()
+        assert "math kernel" in sentence
+    with pytest.raises(RuntimeError):
+        second_derivative()
+
+
+def test_other_attention_becomes_eager_and_comes_back_after_an_exception(mistral, data):
+    mistral.set_attn_implementation("flex_attention")
+    with pytest.raises(KeyError), double_backward_attention(mistral) as sentence:
+        assert mistral.config._attn_implementation == "eager" and "eager" in sentence
+        raise KeyError
+    assert mistral.config._attn_implementation == "flex_attention"
+
+
+def test_tied_layers_and_tied_head(build, data):
+    model = build.mistral(tie_word_embeddings=True)
+    assert "lm_head" in found(examine(model, None, data), "ties", "note")[0].what
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    assert found(examine(model, None, data), "ties", "warning")
+
+
+def test_matrices_outside_every_block(mistral, data):
+    mistral.model.layers[0].extra = nn.Parameter(torch.zeros(5, 5))
+    warning = found(examine(mistral, None, data), "coverage", "warning")[0]
+    assert "extra" in warning.what and "%" in warning.what
+
+
+def test_layer_that_does_not_run(mistral, data):
+    mistral.model.layers[1].forward = lambda h, **k: h
+    assert any("did not run" in f.what for f in found(examine(mistral, None, data), "coverage", "warning"))
+
+
+class Words:
+    """A tokenizer as transformers' are called, one id per letter."""
+
+    def __init__(self, bos=1, adds=True, pad=0):
+        self.bos_token_id, self.bos_token, self.adds, self.pad_token_id = bos, "^", adds, pad
+
+    def __call__(self, text, **options):
+        ids = [self.bos_token_id if c == "^" else 3 + ord(c) % 50 for c in text]
+        return {"input_ids": [self.bos_token_id, *ids] if self.adds else ids}
+
+
+def test_doubled_beginning(mistral, data):
+    doubled = dataclasses.replace(data, input_ids=data.input_ids.clone())
+    doubled.input_ids[2, :2] = 1
+    diagnosis = examine(mistral, Words(), doubled)
+    assert "1 of 6" in found(diagnosis, "tokens", "warning")[0].what
+    assert found(diagnosis, "tokens", "note")
+    assert not found(examine(mistral, Words(), data), "tokens", "warning")
+    assert "does not add" in found(examine(mistral, Words(adds=False), data), "tokens", "note")[0].what
+    assert any("padding" in f.what for f in found(examine(mistral, Words(pad=None), data), "tokens", "note"))
+
+
+def test_foreign_token_ids_and_long_samples(mistral, build, data):
+    foreign = dataclasses.replace(data, input_ids=data.input_ids + 60)
+    assert "embeddings" in found(examine(mistral, None, foreign), "tokens", "problem")[0].what
+    assert "64" in found(examine(mistral, None, build.data(length=80)), "tokens", "warning")[0].what
+
+
+def test_costs_grow_with_the_data_and_name_the_estimator(mistral, build):
+    small, large = (examine(mistral, None, build.data(samples=n), estimator="layerif") for n in (4, 400))
+    assert [e.estimator for e in small.efforts] == ["layerif"]
+    assert large.efforts[0].memory > small.efforts[0].memory
+    assert large.efforts[0].seconds / large.sample.seconds == pytest.approx(
+        100 * small.efforts[0].seconds / small.sample.seconds
+    )
+    with pytest.raises(InvalidInput, match="cost model"):
+        examine(mistral, None, build.data(), estimator="magic")
+
+
+def test_activation_bytes_are_what_autograd_keeps(data):
+    """One Linear and a loss on known shapes: the input of the Linear is kept."""
+    from layerbudget.blocks import partition
+    from layerbudget.effort import time_pass
+    from layerbudget.scores.loss import Batch
+
+    model = nn.Sequential(nn.Linear(1000, 10, bias=False))
+    batch = Batch(
+        rows=slice(0, 1), args=(torch.randn(1, 1000),), kwargs={}, targets=torch.zeros(1, dtype=torch.long), keys=(0,)
+    )
+    measured = time_pass(model, batch, partition(model, by="linear"))
+    assert measured.weights == measured.gradients == 40000
+    assert 4000 <= measured.activations < 4300
+
+
+def test_too_little_memory_is_a_problem(monkeypatch, mistral, data):
+    monkeypatch.setattr("layerbudget.doctor.available_memory", lambda device: 100)
+    diagnosis = examine(mistral, None, data)
+    assert found(diagnosis, "memory", "problem") and "GiB" in str(diagnosis)
+
+
+def test_without_data_a_stand_in_is_timed(mistral):
+    diagnosis = examine(mistral)
+    assert diagnosis.samples == 128 and diagnosis.length == 64 and diagnosis.sample.seconds > 0
+
+
+def test_a_model_that_is_no_language_model_gets_findings_not_a_crash():
+    diagnosis = examine(nn.Sequential(nn.Linear(3, 3)))
+    assert all(isinstance(f, Finding) for f in diagnosis.findings)
+    assert found(diagnosis, "coverage", "warning")
+
+
+def test_padding_on_the_wrong_side_of_the_data_is_a_warning(bert, data):
+    """The pooler of an encoder reads the first position."""
+    assert found(examine(bert, None, data), "padding", "note")
+    mask = torch.ones_like(data.input_ids)
+    mask[0, :3] = 0
+    assert found(examine(bert, None, dataclasses.replace(data, attention_mask=mask)), "padding", "warning")
+
+
+@pytest.fixture
+def folder(tmp_path, build):
+    """A model and a byte-level tokenizer as save_pretrained leaves them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(["<s>", *alphabet])}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>").save_pretrained(tmp_path)
+    config = MistralConfig(
+        vocab_size=257, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    )
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "text.txt").write_text("a few words " * 40)
+    return tmp_path
+
+
+def test_command(folder, capsys):
+    from layerbudget.cli import main
+
+    options = ["--data", str(folder / "text.txt"), "--samples", "4", "--length", "16"]
+    assert main(["doctor", str(folder), *options, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["ok"] and record["samples"] == 4 and len(record["efforts"]) > 10
+    assert any("does not add" in f["what"] for f in record["findings"])
+    assert main(["doctor", str(folder), *options, "--estimator", "ekfac"]) == 0
+    assert "ekfac" in capsys.readouterr().out
+    assert main(["doctor", str(folder), *options, "--estimator", "magic"]) == 2

@@ -1,0 +1,80 @@
+"""Own scores from files: every accepted form, every refusal."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from layerbudget.blocks import partition
+from layerbudget.errors import CorruptFile, InvalidInput, NotFound
+from layerbudget.scores.importing import import_scores
+
+
+@pytest.fixture
+def blocks(mistral):
+    return partition(mistral)
+
+
+def test_every_form_gives_the_same_record(tmp_path, blocks):
+    values = {b.name: 1.5 + i for i, b in enumerate(blocks)}
+    shuffled = dict(reversed(values.items()))
+    (tmp_path / "a.json").write_text(json.dumps(shuffled))
+    (tmp_path / "b.json").write_text(json.dumps({"scores": shuffled}))
+    (tmp_path / "c.json").write_text(json.dumps([{"name": k, "score": v} for k, v in shuffled.items()]))
+    (tmp_path / "d.csv").write_text("layer,mine\n" + "".join(f"{k},{v}\n" for k, v in shuffled.items()))
+    np.save(tmp_path / "e.npy", np.array(list(shuffled.values())))
+    for name, options in (("a.json", {}), ("b.json", {}), ("c.json", {}), ("d.csv", {"column": "mine"}),
+                          ("e.npy", {"names": list(shuffled)})):  # fmt: skip
+        scores = import_scores(tmp_path / name, blocks, orientation="redundancy", **options)
+        assert scores.values().tolist() == [1.5, 2.5, 3.5] and scores.orientation == "redundancy"
+
+
+def test_matrix_scores_are_averaged_over_blocks(tmp_path, blocks):
+    names = [m.name for b in blocks for m in b.modules]
+    np.save(tmp_path / "alpha.npy", np.arange(21.0))
+    assert import_scores(tmp_path / "alpha.npy", blocks, names=names).values().tolist() == [3.0, 10.0, 17.0]
+
+
+def test_own_score_files_pass_through(tmp_path, blocks):
+    (tmp_path / "a.json").write_text(json.dumps({b.name: 1.0 for b in blocks}))
+    scores = import_scores(tmp_path / "a.json", blocks)
+    scores.save(tmp_path / "scores.json")
+    assert import_scores(tmp_path / "scores.json", blocks) == scores
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "message"),
+    [
+        ("a.json", "{", CorruptFile, "does not parse"),
+        ("a.json", "[1, 2, 3]", InvalidInput, "without names"),
+        ("a.json", '{"x": 1}', InvalidInput, "unknown blocks"),
+        ("a.json", '{"x": "high"}', InvalidInput, "finite numbers"),
+        ("a.csv", "name,score\nx,1\nx,2\n", InvalidInput, "2 times"),
+        ("a.csv", "foo,bar\n1,2\n", InvalidInput, "no name column"),
+        ("a.csv", "name,score\n", CorruptFile, "no rows"),
+        ("a.npy", "text", CorruptFile, "not an npy file"),
+        ("a.txt", "1", InvalidInput, "come as"),
+    ],
+)
+def test_refusals(tmp_path, blocks, name, text, error, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(error, match=message):
+        import_scores(tmp_path / name, blocks)
+
+
+def test_npy_needs_names(tmp_path, blocks):
+    np.save(tmp_path / "a.npy", np.ones(3))
+    with pytest.raises(InvalidInput, match="no names"):
+        import_scores(tmp_path / "a.npy", blocks)
+    with pytest.raises(InvalidInput, match="3 numbers for 2 names"):
+        import_scores(tmp_path / "a.npy", blocks, names=["a", "b"])
+
+
+def test_infinite_and_missing(tmp_path, blocks):
+    (tmp_path / "a.json").write_text(json.dumps({b.name: float("inf") for b in blocks}))
+    with pytest.raises(InvalidInput, match="finite"):
+        import_scores(tmp_path / "a.json", blocks)
+    with pytest.raises(NotFound):
+        import_scores(tmp_path / "none.json", blocks)
