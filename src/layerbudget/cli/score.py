@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 from .shared import add_data_options, load, progress_bar
@@ -22,6 +24,10 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--damping", type=float, nargs="+", help="one or more dampings (default: a sweep)")
     unit = "relative to the block's largest or mean eigenvalue, or absolute (default %(default)s)"
     parser.add_argument("--damping-unit", choices=("max", "mean", "absolute"), default="max", help=unit)
+    parser.add_argument(
+        "--set", dest="options", action="append", default=[], metavar="NAME=VALUE",
+        help="an option of the estimator, for example --set draws=4 (may be repeated)",
+    )  # fmt: skip
     parser.add_argument("-o", "--out", default="scores.json")
     parser.set_defaults(handler=handler)
 
@@ -34,8 +40,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..scores.gain import check_estimator, score
 
     check_estimator(arguments.estimator)
-    from pathlib import Path
-
+    options = dict(_option(text) for text in arguments.options)
     if Path(arguments.out).exists() and not arguments.overwrite:
         raise AlreadyExists(f"{arguments.out} exists already.", "", "Choose another -o or pass --overwrite.")
     model, _, data = load(arguments)
@@ -44,6 +49,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         scores = score(
             model, data, blocks, estimator=arguments.estimator, damping=arguments.damping,
             damping_unit=arguments.damping_unit, batch_size=arguments.batch_size, seed=arguments.seed, progress=progress,
+            **options,
         )  # fmt: skip
     path = scores.save(arguments.out, overwrite=arguments.overwrite)
     arguments.console.print(scores_table(scores))
@@ -51,3 +57,15 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.console.print(str(scores.extra["verdict"]))
     arguments.console.print(f"written to {path}")
     return scores.to_dict()
+
+
+def _option(text: str) -> tuple[str, Any]:
+    from ..errors import InvalidInput
+
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise InvalidInput(f"--set {text} is not NAME=VALUE.", "", "Write for example --set draws=4.")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value

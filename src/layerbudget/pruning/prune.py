@@ -132,7 +132,7 @@ def matrices(owner: nn.Module, parameter: nn.Parameter) -> list[torch.Tensor]:
     return [data.T] if is_conv1d(owner) else [data]
 
 
-def _apply(model: nn.Module, task: Task, statistics: list[Statistic] | None, options: Options, cache: dict) -> list[str]:
+def apply_task(model: nn.Module, task: Task, statistics: list[Statistic] | None, options: Options, cache: dict) -> list[str]:
     """Prune one matrix (all its copies); return notes."""
     views = matrices(*weight_of(model, task.module.name))
     counts = share(task.count, [v.numel() for v in views])
@@ -149,7 +149,6 @@ def _apply(model: nn.Module, task: Task, statistics: list[Statistic] | None, opt
             view.masked_fill_(wanda_mask(view, found.value if found else None, count, **rule), 0)
         else:
             if found not in cache:
-                cache.clear()
                 cache[found] = (reference_factor if options.parity else inverse_factor)(found.value, options.damping)
             view.copy_(sparsegpt_update(view, *cache[found], count, **rule))
     return notes
@@ -165,7 +164,7 @@ def _magnitude(
 ) -> tuple[int, tuple[str, ...]]:
     active = [t for t in tasks.values() if not t.idle]
     for done, task in enumerate(active, 1):
-        _apply(model, task, None, options, {})
+        apply_task(model, task, None, options, {})
         if progress:
             progress(done, len(active))
     return 0, ()
@@ -218,6 +217,6 @@ def _prune_layer(model: nn.Module, walk: Walk, work: list[Task], options: Option
             collector.run(walk)
         cache: dict[Statistic, Any] = {}
         for task in members:
-            notes += _apply(model, task, collector.found.pop(task.module.name, None), options, cache)
+            notes += apply_task(model, task, collector.found.pop(task.module.name, None), options, cache)
             done.add(task.module.name)
     return notes

@@ -9,8 +9,6 @@ version of transformers pass; what is repeated per call is the embedding lookup 
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ from torch import nn
 from ..blocks import layers
 from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput
-
-STORES = ("device", "cpu", "disk")
+from .store import Store
 
 
 class StopForward(Exception):
@@ -31,47 +28,6 @@ class StopForward(Exception):
     def __init__(self, output: Any = None) -> None:
         super().__init__("forward ended early")
         self.output = output
-
-
-class Store:
-    """Activations of one position in the model, one tensor per batch, overwritten in place.
-
-    Args:
-        where: ``device`` (where the model put them), ``cpu`` or ``disk``.
-        folder: Parent of the temporary folder for ``disk``.
-    """
-
-    def __init__(self, where: str = "device", folder: Path | str | None = None) -> None:
-        if where not in STORES:
-            raise InvalidInput(f"Activations cannot be kept on {where!r}.", f"Choose one of {', '.join(STORES)}.", "")
-        self.where = where
-        self._held: dict[int, torch.Tensor] = {}
-        self._folder = Path(tempfile.mkdtemp(prefix="layerbudget-", dir=folder)) if where == "disk" else None
-
-    def put(self, index: int, value: torch.Tensor) -> None:
-        """Keep the activations of one batch."""
-        value = value.detach()
-        if self._folder is not None:
-            torch.save(value.cpu().contiguous(), self._folder / f"{index}.pt")
-            return
-        held = self._held.get(index)
-        if held is not None and held.shape == value.shape and held.dtype == value.dtype:
-            held.copy_(value)
-        else:
-            device = "cpu" if self.where == "cpu" else value.device
-            self._held[index] = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
-
-    def get(self, index: int) -> torch.Tensor:
-        """Activations of one batch, on the device where they are kept."""
-        if self._folder is not None:
-            return torch.load(self._folder / f"{index}.pt", weights_only=True)
-        return self._held[index]
-
-    def close(self) -> None:
-        """Free the memory, or the disk."""
-        self._held.clear()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -232,10 +188,12 @@ class Walk:
             return stop.output
         raise CoverageError("A block of the model was not called.", "", "Switch layer dropping off.")
 
+    def _shape(self, hidden: torch.Tensor) -> Any:
+        return hidden if self._rest is None else (hidden, *self._rest)
+
     def _patches(self, index: int, hidden: torch.Tensor) -> dict[nn.Module, Callable[..., Any]]:
         def identity(*arguments: Any, **keywords: Any) -> Any:
-            given = _split(arguments, keywords)
-            return given if self._rest is None else (given, *self._rest)
+            return self._shape(_split(arguments, keywords))
 
         patches: dict[nn.Module, Callable[..., Any]] = {layer: identity for _, layer in self.layers[:index]}
         block = self.layers[index][1]
@@ -289,6 +247,17 @@ class Walk:
         hidden = self.store.get(batch) if hidden is None else hidden
         self.forwards += len(self.layers) - index
         with replaced(self._patches(index, hidden)):
+            return self.model(**self.inputs(batch))
+
+    def head(self, batch: int, hidden: torch.Tensor) -> Any:
+        """The model's own output for the hidden states behind the last block; no block is run."""
+        patches = self._patches(len(self.layers) - 1, hidden)
+
+        def give(*arguments: Any, **keywords: Any) -> Any:
+            return self._shape(hidden.to(_split(arguments, keywords).device))
+
+        patches[self.layers[-1][1]] = give
+        with replaced(patches):
             return self.model(**self.inputs(batch))
 
     def close(self) -> None:

@@ -86,9 +86,9 @@ def draw_results(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     values = [r["perplexity"] for r in rows]
     axes.barh(y, values, xerr=[r["standard_error"] for r in rows], color=[colours.get(r["model"], ACCENT) for r in rows])
     axes.set_yticks(y, labels, fontsize=8)
-    for place, value in zip(y, values, strict=True):
-        axes.text(value, place, f" {value:.2f}", va="center", fontsize=8, color=INK)
-    axes.margins(x=0.15)
+    for place, value, row in zip(y, values, rows, strict=True):
+        axes.text(value + row["standard_error"], place, f"  {value:.2f}", va="center", fontsize=8, color=INK)
+    axes.margins(x=0.18)
     _plain(axes, "the result: held-out perplexity (lower is better)")
 
 

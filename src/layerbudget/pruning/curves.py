@@ -1,0 +1,76 @@
+"""Damage as a function of sparsity, per block: measured, predicted, smoothed. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+_TINY = 1e-12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curves:
+    """What pruning one block costs, at a few ratios.
+
+    Attributes:
+        ratios: ``{block: (M,)}`` sparsities, increasing.
+        damage: ``{block: (M,)}`` damage in nats per token (KL from the dense model, or loss minus the dense loss).
+        metric: ``kl``, ``loss`` or ``second-order``.
+        method: Pruner that was measured.
+        relative: Curves around a plan, all other blocks pruned: only differences within a curve mean anything.
+        forwards: Forwards of one block on one batch that it took.
+    """
+
+    ratios: Mapping[str, tuple[float, ...]]
+    damage: Mapping[str, tuple[float, ...]]
+    metric: str
+    method: str
+    relative: bool = False
+    forwards: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Blocks, in order."""
+        return list(self.ratios)
+
+    def penalty(self, step: float = 0.01) -> dict[str, tuple[list[float], list[float]]]:
+        """Curves on a fine grid, as ``plan_sparsity(penalty=...)`` takes them.
+
+        Between measured points damage grows exponentially (log-linear interpolation), below the first one
+        quadratically; curves around a plan are parabolas. Without this the piecewise linear program would put every block
+        on a measured ratio.
+
+        Args:
+            step: Grid of sparsity.
+        """
+        make = _parabola if self.relative else _exponential
+        return {name: make(np.array(self.ratios[name]), np.array(self.damage[name]), step) for name in self.names}
+
+
+def _grid(low: float, high: float, step: float) -> np.ndarray:
+    count = max(2, int(np.ceil((high - low) / step - 1e-9)) + 1)
+    return np.linspace(low, high, count)
+
+
+def _exponential(x: np.ndarray, y: np.ndarray, step: float) -> tuple[list[float], list[float]]:
+    y = np.maximum.accumulate(np.maximum(y, _TINY))
+    grid = _grid(0.0, float(x[-1]), step)
+    value = np.exp(np.interp(grid, x, np.log(y)))
+    below = grid < x[0]
+    value[below] = y[0] * (grid[below] / x[0]) ** 2
+    return grid.tolist(), value.tolist()
+
+
+def _parabola(x: np.ndarray, y: np.ndarray, step: float) -> tuple[list[float], list[float]]:
+    """Convex parabola through the points, shifted to zero at the first; flat below it, so that its slopes all count."""
+    curvature, slope, _ = np.polyfit(x - x[0], y - y[0], 2) if len(x) > 2 else (0.0, np.polyfit(x, y, 1)[0], 0.0)
+    if curvature < 0:
+        curvature, slope = 0.0, (y[-1] - y[0]) / (x[-1] - x[0])
+    grid = _grid(float(x[0]), float(x[-1]), step)
+    value = curvature * (grid - x[0]) ** 2 + slope * (grid - x[0])
+    if x[0] > 0:
+        grid, value = np.concatenate(([0.0], grid)), np.concatenate(([min(0.0, -slope * x[0])], value))
+        value = value - value[0]
+    return grid.tolist(), value.tolist()

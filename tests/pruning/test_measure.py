@@ -1,0 +1,103 @@
+"""Measured penalties: against direct measurement, and better than uniform where blocks differ."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from layerbudget.blocks import describe, partition
+from layerbudget.plan import Plan, PlanBlock
+from layerbudget.pruning.curves import Curves
+from layerbudget.pruning.measure import calibrate, damage_curves
+from layerbudget.pruning.prune import prune
+
+
+def only(model, chosen, ratio):
+    blocks = tuple(
+        PlanBlock(
+            name=b.name, value=ratio, count=round(ratio * b.numel) if b.name == chosen else 0, numel=b.numel,
+            modules=tuple(m.name for m in b.modules),
+        )
+        for b in partition(model)
+    )  # fmt: skip
+    return Plan(kind="sparsity", rule="one", model=describe(model), blocks=blocks, budget={})
+
+
+def kl(model, pruned, data):
+    with torch.no_grad():
+        batch = next(data.batches(len(data)))
+        p = torch.log_softmax(model(**batch).logits, -1)
+        q = torch.log_softmax(pruned(**batch).logits, -1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_curves_equal_pruning_one_block_and_comparing_outputs(kit, name, method):
+    model, data = kit.build(name), kit.tokens()
+    before = copy.deepcopy(model.state_dict())
+    curves = damage_curves(model, data, ratios=(0.4, 0.8), method=method, batch_size=4)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    for i, block in enumerate(partition(model)):
+        for j, ratio in enumerate((0.4, 0.8)):
+            pruned = copy.deepcopy(model)
+            prune(pruned, only(model, block.name, ratio), data, method, 4)
+            assert curves.damage[block.name][j] == pytest.approx(kl(model, pruned, data), rel=1e-3), i
+
+
+def test_around_a_plan_the_middle_point_is_the_plan_itself(kit):
+    model, data = kit.build("llama"), kit.tokens()
+    plan = kit.plan(model)
+    before = copy.deepcopy(model.state_dict())
+    ratios = {b.name: (b.value - 0.1, b.value, b.value + 0.1) for b in plan.blocks}
+    curves = damage_curves(model, data, ratios=ratios, around=plan, batch_size=4)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    pruned = copy.deepcopy(model)
+    prune(pruned, plan, data, "wanda", 4)
+    for values in curves.damage.values():
+        assert values[1] == pytest.approx(kl(model, pruned, data), rel=1e-3)
+
+
+def test_loss_metric_counts_real_tokens_only(kit):
+    model, data = kit.build("llama"), kit.tokens(padded=True)
+    curves = damage_curves(model, data, ratios=(0.9,), metric="loss", batch_size=6)
+    block = partition(model)[0].name
+    pruned = copy.deepcopy(model)
+    prune(pruned, only(model, block, 0.9), data, "wanda", 6)
+    labels = data.input_ids.masked_fill(data.attention_mask == 0, -100)
+    with torch.no_grad():
+        losses = [m(data.input_ids, attention_mask=data.attention_mask, labels=labels).loss for m in (model, pruned)]
+    assert curves.damage[block][0] == pytest.approx(float(losses[1] - losses[0]), rel=1e-3)
+
+
+def test_calibration_protects_the_block_that_matters(kit):
+    """A block whose output is scaled down hardly matters: it must take most of the pruning, and the KL must fall."""
+    model, data = kit.build("llama"), kit.tokens(samples=8)
+    with torch.no_grad():
+        for w in (model.model.layers[1].self_attn.o_proj.weight, model.model.layers[1].mlp.down_proj.weight):
+            w.mul_(0.02)
+    plan, curves = calibrate(model, data, sparsity=0.5, iterations=1, batch_size=8)
+    assert len(curves) == 2
+    assert plan.sparsity == pytest.approx(0.5, abs=1e-4)
+    assert int(np.argmax(plan.values)) == 1
+    found = {}
+    for name, p in (("calibrated", plan), ("uniform", kit.plan(model, spread=0))):
+        pruned = copy.deepcopy(model)
+        receipt = prune(pruned, p, data, "wanda", 8)
+        assert receipt.sparsity == pytest.approx(0.5, abs=1e-4)
+        found[name] = kl(model, pruned, data)
+    assert found["calibrated"] < found["uniform"]
+
+
+def test_smoothed_curves_pass_through_the_points():
+    curves = Curves(ratios={"a": (0.3, 0.5, 0.8)}, damage={"a": (0.01, 0.1, 1.0)}, metric="kl", method="wanda")
+    x, y = (np.array(v) for v in curves.penalty(0.01)["a"])
+    assert np.interp([0.3, 0.5, 0.8], x, y) == pytest.approx([0.01, 0.1, 1.0], rel=1e-6)
+    assert y[0] == 0 and (np.diff(y) > 0).all()
+    around = Curves(ratios={"a": (0.4, 0.5, 0.6)}, damage={"a": (2.0, 2.1, 2.4)}, metric="kl", method="wanda", relative=True)
+    x, y = (np.array(v) for v in around.penalty(0.01)["a"])
+    assert np.interp(0.6, x, y) - np.interp(0.4, x, y) == pytest.approx(0.4)
+    assert (np.diff(np.diff(y) / np.diff(x)) >= -1e-9).all()
