@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from layerbudget import cli_plan
+from layerbudget.cli import plan as cli_plan
 from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
 from layerbudget.plan import Plan
 
