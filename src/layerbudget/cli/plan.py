@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import load_scores, need_scores, read_any, read_curves, read_fixed, say, show_table
 from ..plan import Plan
 from ..program.rules import EXPERT_RULES, SPARSITY_RULES
 from ..program.utilities import PENALTIES, UTILITIES
 from ..records import to_jsonable
+from .files import load_scores, need_scores, read_any, read_curves, read_fixed, say, show_table
 
 
 def register(subparsers: Any) -> None:
