@@ -71,9 +71,27 @@ def test_a_hook_or_a_wrapper_sees_the_leaves():
     x = torch.randn(4, 12, dtype=torch.float64)
     merged = layer(x)
     seen = []
-    layer.lora_experts_A["default"].register_forward_hook(lambda *_: seen.append(1))
+    for leaf in ("A", "B", "router"):
+        layer.get_submodule(f"lora_experts_{leaf}.default").register_forward_hook(lambda *_: seen.append(1))
     compare([layer(x)], [merged], 1e-13)
-    assert seen == [1]
+    assert len(seen) == 3
+
+
+def test_second_derivatives_and_per_sample_gradients():
+    """Curvature in adapter space differentiates twice; per-sample gradients go through torch.func."""
+    layer = module(3, dtype=torch.float64)
+    x = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda v: layer(v), (x,))
+    weights = {n: p for n, p in layer.named_parameters() if "lora_" in n}
+
+    def loss(parameters, row):
+        return torch.func.functional_call(layer, parameters, (row,)).square().sum()
+
+    rows = x.detach()
+    together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, rows)
+    for i, row in enumerate(rows):
+        alone = torch.autograd.grad(loss(weights, row), list(weights.values()))
+        compare([g[i] for g in together.values()], alone, 1e-12)
 
 
 def test_one_expert_is_lora_without_router():

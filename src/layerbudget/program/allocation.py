@@ -87,7 +87,7 @@ def allocate(
     if units == "relative":
         alpha, gamma = alpha * k / float(np.add.reduce(c)), gamma * k / float(np.add.reduce(w))
     program = Program(
-        sign=-1, function=f, scale=gamma * w, amount=c, price=alpha, low=low, high=high, base=floor, budget=total,
+        sign=-1, function=f, scale=w, factor=gamma, amount=c, price=alpha, low=low, high=high, base=floor, budget=total,
         target=target, exact_budget=rule == "exactly", names=_NAMES, weights=q,
         settings=(exponent, exponent_on, rule, units),
     )  # fmt: skip

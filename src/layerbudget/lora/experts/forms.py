@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def route(logits: Tensor, top_k: int) -> Tensor:
@@ -38,14 +39,43 @@ def spread(gate: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
 
     A product with the 0/1 block matrix ``I_E (x) 1_r``: exact, and faster than a broadcast over a last axis of length r.
     """
-    experts = gate.shape[-1]
-    blocks = torch.eye(experts, dtype=dtype, device=gate.device).repeat_interleave(rank, dim=1)
-    return gate.to(dtype) @ blocks
+    gate = gate.to(dtype)
+    return gate @ _blocks(gate.shape[-1], rank, gate)
 
 
-def fused(hidden: Tensor, gate: Tensor, rank: int, scale: float) -> Tensor:
-    """Gate the rank space: ``hidden (..., E r)`` times the spread gate; what remains is the product with ``B``."""
-    return hidden * spread(gate * scale, rank, hidden.dtype)
+def _blocks(experts: int, rank: int, like: Tensor) -> Tensor:
+    return torch.eye(experts, dtype=like.dtype, device=like.device).repeat_interleave(rank, dim=1)
+
+
+class _GatedProduct(torch.autograd.Function):
+    """``(hidden * spread(gate)) B'``, keeping rank space and gate for the backward pass; their product is made again there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hidden: Tensor, gate: Tensor, b: Tensor, rank: int) -> Tensor:
+        return F.linear(hidden * spread(gate, rank, hidden.dtype), b)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        hidden, gate, b, ctx.rank = inputs
+        ctx.save_for_backward(hidden, gate, b)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        hidden, gate, b = ctx.saved_tensors
+        factor = spread(gate, ctx.rank, hidden.dtype)
+        gradient = gradient.to(hidden.dtype)
+        inner = gradient @ b.to(hidden.dtype)
+        gated = (hidden * factor).reshape(-1, hidden.shape[-1])
+        for_b = gradient.reshape(-1, gradient.shape[-1]).T @ gated
+        for_gate = (inner * hidden) @ _blocks(gate.shape[-1], ctx.rank, hidden).T
+        return inner * factor, for_gate.to(gate.dtype), for_b.to(b.dtype), None
+
+
+def fused(hidden: Tensor, gate: Tensor, b: Tensor, rank: int, scale: float) -> Tensor:
+    """Gate the rank space ``hidden (..., E r)`` and multiply by ``B (d_out, E r)``: ``(..., d_out)``."""
+    return _GatedProduct.apply(hidden, (gate * scale).to(hidden.dtype), b, rank)
 
 
 def grouped(x: Tensor, a: Tensor, b: Tensor, gate: Tensor, top_k: int, scale: float) -> Tensor:

@@ -14,7 +14,7 @@ from ...blocks import is_conv1d
 from ...errors import InvalidInput
 from .balance import Routing, attach, balance_loss
 from .config import ExpertsConfig
-from .forms import fused, route
+from .forms import fused, route, spread
 
 
 def shape_of(base: nn.Module) -> tuple[int, int] | None:
@@ -114,7 +114,11 @@ class ExpertsLinear(nn.Module, ExpertsLayer):
         if logits is None:
             return self.lora_experts_B[name](hidden * scale), None
         gate = route(logits, self.lora_experts_top_k[name])
-        update = self.lora_experts_B[name](fused(hidden, gate, self.lora_experts_r[name], scale))
+        b, rank = self.lora_experts_B[name], self.lora_experts_r[name]
+        if _plain(b):
+            update = fused(hidden, gate, b.weight, rank, scale)
+        else:
+            update = b(hidden * spread(gate * scale, rank, hidden.dtype))
         coefficient = self.lora_experts_balance[name] * self.routing.scale
         if not (coefficient and self.training and torch.is_grad_enabled()):
             return update, None
