@@ -153,8 +153,8 @@ def certify(
     else:
         best_terms, best_used = program.terms(best), float(np.dot(a, best))
     dual = float(np.add.reduce(best_terms)) - sign * (p * best_used - multiplier * program.target)
-    floor = max(abs(program.target), 1e-6 * float(np.add.reduce(a)))
-    size = abs(float(np.add.reduce(terms))) + p0 * used + abs(multiplier) * floor
+    floor = max(abs(program.target), unit := 1e-6 * float(np.add.reduce(a)))
+    size = abs(float(np.add.reduce(terms))) + p0 * used + abs(multiplier) * abs(program.target) + abs(p) * unit
     gap = abs(primal - dual) / size if size > 0.0 else 0.0
     over = -sign * (used - program.target)
     feasibility = (abs(over) if program.exact_budget else max(over, 0.0)) / floor
