@@ -121,9 +121,10 @@ def test_several_passes_equal_one(zoo):
     assert np.allclose(one, many, rtol=1e-10)
 
 
-def test_full_rank_sketch_is_exact_and_a_small_one_is_near(zoo):
-    model, data = zoo.model("mistral"), zoo.data("mistral", samples=8, length=20)
-    blocks = zoo.partition(model, "mistral")
+@pytest.mark.parametrize("name", ("mistral", "mixtral"))
+def test_full_rank_sketch_is_exact_and_a_small_one_is_near(zoo, name):
+    model, data = zoo.model(name), zoo.data(name, samples=8, length=20)
+    blocks = zoo.partition(model, name)
     exact, _ = gram.gram_matrices(model, data, blocks)
     full, _ = gram.gram_matrices(model, data, blocks, sketch=(64, 64))
     small, _ = gram.gram_matrices(model, data, blocks, sketch=(12, 12))
