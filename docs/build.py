@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 STYLE = (
     "body{max-width:52rem;margin:2rem auto;padding:0 1rem;font:16px/1.55 system-ui,sans-serif;color:#1f2933}"
     "pre,code{background:#f1f3f5;border-radius:4px}pre{padding:.8rem;overflow-x:auto}code{padding:.1rem .25rem}"
-    "table{border-collapse:collapse}td,th{border-bottom:1px solid #dee2e6;padding:.25rem .7rem;text-align:left}nav a{margin-right:1rem}"
+    "table{border-collapse:collapse}nav a{margin-right:1rem}"
+    "td,th{border-bottom:1px solid #dee2e6;padding:.25rem .7rem;text-align:left}"
 )
 
 

@@ -35,9 +35,7 @@ def test_score_plan_prune_evaluate_on_other_architectures(saved_model, tmp_path,
     )
     assert plan["kind"] == "sparsity" and plan["certificate"]["status"]
     pruned = json.loads(
-        run(
-            "prune", folder, tmp_path / "p.json", "--method", "wanda", *SMALL, "--json", "-o", tmp_path / "out"
-        ).stdout
+        run("prune", folder, tmp_path / "p.json", "--method", "wanda", *SMALL, "--json", "-o", tmp_path / "out").stdout
     )
     total = sum(b["numel"] for b in plan["blocks"])
     assert pruned["sparsity"] == pytest.approx(sum(b["count"] for b in plan["blocks"]) / total, abs=1e-12)

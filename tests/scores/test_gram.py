@@ -7,7 +7,7 @@ import torch
 from layerbudget.errors import CoverageError, InvalidInput, UnknownStructure
 from layerbudget.scores import hooks
 from layerbudget.scores import loss as L
-from layerbudget.scores.curvature import fisher
+from layerbudget.scores.curvature import gram
 from layerbudget.scores.gain import score
 
 NAMES = ("mistral", "gemma", "gpt2", "bert", "bert-mlm", "mixtral", "mlp")
@@ -54,11 +54,11 @@ def test_gradient_norm_is_that_of_autograd_and_its_unbiased_form_drops_the_diago
     blocks = zoo.partition(model, name)
     scores = score(model, data, blocks, "gradient-norm", batch_size=1)
     rows, n = zoo.rows(model, data, blocks), L.token_count(model, data)
-    counts = fisher.token_counts(model, data)
+    counts = gram.token_counts(model, data)
     for k, s in enumerate(rows):
-        gram = s @ s.T
-        assert scores.gain[0][k] == pytest.approx(float(gram.sum()) / n**2, rel=1e-9)
-        off = float(gram.sum() - gram.trace()) / (n**2 - float((counts**2).sum()))
+        inner = s @ s.T
+        assert scores.gain[0][k] == pytest.approx(float(inner.sum()) / n**2, rel=1e-9)
+        off = float(inner.sum() - inner.trace()) / (n**2 - float((counts**2).sum()))
         assert scores.extra["unbiased"][k] == pytest.approx(off, rel=1e-6)
 
 
@@ -116,17 +116,17 @@ def test_fp32_agrees_with_fp64(zoo):
 def test_several_passes_equal_one(zoo):
     model, data = zoo.model("mistral"), zoo.data("mistral")
     blocks = zoo.partition(model, "mistral")
-    one, _ = fisher.gram_matrices(model, data, blocks)
-    many, _ = fisher.gram_matrices(model, data, blocks, max_bytes=1)
+    one, _ = gram.gram_matrices(model, data, blocks)
+    many, _ = gram.gram_matrices(model, data, blocks, max_bytes=1)
     assert np.allclose(one, many, rtol=1e-10)
 
 
 def test_full_rank_sketch_is_exact_and_a_small_one_is_near(zoo):
     model, data = zoo.model("mistral"), zoo.data("mistral", samples=8, length=20)
     blocks = zoo.partition(model, "mistral")
-    exact, _ = fisher.gram_matrices(model, data, blocks)
-    full, _ = fisher.gram_matrices(model, data, blocks, sketch=(64, 64))
-    small, _ = fisher.gram_matrices(model, data, blocks, sketch=(12, 12))
+    exact, _ = gram.gram_matrices(model, data, blocks)
+    full, _ = gram.gram_matrices(model, data, blocks, sketch=(64, 64))
+    small, _ = gram.gram_matrices(model, data, blocks, sketch=(12, 12))
     assert np.allclose(exact, full, rtol=1e-10)
     error = np.linalg.norm(small - exact) / np.linalg.norm(exact)
     assert 0 < error < 0.5

@@ -8,7 +8,7 @@ from layerbudget.blocks import is_conv1d, weight_of
 from layerbudget.errors import CoverageError
 from layerbudget.scores import adapter_space
 from layerbudget.scores import loss as L
-from layerbudget.scores.curvature import kfac
+from layerbudget.scores.curvature import kronecker
 from layerbudget.scores.gain import score
 
 NAMES = ("mlp", "mistral", "gemma", "gpt2", "bert")
@@ -133,7 +133,7 @@ def test_floor_is_zero_when_all_groups_agree(zoo):
 
 def test_factors_share_inputs(zoo):
     model, data = zoo.model("mistral"), zoo.data("mistral")
-    built = kfac.build(model, data, zoo.partition(model, "mistral"))
+    built = kronecker.build(model, data, zoo.partition(model, "mistral"))
     layer = "model.layers.0"
     assert built.a[f"{layer}.self_attn.q_proj"] is built.a[f"{layer}.self_attn.v_proj"]
     assert built.a[f"{layer}.mlp.gate_proj"] is built.a[f"{layer}.mlp.up_proj"]

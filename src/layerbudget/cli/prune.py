@@ -15,7 +15,9 @@ def register(subparsers: Any) -> None:
     parser.add_argument("plan", metavar="PLAN", help="plan.json of kind sparsity, made for this model")
     parser.add_argument("--method", default="wanda", choices=("magnitude", "wanda", "sparsegpt"))
     add_data_options(parser)
-    parser.add_argument("--pattern", metavar="N:M", help="zero n of every m inputs; n:8 with a literal n lets each block differ")
+    parser.add_argument(
+        "--pattern", metavar="N:M", help="zero n of every m inputs; n:8 with a literal n lets each block differ"
+    )
     parser.add_argument("--true-sequential", action="store_true", help="collect inputs again for every group of matrices")
     parser.add_argument("--parity", action="store_true", help="reproduce the masks of the reference implementations")
     parser.add_argument("--store", default="device", choices=("device", "cpu", "disk"), help="where activations live")

@@ -48,7 +48,8 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     with progress_bar(arguments, f"scoring by {arguments.estimator}") as progress:
         scores = score(
             model, data, blocks, estimator=arguments.estimator, damping=arguments.damping,
-            damping_unit=arguments.damping_unit, batch_size=arguments.batch_size, seed=arguments.seed, progress=progress, **options,
+            damping_unit=arguments.damping_unit, batch_size=arguments.batch_size, seed=arguments.seed, progress=progress,
+            **options,
         )  # fmt: skip
     path = scores.save(arguments.out, overwrite=arguments.overwrite)
     arguments.console.print(scores_table(scores))

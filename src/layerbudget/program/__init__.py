@@ -2,7 +2,25 @@
 
 from .allocation import allocate
 from .calibrated import CalibratedPenalty
+from .counts import round_parameters, round_pattern
+from .joint import JointSolution, solve_joint
+from .rounding import Rounded, round_capacity
 from .solution import Solution
 from .sparsity import sparsify
+from .transfer import Transfer, transfer_allocation, transfer_sparsity
 
-__all__ = ["CalibratedPenalty", "Solution", "allocate", "sparsify"]
+__all__ = [
+    "CalibratedPenalty",
+    "JointSolution",
+    "Rounded",
+    "Solution",
+    "Transfer",
+    "allocate",
+    "round_capacity",
+    "round_parameters",
+    "round_pattern",
+    "solve_joint",
+    "sparsify",
+    "transfer_allocation",
+    "transfer_sparsity",
+]

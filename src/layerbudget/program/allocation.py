@@ -79,28 +79,30 @@ def allocate(
     choice(units, "units", ("relative", "literal"))
     alpha, gamma = number(alpha, "alpha"), number(gamma, "gamma", positive=True)
     f = resolve(utility, concave=True)
-    w = weigh(q, c, number(exponent, "exponent"), choice(exponent_on, "exponent_on", ("density", "block")), w_low)
+    choice(exponent_on, "exponent_on", ("density", "block"))
+    w = weigh(q, c, number(exponent, "exponent"), exponent_on, w_low, literal=units == "literal")
     floor, low, high = _bounds(base, lower, upper, k)
     paid = 0.0 if isinstance(floor, float) else float(np.dot(c, floor))
     target = _feasible_target(c, total, paid, low, high, exactly=rule == "exactly")
     if units == "relative":
         alpha, gamma = alpha * k / float(np.add.reduce(c)), gamma * k / float(np.add.reduce(w))
     program = Program(
-        sign=-1, function=f, scale=gamma * w, amount=c, price=alpha, low=low, high=high, base=floor, budget=total,
+        sign=-1, function=f, scale=w, factor=gamma, amount=c, price=alpha, low=low, high=high, base=floor, budget=total,
         target=target, exact_budget=rule == "exactly", names=_NAMES, weights=q,
         settings=(exponent, exponent_on, rule, units),
     )  # fmt: skip
     return solve(program)
 
 
-def weigh(q: Vector, size: Vector, exponent: float, exponent_on: str, smallest: float) -> Vector:
+def weigh(q: Vector, size: Vector, exponent: float, exponent_on: str, smallest: float, *, literal: bool = False) -> Vector:
     """Weights of the programs: ``n (q / n)^beta`` (density) or ``q^beta`` (block), positive, shape ``(K,)``.
 
-    A zero weight becomes the limit of a vanishing one, so that "spend all of it" stays solvable.
+    A zero weight becomes the limit of a vanishing one, so that "spend all of it" stays solvable. Unless ``literal``, the
+    result is known up to one common factor only (which keeps large exponents in range).
     """
     if exponent != 1.0:
         d = q / size if exponent_on == "density" else q
-        d = (d / np.maximum.reduce(d)) ** exponent
+        d = (d if literal else d / np.maximum.reduce(d)) ** exponent
         q = size * d if exponent_on == "density" else d
         smallest = float(np.minimum.reduce(q))
     if smallest > 0.0:

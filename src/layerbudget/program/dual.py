@@ -27,6 +27,7 @@ from .inputs import Vector
 DENSE = 48
 CHUNK = 8192
 _EPS = 2.220446049250313e-16
+_STEP = 2.0**-40  # well inside a flat stretch that has no other end
 
 
 def piecewise_root(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
@@ -47,22 +48,32 @@ def piecewise_root(slope: Vector, offset: Vector, low: Vector, high: Vector, tar
     (1.0, 1.0, 1.0)
     """
     with np.errstate(all="ignore"):
-        if slope.size <= DENSE:
-            return _dense(slope, offset, low, high, target)
-        return _walk(slope, offset, low, high, target)
+        return search(slope, offset, low, high, target)
+
+
+def search(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
+    """:func:`piecewise_root` under the caller's ``np.errstate``."""
+    if target <= float(np.add.reduce(low)) * (1.0 + 4.0 * _EPS):
+        first = float(np.minimum.reduce((low - offset) / slope))
+        return first - abs(first) * _STEP, -math.inf, first
+    if target >= float(np.add.reduce(high)) * (1.0 - 4.0 * _EPS):
+        last = float(np.maximum.reduce((high - offset) / slope))
+        return last + abs(last) * _STEP, last, math.inf
+    return (_dense if slope.size <= DENSE else _walk)(slope, offset, low, high, target)
 
 
 def _dense(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
     leave, reach = (low - offset) / slope, (high - offset) / slope
-    knots = np.concatenate((leave, reach))
+    capped = float(np.minimum.reduce(high)) < math.inf
+    knots = np.concatenate((leave, reach)) if capped else leave
     total = np.multiply.outer(knots, slope)
     total += offset
     np.maximum(total, low, out=total)
-    np.minimum(total, high, out=total)
+    if capped:
+        np.minimum(total, high, out=total)
     total = np.add.reduce(total, 1)
-    below, above = knots[total <= target], knots[total >= target]
-    a = float(np.maximum.reduce(below)) if below.size else -math.inf
-    b = float(np.minimum.reduce(above)) if above.size else math.inf
+    a = float(np.maximum.reduce(knots, where=total <= target, initial=-math.inf))
+    b = float(np.minimum.reduce(knots, where=total >= target, initial=math.inf))
     return _finish(slope, offset, low, high, target, leave, reach, (a, b))
 
 
@@ -75,7 +86,7 @@ def _finish(
     if a >= b:  # the target is met at a knot, or (b < a) on a flat stretch between two knots
         return _inside(b, a), b, a
     inside = (leave <= a) & (reach >= b)
-    steep = float(np.add.reduce(slope[inside]))
+    steep = float(np.dot(slope, inside))
     if steep == 0.0:
         return _inside(a, b), a, b
     fixed = np.where(leave >= b, low, np.where(inside, offset, high))
@@ -164,7 +175,7 @@ def monotone_root(spend: Callable[[float], float], knots: Vector, target: float)
     """Solve ``spend(p) = target`` for a continuous nondecreasing function of ``p > 0`` that is smooth between knots.
 
     The piece is found by bisection over the sorted knots (a proven bracket), the root inside it by
-    ``scipy.optimize.elementwise.find_root`` in ``log p`` down to rounding.
+    Brent's method in ``log p`` down to rounding.
 
     Args:
         spend: Continuous, nondecreasing, defined for every positive ``p``.
@@ -226,15 +237,12 @@ def _expand(spend: Callable[[float], float], start: float, target: float, factor
 
 
 def _smooth_root(spend: Callable[[float], float], a: float, b: float, target: float) -> float:
-    from scipy.optimize.elementwise import find_root
+    from scipy.optimize import brentq
 
     if a >= b or spend(a) >= target:
         return a
     if spend(b) <= target:
         return b
 
-    def miss(u: Vector) -> Vector:
-        return np.array([spend(math.exp(v)) - target for v in np.ravel(u)]).reshape(np.shape(u))
-
-    found = find_root(miss, (math.log(a), math.log(b)), tolerances={"xatol": 0.0, "xrtol": 0.0, "fatol": 0.0, "frtol": 0.0})
-    return min(max(math.exp(float(np.ravel(found.x)[0])), a), b)
+    middle = brentq(lambda u: spend(math.exp(u)) - target, math.log(a), math.log(b), xtol=1e-300, rtol=4 * _EPS, maxiter=300)
+    return min(max(math.exp(middle), a), b)

@@ -29,10 +29,10 @@ class Solution:
         shadow_price: ``alpha + lambda`` or ``b + lambda``: utility per unit of budget at the margin.
         primal, dual: Objective at the decision, and the dual function at lambda, computed from lambda alone.
         gap: ``|primal - dual|`` relative to the sum of the absolute values of the objective's terms.
-        kkt_residual: Largest violation of stationarity (relative), bounds, budget and complementary slackness.
+        kkt_residual: Largest violation of stationarity (relative), bounds, complementary slackness and budget (relative to it,
+            or to a millionth of one unit everywhere where that is more).
         spent, budget, slack: Budget used, budget given, and what is left (allocation) or overshot (sparsity).
         inert: Names of the parameters that had no influence on the decision.
-        lower, upper: Bounds of the decision.
         program: The program that was solved, in the form that rounding and transfer use.
 
     >>> from layerbudget.program import allocate
@@ -40,25 +40,22 @@ class Solution:
     array([3., 1.])
     """
 
-    __slots__ = (
-        "value", "status", "multiplier", "multiplier_interval", "shadow_price", "primal", "dual", "gap", "kkt_residual",
-        "spent", "budget", "slack", "inert", "lower", "upper", "program",
-    )  # fmt: skip
-
     def __init__(self, **fields: Any) -> None:
-        put = object.__setattr__
-        for name, value in fields.items():
-            put(self, name, value)
+        self.__dict__.update(fields)
         self.value.flags.writeable = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Solution is frozen; {name} cannot be set")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+    @property
+    def lower(self) -> Vector:
+        """Floors of the decision, shape ``(K,)``."""
+        return self.program.low + self.program.base
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    @property
+    def upper(self) -> Vector:
+        """Caps of the decision, shape ``(K,)``."""
+        return self.program.high + self.program.base
 
     @property
     def at_lower(self) -> np.ndarray:

@@ -85,11 +85,12 @@ def sparsify(
         high = _measured(f, low, high)
     exactly = rule == "exactly"
     target = _feasible_target(n, target, low, high, exactly=exactly)
-    w = weigh(q, n, number(exponent, "exponent"), choice(exponent_on, "exponent_on", ("density", "block")), w_low)
+    choice(exponent_on, "exponent_on", ("density", "block"))
+    w = weigh(q, n, number(exponent, "exponent"), exponent_on, w_low, literal=units == "literal")
     if units == "relative":
         bits, eta = bits * k / float(np.add.reduce(n)), eta * k / float(np.add.reduce(w))
     program = Program(
-        sign=1, function=f, scale=eta * w, amount=n, price=bits, low=low, high=high, base=0.0, budget=target,
+        sign=1, function=f, scale=w, factor=eta, amount=n, price=bits, low=low, high=high, base=0.0, budget=target,
         target=target, exact_budget=exactly, names=_NAMES, weights=q, settings=(exponent, exponent_on, rule, units),
     )  # fmt: skip
     return solve(program)

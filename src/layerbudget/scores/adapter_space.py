@@ -17,13 +17,13 @@ from torch import nn
 
 from ..errors import CoverageError, InvalidInput
 from ..records import Block
-from .curvature import common, fisher
+from .curvature import common, fisher, gram
 from .hooks import Collector, Site
 from .loss import Data, token_count
 from .record import Scores
 
 
-class _AdapterRows(fisher.Rows):
+class _AdapterRows(gram.Rows):
     """Per-sequence gradients of B, ``S_i A'``, with an A of its own for every module."""
 
     def __init__(self, blocks: Sequence[Block], samples: int, rank: int, dtype: torch.dtype, device: Any, seed: int) -> None:
@@ -96,7 +96,7 @@ def score_adapter(
             rows.begin(batch.rows.start)
             total += common.backward(collector, batch, logits, batch.targets)
         collector.check_coverage()
-    grams = np.stack([fisher.gram(v) for v in rows.values]) * scaling**2
+    grams = np.stack([gram.gram(v) for v in rows.values]) * scaling**2
     scores = fisher.from_grams(
         model, data, blocks, grams, damping=damping, damping_unit=damping_unit, seed=seed, sketch=None, replicates=replicates,
         loss=total,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from .. import blocks as model_blocks
 from ..errors import InvalidInput
 from ..records import Block
+from . import stages
 from .curvature.common import Progress
 from .loss import Data
 from .record import Scores
@@ -58,6 +60,7 @@ def score(
     batch_size: int = 8,
     seed: int = 0,
     progress: Progress | None = None,
+    stage: Path | str | None = None,
     **options: Any,
 ) -> Scores:
     """Score every block of a model on a calibration set.
@@ -72,6 +75,8 @@ def score(
         batch_size: Sequences per forward pass.
         seed: Of everything random. The same seed gives the same bytes.
         progress: Called with ``(done, total)`` sequences or products.
+        stage: Folder in which finished records are kept and found again; ``fisher-gram`` also keeps its per-sequence rows
+            there, so that a run resumes and more samples cost only themselves.
         **options: Of the estimator (``sketch``, ``draws``, ``steps``, ...).
 
     Returns:
@@ -88,7 +93,15 @@ def score(
     model_blocks.check_finite(model)
     module, function = ESTIMATORS[estimator].split(":")
     call = getattr(importlib.import_module(module), function)
-    return call(
-        model, data, blocks, damping=damping, damping_unit=damping_unit, batch_size=batch_size, seed=seed, progress=progress,
-        **options,
-    )  # fmt: skip
+    arguments = {"damping": damping, "damping_unit": damping_unit, "batch_size": batch_size, "seed": seed, **options}
+    if stage is None:
+        return call(model, data, blocks, progress=progress, **arguments)
+    key = stages.request(model, data, blocks, estimator, arguments)
+    known = stages.finished(stage, key)
+    if known is not None:
+        return known
+    if estimator == "fisher-gram":
+        arguments["stage"] = stage
+    scores = call(model, data, blocks, progress=progress, **arguments)
+    stages.keep(stage, key, scores)
+    return scores

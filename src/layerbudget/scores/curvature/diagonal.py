@@ -13,7 +13,7 @@ from ..hooks import Collector, Site
 from ..loss import Data
 from ..record import Scores
 from . import common
-from .fisher import token_counts
+from .gram import token_counts
 
 
 class _Sums:

@@ -1,0 +1,38 @@
+"""``layerbudget reproduce``: the paper's figures and tables as commands."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+AVAILABLE = {
+    "released": "the expert lists and sparsity ratios that the paper released for Mistral-7B, recomputed",
+    "mlp": "the 8-layer MLP on digits: gain, curvature and LayerIF-type proxies at five dampings, 3 seeds",
+}
+
+
+def register(subparsers: Any) -> None:
+    """Add the parser of ``reproduce``."""
+    from .plan import register_reproduce
+
+    names = subparsers.add_parser("reproduce").add_subparsers(dest="name", required=True, metavar="NAME")
+    listing = names.add_parser("list", help="what can be reproduced")
+    listing.set_defaults(handler=run_list)
+    register_reproduce(names)
+    mlp = names.add_parser("mlp", help=AVAILABLE["mlp"])
+    mlp.add_argument("--scale", choices=("small", "full"), default="small", help="small: one seed, two dampings")
+    mlp.set_defaults(handler=run_mlp)
+
+
+def run_list(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Say what can be reproduced."""
+    for name, text in AVAILABLE.items():
+        arguments.console.print(f"{name}: {text}")
+    return {"available": AVAILABLE}
+
+
+def run_mlp(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train the MLPs, compute every proxy, show the tables."""
+    from ..reproduction.mlp import reproduce_mlp
+
+    return reproduce_mlp(scale=arguments.scale, console=arguments.console)

@@ -1,0 +1,48 @@
+r"""Start LoRA in the gain's own directions.
+
+Let ``G`` be the gradient of the mean loss with respect to a weight, accumulated over a calibration set, and
+``G = U S V'``. Of all rank-r updates with a given norm, ``-U_r S_r V_r'`` lowers the linearised loss most (Eckart-Young).
+With ``B = 0`` the first gradient of ``B`` is ``G A'``; rows of ``A`` equal to the top right singular vectors let it reach
+exactly that subspace, and the model starts unchanged. EVA (Paischer et al. 2024) takes the top directions of the *inputs*
+instead. The gradients come from :func:`layerbudget.scores.adapter_space.accumulated_gradients`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CoverageError
+from .targets import base_name
+
+
+def initialise_from_gradients(model: nn.Module, gradients: dict[str, Tensor], adapter_name: str = "default") -> None:
+    """Set ``A`` of every LoRA module to the top right singular vectors of its gradient; ``B`` stays zero.
+
+    Rows have norm ``1/sqrt(3)``, the norm of PEFT's default rows, so that only the directions differ from the default.
+
+    Raises:
+        CoverageError: An adapted module without a gradient.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer) or adapter_name not in module.lora_A:
+            continue
+        plain = base_name(name)
+        if plain not in gradients:
+            raise CoverageError(f"There is no gradient for {plain}.", "", "Accumulate gradients for every module of the plan.")
+        a = module.lora_A[adapter_name].weight
+        _, _, right = torch.linalg.svd(gradients[plain].double(), full_matrices=False)
+        rows = right[: a.shape[0]] / 3**0.5
+        with torch.no_grad():
+            a[: len(rows)] = rows.to(a.dtype)
+
+
+def singular_gains(gradients: dict[str, Tensor], largest: int) -> dict[str, Tensor]:
+    """Squared singular values of every gradient, descending, at most ``largest`` of them: the gain of each further rank.
+
+    A step of length ``eta`` along the best rank-r direction lowers the linearised loss by ``eta * sqrt(sum of the first r)``;
+    their sum is the squared norm of the gradient that an adapter of rank r can follow.
+    """
+    return {name: torch.linalg.svdvals(g.double())[:largest].square() for name, g in gradients.items()}

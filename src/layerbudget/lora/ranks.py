@@ -1,0 +1,168 @@
+r"""LoRA ranks by module: a plan becomes a ``peft.LoraConfig`` that holds exactly the planned ranks.
+
+Rank ``r`` on a matrix of shape ``(d_out, d_in)`` costs ``r (d_in + d_out)`` trained parameters. PEFT scales an update by
+``alpha / r`` (``alpha / sqrt(r)`` under rsLoRA), so a rank that varies by module also varies the *step* of the module unless
+alpha follows it. The policies:
+
+- ``constant-ratio`` (default): ``alpha = ratio * r``. Every module has the same scale; this also serves correctly where a
+  server reads one alpha and one rank for the whole adapter.
+- ``constant-alpha``: one alpha; scale ``alpha / r`` falls with rank (what a bare ``rank_pattern`` does).
+- ``rslora``: one alpha, scale ``alpha / sqrt(r)`` (Kalajdzievski 2023).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from ..errors import CoverageError, InvalidInput
+from ..plan import Plan
+from . import targets
+
+ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
+_SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def to_lora_config(
+    plan: Plan,
+    *,
+    alpha_policy: str = "constant-ratio",
+    ratio: float = 2.0,
+    alpha: float = 16.0,
+    dropout: float = 0.0,
+    **options: Any,
+):
+    """Turn a plan of ranks into a ``peft.LoraConfig``.
+
+    Every module is named by its escaped full name, once, with its own rank and alpha: PEFT saves patterns with sorted keys and
+    takes the first match, so overlapping patterns would mean something else after loading. Modules of rank zero are excluded.
+
+    Args:
+        plan: A plan of kind ``ranks``.
+        alpha_policy: ``constant-ratio``, ``constant-alpha`` or ``rslora`` (see the module's text).
+        ratio: ``alpha / r`` under ``constant-ratio``.
+        alpha: Alpha under the other two policies.
+        dropout: LoRA dropout.
+        options: Passed on to ``LoraConfig`` (``task_type``, ``modules_to_save``, ``init_lora_weights``, ...).
+
+    Returns:
+        The configuration. ``r`` is the largest rank, so that a server which reads it alone reserves enough.
+
+    Raises:
+        InvalidInput: A plan of another kind, an unknown policy, or no module with a rank above zero.
+    """
+    from peft import LoraConfig
+
+    if alpha_policy not in ALPHA_POLICIES:
+        raise InvalidInput(f"alpha_policy is {alpha_policy!r}.", f"Policies are {', '.join(ALPHA_POLICIES)}.", "")
+    ranks = targets.counts_by_module(plan, "ranks")
+    adapted = {m: r for m, r in ranks.items() if r > 0}
+    if not adapted:
+        raise InvalidInput("Every rank of this plan is zero.", "", "Plan with a larger budget.")
+    excluded = sorted(m for m, r in ranks.items() if r == 0)
+    scale = (lambda r: ratio * r) if alpha_policy == "constant-ratio" else (lambda r: alpha)
+    largest = max(adapted.values())
+    settings = {
+        "r": largest,
+        "lora_alpha": scale(largest),
+        "lora_dropout": dropout,
+        "use_rslora": alpha_policy == "rslora",
+        "target_modules": sorted(adapted),
+        "exclude_modules": excluded or None,
+        "rank_pattern": {targets.pattern(m): r for m, r in adapted.items()},
+        "alpha_pattern": {targets.pattern(m): scale(r) for m, r in adapted.items()},
+    }
+    return LoraConfig(**{**settings, **options})
+
+
+def adapted_ranks(model: nn.Module, adapter_name: str = "default") -> dict[str, int]:
+    """Rank by module, read from the tensors of an adapted model."""
+    from peft.tuners.lora import LoraLayer
+
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and adapter_name in module.lora_A:
+            found[targets.base_name(name)] = module.lora_A[adapter_name].weight.shape[0]
+    return found
+
+
+def add_ranks(
+    model: nn.Module, plan: Plan, *, adapter_name: str = "default", config: Any = None, validate: bool = True, **options: Any
+):
+    """Adapt a model by a plan of ranks, and count again.
+
+    Args:
+        model: The model that the plan was made for.
+        plan: A plan of kind ``ranks``.
+        adapter_name: Name of the adapter in PEFT.
+        config: A configuration of one's own; by default :func:`to_lora_config` makes it from ``options``.
+        validate: Refuse a model whose content digest is not the plan's.
+        options: Passed to :func:`to_lora_config`.
+
+    Returns:
+        The ``PeftModel``.
+
+    Raises:
+        ModelMismatch: The plan was made for another model.
+        UnknownBlock: The plan names a module that the model does not have.
+        CoverageError: A fused or tied module, or a recount that differs from the plan; names the module.
+    """
+    from peft import get_peft_model
+
+    ranks = targets.counts_by_module(plan, "ranks")
+    shapes = targets.check(model, plan, ranks, validate=validate)
+    config = config or to_lora_config(plan, **options)
+    adapted = get_peft_model(model, config, adapter_name=adapter_name)
+    targets.recount(adapted_ranks(adapted, adapter_name), {m: r for m, r in ranks.items() if r}, "rank")
+    planned = sum(ranks[m] * (d_in + d_out) for m, (d_in, d_out) in shapes.items())
+    saved = f".modules_to_save.{adapter_name}."
+    trained = sum(p.numel() for n, p in adapted.named_parameters() if p.requires_grad and saved not in n and "lora_" in n)
+    if trained != planned:
+        raise CoverageError(
+            f"{trained:,} adapter parameters are trained; the plan's ranks make {planned:,}.",
+            "",
+            "Use the plan's own configuration.",
+        )
+    return adapted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingHint:
+    """What a server must be told to hold the adapter.
+
+    Attributes:
+        max_rank: Largest rank of the plan.
+        vllm_max_lora_rank: Smallest accepted value of vLLM's ``max_lora_rank`` that holds it, ``None`` beyond 512.
+        padded_share: Share of the reserved adapter memory that is padding (a server reserves the largest rank everywhere).
+        note: One sentence.
+    """
+
+    max_rank: int
+    vllm_max_lora_rank: int | None
+    padded_share: float
+    note: str
+
+
+def serving_hint(plan: Plan, alpha_policy: str = "constant-ratio") -> ServingHint:
+    """Say how a plan of ranks is served.
+
+    vLLM (``--enable-lora``) reserves ``max_lora_rank`` for every module, accepts 8, 16, 32, 64, 128, 256, 320 and 512 (recent
+    releases also 1), and reads one ``r`` and one ``lora_alpha`` for the whole adapter. Hence ``r`` is the largest rank in the
+    configuration, and ``constant-ratio`` is the policy whose scale is the same for every module.
+
+    Raises:
+        InvalidInput: A plan of another kind.
+    """
+    ranks = [r for r in targets.counts_by_module(plan, "ranks").values() if r]
+    largest = max(ranks, default=0)
+    served = next((r for r in _SERVED_RANKS if r >= largest), None)
+    padded = 1 - sum(ranks) / (len(ranks) * served) if ranks and served else 0.0
+    if served is None:
+        note = f"Rank {largest} is above the 512 that vLLM accepts: merge the adapter before serving."
+    elif alpha_policy != "constant-ratio":
+        note = f"--max-lora-rank {served}; with {alpha_policy} the scale differs by module: merge the adapter before serving."
+    else:
+        note = f"--enable-lora --max-lora-rank {served}; {padded:.0%} of the reserved adapter memory is padding."
+    return ServingHint(max_rank=largest, vllm_max_lora_rank=served, padded_share=padded, note=note)

@@ -1,0 +1,220 @@
+r"""One byte budget for adapting and pruning (THEORY section 5).
+
+    minimise   sum_k  alpha a_k e_k - gamma w_k phi(e_k) + eta v_k psi(rho_k)
+    subject to sum_k a_k e_k - sum_k s_k rho_k <= M,    0 <= e_k <= u_k,   rho_min_k <= rho_k <= rho_max_k
+
+Experts cost bytes, pruning frees bytes, M may be negative ("shrink by 2 GB and adapt"). One constraint couples everything, so
+one multiplier decides: ``e_k`` answers the price ``alpha + lambda``, ``rho_k`` the reward ``lambda``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import InfeasibleBudget, InvalidInput, NotFinite
+from .allocation import _bounds as _capacity_bounds
+from .allocation import weigh
+from .calibrated import CalibratedPenalty
+from .dual import monotone_root
+from .inputs import Vector, choice, cost_vector, number, weight_vector
+from .separable import Program, stationarity
+from .solution import Solution
+from .sparsity import _bounds as _sparsity_bounds
+from .utilities import Function, resolve
+
+_ROUNDING = 1e-12
+
+
+class JointSolution(Solution):
+    """A :class:`Solution` whose value holds capacities and then sparsities, shape ``(2K,)``."""
+
+    @property
+    def capacity(self) -> Vector:
+        """Capacities ``e``, shape ``(K,)``."""
+        return self.value[: self.value.size // 2]
+
+    @property
+    def sparsity(self) -> Vector:
+        """Sparsities ``rho``, shape ``(K,)``."""
+        return self.value[self.value.size // 2 :]
+
+
+class JointProgram:
+    """The two halves of a joint program."""
+
+    sign, base = -1, 0.0
+
+    def __init__(self, adapt: Program, prune: Program, budget: float) -> None:
+        self.adapt, self.prune, self.budget = adapt, prune, budget
+        self.low = np.concatenate((adapt.low + adapt.base, prune.low))
+        self.high = np.concatenate((adapt.high + adapt.base, prune.high))
+
+    def at_multiplier(self, multiplier: float) -> tuple[Vector, Vector]:
+        """Both decisions when a unit of budget is worth ``lambda``."""
+        return self.adapt.at_price(self.adapt.price + multiplier), self.prune.at_price(max(multiplier, 0.0))
+
+    def net(self, e: Vector, rho: Vector) -> float:
+        """Budget used: experts (base included) minus what pruning frees."""
+        return float(np.dot(self.adapt.amount, e + self.adapt.base)) - float(np.dot(self.prune.amount, rho))
+
+
+def solve_joint(
+    weights: ArrayLike,
+    cost: ArrayLike,
+    savings: ArrayLike,
+    budget: float,
+    *,
+    prune_weights: ArrayLike | None = None,
+    exponent: float = 1.0,
+    prune_exponent: float = 1.0,
+    exponent_on: str = "density",
+    alpha: float = 0.5,
+    gamma: float = 0.9,
+    eta: float = 2.0,
+    base: ArrayLike = 0.0,
+    lower: ArrayLike = 0.0,
+    upper: ArrayLike | None = None,
+    max_sparsity: ArrayLike = 0.55,
+    min_sparsity: ArrayLike = 0.0,
+    utility: str | Function = "log",
+    penalty: str | Function = "quadratic",
+    rule: str = "at_most",
+) -> JointSolution:
+    """Decide capacities and sparsities under one budget.
+
+    Args:
+        weights: Layer weights ``q_k >= 0`` for adapting, shape ``(K,)``.
+        cost: Budget per unit of capacity, ``a_k > 0``.
+        savings: Budget freed by pruning block k entirely, ``s_k > 0``.
+        budget: M, the net budget; negative to shrink.
+        prune_weights: Weights for pruning; ``weights`` by default.
+        exponent: Exponent of the adapting weights. prune_exponent: Of the pruning weights.
+        prune_exponent: See ``exponent``.
+        exponent_on: ``density`` or ``block``.
+        alpha: Price per unit of cost.
+        gamma: Weight of the utility.
+        eta: Weight of the penalty. Here gamma and eta do not cancel: their ratio is what a block's adaptation is worth
+            against its pruning. Both weight vectors are taken relative to their mean.
+        base: Capacity that every block has anyway.
+        lower: Smallest capacity.
+        upper: Largest capacity.
+        max_sparsity: Cap per block.
+        min_sparsity: Floor per block.
+        utility: phi.
+        penalty: psi; smooth ones only.
+        rule: ``at_most`` (lambda >= 0) or ``exactly`` (lambda > -alpha).
+
+    Returns:
+        The solution with ``capacity`` and ``sparsity``.
+
+    Raises:
+        InfeasibleBudget: Even full pruning does not free enough, or (``exactly``) the caps cannot use the budget.
+        InvalidInput: An input outside its domain.
+        DegenerateScores: All weights are zero.
+
+    >>> s = solve_joint([1.0, 3.0], 10.0, 100.0, -20.0, rule="exactly")
+    >>> bool(abs(10 * s.capacity.sum() - 100 * s.sparsity.sum() + 20) < 1e-9)
+    True
+    """
+    q, q_low, _ = weight_vector(weights)
+    k = q.size
+    v, v_low, _ = weight_vector(weights if prune_weights is None else prune_weights, "prune_weights")
+    a, s = cost_vector(cost, k), cost_vector(savings, k, "savings")
+    v = cost_vector(np.where(v > 0, v, v.max() * 1e-30), k, "prune_weights")
+    choice(rule, "rule", ("at_most", "exactly"))
+    choice(exponent_on, "exponent_on", ("density", "block"))
+    total = _net_budget(budget)
+    phi, psi = resolve(utility, concave=True), resolve(penalty, concave=False)
+    if isinstance(psi, CalibratedPenalty):
+        raise InvalidInput("The joint program was given measured curves.", "It takes smooth penalties.", "Use 'quadratic'.")
+    floor, low, high = _capacity_bounds(base, lower, upper, k)
+    rho_low, rho_high = _sparsity_bounds(min_sparsity, max_sparsity, k)
+    w = weigh(q, a, number(exponent, "exponent"), exponent_on, q_low)
+    v = weigh(v, s, number(prune_exponent, "prune_exponent"), exponent_on, v_low or 1.0)
+    price = number(alpha, "alpha") * k / float(np.add.reduce(a))
+    w = w * (number(gamma, "gamma", positive=True) * k / float(np.add.reduce(w)))
+    v = v * (number(eta, "eta", positive=True) * k / float(np.add.reduce(v)))
+    exactly = rule == "exactly"
+    shared = {"budget": total, "target": total, "exact_budget": exactly, "names": (), "weights": q, "settings": (rule,)}
+    adapt = Program(sign=-1, function=phi, scale=w, amount=a, price=price, low=low, high=high, base=floor, **shared)
+    prune = Program(sign=1, function=psi, scale=v, amount=s, price=0.0, low=rho_low, high=rho_high, base=0.0, **shared)
+    program = JointProgram(adapt, prune, total)
+    _check(program, exactly=exactly)
+    with np.errstate(all="ignore"):
+        return _solve(program, exactly=exactly)
+
+
+def _net_budget(budget: float) -> float:
+    if not (isinstance(budget, (int, float)) and math.isfinite(budget)):
+        raise NotFinite(f"budget is {budget!r}.", "It must be a finite number; negative to shrink.", "Give a plain number.")
+    return float(budget)
+
+
+def _check(program: JointProgram, *, exactly: bool) -> None:
+    adapt, prune, total = program.adapt, program.prune, program.budget
+    least, most = program.net(adapt.low, prune.high), program.net(adapt.high, prune.low)
+    room = _ROUNDING * (abs(least) + abs(total))
+    if total < least - room:
+        raise InfeasibleBudget(
+            f"The net budget {total:g} cannot be reached: pruning to the caps without adapting gives {least:g}.",
+            f"It must be at least {least:g}.",
+            "Raise max_sparsity, or ask for less shrinking.",
+        )
+    if exactly and total > most + room:
+        raise InfeasibleBudget(
+            f"The net budget {total:g} cannot be used up: full capacity without pruning takes {most:g}.",
+            f"Under rule='exactly' it must lie in [{least:g}, {most:g}].",
+            "Raise the caps, or use rule='at_most'.",
+        )
+
+
+def _solve(program: JointProgram, *, exactly: bool) -> JointSolution:
+    """Search lambda itself above zero (it may be tiny beside alpha), and the price below (pruning then stays at its floor)."""
+    adapt, prune = program.adapt, program.prune
+    ends = np.concatenate([adapt.scale / adapt.amount * adapt.function.derivative(x) for x in (adapt.low, adapt.high)])
+    at_zero = program.net(adapt.at_price(adapt.price), prune.at_price(0.0))
+    if at_zero > program.budget:
+        knots = [prune.scale / prune.amount * prune.function.derivative(x) for x in (prune.low, prune.high)]
+        knots = 1.0 / np.concatenate((ends - adapt.price, *knots))
+        t, t_low, t_high = monotone_root(lambda t: program.net(*program.at_multiplier(1.0 / t)), knots, program.budget)
+        interval = (_reciprocal(t_high), _reciprocal(t_low))
+        return _certify(program, adapt.price + 1.0 / t, 1.0 / t, interval, slack=False, exactly=exactly)
+    if not exactly or at_zero == program.budget:
+        return _certify(program, adapt.price, 0.0, (0.0, 0.0), slack=at_zero < program.budget, exactly=exactly)
+    rho = prune.at_price(0.0)
+    t, t_low, t_high = monotone_root(lambda t: program.net(adapt.at_price(1.0 / t), rho), 1.0 / ends, program.budget)
+    interval = (_reciprocal(t_high) - adapt.price, _reciprocal(t_low) - adapt.price)
+    return _certify(program, 1.0 / t, 1.0 / t - adapt.price, interval, slack=False, exactly=True)
+
+
+def _reciprocal(t: float) -> float:
+    return 1.0 / t if t > 0 else math.inf
+
+
+def _certify(
+    program: JointProgram, p: float, multiplier: float, interval: tuple[float, float], *, slack: bool, exactly: bool
+) -> JointSolution:
+    adapt, prune = program.adapt, program.prune
+    e, rho = adapt.at_price(p), prune.at_price(max(multiplier, 0.0))
+    over = program.net(e, rho) - program.budget
+    parts = (float(adapt.terms(e).sum()), adapt.price * float(np.dot(adapt.amount, e)), float(prune.terms(rho).sum()))
+    primal = sum(parts)
+    gross = float(np.dot(adapt.amount, e + adapt.base)) + float(np.dot(prune.amount, rho))
+    size = sum(map(abs, parts)) + abs(multiplier) * max(abs(program.budget), gross)
+    gap = abs(multiplier * over) / size if size > 0 else 0.0
+    worst_e, low_e, high_e = stationarity(adapt, e, p)
+    worst_r, low_r, high_r = stationarity(prune, rho, max(multiplier, 0.0))
+    infeasible = (abs(over) if exactly else max(over, 0.0)) / max(abs(program.budget), gross, 1e-300)
+    frozen = (low_e or high_e) and (low_r or high_r)
+    status = (
+        "degenerate" if slack and low_e and low_r else "saturated" if frozen and high_r else "slack" if slack else "binding"
+    )
+    return JointSolution(
+        value=np.concatenate((e + adapt.base, rho)), status=status, multiplier=multiplier, multiplier_interval=interval,
+        shadow_price=p, primal=primal, dual=primal + multiplier * over, gap=gap, kkt_residual=max(worst_e, worst_r, infeasible),
+        spent=program.budget + over, budget=program.budget, slack=-over, inert=("budget",) if slack else (),
+        program=program,
+    )  # fmt: skip

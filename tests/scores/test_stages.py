@@ -1,0 +1,83 @@
+"""Stages on disk: resumed, extended, merged and reused give what one run gives."""
+
+import numpy as np
+import pytest
+import torch
+
+from layerbudget.errors import InvalidInput, ModelMismatch
+from layerbudget.scores import stages
+from layerbudget.scores.curvature import gram
+from layerbudget.scores.gain import score
+
+
+@pytest.fixture
+def case(zoo):
+    model = zoo.model("mistral")
+    return model, zoo.data("mistral", samples=9), zoo.partition(model, "mistral")
+
+
+@pytest.mark.parametrize("sketch", (None, 6))
+def test_more_samples_later_give_the_result_of_all_at_once(case, tmp_path, sketch):
+    model, data, blocks = case
+    options = {"sketch": sketch, "replicates": 5, "batch_size": 2}
+    score(model, data.select(slice(0, 5)), blocks, stage=tmp_path, **options)
+    counts = []
+    later = score(model, data, blocks, stage=tmp_path, progress=lambda done, total: counts.append(total), **options)
+    at_once = score(model, data, blocks, **options)
+    assert set(counts) == {4}
+    for field in ("gain", "standard_error", "noise_floor"):
+        assert np.allclose(getattr(later, field), getattr(at_once, field), rtol=1e-9)
+
+
+def test_stages_of_two_machines_merge(case, tmp_path):
+    model, data, blocks = case
+    who = stages.identity(model, blocks, None, 0)
+    for name, rows in (("a", slice(0, 4)), ("b", slice(3, 9))):
+        score(model, data.select(rows), blocks, stage=tmp_path / name, batch_size=2)
+    assert stages.Stage(tmp_path / "a", who).merge(tmp_path / "b") == 3
+    merged, computed = stages.gram_matrices(
+        stages.Stage(tmp_path / "a", who), model, data, blocks, batch_size=2, sketch=None, seed=0
+    )
+    assert computed == 0
+    assert np.allclose(merged, gram.gram_matrices(model, data, blocks)[0], rtol=1e-9)
+
+
+def test_a_crash_costs_one_batch(case, tmp_path):
+    model, data, blocks = case
+    done = []
+
+    def crash(n, total):
+        done.append(n)
+        if n >= 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(model, data, blocks, stage=tmp_path, batch_size=2, progress=crash)
+    left = []
+    score(model, data, blocks, stage=tmp_path, batch_size=2, progress=lambda n, total: left.append(total))
+    assert left[-1] == 9 - 4
+
+
+def test_an_unchanged_request_is_read_and_a_changed_one_is_not(case, tmp_path, monkeypatch):
+    model, data, blocks = case
+    first = score(model, data, blocks, "kfac", stage=tmp_path)
+    ran = []
+    again = score(model, data, blocks, "kfac", stage=tmp_path, progress=lambda *a: ran.append(a))
+    assert again.to_dict() == stages.Scores.from_dict(first.to_dict()).to_dict() and not ran
+    score(model, data, blocks, "kfac", seed=1, stage=tmp_path, progress=lambda *a: ran.append(a))
+    assert ran
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    other = score(model, data, blocks, "kfac", stage=tmp_path)
+    assert other.gain != first.gain
+
+
+def test_a_stage_of_another_model_and_duplicates_are_refused(case, tmp_path):
+    model, data, blocks = case
+    score(model, data, blocks, stage=tmp_path)
+    with pytest.raises(InvalidInput, match="duplicates"):
+        score(model, data.select([0, 1, 1]), blocks, stage=tmp_path)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    with pytest.raises(ModelMismatch, match="another folder"):
+        score(model, data, blocks, stage=tmp_path)

@@ -1,0 +1,41 @@
+import pytest
+
+from layerbudget.errors import NotFound
+from layerbudget.planning import plan_sparsity
+from layerbudget.records import dumps, write_text
+from layerbudget.report.figures import damping_sweep, draw_plans, new_figure, overview, save_figure
+from layerbudget.report.page import build_page, write_page
+
+ROWS = [
+    {"model": "dense", "target": None, "sparsity": 0.0, "perplexity": 3.0, "standard_error": 0.1, "vs_uniform": None},
+    {"model": "uniform", "target": 0.5, "sparsity": 0.5, "perplexity": 4.0, "standard_error": 0.1, "vs_uniform": None},
+]
+
+
+def test_page_holds_scores_plan_results_and_figures(tmp_path, scores_of):
+    scores = scores_of([1.0, 2.0, 3.0])
+    plan = plan_sparsity(scores, sparsity=0.5)
+    scores.save(tmp_path / "scores.json")
+    plan.save(tmp_path / "plan.json")
+    write_text(tmp_path / "result.json", dumps({"rows": ROWS, "verdict": "cannot be told apart"}))
+    overview(scores, [plan], ROWS, tmp_path / "overview.png")
+    text = build_page(tmp_path)
+    for part in ("model.layers.2", "Certificate", "cannot be told apart", "data:image/png;base64,", "stored dense"):
+        assert part in text
+    assert "http" not in text, "the page must be self-contained"
+    assert write_page(tmp_path, tmp_path / "r.html").read_text() == text
+
+
+def test_page_of_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(NotFound, match="holds no results"):
+        build_page(tmp_path)
+
+
+def test_figures_are_written_and_deterministic(tmp_path, scores_of):
+    plan = plan_sparsity(scores_of([1.0, 2.0, 3.0]), sparsity=0.5)
+    for name in ("a", "b"):
+        figure = new_figure(4, 3)
+        draw_plans(figure.subplots(), [plan])
+        save_figure(figure, tmp_path / f"{name}.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert damping_sweep(scores_of([1.0, 2.0]), tmp_path / "sweep.png").stat().st_size > 1000
