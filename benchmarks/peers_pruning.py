@@ -128,9 +128,14 @@ def llm_compressor(path: Path | None, method: str, recipe: str | None = None):
         chosen = recipe or kind(sparsity=ratio, mask_structure=structure, targets=["Linear"], ignore=["re:.*lm_head"])
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             oneshot(
-                model=model, processor=_tokenizer(model.config.vocab_size), dataset=data, recipe=chosen, num_calibration_samples=len(ids), max_seq_length=ids.shape[1],
+                model=model,
+                processor=_tokenizer(model.config.vocab_size),
+                dataset=data,
+                recipe=chosen,
+                num_calibration_samples=len(ids),
+                max_seq_length=ids.shape[1],
                 shuffle_calibration_samples=False,
-            )  # fmt: skip
+            )
 
     run.prepare = _give_a_folder
     return run

@@ -102,6 +102,12 @@ class Plan:
         """Map every module's full name to its block's decision."""
         return {m: b for b in self.blocks for m in b.modules}
 
+    def to_lora_config(self, **options: Any) -> Any:
+        """Turn a plan of ranks into a ``peft.LoraConfig``: :func:`layerbudget.lora.ranks.to_lora_config`."""
+        from .lora.ranks import to_lora_config
+
+        return to_lora_config(self, **options)
+
     def validate(self, model: Mapping[str, Any]) -> None:
         """Refuse a model that the plan was not made for.
 

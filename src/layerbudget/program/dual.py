@@ -47,22 +47,26 @@ def piecewise_root(slope: Vector, offset: Vector, low: Vector, high: Vector, tar
     (1.0, 1.0, 1.0)
     """
     with np.errstate(all="ignore"):
-        if slope.size <= DENSE:
-            return _dense(slope, offset, low, high, target)
-        return _walk(slope, offset, low, high, target)
+        return search(slope, offset, low, high, target)
+
+
+def search(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
+    """:func:`piecewise_root` under the caller's ``np.errstate``."""
+    return (_dense if slope.size <= DENSE else _walk)(slope, offset, low, high, target)
 
 
 def _dense(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
     leave, reach = (low - offset) / slope, (high - offset) / slope
-    knots = np.concatenate((leave, reach))
+    capped = float(np.minimum.reduce(high)) < math.inf
+    knots = np.concatenate((leave, reach)) if capped else leave
     total = np.multiply.outer(knots, slope)
     total += offset
     np.maximum(total, low, out=total)
-    np.minimum(total, high, out=total)
+    if capped:
+        np.minimum(total, high, out=total)
     total = np.add.reduce(total, 1)
-    below, above = knots[total <= target], knots[total >= target]
-    a = float(np.maximum.reduce(below)) if below.size else -math.inf
-    b = float(np.minimum.reduce(above)) if above.size else math.inf
+    a = float(np.maximum.reduce(knots, where=total <= target, initial=-math.inf))
+    b = float(np.minimum.reduce(knots, where=total >= target, initial=math.inf))
     return _finish(slope, offset, low, high, target, leave, reach, (a, b))
 
 
@@ -75,7 +79,7 @@ def _finish(
     if a >= b:  # the target is met at a knot, or (b < a) on a flat stretch between two knots
         return _inside(b, a), b, a
     inside = (leave <= a) & (reach >= b)
-    steep = float(np.add.reduce(slope[inside]))
+    steep = float(np.dot(slope, inside))
     if steep == 0.0:
         return _inside(a, b), a, b
     fixed = np.where(leave >= b, low, np.where(inside, offset, high))

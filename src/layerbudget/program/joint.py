@@ -31,8 +31,6 @@ _ROUNDING = 1e-12
 class JointSolution(Solution):
     """A :class:`Solution` whose value holds capacities and then sparsities, shape ``(2K,)``."""
 
-    __slots__ = ()
-
     @property
     def capacity(self) -> Vector:
         """Capacities ``e``, shape ``(K,)``."""
@@ -47,11 +45,12 @@ class JointSolution(Solution):
 class JointProgram:
     """The two halves of a joint program."""
 
-    __slots__ = ("adapt", "prune", "budget")
-    sign = -1
+    sign, base = -1, 0.0
 
     def __init__(self, adapt: Program, prune: Program, budget: float) -> None:
         self.adapt, self.prune, self.budget = adapt, prune, budget
+        self.low = np.concatenate((adapt.low + adapt.base, prune.low))
+        self.high = np.concatenate((adapt.high + adapt.base, prune.high))
 
     def at_price(self, p: float) -> tuple[Vector, Vector]:
         """Both decisions when a unit of budget is worth ``lambda = p - alpha``."""
@@ -212,6 +211,5 @@ def _certify(program: JointProgram, p: float, interval: tuple[float, float], *, 
         value=np.concatenate((e + adapt.base, rho)), status=status, multiplier=multiplier, multiplier_interval=interval,
         shadow_price=p, primal=primal, dual=primal + multiplier * over, gap=gap, kkt_residual=max(worst_e, worst_r, infeasible),
         spent=program.budget + over, budget=program.budget, slack=-over, inert=("budget",) if slack else (),
-        lower=np.concatenate((adapt.low + adapt.base, prune.low)), upper=np.concatenate((adapt.high + adapt.base, prune.high)),
         program=program,
     )  # fmt: skip

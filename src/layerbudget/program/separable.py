@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .dual import monotone_root, piecewise_root
+from .dual import monotone_root, search
 from .inputs import Vector
 from .solution import Solution
 from .utilities import Function
@@ -38,14 +38,8 @@ class Program:
         settings: Everything else that the record should keep.
     """
 
-    __slots__ = (
-        "sign", "function", "scale", "amount", "price", "low", "high", "base", "budget", "target", "exact_budget", "names",
-        "weights", "settings",
-    )  # fmt: skip
-
     def __init__(self, **fields: Any) -> None:
-        for name, value in fields.items():
-            setattr(self, name, value)
+        self.__dict__.update(fields)
 
     def at_price(self, p: float) -> Vector:
         """Every block's own optimum at price ``p``, shape ``(K,)``."""
@@ -69,7 +63,7 @@ def root(program: Program) -> tuple[float, float, float]:
     if getattr(f, "exact", False):
         slope, offset = f.linear(program.scale, program.amount)  # type: ignore[attr-defined]
         low, high = program.amount * program.low, program.amount * program.high
-        t, t_low, t_high = piecewise_root(slope, offset, low, high, program.target)
+        t, t_low, t_high = search(slope, offset, low, high, program.target)
         if program.sign > 0:
             return t, max(t_low, 0.0), t_high
         return _reciprocal(t), _reciprocal(t_high), _reciprocal(t_low)
@@ -134,8 +128,7 @@ def certify(
     return Solution(
         value=value, status=status, multiplier=multiplier, multiplier_interval=(interval[0] - p0, interval[1] - p0),
         shadow_price=p, primal=primal, dual=dual, gap=gap, kkt_residual=max(worst, feasibility, complementarity),
-        spent=spent, budget=program.budget, slack=-over, inert=_inert(program, status),
-        lower=program.low + program.base, upper=program.high + program.base, program=program,
+        spent=spent, budget=program.budget, slack=-over, inert=_inert(program, status), program=program,
     )  # fmt: skip
 
 
@@ -151,16 +144,19 @@ def stationarity(program: Program, x: Vector, p: float) -> tuple[float, bool, bo
     """Relative stationarity residual at price ``p``, and whether all blocks are at their floor or cap."""
     price = program.amount * p
     marginal = _marginal(program.function, program.scale, x, price)
-    r = (marginal - price) / (np.abs(marginal) + np.abs(price))
-    r[marginal == price] = 0.0
-    if program.sign > 0:
-        r = -r
-    at_low, at_high = x <= program.low, x >= program.high
-    # r > 0 wants more of x: allowed at the cap only; r < 0 wants less: allowed at the floor only
-    r[at_high & (r > 0.0)] = 0.0
-    r[at_low & (r < 0.0)] = 0.0
-    worst = float(np.maximum.reduce(np.abs(r)))
-    return (worst if worst == worst else math.inf), bool(at_low.all()), bool(at_high.all())
+    r = (marginal - price) / (marginal + price)
+    worst, at_low, at_high = _violation(r if program.sign < 0 else -r, x, program)
+    if worst != worst or hasattr(program.function, "subgradient"):  # 0 / 0, or slopes of both signs
+        r = np.where(marginal == price, 0.0, (marginal - price) / (np.abs(marginal) + np.abs(price)))
+        worst, at_low, at_high = _violation(r if program.sign < 0 else -r, x, program)
+    return (worst if worst == worst else math.inf), at_low, at_high
+
+
+def _violation(r: Vector, x: Vector, program: Program) -> tuple[float, bool, bool]:
+    """Largest wish for more below a cap, or for less above a floor."""
+    above, below = x > program.low, x < program.high
+    worst = max(float(np.maximum.reduce(r * below)), -float(np.minimum.reduce(r * above))) + 0.0
+    return worst, not np.logical_or.reduce(above), not np.logical_or.reduce(below)
 
 
 def _status(sign: int, slack: bool, at_low: bool, at_high: bool) -> str:

@@ -32,7 +32,6 @@ class Solution:
         kkt_residual: Largest violation of stationarity (relative), bounds, budget and complementary slackness.
         spent, budget, slack: Budget used, budget given, and what is left (allocation) or overshot (sparsity).
         inert: Names of the parameters that had no influence on the decision.
-        lower, upper: Bounds of the decision.
         program: The program that was solved, in the form that rounding and transfer use.
 
     >>> from layerbudget.program import allocate
@@ -40,25 +39,22 @@ class Solution:
     array([3., 1.])
     """
 
-    __slots__ = (
-        "value", "status", "multiplier", "multiplier_interval", "shadow_price", "primal", "dual", "gap", "kkt_residual",
-        "spent", "budget", "slack", "inert", "lower", "upper", "program",
-    )  # fmt: skip
-
     def __init__(self, **fields: Any) -> None:
-        put = object.__setattr__
-        for name, value in fields.items():
-            put(self, name, value)
+        self.__dict__.update(fields)
         self.value.flags.writeable = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Solution is frozen; {name} cannot be set")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+    @property
+    def lower(self) -> Vector:
+        """Floors of the decision, shape ``(K,)``."""
+        return self.program.low + self.program.base
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    @property
+    def upper(self) -> Vector:
+        """Caps of the decision, shape ``(K,)``."""
+        return self.program.high + self.program.base
 
     @property
     def at_lower(self) -> np.ndarray:

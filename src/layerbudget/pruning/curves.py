@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 _TINY = 1e-12
+_POINTS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,12 +64,12 @@ def _exponential(x: np.ndarray, y: np.ndarray, step: float) -> tuple[list[float]
     return grid.tolist(), value.tolist()
 
 
-def _parabola(x: np.ndarray, y: np.ndarray, step: float) -> tuple[list[float], list[float]]:
+def _parabola(x: np.ndarray, y: np.ndarray, _: float) -> tuple[list[float], list[float]]:
     """Convex parabola through the points, shifted to zero at the first; flat below it, so that its slopes all count."""
     curvature, slope, _ = np.polyfit(x - x[0], y - y[0], 2) if len(x) > 2 else (0.0, np.polyfit(x, y, 1)[0], 0.0)
     if curvature < 0:
         curvature, slope = 0.0, (y[-1] - y[0]) / (x[-1] - x[0])
-    grid = _grid(float(x[0]), float(x[-1]), step)
+    grid = np.linspace(float(x[0]), float(x[-1]), _POINTS if x[0] > 0 else _POINTS + 1)
     value = curvature * (grid - x[0]) ** 2 + slope * (grid - x[0])
     if x[0] > 0:
         grid, value = np.concatenate(([0.0], grid)), np.concatenate(([min(0.0, -slope * x[0])], value))

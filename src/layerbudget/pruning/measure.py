@@ -253,6 +253,7 @@ def calibrate(
     trust: float = 0.08,
     batch_size: int = 8,
     measure_batches: int | None = None,
+    start: Curves | None = None,
     progress: Progress | None = None,
 ) -> tuple[Plan, list[Curves]]:
     """Plan with penalties measured on this model, this pruner and this text.
@@ -270,6 +271,7 @@ def calibrate(
         trust: Largest move of one block per iteration.
         batch_size: Sequences per forward.
         measure_batches: See :func:`damage_curves`.
+        start: Curves of the dense model that were measured before (one measurement serves every target).
         progress: Called with (blocks done, blocks) of each measurement.
 
     Returns:
@@ -280,8 +282,9 @@ def calibrate(
     common = {
         "method": method, "metric": metric, "batch_size": batch_size, "measure_batches": measure_batches, "progress": progress,
     }  # fmt: skip
-    curves = [damage_curves(model, data, blocks, ratios=ratios, **common)]
-    plan = _solve(model, blocks, sparsity, 0.0, min(max_sparsity, ratios[-1]), curves[-1])
+    curves = [start or damage_curves(model, data, blocks, ratios=ratios, **common)]
+    measured = [min(max_sparsity, curves[0].ratios[b.name][-1]) for b in blocks]
+    plan = _solve(model, blocks, sparsity, 0.0, measured, curves[0])
     for _ in range(iterations):
         low = {b.name: max(0.0, b.value - trust) for b in plan.blocks}
         high = {b.name: min(max_sparsity, b.value + trust) for b in plan.blocks}

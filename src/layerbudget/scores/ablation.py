@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..blocks import layers
-from ..data.calibration import CalibrationSet
-from ..errors import InvalidInput
+from ..errors import InvalidInput, UnknownStructure
 from ..records import Block
 from .curvature.common import Progress, Ticker, check_inputs, record
 from .hooks import prepared
-from .loss import IGNORE, Batch, batches, logits_of
+from .loss import IGNORE, Batch, Data, batches, logits_of
 from .record import Scores
 
 
@@ -117,7 +116,10 @@ def _without(model: nn.Module, block: Block, trace: _Trace, whole: dict[str, int
 
 def _places(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[nn.Module], dict[str, int], dict[str, int]]:
     """Return the layer stack, the first layer that each block touches, and the blocks that are whole layers."""
-    named = layers(model)
+    try:
+        named = layers(model)
+    except UnknownStructure:
+        named = []
     index = {name: i for i, (name, _) in enumerate(named)}
     first, whole = {}, {}
     for block in blocks:
@@ -145,7 +147,7 @@ def _increases(model: nn.Module, batch: Batch, blocks: Sequence[Block], places: 
 @torch.no_grad()
 def ablation(
     model: nn.Module,
-    data: CalibrationSet,
+    data: Data,
     blocks: Sequence[Block],
     *,
     damping: Sequence[float] | float | None = None,
@@ -159,7 +161,8 @@ def ablation(
 
     A block that is a whole layer is skipped, its residual stream passes through; of any other block the matrices output
     zero. Each block costs one forward pass from its own layer upward: the clean states below are re-used, so K layers
-    cost about K/2 forward passes. A negative score says that the loss is lower without the block.
+    cost about K/2 forward passes (K where the model has no single stack of layers). A negative score says that the loss is
+    lower without the block.
 
     Args:
         model: The model.
@@ -176,7 +179,7 @@ def ablation(
         A record with orientation ``gain`` and standard errors over sequences.
 
     Raises:
-        UnknownStructure: The model has no single stack of layers, or no head.
+        UnknownStructure: The model has no head.
         InvalidInput: No token has a loss.
     """
     check_inputs(data, batch_size)
@@ -218,7 +221,7 @@ def _distances(trace: _Trace, chosen: Sequence[int], batch: Batch) -> tuple[np.n
 @torch.no_grad()
 def block_influence(
     model: nn.Module,
-    data: CalibrationSet,
+    data: Data,
     blocks: Sequence[Block],
     *,
     damping: Sequence[float] | float | None = None,
@@ -245,7 +248,7 @@ def block_influence(
 
     Raises:
         InvalidInput: A block is not a whole layer.
-        UnknownStructure: The model has no single stack of layers, or no head.
+        UnknownStructure: The model has no head.
     """
     stack, _, whole = _places(model, blocks)
     partial = [b.name for b in blocks if b.name not in whole]

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ..blocks import is_conv1d, weight_of
-from ..errors import InvalidInput, MissingDependency
+from ..errors import InvalidInput
 from ..records import Block
 from .curvature.common import Progress, Ticker, check_damping, check_inputs
 from .curvature.fisher import chunks, collect_rows, gram
@@ -242,18 +242,14 @@ def plot_direct_check(table: Sequence[dict[str, Any]], path: Path | str) -> Path
         MissingDependency: matplotlib is not installed.
         InvalidInput: No row has a step.
     """
-    try:
-        import matplotlib
+    from ..report.figures import new_figure, save_figure
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError as error:
-        raise MissingDependency("The plot needs matplotlib.", "", "pip install layerbudget[report]") from error
     usable = [r for r in table if r["status"] == "ok"]
     dampings = list(dict.fromkeys(r["relative_damping"] for r in usable))
     if not dampings:
         raise InvalidInput("No block has a step to draw.", "", "Choose a larger damping.")
-    figure, axes = plt.subplots(1, len(dampings), figsize=(4.2 * len(dampings), 4.0), squeeze=False, layout="constrained")
+    figure = new_figure(4.2 * len(dampings), 4.0)
+    axes = figure.subplots(1, len(dampings), squeeze=False)
     for axis, tau in zip(axes[0], dampings, strict=True):
         rows = [r for r in usable if r["relative_damping"] == tau]
         actual = np.array([-r["actual"] for r in rows])
@@ -268,8 +264,4 @@ def plot_direct_check(table: Sequence[dict[str, Any]], path: Path | str) -> Path
         axis.ticklabel_format(scilimits=(-2, 3))
     axes[0][0].set_ylabel("measured decrease (nats per token)")
     axes[0][0].legend(frameon=False, fontsize=8)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+    return save_figure(figure, path)

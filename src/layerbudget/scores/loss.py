@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,6 +148,21 @@ def targets_of(model: nn.Module, data: Data) -> torch.Tensor:
     return targets
 
 
+def pad_right(data: Data) -> Data:
+    """Move padding behind the tokens of every sequence, so that positions start at 0 and no row attends to nothing."""
+    mask = None if isinstance(data, FeatureSet) else data.attention_mask
+    if mask is None or bool((mask[:, 1:] <= mask[:, :-1]).all()):
+        return data
+    order = torch.argsort(mask, dim=1, descending=True, stable=True)
+    token_labels = data.labels is not None and data.labels.ndim == 2
+    return dataclasses.replace(
+        data,
+        input_ids=data.input_ids.gather(1, order),
+        attention_mask=mask.gather(1, order),
+        labels=data.labels.gather(1, order) if token_labels else data.labels,
+    )
+
+
 def mask_tokens(data: CalibrationSet, mask_token_id: int, *, fraction: float = 0.15, seed: int = 0) -> CalibrationSet:
     """Hide a fraction of the real tokens and make them the labels of a masked LM (deterministic)."""
     generator = torch.Generator().manual_seed(seed)
@@ -160,10 +174,10 @@ def mask_tokens(data: CalibrationSet, mask_token_id: int, *, fraction: float = 0
 
 
 def batches(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
-    """Cut the data into batches on the model's device, targets and position ids included."""
+    """Cut the data into batches on the model's device, targets included; padding moves behind the tokens."""
     device = next(model.parameters()).device
+    data = pad_right(data)
     targets = targets_of(model, data)
-    with_positions = "position_ids" in inspect.signature(model.forward).parameters
     for start in range(0, data.samples, size):
         rows = slice(start, min(start + size, data.samples))
         if isinstance(data, FeatureSet):
@@ -172,11 +186,8 @@ def batches(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
             content = data.input_ids[rows]
             args, kwargs = (), {"input_ids": content.to(device)}
             if data.attention_mask is not None:
-                mask = data.attention_mask[rows].to(device)
-                kwargs["attention_mask"] = mask
+                kwargs["attention_mask"] = data.attention_mask[rows].to(device)
                 content = torch.where(data.attention_mask[rows].bool(), content, -1)
-                if with_positions:
-                    kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
         yield Batch(
             rows=rows, args=args, kwargs=kwargs, targets=targets[rows].to(device), keys=tuple(_key(row) for row in content)
         )

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ..blocks import is_conv1d, weight_of
-from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput
 from ..records import Block
 from .curvature.common import Progress, Ticker, check_inputs, record
 from .hooks import prepared
+from .loss import Data, FeatureSet
 from .record import Scores
 
 
@@ -68,9 +68,17 @@ def _ratio(model: nn.Module, block: Block, power: dict[str, torch.Tensor], multi
     return 100.0 * above / sum(s.numel() for s in scores)
 
 
+def _feed(data: Data, size: int, device: torch.device) -> Iterator[tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]]:
+    """Model arguments, batch by batch; labels are not needed."""
+    if isinstance(data, FeatureSet):
+        yield from (((rows.to(device),), {}) for rows in data.inputs.split(size))
+    else:
+        yield from (((), batch) for batch in data.batches(size, device))
+
+
 def outlier_ratio(
     model: nn.Module,
-    data: CalibrationSet,
+    data: Data,
     blocks: Sequence[Block],
     *,
     multiple: float = 5.0,
@@ -109,10 +117,10 @@ def outlier_ratio(
     tick = Ticker(progress, data.samples)
     device = next(model.parameters()).device
     with prepared(model), torch.no_grad(), _input_power(model, names) as (power, state):
-        for batch in data.batches(batch_size, device):
-            state["mask"] = batch.get("attention_mask")
-            model(**batch)
-            tick(len(batch["input_ids"]))
+        for args, kwargs in _feed(data, batch_size, device):
+            state["mask"] = kwargs.get("attention_mask")
+            model(*args, **kwargs)
+            tick(len(args[0] if args else kwargs["input_ids"]))
     unseen = [n for n in names if n not in power]
     if unseen:
         raise CoverageError(f"No token reached {unseen[0]} ({len(unseen)} matrices).", "", "Use more calibration samples.")

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.calibration import CalibrationSet
 from ..records import Block
 from .ablation import ratio_of_sums
 from .curvature.common import Progress, Ticker, backward, check_inputs, record, walk
 from .hooks import Collector, Site
-from .loss import IGNORE
+from .loss import IGNORE, Data
 from .record import Scores
 
 
@@ -31,7 +30,7 @@ def square_norms(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def fisher_trace(
     model: nn.Module,
-    data: CalibrationSet,
+    data: Data,
     blocks: Sequence[Block],
     *,
     damping: Sequence[float] | float | None = None,

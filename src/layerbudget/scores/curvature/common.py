@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ... import blocks as model_blocks
-from ...errors import InvalidInput
+from ...errors import CurvatureFailure, InvalidInput
 from ...records import Block
 from ..hooks import Collector
 from ..loss import Batch, Data, batches, logits_of, summed_loss
@@ -111,8 +111,18 @@ def walk(
 
 
 def backward(collector: Collector, batch: Batch, logits: torch.Tensor, targets: torch.Tensor, *, retain: bool = False) -> float:
-    """Backward pass of the summed loss of a batch; returns the loss."""
+    """Run the backward pass of the summed loss of a batch; return the loss.
+
+    Raises:
+        CurvatureFailure: The loss is not finite.
+    """
     loss = summed_loss(logits, targets)
+    if not bool(torch.isfinite(loss)):
+        raise CurvatureFailure(
+            f"The loss of sequences {batch.rows.start} to {batch.rows.stop - 1} is {float(loss.detach())}.",
+            "It must be finite.",
+            "Load the model in float32 or bfloat16, and look at those sequences.",
+        )
     length = int(targets.shape[1]) if targets.ndim == 2 else int(next(iter(batch.kwargs.values()), targets[:, None]).shape[1])
     collector.backward(loss, size=batch.size, length=length, retain=retain)
     return float(loss.detach())

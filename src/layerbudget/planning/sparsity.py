@@ -1,25 +1,23 @@
-"""From scores to plans: the ``plan_*`` functions. No torch."""
+"""From scores to a sparsity per block."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .errors import UnknownBlock
-from .plan import Plan, PlanBlock
-from .program import rules
-from .program.calibrated import CalibratedPenalty
-from .program.counts import round_parameters
-from .program.inputs import Vector, bound_vector
-from .program.solution import Solution
-from .program.sparsity import sparsify
-from .program.utilities import Function
-from .records import Block, check_fraction, to_jsonable
-from .scores.record import Scores
+from ..plan import Plan
+from ..program import rules
+from ..program.calibrated import CalibratedPenalty
+from ..program.counts import round_parameters
+from ..program.inputs import Vector, bound_vector
+from ..program.sparsity import sparsify
+from ..program.utilities import Function
+from ..records import Block, check_fraction
+from ..scores.record import Scores
+from .common import blocks_of, make_plan, matching, oriented, weights_of
 
 
 def plan_sparsity(
@@ -130,52 +128,6 @@ def _mapped(
     return value
 
 
-def blocks_of(scores: Scores | Sequence[Block]) -> tuple[Block, ...]:
-    """The blocks of a score record, or the blocks themselves."""
-    return scores.blocks if isinstance(scores, Scores) else tuple(scores)
-
-
-def oriented(scores: Scores | Sequence[Block], damping: float | None) -> Vector:
-    """Scores with larger = deserves more capacity, shape ``(K,)``.
-
-    Raises:
-        InvalidInput: Blocks without scores were given.
-    """
-    record = _need_scores(scores)
-    return record.values(damping) if record.orientation == "gain" else -record.values(damping)
-
-
-def weights_of(scores: Scores | Sequence[Block], damping: float | None, smoothing: float, rule: str, seed: int) -> Vector:
-    """Normalised weights of a score record; shuffled for the rule ``permuted``."""
-    q = _need_scores(scores).weights(damping, smoothing=smoothing)
-    return rules.permuted(q, seed) if rule == "permuted" else q
-
-
-def _need_scores(scores: Scores | Sequence[Block]) -> Scores:
-    from .errors import InvalidInput
-
-    if isinstance(scores, Scores):
-        return scores
-    raise InvalidInput("This rule needs scores and only blocks were given.", "", "Score first, or use rule='uniform'.")
-
-
-def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
-    """Indices of the blocks with this name, or whose name or a module's name matches the regular expression.
-
-    Raises:
-        UnknownBlock: None does.
-    """
-    found = [i for i, b in enumerate(blocks) if b.name == pattern]
-    found = found or [i for i, b in enumerate(blocks) if re.search(pattern, b.name)]
-    if not found:
-        raise UnknownBlock(
-            f"No block matches {pattern!r}.",
-            f"The blocks are {', '.join(b.name for b in blocks[:3])}, ...",
-            "Correct the name.",
-        )
-    return found
-
-
 def _hold(
     blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, float] | None, exclude: str | None
 ) -> tuple[Vector, Vector, np.ndarray]:
@@ -186,25 +138,3 @@ def _hold(
         low[found] = high[found] = check_fraction(value, f"fixed sparsity of {pattern}")
         held[found] = True
     return low, high, held
-
-
-def make_plan(
-    scores: Scores | Sequence[Block], kind: str, rule: str, blocks: Sequence[Block], value: Vector, counts: np.ndarray,
-    budget: Mapping[str, Any], hyperparameters: Mapping[str, Any], solution: Solution | None, **extra: Any,
-) -> Plan:  # fmt: skip
-    """Bind a decision into a plan."""
-    rows = tuple(
-        PlanBlock(name=b.name, value=float(v), count=int(c), numel=b.numel, modules=tuple(m.name for m in b.modules))
-        for b, v, c in zip(blocks, value, counts, strict=True)
-    )
-    return Plan(
-        kind=kind,
-        rule=rule,
-        model=dict(scores.model) if isinstance(scores, Scores) else {},
-        blocks=rows,
-        budget=dict(budget),
-        hyperparameters=to_jsonable(dict(hyperparameters)),
-        certificate=to_jsonable(solution.certificate()) if solution is not None else {},
-        scores_digest=scores.digest if isinstance(scores, Scores) else None,
-        extra=to_jsonable(extra),
-    )

@@ -1,0 +1,29 @@
+"""Run the 8-layer MLP experiment of the paper's appendix and write its tables.
+
+python benchmarks/mlp_tables.py [--out benchmarks/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from layerbudget.records import to_jsonable
+from layerbudget.reproduction import mlp
+from layerbudget.scores.curvature.common import versions
+
+
+def main() -> None:
+    """Write ``mlp_tables.json`` and ``mlp_tables.md``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    out = parser.parse_args().out
+    result = {**mlp.tables(), "versions": versions()}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "mlp_tables.json").write_text(json.dumps(to_jsonable(result), indent=1) + "\n")
+    (out / "mlp_tables.md").write_text(mlp.render(result))
+
+
+if __name__ == "__main__":
+    main()

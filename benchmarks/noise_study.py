@@ -1,0 +1,168 @@
+"""How much of a gain is noise on the embedded model: gain, floor, excess and z per block for n = 16, 64, 256 sequences.
+
+    python benchmarks/noise_study.py --model FOLDER [--out benchmarks/results] [--length 256] [--stage FOLDER]
+
+One pass computes the Gram matrices of all 256 sequences; smaller n are its leading submatrices. Rank stability is the Kendall
+tau between the rankings of two disjoint sets of n sequences (of halves, for the largest n). Writes ``noise_study.json``,
+``noise_study.md`` and two figures: ``noise_study.png`` and ``damping_sweep.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from layerbudget import blocks as model_blocks
+from layerbudget.data import stdlib
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.records import to_jsonable
+from layerbudget.scores import noise
+from layerbudget.scores.curvature import common, gram
+
+DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+SIZES = (16, 64, 256)
+
+
+def calibration(tokenizer, samples: int, length: int, seed: int = 0) -> CalibrationSet:
+    """Random non-overlapping windows of the standard library's calibration group, each behind the BOS token."""
+    documents, missing = stdlib.read("calibration")
+    ids = np.concatenate([tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in documents])
+    starts = np.arange(0, len(ids) - length, length - 1)
+    chosen = np.random.default_rng(seed).permutation(starts)[:samples]
+    rows = np.stack([np.concatenate([[tokenizer.bos_token_id], ids[s : s + length - 1]]) for s in chosen])
+    return CalibrationSet(input_ids=torch.from_numpy(rows.astype(np.int64)), source="stdlib", seed=seed, missing=tuple(missing))
+
+
+def dampings_of(spectra: list[noise.Spectrum]) -> np.ndarray:
+    """``(D, K)`` absolute dampings, relative to each block's largest eigenvalue."""
+    return np.array(DAMPINGS)[:, None] * np.array([s.largest for s in spectra])[None]
+
+
+def disjoint_stability(grams: np.ndarray, tokens: np.ndarray, tau: np.ndarray, n: int, pairs: int = 12) -> list[float]:
+    """Kendall tau of the rankings of two disjoint sets of n sequences drawn from all, per damping."""
+    rng = np.random.default_rng(0)
+    found = np.zeros((2, pairs, *tau.shape))
+    for p in range(pairs):
+        order = rng.permutation(len(tokens))
+        for side in range(2):
+            weights = np.zeros(len(tokens))
+            weights[order[side * n : (side + 1) * n]] = 1.0
+            for k, g in enumerate(grams):
+                found[side, p, :, k] = noise.gain_of(g, weights, tokens, tau[:, k])
+    return [noise.rank_stability(found[0, :, i], found[1, :, i]) for i in range(len(tau))]
+
+
+def study(grams: np.ndarray, tokens: np.ndarray) -> dict[str, dict]:
+    """Summaries for every n, with the dampings of the largest n throughout."""
+    tau = dampings_of([noise.Spectrum(g, tokens.sum()) for g in grams])
+    out = {}
+    for n in [n for n in SIZES if n <= len(tokens)]:
+        summary = noise.summarise(grams[:, :n, :n], tokens[:n], tau, seed=0, replicates=50)
+        summary["disjoint_stability"] = disjoint_stability(grams, tokens, tau, min(n, len(tokens) // 2))
+        out[str(n)] = summary
+    out["tau"] = tau
+    return out
+
+
+def table(result: dict, names: list[str]) -> str:
+    """The markdown table at the middle damping, the stabilities and the verdicts."""
+    i = len(DAMPINGS) // 2
+    sizes = [n for n in result if n != "tau"]
+    lines = [
+        "# Noise of the Gram gain on the embedded model", "",
+        f"Empirical Fisher, damping {DAMPINGS[i]} of each block's largest eigenvalue at n = {sizes[-1]}; values times 1000 "
+        "(the gain cannot exceed n/N). Excess = gain - floor; z = excess over its deviation under random signs.", "",
+        "| block | " + " | ".join(f"n={n} gain | se | floor | excess | z" for n in sizes) + " |",
+        "|---" * (1 + 5 * len(sizes)) + "|",
+    ]  # fmt: skip
+    for k, name in enumerate(names):
+        cells = []
+        for n in sizes:
+            s = result[n]
+            values = [s[key][i][k] * 1e3 for key in ("gain", "standard_error", "floor", "excess")]
+            cells.append(" | ".join(f"{v:.3f}" for v in values) + f" | {s['z'][i][k]:.1f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "Kendall tau between disjoint sets of n sequences (128 for the largest n), by damping:", ""]
+    lines += ["| n | " + " | ".join(f"{d:g}" for d in DAMPINGS) + " | top from bottom third needs |", "|---" * 7 + "|"]
+    for n in sizes:
+        s = result[n]
+        needed = s["samples_needed"][i]
+        lines.append(f"| {n} | " + " | ".join(f"{t:.2f}" for t in s["disjoint_stability"]) + f" | {needed:.0f} sequences |")
+    lines += ["", *(f"- n = {n}: {result[n]['verdict']}" for n in sizes), ""]
+    return "\n".join(lines)
+
+
+def figures(result: dict, names: list[str], out: Path) -> None:
+    """Gain against floor per block and n; the damping sweep at the largest n."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    i, sizes, x = len(DAMPINGS) // 2, [n for n in result if n != "tau"], np.arange(len(names))
+    fig, axes = plt.subplots(1, len(sizes), figsize=(12, 3.6), layout="constrained")
+    for axis, n in zip(axes, sizes, strict=True):
+        s = result[n]
+        axis.bar(x, s["gain"][i] * 1e3, color="#9db8d2", label="gain")
+        axis.errorbar(x, s["gain"][i] * 1e3, 2 * s["standard_error"][i] * 1e3, fmt="none", ecolor="#2d4a66", capsize=2)
+        axis.step(np.append(x - 0.5, x[-1] + 0.5), np.append(s["floor"][i], s["floor"][i][-1]) * 1e3, where="post",
+                  color="#c0392b", label="noise floor")  # fmt: skip
+        axis.set_title(f"n = {n} sequences, Kendall tau {s['disjoint_stability'][i]:.2f}", fontsize=10)
+        axis.set_xlabel("layer")
+        axis.set_xticks(x)
+    axes[0].set_ylabel("gain (nats x 1000), +- 2 s.e.")
+    axes[0].legend(frameon=False)
+    fig.savefig(out / "noise_study.png", dpi=130)
+    plt.close(fig)
+    s = result[sizes[-1]]
+    fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    colors = plt.get_cmap("viridis")(np.linspace(0, 0.92, len(names)))
+    for k, color in enumerate(colors):
+        axes[0].loglog(DAMPINGS, s["gain"][:, k] * 1e3, color=color, marker="o", ms=3, label=f"layer {k}")
+        axes[1].semilogx(DAMPINGS, s["excess"][:, k] / s["excess"].mean(1), color=color, marker="o", ms=3)
+    axes[0].loglog(DAMPINGS, s["floor"].mean(1) * 1e3, color="#c0392b", ls="--", label="noise floor (mean)")
+    axes[0].set(xlabel="damping / largest eigenvalue", ylabel="gain (nats x 1000)", title=f"Gain, n = {sizes[-1]}")
+    axes[1].set(xlabel="damping / largest eigenvalue", ylabel="excess gain / mean over layers", title="Shape of the score")
+    axes[0].legend(frameon=False, fontsize=7, ncols=2)
+    fig.savefig(out / "damping_sweep.png", dpi=130)
+    plt.close(fig)
+
+
+def main() -> None:
+    """Run the study."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=max(SIZES))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    data = calibration(AutoTokenizer.from_pretrained(arguments.model), arguments.samples, arguments.length)
+    blocks = model_blocks.partition(model)
+    grams, loss = gram.gram_matrices(model, data, blocks, max_bytes=4 << 30)
+    tokens = gram.token_counts(model, data)
+    result = study(grams, tokens)
+    names = [b.name for b in blocks]
+    environment = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), **common.versions()}
+    record = {
+        "model": model_blocks.describe(model), "data": data.describe(), "mean_loss": loss / tokens.sum(), "dampings": DAMPINGS,
+        "blocks": names, "environment": environment, **result,
+    }  # fmt: skip
+    record["model"]["id"] = "embedded model"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "noise_study.json").write_text(json.dumps(to_jsonable(record), indent=1) + "\n")
+    (arguments.out / "noise_study.md").write_text(table(result, names))
+    figures(result, names, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Time and memory of every estimator, as ratios to one plain forward and backward pass on the same data.
+
+    python benchmarks/scores.py [--model FOLDER] [--samples 16] [--length 256] [--rounds 5] [--out benchmarks/results]
+
+Every round times the plain pass and each estimator's passes one after another, in processor seconds of one thread; the table
+has the medians of the ratios within a round. Peak memory is measured in a fresh process per estimator.
+Without ``--model`` a randomly initialised 12-layer model of the embedded one's shape is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from layerbudget import blocks as model_blocks
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.scores import loss as L
+from layerbudget.scores.curvature import common, gram, kronecker, products
+from layerbudget.scores.gain import score
+
+TARGETS = {
+    "gradient norm": 1.05, "sketched Gram 32x32": 0.9, "diagonal Fisher": 1.4, "exact Gram": 1.5, "K-FAC": 1.7,
+    "EK-FAC (without eigendecompositions)": 4.5, "GGN product, mean of first, middle, last": 2.5,
+    "GGN product, first block": 2.5,
+}  # fmt: skip
+
+
+clock = time.process_time  # one thread: what others do on the machine does not count
+
+
+def load(folder: str | None) -> nn.Module:
+    """The embedded model, or its shape at random."""
+    from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    if folder:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model.set_attn_implementation("eager")
+        return model
+    config = MistralConfig(
+        vocab_size=2048, hidden_size=192, intermediate_size=320, num_hidden_layers=12, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, sliding_window=None, tie_word_embeddings=True,
+        attn_implementation="eager",
+    )  # fmt: skip
+    return MistralForCausalLM(config)
+
+
+def cases(model: nn.Module, data: CalibrationSet, size: int) -> dict[str, Callable[[], float | None]]:
+    """What is timed; a case may return seconds to take off (eigendecompositions)."""
+    blocks = model_blocks.partition(model)
+    part = data.select(slice(0, size))
+
+    def plain() -> None:
+        model.eval()
+        for batch in L.batches(model, data, size):
+            L.summed_loss(L.logits_of(model, batch), batch.targets).backward()
+        for p in model.parameters():
+            p.grad = None
+
+    def ekfac() -> float:
+        seconds = []
+        own = torch.linalg.eigh
+
+        def timed(matrix):
+            start = clock()
+            result = own(matrix)
+            seconds.append(clock() - start)
+            return result
+
+        torch.linalg.eigh = timed
+        try:
+            kronecker.build(model, data, blocks, batch_size=size, corrected=True)
+        finally:
+            torch.linalg.eigh = own
+        return sum(seconds)
+
+    def kfac() -> None:
+        eigen = kronecker.Kronecker.__init__
+        kronecker.Kronecker.__init__ = lambda self, *a: None
+        try:
+            kronecker.build(model, data, blocks, batch_size=size)
+        finally:
+            kronecker.Kronecker.__init__ = eigen
+
+    def ggn(which: list[int]) -> Callable[[], float]:
+        def run() -> float:
+            spent = 0.0
+            for k in which:
+                with products.BlockProducts(model, part, blocks[k], size) as p:
+                    p.gradient()  # fills the cache of the layers in front, once per score
+                    first = clock()
+                    p.ggn(torch.randn(p.numel))
+                    spent += clock() - first
+            return -spent / len(which) * data.samples / part.samples  # negative: this is the time, whatever the call took
+
+        return run
+
+    return {
+        "plain forward+backward": plain,
+        "gradient norm": lambda: score(model, data, blocks, "gradient-norm", batch_size=size) and None,
+        "sketched Gram 32x32": lambda: gram.gram_matrices(model, data, blocks, batch_size=size, sketch=(32, 32)) and None,
+        "exact Gram": lambda: gram.gram_matrices(model, data, blocks, batch_size=size) and None,
+        "exact Gram, score with noise": lambda: score(model, data, blocks, batch_size=size) and None,
+        "diagonal Fisher": lambda: score(model, data, blocks, "fisher-diagonal", batch_size=size) and None,
+        "K-FAC": kfac,
+        "EK-FAC (without eigendecompositions)": ekfac,
+        "GGN product, first block": ggn([0]),
+        "GGN product, mean of first, middle, last": ggn([0, len(blocks) // 2, len(blocks) - 1]),
+    }
+
+
+def main() -> None:
+    """Time all cases and write JSON and a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    model = load(arguments.model)
+    ids = torch.randint(3, 2048, (arguments.samples, arguments.length), generator=torch.Generator().manual_seed(0))
+    todo = cases(model, CalibrationSet(input_ids=ids), arguments.batch_size)
+    if arguments.only:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        todo[arguments.only]()
+        sys.stdout.write(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+        return
+    todo["plain forward+backward"]()
+    seconds: dict[str, list[float]] = {name: [] for name in todo}
+    for _ in range(arguments.rounds):
+        for name, run in todo.items():
+            start = clock()
+            off = run() or 0.0
+            spent = clock() - start
+            seconds[name].append(-off if off < 0 else spent - off)
+    plain = seconds["plain forward+backward"]
+    rows = {}
+    for name, values in seconds.items():
+        ratio = statistics.median(v / p for v, p in zip(values, plain, strict=True))
+        rows[name] = {"ratio": ratio, "target": TARGETS.get(name), "seconds": statistics.median(values), "peak_MiB": peak(name)}
+    write(arguments, rows)
+
+
+def peak(name: str) -> float:
+    """Growth of the peak resident set over the loaded model, in a process of its own."""
+    command = [sys.executable, *sys.argv, "--only", name]
+    return float(json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ).stdout))
+
+
+def write(arguments: argparse.Namespace, rows: dict[str, dict[str, float | None]]) -> None:
+    """Write ``scores.json`` and ``scores.md``."""
+    environment = {
+        "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0], **common.versions(),
+    }  # fmt: skip
+    setting = {k: getattr(arguments, k) for k in ("samples", "length", "batch_size", "rounds")}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    record = {"environment": environment, "setting": setting, "rows": rows}
+    (arguments.out / "scores.json").write_text(json.dumps(record, indent=1) + "\n")
+    lines = [
+        "# Cost of every estimator", "",
+        f"12-layer Mistral (hidden 192), {setting['samples']} sequences of {setting['length']} tokens, batches of "
+        f"{setting['batch_size']}; medians over {setting['rounds']} rounds of the ratio, in processor time, to the plain pass "
+        "of the same round. "
+        "Memory: growth of the peak resident set over the loaded model.", "",
+        "| | ratio | target | seconds | peak MiB |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, row in rows.items():
+        target = f"<= {row['target']}" if row["target"] else ""
+        met = "" if not row["target"] or row["ratio"] <= row["target"] else " **missed**"
+        lines.append(f"| {name} | {row['ratio']:.2f}{met} | {target} | {row['seconds']:.2f} | {row['peak_MiB']:.0f} |")
+    text = ", ".join(f"{k} {v}" for k, v in environment.items())
+    (arguments.out / "scores.md").write_text("\n".join([*lines, "", f"Environment: {text}.", ""]))
+
+
+if __name__ == "__main__":
+    main()

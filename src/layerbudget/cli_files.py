@@ -1,0 +1,117 @@
+"""What the commands of the decision core read and show."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .costs import blocks_from_config
+from .errors import CorruptFile, InvalidInput, NotFound
+from .records import Block
+from .scores.record import Scores
+
+
+def load_scores(path: str) -> Scores | tuple[Block, ...]:
+    """Scores from scores.json, or blocks from a model's config.json.
+
+    Raises:
+        NotFound, CorruptFile: No such file, or neither of the two.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if file.is_file():
+        record = read_any(file)
+        if (
+            isinstance(record, Mapping)
+            and "schema_version" not in record
+            and ("hidden_size" in record or "text_config" in record)
+        ):
+            return blocks_from_config(record)
+    return Scores.load(file)
+
+
+def need_scores(path: str) -> Scores:
+    """Scores from scores.json.
+
+    Raises:
+        InvalidInput: A configuration, which holds no scores.
+    """
+    found = load_scores(path)
+    if isinstance(found, Scores):
+        return found
+    raise InvalidInput(f"{path} is a configuration and holds no scores.", "", "Score the model first: layerbudget score.")
+
+
+def read_any(path: Path) -> Any:
+    """Parsed JSON.
+
+    Raises:
+        NotFound, CorruptFile: No such file, or not JSON.
+    """
+    if not path.is_file():
+        raise NotFound(f"There is no file at {path}.", "", "Check the path.")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CorruptFile(f"{path} does not parse ({error}).", "", "Make it again.") from error
+
+
+def read_curves(path: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Measured curves ``{block: (ratios, losses)}``.
+
+    Raises:
+        NotFound, CorruptFile: No such file, or no curves in it.
+    """
+    record = read_any(Path(path))
+    curves = record.get("curves", record) if isinstance(record, Mapping) else None
+    try:
+        return {str(k): ([float(x) for x in v[0]], [float(x) for x in v[1]]) for k, v in curves.items()}  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
+        raise CorruptFile(
+            f"{path} holds no curves ({error!r}).", "It needs {block: [ratios, losses]}.", "Measure again."
+        ) from error
+
+
+def read_fixed(items: Iterable[str]) -> dict[str, float]:
+    """``BLOCK=NUMBER`` items as a mapping.
+
+    Raises:
+        InvalidInput: An item does not parse.
+    """
+    fixed = {}
+    for item in items:
+        name, _, value = item.rpartition("=")
+        try:
+            fixed[name] = float(value)
+        except ValueError:
+            name = ""
+        if not name:
+            raise InvalidInput(
+                f"--fix {item!r} does not parse.", "It is BLOCK=NUMBER.", "For example --fix model.layers.0=0.2."
+            )
+    return fixed
+
+
+def show_table(a: argparse.Namespace, title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Show a table where ``arguments.console`` is a rich console."""
+    console = getattr(a, "console", None)
+    if console is None:
+        return
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in head:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row))
+    console.print(table)
+
+
+def say(a: argparse.Namespace, sentences: Iterable[str]) -> None:
+    """Show sentences where ``arguments.console`` is a rich console."""
+    console = getattr(a, "console", None)
+    if console is not None:
+        for sentence in sentences:
+            console.print(sentence, highlight=False)

@@ -1,0 +1,19 @@
+"""From scores to plans: the ``plan_*`` functions, and comparing plans. No torch."""
+
+from .capacity import plan_experts, plan_ranks
+from .compare import diff_plans, explain_plan, sweep
+from .joint import plan_joint, split_joint
+from .sparsity import plan_sparsity
+from .transfer import transfer_scores
+
+__all__ = [
+    "diff_plans",
+    "explain_plan",
+    "plan_experts",
+    "plan_joint",
+    "plan_ranks",
+    "plan_sparsity",
+    "split_joint",
+    "sweep",
+    "transfer_scores",
+]

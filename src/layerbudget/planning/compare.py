@@ -1,0 +1,153 @@
+"""Compare plans, explain one, and sweep a grid of budgets and exponents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelMismatch
+from ..plan import Plan
+from ..program.inputs import Vector, choice
+from ..program.transfer import _spearman
+from ..scores.record import Scores
+from .capacity import plan_experts, plan_ranks
+from .sparsity import plan_sparsity
+
+_MAKERS: dict[str, tuple[Callable[..., Plan], str]] = {
+    "sparsity": (plan_sparsity, "sparsity"),
+    "experts": (plan_experts, "total"),
+    "ranks": (plan_ranks, "mean_rank"),
+}
+
+
+def diff_plans(first: Plan, second: Plan) -> dict[str, Any]:
+    """What differs between two plans for the same blocks.
+
+    Returns:
+        ``{blocks: [{name, first, second, difference, count_difference}], moved, largest, rank_correlation, budgets, ...}``:
+        ``moved`` is half the sum of absolute differences of counts, what would have to change hands.
+
+    Raises:
+        ModelMismatch: The plans name different blocks or are of different kinds.
+    """
+    if first.names != second.names or first.kind != second.kind:
+        only = sorted(set(first.names) ^ set(second.names))[:4]
+        raise ModelMismatch(
+            f"A {first.kind} plan of {len(first.blocks)} blocks and a {second.kind} plan of {len(second.blocks)} do not compare"
+            + (f" (only in one: {', '.join(only)})." if only else "."),
+            "Both need the same kind and the same blocks.",
+            "Make both plans from scores with one partition.",
+        )
+    change, counts = second.values - first.values, second.counts - first.counts
+    rows = [
+        {"name": n, "first": float(a), "second": float(b), "difference": float(d), "count_difference": int(c)}
+        for n, a, b, d, c in zip(first.names, first.values, second.values, change, counts, strict=True)
+    ]
+    return {
+        "kind": first.kind,
+        "rules": [first.rule, second.rule],
+        "budgets": [dict(first.budget), dict(second.budget)],
+        "moved": float(np.abs(counts).sum() / 2),
+        "largest": rows[int(np.argmax(np.abs(change)))],
+        "rank_correlation": _spearman(first.values, second.values),
+        "same": bool((counts == 0).all()),
+        "blocks": rows,
+    }
+
+
+def explain_plan(plan: Plan) -> dict[str, Any]:
+    """Say in sentences what a plan does and what it rests on.
+
+    Returns:
+        ``{sentences: [...], ...}``: budget, status, price, which blocks get most and least, and what had no influence.
+    """
+    order = np.argsort(plan.values, kind="stable")
+    name, value = plan.names, plan.values
+    word = {"sparsity": "sparsity", "joint": "sparsity", "ranks": "rank", "experts": "experts"}[plan.kind]
+    spent, limit, unit = plan.budget.get("spent"), plan.budget.get("limit"), plan.budget.get("unit")
+    sentences = [f"The rule {plan.rule} decides {word} for {len(name)} blocks and uses {spent:.6g} of {limit:.6g} {unit}."]
+    sentences.append(
+        f"Most goes to {name[order[-1]]} ({value[order[-1]]:.4g}), least to {name[order[0]]} ({value[order[0]]:.4g}); "
+        f"the mean is {value.mean():.4g}, the standard deviation {value.std():.4g}."
+    )
+    c = plan.certificate
+    if c:
+        sentences.append(c["message"])
+        sentences.append(
+            f"Duality gap {c['gap']:.1e}, KKT residual {c['kkt_residual']:.1e}: the continuous decision is optimal."
+        )
+        if c["status"] == "binding" and c.get("shadow_price"):
+            sentences.append(
+                f"One percent more budget changes the objective by about {abs(c['multiplier']) * 0.01 * abs(limit):.3g}."
+            )
+        if c["at_lower"] or c["at_upper"]:
+            sentences.append(f"{c['at_lower']} blocks sit at their floor and {c['at_upper']} at their cap.")
+        if c["inert"]:
+            sentences.append(f"No influence here: {', '.join(c['inert'])}.")
+    else:
+        sentences.append("This rule solves no program, so there is no certificate.")
+    rounding = plan.extra.get("rounding")
+    if rounding:
+        proof = "proven optimal" if rounding["exact"] else f"within {rounding['gap']:.1e} of the best integers"
+        sentences.append(f"Integers by {rounding['method']}: {proof}.")
+    return {
+        "kind": plan.kind,
+        "rule": plan.rule,
+        "budget": dict(plan.budget),
+        "certificate": dict(c),
+        "sentences": sentences,
+        "most": [name[i] for i in order[::-1][:5]],
+        "least": [name[i] for i in order[:5]],
+    }
+
+
+def sweep(
+    scores: Scores, *, kind: str = "sparsity", budgets: Sequence[float], exponents: Sequence[float] = (1.0,), **options: Any
+) -> dict[str, Any]:
+    """Solve a whole grid of budgets and exponents.
+
+    Args:
+        scores: The scores.
+        kind: ``sparsity`` (budgets are global sparsities), ``experts`` (totals) or ``ranks`` (mean ranks).
+        budgets: Budgets.
+        exponents: Exponents of the weights.
+        **options: Passed on to the ``plan_*`` function.
+
+    Returns:
+        ``{rows: [{budget, exponent, spent, value, front, status, shadow_price, smallest, largest, spread}]}``. ``value`` is the
+        predicted penalty (sparsity) or utility under one yardstick, the scores themselves (exponent 1), so that rows can be
+        compared; ``front`` marks rows that no other row beats in both spending and value.
+    """
+    maker, argument = _MAKERS[choice(kind, "kind", tuple(_MAKERS))]
+    damping, smoothing = options.get("damping"), options.get("smoothing", 0.0)
+    q = scores.weights(damping, smoothing=smoothing)
+    rows = []
+    for budget in budgets:
+        for exponent in exponents:
+            plan = maker(scores, **{argument: budget}, exponent=exponent, **options)
+            rows.append(_row(plan, budget, exponent, q))
+    better = -1.0 if kind == "sparsity" else 1.0
+    points = np.array([[r["spent"] * -better, r["value"] * better] for r in rows])
+    for i, row in enumerate(rows):
+        at_least = (points >= points[i]).all(1) & (points > points[i]).any(1)
+        row["front"] = not bool(at_least.any())
+    return {"kind": kind, "budgets": list(budgets), "exponents": list(exponents), "rows": rows}
+
+
+def _row(plan: Plan, budget: float, exponent: float, q: Vector) -> dict[str, Any]:
+    value = plan.counts / np.array([b.numel for b in plan.blocks]) if plan.kind == "sparsity" else plan.counts
+    predicted = q @ value**2 if plan.kind == "sparsity" else q @ np.log1p(value)
+    c = plan.certificate
+    return {
+        "budget": budget,
+        "exponent": exponent,
+        "spent": float(plan.budget["spent"]),
+        "value": float(predicted),
+        "status": c.get("status"),
+        "shadow_price": c.get("shadow_price"),
+        "smallest": float(value.min()),
+        "largest": float(value.max()),
+        "spread": float(value.std()),
+    }

@@ -1,0 +1,131 @@
+"""One byte budget for adapting and pruning: ``plan_joint``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..costs import parse_budget, unit_cost
+from ..errors import UnknownUnit
+from ..plan import Plan
+from ..program.allocation import allocate
+from ..program.counts import round_parameters
+from ..program.inputs import bound_vector
+from ..program.joint import solve_joint
+from ..program.rounding import round_capacity
+from ..scores.record import Scores
+from .common import make_plan, weights_of
+
+
+def plan_joint(
+    scores: Scores,
+    *,
+    budget: str | float,
+    capacity: str = "ranks",
+    expert_rank: int = 8,
+    min_capacity: ArrayLike = 0,
+    max_capacity: ArrayLike | None = None,
+    max_sparsity: ArrayLike = 0.7,
+    min_sparsity: ArrayLike = 0.0,
+    exponent: float = 1.0,
+    prune_exponent: float = 1.0,
+    exponent_on: str = "density",
+    alpha: float = 0.5,
+    gamma: float = 0.9,
+    eta: float = 2.0,
+    spend: str = "exactly",
+    damping: float | None = None,
+    smoothing: float = 0.0,
+    bytes_per_parameter: float = 2.0,
+) -> Plan:
+    """Decide pruning and adapters together so that bytes added minus bytes freed meet one budget.
+
+    Args:
+        scores: The scores: a block with a large gain deserves adapters and protection.
+        budget: Net bytes, such as ``"-2GiB"`` (shrink) or ``"100 MB"``; parameters are converted.
+        capacity: What is added: ``ranks`` or ``experts`` (of ``expert_rank``).
+        expert_rank: Rank of one expert.
+        min_capacity: Ranks or experts that every block gets.
+        max_capacity: Cap per block.
+        max_sparsity: Cap per block.
+        min_sparsity: Floor per block.
+        exponent: Exponent of the adapting weights.
+        prune_exponent: Exponent of the pruning weights.
+        exponent_on: ``density`` or ``block``.
+        alpha: Price of capacity.
+        gamma: Weight of the utility.
+        eta: Weight of the penalty; ``gamma / eta`` decides how much is pruned to pay for adapters.
+        spend: ``exactly`` or ``at_most``.
+        damping: Which row of the scores.
+        smoothing: Added to every score, in units of the mean score.
+        bytes_per_parameter: 2 for bf16, for weights and adapters.
+
+    Returns:
+        A plan of kind ``joint``: values and counts are sparsities and pruned parameters; ``extra["capacity"]`` holds ``{kind,
+        expert_rank, values, counts}`` by block. :func:`split_joint` gives the two plans.
+
+    Raises:
+        UnknownUnit: The budget is not in bytes or parameters.
+        InfeasibleBudget: Pruning to the caps does not free enough.
+    """
+    wanted = parse_budget(budget, default="bytes")
+    if wanted.unit not in ("bytes", "params") or wanted.relative:
+        raise UnknownUnit(
+            f"The joint budget {budget!r} is in {wanted.unit}.",
+            "It must be in bytes or parameters.",
+            "Write '-2GiB' or '-1B params'.",
+        )
+    limit = wanted.amount * (bytes_per_parameter if wanted.unit == "params" else 1.0)
+    blocks = scores.blocks
+    numel = scores.numel.astype(np.float64)
+    options: dict[str, Any] = {"capacity": capacity, "expert_rank": expert_rank, "bytes_per_parameter": bytes_per_parameter}
+    cost = unit_cost(blocks, "bytes", **options)
+    q = weights_of(scores, damping, smoothing, "mdl", 0)
+    shared: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "alpha": alpha, "gamma": gamma}
+    bounds: dict[str, Any] = {"lower": min_capacity, "upper": max_capacity}
+    solution = solve_joint(
+        q, cost, numel * bytes_per_parameter, limit, prune_exponent=prune_exponent, eta=eta, max_sparsity=max_sparsity,
+        min_sparsity=min_sparsity, rule=spend, **shared, **bounds,
+    )  # fmt: skip
+    caps = np.full(len(blocks), 1.0) * bound_vector(max_sparsity, len(blocks), "max_sparsity", 1.0)
+    pruned = round_parameters(solution.sparsity, numel, int(np.ceil(float(numel @ solution.sparsity) - 1e-6)), caps)
+    left = limit + float(pruned.sum()) * bytes_per_parameter
+    spare = min(left, float(cost @ solution.capacity) + float(cost.min()))
+    again = allocate(q, cost, max(spare, float(cost @ solution.capacity)), rule="at_most", **shared, **bounds)
+    rounded = round_capacity(again if spend == "at_most" else allocate(q, cost, spare, rule="exactly", **shared, **bounds))
+    spent = rounded.spent - float(pruned.sum()) * bytes_per_parameter
+    hyper = {**shared, "eta": eta, "prune_exponent": prune_exponent, "spend": spend, **options, "max_sparsity": max_sparsity}
+    hyper |= {"min_sparsity": min_sparsity, "min_capacity": min_capacity, "max_capacity": max_capacity, "damping": damping}
+    names = [b.name for b in blocks]
+    adapters = {
+        "kind": capacity,
+        "expert_rank": expert_rank,
+        "values": dict(zip(names, solution.capacity.tolist(), strict=True)),
+        "counts": dict(zip(names, rounded.counts.tolist(), strict=True)),
+        "bytes": rounded.spent,
+    }
+    record = {"unit": "bytes", "limit": limit, "spent": spent, "text": wanted.text}
+    return make_plan(
+        scores, "joint", "mdl", blocks, solution.sparsity, pruned, record, hyper | {"smoothing": smoothing}, solution,
+        capacity=adapters, rounding=rounded.to_dict(),
+    )  # fmt: skip
+
+
+def split_joint(plan: Plan) -> tuple[Plan, Plan]:
+    """The sparsity plan and the ranks (or experts) plan of a joint plan, ready to be applied one after the other."""
+    import dataclasses
+
+    adapters = plan.extra["capacity"]
+    prune = dataclasses.replace(
+        plan,
+        kind="sparsity",
+        budget={"unit": "parameters", "limit": int(plan.counts.sum()), "spent": int(plan.counts.sum())},
+    )
+    blocks = tuple(
+        dataclasses.replace(b, value=float(adapters["values"][b.name]), count=int(adapters["counts"][b.name]))
+        for b in plan.blocks
+    )
+    money = {"unit": "bytes", "limit": adapters["bytes"], "spent": adapters["bytes"]}
+    return prune, dataclasses.replace(plan, kind=adapters["kind"], blocks=blocks, budget=money)

@@ -1,0 +1,188 @@
+"""Depth: whole layers go, the others are renumbered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..blocks import describe, layers, partition
+from ..data.calibration import CalibrationSet
+from ..errors import InfeasibleBudget, InvalidInput, UnknownBlock
+from ..plan import Plan, PlanBlock
+from .walk import Walk, inference
+
+Progress = Callable[[int, int], None]
+
+
+def drop_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Remove whole layers and renumber the others, in place.
+
+    Args:
+        model: The model.
+        names: Layers to remove, as in :func:`layerbudget.blocks.layers`.
+
+    Raises:
+        UnknownBlock: The model has no such layer.
+        InfeasibleBudget: No layer would be left.
+    """
+    known = layers(model)
+    wrong = [n for n in names if n not in {k for k, _ in known}]
+    if wrong:
+        raise UnknownBlock(f"The model has no layer {wrong[0]!r}.", f"Layers are {known[0][0]} to {known[-1][0]}.", "")
+    kept = [(i, layer) for i, (name, layer) in enumerate(known) if name not in names]
+    if not kept:
+        raise InfeasibleBudget(f"All {len(known)} layers would go.", f"At most {len(known) - 1} can.", "Remove fewer.")
+    stack = known[0][0].rsplit(".", 1)[0]
+    parent = model.get_submodule(stack.rsplit(".", 1)[0]) if "." in stack else model
+    setattr(parent, stack.rsplit(".", 1)[-1], nn.ModuleList(layer for _, layer in kept))
+    for new, (_, layer) in enumerate(kept):
+        for module in layer.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx = new
+    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        if getattr(config, "num_hidden_layers", None) == len(known):
+            types = getattr(config, "layer_types", None)
+            config.num_hidden_layers = len(kept)
+            if isinstance(types, list | tuple) and len(types) == len(known):
+                config.layer_types = [types[i] for i, _ in kept]
+    return model
+
+
+def drop_damage(
+    model: nn.Module, data: CalibrationSet, names: Sequence[str] | None = None, *, batch_size: int = 8
+) -> dict[str, float]:
+    """KL divergence per token (nats) from the given model's output when one layer is skipped, for each layer.
+
+    Args:
+        model: The model.
+        data: Calibration tokens.
+        names: Layers to try; all by default.
+        batch_size: Sequences per forward.
+    """
+    out: dict[str, float] = {}
+    with inference(model):
+        walk = Walk(model, data, batch_size=batch_size)
+        walk.capture()
+        clean = []
+        for batch in range(walk.batches):
+            hidden = walk.store.get(batch)
+            for i in range(len(walk)):
+                hidden = walk.forward(i, batch, hidden)
+            clean.append(hidden)
+        for i, (name, _) in enumerate(walk.layers):
+            if names is None or name in names:
+                out[name] = sum(_skipped(walk, i, b, clean[b]) for b in range(walk.batches)) / data.samples
+            walk.position = i
+            walk.advance()
+        walk.close()
+    return out
+
+
+def _skipped(walk: Walk, index: int, batch: int, final: torch.Tensor) -> float:
+    """Summed over sequences: mean KL per token when block ``index`` is an identity."""
+    hidden = walk.store.get(batch)
+    last = index + 1 == len(walk)
+    logits = walk.head(batch, hidden).logits if last else walk.tail(index + 1, batch, hidden).logits
+    now, clean = (torch.log_softmax(x.float(), -1) for x in (logits, walk.head(batch, final).logits))
+    return (
+        float((clean.exp() * (clean - now)).sum(-1).flatten(1).mean(1).sum())
+        if now.ndim > 2
+        else float((clean.exp() * (clean - now)).sum())
+    )
+
+
+def plan_depth(
+    model: nn.Module, data: CalibrationSet, *, remove: int, batch_size: int = 8, progress: Progress | None = None
+) -> Plan:
+    """Choose layers to remove, one after the other, measuring again after every removal (errors do not add up).
+
+    Args:
+        model: The model; left as it was.
+        data: Calibration tokens.
+        remove: How many layers go.
+        batch_size: Sequences per forward.
+        progress: Called with (chosen, remove).
+
+    Returns:
+        A sparsity plan with ratios 0 and 1 (the cap is 1).
+
+    Raises:
+        InfeasibleBudget: As many layers as the model has, or more.
+    """
+    names = [n for n, _ in layers(model)]
+    if not 0 <= remove < len(names):
+        raise InfeasibleBudget(
+            f"{remove} of {len(names)} layers cannot go.", f"Between 0 and {len(names) - 1} can.", "Remove fewer."
+        )
+    gone: list[str] = []
+    rounds: list[dict[str, float]] = []
+    with _skipping(model) as skip:
+        for _ in range(remove):
+            found = drop_damage(model, data, [n for n in names if n not in gone], batch_size=batch_size)
+            rounds.append(found)
+            gone.append(min(found, key=lambda n: found[n]))
+            skip(gone[-1])
+            if progress:
+                progress(len(gone), remove)
+    blocks = tuple(
+        PlanBlock(
+            name=b.name, value=float(b.name in gone), count=b.numel * (b.name in gone), numel=b.numel,
+            modules=tuple(m.name for m in b.modules),
+        )
+        for b in partition(model)
+    )  # fmt: skip
+    spent = sum(b.count for b in blocks)
+    return Plan(
+        kind="sparsity", rule="depth", model=describe(model), blocks=blocks,
+        budget={"unit": "parameters", "limit": spent, "spent": spent}, hyperparameters={"remove": remove, "cap": 1.0},
+        extra={"removed": gone, "damage": rounds},
+    )  # fmt: skip
+
+
+class _skipping:  # noqa: N801
+    """Layers as identities while a plan is made; all put back at the end."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.held = model, dict[nn.Module, Any]()
+
+    def __enter__(self) -> Callable[[str], None]:
+        probe = Walk(self.model, CalibrationSet(input_ids=torch.ones(1, 2, dtype=torch.long)), batch_size=1)
+        with inference(self.model):
+            probe.capture()
+        self.shape = probe._shape
+        return self.skip
+
+    def skip(self, name: str) -> None:
+        layer = self.model.get_submodule(name)
+        self.held[layer] = layer.__dict__.get("forward")
+
+        def identity(*arguments: Any, **keywords: Any) -> Any:
+            return self.shape(arguments[0] if arguments else keywords["hidden_states"])
+
+        layer.forward = identity
+
+    def __exit__(self, *_: object) -> None:
+        for layer, forward in self.held.items():
+            if forward is None:
+                layer.__dict__.pop("forward", None)
+            else:
+                layer.forward = forward
+
+
+def apply_depth(model: nn.Module, plan: Plan) -> nn.Module:
+    """Remove the layers that a plan gives ratio 1, in place.
+
+    Raises:
+        InvalidInput: The plan has ratios other than 0 and 1.
+        ModelMismatch: The plan belongs to another model.
+    """
+    plan.validate(describe(model))
+    between = [b for b in plan.blocks if b.count not in (0, b.numel)]
+    if between:
+        raise InvalidInput(
+            f"{between[0].name} has ratio {between[0].value:.3f}.", "A depth plan has ratios 0 and 1 only.", "Use plan_depth."
+        )
+    return drop_layers(model, [b.name for b in plan.blocks if b.count])

@@ -1,0 +1,120 @@
+"""The commands of the decision core, run as the command line runs them."""
+
+import argparse
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from layerbudget import cli_plan
+from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
+from layerbudget.plan import Plan
+
+
+@pytest.fixture
+def run():
+    parser = argparse.ArgumentParser()
+    sub = parser.add_subparsers(required=True)
+    cli_plan.register(sub)
+    cli_plan.register_reproduce(sub.add_parser("reproduce").add_subparsers(required=True))
+
+    def call(*words):
+        arguments = parser.parse_args([str(w) for w in words])
+        arguments.console = Console(file=io.StringIO(), width=160)
+        result = arguments.handler(arguments)
+        json.dumps(result, allow_nan=False)
+        return result, arguments.console.file.getvalue()
+
+    return call
+
+
+@pytest.fixture
+def files(scores_of, rng, tmp_path):
+    for name in ("a", "b"):
+        scores_of(rng.random(8) + 0.1, [64] * 8).save(tmp_path / f"{name}.json")
+    config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_sparsity_writes_the_plan_that_it_prints(run, files):
+    result, shown = run("plan", "sparsity", files / "a.json", "--sparsity", 0.5, "-o", files / "plan.json")
+    plan = Plan.load(files / "plan.json")
+    assert result["kind"] == "sparsity" and sum(b["count"] for b in result["blocks"]) == plan.counts.sum() == 8 * 64 * 64 // 2
+    assert set(result["budget"]) >= {"unit", "limit", "spent"}
+    assert set(result["certificate"]) >= {"status", "multiplier", "gap", "kkt_residual", "inert"}
+    assert "The budget binds" in shown and "model.layers.7" in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("experts", "--total", 40), ("experts", "--flops-fraction", 0.9),
+        ("experts", "--budget", "50k params", "--rule", "size"), ("experts", "--total", 40, "--rule", "mola-2468"), ("ranks", "--mean-rank", 4), ("ranks", "--params", "4k"),
+        ("ranks", "--budget", "16 KiB", "--multiple", 2, "--min-rank", 0), ("joint", "--bytes=-8KiB"),
+        ("sparsity", "--rule", "owl", "--width", 0.05), ("sparsity", "--fix", "model.layers.0=0.1", "--exclude", r"layers\.7$"),
+    ],
+)  # fmt: skip
+def test_every_kind_stays_within_its_budget(run, files, words):
+    result, shown = run("plan", words[0], files / "a.json", *words[1:])
+    assert result["budget"]["spent"] <= result["budget"]["limit"] * (1 + 1e-12) or result["budget"]["limit"] < 0
+    if result["budget"]["limit"] < 0:
+        assert result["budget"]["spent"] <= result["budget"]["limit"]
+    assert shown
+
+
+def test_rules_without_scores_need_only_a_configuration(run, files):
+    result, _ = run("plan", "ranks", files / "config.json", "--mean-rank", 8, "--rule", "uniform")
+    assert {b["count"] for b in result["blocks"]} == {8}
+    with pytest.raises(InvalidInput, match="needs scores"):
+        run("plan", "ranks", files / "config.json", "--mean-rank", 8)
+
+
+def test_curves_replace_scores(run, files):
+    curves = {f"model.layers.{i}": [[0.3, 0.6], [0.1 * (i + 1), 0.5 * (i + 1)]] for i in range(8)}
+    (files / "curves.json").write_text(json.dumps({"curves": curves}))
+    result, _ = run("plan", "sparsity", files / "a.json", "--sparsity", 0.4, "--curves", files / "curves.json")
+    values = [b["value"] for b in result["blocks"]]
+    assert values == sorted(values, reverse=True) and values[0] == pytest.approx(0.6)
+    (files / "curves.json").write_text("[1]")
+    with pytest.raises(CorruptFile):
+        run("plan", "sparsity", files / "a.json", "--curves", files / "curves.json")
+
+
+def test_diff_explain_sweep_transfer(run, files):
+    for name, rule in (("one", "mdl"), ("two", "uniform")):
+        run("plan", "sparsity", files / "a.json", "--rule", rule, "-o", files / f"{name}.json")
+    result, _ = run("plan", "diff", files / "one.json", files / "two.json")
+    assert not result["same"] and result["moved"] > 0
+    same, _ = run("plan", "diff", files / "one.json", files / "one.json")
+    assert same["same"] and same["moved"] == 0
+    result, shown = run("plan", "explain", files / "one.json")
+    assert any("bits, eta" in s for s in result["sentences"]) and "One percent" in shown
+    result, _ = run("plan", "sweep", files / "a.json", "--budgets", 0.3, 0.5, "--exponents", 1, 2)
+    front = [r for r in result["rows"] if r["front"]]
+    assert len(result["rows"]) == 4 and {r["exponent"] for r in front} == {1.0}
+    result, _ = run("plan", "sweep", files / "a.json", "--kind", "experts", "--budgets", 16, 40)
+    assert [r["spent"] for r in result["rows"]] == [16, 40]
+    for program in ("sparsity", "experts"):
+        result, _ = run("transfer", files / "a.json", files / "b.json", "--program", program, "--budget", "40 experts")
+        assert 0 < result["regret"] <= result["sharp_bound"] <= result["bound"]
+        nothing, _ = run("transfer", files / "a.json", files / "a.json", "--program", program, "--budget", "40 experts")
+        assert nothing["regret"] == nothing["bound"] == 0.0
+
+
+def test_released(run):
+    result, shown = run("reproduce", "released")
+    assert result["all_counts_equal"] and "32/32" in shown and "file order" in shown
+
+
+def test_mistakes(run, files, scores_of):
+    scores_of(np.ones(3)).save(files / "other.json")
+    for words, kind in (
+        (("plan", "explain", files / "nothing.json"), NotFound),
+        (("plan", "sparsity", files / "a.json", "--fix", "x"), InvalidInput),
+        (("transfer", files / "a.json", files / "other.json"), ModelMismatch),
+    ):
+        with pytest.raises(kind):
+            run(*words)

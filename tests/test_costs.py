@@ -1,0 +1,103 @@
+"""Costs from shapes, against the tables for Mistral-7B and Gemma-7B, and budget strings."""
+
+import json
+
+import pytest
+
+from layerbudget import costs
+from layerbudget.errors import CorruptFile, NotFound, UnknownStructure, UnknownUnit
+from layerbudget.records import Block, Module
+
+MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8}  # fmt: skip
+GEMMA = {"hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28, "num_attention_heads": 16,
+         "num_key_value_heads": 16, "head_dim": 256}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "numel", "flops", "expert", "parameters", "router"),
+    [
+        (MISTRAL, 218_103_808, 13_958_643_712, 1_310_720, 655_360, 77_824 // 2),
+        (GEMMA, 276_824_064, 15_502_147_584, 1_785_856, 892_928, 88_064 // 2),
+    ],
+)
+def test_published_tables(config, numel, flops, expert, parameters, router):
+    blocks = costs.blocks_from_config(config)
+    assert {b.numel for b in blocks} == {numel}
+    assert costs.base_amount(blocks, "flops") == flops
+    assert set(costs.unit_cost(blocks, "flops", capacity="experts")) == {expert}
+    assert set(costs.unit_cost(blocks, "params", capacity="experts")) == {parameters}
+    assert set(costs.router_parameters(blocks)) == {router}
+
+
+def test_published_budgets():
+    budget = costs.parse_budget("2.76% flops")
+    assert costs.amount_of(budget, costs.blocks_from_config(MISTRAL)) == pytest.approx(385_258_566.4512, rel=1e-12)
+    assert costs.amount_of(costs.parse_budget("2% flops"), costs.blocks_from_config(GEMMA)) == pytest.approx(310_042_951.68)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "unit", "relative"),
+    [
+        ("64M params", 64e6, "params", False), ("64Mparams", 64e6, "params", False),
+        ("1.2 GiB", 1.2 * 2**30, "bytes", False), ("-2GiB", -(2.0**31), "bytes", False),
+        ("3% flops", 0.03, "flops", True), ("160 experts", 160, "experts", False),
+        ("512 ranks", 512, "ranks", False), ("0.5 ms", 5e-4, "latency", False), ("1e6 flops", 1e6, "flops", False),
+        ("20M", 20e6, "params", False), (20, 20, "params", False), ("3%", 0.03, "params", True),
+        ("12 bytes", 12, "bytes", False),
+        ("1_000 params", 1000, "params", False), ("400M flops/token", 4e8, "flops", False),
+    ],
+)  # fmt: skip
+def test_budget_strings(text, amount, unit, relative):
+    found = costs.parse_budget(text)
+    assert (found.amount, found.unit, found.relative) == (pytest.approx(amount), unit, relative)
+
+
+@pytest.mark.parametrize("text", ["", "lots", "3 apples", "4 % M params", "GiB", "5 Q params"])
+def test_unknown_units_say_what_is_known(text):
+    with pytest.raises(UnknownUnit) as caught:
+        costs.parse_budget(text)
+    assert "Known units" in str(caught.value) and "3% flops" in str(caught.value)
+
+
+def test_units_that_are_not_priced():
+    blocks = costs.blocks_from_config(MISTRAL)
+    with pytest.raises(UnknownUnit, match="no latency"):
+        costs.unit_cost(blocks, "latency", latency={"model.layers.0": 1e-3})
+    with pytest.raises(UnknownUnit, match="not priced"):
+        costs.unit_cost(blocks, "experts", capacity="ranks")
+    with pytest.raises(UnknownUnit, match="percentage"):
+        costs.base_amount(blocks, "experts")
+    assert costs.unit_cost(blocks, "latency", latency={b.name: 2e-3 for b in blocks}).sum() == pytest.approx(0.064)
+
+
+def test_linear_blocks_bytes_and_routers():
+    blocks = costs.blocks_from_config(MISTRAL, by="linear")
+    assert len(blocks) == 224 and blocks[0].name == "model.layers.0.self_attn.q_proj"
+    assert costs.unit_cost(blocks[:1], "bytes").tolist() == [2 * 8192]
+    one = costs.unit_cost(blocks[:1], "params", capacity="experts", router=True)
+    assert one.tolist() == [8 * 8192 + 4096]
+
+
+def test_fused_experts_count_all_copies_and_active_flops():
+    config = {**MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    block = costs.blocks_from_config(config)[0]
+    dense = costs.blocks_from_config({**MISTRAL, "num_hidden_layers": 1})[0]
+    attention = 41_943_040
+    assert block.numel == attention + 8 * (dense.numel - attention)
+    assert block.flops_per_token == 2 * (attention + 2 * (dense.numel - attention))
+    assert costs.rank_flops([Block(name="x", modules=(Module(name="x", d_in=2, d_out=3, copies=4, active=2),))]).tolist() == [
+        20
+    ]
+
+
+def test_configuration_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": GEMMA}))
+    assert costs.blocks_from_config(tmp_path) == costs.blocks_from_config(GEMMA)
+    with pytest.raises(NotFound):
+        costs.blocks_from_config(tmp_path / "missing.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(CorruptFile):
+        costs.blocks_from_config(tmp_path / "bad.json")
+    with pytest.raises(UnknownStructure, match="hidden_size"):
+        costs.blocks_from_config({"model_type": "gpt2", "n_embd": 8})
