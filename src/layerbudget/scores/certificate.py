@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from ..blocks import is_conv1d, weight_of
-from ..errors import InvalidInput
+from ..errors import InvalidInput, MissingDependency
 from ..records import Block
 from .curvature.common import Progress, Ticker, check_damping, check_inputs
-from .curvature.fisher import chunks, collect_rows, gram
+from .curvature.gram import chunks, collect_rows, gram
 from .curvature.krylov import lanczos
 from .curvature.products import BlockProducts
 from .loss import Data, logits_of, summed_loss, token_count
@@ -242,13 +242,17 @@ def plot_direct_check(table: Sequence[dict[str, Any]], path: Path | str) -> Path
         MissingDependency: matplotlib is not installed.
         InvalidInput: No row has a step.
     """
-    from ..report.figures import new_figure, save_figure
-
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependency("Figures need matplotlib.", "", 'pip install "layerbudget[report]".') from error
     usable = [r for r in table if r["status"] == "ok"]
     dampings = list(dict.fromkeys(r["relative_damping"] for r in usable))
     if not dampings:
         raise InvalidInput("No block has a step to draw.", "", "Choose a larger damping.")
-    figure = new_figure(4.2 * len(dampings), 4.0)
+    figure = Figure(figsize=(4.2 * len(dampings), 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(dampings), squeeze=False)
     for axis, tau in zip(axes[0], dampings, strict=True):
         rows = [r for r in usable if r["relative_damping"] == tau]
@@ -264,4 +268,7 @@ def plot_direct_check(table: Sequence[dict[str, Any]], path: Path | str) -> Path
         axis.ticklabel_format(scilimits=(-2, 3))
     axes[0][0].set_ylabel("measured decrease (nats per token)")
     axes[0][0].legend(frameon=False, fontsize=8)
-    return save_figure(figure, path)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    return path
