@@ -232,7 +232,8 @@ def main() -> None:
     text = ["# Mixture of LoRA experts: speed and memory", "", "\n".join(__doc__.split("\n")[4:]).strip(), "", machine, ""]
     if mola:
         text += [
-            f"Outputs and all gradients agree with MoLA's layer to {agreement(mola):.1e} (float64, relative; MoLA computes its softmax in float32).",
+            f"Outputs and all gradients agree with MoLA's layer to {agreement(mola):.1e} "
+            "(float64, relative; MoLA computes its softmax in float32).",
             "",
         ]
     text += [*summary(rows), "", *table(rows), ""]

@@ -192,8 +192,6 @@ class Prose:
 def scores_for(bench, form: str, rule: str, cache: dict):
     """Score the model once per kind of score; blocks are Linears for ranks, layers for experts."""
     from layerbudget.scores.adapter_space import accumulated_gradients, score_adapter
-    from layerbudget.scores.influence import score_layerif
-    from layerbudget.scores.spectral import spectral_tail
 
     kind = {"alphalora": "spectral", "layerif": "layerif", "gain-init": "gradients"}.get(rule, "gain")
     key = (form, kind)
@@ -203,8 +201,12 @@ def scores_for(bench, form: str, rule: str, cache: dict):
         blocks = partition(model, "linear" if form == "ranks" else "layer", exclude=bench.exclude)
         data = bench.calibration()
         if kind == "spectral":
+            from layerbudget.scores.spectral import spectral_tail
+
             cache[key] = spectral_tail(model, None, blocks)
         elif kind == "layerif":
+            from layerbudget.scores.influence import score_layerif
+
             half = len(data) // 2
             cache[key] = score_layerif(model, data.select(slice(0, half)), blocks, validation=data.select(slice(half, None)))
         elif kind == "gradients":
