@@ -66,7 +66,7 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
     order = np.argsort(plan.values, kind="stable")
     name, value = plan.names, plan.values
     word = {"sparsity": "sparsity", "joint": "sparsity", "ranks": "rank", "experts": "experts"}[plan.kind]
-    spent, limit, unit = plan.budget.get("spent"), plan.budget.get("limit"), plan.budget.get("unit")
+    spent, limit, unit = float(plan.budget["spent"]), float(plan.budget["limit"]), plan.budget.get("unit")
     sentences = [f"The rule {plan.rule} decides {word} for {len(name)} blocks and uses {spent:.6g} of {limit:.6g} {unit}."]
     sentences.append(
         f"Most goes to {name[order[-1]]} ({value[order[-1]]:.4g}), least to {name[order[0]]} ({value[order[0]]:.4g}); "

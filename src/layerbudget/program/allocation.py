@@ -120,17 +120,17 @@ def _powers(d: Vector, exponent: float) -> Vector:
 def _bounds(base: ArrayLike, lower: ArrayLike, upper: ArrayLike | None, size: int) -> tuple[Vector | float, Vector, Vector]:
     """Base, and the bounds of what comes on top of it."""
     floor = bound_vector(base, size, "base", 0.0)
-    low, high = bound_vector(lower, size, "lower", 0.0), bound_vector(upper, size, "upper", np.inf)
+    least, most = bound_vector(lower, size, "lower", 0.0), bound_vector(upper, size, "upper", np.inf)
     if isinstance(floor, float) and floor > 0.0:
         floor = np.full(size, floor)
-    if isinstance(low, float) and low == 0.0:
+    if isinstance(least, float) and least == 0.0:
         low = filled(size, 0.0)
     else:
-        low = np.maximum(np.full(size, 1.0) * low - floor, 0.0)
-    if isinstance(high, float) and (high == np.inf or isinstance(floor, float)):
-        high = filled(size, high)
+        low = np.maximum(np.full(size, 1.0) * least - floor, 0.0)
+    if isinstance(most, float) and (most == np.inf or isinstance(floor, float)):
+        high = filled(size, most)
     else:
-        high = high - floor
+        high = np.asarray(most - floor)
     if is_constant(high, np.inf) or np.logical_and.reduce(low <= high):
         return floor, low, high
     k = int(np.argmax(low > high))

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 
 from .inputs import Vector, is_constant
 
+_Part: TypeAlias = "tuple[Vector, Vector | None, Vector | None, Vector | None, Vector, Vector]"
 DENSE = 48
 CHUNK = 8192
 _EPS = 2.220446049250313e-16
@@ -113,7 +115,7 @@ def _inside(a: float, b: float) -> float:
     return a + (b - a) / 2.0
 
 
-def _measure(t: float, parts: list[tuple[Vector | None, ...]]) -> tuple[float, float]:
+def _measure(t: float, parts: list[_Part]) -> tuple[float, float]:
     """S(t) and its slope, over chunks that stay in the processor's cache."""
     total = steep = 0.0
     for slope, offset, low, high, z, y in parts:
@@ -131,7 +133,7 @@ def _measure(t: float, parts: list[tuple[Vector | None, ...]]) -> tuple[float, f
     return total, steep
 
 
-def _parts(slope: Vector, offset: Vector, low: Vector, high: Vector) -> list[tuple[Vector | None, ...]]:
+def _parts(slope: Vector, offset: Vector, low: Vector, high: Vector) -> list[_Part]:
     """Chunks with two buffers; bounds that never cut are left out."""
     size = slope.size
     z, y = np.empty(min(CHUNK, size)), np.empty(min(CHUNK, size))
@@ -142,9 +144,8 @@ def _parts(slope: Vector, offset: Vector, low: Vector, high: Vector) -> list[tup
     def cut(v: Vector | None, i: int) -> Vector | None:
         return None if v is None else v[i : i + CHUNK]
 
-    return [
-        (cut(slope, i), cut(level, i), cut(floor, i), cut(roof, i), z[: size - i], y[: size - i]) for i in range(0, size, CHUNK)
-    ]
+    starts = range(0, size, CHUNK)
+    return [(slope[i : i + CHUNK], cut(level, i), cut(floor, i), cut(roof, i), z[: size - i], y[: size - i]) for i in starts]
 
 
 def _start(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> float:
@@ -173,10 +174,11 @@ def _walk(slope: Vector, offset: Vector, low: Vector, high: Vector, target: floa
         if abs(step - t) <= 2 * _EPS * abs(t):  # the next number is the same number
             break
         if not a < step < b or abs(miss) > 0.5 * misses[-3]:
-            step = _median_knot(slope, offset, low, high, a, b)
-            if step is None:
+            knot = _median_knot(slope, offset, low, high, a, b)
+            if knot is None:
                 leave, reach = (low - offset) / slope, (high - offset) / slope
                 return _finish(slope, offset, low, high, target, leave, reach, (a, b))
+            step = knot
             misses += [math.inf] * 3
         else:
             misses.append(abs(miss))

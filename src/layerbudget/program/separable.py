@@ -43,6 +43,22 @@ class Program:
         settings: Everything else that the record should keep.
     """
 
+    sign: int
+    function: Function
+    scale: Vector
+    factor: float
+    amount: Vector
+    price: float
+    low: Vector
+    high: Vector
+    base: Vector | float
+    budget: float
+    target: float
+    exact_budget: bool
+    names: tuple[str, ...]
+    weights: Vector
+    settings: tuple[Any, ...]
+
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
 
