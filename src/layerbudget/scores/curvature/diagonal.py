@@ -33,6 +33,11 @@ class _Sums:
             rows = torch.bmm(b.transpose(1, 2), a)
             self._batch[name] = self._batch[name] + rows if name in self._batch else rows
 
+    def direct(self, name: str, grad: torch.Tensor | None) -> None:
+        """Take the gradient of a directly read parameter (one sequence per batch)."""
+        if grad is not None:
+            self._batch[name] = grad[None].to(self.dtype)
+
     def finish(self, size: int) -> None:
         """Add the rows of the batch to the groups that they belong to."""
         group = [(self.start + i) * self.groups // self.samples for i in range(size)]
@@ -80,14 +85,23 @@ def score_diagonal(
         for batch, logits in common.walk(model, data, collector, batch_size, tick):
             total += common.backward(collector, batch, logits, batch.targets)
             for name, p in collector.direct.items():
-                if p.grad is not None:
-                    sums._batch[name] = p.grad[None].to(dtype)
+                sums.direct(name, p.grad)
             sums.finish(batch.size)
         collector.check_coverage()
     return _record(model, data, blocks, sums, token_counts(model, data), damping, damping_unit, seed, total)
 
 
-def _record(model, data, blocks, sums, counts, damping, damping_unit, seed, total) -> Scores:
+def _record(
+    model: nn.Module,
+    data: Data,
+    blocks: Sequence[Block],
+    sums: _Sums,
+    counts: np.ndarray,
+    damping: float | Sequence[float] | None,
+    damping_unit: str,
+    seed: int,
+    total: float,
+) -> Scores:
     n = float(counts.sum())
     owner = np.arange(data.samples) * sums.groups // data.samples
     group_tokens = np.array([counts[owner == g].sum() for g in range(sums.groups)])
