@@ -91,6 +91,18 @@ def score_diagonal(
     return _record(model, data, blocks, sums, token_counts(model, data), damping, damping_unit, seed, total)
 
 
+def _jackknife(first: torch.Tensor, second: torch.Tensor, tokens: np.ndarray, tau: float) -> float:
+    """Delete-a-group standard error of the diagonal gain."""
+    if len(first) < 2:
+        return float("nan")
+    left_out = []
+    for j in range(len(first)):
+        m = float(tokens.sum() - tokens[j])
+        g, d = (first.sum(0) - first[j]) / m, (second.sum(0) - second[j]) / m
+        left_out.append(float((g * g / (d + tau)).sum()))
+    return float(np.sqrt((len(left_out) - 1) * np.var(left_out)))
+
+
 def _record(
     model: nn.Module,
     data: Data,
@@ -122,12 +134,7 @@ def _record(
         for i, t in enumerate(tau[:, k]):
             gain[i, k] = float((g * g / (diagonals[k] + t)).sum())
             floor[i, k] = float((diagonals[k] / (diagonals[k] + t)).sum() / n)
-            left_out = []
-            for j in range(sums.groups if sums.groups > 1 else 0):
-                m = n - group_tokens[j]
-                gj, dj = g * (n / m) - first[j] / m, (diagonals[k] * n - second[j]) / m
-                left_out.append(float((gj * gj / (dj + t)).sum()))
-            error[i, k] = np.sqrt((len(left_out) - 1) * np.var(left_out)) if left_out else np.nan
+            error[i, k] = _jackknife(first, second, group_tokens, float(t))
     extra = {
         "curvature": "diagonal empirical Fisher",
         "tokens": int(n),
