@@ -4,6 +4,10 @@
     python benchmarks/lora_quality.py run --task prose --model demo --data-dir DATA --form experts --rules uniform gain permuted
     python benchmarks/lora_quality.py report
 
+Rules for ranks: uniform, gain (adapter gain, each block damped relative to its own curvature), gain-absolute (one damping for
+all blocks), permuted, gain-init (uniform ranks started in the gradient's directions), eva, adalora. For experts: uniform, gain,
+gain-absolute, permuted, 2468, 8642, alphalora, layerif.
+
 Tasks: ``cola`` and ``mrpc`` with a classification head on an encoder (the pooler is trained with the head, or nothing is
 learned), ``prose`` adapts a causal LM from code to books (three for training, Pride and Prejudice held out). Every run appends
 one JSON line to ``benchmarks/results/lora_quality.jsonl`` and is skipped when its line is there, so the command can be stopped
@@ -36,8 +40,6 @@ from layerbudget.records import write_text
 
 RESULTS = Path(__file__).parent / "results"
 BOOKS = ("moby.txt", "war.txt", "sheppard.txt")
-RANK_RULES = ("uniform", "gain", "permuted", "gain-init", "eva", "adalora")
-EXPERT_RULES = ("uniform", "gain", "permuted", "2468", "8642", "alphalora", "layerif")
 HEAD_STEPS = 40
 
 
@@ -193,7 +195,8 @@ def scores_for(bench, form: str, rule: str, cache: dict):
     """Score the model once per kind of score; blocks are Linears for ranks, layers for experts."""
     from layerbudget.scores.adapter_space import accumulated_gradients, score_adapter
 
-    kind = {"alphalora": "spectral", "layerif": "layerif", "gain-init": "gradients"}.get(rule, "gain")
+    kinds = {"alphalora": "spectral", "layerif": "layerif", "gain-init": "gradients", "gain-absolute": "absolute"}
+    kind = kinds.get(rule, "gain")
     key = (form, kind)
     if key not in cache:
         model = bench.model(0).float()
@@ -213,6 +216,11 @@ def scores_for(bench, form: str, rule: str, cache: dict):
             cache[key] = accumulated_gradients(model, data, [m.name for b in blocks for m in b.modules])
         else:
             cache[key] = score_adapter(model, data, blocks, rank=8, replicates=20)
+            if kind == "absolute":  # one damping for all blocks, the median of their largest eigenvalues
+                tau = float(np.median(cache[key].extra["largest_eigenvalue"]))
+                cache[key] = score_adapter(
+                    model, data, blocks, rank=8, replicates=20, damping=[tau], damping_unit="absolute"
+                )  # fmt: skip
     return cache[key]
 
 
@@ -223,7 +231,7 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
     if form == "ranks":
         cost = np.array([b.modules[0].d_in + b.modules[0].d_out for b in blocks], dtype=float)
         counts = np.full(len(blocks), options.rank)
-        if rule in ("gain", "permuted"):
+        if rule in ("gain", "gain-absolute", "permuted"):
             weights = scores_for(bench, form, rule, cache).weights()
             weights = rules.permuted(weights, seed) if rule == "permuted" else weights
             solution = allocate(weights, cost, options.rank * cost.sum(), upper=4.0 * options.rank, rule="exactly")
@@ -374,7 +382,7 @@ def report(options: argparse.Namespace) -> None:
     text = [
         "# Plans of ranks and experts against uniform, paired over seeds",
         "",
-        __doc__.split("\n\n")[2].replace("\n", " "),
+        __doc__.split("\n\n", 2)[2].replace("\n", " "),
         "",
     ]
     text += [f"Python {platform.python_version()}, torch {torch.__version__}, CPU, one thread per run.", ""]
