@@ -218,10 +218,11 @@ def second_look(rows: list[dict]) -> list[str]:
         statistics.median(r["ms"][n] / r["ms"]["plain"] for r in part) for n in ("ours", "two passes", "grouped")
     )
     return [
-        f"Second look at bf16 with 8 and more experts: {two:.2f} of plain LoRA when the router reads the input in a pass of its own, "
-        f"{ours:.2f} in one product with A, {sparse:.2f} grouped by expert. The second pass over the input, and the second "
-        "gradient that must be added to the input's, is what a router costs; gate, top-k and softmax work on `T x E` and "
-        "`T x E r` numbers. What remains above 1 is small operators (softmax, top-k, scatter, the spread gate) at 512 tokens, "
+        f"Second look at bf16 with 8 and more experts: {two:.2f} of plain LoRA when the router reads the input in a pass "
+        f"of its own, {ours:.2f} in one product with A, {sparse:.2f} grouped by expert. The second pass over the input, and "
+        "the second gradient that must be added to the input's, is what a router costs; gate, top-k and softmax work on "
+        "`T x E` and `T x E r` numbers. "
+        "What remains above 1 is small operators (softmax, top-k, scatter, the spread gate) at 512 tokens, "
         "where a step takes 2-3 ms. The grouped form copies the input k times and loses at every size here; it can only "
         "pay where `E r` is comparable to the width.",
         "",
