@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from layerbudget import cli_plan
+from layerbudget.cli import plan as cli_plan
 from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
 from layerbudget.plan import Plan
 
@@ -52,7 +52,8 @@ def test_sparsity_writes_the_plan_that_it_prints(run, files):
     "words",
     [
         ("experts", "--total", 40), ("experts", "--flops-fraction", 0.9),
-        ("experts", "--budget", "50k params", "--rule", "size"), ("experts", "--total", 40, "--rule", "mola-2468"), ("ranks", "--mean-rank", 4), ("ranks", "--params", "4k"),
+        ("experts", "--budget", "50k params", "--rule", "size"),
+        ("experts", "--total", 40, "--rule", "mola-2468"), ("ranks", "--mean-rank", 4), ("ranks", "--params", "4k"),
         ("ranks", "--budget", "16 KiB", "--multiple", 2, "--min-rank", 0), ("joint", "--bytes=-8KiB"),
         ("sparsity", "--rule", "owl", "--width", 0.05), ("sparsity", "--fix", "model.layers.0=0.1", "--exclude", r"layers\.7$"),
     ],

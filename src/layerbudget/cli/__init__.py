@@ -25,7 +25,7 @@ COMMANDS = {
     "finetune": "finetune",
     "evaluate": "evaluate",
     "transfer": "plan",
-    "reproduce": "plan",
+    "reproduce": "reproduce",
     "report": "report",
 }
 _SUMMARY = {
@@ -59,6 +59,7 @@ class _Subparsers:
     def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
         options.setdefault("help", _SUMMARY.get(name))
         options.setdefault("description", options["help"])
+        options.setdefault("conflict_handler", "resolve")
         parser: argparse.ArgumentParser = self.action.add_parser(name, parents=[_common()], **options)
         original = parser.add_subparsers
         parser.add_subparsers = lambda **kw: _Subparsers(original(**kw))  # type: ignore[method-assign,assignment]

@@ -87,7 +87,7 @@ def allocate(
     if units == "relative":
         alpha, gamma = alpha * k / float(np.add.reduce(c)), gamma * k / float(np.add.reduce(w))
     program = Program(
-        sign=-1, function=f, scale=gamma * w, amount=c, price=alpha, low=low, high=high, base=floor, budget=total,
+        sign=-1, function=f, scale=w, factor=gamma, amount=c, price=alpha, low=low, high=high, base=floor, budget=total,
         target=target, exact_budget=rule == "exactly", names=_NAMES, weights=q,
         settings=(exponent, exponent_on, rule, units),
     )  # fmt: skip
@@ -102,13 +102,19 @@ def weigh(q: Vector, size: Vector, exponent: float, exponent_on: str, smallest: 
     """
     if exponent != 1.0:
         d = q / size if exponent_on == "density" else q
-        d = (d if literal else d / np.maximum.reduce(d)) ** exponent
+        d = d**exponent if literal else _powers(d / np.maximum.reduce(d), exponent)
         q = size * d if exponent_on == "density" else d
         smallest = float(np.minimum.reduce(q))
     if smallest > 0.0:
         return q
-    positive = q[q > 0.0]
-    return np.where(q > 0.0, q, max(float(positive.min()) * 2.0**-80, 1e-305))
+    least = float(q[q > 0.0].min())
+    return np.where(q > 0.0, q, least * 2.0**-80 if least > 1e-280 else least)
+
+
+def _powers(d: Vector, exponent: float) -> Vector:
+    """``d^exponent`` for d in [0, 1]; what comes near to underflow is zero."""
+    d = d**exponent
+    return np.where(d < 1e-260, 0.0, d)
 
 
 def _bounds(base: ArrayLike, lower: ArrayLike, upper: ArrayLike | None, size: int) -> tuple[Vector | float, Vector, Vector]:
@@ -117,7 +123,7 @@ def _bounds(base: ArrayLike, lower: ArrayLike, upper: ArrayLike | None, size: in
     low, high = bound_vector(lower, size, "lower", 0.0), bound_vector(upper, size, "upper", np.inf)
     if isinstance(floor, float) and floor > 0.0:
         floor = np.full(size, floor)
-    low = np.maximum(low - floor, 0.0) if not isinstance(low, float) or low > 0.0 else np.zeros(size)
+    low = np.maximum(np.full(size, 1.0) * (low - floor), 0.0) if not isinstance(low, float) or low > 0.0 else np.zeros(size)
     high = np.full(size, np.inf) if isinstance(high, float) and high == np.inf else np.full(size, 1.0) * (high - floor)
     if np.logical_and.reduce(low <= high):
         return floor, low, high

@@ -27,6 +27,7 @@ from .inputs import Vector
 DENSE = 48
 CHUNK = 8192
 _EPS = 2.220446049250313e-16
+_STEP = 2.0**-40  # well inside a flat stretch that has no other end
 
 
 def piecewise_root(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
@@ -52,6 +53,12 @@ def piecewise_root(slope: Vector, offset: Vector, low: Vector, high: Vector, tar
 
 def search(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
     """:func:`piecewise_root` under the caller's ``np.errstate``."""
+    if target <= float(np.add.reduce(low)) * (1.0 + 4.0 * _EPS):
+        first = float(np.minimum.reduce((low - offset) / slope))
+        return first - abs(first) * _STEP, -math.inf, first
+    if target >= float(np.add.reduce(high)) * (1.0 - 4.0 * _EPS):
+        last = float(np.maximum.reduce((high - offset) / slope))
+        return last + abs(last) * _STEP, last, math.inf
     return (_dense if slope.size <= DENSE else _walk)(slope, offset, low, high, target)
 
 

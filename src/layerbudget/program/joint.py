@@ -52,9 +52,9 @@ class JointProgram:
         self.low = np.concatenate((adapt.low + adapt.base, prune.low))
         self.high = np.concatenate((adapt.high + adapt.base, prune.high))
 
-    def at_price(self, p: float) -> tuple[Vector, Vector]:
-        """Both decisions when a unit of budget is worth ``lambda = p - alpha``."""
-        return self.adapt.at_price(p), self.prune.at_price(max(p - self.adapt.price, 0.0))
+    def at_multiplier(self, multiplier: float) -> tuple[Vector, Vector]:
+        """Both decisions when a unit of budget is worth ``lambda``."""
+        return self.adapt.at_price(self.adapt.price + multiplier), self.prune.at_price(max(multiplier, 0.0))
 
     def net(self, e: Vector, rho: Vector) -> float:
         """Budget used: experts (base included) minus what pruning frees."""
@@ -172,28 +172,33 @@ def _check(program: JointProgram, *, exactly: bool) -> None:
 
 
 def _solve(program: JointProgram, *, exactly: bool) -> JointSolution:
+    """Search lambda itself above zero (it may be tiny beside alpha), and the price below (pruning then stays at its floor)."""
     adapt, prune = program.adapt, program.prune
-    ends = [adapt.scale / adapt.amount * adapt.function.derivative(x) for x in (adapt.low, adapt.high)]
-    ends += [prune.scale / prune.amount * prune.function.derivative(x) + adapt.price for x in (prune.low, prune.high)]
-    ends.append(np.array([adapt.price]))
-    t, t_low, t_high = monotone_root(
-        lambda t: program.net(*program.at_price(1.0 / t)), 1.0 / np.concatenate(ends), program.budget
-    )
-    p, p_low, p_high = 1.0 / t, _reciprocal(t_high), _reciprocal(t_low)
-    slack = not exactly and p_high < adapt.price
-    if not exactly:
-        p, p_low, p_high = (max(x, adapt.price) for x in (p, p_low, p_high))
-    return _certify(program, p, (p_low - adapt.price, p_high - adapt.price), slack=slack, exactly=exactly)
+    ends = np.concatenate([adapt.scale / adapt.amount * adapt.function.derivative(x) for x in (adapt.low, adapt.high)])
+    at_zero = program.net(adapt.at_price(adapt.price), prune.at_price(0.0))
+    if at_zero > program.budget:
+        knots = [prune.scale / prune.amount * prune.function.derivative(x) for x in (prune.low, prune.high)]
+        knots = 1.0 / np.concatenate((ends - adapt.price, *knots))
+        t, t_low, t_high = monotone_root(lambda t: program.net(*program.at_multiplier(1.0 / t)), knots, program.budget)
+        interval = (_reciprocal(t_high), _reciprocal(t_low))
+        return _certify(program, adapt.price + 1.0 / t, 1.0 / t, interval, slack=False, exactly=exactly)
+    if not exactly or at_zero == program.budget:
+        return _certify(program, adapt.price, 0.0, (0.0, 0.0), slack=at_zero < program.budget, exactly=exactly)
+    rho = prune.at_price(0.0)
+    t, t_low, t_high = monotone_root(lambda t: program.net(adapt.at_price(1.0 / t), rho), 1.0 / ends, program.budget)
+    interval = (_reciprocal(t_high) - adapt.price, _reciprocal(t_low) - adapt.price)
+    return _certify(program, 1.0 / t, 1.0 / t - adapt.price, interval, slack=False, exactly=True)
 
 
 def _reciprocal(t: float) -> float:
     return 1.0 / t if t > 0 else math.inf
 
 
-def _certify(program: JointProgram, p: float, interval: tuple[float, float], *, slack: bool, exactly: bool) -> JointSolution:
+def _certify(
+    program: JointProgram, p: float, multiplier: float, interval: tuple[float, float], *, slack: bool, exactly: bool
+) -> JointSolution:
     adapt, prune = program.adapt, program.prune
-    e, rho = program.at_price(p)
-    multiplier = p - adapt.price
+    e, rho = adapt.at_price(p), prune.at_price(max(multiplier, 0.0))
     over = program.net(e, rho) - program.budget
     parts = (float(adapt.terms(e).sum()), adapt.price * float(np.dot(adapt.amount, e)), float(prune.terms(rho).sum()))
     primal = sum(parts)

@@ -18,6 +18,10 @@ from .inputs import Vector
 from .solution import Solution
 from .utilities import Function
 
+_TINY = 1e-200
+_TINIEST = 1e-290  # decisions below this are zero: their marginals underflow
+_TRUSTED = 1e-10
+
 
 class Program:
     """A separable program.
@@ -26,6 +30,7 @@ class Program:
         sign: -1 allocation, +1 sparsity.
         function: phi or psi.
         scale: ``h_k``, the weights in the objective's unit, positive, shape ``(K,)``.
+        factor: Before :func:`solve`, what the weights are still to be multiplied by.
         amount: ``a_k``, budget per unit of ``x_k``, shape ``(K,)``.
         price: ``p0`` (alpha or b, per unit of budget).
         low, high: Bounds of ``x``, shape ``(K,)``.
@@ -40,6 +45,13 @@ class Program:
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
+
+    def scaled(self, value: float, budget: float) -> Program:
+        """The same program with its objective measured in units of ``1 / value`` and its budget in units of ``budget``."""
+        fields = dict(self.__dict__)
+        fields |= {"scale": self.scale * (self.factor * value), "factor": 1.0, "amount": self.amount / budget}
+        fields |= {"price": self.price * value * budget, "budget": self.budget / budget, "target": self.target / budget}
+        return Program(**fields)
 
     def at_price(self, p: float) -> Vector:
         """Every block's own optimum at price ``p``, shape ``(K,)``."""
@@ -84,18 +96,44 @@ def _reciprocal(t: float) -> float:
     return 1.0 / t if t > 0.0 else math.inf
 
 
-def solve(program: Program) -> Solution:
+def solve(raw: Program) -> Solution:
     """Solve and certify. The caller has checked that the program is feasible."""
     with np.errstate(all="ignore"):
-        fill = getattr(program.function, "fill", None)
-        x, p, p_low, p_high = fill(program) if fill else (None, *root(program))
-        slack = not program.exact_budget and p_high < program.price
-        if not program.exact_budget:
-            p, p_low, p_high = max(p, program.price), max(p_low, program.price), max(p_high, program.price)
-        best = program.at_price(p)
-        if x is None or slack:
-            return certify(program, best, p, (p_low, p_high), slack=slack)
-        return certify(program, x, p, (p_low, p_high), slack=slack, best=best)
+        program = raw.scaled(1.0, 1.0)
+        smallest = float(np.minimum.reduce(program.scale))
+        if not _TINY < smallest < 1.0 / _TINY:
+            return _solve_extreme(raw, program)
+        return _solve(program)
+
+
+def _solve_extreme(raw: Program, program: Program) -> Solution:
+    """Weights that span hundreds of decades: solve in units in which none of them underflows, then convert back."""
+    low, high = (math.log2(float(f.reduce(raw.scale))) + math.log2(raw.factor) for f in (np.minimum, np.maximum))
+    budget = 2.0 ** round(math.log2(float(np.add.reduce(raw.amount)) / raw.amount.size))
+    value = 2.0 ** max(min(-round((low + high) / 2.0), 1000 - round(high), 1000), -1000)
+    s = _solve(raw.scaled(value, budget))
+    record = dict(s.__dict__)
+    for name in ("spent", "slack"):
+        record[name] *= budget
+    for name in ("primal", "dual"):
+        record[name] = record[name] / value
+    for name in ("multiplier", "shadow_price"):
+        record[name] = record[name] / value / budget
+    record["multiplier_interval"] = tuple(m / value / budget for m in s.multiplier_interval)
+    return Solution(**{**record, "budget": raw.budget, "program": program})
+
+
+def _solve(program: Program) -> Solution:
+    """Find the price, take every block's own optimum at it, certify."""
+    fill = getattr(program.function, "fill", None)
+    x, p, p_low, p_high = fill(program) if fill else (None, *root(program))
+    slack = not program.exact_budget and p_high < program.price
+    if not program.exact_budget:
+        p, p_low, p_high = max(p, program.price), max(p_low, program.price), max(p_high, program.price)
+    best = program.at_price(p)
+    if x is None or slack:
+        return certify(program, best, p, (p_low, p_high), slack=slack)
+    return certify(program, x, p, (p_low, p_high), slack=slack, best=best)
 
 
 def certify(
@@ -115,10 +153,10 @@ def certify(
     else:
         best_terms, best_used = program.terms(best), float(np.dot(a, best))
     dual = float(np.add.reduce(best_terms)) - sign * (p * best_used - multiplier * program.target)
-    size = abs(float(np.add.reduce(terms))) + p0 * used + abs(multiplier) * abs(program.target)
+    floor = max(abs(program.target), unit := 1e-6 * float(np.add.reduce(a)))
+    size = abs(float(np.add.reduce(terms))) + p0 * used + abs(multiplier) * abs(program.target) + abs(p) * unit
     gap = abs(primal - dual) / size if size > 0.0 else 0.0
     over = -sign * (used - program.target)
-    floor = abs(program.target) or used or 1.0
     feasibility = (abs(over) if program.exact_budget else max(over, 0.0)) / floor
     worst, at_low, at_high = stationarity(program, x, p)
     complementarity = 0.0 if program.exact_budget else multiplier * abs(over) / size if size > 0.0 else 0.0
@@ -146,8 +184,9 @@ def stationarity(program: Program, x: Vector, p: float) -> tuple[float, bool, bo
     marginal = _marginal(program.function, program.scale, x, price)
     r = (marginal - price) / (marginal + price)
     worst, at_low, at_high = _violation(r if program.sign < 0 else -r, x, program)
-    if worst != worst or hasattr(program.function, "subgradient"):  # 0 / 0, or slopes of both signs
-        r = np.where(marginal == price, 0.0, (marginal - price) / (np.abs(marginal) + np.abs(price)))
+    if not worst <= _TRUSTED or hasattr(program.function, "subgradient"):  # 0 / 0, underflow, or slopes of both signs
+        settled = (marginal == price) | ((x < _TINIEST) & (program.at_price(p) < _TINIEST))
+        r = np.where(settled, 0.0, (marginal - price) / (np.abs(marginal) + np.abs(price)))
         worst, at_low, at_high = _violation(r if program.sign < 0 else -r, x, program)
     return (worst if worst == worst else math.inf), at_low, at_high
 

@@ -28,8 +28,10 @@ class Solution:
         multiplier_interval: All lambda that certify the same decision; one point unless it lies on a plateau.
         shadow_price: ``alpha + lambda`` or ``b + lambda``: utility per unit of budget at the margin.
         primal, dual: Objective at the decision, and the dual function at lambda, computed from lambda alone.
-        gap: ``|primal - dual|`` relative to the sum of the absolute values of the objective's terms.
-        kkt_residual: Largest violation of stationarity (relative), bounds, budget and complementary slackness.
+        gap: ``|primal - dual|`` relative to the sum of the absolute values of the objective's terms (and the price of a
+            millionth of one unit everywhere).
+        kkt_residual: Largest violation of stationarity (relative), bounds, complementary slackness and budget (relative to it,
+            or to a millionth of one unit everywhere where that is more).
         spent, budget, slack: Budget used, budget given, and what is left (allocation) or overshot (sparsity).
         inert: Names of the parameters that had no influence on the decision.
         program: The program that was solved, in the form that rounding and transfer use.

@@ -90,7 +90,7 @@ def sparsify(
     if units == "relative":
         bits, eta = bits * k / float(np.add.reduce(n)), eta * k / float(np.add.reduce(w))
     program = Program(
-        sign=1, function=f, scale=eta * w, amount=n, price=bits, low=low, high=high, base=0.0, budget=target,
+        sign=1, function=f, scale=w, factor=eta, amount=n, price=bits, low=low, high=high, base=0.0, budget=target,
         target=target, exact_budget=exactly, names=_NAMES, weights=q, settings=(exponent, exponent_on, rule, units),
     )  # fmt: skip
     return solve(program)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .cli_files import load_scores, need_scores, read_any, read_curves, read_fixed, say, show_table
-from .plan import Plan
-from .program.rules import EXPERT_RULES, SPARSITY_RULES
-from .program.utilities import PENALTIES, UTILITIES
-from .records import to_jsonable
+from ..plan import Plan
+from ..program.rules import EXPERT_RULES, SPARSITY_RULES
+from ..program.utilities import PENALTIES, UTILITIES
+from ..records import to_jsonable
+from .files import load_scores, need_scores, read_any, read_curves, read_fixed, say, show_table
 
 
 def register(subparsers: Any) -> None:
@@ -162,7 +162,7 @@ def _register_transfer(subparsers: Any) -> None:
 
 def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
     """``plan sparsity``."""
-    from .planning import plan_sparsity
+    from ..planning import plan_sparsity
 
     plan = plan_sparsity(
         load_scores(a.scores), sparsity=a.sparsity, max_sparsity=a.max_sparsity, min_sparsity=a.min_sparsity,
@@ -174,7 +174,7 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_experts(a: argparse.Namespace) -> dict[str, Any]:
     """``plan experts``."""
-    from .planning import plan_experts
+    from ..planning import plan_experts
 
     plan = plan_experts(
         load_scores(a.scores), total=a.total, budget=a.budget, flops_fraction=a.flops_fraction, min_experts=a.min_experts,
@@ -186,7 +186,7 @@ def run_experts(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     """``plan ranks``."""
-    from .planning import plan_ranks
+    from ..planning import plan_ranks
 
     plan = plan_ranks(
         load_scores(a.scores), mean_rank=a.mean_rank, budget=a.budget or a.params, multiple=a.multiple,
@@ -197,7 +197,7 @@ def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_joint(a: argparse.Namespace) -> dict[str, Any]:
     """``plan joint``."""
-    from .planning import plan_joint
+    from ..planning import plan_joint
 
     plan = plan_joint(
         need_scores(a.scores), budget=a.budget, capacity=a.capacity, expert_rank=a.expert_rank, gamma=a.gamma, eta=a.eta,
@@ -208,7 +208,7 @@ def run_joint(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_diff(a: argparse.Namespace) -> dict[str, Any]:
     """``plan diff``."""
-    from .planning import diff_plans
+    from ..planning import diff_plans
 
     result = diff_plans(Plan.load(a.first), Plan.load(a.second))
     rows = [(r["name"], r["first"], r["second"], r["difference"], r["count_difference"]) for r in result["blocks"]]
@@ -221,7 +221,7 @@ def run_diff(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_explain(a: argparse.Namespace) -> dict[str, Any]:
     """``plan explain``."""
-    from .planning import explain_plan
+    from ..planning import explain_plan
 
     result = explain_plan(Plan.load(a.plan))
     say(a, result["sentences"])
@@ -230,7 +230,7 @@ def run_explain(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     """``plan sweep``."""
-    from .planning import sweep
+    from ..planning import sweep
 
     options: dict[str, Any] = {"damping": a.damping, "smoothing": a.smoothing}
     if a.kind == "sparsity" and a.max_sparsity is not None:
@@ -244,7 +244,7 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
     """``transfer``."""
-    from .planning import transfer_scores
+    from ..planning import transfer_scores
 
     found = transfer_scores(
         need_scores(a.source), need_scores(a.target), program=a.program, sparsity=a.sparsity, max_sparsity=a.max_sparsity,
@@ -257,7 +257,7 @@ def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_released(a: argparse.Namespace) -> dict[str, Any]:
     """``reproduce released``."""
-    from .reproduction.released import reproduce_released
+    from ..reproduction.released import reproduce_released
 
     result = reproduce_released()
     rows = []
@@ -284,7 +284,7 @@ def _capacity_options(a: argparse.Namespace) -> dict[str, Any]:
 def _finish(a: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     if a.output:
         plan.save(a.output, overwrite=a.overwrite)
-    from .planning import explain_plan
+    from ..planning import explain_plan
 
     extra = plan.extra.get("capacity", {}).get("counts", {})
     head = ("block", "value", "count", "parameters") + (("capacity",) if extra else ())

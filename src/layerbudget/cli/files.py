@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .costs import blocks_from_config
-from .errors import CorruptFile, InvalidInput, NotFound
-from .records import Block
-from .scores.record import Scores
+from ..costs import blocks_from_config
+from ..errors import CorruptFile, InvalidInput, NotFound
+from ..records import Block
+from ..scores.record import Scores
 
 
 def load_scores(path: str) -> Scores | tuple[Block, ...]:

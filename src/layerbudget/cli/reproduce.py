@@ -1,0 +1,48 @@
+"""``layerbudget reproduce``: the paper's figures and tables as commands."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+AVAILABLE = {
+    "released": "the expert lists and sparsity ratios that the paper released for Mistral-7B, recomputed",
+    "mlp": "the 8-layer MLP on digits: gain, curvature and LayerIF-type proxies at five dampings, 3 seeds",
+}
+
+
+def register(subparsers: Any) -> None:
+    """Add the parser of ``reproduce``."""
+    from .plan import register_reproduce
+
+    names = subparsers.add_parser("reproduce").add_subparsers(dest="name", required=True, metavar="NAME")
+    listing = names.add_parser("list", help="what can be reproduced")
+    listing.set_defaults(handler=run_list)
+    register_reproduce(names)
+    mlp = names.add_parser("mlp", help=AVAILABLE["mlp"])
+    mlp.add_argument("--scale", choices=("small", "full"), default="small", help="small: one seed, two dampings, width 32")
+    mlp.set_defaults(handler=run_mlp)
+
+
+def run_list(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Say what can be reproduced."""
+    for name, text in AVAILABLE.items():
+        arguments.console.print(f"{name}: {text}")
+    return {"available": AVAILABLE}
+
+
+def run_mlp(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train the MLPs, compute every proxy, show the tables."""
+    from rich.markdown import Markdown
+
+    from ..reproduction.mlp import DAMPINGS, Setting, render, tables
+    from .shared import progress_bar
+
+    full = arguments.scale == "full"
+    with progress_bar(arguments, "seeds") as progress:
+        result = tables(
+            seeds=(0, 1, 2) if full else (0,), dampings=DAMPINGS if full else DAMPINGS[2:4],
+            setting=None if full else Setting(width=32, epochs=8, calibration=128), progress=progress,
+        )  # fmt: skip
+    arguments.console.print(Markdown(render(result)))
+    return result
