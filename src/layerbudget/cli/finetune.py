@@ -44,8 +44,11 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     task = load_task(arguments.task, arguments.data_dir).limited(arguments.train_rows)
     given = {k: getattr(arguments, k) for k in ("epochs", "lr", "batch", "accumulation", "balance")}
     protocol = dataclasses.replace(PRESETS[arguments.preset], **{k: v for k, v in given.items() if v is not None})
+    import transformers
+
     from ..loading import load_tokenizer
 
+    transformers.utils.logging.set_verbosity_error()  # the head's weights are missing from a bare encoder, as they should be
     with progress_bar(arguments, f"finetune on {task.name}, seeds") as progress:
         result = finetune(
             classifier_loader(arguments.model, len(task.labels)), load_tokenizer(arguments.model), plan, task, arguments.out,

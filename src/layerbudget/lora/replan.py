@@ -41,7 +41,7 @@ def tracked_gains(model: nn.Module, optimizer: torch.optim.Optimizer, *, damping
         CoverageError: The optimiser keeps no such state for an adapter.
     """
     moments: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for name, leaves in _adapters(model).items():
+    for name, leaves in adapter_leaves(model).items():
         for leaf in leaves.values():
             state = optimizer.state.get(leaf.weight, {})
             if "exp_avg" not in state:
@@ -67,7 +67,7 @@ def _betas(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[f
     return (0.9, 0.999)
 
 
-def _adapters(model: nn.Module, adapter: str = "default") -> dict[str, dict[str, nn.Linear]]:
+def adapter_leaves(model: nn.Module, adapter: str = "default") -> dict[str, dict[str, nn.Linear]]:
     """Leaves ``A``, ``B`` and ``router`` of every adapted module, by plain name."""
     found: dict[str, dict[str, nn.Linear]] = {}
     for name, module in model.named_modules():
@@ -96,7 +96,7 @@ def resize(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[s
         CoverageError: A module without an adapter.
     """
     modules = {targets.base_name(n): m for n, m in model.named_modules()}
-    leaves = _adapters(model, adapter)
+    leaves = adapter_leaves(model, adapter)
     for name, count in counts.items():
         if name not in leaves:
             raise CoverageError(
@@ -242,7 +242,7 @@ class Replan(TrainerCallback):
         plain = getattr(model, "module", model)
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
         plan = fit_names(self.plan, plain.get_base_model())
-        leaves = _adapters(plain)
+        leaves = adapter_leaves(plain)
         shapes = {n: (part["A"].in_features, part["B"].out_features) for n, part in leaves.items()}
         self.gains = tracked_gains(plain, optimizer, damping=self.damping)
         minimum = 1 if plan.kind == "ranks" else 2
