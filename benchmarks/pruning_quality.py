@@ -255,7 +255,7 @@ def main():
     done = {(r["method"], r["rule"], r["target"], r["seed"]) for r in rows}
     jobs = [(m, r, s, seed) for seed in range(a.seeds) for m in a.methods for s in a.sparsities for r in a.rules]
     if a.evolve:
-        jobs = [("wanda", "evolutionary search", s, 0) for s in a.sparsities] + jobs
+        jobs += [("wanda", "evolutionary search", s, 0) for s in a.sparsities]
     for method, rule, sparsity, seed in jobs:
         if (method, rule, sparsity, seed) in done or time.monotonic() - started > 60 * a.minutes:
             continue

@@ -11,16 +11,16 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..blocks import describe, partition, weight_of
+from ..blocks import describe, partition
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..planning import plan_sparsity
 from ..records import Block
 from .curves import Curves
+from .meter import Meter, Originals
 from .prune import apply_task
 from .select import share
 from .statistics import Collector, Statistic
@@ -74,8 +74,8 @@ def damage_curves(
     with inference(model):
         walk = Walk(model, data, batch_size=batch_size)
         walk.capture()
-        meter = _Meter(walk, metric, measure_batches)
-        dense = _Dense(model, blocks) if around is not None else None
+        meter = Meter(walk, metric, measure_batches)
+        dense = Originals(model, blocks) if around is not None else None
         try:
             if around is not None:
                 _prune_all(model, walk, blocks, _counts(around), options)
@@ -106,63 +106,6 @@ def _options(method: str, batch_size: int) -> Options:
 
 def _counts(plan: Plan) -> dict[str, int]:
     return {b.name: b.count for b in plan.blocks}
-
-
-class _Dense:
-    """Copies of weights, to go back to."""
-
-    def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
-        self.model = model
-        self.held = {m.name: weight_of(model, m.name)[1].detach().clone() for b in blocks for m in b.modules}
-
-    def restore(self, names: Sequence[str]) -> None:
-        """Put weights back."""
-        for name in names:
-            weight_of(self.model, name)[1].data.copy_(self.held[name])
-
-
-class _Meter:
-    """Damage of the model's output against the dense model's."""
-
-    def __init__(self, walk: Walk, metric: str, batches: int | None) -> None:
-        self.walk, self.metric = walk, metric
-        self.batches = range(min(batches or walk.batches, walk.batches))
-        self.final: list[torch.Tensor] = []
-        for batch in self.batches:
-            hidden = walk.store.get(batch)
-            for i in range(len(walk)):
-                hidden = walk.forward(i, batch, hidden)
-            self.final.append(hidden)
-        self.dense = [self._loss(walk.head(b, h).logits, b) for b, h in zip(self.batches, self.final, strict=True)]
-
-    def damage(self, index: int) -> float:
-        """Damage with the model as it is now, forwards restarted at block ``index`` from the stored activations."""
-        total = tokens = 0.0
-        for batch in self.batches:
-            logits = self.walk.tail(index, batch).logits
-            mask = self._mask(batch, logits)
-            if self.metric == "loss":
-                total += (self._loss(logits, batch) - self.dense[batch]) * float(mask.sum())
-            else:
-                clean = torch.log_softmax(self.walk.head(batch, self.final[batch]).logits.float(), dim=-1)
-                now = torch.log_softmax(logits.float(), dim=-1)
-                total += float(((clean.exp() * (clean - now)).sum(-1) * mask).sum())
-            tokens += float(mask.sum())
-        return total / tokens
-
-    def _mask(self, batch: int, logits: torch.Tensor) -> torch.Tensor:
-        mask = self.walk.token_mask(batch)
-        if mask is None or logits.ndim == 2:
-            return torch.ones(logits.shape[:-1], device=logits.device)
-        return mask.to(logits.device).float()
-
-    def _loss(self, logits: torch.Tensor, batch: int) -> float:
-        if self.metric != "loss":
-            return 0.0
-        ids = self.walk.inputs(batch)["input_ids"]
-        mask = self.walk.token_mask(batch)
-        target = ids if mask is None else ids.masked_fill(~mask, -100)
-        return float(nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), target[:, 1:].flatten()))
 
 
 def _tasks(block: Block, count: int) -> list[Task]:
@@ -204,18 +147,18 @@ def _prune_blocks(
 def _one_layer(
     model: nn.Module,
     walk: Walk,
-    meter: _Meter,
+    meter: Meter,
     blocks: Sequence[Block],
     wanted: Mapping[str, Sequence[float]],
     options: Options,
-    dense: _Dense | None,
+    dense: Originals | None,
     planned: Mapping[str, int],
 ) -> dict[str, tuple[float, ...]]:
     """Curves of the blocks of one layer. With a plan around, the layer is dense for statistics and pruned otherwise."""
     index = next((i for i, (n, _) in enumerate(walk.layers) if blocks and blocks[0].modules[0].name.startswith(f"{n}.")), 0)
     walk.position = index
     names = [m.name for b in blocks for m in b.modules]
-    held = dense or _Dense(model, blocks)
+    held = dense or Originals(model, blocks)
     held.restore(names)
     found = _collect(model, walk, blocks, options)
     out: dict[str, tuple[float, ...]] = {}

@@ -1,0 +1,61 @@
+"""The prune command, end to end on a saved model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from layerbudget.cli import main
+from layerbudget.loading import load_model
+from layerbudget.pruning.receipt import recount
+
+
+@pytest.fixture
+def saved(kit, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    kit.build("llama").save_pretrained(tmp_path / "model")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(" ".join(f"w{(7 * i * i + 3 * i) % 97}" for i in range(400)))
+    kit.plan(load_model(str(tmp_path / "model"))).save(tmp_path / "plan.json")
+    return tmp_path
+
+
+def run(saved, *more):
+    return main(
+        ["prune", str(saved / "model"), str(saved / "plan.json"), "--data", str(saved / "text.txt"), "--samples", "4",
+         "--length", "16", "-o", str(saved / "out"), "--quiet", "--json", *more]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_json_is_the_recount(saved, capsys, method):
+    assert run(saved, "--method", method) == 0
+    result = json.loads(capsys.readouterr().out)
+    plan = json.loads((saved / "plan.json").read_text())
+    assert result["blocks"] == {b["name"]: b["count"] / b["numel"] for b in plan["blocks"]}
+    pruned = load_model(result["output"])
+    zeros = sum(b["count"] for b in plan["blocks"])
+    from layerbudget.blocks import partition
+
+    assert recount(pruned, partition(pruned))["zeros"] == zeros
+    assert result["sparsity"] == zeros / sum(b["numel"] for b in plan["blocks"])
+    assert json.loads((saved / "out" / "receipt.json").read_text())["method"] == method
+
+
+def test_a_users_mistakes_end_with_a_sentence(saved, capsys):
+    (saved / "out").mkdir()
+    (saved / "out" / "thesis.txt").write_text("precious")
+    assert run(saved) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert run(saved, "--overwrite") == 2
+    assert (saved / "out" / "thesis.txt").read_text() == "precious"
+    (saved / "out" / "thesis.txt").unlink()
+    capsys.readouterr()
+    assert run(saved, "--pattern", "9:4") == 2
+    assert "not a pattern" in capsys.readouterr().err
+    assert not list((saved / "out").iterdir())
