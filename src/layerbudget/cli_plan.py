@@ -11,28 +11,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .cli_files import load_scores, need_scores, read_any, read_curves, read_fixed, say, show_table
+from .cli_files import Leaves, load_scores, need_scores, read_any, read_curves, read_fixed, say, show_table
 from .plan import Plan
 from .program.rules import EXPERT_RULES, SPARSITY_RULES
 from .program.utilities import PENALTIES, UTILITIES
 from .records import to_jsonable
 
 
-def register(subparsers: Any) -> None:
-    """Add ``plan`` and ``transfer`` to a parser's subparsers."""
+def register(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
+    """Add ``plan`` and ``transfer`` to a parser's subparsers.
+
+    Args:
+        subparsers: What ``add_subparsers`` returned.
+        parents: Parsers whose options every command gets.
+    """
     plan = subparsers.add_parser("plan", help="decide: experts, ranks, sparsity or both, from a scores file")
-    verbs = plan.add_subparsers(dest="plan_command", required=True, metavar="KIND")
+    verbs = Leaves(plan.add_subparsers(dest="plan_command", required=True, metavar="KIND"), parents)
     _register_sparsity(verbs)
     _register_experts(verbs)
     _register_ranks(verbs)
     _register_joint(verbs)
     _register_compare(verbs)
-    _register_transfer(subparsers)
+    _register_transfer(Leaves(subparsers, parents))
 
 
-def register_reproduce(subparsers: Any) -> None:
+def register_reproduce(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
     """Add ``released`` to the subparsers of ``reproduce``."""
-    p = subparsers.add_parser("released", help="recompute the paper's released expert lists and sparsity ratios")
+    p = Leaves(subparsers, parents).add_parser(
+        "released", help="recompute the paper's released expert lists and sparsity ratios"
+    )
     p.set_defaults(handler=run_released)
 
 
