@@ -1,7 +1,7 @@
 """Command line of the decision core: ``plan ...``, ``transfer`` and ``reproduce released``. No torch.
 
-``register`` adds the parsers. Every parser sets ``handler``: a function of the parsed arguments that returns what ``--json``
-prints. Where ``arguments.console`` is a ``rich`` console, the handler also shows a table there.
+``register`` adds the parsers. Each sets ``handler``: a function of the parsed arguments that returns what ``--json`` prints and
+shows a table on ``arguments.console`` where that is a ``rich`` console.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from .records import to_jsonable
 
 
 def register(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
-    """Add ``plan`` and ``transfer`` to a parser's subparsers.
-
-    Args:
-        subparsers: What ``add_subparsers`` returned.
-        parents: Parsers whose options every command gets.
-    """
+    """Add ``plan`` and ``transfer`` to ``subparsers``; every command gets the options of ``parents``."""
     plan = subparsers.add_parser("plan", help="decide: experts, ranks, sparsity or both, from a scores file")
     verbs = Leaves(plan.add_subparsers(dest="plan_command", required=True, metavar="KIND"), parents)
     _register_sparsity(verbs)
