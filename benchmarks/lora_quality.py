@@ -4,6 +4,11 @@
     python benchmarks/lora_quality.py run --task prose --model demo --data-dir DATA --form experts --rules uniform gain permuted
     python benchmarks/lora_quality.py report
 
+Rules for ranks: uniform, gain (adapter gain, each block damped relative to its own curvature), gain-absolute (one damping for
+all blocks), permuted, permuted-absolute, gain-init (uniform ranks started in the gradient's directions), eva, adalora, replan
+(uniform, planned again after 30 % of the steps). For experts: uniform, gain, gain-absolute, permuted, permuted-absolute, 2468,
+8642, alphalora, layerif.
+
 Tasks: ``cola`` and ``mrpc`` with a classification head on an encoder (the pooler is trained with the head, or nothing is
 learned), ``prose`` adapts a causal LM from code to books (three for training, Pride and Prejudice held out). Every run appends
 one JSON line to ``benchmarks/results/lora_quality.jsonl`` and is skipped when its line is there, so the command can be stopped
@@ -36,8 +41,6 @@ from layerbudget.records import write_text
 
 RESULTS = Path(__file__).parent / "results"
 BOOKS = ("moby.txt", "war.txt", "sheppard.txt")
-RANK_RULES = ("uniform", "gain", "permuted", "gain-init", "eva", "adalora")
-EXPERT_RULES = ("uniform", "gain", "permuted", "2468", "8642", "alphalora", "layerif")
 HEAD_STEPS = 40
 
 
@@ -192,10 +195,9 @@ class Prose:
 def scores_for(bench, form: str, rule: str, cache: dict):
     """Score the model once per kind of score; blocks are Linears for ranks, layers for experts."""
     from layerbudget.scores.adapter_space import accumulated_gradients, score_adapter
-    from layerbudget.scores.influence import score_layerif
-    from layerbudget.scores.spectral import spectral_tail
 
-    kind = {"alphalora": "spectral", "layerif": "layerif", "gain-init": "gradients"}.get(rule, "gain")
+    kinds = {"alphalora": "spectral", "layerif": "layerif", "gain-init": "gradients"}
+    kind = kinds.get(rule, "absolute" if rule.endswith("-absolute") else "gain")
     key = (form, kind)
     if key not in cache:
         model = bench.model(0).float()
@@ -203,14 +205,23 @@ def scores_for(bench, form: str, rule: str, cache: dict):
         blocks = partition(model, "linear" if form == "ranks" else "layer", exclude=bench.exclude)
         data = bench.calibration()
         if kind == "spectral":
+            from layerbudget.scores.spectral import spectral_tail
+
             cache[key] = spectral_tail(model, None, blocks)
         elif kind == "layerif":
+            from layerbudget.scores.influence import score_layerif
+
             half = len(data) // 2
             cache[key] = score_layerif(model, data.select(slice(0, half)), blocks, validation=data.select(slice(half, None)))
         elif kind == "gradients":
             cache[key] = accumulated_gradients(model, data, [m.name for b in blocks for m in b.modules])
         else:
             cache[key] = score_adapter(model, data, blocks, rank=8, replicates=20)
+            if kind == "absolute":  # one damping for all blocks, the median of their largest eigenvalues
+                tau = float(np.median(cache[key].extra["largest_eigenvalue"]))
+                cache[key] = score_adapter(
+                    model, data, blocks, rank=8, replicates=20, damping=[tau], damping_unit="absolute"
+                )  # fmt: skip
     return cache[key]
 
 
@@ -221,9 +232,9 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
     if form == "ranks":
         cost = np.array([b.modules[0].d_in + b.modules[0].d_out for b in blocks], dtype=float)
         counts = np.full(len(blocks), options.rank)
-        if rule in ("gain", "permuted"):
+        if rule in ("gain", "gain-absolute", "permuted", "permuted-absolute"):
             weights = scores_for(bench, form, rule, cache).weights()
-            weights = rules.permuted(weights, seed) if rule == "permuted" else weights
+            weights = rules.permuted(weights, seed) if rule.startswith("permuted") else weights
             solution = allocate(weights, cost, options.rank * cost.sum(), upper=4.0 * options.rank, rule="exactly")
             counts = round_capacity(solution).counts
         unit, spent = "parameters", int(cost @ counts)
@@ -252,13 +263,13 @@ def expert_counts(bench, rule: str, seed: int, layers: int, total: int, cache: d
     if rule == "layerif":
         return rules.layerif_experts(scores.values(), total)
     weights = scores.weights()
-    weights = rules.permuted(weights, seed) if rule == "permuted" else weights
+    weights = rules.permuted(weights, seed) if rule.startswith("permuted") else weights
     return round_capacity(allocate(weights, np.ones(layers), total, base=1.0, rule="exactly")).counts
 
 
 def adapted(bench, form: str, rule: str, seed: int, options: argparse.Namespace, cache: dict):
     """A model with its adapters, bf16 base and float32 adapters, and the plan's counts."""
-    plan = plan_for(bench, form, "uniform" if rule in ("eva", "adalora", "gain-init") else rule, seed, options, cache)
+    plan = plan_for(bench, form, "uniform" if rule in ("eva", "adalora", "gain-init", "replan") else rule, seed, options, cache)
     model = bench.model(seed)
     head = {n: p.detach().clone() for n, p in model.named_parameters() if "pooler" in n or "classifier" in n}
     torch.manual_seed(seed)
@@ -304,7 +315,6 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
     start = time.process_time()
     model, counts = adapted(bench, form, rule, seed, options, cache)
     trained = [p for p in model.parameters() if p.requires_grad]
-    number = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad and "lora_" in n)
     optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0)
     warmup = max(1, int(0.06 * options.steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -325,15 +335,30 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
             if rule == "adalora":
                 model.base_model.update_and_allocate(step)
             optimizer.zero_grad()
+            if rule == "replan" and step == int(0.3 * options.steps):
+                counts = replan(bench, model, optimizer, form, seed, options)
+                trained = [p for p in model.parameters() if p.requires_grad]
             history.append(float(loss.detach()))
             step += 1
         epoch += 1
     model.eval()
+    number = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad and "lora_" in n)
     return {
         "task": options.task, "form": form, "rule": rule, "seed": seed, "steps": options.steps, "adapter_parameters": number,
         "counts": counts, "train_loss": float(np.mean(history[-20:])), "cpu_seconds": round(time.process_time() - start, 1),
         "lr": options.lr, "batch": options.batch, "length": options.length, "rows": len(bench.train), **bench.evaluate(model),
     }  # fmt: skip
+
+
+def replan(bench, model, optimizer, form: str, seed: int, options: argparse.Namespace) -> list[int]:
+    """Move capacity once, to where the optimiser's own moments see gain."""
+    from layerbudget.lora.replan import adapter_leaves, replanned, resize, tracked_gains
+
+    plan = plan_for(bench, form, "uniform", seed, options, {})
+    shapes = {n: (leaf["A"].in_features, leaf["B"].out_features) for n, leaf in adapter_leaves(model).items()}
+    counts = replanned(plan, tracked_gains(model, optimizer), shapes, 1 if form == "ranks" else 2)
+    resize(model, optimizer, counts)
+    return list(counts.values())
 
 
 def key_of(row: dict) -> tuple:
@@ -372,7 +397,7 @@ def report(options: argparse.Namespace) -> None:
     text = [
         "# Plans of ranks and experts against uniform, paired over seeds",
         "",
-        __doc__.split("\n\n")[2].replace("\n", " "),
+        __doc__.split("\n\n", 2)[2].replace("\n", " "),
         "",
     ]
     text += [f"Python {platform.python_version()}, torch {torch.__version__}, CPU, one thread per run.", ""]

@@ -45,7 +45,7 @@ def dampings_of(spectra: list[noise.Spectrum]) -> np.ndarray:
 
 
 def disjoint_stability(grams: np.ndarray, tokens: np.ndarray, tau: np.ndarray, n: int, pairs: int = 12) -> list[float]:
-    """Kendall tau of the rankings of two disjoint sets of n sequences drawn from all, per damping."""
+    """Kendall tau of the rankings by excess of two disjoint sets of n sequences drawn from all, per damping."""
     rng = np.random.default_rng(0)
     found = np.zeros((2, pairs, *tau.shape))
     for p in range(pairs):
@@ -55,6 +55,7 @@ def disjoint_stability(grams: np.ndarray, tokens: np.ndarray, tau: np.ndarray, n
             weights[order[side * n : (side + 1) * n]] = 1.0
             for k, g in enumerate(grams):
                 found[side, p, :, k] = noise.gain_of(g, weights, tokens, tau[:, k])
+                found[side, p, :, k] -= noise.floor_of(g, weights > 0, tokens, tau[:, k])
     return [noise.rank_stability(found[0, :, i], found[1, :, i]) for i in range(len(tau))]
 
 
@@ -64,16 +65,17 @@ def study(grams: np.ndarray, tokens: np.ndarray) -> dict[str, dict]:
     out = {}
     for n in [n for n in SIZES if n <= len(tokens)]:
         summary = noise.summarise(grams[:, :n, :n], tokens[:n], tau, seed=0, replicates=50)
+        summary["bound"] = n / float(tokens[:n].sum())
         summary["disjoint_stability"] = disjoint_stability(grams, tokens, tau, min(n, len(tokens) // 2))
         out[str(n)] = summary
     out["tau"] = tau
     return out
 
 
-def table(result: dict, names: list[str]) -> str:
+def table(result: dict, names: list[str], environment: dict) -> str:
     """The markdown table at the middle damping, the stabilities and the verdicts."""
     i = len(DAMPINGS) // 2
-    sizes = [n for n in result if n != "tau"]
+    sizes = [str(n) for n in SIZES if str(n) in result]
     lines = [
         "# Noise of the Gram gain on the embedded model", "",
         f"Empirical Fisher, damping {DAMPINGS[i]} of each block's largest eigenvalue at n = {sizes[-1]}; values times 1000 "
@@ -88,13 +90,19 @@ def table(result: dict, names: list[str]) -> str:
             values = [s[key][i][k] * 1e3 for key in ("gain", "standard_error", "floor", "excess")]
             cells.append(" | ".join(f"{v:.3f}" for v in values) + f" | {s['z'][i][k]:.1f}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", "Kendall tau between disjoint sets of n sequences (128 for the largest n), by damping:", ""]
+    lines += ["", "Kendall tau, by excess, between disjoint sets of n sequences (128 for the largest n), by damping:", ""]
     lines += ["| n | " + " | ".join(f"{d:g}" for d in DAMPINGS) + " | top from bottom third needs |", "|---" * 7 + "|"]
     for n in sizes:
         s = result[n]
         needed = s["samples_needed"][i]
         lines.append(f"| {n} | " + " | ".join(f"{t:.2f}" for t in s["disjoint_stability"]) + f" | {needed:.0f} sequences |")
+    lines += ["", "Share of the mean gain that is noise floor, and Kendall tau between the raw gain and the excess:", ""]
+    lines += ["| n | " + " | ".join(f"{d:g}" for d in DAMPINGS) + " |", "|---" * 6 + "|"]
+    for n in sizes:
+        pairs = zip(result[n]["noise_share"], result[n]["rank_agreement"], strict=True)
+        lines.append(f"| {n} | " + " | ".join(f"{100 * a:.0f} %, {b:.2f}" for a, b in pairs) + " |")
     lines += ["", *(f"- n = {n}: {result[n]['verdict']}" for n in sizes), ""]
+    lines += ["Environment: " + ", ".join(f"{k} {v}" for k, v in environment.items()) + ".", ""]
     return "\n".join(lines)
 
 
@@ -109,15 +117,16 @@ def figures(result: dict, names: list[str], out: Path) -> None:
     fig, axes = plt.subplots(1, len(sizes), figsize=(12, 3.6), layout="constrained")
     for axis, n in zip(axes, sizes, strict=True):
         s = result[n]
-        axis.bar(x, s["gain"][i] * 1e3, color="#9db8d2", label="gain")
+        axis.bar(x, s["gain"][i] * 1e3, color="#9db8d2", label="gain (grey line: its cap n/N)")
         axis.errorbar(x, s["gain"][i] * 1e3, 2 * s["standard_error"][i] * 1e3, fmt="none", ecolor="#2d4a66", capsize=2)
         axis.step(np.append(x - 0.5, x[-1] + 0.5), np.append(s["floor"][i], s["floor"][i][-1]) * 1e3, where="post",
                   color="#c0392b", label="noise floor")  # fmt: skip
+        axis.axhline(s["bound"] * 1e3, color="#888888", lw=0.8)
         axis.set_title(f"n = {n} sequences, Kendall tau {s['disjoint_stability'][i]:.2f}", fontsize=10)
         axis.set_xlabel("layer")
         axis.set_xticks(x)
     axes[0].set_ylabel("gain (nats x 1000), +- 2 s.e.")
-    axes[0].legend(frameon=False)
+    axes[0].legend(fontsize=8, loc="lower left")
     fig.savefig(out / "noise_study.png", dpi=130)
     plt.close(fig)
     s = result[sizes[-1]]
@@ -160,7 +169,7 @@ def main() -> None:
     record["model"]["id"] = "embedded model"
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "noise_study.json").write_text(json.dumps(to_jsonable(record), indent=1) + "\n")
-    (arguments.out / "noise_study.md").write_text(table(result, names))
+    (arguments.out / "noise_study.md").write_text(table(result, names, environment))
     figures(result, names, arguments.out)
 
 

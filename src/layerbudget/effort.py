@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -74,8 +74,10 @@ def time_pass(model: nn.Module, batch: Batch, blocks: Sequence[Block]) -> Pass:
             start = time.perf_counter()
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 loss = summed_loss(logits_of(model, batch), batch.targets)
-            torch.autograd.grad(loss, list(parameters), allow_unused=True)
+            gradients = torch.autograd.grad(loss, list(parameters), allow_unused=True)
             loss.item()
+            if gradients[0] is not None:
+                gradients[0].reshape(-1)[0].item()  # waits for an accelerator
             seconds.append(time.perf_counter() - start)
     return Pass(
         seconds=min(seconds),
@@ -122,7 +124,8 @@ def available_memory(device: torch.device) -> int | None:
     """Free bytes on the device (of the machine for the CPU), or None where the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    names: dict[str, Any] = getattr(os, "sysconf_names", {})
-    if "SC_AVPHYS_PAGES" in names:
-        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     return None

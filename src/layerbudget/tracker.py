@@ -7,7 +7,8 @@ diagonal Fisher for nothing. For block k, with both bias-corrected,
 
 where ``r`` is the sum of the squared weights of the running mean: what pure noise would give, since flipping the signs of
 gradients leaves v alone. Both are in units of the Fisher of *one step's* mean gradient; the tokens of a step are a common
-factor that no weight depends on. Without Adam the same two means are kept by the tracker itself.
+factor that no weight depends on. Gradients are read as the optimizer gets them, after clipping. Without Adam the same two
+means are kept by the tracker itself.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def test_two_processes_agree_with_one(tmp_path):
 def test_four_bit_base_trains(make, tmp_path):
     from transformers import BitsAndBytesConfig, MistralForCausalLM
 
-    make.mistral(2, hidden_size=64, intermediate_size=64).save_pretrained(tmp_path)
+    make.mistral(2, hidden_size=128, intermediate_size=128, head_dim=32, num_key_value_heads=4).save_pretrained(tmp_path)
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     base = MistralForCausalLM.from_pretrained(tmp_path, quantization_config=four_bit, device_map={"": "cpu"})
     model = get_peft_model(base, experts_for(base, [3, 2]))

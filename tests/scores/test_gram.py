@@ -121,9 +121,10 @@ def test_several_passes_equal_one(zoo):
     assert np.allclose(one, many, rtol=1e-10)
 
 
-def test_full_rank_sketch_is_exact_and_a_small_one_is_near(zoo):
-    model, data = zoo.model("mistral"), zoo.data("mistral", samples=8, length=20)
-    blocks = zoo.partition(model, "mistral")
+@pytest.mark.parametrize("name", ("mistral", "mixtral"))
+def test_full_rank_sketch_is_exact_and_a_small_one_is_near(zoo, name):
+    model, data = zoo.model(name), zoo.data(name, samples=8, length=20)
+    blocks = zoo.partition(model, name)
     exact, _ = gram.gram_matrices(model, data, blocks)
     full, _ = gram.gram_matrices(model, data, blocks, sketch=(64, 64))
     small, _ = gram.gram_matrices(model, data, blocks, sketch=(12, 12))
@@ -171,3 +172,59 @@ def test_errors_say_what_to_do(zoo):
         score(bare, data, zoo.partition(bare, "bert"))
     with pytest.raises(InvalidInput, match="labels"):
         score(zoo.model("bert"), data, zoo.partition(zoo.model("bert"), "bert"))
+
+
+def test_the_verdict_warns_when_gain_and_excess_disagree_and_the_floor_can_be_taken_off(zoo):
+    from layerbudget.scores import noise
+
+    z, n = np.array([9.0, 8.0, 3.0]), 16
+    assert "use the excess" in noise.verdict(n, z, 0.9, 0.8, 4.0, -0.3)
+    assert "about 100 sequences" in noise.verdict(n, z * 0, 0.9, 0.2, 99.5, 1.0)
+    assert "no ranking" in noise.verdict(n, z[:1], 0.9, float("nan"), 4.0, float("nan"))
+    model, data = zoo.model("mistral"), zoo.data("mistral")
+    scores = score(model, data, zoo.partition(model, "mistral"), damping=[0.5])
+    bare = noise.subtract_floor(scores)
+    assert np.allclose(bare.gain, scores.extra["excess"], rtol=1e-12)
+    with pytest.raises(InvalidInput, match="no noise floor"):
+        noise.subtract_floor(bare)
+
+
+def test_random_gradients_have_no_excess_on_average():
+    from layerbudget.scores import noise
+
+    rng = np.random.default_rng(0)
+    grams = np.stack([(s := rng.normal(size=(40, 300))) @ s.T for _ in range(60)])
+    found = noise.summarise(grams, np.full(40, 7.0), np.full((1, 60), 30.0), replicates=2, splits=2)
+    z = np.array(found["z"][0])
+    assert abs(z.mean()) < 3 / 60**0.5 and 0.7 < z.std() < 1.4
+    assert abs(np.mean(found["cross_fit"])) < 0.1 * np.mean(found["gain"])
+
+
+def test_gain_and_floor_of_a_subset_are_those_of_its_own_gram(zoo):
+    from layerbudget.scores import noise
+
+    s = np.random.default_rng(1).normal(size=(8, 20))
+    tokens, keep, tau = np.arange(3.0, 11.0), np.array([1, 0, 1, 1, 0, 1, 0, 0], bool), np.array([0.3, 2.0])
+    own = noise.Spectrum(s[keep] @ s[keep].T, tokens[keep].sum())
+    assert np.allclose(noise.gain_of(s @ s.T, keep.astype(float), tokens, tau), [own.gain(t) for t in tau])
+    assert np.allclose(noise.floor_of(s @ s.T, keep, tokens, tau), [own.null(t)[0] for t in tau])
+
+
+def test_no_grad_around_a_score_does_not_matter(zoo):
+    model, data = zoo.model("mlp"), zoo.data("mlp")
+    blocks = zoo.partition(model, "mlp")
+    with torch.no_grad():
+        inside = [score(model, data, blocks, name).gain for name in ("fisher-gram", "gradient-norm", "ggn")]
+    assert inside == [score(model, data, blocks, name).gain for name in ("fisher-gram", "gradient-norm", "ggn")]
+
+
+def test_heads_without_a_suitable_loss_are_refused(zoo):
+    from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+
+    small = {"vocab_size": 37, "num_hidden_layers": 1, "num_attention_heads": 2}
+    one = BertForSequenceClassification(BertConfig(hidden_size=8, intermediate_size=8, num_labels=1, **small))
+    with pytest.raises(InvalidInput, match="regression"):
+        L.head_of(one)
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=37, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2))
+    with pytest.raises(UnknownStructure, match="encoder-decoder"):
+        L.head_of(t5)

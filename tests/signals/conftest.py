@@ -7,6 +7,8 @@ import torch
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     MistralConfig,
@@ -39,6 +41,16 @@ def gpt2():
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=24, n_layer=3, n_head=4, initializer_range=0.12)
     return GPT2LMHeadModel(config).eval()
+
+
+@pytest.fixture
+def gemma():
+    torch.manual_seed(4)
+    config = GemmaConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, initializer_range=0.12, pad_token_id=0,
+    )  # fmt: skip
+    return GemmaForCausalLM(config).eval()
 
 
 @pytest.fixture

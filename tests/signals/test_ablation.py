@@ -26,14 +26,14 @@ def mean_loss(model, data):
     return total / count
 
 
-@pytest.mark.parametrize("family", ["mistral", "gpt2"])
+@pytest.mark.parametrize("family", ["mistral", "gemma", "gpt2"])
 def test_equals_a_model_without_the_layer(request, family, data, padded):
     model = request.getfixturevalue(family)
     for d in (data, padded):
         scores = ablation(model, d, partition(model), batch_size=4)
         for k in range(3):
             shorter = copy.deepcopy(model)
-            stack = shorter.model.layers if family == "mistral" else shorter.transformer.h
+            stack = shorter.transformer.h if family == "gpt2" else shorter.model.layers
             del stack[k]
             shorter.config.num_hidden_layers, shorter.config.use_cache = 2, False
             expected = mean_loss(shorter, d) - mean_loss(model, d)
@@ -124,7 +124,7 @@ def test_block_influence_needs_layers(mistral, data):
         block_influence(mistral, data, partition(mistral, by="linear"))
 
 
-@pytest.mark.parametrize("family", ["mistral", "gpt2"])
+@pytest.mark.parametrize("family", ["mistral", "gemma", "gpt2"])
 def test_fisher_trace_equals_a_loop_over_sequences(request, family, padded):
     model = request.getfixturevalue(family)
     blocks = partition(model)
@@ -139,3 +139,18 @@ def test_fisher_trace_equals_a_loop_over_sequences(request, family, padded):
             expected[k] += sum(model.get_submodule(m.name).weight.grad.square().sum().item() for m in block.modules)
         count += real - 1
     assert scores.values() == pytest.approx(expected / count, rel=1e-5)
+
+
+def test_fisher_trace_of_an_encoder(bert, data):
+    """One class label per sequence: N counts sequences."""
+    import dataclasses
+
+    labelled = dataclasses.replace(data, labels=torch.arange(data.samples) % 3)
+    blocks = partition(bert)
+    expected = np.zeros(3)
+    for ids, label in zip(data.input_ids, labelled.labels, strict=True):
+        bert.zero_grad()
+        F.cross_entropy(bert(ids[None]).logits, label[None]).backward()
+        for k, block in enumerate(blocks):
+            expected[k] += sum(bert.get_submodule(m.name).weight.grad.square().sum().item() for m in block.modules)
+    assert fisher_trace(bert, labelled, blocks, batch_size=4).values() == pytest.approx(expected / 6, rel=1e-5)

@@ -61,9 +61,9 @@ def test_published_bound_differs_where_it_should():
 def test_power_law_exponent_is_recovered():
     rng = np.random.default_rng(0)
     for exponent in (2.0, 3.5):
-        values = np.sort((1 - rng.random(20000)) ** (-1 / (exponent - 1)))
-        assert alpha_peak(values, lower_bound="corrected") == pytest.approx(exponent, rel=0.05)
-        assert alpha_mid(values) == pytest.approx(exponent, rel=0.05)
+        values = np.sort((1 - rng.random(3000)) ** (-1 / (exponent - 1)))
+        assert alpha_peak(values, lower_bound="corrected") == pytest.approx(exponent, rel=0.1)
+        assert alpha_mid(values) == pytest.approx(exponent, rel=0.1)
 
 
 def test_rank_deficient_weight_has_no_zeros_left():

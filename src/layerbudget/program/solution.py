@@ -28,7 +28,8 @@ class Solution:
         multiplier_interval: All lambda that certify the same decision; one point unless it lies on a plateau.
         shadow_price: ``alpha + lambda`` or ``b + lambda``: utility per unit of budget at the margin.
         primal, dual: Objective at the decision, and the dual function at lambda, computed from lambda alone.
-        gap: ``|primal - dual|`` relative to the sum of the absolute values of the objective's terms.
+        gap: ``|primal - dual|`` relative to the sum of the absolute values of the objective's terms (and the price of a
+            millionth of one unit everywhere).
         kkt_residual: Largest violation of stationarity (relative), bounds, complementary slackness and budget (relative to it,
             or to a millionth of one unit everywhere where that is more).
         spent, budget, slack: Budget used, budget given, and what is left (allocation) or overshot (sparsity).
@@ -39,6 +40,21 @@ class Solution:
     >>> allocate([2.0, 1.0], cost=[1.0, 1.0], budget=4, rule="exactly").value
     array([3., 1.])
     """
+
+    value: Vector
+    status: str
+    multiplier: float
+    multiplier_interval: tuple[float, float]
+    shadow_price: float
+    primal: float
+    dual: float
+    gap: float
+    kkt_residual: float
+    spent: float
+    budget: float
+    slack: float
+    inert: tuple[str, ...]
+    program: Any
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)

@@ -22,7 +22,7 @@ from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..records import Block
 from .curvature.common import Progress, Ticker, check_inputs, record
-from .curvature.fisher import Rows, chunks, gram
+from .curvature.gram import Rows, chunks, gram
 from .datainf import AGGREGATIONS, Influence, aggregate, influence_table
 from .hooks import Collector
 from .loss import IGNORE, Batch, batches, logits_of

@@ -5,10 +5,14 @@ Everything is computed from Gram matrices ``K = SS'`` of per-sequence gradients 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 from scipy.stats import kendalltau
+
+from ..errors import InvalidInput
+from .record import Scores
 
 
 class Spectrum:
@@ -69,6 +73,13 @@ def gain_of(gram: np.ndarray, weights: np.ndarray, tokens: np.ndarray, tau: np.n
     return ((w @ w) - tau * (solved @ w)) / n
 
 
+def floor_of(gram: np.ndarray, keep: np.ndarray, tokens: np.ndarray, tau: np.ndarray) -> np.ndarray:
+    """Noise floor ``d_eff/N`` of a subset of the sequences at several dampings."""
+    n = float(tokens[keep].sum())
+    mu = np.linalg.eigvalsh(gram[np.ix_(keep, keep)] / n).clip(0.0)
+    return (mu / (mu + tau[:, None])).sum(1) / n
+
+
 def cross_fit(gram: np.ndarray, tokens: np.ndarray, first: np.ndarray, tau: np.ndarray) -> np.ndarray:
     """``g_A'(C + tau I)^-1 g_B`` with halves A and B of the sequences and the curvature of all of them.
 
@@ -110,32 +121,64 @@ def samples_needed(signal: np.ndarray, error: np.ndarray, n: int) -> float:
     The standard error falls as ``1/sqrt(n)``: ``n_needed = n (2 e / gap)^2``, ``e`` the error of the difference of the two
     third means. Infinite when the thirds do not differ.
     """
+    if len(signal) < 2:
+        return float("inf")
     third = max(len(signal) // 3, 1)
     order = np.argsort(signal)
     low, high = order[:third], order[-third:]
     gap = float(signal[high].mean() - signal[low].mean())
     e = float(np.sqrt((error[high] ** 2).sum() + (error[low] ** 2).sum()) / third)
-    return float("inf") if gap <= 0 else n * (2 * e / gap) ** 2
+    return float("inf") if gap <= 0 else max(2.0, n * (2 * e / gap) ** 2)
 
 
-def verdict(n: int, z: np.ndarray, stability: float, needed: float) -> str:
-    """One sentence on whether the ranking can be trusted.
+def verdict(n: int, z: np.ndarray, share: float, stability: float, needed: float, agreement: float) -> str:
+    """Say in one sentence whether the ranking can be trusted.
 
-    >>> verdict(64, np.array([5.0, 4.0, 0.1]), 0.8, 20.0)
-    '2 of 3 blocks stand above the noise (z > 2); halves of the 64 sequences rank blocks alike (Kendall tau 0.80): usable.'
+    Args:
+        n: Sequences.
+        z: ``(K,)`` z-scores.
+        share: Part of the mean gain that is noise floor.
+        stability: Kendall tau of the excess gains of halves.
+        needed: From :func:`samples_needed`.
+        agreement: Kendall tau between raw gain and excess.
+
+    >>> verdict(64, np.array([5.0, 4.0, 0.1]), 0.3, 0.8, 20.0, 1.0)
+    '2 of 3 blocks stand above the noise (z > 2), which is 30 % of the gain; halves of the 64 sequences rank blocks alike \
+by excess (Kendall tau 0.80): usable.'
     """
     above = int((z > 2).sum())
-    head = f"{above} of {len(z)} blocks stand above the noise (z > 2)"
+    head = f"{above} of {len(z)} blocks stand above the noise (z > 2), which is {100 * share:.0f} % of the gain"
     if len(z) < 2 or not np.isfinite(stability):
         return f"{head}; there is no ranking to judge."
     word = "alike" if stability >= 0.6 else "somewhat alike" if stability >= 0.3 else "differently"
-    body = f"{head}; halves of the {n} sequences rank blocks {word} (Kendall tau {stability:.2f})"
+    body = f"{head}; halves of the {n} sequences rank blocks {word} by excess (Kendall tau {stability:.2f})"
+    if agreement < 0.5:
+        body += f", but the raw gain ranks them otherwise (tau {agreement:.2f}): use the excess"
     if stability >= 0.6 and above >= len(z) / 2:
-        return f"{body}: usable."
+        return f"{body}{'.' if agreement < 0.5 else ': usable.'}"
     if needed <= n:
-        return f"{body}: the top third separates from the bottom third, single places do not."
+        return f"{body}; the top third separates from the bottom third, single places do not."
     more = f"about {int(np.ceil(needed))} sequences would separate" if np.isfinite(needed) else "no number of samples separates"
-    return f"{body}: {more} the top third from the bottom third."
+    return f"{body}; {more} the top third from the bottom third."
+
+
+def subtract_floor(scores: Scores) -> Scores:
+    """Same record with the excess over the noise floor as gain; entries below the floor weigh nothing in a plan.
+
+    Raises:
+        InvalidInput: The estimator has no noise floor.
+    """
+    if any(f is None for row in scores.noise_floor or () for f in row):
+        raise InvalidInput(
+            f"{scores.estimator} has no noise floor to subtract.", "fisher-gram, fisher-diagonal, kfac and ekfac have one.",
+            "Score with estimator='fisher-gram'.",
+        )  # fmt: skip
+    gain = [
+        [None if g is None else g - f for g, f in zip(row, floors, strict=True)]
+        for row, floors in zip(scores.gain, scores.noise_floor or (), strict=True)
+    ]
+    extra = {**scores.extra, "floor_subtracted": True}
+    return dataclasses.replace(scores, gain=gain, noise_floor=None, extra=extra)
 
 
 def summarise(
@@ -153,8 +196,9 @@ def summarise(
 
     Returns:
         ``gain``, ``floor``, ``standard_error``, ``excess``, ``z``, ``centred``, ``effective_dimension``, ``cross_fit`` of shape
-        ``(D, K)``, ``gradient_norm`` and ``gradient_norm_unbiased`` ``(K,)``, ``rank_stability`` and ``samples_needed``
-        ``(D,)`` and the ``verdict`` at the middle damping.
+        ``(D, K)``, ``gradient_norm`` and ``gradient_norm_unbiased`` ``(K,)``; per damping ``rank_stability`` (halves, by gain),
+        ``rank_stability_excess``, ``rank_agreement`` (gain against excess), ``noise_share`` and ``samples_needed``; the
+        ``verdict`` at the middle damping.
     """
     d, k = tau.shape
     n, total = len(tokens), float(tokens.sum())
@@ -165,7 +209,7 @@ def summarise(
     weights = bootstrap_weights(n, seed, replicates)
     weights = weights[(weights > 0).sum(1) > 1]
     masks = halves(n, seed, splits)
-    half = np.zeros((2, splits, d, k))
+    half = np.zeros((2, 2, splits, d, k))
     for j, gram in enumerate(grams):
         spectrum = Spectrum(gram, total)
         for i in range(d):
@@ -175,8 +219,9 @@ def summarise(
         drawn = np.array([gain_of(gram, w, tokens, tau[:, j]) for w in weights])
         out["standard_error"][:, j] = drawn.std(0, ddof=1) if len(drawn) > 1 else np.nan
         for s, mask in enumerate(masks):
-            half[0, s, :, j] = gain_of(gram, mask.astype(float), tokens, tau[:, j])
-            half[1, s, :, j] = gain_of(gram, (~mask).astype(float), tokens, tau[:, j])
+            for side, keep in enumerate((mask, ~mask)):
+                half[0, side, s, :, j] = gain_of(gram, keep.astype(float), tokens, tau[:, j])
+                half[1, side, s, :, j] = half[0, side, s, :, j] - floor_of(gram, keep, tokens, tau[:, j])
         out["cross_fit"][:, j] = np.mean([cross_fit(gram, tokens, mask, tau[:, j]) for mask in masks], axis=0)
     return _finish(out, grams, n, total, half)
 
@@ -187,17 +232,22 @@ def _finish(out: dict[str, Any], grams: np.ndarray, n: int, total: float, half: 
         z = np.where(out["null_deviation"] > 0, excess / out["null_deviation"], 0.0)
     bound = n / total
     sums, traces = grams.sum((1, 2)), np.trace(grams, axis1=1, axis2=2)
-    stability = [rank_stability(half[0, :, i], half[1, :, i]) for i in range(len(excess))]
+    raw, stability = ([rank_stability(h[0, :, i], h[1, :, i]) for i in range(len(excess))] for h in half)
     needed = [samples_needed(excess[i], out["standard_error"][i], n) for i in range(len(excess))]
     middle = len(excess) // 2
+    share = [float(f.sum() / max(g.sum(), 1e-300)) for f, g in zip(out["floor"], out["gain"], strict=True)]
+    agreement = [rank_stability(g[None], e[None]) for g, e in zip(out["gain"], excess, strict=True)]
     out.update(
         excess=excess,
         z=z,
         centred=out["gain"] / np.maximum(1.0 - out["gain"] / bound, 1e-300),
         gradient_norm=sums / total**2,
         gradient_norm_unbiased=(sums - traces) / total**2 * (n / max(n - 1, 1)),
-        rank_stability=stability,
+        rank_stability=raw,
+        rank_stability_excess=stability,
+        rank_agreement=agreement,
+        noise_share=share,
         samples_needed=needed,
-        verdict=verdict(n, z[middle], stability[middle], needed[middle]),
+        verdict=verdict(n, z[middle], share[middle], stability[middle], needed[middle], agreement[middle]),
     )
     return out

@@ -15,7 +15,7 @@ from ..errors import CoverageError, InvalidInput
 from ..records import Block
 from .curvature.common import Progress, Ticker, check_inputs, record
 from .hooks import prepared
-from .loss import Data, FeatureSet
+from .loss import Data, FeatureSet, pad_right
 from .record import Scores
 
 
@@ -70,10 +70,11 @@ def _ratio(model: nn.Module, block: Block, power: dict[str, torch.Tensor], multi
 
 def _feed(data: Data, size: int, device: torch.device) -> Iterator[tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]]:
     """Model arguments, batch by batch; labels are not needed."""
-    if isinstance(data, FeatureSet):
-        yield from (((rows.to(device),), {}) for rows in data.inputs.split(size))
+    padded: Any = pad_right(data)
+    if isinstance(padded, FeatureSet):
+        yield from (((rows.to(device),), {}) for rows in padded.inputs.split(size))
     else:
-        yield from (((), batch) for batch in data.batches(size, device))
+        yield from (((), batch) for batch in padded.batches(size, device))
 
 
 def outlier_ratio(

@@ -51,9 +51,8 @@ class Rows:
         for k, block in enumerate(blocks):
             width = 0
             for m in block.modules:
-                shape = (m.d_out, m.d_in) if m.copies == 1 else (m.copies, m.d_out, m.d_in)
-                if sketch is not None and m.copies == 1:
-                    shape = (min(sketch[0], m.d_out), min(sketch[1], m.d_in))
+                shape = (m.d_out, m.d_in) if sketch is None else (min(sketch[0], m.d_out), min(sketch[1], m.d_in))
+                shape = shape if m.copies == 1 else (m.copies, *shape)
                 self.place[m.name] = (k, width, shape)
                 width += int(np.prod(shape))
             self.values.append(torch.zeros(samples, width, dtype=dtype, device=device))
@@ -87,7 +86,11 @@ class Rows:
         """Write the gradient of a directly read parameter (one sequence per batch)."""
         if grad is not None:
             k, offset, _ = self.place[name]
-            self.values[k][self.start, offset : offset + grad.numel()] = grad.reshape(-1).to(self.dtype)
+            grad = grad.to(self.dtype)
+            if self.sketch is not None:
+                grad = self._project(grad, f"in.{name}", self.sketch[1])
+                grad = self._project(grad.transpose(-1, -2), f"out.{name}", self.sketch[0])
+            self.values[k][self.start, offset : offset + grad.numel()] = grad.reshape(-1)
 
     def _project(self, x: torch.Tensor, key: str, rank: int) -> torch.Tensor:
         width = x.shape[-1]

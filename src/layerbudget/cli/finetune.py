@@ -1,0 +1,112 @@
+"""``layerbudget finetune``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from .shared import progress_bar
+
+
+def register(subparsers: Any) -> None:
+    """Add the parser of ``finetune``."""
+    parser = subparsers.add_parser("finetune")
+    parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id: a causal LM or an encoder")
+    parser.add_argument("plan", metavar="PLAN", help="plan.json of kind ranks or experts, made for this model")
+    parser.add_argument(
+        "--task", required=True, help="cola, mrpc, rte, commonsenseqa, openbookqa, scienceqa, or a .jsonl, .json or .csv file"
+    )
+    parser.add_argument("--data-dir", metavar="DIR", help="folder with the task's original files")
+    parser.add_argument("--preset", default="default", choices=("default", "paper"), help="training protocol")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--epochs", type=float, help="passes over the training rows (default: the preset's)")
+    parser.add_argument("--lr", type=float, help="peak learning rate (default: the preset's)")
+    parser.add_argument("--batch", type=int, help="rows per step (default: the preset's)")
+    parser.add_argument("--accumulation", type=int, help="backward passes per step, causal LMs only")
+    parser.add_argument("--balance", type=float, help="weight of the load-balancing loss of experts (default 0)")
+    parser.add_argument("--train-rows", type=int, help="use so many training rows only")
+    parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast")
+    parser.add_argument("--replan", type=float, metavar="FRACTION", help="plan again once after this fraction of training")
+    parser.add_argument("--resume", action="store_true", help="keep finished seeds, continue unfinished ones")
+    parser.add_argument("--against", metavar="DIR", help="paired tests against another result folder (of a uniform plan, say)")
+    parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the adapters and results")
+    parser.set_defaults(handler=handler)
+
+
+def handler(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train, predict, summarise over seeds, and compare where asked."""
+    from ..data.tasks import load_task
+    from ..lora.finetune import classifier_loader, compare, finetune
+    from ..lora.protocol import PRESETS
+
+    plan = _validated_plan(arguments)
+    task = load_task(arguments.task, arguments.data_dir).limited(arguments.train_rows)
+    given = {k: getattr(arguments, k) for k in ("epochs", "lr", "batch", "accumulation", "balance")}
+    protocol = dataclasses.replace(PRESETS[arguments.preset], **{k: v for k, v in given.items() if v is not None})
+    import transformers
+
+    from ..loading import load_tokenizer
+
+    transformers.utils.logging.set_verbosity_error()  # the head's weights are missing from a bare encoder, as they should be
+    with progress_bar(arguments, f"finetune on {task.name}, seeds") as progress:
+        result = finetune(
+            classifier_loader(arguments.model, len(task.labels)), load_tokenizer(arguments.model), plan, task, arguments.out,
+            protocol=protocol, seeds=arguments.seeds, resume=arguments.resume, bf16=arguments.bf16, quiet=True,
+            callbacks=_callbacks(arguments, plan), progress=progress,
+        )  # fmt: skip
+    _show(arguments.console, result)
+    if arguments.against:
+        result["against"] = compare(arguments.out, arguments.against)
+        for split, tests in result["against"].items():
+            for test in ("seeds", "samples"):
+                if tests[test]:
+                    arguments.console.print(f"{split}, over {test}: {tests[test]['sentence']}", markup=False)
+    return {**result, "output": arguments.out}
+
+
+def _validated_plan(arguments: argparse.Namespace) -> Any:
+    """Read the plan and refuse one that was made for another model."""
+    from ..blocks import describe
+    from ..errors import InvalidInput
+    from ..loading import load_model
+    from ..plan import Plan
+
+    if arguments.replan is not None and arguments.resume:
+        raise InvalidInput(
+            "--replan and --resume were given together.",
+            "A checkpoint taken after a re-plan has other shapes than the plan.",
+            "Leave one of them out.",
+        )
+    plan = Plan.load(arguments.plan)
+    if plan.kind not in ("ranks", "experts"):
+        raise InvalidInput(
+            f"{arguments.plan} is a plan of kind {plan.kind!r}.",
+            "Ranks and experts can be trained.",
+            "Make one with `layerbudget plan ranks` or `layerbudget plan experts`.",
+        )
+    plan.validate(describe(load_model(arguments.model), arguments.model))
+    return plan
+
+
+def _callbacks(arguments: argparse.Namespace, plan: Any) -> Any:
+    if arguments.replan is None:
+        return tuple
+    from ..lora.replan import Replan
+
+    return lambda: (Replan(plan, fraction=arguments.replan),)
+
+
+def _show(console: Any, result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(
+        title=f"{result['task']}: {result['kind']} by {result['rule']}, {result['trained_parameters']:,} trained parameters"
+    )
+    for column in ("split", "metric", "mean over seeds", "standard error"):
+        table.add_column(column)
+    for split, metrics in result["metrics"].items():
+        for name, m in metrics.items():
+            error = "-" if m["stderr"] is None else f"{m['stderr']:.4f}"
+            table.add_row(split, name, f"{m['value']:.4f}", error)
+    console.print(table)

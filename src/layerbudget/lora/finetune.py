@@ -1,0 +1,305 @@
+"""Fine-tune ranks or experts by a plan on a labelled task, over seeds, and keep what paired tests need.
+
+Every seed leaves a folder with the adapter, the predictions for every held-out row and its metrics; a run that was stopped
+continues where it was: finished seeds are kept, an unfinished one resumes from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ..data.tasks import Task
+from ..errors import AlreadyExists, InvalidInput, NotFound
+from ..evaluation import statistics
+from ..plan import Plan
+from ..records import dumps, write_text
+from .mixtures import add_experts
+from .protocol import Protocol
+from .ranks import add_ranks
+from .rows import Rows, is_causal
+
+logger = logging.getLogger(__name__)
+
+Loader = Callable[[int], nn.Module]
+
+
+def classifier_loader(name: str, labels: int, *, dtype: Any = None) -> Loader:
+    """``seed -> model``: a causal LM as it is, any other checkpoint with a fresh classification head.
+
+    Args:
+        name: ``demo``, a local folder or a hub id.
+        labels: Outputs of the head.
+        dtype: Weight type, float32 by default.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
+
+    from ..loading import resolve
+
+    where = resolve(name)
+    architecture = (AutoConfig.from_pretrained(where).architectures or [""])[0]
+    causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+
+    def load(seed: int) -> nn.Module:
+        set_seed(seed)
+        options: dict[str, Any] = {"dtype": dtype or torch.float32}
+        if causal:
+            return AutoModelForCausalLM.from_pretrained(where, **options)
+        return AutoModelForSequenceClassification.from_pretrained(where, num_labels=labels, **options)
+
+    return load
+
+
+def fit_names(plan: Plan, model: nn.Module) -> Plan:
+    """Return the plan with module names as this model has them: an encoder gains a prefix when a head is put on it."""
+    names = {n for n, _ in model.named_modules()}
+    prefix = getattr(model, "base_model_prefix", "")
+    if all(m in names for b in plan.blocks for m in b.modules) or not prefix:
+        return plan
+
+    def fitted(name: str) -> str:
+        bare = name.removeprefix(prefix + ".")
+        return next((n for n in (name, f"{prefix}.{bare}", bare) if n in names), name)
+
+    blocks = tuple(
+        dataclasses.replace(b, name=fitted(b.name), modules=tuple(fitted(m) for m in b.modules)) for b in plan.blocks
+    )
+    return dataclasses.replace(plan, blocks=blocks)
+
+
+def adapt(model: nn.Module, plan: Plan, protocol: Protocol) -> nn.Module:
+    """Add the plan's adapters; a BERT-style pooler is trained with the head (frozen, it lets nothing be learned).
+
+    Raises:
+        InvalidInput: A plan of another kind than ranks or experts.
+        UnknownBlock: The plan names a module that the model does not have.
+        CoverageError: The recount differs from the plan.
+    """
+    plan = fit_names(plan, model)
+    options: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    if not is_causal(model):
+        options = {"task_type": "SEQ_CLS"}
+        if any(n.rpartition(".")[2] == "pooler" and any(True for _ in m.parameters()) for n, m in model.named_modules()):
+            options["modules_to_save"] = ["pooler"]
+    if plan.kind == "ranks":
+        return add_ranks(model, plan, validate=False, ratio=protocol.ratio, dropout=protocol.dropout, **options)
+    if plan.kind == "experts":
+        options |= {"lora_alpha": protocol.alpha, "lora_dropout": protocol.dropout, "balance_coefficient": protocol.balance}
+        return add_experts(model, plan, validate=False, top_k=protocol.top_k, **options)
+    raise InvalidInput(f"A plan of kind {plan.kind!r} cannot be trained.", "Kinds are ranks and experts.", "Plan one of those.")
+
+
+def _arguments(folder: Path, protocol: Protocol, seed: int, steps: int, *, cpu: bool, bf16: bool, quiet: bool):
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=str(folder / "checkpoints"), seed=seed, data_seed=seed, num_train_epochs=protocol.epochs,
+        per_device_train_batch_size=protocol.batch // protocol.accumulation, gradient_accumulation_steps=protocol.accumulation,
+        learning_rate=protocol.lr, lr_scheduler_type="linear", warmup_steps=min(protocol.warmup, steps // 2),
+        weight_decay=protocol.weight_decay, max_grad_norm=protocol.clip, optim="adamw_torch", bf16=bf16, use_cpu=cpu,
+        save_strategy="epoch", save_total_limit=1, logging_steps=10, report_to=[], remove_unused_columns=False,
+        disable_tqdm=quiet, dataloader_num_workers=0,
+    )  # fmt: skip
+
+
+def train_one(
+    model: nn.Module, rows: Rows, task: Task, protocol: Protocol, seed: int, folder: Path, *, bf16: bool = False,
+    resume: bool = False, quiet: bool = True, callbacks: Sequence[Any] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Train one seed and predict every held-out row.
+
+    Args:
+        model: An adapted model.
+        rows: The encoder of the task's rows.
+        task: The task.
+        protocol: Numbers of the run.
+        seed: Seed of the order of rows and of dropout.
+        folder: Where checkpoints and the adapter go.
+        bf16: Autocast in bfloat16.
+        resume: Continue from the last checkpoint where there is one.
+        quiet: No progress bar.
+        callbacks: Further callbacks of the Trainer (a re-plan, for instance).
+
+    Returns:
+        ``metrics`` and ``predictions`` by split, and the training loss.
+    """
+    from transformers import PrinterCallback, Trainer, set_seed
+
+    from .experts.balance import BalanceScale
+
+    if not rows.causal and protocol.accumulation > 1:
+        raise InvalidInput(
+            f"accumulation is {protocol.accumulation} for a classification head.",
+            "It is 1 there: transformers drops the item count for such heads, and gradients grow with the accumulation.",
+            "Use a smaller batch, or accumulation 1.",
+        )
+    steps = math.ceil(len(task.train) / protocol.batch) * math.ceil(protocol.epochs)
+    device = next(model.parameters()).device
+    arguments = _arguments(folder, protocol, seed, steps, cpu=device.type == "cpu", bf16=bf16, quiet=quiet)
+    set_seed(seed)
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=rows.encoded(task.train), data_collator=rows.collate,
+        callbacks=[BalanceScale(), *callbacks],
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)  # it writes to stdout, which belongs to --json
+    for callback in callbacks:
+        if hasattr(callback, "attach"):
+            callback.attach(trainer)
+    checkpoints = list((folder / "checkpoints").glob("checkpoint-*"))
+    outcome = trainer.train(resume_from_checkpoint=True if resume and checkpoints else None)
+    model.save_pretrained(str(folder / "adapter"))
+    result: dict[str, Any] = {"seed": seed, "training_loss": outcome.training_loss, "steps": trainer.state.global_step}
+    result["metrics"], result["predictions"] = {}, {}
+    for split, examples in task.evaluation.items():
+        predicted = rows.predict(model, examples)
+        result["predictions"][split] = predicted.tolist()
+        result["metrics"][split] = metrics_of([e.label for e in examples], predicted, len(task.labels))
+    return result
+
+
+def metrics_of(labels: Sequence[int], predicted: Sequence[int], classes: int) -> dict[str, float]:
+    """Accuracy and Matthews correlation, and F1 of the second label where there are two."""
+    values = {"accuracy": statistics.accuracy(labels, predicted), "matthews": statistics.matthews(labels, predicted)}
+    return {**values, "f1": statistics.f1(labels, predicted)} if classes == 2 else values
+
+
+def finetune(
+    load: Loader,
+    tokenizer: Any,
+    plan: Plan,
+    task: Task,
+    out: Path | str,
+    *,
+    protocol: Protocol,
+    seeds: Sequence[int] = (0,),
+    resume: bool = False,
+    bf16: bool = False,
+    quiet: bool = True,
+    callbacks: Callable[[], Sequence[Any]] = tuple,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Fine-tune a plan over seeds.
+
+    Args:
+        load: ``seed -> model``; see :func:`classifier_loader`.
+        tokenizer: The model's tokenizer.
+        plan: A plan of ranks or experts.
+        task: The task.
+        out: Folder of the results; one sub-folder per seed.
+        protocol: Numbers of the run.
+        seeds: Seeds; each sets the head, the adapters' start and the order of rows.
+        resume: Keep finished seeds and continue unfinished ones.
+        bf16: Autocast in bfloat16.
+        quiet: No progress bars of the Trainer.
+        callbacks: Makes the callbacks of one seed.
+        progress: Called with seeds done and in total.
+
+    Returns:
+        The record that is also written to ``result.json``: per split and metric the mean, the standard error and the
+        values by seed; trained parameters; the plan's and the task's digests.
+
+    Raises:
+        AlreadyExists: ``out`` holds results and ``resume`` is false.
+        CoverageError: The recount differs from the plan.
+    """
+    out = Path(out)
+    if not resume and any(out.glob("seed-*")):
+        raise AlreadyExists(f"{out} holds results already.", "", "Pass --resume to continue them, or choose another folder.")
+    identity = {"plan": plan.digest, "task": task.digest, "protocol": dataclasses.asdict(protocol)}
+    results, trained = [], 0
+    for done, seed in enumerate(seeds):
+        folder = out / f"seed-{seed}"
+        finished = folder / "result.json"
+        if finished.is_file():
+            record = json.loads(finished.read_text(encoding="utf-8"))
+            if record["identity"] != json.loads(dumps(identity)):
+                raise AlreadyExists(
+                    f"{folder} holds a run of another plan, task or protocol.", "", "Choose another output folder."
+                )
+        else:
+            model = adapt(load(seed), plan, protocol)
+            rows = Rows(
+                task, tokenizer, causal=is_causal(model.get_base_model()), cutoff=protocol.cutoff, on_prompt=protocol.on_prompt
+            )
+            record = train_one(
+                model, rows, task, protocol, seed, folder, bf16=bf16, resume=resume, quiet=quiet, callbacks=list(callbacks())
+            )
+            record["identity"] = identity
+            record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            write_text(finished, dumps(record), overwrite=True)
+        results.append(record)
+        trained = record["trained_parameters"]
+        if progress:
+            progress(done + 1, len(seeds))
+    summary = {
+        "schema_version": 1, "task": task.name, "metric": task.metric, "kind": plan.kind, "rule": plan.rule,
+        "trained_parameters": trained, "seeds": list(seeds), "identity": identity, "metrics": _summary(results),
+    }  # fmt: skip
+    write_text(out / "result.json", dumps(summary), overwrite=True)
+    labels = {split: [e.label for e in rows] for split, rows in task.evaluation.items()}
+    write_text(out / "labels.json", dumps(labels), overwrite=True)
+    return summary
+
+
+def _summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    summary: dict[str, Any] = {}
+    for split, metrics in results[0]["metrics"].items():
+        summary[split] = {}
+        for name in metrics:
+            values = [r["metrics"][split][name] for r in results]
+            mean, error = statistics.mean_and_error(values)
+            summary[split][name] = {"value": mean, "stderr": error, "by_seed": values}
+    return summary
+
+
+def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
+    """Compare two result folders of the same task, paired.
+
+    Args:
+        first: Folder that :func:`finetune` wrote.
+        second: Another one, for example of a uniform plan.
+
+    Returns:
+        By split: ``seeds`` (paired t over shared seeds, the task's metric; null below two) and ``samples`` (McNemar over all
+        questions of the first shared seed), each with a sentence.
+
+    Raises:
+        NotFound: A folder without results.
+        InvalidInput: Different tasks, or no shared seed.
+    """
+    folders = [Path(first), Path(second)]
+    for folder in folders:
+        if not (folder / "result.json").is_file():
+            raise NotFound(f"{folder} has no result.json.", "", "Point to a folder that `layerbudget finetune` wrote.")
+    a, b = (json.loads((f / "result.json").read_text(encoding="utf-8")) for f in folders)
+    shared = [s for s in a["seeds"] if s in b["seeds"]]
+    if a["identity"]["task"] != b["identity"]["task"] or not shared:
+        raise InvalidInput(
+            f"{first} holds {a['task']} with seeds {a['seeds']}, {second} holds {b['task']} with seeds {b['seeds']}.",
+            "The same task and at least one shared seed are needed.",
+            "Run both with the same --task and --seeds.",
+        )
+    labels = json.loads((folders[0] / "labels.json").read_text(encoding="utf-8"))
+    runs = [[json.loads((f / f"seed-{s}" / "result.json").read_text(encoding="utf-8")) for s in shared] for f in folders]
+    outcome: dict[str, Any] = {}
+    names = (a["rule"], b["rule"]) if a["rule"] != b["rule"] else (folders[0].name, folders[1].name)
+    for split, truth in labels.items():
+        values = [[r["metrics"][split][a["metric"]] for r in side] for side in runs]
+        over_seeds = statistics.paired_t(*values) if len(shared) > 1 else None
+        right = [np.asarray(side[0]["predictions"][split]) == np.asarray(truth) for side in runs]
+        over_samples = statistics.mcnemar(*right)
+        outcome[split] = {
+            "metric": a["metric"],
+            "seeds": {**vars(over_seeds), "sentence": over_seeds.sentence(*names, a["metric"])} if over_seeds else None,
+            "samples": {**vars(over_samples), "sentence": over_samples.sentence(*names, "accuracy")},
+        }
+    return outcome

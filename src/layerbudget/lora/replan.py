@@ -1,0 +1,250 @@
+r"""Plan while training: once, after a fraction of the steps, move ranks or experts to where the gain is now.
+
+The gain is read from the optimiser, at no cost: with Adam's running mean ``m`` and running square ``v`` of the adapter's
+gradient, ``zeta_k^2 = sum m^2 / (v + tau)`` over the module's adapter parameters, the damped gain with the diagonal empirical
+Fisher in adapter space, ``tau`` a fraction of the mean of ``v`` over all modules. The plan is then made again with the same
+budget.
+
+Ranks and experts are moved in place. What stays keeps its values *and* its optimiser state. A new rank starts with a random row
+of A and a zero column of B, so the model's function does not move; a dropped rank is the one with the smallest
+``|B_i| |A_i|``. A new expert has a zero update and a zero router row (the routing of others shifts a little); the
+dropped one has the smallest norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from ..errors import CoverageError, InvalidInput
+from ..plan import Plan
+from . import targets
+
+_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def tracked_gains(model: nn.Module, optimizer: torch.optim.Optimizer, *, damping: float = 1e-2) -> dict[str, float]:
+    """Diagonal gain ``sum m^2 / (v + tau)`` per adapted module, from Adam's state.
+
+    Args:
+        model: The adapted model.
+        optimizer: An Adam-type optimiser that has taken steps.
+        damping: ``tau`` relative to the mean of ``v`` over all adapter parameters.
+
+    Raises:
+        CoverageError: The optimiser keeps no such state for an adapter.
+    """
+    moments: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for name, leaves in adapter_leaves(model).items():
+        for leaf in leaves.values():
+            state = optimizer.state.get(leaf.weight, {})
+            if "exp_avg" not in state:
+                raise CoverageError(
+                    f"The optimiser has no running moments of {name}.", "", "Use AdamW, after at least one step."
+                )
+            step = float(state.get("step", 1))
+            betas = _betas(optimizer, leaf.weight)
+            corrected = (
+                state["exp_avg"].float() / (1 - betas[0] ** step),
+                state["exp_avg_sq"].float() / (1 - betas[1] ** step),
+            )
+            moments.setdefault(name, []).append(corrected)
+    squares = [v for pairs in moments.values() for _, v in pairs]
+    tau = damping * sum(float(v.sum()) for v in squares) / sum(v.numel() for v in squares)
+    return {k: sum(float((m.square() / (v + tau)).sum()) for m, v in pairs) for k, pairs in moments.items()}
+
+
+def _betas(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[float, float]:
+    for group in optimizer.param_groups:
+        if any(p is parameter for p in group["params"]):
+            return group.get("betas", (0.9, 0.999))
+    return (0.9, 0.999)
+
+
+def adapter_leaves(model: nn.Module, adapter: str = "default") -> dict[str, dict[str, nn.Linear]]:
+    """Leaves ``A``, ``B`` and ``router`` of every adapted module, by plain name."""
+    found: dict[str, dict[str, nn.Linear]] = {}
+    for name, module in model.named_modules():
+        for kind in ("lora_experts_", "lora_"):
+            holder = getattr(module, f"{kind}A", None)
+            if isinstance(holder, nn.ModuleDict) and adapter in holder:
+                leaves = {
+                    part: getattr(module, f"{kind}{part}") for part in ("A", "B", "router") if hasattr(module, kind + part)
+                }
+                found[targets.base_name(name)] = {k: v[adapter] for k, v in leaves.items() if adapter in v}
+                break
+    return found
+
+
+def resize(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int], adapter: str = "default") -> None:
+    """Give every adapted module a new rank or number of experts, in place, with the optimiser's state.
+
+    Args:
+        model: A model adapted by :func:`~layerbudget.lora.ranks.add_ranks` or :func:`~layerbudget.lora.mixtures.add_experts`.
+        optimizer: The optimiser that trains it.
+        counts: New rank or experts by module, at least 1 (a module that PEFT never wrapped cannot gain an adapter here).
+        adapter: Name of the adapter.
+
+    Raises:
+        InvalidInput: A count below one, or experts of a module that has no router (or would need to lose it).
+        CoverageError: A module without an adapter.
+    """
+    modules = {targets.base_name(n): m for n, m in model.named_modules()}
+    leaves = adapter_leaves(model, adapter)
+    for name, count in counts.items():
+        if name not in leaves:
+            raise CoverageError(
+                f"{name} has no adapter to resize.", "", "Re-plan only what the first plan adapted (minimum 1)."
+            )
+        module = modules[name]
+        routed = hasattr(module, "lora_experts_r")
+        smallest = 2 if routed and "router" in leaves[name] else 1
+        if count < smallest or (routed and "router" not in leaves[name] and count != 1):
+            raise InvalidInput(
+                f"{name} cannot go to {count}.",
+                "A rank is at least 1; a module keeps its router, so one expert stays one and more stay at least two.",
+                "Re-plan with a minimum of 2 experts.",
+            )
+        unit = module.lora_experts_r[adapter] if routed else 1
+        _resize_one(leaves[name], optimizer, count, unit)
+        if routed:
+            module.lora_experts_count[adapter] = count
+            module.lora_experts_top_k[adapter] = min(model.peft_config[adapter].top_k, count)
+        else:
+            _rescale(module, adapter, count)
+    _rewrite_config(model.peft_config[adapter], counts, modules, adapter)
+
+
+def _rescale(module: Any, adapter: str, rank: int) -> None:
+    """Keep the module's scale: alpha follows the rank."""
+    scale = module.scaling[adapter]
+    module.r[adapter] = rank
+    module.lora_alpha[adapter] = scale * (math.sqrt(rank) if getattr(module, "use_rslora", {}).get(adapter) else rank)
+
+
+def _rewrite_config(config: Any, counts: Mapping[str, int], modules: Mapping[str, Any], adapter: str) -> None:
+    """Make the configuration say what is there, so that a saved adapter loads."""
+    for name, count in counts.items():
+        key = targets.pattern(name)
+        if hasattr(config, "experts_pattern"):
+            config.experts_pattern[key] = count
+        else:
+            config.rank_pattern[key] = count
+            config.alpha_pattern[key] = modules[name].lora_alpha[adapter]
+
+
+def _resize_one(leaves: Mapping[str, nn.Linear], optimizer: torch.optim.Optimizer, count: int, unit: int) -> None:
+    """Keep the ``count`` strongest units (ranks, or experts of ``unit`` ranks) and add what is missing."""
+    a, b = leaves["A"].weight, leaves["B"].weight
+    have = a.shape[0] // unit
+    with torch.no_grad():
+        strength = (a.view(have, unit, -1).norm(dim=-1) * b.T.reshape(have, unit, -1).norm(dim=-1)).sum(-1)
+    kept = strength.topk(min(count, have)).indices.sort().values
+    rows = (kept.unsqueeze(-1) * unit + torch.arange(unit, device=kept.device)).flatten()
+    fresh = count * unit - len(rows)
+    new_a = torch.empty(fresh, a.shape[1], device=a.device, dtype=a.dtype)
+    if fresh:
+        nn.init.kaiming_uniform_(new_a, a=math.sqrt(5))
+    _replace(leaves["A"], optimizer, rows, new_a, 0)
+    _replace(leaves["B"], optimizer, rows, b.new_zeros(b.shape[0], fresh), 1)
+    if "router" in leaves:
+        router = leaves["router"].weight
+        _replace(leaves["router"], optimizer, kept, router.new_zeros(count - len(kept), router.shape[1]), 0)
+
+
+def _replace(leaf: nn.Linear, optimizer: torch.optim.Optimizer, keep: Tensor, fresh: Tensor, dim: int) -> None:
+    """Swap a leaf's weight for its kept part and fresh units, in the module and in the optimiser."""
+    old = leaf.weight
+    new = nn.Parameter(torch.cat([old.detach().index_select(dim, keep), fresh], dim), requires_grad=old.requires_grad)
+    leaf.weight = new
+    leaf.out_features, leaf.in_features = new.shape
+    for group in optimizer.param_groups:
+        group["params"] = [new if p is old else p for p in group["params"]]
+    state = optimizer.state.pop(old, None)
+    if state:
+        for key in _STATE:
+            if key in state:
+                state[key] = torch.cat(
+                    [state[key].index_select(dim, keep), torch.zeros_like(fresh, dtype=state[key].dtype)], dim
+                )
+        optimizer.state[new] = state
+
+
+def replanned(
+    plan: Plan, gains: Mapping[str, float], shapes: Mapping[str, tuple[int, int]], minimum: int = 1
+) -> dict[str, int]:
+    """New counts by module for the same budget as the plan's, at least ``minimum`` for every module that has an adapter.
+
+    Ranks are priced in parameters (``d_in + d_out`` each), experts by one per block; the budget is what the old counts cost.
+
+    Args:
+        plan: The plan in force.
+        gains: Gain by module.
+        shapes: ``(d_in, d_out)`` by module.
+        minimum: Smallest count.
+    """
+    from ..program import allocate, round_capacity
+
+    blocks = [b for b in plan.blocks if b.count > 0]
+    value = np.array([sum(gains[m] for m in b.modules) for b in blocks])
+    counts = np.array([b.count for b in blocks], dtype=float)
+    ranks = plan.kind == "ranks"
+    cost = np.array([sum(sum(shapes[m]) for m in b.modules) if ranks else 1.0 for b in blocks])
+    low = np.minimum(minimum, counts)
+    solution = allocate(
+        value / value.sum(),
+        cost,
+        float(cost @ counts),
+        lower=low,
+        upper=np.full(len(blocks), 4.0 * counts.mean()),
+        rule="exactly",
+    )
+    new = round_capacity(solution).counts
+    return {m: int(c) for b, c in zip(blocks, new, strict=True) for m in b.modules}
+
+
+class Replan(TrainerCallback):
+    """Callback of the Trainer: re-plan once after a fraction of the steps.
+
+    Args:
+        plan: The plan in force.
+        fraction: When, as a fraction of all steps, in (0, 1).
+        damping: Relative damping of the tracked gain.
+
+    Raises:
+        InvalidInput: A fraction outside (0, 1).
+    """
+
+    def __init__(self, plan: Plan, *, fraction: float = 0.3, damping: float = 1e-2) -> None:
+        if not 0.0 < fraction < 1.0:
+            raise InvalidInput(f"The re-plan fraction is {fraction}.", "It lies strictly between 0 and 1.", "Try 0.3.")
+        self.plan, self.fraction, self.damping = plan, fraction, damping
+        self.trainer: Any = None
+        self.gains: dict[str, float] | None = None
+        self.counts: dict[str, int] | None = None
+
+    def attach(self, trainer: Any) -> None:
+        """Remember the trainer, whose optimiser is resized."""
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        """Re-plan when the fraction is reached."""
+        if self.counts is not None or state.global_step < self.fraction * state.max_steps:
+            return
+        from .finetune import fit_names
+
+        plain = getattr(model, "module", model)
+        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
+        plan = fit_names(self.plan, plain.get_base_model())
+        leaves = adapter_leaves(plain)
+        shapes = {n: (part["A"].in_features, part["B"].out_features) for n, part in leaves.items()}
+        self.gains = tracked_gains(plain, optimizer, damping=self.damping)
+        minimum = 1 if plan.kind == "ranks" else 2
+        self.counts = replanned(plan, self.gains, shapes, minimum)
+        resize(plain, optimizer, self.counts)

@@ -1,0 +1,66 @@
+"""``layerbudget finetune`` as a user calls it: one JSON document on stdout, one sentence on a mistake."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from layerbudget.blocks import describe
+from layerbudget.cli import main
+
+
+@pytest.fixture
+def setting(make, tmp_path):
+    """A saved encoder with its tokenizer, a plan of ranks for it, and a file of labelled rows."""
+    vocabulary = {w: i for i, w in enumerate(["<pad>", "<unk>", "good", "bad", "film"])}
+    tok = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tok.pre_tokenizer = pre_tokenizers.Whitespace()
+    model = make.bert(2)
+    model.save_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<pad>", unk_token="<unk>").save_pretrained(tmp_path / "model")
+    make.linears(model, lambda n: 2 if "attention" in n else 0).save(tmp_path / "plan.json")
+    rows = [{"text": f"film {('bad', 'good')[i % 2]} {i}", "label": i % 2} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def command(folder, *more, plan="plan.json", out="out"):
+    return [
+        "finetune", str(folder / "model"), str(folder / plan), "--task", str(folder / "rows.jsonl"), "-o", str(folder / out),
+        "--epochs", "1", "--batch", "16", "--quiet", *more,
+    ]  # fmt: skip
+
+
+def test_trains_reports_and_compares(setting, capsys):
+    assert main(command(setting, "--seeds", "0", "1", "--json")) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["seeds"] == [0, 1] and result["kind"] == "ranks"
+    assert set(result["metrics"]["held_out"]) == {"accuracy", "matthews", "f1"}
+    assert main(command(setting, "--seeds", "0", "1", "--replan", "0.5", "--against", str(setting / "out"), out="second")) == 0
+    assert "cannot be told from" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_mistakes_end_in_one_sentence(setting, make, capsys):
+    other = make.bert(3)
+    make.linears(other, 2).save(setting / "other.json")
+    sparsity = json.loads((setting / "plan.json").read_text()) | {"kind": "sparsity"}
+    (setting / "sparsity.json").write_text(json.dumps(sparsity))
+    stranger = json.loads((setting / "plan.json").read_text())
+    stranger["blocks"][0] |= {"name": "bert.encoder.layer.0.attention.self.querry"}
+    stranger["blocks"][0]["modules"] = ["bert.encoder.layer.0.attention.self.querry"]
+    stranger["blocks"][0]["count"] = 2
+    stranger["model"] = describe(make.bert(2))
+    (setting / "stranger.json").write_text(json.dumps(stranger))
+    for plan, said in (
+        ("other.json", "was made for"), ("sparsity.json", "kind 'sparsity'"), ("none.json", "There is no plan file"),
+        ("stranger.json", "querry"),
+    ):  # fmt: skip
+        assert main(command(setting, plan=plan, out=f"out-{plan}")) == 2
+        assert said in capsys.readouterr().err.replace("\n", " ")
+    assert main(command(setting, "--replan", "0.5", "--resume", out="x")) == 2
+    assert main([*command(setting, out="y")[:3], "--task", "glue", "-o", str(setting / "y")]) == 2
+    assert "Tasks are cola" in capsys.readouterr().err.replace("\n", " ")
+    assert not (setting / "y").exists()

@@ -1,0 +1,177 @@
+"""Fine-tuning end to end on tiny models: a head and a causal LM, resume, comparison, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from layerbudget.data.tasks import load_task
+from layerbudget.errors import AlreadyExists, InvalidInput, NotFound
+from layerbudget.lora.finetune import adapt, classifier_loader, compare, finetune, fit_names
+from layerbudget.lora.protocol import PRESETS, Protocol
+from layerbudget.lora.rows import Rows
+
+WORDS = ("good", "bad", "the", "a", "film", "was", "is", "very", "so", "Answer", ":", "yes", "no", "one", "of", ".", ",")
+
+
+@pytest.fixture
+def tokenizer():
+    vocabulary = {w: i for i, w in enumerate(["<pad>", "<unk>", "</s>", *WORDS])}
+    tok = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tok.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<pad>", unk_token="<unk>", eos_token="</s>")
+
+
+@pytest.fixture
+def task(tmp_path):
+    """Sentences whose label is one word of theirs."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(120):
+        word = ("bad", "good")[i % 2]
+        filler = " ".join(rng.choice(["the", "a", "film", "was", "is", "very", "so"], size=4))
+        rows.append({"text": f"{filler} {word} , {i}", "label": "yes" if word == "good" else "no"})
+    path = tmp_path / "words.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return load_task(str(path))
+
+
+QUICK = Protocol(lr=2e-2, epochs=10, batch=16, warmup=2, cutoff=48)
+
+
+@pytest.fixture
+def encoder(make, tokenizer, tmp_path):
+    make.bert(2).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    return str(tmp_path / "bert")
+
+
+def test_a_head_learns_and_the_results_are_kept(make, encoder, tokenizer, task, tmp_path):
+    plan = make.linears(make.bert(2), lambda n: 4 if "attention" in n else 0)
+    out = tmp_path / "out"
+    result = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, out, protocol=QUICK, seeds=[0, 1])
+    accuracy = result["metrics"]["held_out"]["accuracy"]
+    assert accuracy["value"] > 0.9 and len(accuracy["by_seed"]) == 2 and accuracy["stderr"] is not None
+    stored = json.loads((out / "seed-0" / "result.json").read_text())
+    truth = json.loads((out / "labels.json").read_text())["held_out"]
+    assert len(stored["predictions"]["held_out"]) == len(truth) == len(task.evaluation["held_out"])
+    assert np.mean(np.array(stored["predictions"]["held_out"]) == truth) == accuracy["by_seed"][0]
+    assert (out / "seed-1" / "adapter" / "adapter_model.safetensors").is_file()
+
+    before = (out / "seed-0" / "result.json").stat().st_mtime_ns
+    again = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, out, protocol=QUICK, seeds=[0, 1], resume=True)
+    assert again["metrics"] == result["metrics"]
+    assert (out / "seed-0" / "result.json").stat().st_mtime_ns == before
+    with pytest.raises(AlreadyExists, match="--resume"):
+        finetune(classifier_loader(encoder, 2), tokenizer, plan, task, out, protocol=QUICK)
+    other = make.linears(make.bert(2), lambda n: 2 if "attention" in n else 0)
+    with pytest.raises(AlreadyExists, match="another plan"):
+        finetune(classifier_loader(encoder, 2), tokenizer, other, task, out, protocol=QUICK, resume=True)
+
+    untrained = Protocol(lr=1e-9, epochs=1, batch=16)
+    finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "idle", protocol=untrained, seeds=[0, 1])
+    with pytest.raises(InvalidInput, match="shared seed"):
+        finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "other", protocol=untrained, seeds=[7])
+        compare(out, tmp_path / "other")
+    tests = compare(out, tmp_path / "idle")["held_out"]
+    assert tests["samples"]["difference"] > 0.1 and "out" in tests["samples"]["sentence"]
+    assert tests["seeds"]["n"] == 2
+    with pytest.raises(NotFound, match="result.json"):
+        compare(out, tmp_path)
+
+
+def test_an_interrupted_seed_resumes_to_the_same_result(make, encoder, tokenizer, task, tmp_path):
+    """Training stopped at half leaves a checkpoint; resuming gives the predictions and weights of an undisturbed run."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            if state.epoch >= 5:
+                raise KeyboardInterrupt
+
+        def on_save(self, args, state, control, **kwargs):
+            return control
+
+    plan = make.linears(make.bert(2), lambda n: 4 if "attention" in n else 0)
+    settings = {"protocol": QUICK, "seeds": [0]}
+    whole = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "whole", **settings)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(
+            classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "cut", callbacks=lambda: (Stop(),), **settings
+        )
+    assert list((tmp_path / "cut" / "seed-0" / "checkpoints").glob("checkpoint-*"))
+    resumed = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "cut", resume=True, **settings)
+    assert resumed["metrics"] == whole["metrics"]
+    from safetensors.torch import load_file
+
+    files = [load_file(tmp_path / d / "seed-0" / "adapter" / "adapter_model.safetensors") for d in ("whole", "cut")]
+    assert all(torch.equal(files[0][k], files[1][k]) for k in files[0])
+
+
+def test_a_causal_lm_is_trained_with_experts_and_judged_by_likelihood(make, tokenizer, task, tmp_path):
+    model = make.mistral(2, eos_token_id=2, bos_token_id=None)
+    model.save_pretrained(tmp_path / "lm")
+    plan = make.layers(model, [2, 3])
+    protocol = Protocol(lr=2e-2, epochs=8, batch=16, warmup=2, cutoff=48, balance=0.001)
+    load = classifier_loader(str(tmp_path / "lm"), 2)
+    result = finetune(load, tokenizer, plan, task, tmp_path / "out", protocol=protocol)
+    assert result["kind"] == "experts"
+    stored = json.loads((tmp_path / "out" / "seed-0" / "result.json").read_text())
+    assert stored["training_loss"] < 3.9  # a uniform guess over the vocabulary costs log 61 = 4.1
+    from peft import PeftModel
+
+    trained = PeftModel.from_pretrained(load(0), tmp_path / "out" / "seed-0" / "adapter").eval()
+    for example, predicted in zip(task.evaluation["held_out"], stored["predictions"]["held_out"], strict=True):
+        chances = []
+        for answer in task.answers:
+            said = tokenizer(answer)["input_ids"] + [2]
+            ids = (tokenizer(example.prompt)["input_ids"] + said)[-48:]
+            with torch.no_grad():
+                table = trained(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+            chances.append(sum(table[i - 1, ids[i]].item() for i in range(len(ids) - len(said), len(ids))))
+        if abs(chances[0] - chances[1]) > 1e-4:
+            assert predicted == int(np.argmax(chances))
+
+
+def test_prompt_and_answer_of_a_causal_row(tokenizer, task):
+    example = task.train[0]
+    row = Rows(task, tokenizer, causal=True, cutoff=200).encode(example)
+    answered = sum(label != -100 for label in row["labels"])
+    assert tokenizer.decode(row["input_ids"][-answered:]) == f"Answer : {task.labels[example.label]} </s>"
+    short = Rows(task, tokenizer, causal=True, cutoff=12, on_prompt=True).encode(example)
+    assert len(short["input_ids"]) == 12 and short["labels"] == short["input_ids"]
+    assert short["input_ids"][-answered:] == row["input_ids"][-answered:]
+
+
+def test_a_plan_of_a_bare_encoder_fits_the_model_with_a_head(make):
+    from transformers import BertModel
+
+    bare = BertModel(make.bert(2).config)
+    plan = make.layers(bare, [2, 1])
+    assert plan.blocks[0].modules[0].startswith("encoder.layer.0.")
+    model = make.bert(2)
+    assert fit_names(plan, model).blocks[0].modules[0].startswith("bert.encoder.layer.0.")
+    adapted = adapt(model, plan, Protocol())
+    assert any("pooler.modules_to_save" in n for n, p in adapted.named_parameters() if p.requires_grad)
+
+
+def test_the_papers_protocol_and_impossible_ones():
+    paper = PRESETS["paper"]
+    assert (paper.lr, paper.alpha, paper.dropout, paper.cutoff, paper.warmup, paper.epochs) == (3e-4, 16, 0.05, 256, 100, 5)
+    with pytest.raises(InvalidInput, match="must be positive"):
+        Protocol(lr=0.0)
+    with pytest.raises(InvalidInput, match="split"):
+        Protocol(batch=10, accumulation=3)
+
+
+def test_accumulation_with_a_head_is_refused(make, encoder, tokenizer, task, tmp_path):
+    plan = make.linears(make.bert(2), 2)
+    with pytest.raises(InvalidInput, match="classification head"):
+        finetune(
+            classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "x", protocol=Protocol(batch=16, accumulation=2)
+        )

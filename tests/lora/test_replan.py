@@ -1,0 +1,140 @@
+"""Re-planning in the middle of training: what stays keeps its values and optimiser state, the function does not jump."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import PeftModel
+
+from layerbudget.errors import CoverageError, InvalidInput
+from layerbudget.lora.mixtures import adapted_experts, add_experts
+from layerbudget.lora.ranks import adapted_ranks, add_ranks
+from layerbudget.lora.replan import Replan, replanned, resize, tracked_gains
+
+
+def ids():
+    return torch.randint(3, 61, (4, 9), generator=torch.Generator().manual_seed(2))
+
+
+def trained(make, kind="ranks", steps=4):
+    model = make.mistral(2)
+    if kind == "ranks":
+        plan = make.linears(model, lambda n: 4 if "attn" in n else 0)
+        adapted = add_ranks(model, plan)
+    else:
+        plan = make.layers(model, [3, 3])
+        adapted = add_experts(model, plan, rank=2)
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    step(adapted, optimizer, steps)
+    return adapted, optimizer, plan
+
+
+def step(model, optimizer, count=1):
+    for _ in range(count):
+        model(input_ids=ids(), labels=ids()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def output(model):
+    with torch.no_grad():
+        return model(input_ids=ids()).logits
+
+
+def test_growing_ranks_changes_nothing_and_then_trains(make, tmp_path):
+    model, optimizer, plan = trained(make)
+    name = "model.layers.0.self_attn.q_proj"
+    module = model.get_submodule(f"base_model.model.{name}")
+    before, a = output(model), module.lora_A["default"].weight.detach().clone()
+    moment = optimizer.state[module.lora_A["default"].weight]["exp_avg"].clone()
+    resize(model, optimizer, {name: 7})
+    assert torch.allclose(output(model), before, atol=1e-6)
+    new = module.lora_A["default"].weight
+    assert torch.equal(new[:4], a) and new.shape[0] == 7
+    assert torch.equal(optimizer.state[new]["exp_avg"][:4], moment) and not optimizer.state[new]["exp_avg"][4:].any()
+    assert module.scaling["default"] == 2.0
+    step(model, optimizer, 2)
+    assert module.lora_B["default"].weight[:, 4:].abs().max() > 0
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(make.mistral(2), tmp_path).eval()
+    assert torch.equal(output(loaded), output(model)) and adapted_ranks(loaded)[name] == 7
+
+
+def test_shrinking_keeps_the_strongest_ranks_and_their_state(make):
+    model, optimizer, _ = trained(make)
+    name = "model.layers.1.self_attn.v_proj"
+    module = model.get_submodule(f"base_model.model.{name}")
+    a, b = (getattr(module, f"lora_{x}")["default"].weight.detach().clone() for x in "AB")
+    moment = optimizer.state[module.lora_B["default"].weight]["exp_avg_sq"].clone()
+    kept = (a.norm(dim=1) * b.norm(dim=0)).topk(2).indices.sort().values
+    resize(model, optimizer, {name: 2})
+    assert torch.equal(module.lora_A["default"].weight, a[kept])
+    assert torch.equal(module.lora_B["default"].weight, b[:, kept])
+    assert torch.equal(optimizer.state[module.lora_B["default"].weight]["exp_avg_sq"], moment[:, kept])
+    step(model, optimizer)
+
+
+def test_experts_grow_and_shrink_with_their_routers(make, tmp_path):
+    model, optimizer, plan = trained(make, "experts")
+    counts = {m: (2 if i == 0 else 5) for i, b in enumerate(plan.blocks) for m in b.modules}
+    resize(model, optimizer, counts)
+    assert adapted_experts(model) == counts
+    step(model, optimizer, 2)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(output(PeftModel.from_pretrained(make.mistral(2), tmp_path).eval()), output(model))
+    with pytest.raises(InvalidInput, match="keeps its router"):
+        resize(model, optimizer, {plan.blocks[0].modules[0]: 1})
+
+
+def test_tracked_gain_is_the_diagonal_formula_and_refuses_what_has_no_state(make):
+    model, optimizer, _ = trained(make, steps=1)
+    gains = tracked_gains(model, optimizer, damping=0.5)
+    # after one step m equals the gradient and v its square, so that the sum runs over g^2 / (g^2 + tau)
+    fresh = add_ranks(make.mistral(2), make.linears(make.mistral(2), lambda n: 4 if "attn" in n else 0))
+    torch.manual_seed(0)
+    squares = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            squares[name] = optimizer.state[parameter]["exp_avg"].square() / (0.1**2)
+    tau = 0.5 * sum(s.sum() for s in squares.values()) / sum(s.numel() for s in squares.values())
+    for module, gain in gains.items():
+        own = [s for n, s in squares.items() if f".{module}." in n]
+        assert gain == pytest.approx(sum((s / (s + tau)).sum().item() for s in own), rel=1e-3)
+    with pytest.raises(CoverageError, match="running moments of model.layers.0"):
+        tracked_gains(fresh, torch.optim.AdamW(fresh.parameters()))
+    with pytest.raises(CoverageError, match="no adapter"):
+        resize(model, optimizer, {"model.layers.0.mlp.up_proj": 2})
+
+
+def test_replanning_keeps_the_budget_and_follows_the_gain(make):
+    model, optimizer, plan = trained(make)
+    names = [b.name for b in plan.blocks if b.count]
+    shapes = {n: (m.in_features, m.out_features) for n, m in make.mistral(2).named_modules() if n in names}
+    gains = {n: 10.0 if n.endswith("v_proj") else 1.0 for n in names}
+    new = replanned(plan, gains, shapes)
+    budget = sum(4 * sum(shapes[n]) for n in names)
+    spent = sum(r * sum(shapes[n]) for n, r in new.items())
+    assert budget - max(map(sum, shapes.values())) < spent <= budget
+    assert min(new[n] for n in names if n.endswith("v_proj")) > max(new[n] for n in names if n.endswith("q_proj"))
+    assert min(new.values()) >= 1
+
+
+def test_the_callback_replans_once_inside_the_trainer(make, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = make.mistral(2)
+    plan = make.linears(model, lambda n: 4 if "attn" in n else 0)
+    adapted = add_ranks(model, plan)
+    callback = Replan(plan, fraction=0.4)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=10, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in ids()]
+    trainer = Trainer(model=adapted, args=arguments, train_dataset=rows, callbacks=[callback])
+    callback.attach(trainer)
+    trainer.train()
+    assert callback.counts == adapted_ranks(adapted)
+    assert len(set(callback.counts.values())) > 1
+    with pytest.raises(InvalidInput, match="strictly between"):
+        Replan(plan, fraction=1.0)

@@ -1,0 +1,102 @@
+"""Integers against brute force, and never over budget."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from layerbudget.errors import InfeasibleBudget, InvalidInput
+from layerbudget.program import allocate, round_capacity, round_parameters, round_pattern, sparsify
+from layerbudget.program.knapsack import knapsack
+
+
+def best_by_enumeration(s, multiple, top):
+    p, best = s.program, -np.inf
+    price = 0.0 if p.exact_budget else p.price
+    for e in itertools.product(range(0, top + 1, multiple), repeat=len(s.value)):
+        e = np.array(e, float)
+        if p.amount @ e <= p.budget * (1 + 1e-12):
+            best = max(best, p.scale @ np.log1p(e) - price * (p.amount @ e))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    k = int(rng.integers(1, 7))
+    top = int(rng.integers(1, 8 if k < 5 else 4))
+    cost = (np.ones(k), rng.integers(1, 7, k).astype(float), rng.random(k) + 0.3)[seed % 3]
+    s = allocate(rng.random(k) + 0.01, cost, float(rng.random() * top * cost.sum()), upper=float(top), alpha=0.01)
+    multiple = int(rng.integers(1, 3))
+    r = round_capacity(s, multiple=multiple)
+    assert r.exact and r.gap == 0 and r.spent <= s.budget * (1 + 1e-12) and (r.counts % multiple == 0).all()
+    assert r.value == pytest.approx(best_by_enumeration(s, multiple, top), rel=1e-9, abs=1e-12)
+    for method in ("greedy", "floor", "largest-remainder"):
+        other = round_capacity(s, multiple=multiple, method=method)
+        assert other.spent <= s.budget * (1 + 1e-12) and other.value <= r.value + 1e-9 <= other.bound + 1e-8
+
+
+def test_unit_costs_spend_everything_and_floor_does_not(rng):
+    s = allocate(rng.random(32), 1.0, 160, base=1.0, rule="exactly")
+    exact, floor = round_capacity(s), round_capacity(s, method="floor")
+    assert exact.spent == 160 and exact.method == "greedy" and exact.exact
+    assert 160 - floor.spent >= 8 and floor.gap > 0 and floor.value < exact.value <= exact.optimum
+    assert round_capacity(s, method="largest-remainder").spent == 160
+
+
+def test_ranks_in_eights_and_minimum(rng):
+    cost = rng.integers(5, 19, 100) * 1024.0
+    s = allocate(rng.random(100), cost, 16 * cost.sum(), rule="exactly", upper=64.0)
+    r = round_capacity(s, multiple=8, minimum=8)
+    assert r.counts.min() == 8 and r.counts.max() <= 64 and not (r.counts % 8).any()
+    assert r.exact and r.spent <= s.budget and s.budget - r.spent < cost.max() * 8
+
+
+def test_many_blocks_have_a_proven_gap(rng):
+    s = allocate(rng.random(3000), rng.random(3000) + 1, 5000.0, rule="exactly")
+    r = round_capacity(s, method="greedy")
+    assert 0 <= r.gap < 1e-3 and r.spent <= 5000 * (1 + 1e-12) and r.value <= r.bound <= r.optimum + 1e-9
+
+
+def test_impossible_floors():
+    s = allocate([1.0, 1.0], 1.0, 10.0, rule="exactly")
+    with pytest.raises(InfeasibleBudget):
+        round_capacity(s, minimum=6)
+    with pytest.raises(InfeasibleBudget):
+        round_capacity(allocate([1.0], 1.0, 10.0, upper=7.0), multiple=8, minimum=1)
+    with pytest.raises(InvalidInput):
+        round_capacity(sparsify([1.0], 10.0, 1))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_knapsack_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    k = int(rng.integers(1, 11))
+    gain, cost = rng.random(k), (rng.random(k) + 0.01 if seed % 2 else rng.integers(1, 9, k).astype(float))
+    budget = float(rng.random() * cost.sum())
+    take, bound, exact, _, _ = knapsack(gain, cost, budget)
+    best = max(gain @ np.array(x) for x in itertools.product((0, 1), repeat=k) if cost @ np.array(x) <= budget)
+    assert exact and cost[take].sum() <= budget and gain[take].sum() == pytest.approx(best) == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_patterns(seed):
+    rng = np.random.default_rng(seed)
+    k, m = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+    n = rng.integers(1, 7, k).astype(float)
+    s = sparsify(rng.random(k) + 0.01, n, rng.random() * n.sum(), max_sparsity=1.0, rule="exactly")
+    counts, gap = round_pattern(s, m)
+    options = (np.array(x) / m for x in itertools.product(range(m + 1), repeat=k))
+    best = min(s.program.scale @ x**2 for x in options if n @ x >= s.budget * (1 - 1e-9))
+    assert n @ counts / m >= s.budget * (1 - 1e-8) and gap <= 1e-9
+    assert s.program.scale @ (counts / m) ** 2 == pytest.approx(best, rel=1e-9)
+
+
+def test_parameters_sum_to_the_total_and_respect_caps(rng):
+    for _ in range(200):
+        n = rng.integers(1, 1000, 9)
+        caps = np.full(9, 0.7)
+        total = int(rng.integers(0, np.floor(caps * n).sum() + 1))
+        s = sparsify(rng.random(9) + 0.01, n, min(total, float(0.7 * n.sum())), max_sparsity=0.7, rule="exactly")
+        counts = round_parameters(s.value, n, total, caps)
+        assert counts.sum() == total and (counts <= np.floor(caps * n * (1 + 1e-15))).all() and (counts >= 0).all()
