@@ -78,7 +78,7 @@ def check(zoo, products, kfac, name: str, dtype: torch.dtype) -> dict[str, float
     truth = np.array([float(g @ torch.linalg.solve(ggn + t * eye, g)) for t in taus(scores)])
     low, high = (np.array(scores.extra[key])[:, 0] for key in ("lower", "upper"))
     out["ggn"] = largest(low, truth)
-    slack = 1e-9 if dtype == torch.float64 else 1e-5
+    slack = 1e-6  # the float32 parts of transformers make the dense matrix itself uncertain by about 1e-7
     loose = run("ggn", tolerance=0.1)
     t2 = np.array([float(g @ torch.linalg.solve(ggn + t * eye, g)) for t in taus(loose)])
     inside = [
@@ -108,6 +108,13 @@ def kronecker(zoo, kfac, exact, data, block, targets, g, drawn, n, run, out) -> 
         out[estimator] = largest([row[0] for row in scores.gain], truth)
 
 
+NOTE = (
+    "Largest relative error over three dampings, one block per model. The bracket is checked after a loose and a tight run, "
+    "with a slack of 1e-6 for the float32 parts of transformers. MLP in float32: sampled labels depend on a sample's content, which "
+    "rounding changes."
+)
+
+
 def main() -> None:
     """Write ``agreement.json`` and ``agreement.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,7 +128,7 @@ def main() -> None:
     lines = [
         "# Agreement with dense linear algebra",
         "",
-        "Largest relative error over three dampings, one block per model.",
+        NOTE,
         "",
     ]
     for dtype, models in found.items():

@@ -22,7 +22,8 @@ def main() -> None:
     result = {**mlp.tables(), "versions": versions()}
     out.mkdir(parents=True, exist_ok=True)
     (out / "mlp_tables.json").write_text(json.dumps(to_jsonable(result), indent=1) + "\n")
-    (out / "mlp_tables.md").write_text(mlp.render(result))
+    environment = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    (out / "mlp_tables.md").write_text(f"{mlp.render(result)}\nEnvironment: {environment}.\n")
 
 
 if __name__ == "__main__":

@@ -72,10 +72,10 @@ def study(grams: np.ndarray, tokens: np.ndarray) -> dict[str, dict]:
     return out
 
 
-def table(result: dict, names: list[str]) -> str:
+def table(result: dict, names: list[str], environment: dict) -> str:
     """The markdown table at the middle damping, the stabilities and the verdicts."""
     i = len(DAMPINGS) // 2
-    sizes = [n for n in result if n != "tau"]
+    sizes = [str(n) for n in SIZES if str(n) in result]
     lines = [
         "# Noise of the Gram gain on the embedded model", "",
         f"Empirical Fisher, damping {DAMPINGS[i]} of each block's largest eigenvalue at n = {sizes[-1]}; values times 1000 "
@@ -102,6 +102,7 @@ def table(result: dict, names: list[str]) -> str:
         pairs = zip(result[n]["noise_share"], result[n]["rank_agreement"], strict=True)
         lines.append(f"| {n} | " + " | ".join(f"{100 * a:.0f} %, {b:.2f}" for a, b in pairs) + " |")
     lines += ["", *(f"- n = {n}: {result[n]['verdict']}" for n in sizes), ""]
+    lines += ["Environment: " + ", ".join(f"{k} {v}" for k, v in environment.items()) + ".", ""]
     return "\n".join(lines)
 
 
@@ -168,7 +169,7 @@ def main() -> None:
     record["model"]["id"] = "embedded model"
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "noise_study.json").write_text(json.dumps(to_jsonable(record), indent=1) + "\n")
-    (arguments.out / "noise_study.md").write_text(table(result, names))
+    (arguments.out / "noise_study.md").write_text(table(result, names, environment))
     figures(result, names, arguments.out)
 
 

@@ -138,7 +138,7 @@ def test_base_and_floor_differ():
     based = allocate([1.0, 1.0], 1.0, 6.0, base=1.0, rule="exactly")
     floored = allocate([5.0, 1.0], 1.0, 6.0, lower=1.0, rule="exactly")
     assert based.value == pytest.approx([3.0, 3.0]) and floored.value == pytest.approx([5.0, 1.0])
-    assert allocate([5.0, 1.0], 1.0, 8.0, base=1.0, rule="exactly").value == pytest.approx([17 / 3, 7 / 3])
+    assert allocate([5.0, 1.0], 1.0, 8.0, base=1.0, rule="exactly").value == pytest.approx([20 / 3, 4 / 3])
 
 
 def test_custom_functions_equal_the_built_in_ones(rng):

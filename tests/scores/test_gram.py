@@ -208,3 +208,23 @@ def test_gain_and_floor_of_a_subset_are_those_of_its_own_gram(zoo):
     own = noise.Spectrum(s[keep] @ s[keep].T, tokens[keep].sum())
     assert np.allclose(noise.gain_of(s @ s.T, keep.astype(float), tokens, tau), [own.gain(t) for t in tau])
     assert np.allclose(noise.floor_of(s @ s.T, keep, tokens, tau), [own.null(t)[0] for t in tau])
+
+
+def test_no_grad_around_a_score_does_not_matter(zoo):
+    model, data = zoo.model("mlp"), zoo.data("mlp")
+    blocks = zoo.partition(model, "mlp")
+    with torch.no_grad():
+        inside = [score(model, data, blocks, name).gain for name in ("fisher-gram", "gradient-norm", "ggn")]
+    assert inside == [score(model, data, blocks, name).gain for name in ("fisher-gram", "gradient-norm", "ggn")]
+
+
+def test_heads_without_a_suitable_loss_are_refused(zoo):
+    from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+
+    small = {"vocab_size": 37, "num_hidden_layers": 1, "num_attention_heads": 2}
+    one = BertForSequenceClassification(BertConfig(hidden_size=8, intermediate_size=8, num_labels=1, **small))
+    with pytest.raises(InvalidInput, match="regression"):
+        L.head_of(one)
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=37, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2))
+    with pytest.raises(UnknownStructure, match="encoder-decoder"):
+        L.head_of(t5)

@@ -107,7 +107,7 @@ def test_negative_curvature_is_named(mistral, build):
 def row(block, gain, epsilon, actual, gap=0.0):
     return {
         "block": block, "gain": gain, "epsilon": epsilon, "epsilon_with_gap": epsilon + gap, "actual": actual,
-        "relative_damping": 1.0, "status": "ok",
+        "relative_damping": 1.0, "status": "ok", "quadratic": actual, "lipschitz": 0.06, "step_norm": 1.0,
     }  # fmt: skip
 
 
@@ -117,6 +117,7 @@ def test_pairs_are_certified_by_the_papers_rule():
     assert pairs["a", "b"]["certified"] and pairs["a", "c"]["certified"] and not pairs["b", "c"]["certified"]
     assert not pairs["b", "c"]["agrees"] and pairs["a", "b"]["agrees"]
     assert not {(r["above"], r["below"]): r for r in certify_ranking(table)}["a", "c"]["certified"]
+    assert pairs["a", "b"]["sharp"] and pairs["a", "c"]["sharp"] and not pairs["b", "c"]["sharp"]
 
 
 def test_a_certified_pair_has_the_order_of_its_losses(net):
@@ -126,7 +127,8 @@ def test_a_certified_pair_has_the_order_of_its_losses(net):
         model[2].weight *= 0.02  # starves the first layer of gradient
     table = direct_check(model, data, blocks, curvature="hessian", damping=[1.0, 10.0], damping_unit="absolute")
     pairs = certify_ranking(table)
-    assert len(pairs) == 2 and all(p["agrees"] for p in pairs if p["certified"])
+    assert len(pairs) == 2 and all(p["agrees"] for p in pairs if p["certified"] or p["sharp"])
+    assert all(p["sharp"] for p in pairs)
 
 
 def test_conjugate_gradients_equal_the_dense_solve():

@@ -236,7 +236,7 @@ def _by_rule(
     """Counts of a published rule: the largest total whose counts fit the budget."""
     size = len(blocks)
     least = int(low.max())
-    power = {} if exponent == 1.0 else {"exponent": exponent}
+    power: dict[str, Any] = {} if exponent == 1.0 else {"exponent": exponent}
     if rule.startswith("mola-"):
         make: Callable[[int], Vector] = lambda total: rules.mola_experts(size, rule[5:], total)  # noqa: E731
     elif rule == "uniform":

@@ -66,7 +66,7 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
     order = np.argsort(plan.values, kind="stable")
     name, value = plan.names, plan.values
     word = {"sparsity": "sparsity", "joint": "sparsity", "ranks": "rank", "experts": "experts"}[plan.kind]
-    spent, limit, unit = plan.budget.get("spent"), plan.budget.get("limit"), plan.budget.get("unit")
+    spent, limit, unit = float(plan.budget["spent"]), float(plan.budget["limit"]), plan.budget.get("unit")
     sentences = [f"The rule {plan.rule} decides {word} for {len(name)} blocks and uses {spent:.6g} of {limit:.6g} {unit}."]
     sentences.append(
         f"Most goes to {name[order[-1]]} ({value[order[-1]]:.4g}), least to {name[order[0]]} ({value[order[0]]:.4g}); "
@@ -88,10 +88,7 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
             sentences.append(f"No influence here: {', '.join(c['inert'])}.")
     else:
         sentences.append("This rule solves no program, so there is no certificate.")
-    rounding = plan.extra.get("rounding")
-    if rounding:
-        proof = "proven optimal" if rounding["exact"] else f"within {rounding['gap']:.1e} of the best integers"
-        sentences.append(f"Integers by {rounding['method']}: {proof}.")
+    sentences += _on_integers(plan)
     return {
         "kind": plan.kind,
         "rule": plan.rule,
@@ -101,6 +98,22 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
         "most": [name[i] for i in order[::-1][:5]],
         "least": [name[i] for i in order[:5]],
     }
+
+
+def _on_integers(plan: Plan) -> list[str]:
+    sentences = []
+    r = plan.extra.get("rounding")
+    if r:
+        proof = "proven optimal" if r["exact"] else f"within {r['gap']:.1e} of the best integers"
+        sentences.append(
+            f"Integers by {r['method']}, {proof}: utility {r['value']:.6g}, {r['optimum']:.6g} for the continuous optimum, "
+            f"{r['spent']:.6g} of {r['budget']:.6g} spent."
+        )
+    bent = plan.extra.get("convexified") or {}
+    if bent:
+        worst = max(bent, key=bent.get)
+        sentences.append(f"{len(bent)} measured curves were not convex and were replaced by their hulls; {worst} moved most.")
+    return sentences
 
 
 def sweep(

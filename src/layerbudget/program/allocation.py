@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import InfeasibleBudget
-from .inputs import Vector, bound_vector, choice, cost_vector, number, weight_vector
+from .inputs import Vector, bound_vector, choice, cost_vector, filled, is_constant, number, weight_vector
 from .separable import Program, solve
 from .solution import Solution
 from .utilities import Function, resolve
@@ -120,23 +120,29 @@ def _powers(d: Vector, exponent: float) -> Vector:
 def _bounds(base: ArrayLike, lower: ArrayLike, upper: ArrayLike | None, size: int) -> tuple[Vector | float, Vector, Vector]:
     """Base, and the bounds of what comes on top of it."""
     floor = bound_vector(base, size, "base", 0.0)
-    low, high = bound_vector(lower, size, "lower", 0.0), bound_vector(upper, size, "upper", np.inf)
+    least, most = bound_vector(lower, size, "lower", 0.0), bound_vector(upper, size, "upper", np.inf)
     if isinstance(floor, float) and floor > 0.0:
         floor = np.full(size, floor)
-    low = np.maximum(np.full(size, 1.0) * (low - floor), 0.0) if not isinstance(low, float) or low > 0.0 else np.zeros(size)
-    high = np.full(size, np.inf) if isinstance(high, float) and high == np.inf else np.full(size, 1.0) * (high - floor)
-    if np.logical_and.reduce(low <= high):
+    if isinstance(least, float) and least == 0.0:
+        low = filled(size, 0.0)
+    else:
+        low = np.maximum(np.full(size, 1.0) * least - floor, 0.0)
+    if isinstance(most, float) and (most == np.inf or isinstance(floor, float)):
+        high = filled(size, most)
+    else:
+        high = np.asarray(most - floor)
+    if is_constant(high, np.inf) or np.logical_and.reduce(low <= high):
         return floor, low, high
     k = int(np.argmax(low > high))
     raise InfeasibleBudget(
-        f"Block {k} needs at least {(low + floor)[k]:g} and may have at most {(high + floor)[k]:g}.",
+        f"Block {k} needs at least {float((low + floor)[k]):g} and may have at most {float((high + floor)[k]):g}.",
         "Every floor and base must lie below its cap.",
         f"Raise the cap of block {k} or lower its floor.",
     )
 
 
 def _feasible_target(c: Vector, total: float, paid: float, low: Vector, high: Vector, *, exactly: bool) -> float:
-    least = paid + float(np.dot(c, low))
+    least = paid if is_constant(low, 0.0) else paid + float(np.dot(c, low))
     if total < least * (1.0 - _ROUNDING):
         raise InfeasibleBudget(
             f"The budget {total:g} is below the {least:g} that base and floors cost.",

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 
-from .inputs import Vector
+from .inputs import Vector, is_constant
 
+_Part: TypeAlias = "tuple[Vector, Vector | None, Vector | None, Vector | None, Vector, Vector]"
 DENSE = 48
 CHUNK = 8192
 _EPS = 2.220446049250313e-16
@@ -53,26 +55,35 @@ def piecewise_root(slope: Vector, offset: Vector, low: Vector, high: Vector, tar
 
 def search(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
     """:func:`piecewise_root` under the caller's ``np.errstate``."""
-    if target <= float(np.add.reduce(low)) * (1.0 + 4.0 * _EPS):
+    floor = 0.0 if is_constant(low, 0.0) else float(np.add.reduce(low))
+    if target <= floor * (1.0 + 4.0 * _EPS):
         first = float(np.minimum.reduce((low - offset) / slope))
         return first - abs(first) * _STEP, -math.inf, first
-    if target >= float(np.add.reduce(high)) * (1.0 - 4.0 * _EPS):
+    if not is_constant(high, math.inf) and target >= float(np.add.reduce(high)) * (1.0 - 4.0 * _EPS):
         last = float(np.maximum.reduce((high - offset) / slope))
         return last + abs(last) * _STEP, last, math.inf
     return (_dense if slope.size <= DENSE else _walk)(slope, offset, low, high, target)
 
 
 def _dense(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
-    leave, reach = (low - offset) / slope, (high - offset) / slope
-    capped = float(np.minimum.reduce(high)) < math.inf
-    knots = np.concatenate((leave, reach)) if capped else leave
+    flat, capped, lowest = is_constant(offset, 0.0), not is_constant(high, math.inf), -math.inf
+    leave = low if flat and is_constant(low, 0.0) else (low - offset) / slope
+    reach = (high if flat else high - offset) / slope if capped else high
+    if not capped:
+        knots = leave
+    elif leave is low:
+        knots, lowest = reach, 0.0
+    else:
+        knots = np.concatenate((leave, reach))
     total = np.multiply.outer(knots, slope)
-    total += offset
-    np.maximum(total, low, out=total)
+    if not flat:
+        total += offset
+    if leave is not low:
+        np.maximum(total, low, out=total)
     if capped:
         np.minimum(total, high, out=total)
     total = np.add.reduce(total, 1)
-    a = float(np.maximum.reduce(knots, where=total <= target, initial=-math.inf))
+    a = float(np.maximum.reduce(knots, where=total <= target, initial=lowest))
     b = float(np.minimum.reduce(knots, where=total >= target, initial=math.inf))
     return _finish(slope, offset, low, high, target, leave, reach, (a, b))
 
@@ -104,35 +115,54 @@ def _inside(a: float, b: float) -> float:
     return a + (b - a) / 2.0
 
 
-def _measure(t: float, parts: list[tuple[Vector, ...]]) -> tuple[float, float]:
+def _measure(t: float, parts: list[_Part]) -> tuple[float, float]:
     """S(t) and its slope, over chunks that stay in the processor's cache."""
     total = steep = 0.0
     for slope, offset, low, high, z, y in parts:
         np.multiply(slope, t, out=z)
-        np.add(z, offset, out=z)
-        np.maximum(z, low, out=y)
-        np.minimum(y, high, out=y)
-        total += float(np.add.reduce(y))
-        np.equal(y, z, out=z)
+        if offset is not None:
+            np.add(z, offset, out=z)
+        clipped = z
+        if low is not None:
+            clipped = np.maximum(z, low, out=y)
+        if high is not None:
+            clipped = np.minimum(clipped, high, out=y)
+        total += float(np.add.reduce(clipped))
+        np.equal(clipped, z, out=z)
         steep += float(np.dot(slope, z))
     return total, steep
 
 
-def _parts(slope: Vector, offset: Vector, low: Vector, high: Vector) -> list[tuple[Vector, ...]]:
+def _parts(slope: Vector, offset: Vector, low: Vector, high: Vector) -> list[_Part]:
+    """Chunks with two buffers; bounds that never cut are left out."""
     size = slope.size
     z, y = np.empty(min(CHUNK, size)), np.empty(min(CHUNK, size))
-    cuts = range(0, size, CHUNK)
-    return [
-        (slope[i : i + CHUNK], offset[i : i + CHUNK], low[i : i + CHUNK], high[i : i + CHUNK], z[: size - i], y[: size - i])
-        for i in cuts
-    ]
+    level = None if is_constant(offset, 0.0) else offset
+    floor = None if level is None and is_constant(low, 0.0) else low
+    roof = None if is_constant(high, math.inf) else high
+
+    def cut(v: Vector | None, i: int) -> Vector | None:
+        return None if v is None else v[i : i + CHUNK]
+
+    starts = range(0, size, CHUNK)
+    return [(slope[i : i + CHUNK], cut(level, i), cut(floor, i), cut(roof, i), z[: size - i], y[: size - i]) for i in starts]
+
+
+def _start(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> float:
+    """Where to begin: the root of every 64th block, or the root if nothing were clipped."""
+    t = math.nan
+    if slope.size >= 64 * DENSE:
+        every = (slope[::64].copy(), offset[::64], low[::64], high[::64])
+        t = search(*every, target * every[0].size / slope.size)[0]
+    if not (math.isfinite(t) and t > 0.0):
+        t = (target - float(np.add.reduce(offset))) / float(np.add.reduce(slope))
+    return t if math.isfinite(t) else 0.0
 
 
 def _walk(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
     parts = _parts(slope, offset, low, high)
     a, b = -math.inf, math.inf
-    t = (target - float(np.add.reduce(offset))) / float(np.add.reduce(slope))
-    t = t if math.isfinite(t) else 0.0
+    t = _start(slope, offset, low, high, target)
     misses = [math.inf] * 3
     while True:
         total, steep = _measure(t, parts)
@@ -144,10 +174,11 @@ def _walk(slope: Vector, offset: Vector, low: Vector, high: Vector, target: floa
         if abs(step - t) <= 2 * _EPS * abs(t):  # the next number is the same number
             break
         if not a < step < b or abs(miss) > 0.5 * misses[-3]:
-            step = _median_knot(slope, offset, low, high, a, b)
-            if step is None:
+            knot = _median_knot(slope, offset, low, high, a, b)
+            if knot is None:
                 leave, reach = (low - offset) / slope, (high - offset) / slope
                 return _finish(slope, offset, low, high, target, leave, reach, (a, b))
+            step = knot
             misses += [math.inf] * 3
         else:
             misses.append(abs(miss))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import DegenerateScores, InvalidCost, InvalidInput, LengthMismatch, NegativeValue, NotFinite
 
 Vector = NDArray[np.float64]
+LARGE = 2048
 
 
 def weight_vector(weights: ArrayLike, name: str = "weights") -> tuple[Vector, float, float]:
@@ -89,6 +91,17 @@ def bound_vector(bound: ArrayLike | None, size: int, name: str, default: float) 
     raise kind(f"{name}[{k}] is {v[k]}.", "Values must be zero or more.", f"Correct {name} of block {k}.")
 
 
+@functools.lru_cache(maxsize=256)
+def filled(size: int, value: float) -> Vector:
+    """A constant vector: a read-only view of one number, which costs no memory traffic."""
+    return np.broadcast_to(np.float64(value), (size,))
+
+
+def is_constant(v: Vector, value: float) -> bool:
+    """Whether a vector is known (by its zero stride) to hold ``value`` everywhere."""
+    return v.strides == (0,) and float(v[0]) == value
+
+
 def number(value: Any, name: str, *, positive: bool = False) -> float:
     """Return a finite number, zero or more (or positive).
 
@@ -125,7 +138,7 @@ def _vector(values: ArrayLike, name: str, size: int | None = None) -> Vector:
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"{name} is not a vector of numbers ({error}).", "", "Give one number per block.") from error
     if v.ndim == 0 and size is not None:
-        return np.full(size, float(v))
+        return filled(size, float(v))
     if v.ndim != 1 or v.size == 0 or (size is not None and v.size != size):
         wanted = "a non-empty vector" if size is None else f"{size} values, one per block"
         raise LengthMismatch(f"{name} has shape {v.shape}.", f"It needs {wanted}.", "Give one value per block, in block order.")

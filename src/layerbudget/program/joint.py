@@ -177,8 +177,8 @@ def _solve(program: JointProgram, *, exactly: bool) -> JointSolution:
     ends = np.concatenate([adapt.scale / adapt.amount * adapt.function.derivative(x) for x in (adapt.low, adapt.high)])
     at_zero = program.net(adapt.at_price(adapt.price), prune.at_price(0.0))
     if at_zero > program.budget:
-        knots = [prune.scale / prune.amount * prune.function.derivative(x) for x in (prune.low, prune.high)]
-        knots = 1.0 / np.concatenate((ends - adapt.price, *knots))
+        rewards = [prune.scale / prune.amount * prune.function.derivative(x) for x in (prune.low, prune.high)]
+        knots = 1.0 / np.concatenate((ends - adapt.price, *rewards))
         t, t_low, t_high = monotone_root(lambda t: program.net(*program.at_multiplier(1.0 / t)), knots, program.budget)
         interval = (_reciprocal(t_high), _reciprocal(t_low))
         return _certify(program, adapt.price + 1.0 / t, 1.0 / t, interval, slack=False, exactly=exactly)

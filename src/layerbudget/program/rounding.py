@@ -30,11 +30,18 @@ class Rounded:
         method: What was used.  exact: Whether optimality is proven.
     """
 
-    __slots__ = ("counts", "value", "bound", "optimum", "gap", "spent", "budget", "method", "exact")
+    counts: np.ndarray
+    value: float
+    bound: float
+    optimum: float
+    gap: float
+    spent: float
+    budget: float
+    method: str
+    exact: bool
 
     def __init__(self, **fields: Any) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        self.__dict__.update(fields)
         frozen(self.counts)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -42,7 +49,7 @@ class Rounded:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the counts as plain values."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "counts"}
+        return {name: value for name, value in self.__dict__.items() if name != "counts"}
 
     def __repr__(self) -> str:
         return (

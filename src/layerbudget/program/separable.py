@@ -9,12 +9,12 @@ is alone: ``x_k(p) = clip(f'^-1(p a_k / h_k), l_k, u_k)``. One price makes the b
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .dual import monotone_root, search
-from .inputs import Vector
+from .dual import CHUNK, monotone_root, search
+from .inputs import LARGE, Vector, is_constant
 from .solution import Solution
 from .utilities import Function
 
@@ -43,14 +43,38 @@ class Program:
         settings: Everything else that the record should keep.
     """
 
+    sign: int
+    function: Function
+    scale: Vector
+    factor: float
+    amount: Vector
+    price: float
+    low: Vector
+    high: Vector
+    base: Vector | float
+    budget: float
+    target: float
+    exact_budget: bool
+    names: tuple[str, ...]
+    weights: Vector
+    settings: tuple[Any, ...]
+
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
 
     def scaled(self, value: float, budget: float) -> Program:
         """The same program with its objective measured in units of ``1 / value`` and its budget in units of ``budget``."""
         fields = dict(self.__dict__)
-        fields |= {"scale": self.scale * (self.factor * value), "factor": 1.0, "amount": self.amount / budget}
+        fields |= {"scale": self.scale * (self.factor * value), "factor": 1.0}
+        fields["amount"] = self.amount if budget == 1.0 else self.amount / budget
         fields |= {"price": self.price * value * budget, "budget": self.budget / budget, "target": self.target / budget}
+        return Program(**fields)
+
+    def cut(self, start: int, stop: int) -> Program:
+        """The blocks from ``start`` to ``stop``, as views."""
+        fields = dict(self.__dict__)
+        for name in ("scale", "amount", "low", "high"):
+            fields[name] = fields[name][start:stop]
         return Program(**fields)
 
     def at_price(self, p: float) -> Vector:
@@ -74,7 +98,9 @@ def root(program: Program) -> tuple[float, float, float]:
     f = program.function
     if getattr(f, "exact", False):
         slope, offset = f.linear(program.scale, program.amount)  # type: ignore[attr-defined]
-        low, high = program.amount * program.low, program.amount * program.high
+        low, high = program.low, program.high
+        low = low if is_constant(low, 0.0) else program.amount * low
+        high = high if is_constant(high, math.inf) else program.amount * high
         t, t_low, t_high = search(slope, offset, low, high, program.target)
         if program.sign > 0:
             return t, max(t_low, 0.0), t_high
@@ -130,35 +156,64 @@ def _solve(program: Program) -> Solution:
     slack = not program.exact_budget and p_high < program.price
     if not program.exact_budget:
         p, p_low, p_high = max(p, program.price), max(p_low, program.price), max(p_high, program.price)
-    best = program.at_price(p)
     if x is None or slack:
-        return certify(program, best, p, (p_low, p_high), slack=slack)
-    return certify(program, x, p, (p_low, p_high), slack=slack, best=best)
+        return certify(program, *_decide(program, p), p, (p_low, p_high), slack=slack)
+    return certify(program, x, _tally(program, x, p), p, (p_low, p_high), slack=slack, best=program.at_price(p))
+
+
+class _Tally(NamedTuple):
+    """Sums over blocks that the certificate needs."""
+
+    terms: float
+    used: float
+    worst: float
+    at_low: bool
+    at_high: bool
+
+
+def _tally(program: Program, x: Vector, p: float) -> _Tally:
+    worst, at_low, at_high = stationarity(program, x, p)
+    return _Tally(float(np.add.reduce(program.terms(x))), float(np.dot(program.amount, x)), worst, at_low, at_high)
+
+
+def _decide(program: Program, p: float) -> tuple[Vector, _Tally]:
+    """Every block's optimum at a price, with its tally; in chunks that stay in the processor's cache."""
+    size = program.amount.size
+    if size <= LARGE:
+        x = program.at_price(p)
+        return x, _tally(program, x, p)
+    x = np.empty(size)
+    tallies = []
+    for i in range(0, size, CHUNK):
+        part = program.cut(i, i + CHUNK)
+        x[i : i + CHUNK] = piece = part.at_price(p)
+        tallies.append(_tally(part, piece, p))
+    terms, used, worst, low, high = zip(*tallies, strict=True)
+    return x, _Tally(math.fsum(terms), math.fsum(used), max(worst), all(low), all(high))
 
 
 def certify(
-    program: Program, x: Vector, p: float, interval: tuple[float, float], *, slack: bool, best: Vector | None = None
-) -> Solution:
+    program: Program, x: Vector, tally: _Tally, p: float, interval: tuple[float, float], *, slack: bool,
+    best: Vector | None = None,
+) -> Solution:  # fmt: skip
     """Bind a decision and a price into a solution with its certificate.
 
     ``best`` is the minimiser of the Lagrangian at ``p``, whose value is the dual function; ``None`` says that ``x`` is it.
     """
     a, sign, p0 = program.amount, program.sign, program.price
     multiplier = p - p0
-    terms = program.terms(x)
-    used = float(np.dot(a, x))
-    primal = float(np.add.reduce(terms)) - sign * p0 * used
+    terms, used, worst, at_low, at_high = tally
+    primal = terms - sign * p0 * used
     if best is None:
         best_terms, best_used = terms, used
     else:
-        best_terms, best_used = program.terms(best), float(np.dot(a, best))
-    dual = float(np.add.reduce(best_terms)) - sign * (p * best_used - multiplier * program.target)
+        best_terms, best_used = float(np.add.reduce(program.terms(best))), float(np.dot(a, best))
+    dual = best_terms - sign * (p * best_used - multiplier * program.target)
     floor = max(abs(program.target), unit := 1e-6 * float(np.add.reduce(a)))
-    size = abs(float(np.add.reduce(terms))) + p0 * used + abs(multiplier) * abs(program.target) + abs(p) * unit
+    size = abs(terms) + p0 * used + abs(multiplier) * abs(program.target) + abs(p) * unit
     gap = abs(primal - dual) / size if size > 0.0 else 0.0
     over = -sign * (used - program.target)
     feasibility = (abs(over) if program.exact_budget else max(over, 0.0)) / floor
-    worst, at_low, at_high = stationarity(program, x, p)
     complementarity = 0.0 if program.exact_budget else multiplier * abs(over) / size if size > 0.0 else 0.0
     status = _status(sign, slack, at_low, at_high)
     value = x if isinstance(program.base, float) else x + program.base

@@ -41,6 +41,21 @@ class Solution:
     array([3., 1.])
     """
 
+    value: Vector
+    status: str
+    multiplier: float
+    multiplier_interval: tuple[float, float]
+    shadow_price: float
+    primal: float
+    dual: float
+    gap: float
+    kkt_residual: float
+    spent: float
+    budget: float
+    slack: float
+    inert: tuple[str, ...]
+    program: Any
+
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
         self.value.flags.writeable = False

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from ..errors import InfeasibleBudget, InvalidInput, LengthMismatch
 from .allocation import weigh
 from .calibrated import CalibratedPenalty
-from .inputs import Vector, bound_vector, choice, cost_vector, number, weight_vector
+from .inputs import Vector, bound_vector, choice, cost_vector, filled, number, weight_vector
 from .separable import Program, solve
 from .solution import Solution
 from .utilities import Function, resolve
@@ -110,8 +110,8 @@ def _pruned(pruned_parameters: float | None, sparsity: float | None, n: Vector) 
 
 def _bounds(low: ArrayLike, high: ArrayLike, size: int) -> tuple[Vector, Vector]:
     a, b = bound_vector(low, size, "min_sparsity", 0.0), bound_vector(high, size, "max_sparsity", 1.0)
-    a = np.full(size, a) if isinstance(a, float) else a
-    b = np.full(size, b) if isinstance(b, float) else b
+    a = filled(size, a) if isinstance(a, float) else a
+    b = filled(size, b) if isinstance(b, float) else b
     if np.logical_and.reduce(a <= b) and np.maximum.reduce(b) <= 1.0:
         return a, b
     k = int(np.argmax((a > b) | (b > 1.0)))
@@ -134,8 +134,8 @@ def _measured(curves: CalibratedPenalty, low: Vector, high: Vector) -> Vector:
 
 
 def _feasible_target(n: Vector, target: float, low: Vector, high: Vector, *, exactly: bool) -> float:
-    least, most = float(np.dot(n, low)), float(np.dot(n, high))
     everything = float(np.add.reduce(n))
+    least, most = (float(v[0]) * everything if v.strides == (0,) else float(np.dot(n, v)) for v in (low, high))
     if target > most * (1.0 + _ROUNDING):
         raise InfeasibleBudget(
             f"{target:g} parameters ({target / everything:.4g} of all) are to go and the caps allow {most:g} "

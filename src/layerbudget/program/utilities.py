@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import InvalidInput
-from .inputs import Vector, number
+from .inputs import Vector, filled, number
 
 
 class Function(Protocol):
@@ -121,7 +121,7 @@ class Quadratic:
 
     def linear(self, scale: Vector, amount: Vector) -> tuple[Vector, Vector]:
         """``amount * x = t amount^2 / (2 scale)`` with ``t = price``."""
-        return amount / scale * amount * 0.5, np.zeros(amount.size)
+        return amount / scale * amount * 0.5, filled(amount.size, 0.0)
 
 
 class LogBarrier:

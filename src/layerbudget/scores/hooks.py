@@ -201,7 +201,8 @@ def prepared(model: nn.Module) -> Iterator[None]:
             p.grad = None
         if cache:
             config.use_cache = False
-        yield
+        with torch.enable_grad():
+            yield
     finally:
         for m, mode in modes:
             m.training = mode

@@ -96,11 +96,22 @@ def head_of(model: nn.Module) -> str:
     """``causal`` (next token), ``token`` (labels at their own place) or ``classes`` (one label per sequence).
 
     Raises:
-        UnknownStructure: A bare encoder or decoder, which has no loss.
+        UnknownStructure: A bare encoder or decoder, which has no loss; an encoder-decoder.
+        InvalidInput: A regression head.
     """
-    name = type(model).__name__
-    if not hasattr(model, "config"):
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None:
         return "classes"
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnknownStructure(
+            f"{name} is an encoder-decoder.",
+            "Gains are defined here for decoders and encoders with one input.",
+            "Use one of those.",
+        )
+    if "SequenceClassification" in name and getattr(config, "num_labels", 2) == 1:
+        raise InvalidInput(
+            f"{name} has one label, a regression.", "Gains need two or more classes.", "Load it with num_labels=2."
+        )
     if "MaskedLM" in name or "TokenClassification" in name or "ForPreTraining" in name:
         return "token"
     if "SequenceClassification" in name:

@@ -33,6 +33,11 @@ class _Sums:
             rows = torch.bmm(b.transpose(1, 2), a)
             self._batch[name] = self._batch[name] + rows if name in self._batch else rows
 
+    def direct(self, name: str, grad: torch.Tensor | None) -> None:
+        """Take the gradient of a directly read parameter (one sequence per batch)."""
+        if grad is not None:
+            self._batch[name] = grad[None].to(self.dtype)
+
     def finish(self, size: int) -> None:
         """Add the rows of the batch to the groups that they belong to."""
         group = [(self.start + i) * self.groups // self.samples for i in range(size)]
@@ -80,14 +85,35 @@ def score_diagonal(
         for batch, logits in common.walk(model, data, collector, batch_size, tick):
             total += common.backward(collector, batch, logits, batch.targets)
             for name, p in collector.direct.items():
-                if p.grad is not None:
-                    sums._batch[name] = p.grad[None].to(dtype)
+                sums.direct(name, p.grad)
             sums.finish(batch.size)
         collector.check_coverage()
     return _record(model, data, blocks, sums, token_counts(model, data), damping, damping_unit, seed, total)
 
 
-def _record(model, data, blocks, sums, counts, damping, damping_unit, seed, total) -> Scores:
+def _jackknife(first: torch.Tensor, second: torch.Tensor, tokens: np.ndarray, tau: float) -> float:
+    """Delete-a-group standard error of the diagonal gain."""
+    if len(first) < 2:
+        return float("nan")
+    left_out = []
+    for j in range(len(first)):
+        m = float(tokens.sum() - tokens[j])
+        g, d = (first.sum(0) - first[j]) / m, (second.sum(0) - second[j]) / m
+        left_out.append(float((g * g / (d + tau)).sum()))
+    return float(np.sqrt((len(left_out) - 1) * np.var(left_out)))
+
+
+def _record(
+    model: nn.Module,
+    data: Data,
+    blocks: Sequence[Block],
+    sums: _Sums,
+    counts: np.ndarray,
+    damping: float | Sequence[float] | None,
+    damping_unit: str,
+    seed: int,
+    total: float,
+) -> Scores:
     n = float(counts.sum())
     owner = np.arange(data.samples) * sums.groups // data.samples
     group_tokens = np.array([counts[owner == g].sum() for g in range(sums.groups)])
@@ -108,12 +134,7 @@ def _record(model, data, blocks, sums, counts, damping, damping_unit, seed, tota
         for i, t in enumerate(tau[:, k]):
             gain[i, k] = float((g * g / (diagonals[k] + t)).sum())
             floor[i, k] = float((diagonals[k] / (diagonals[k] + t)).sum() / n)
-            left_out = []
-            for j in range(sums.groups if sums.groups > 1 else 0):
-                m = n - group_tokens[j]
-                gj, dj = g * (n / m) - first[j] / m, (diagonals[k] * n - second[j]) / m
-                left_out.append(float((gj * gj / (dj + t)).sum()))
-            error[i, k] = np.sqrt((len(left_out) - 1) * np.var(left_out)) if left_out else np.nan
+            error[i, k] = _jackknife(first, second, group_tokens, float(t))
     extra = {
         "curvature": "diagonal empirical Fisher",
         "tokens": int(n),

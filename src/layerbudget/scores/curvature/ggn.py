@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,16 +85,11 @@ def score_ggn(
     products, largest = [], []
     tick = common.Ticker(progress, count)
 
-    def narrow(run: Tridiagonal) -> bool:
-        t = absolute_damping(values, damping_unit, run)
-        low, high = run.gauss(t), run.radau(t)
-        return bool((high - low <= tolerance * high).all())
-
     for k, block in enumerate(blocks):
         with BlockProducts(model, data, block, batch_size) as p:
             g = p.gradient()
             check_finite(float(g.double().square().sum()), block, "squared gradient")
-            run = lanczos(p.ggn, g, steps, narrow)
+            run = lanczos(p.ggn, g, steps, _narrow(values, damping_unit, tolerance))
             tau[:, k] = absolute_damping(values, damping_unit, run)
             lower[:, k], upper[:, k] = run.gauss(tau[:, k]), run.radau(tau[:, k])
             if floor:
@@ -102,11 +97,7 @@ def score_ggn(
             products.append(p.count)
         largest.append(run.largest)
         for i in range(d):
-            width = (upper[i, k] - lower[i, k]) / upper[i, k] if upper[i, k] > 0 else 0.0
-            if run.square <= 0:
-                status[i][k] = "zero gradient"
-            elif width > tolerance:
-                status[i][k] = f"bracket {width:.1%}"
+            status[i][k] = _status(run, lower[i, k], upper[i, k], tolerance)
         tick(1)
     extra = {
         "curvature": "GGN, Lanczos",
@@ -120,6 +111,22 @@ def score_ggn(
         model, data, blocks, "ggn", gain=lower.tolist(), damping=values, damping_unit=damping_unit, status=status, seed=seed,
         noise_floor=floors.tolist() if floor else None, extra=extra,
     )  # fmt: skip
+
+
+def _narrow(values: Sequence[float], unit: str, tolerance: float) -> Callable[[Tridiagonal], bool]:
+    def stop(run: Tridiagonal) -> bool:
+        t = absolute_damping(values, unit, run)
+        low, high = run.gauss(t), run.radau(t)
+        return bool((high - low <= tolerance * high).all())
+
+    return stop
+
+
+def _status(run: Tridiagonal, lower: float, upper: float, tolerance: float) -> str:
+    if run.square <= 0:
+        return "zero gradient"
+    width = (upper - lower) / upper if upper > 0 else 0.0
+    return f"bracket {width:.1%}" if width > tolerance else "ok"
 
 
 def half_difference(p: BlockProducts, g: Any) -> Any:

@@ -170,7 +170,17 @@ def build(
     return kronecker
 
 
-def _correct(model, data, blocks, kronecker, batch_size, seed, labels, draws, tick) -> None:
+def _correct(
+    model: nn.Module,
+    data: Data,
+    blocks: Sequence[Block],
+    kronecker: Kronecker,
+    batch_size: int,
+    seed: int,
+    labels: str,
+    draws: int,
+    tick: Any,
+) -> None:
     second = _Lambda(kronecker, next(iter(kronecker.gradients.values())).dtype)
     with Collector(model, blocks, second) as collector:
         for batch, logits in common.walk(model, data, collector, batch_size, tick):

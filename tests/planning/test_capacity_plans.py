@@ -1,0 +1,148 @@
+"""Plans in the user's unit: within the budget, whole numbers, comparable, explained."""
+
+import numpy as np
+import pytest
+
+from layerbudget.costs import blocks_from_config, rank_parameters, unit_cost
+from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
+from layerbudget.plan import Plan
+from layerbudget.planning import (
+    diff_plans,
+    explain_plan,
+    plan_experts,
+    plan_joint,
+    plan_ranks,
+    plan_sparsity,
+    split_joint,
+    sweep,
+    transfer_scores,
+)
+from layerbudget.program.rules import EXPERT_RULES
+from layerbudget.scores.record import Scores
+
+MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8}  # fmt: skip
+
+
+@pytest.fixture
+def mistral(rng):
+    blocks = blocks_from_config(MISTRAL)
+    return Scores.from_values({b.name: float(v) for b, v in zip(blocks, rng.random(32) + 0.2, strict=True)}, blocks)
+
+
+@pytest.fixture
+def matrices(rng):
+    blocks = blocks_from_config({**MISTRAL, "num_hidden_layers": 8}, by="linear")
+    return Scores.from_values({b.name: float(v) for b, v in zip(blocks, rng.random(56) + 0.1, strict=True)}, blocks)
+
+
+@pytest.mark.parametrize("rule", EXPERT_RULES)
+def test_every_rule_spends_160_experts(rule, mistral):
+    plan = plan_experts(mistral, total=160, rule=rule)
+    assert plan.counts.sum() == 160 == plan.budget["spent"] and plan.counts.min() >= 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"flops_fraction": 0.0165},
+        {"budget": "64M params"},
+        {"budget": "250 MiB"},
+        {"budget": "1.5% flops"},
+        {"budget": "1% params"},
+    ],
+)
+def test_experts_in_the_users_unit_never_exceed_it(options, mistral):
+    plan = plan_experts(mistral, **options)
+    cost = unit_cost(mistral.blocks, plan.budget["unit"], capacity="experts")
+    assert cost @ plan.counts == pytest.approx(plan.budget["spent"]) and plan.budget["spent"] <= plan.budget["limit"]
+    assert plan.budget["limit"] - plan.budget["spent"] < cost.min()
+    for rule in ("uniform", "layerif", "mola-2468"):
+        other = plan_experts(mistral, rule=rule, **options)
+        assert other.counts.sum() == plan.counts.sum() and other.budget["spent"] <= plan.budget["limit"]
+
+
+def test_latency_caps_and_fixed_blocks(mistral):
+    seconds = {b.name: 1e-5 * (1 + i % 3) for i, b in enumerate(mistral.blocks)}
+    plan = plan_experts(mistral, budget="2 ms", latency=seconds, max_experts=6, fixed={"model.layers.0": 2, r"layers\.31$": 0})
+    assert plan.counts[0] == 2 and plan.counts[31] == 0 and plan.counts.max() <= 6
+    assert plan.budget["spent"] <= 2e-3 * (1 + 1e-12) and plan.extra["rounding"]["exact"]
+
+
+@pytest.mark.parametrize(("multiple", "low"), [(1, 1), (8, 0), (8, 8), (4, 4)])
+def test_ranks_meet_a_uniform_adapters_size(multiple, low, matrices):
+    plan = plan_ranks(matrices, mean_rank=16, multiple=multiple, min_rank=low, max_rank=64)
+    size = rank_parameters(matrices.blocks)
+    assert plan.budget["spent"] == size @ plan.counts <= 16 * size.sum()
+    assert 16 * size.sum() - size @ plan.counts < size.max() * multiple
+    assert not (plan.counts % multiple).any() and plan.counts.min() >= low and plan.counts.max() <= 64
+    assert set(plan_ranks(matrices, mean_rank=16, rule="uniform").counts.tolist()) == {16}
+
+
+def test_a_rank_never_exceeds_the_smallest_side(rng):
+    blocks = blocks_from_config({"hidden_size": 8, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2})
+    scores = Scores.from_values({b.name: float(v) for b, v in zip(blocks, (9.0, 1.0, 1.0), strict=True)}, blocks)
+    assert plan_ranks(scores, mean_rank=6).counts.max() <= 8
+    with pytest.raises(InfeasibleBudget):
+        plan_ranks(scores, mean_rank=9)
+
+
+def test_joint_meets_the_net_bytes(mistral):
+    plan = plan_joint(mistral, budget="-2GiB", min_capacity=4)
+    prune, adapt = split_joint(plan)
+    net = unit_cost(mistral.blocks, "bytes") @ adapt.counts - 2 * prune.counts.sum()
+    assert net == pytest.approx(plan.budget["spent"]) and -(2**31) - 2e6 < net <= -(2**31)
+    assert adapt.kind == "ranks" and adapt.counts.min() >= 4 and prune.kind == "sparsity"
+    assert plan.certificate["gap"] <= 1e-9 and Plan.from_dict(plan.to_dict()).digest == plan.digest
+    with pytest.raises(UnknownUnit):
+        plan_joint(mistral, budget="3% flops")
+    with pytest.raises(InfeasibleBudget):
+        plan_joint(mistral, budget="-20GiB")
+
+
+def test_budgets_are_given_once(mistral):
+    for options in ({}, {"total": 160, "budget": "3% flops"}):
+        with pytest.raises(InvalidInput, match="exactly one"):
+            plan_experts(mistral, **options)
+    with pytest.raises(UnknownUnit):
+        plan_experts(mistral, budget="5 apples")
+    with pytest.raises(InfeasibleBudget):
+        plan_experts(mistral, total=31)
+
+
+def test_diff_and_explain(mistral):
+    first, second = plan_experts(mistral, total=160), plan_experts(mistral, total=160, rule="uniform")
+    found = diff_plans(first, second)
+    assert found["moved"] == np.abs(first.counts - second.counts).sum() / 2 and len(found["blocks"]) == 32
+    with pytest.raises(ModelMismatch):
+        diff_plans(first, plan_sparsity(mistral))
+    text = " ".join(explain_plan(first)["sentences"])
+    assert "160" in text and "proven optimal" in text and "alpha, gamma" in text
+    assert "no certificate" in " ".join(explain_plan(second)["sentences"])
+
+
+def test_one_percent_more_budget_buys_what_the_price_says(mistral):
+    a, b = (plan_sparsity(mistral, sparsity=s) for s in (0.4, 0.404))
+    price = a.certificate["shadow_price"]
+    penalty = [
+        p.certificate["primal"] + (p.certificate["shadow_price"] - p.certificate["multiplier"]) * p.budget["spent"]
+        for p in (a, b)
+    ]
+    assert penalty[1] - penalty[0] == pytest.approx(price * (b.budget["limit"] - a.budget["limit"]), rel=0.02)
+
+
+def test_sweep_marks_the_front(mistral):
+    found = sweep(mistral, kind="ranks", budgets=[4, 8], exponents=[0.5, 1.0, 3.0])
+    assert len(found["rows"]) == 6
+    for row in found["rows"]:
+        beaten = any(r["spent"] <= row["spent"] and r["value"] > row["value"] for r in found["rows"])
+        assert row["front"] != beaten
+
+
+def test_transfer_needs_the_same_blocks(mistral, matrices, rng):
+    other = Scores.from_values({n: float(v) for n, v in zip(mistral.names, rng.random(32) + 0.2, strict=True)}, mistral.blocks)
+    for program in ("sparsity", "experts"):
+        t = transfer_scores(mistral, other, program=program)
+        assert 0 < t.regret <= t.sharp_bound <= t.bound and t.drift > 0
+    with pytest.raises(ModelMismatch):
+        transfer_scores(mistral, matrices)
