@@ -197,6 +197,7 @@ def _memory(model: nn.Module, costs: tuple[Effort, ...]) -> list[Finding]:
 
 
 def duration(seconds: float) -> str:
+    """Say a time in the unit that fits it."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
