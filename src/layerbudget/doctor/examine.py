@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import checks, trials
 from ..blocks import partition
-from .checks import Finding
 from ..data.calibration import CalibrationSet
-from .effort import Effort, Pass, available_memory, efforts, time_pass
 from ..errors import InvalidInput, LayerbudgetError
+from . import checks, trials
+from .checks import Finding
+from .effort import Effort, Pass, available_memory, efforts, time_pass
 
 logger = logging.getLogger(__name__)
 
