@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from pathlib import Path
 
@@ -29,167 +28,13 @@ import torch
 from peft import get_peft_model
 
 from layerbudget.blocks import describe, partition
-from layerbudget.data.calibration import CalibrationSet
-from layerbudget.data.tasks import load_task
-from layerbudget.evaluation import statistics
 from layerbudget.lora.initialise import initialise_from_gradients
 from layerbudget.lora.mixtures import add_experts
 from layerbudget.lora.ranks import add_ranks, to_lora_config
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.program import allocate, round_capacity, rules
-from layerbudget.records import write_text
-
-RESULTS = Path(__file__).parent / "results"
-BOOKS = ("moby.txt", "war.txt", "sheppard.txt")
-HEAD_STEPS = 40
-
-
-class Classification:
-    """CoLA or MRPC on an encoder with a fresh head."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        from transformers import AutoTokenizer
-
-        self.options = options
-        self.task = load_task(options.task, options.data_dir).limited(options.train_limit)
-        self.tokenizer = AutoTokenizer.from_pretrained(options.model)
-        self.extra = {"task_type": "SEQ_CLS", "modules_to_save": ["pooler"]}
-        self.train = self._encode(self.task.train)
-        self.held = {k: self._encode(v) for k, v in self.task.evaluation.items()}
-        self.exclude = "pooler|classifier"
-
-    def _encode(self, rows):
-        pairs = [r.pair for r in rows] if rows[0].pair else None
-        coded = self.tokenizer([r.text for r in rows], pairs, truncation=True, max_length=self.options.length)["input_ids"]
-        return [(torch.tensor(c), r.label) for c, r in zip(coded, rows, strict=True)]
-
-    def model(self, seed: int) -> torch.nn.Module:
-        from transformers import AutoModelForSequenceClassification
-
-        torch.manual_seed(seed)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            self.options.model, num_labels=len(self.task.labels), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-        )
-        return model.eval()
-
-    def batch(self, rows):
-        longest = max(len(c) for c, _ in rows)
-        ids = torch.full((len(rows), longest), self.tokenizer.pad_token_id)
-        for i, (c, _) in enumerate(rows):
-            ids[i, : len(c)] = c
-        labels = torch.tensor([label for _, label in rows])
-        return {"input_ids": ids, "attention_mask": (ids != self.tokenizer.pad_token_id).long(), "labels": labels}
-
-    def batches(self, seed: int, epoch: int):
-        """Rows of similar length together, batches in a seeded order."""
-        generator = np.random.default_rng([seed, epoch])
-        noise = generator.random(len(self.train)) * 4
-        order = np.argsort([len(c) for c, _ in self.train] + noise)
-        starts = generator.permutation(np.arange(0, len(order), self.options.batch))
-        for start in starts:
-            yield self.batch([self.train[i] for i in order[start : start + self.options.batch]])
-
-    def calibration(self, samples: int = 128) -> CalibrationSet:
-        rows = [self.train[i] for i in np.random.default_rng(0).permutation(len(self.train))[:samples]]
-        batch = self.batch(rows)
-        return CalibrationSet(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"], source=self.task.name
-        )
-
-    def warm(self, model: torch.nn.Module) -> None:
-        """Give the fresh head a direction before gradients are measured through it (pooler and classifier only)."""
-        head = [p for n, p in model.named_parameters() if "pooler" in n or "classifier" in n]
-        optimizer = torch.optim.AdamW(head, lr=1e-3)
-        for step, batch in enumerate(self.batches(1234, 0)):
-            if step == HEAD_STEPS:
-                break
-            with torch.no_grad():
-                mask = batch["attention_mask"]
-                hidden = model.base_model.encoder(
-                    model.base_model.embeddings(batch["input_ids"]), attention_mask=_additive(mask)
-                ).last_hidden_state
-            logits = model.classifier(model.base_model.pooler(hidden))
-            torch.nn.functional.cross_entropy(logits, batch["labels"]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    @torch.no_grad()
-    def evaluate(self, model: torch.nn.Module) -> dict:
-        result: dict = {"predictions": {}, "labels": {}}
-        losses, scores = [], []
-        for split, rows in self.held.items():
-            order = np.argsort([len(c) for c, _ in rows])
-            predicted = np.zeros(len(rows), dtype=int)
-            for start in range(0, len(rows), 64):
-                part = order[start : start + 64]
-                batch = self.batch([rows[i] for i in part])
-                with torch.autocast("cpu", torch.bfloat16):
-                    output = model(**batch)
-                losses += [float(output.loss)] * len(part)
-                predicted[part] = output.logits.float().argmax(-1).numpy()
-            labels = [label for _, label in rows]
-            metric = statistics.matthews if self.task.metric == "matthews" else statistics.accuracy
-            scores.append(metric(labels, predicted))
-            result[f"{split}_accuracy"] = statistics.accuracy(labels, predicted)
-            result[f"{split}_f1"] = statistics.f1(labels, predicted)
-            result[f"{split}_matthews"] = statistics.matthews(labels, predicted)
-            result["predictions"][split] = "".join(map(str, predicted))
-            result["labels"][split] = "".join(map(str, labels))
-        return {**result, "loss": float(np.mean(losses)), "score": float(np.mean(scores))}
-
-
-def _additive(mask: torch.Tensor) -> torch.Tensor:
-    return (1.0 - mask[:, None, None, :].float()) * torch.finfo(torch.float32).min
-
-
-class Prose:
-    """A causal LM of code, adapted to books."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        from layerbudget.loading import load_model, load_tokenizer
-
-        self.options, self.load = options, load_model
-        self.tokenizer = load_tokenizer(options.model)
-        self.extra = {"task_type": "CAUSAL_LM"}
-        self.exclude = "lm_head|embed"
-        books = Path(options.data_dir) / "books"
-        self.train = torch.cat([self._rows(books / name, options.train_limit or 1024) for name in BOOKS])
-        self.held = self._rows(books / "pride.txt", 64)
-
-    def _rows(self, path: Path, count: int) -> torch.Tensor:
-        text = path.read_text(encoding="utf-8-sig")[20000 : 20000 + count * self.options.length * 8]
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        count = min(count, len(ids) // self.options.length)
-        return torch.tensor(ids[: count * self.options.length]).view(count, self.options.length)
-
-    def model(self, seed: int) -> torch.nn.Module:
-        torch.manual_seed(seed)
-        return self.load(self.options.model)
-
-    def batches(self, seed: int, epoch: int):
-        order = np.random.default_rng([seed, epoch]).permutation(len(self.train))
-        for start in range(0, len(order) - self.options.batch + 1, self.options.batch):
-            ids = self.train[order[start : start + self.options.batch]]
-            yield {"input_ids": ids, "labels": ids}
-
-    def calibration(self, samples: int = 64) -> CalibrationSet:
-        rows = np.random.default_rng(0).permutation(len(self.train))[:samples]
-        return CalibrationSet(input_ids=self.train[rows], source="books")
-
-    def warm(self, model: torch.nn.Module) -> None:
-        """Nothing to do: the model has its head."""
-
-    @torch.no_grad()
-    def evaluate(self, model: torch.nn.Module) -> dict:
-        losses = []
-        for ids in self.held.split(16):
-            with torch.autocast("cpu", torch.bfloat16):
-                logits = model(input_ids=ids).logits
-            each = torch.nn.functional.cross_entropy(
-                logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none"
-            ).mean(-1)  # fmt: skip
-            losses += each.tolist()
-        return {"losses": [round(v, 5) for v in losses], "loss": float(np.mean(losses)), "score": -float(np.mean(losses))}
+from lora_quality_report import RESULTS, write_report
+from lora_quality_tasks import Classification, Prose
 
 
 def scores_for(bench, form: str, rule: str, cache: dict):
@@ -313,6 +158,9 @@ def _adalora(model, plan, options, bench):
 def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, cache: dict) -> dict:
     """One run: adapt, train, evaluate."""
     start = time.process_time()
+    if rule == "none":
+        plain = bench.model(seed).bfloat16()
+        return {**_setting(bench, form, rule, seed, options), "adapter_parameters": 0, "counts": [], **bench.evaluate(plain)}
     model, counts = adapted(bench, form, rule, seed, options, cache)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0)
@@ -344,10 +192,15 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
     model.eval()
     number = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad and "lora_" in n)
     return {
-        "task": options.task, "form": form, "rule": rule, "seed": seed, "steps": options.steps, "adapter_parameters": number,
-        "counts": counts, "train_loss": float(np.mean(history[-20:])), "cpu_seconds": round(time.process_time() - start, 1),
-        "lr": options.lr, "batch": options.batch, "length": options.length, "rows": len(bench.train), **bench.evaluate(model),
+        **_setting(bench, form, rule, seed, options), "adapter_parameters": number, "counts": counts,
+        "train_loss": float(np.mean(history[-20:])), "cpu_seconds": round(time.process_time() - start, 1),
+        **bench.evaluate(model),
     }  # fmt: skip
+
+
+def _setting(bench, form: str, rule: str, seed: int, options: argparse.Namespace) -> dict:
+    fields = {"task": options.task, "form": form, "rule": rule, "seed": seed, "rows": len(bench.train)}
+    return fields | {k: getattr(options, k) for k in ("steps", "lr", "batch", "length")}
 
 
 def replan(bench, model, optimizer, form: str, seed: int, options: argparse.Namespace) -> list[int]:
@@ -387,71 +240,6 @@ def run(options: argparse.Namespace) -> None:
             )
 
 
-def report(options: argparse.Namespace) -> None:
-    """Tables of means, standard errors and paired tests against uniform."""
-    rows = [json.loads(line) for line in Path(options.results).read_text().splitlines()]
-    groups: dict[tuple, dict[str, dict[int, dict]]] = {}
-    for row in rows:
-        setting = (row["task"], row["form"], row["steps"], row["lr"], row["batch"], row["length"], row["rows"])
-        groups.setdefault(setting, {}).setdefault(row["rule"], {})[row["seed"]] = row
-    text = [
-        "# Plans of ranks and experts against uniform, paired over seeds",
-        "",
-        __doc__.split("\n\n", 2)[2].replace("\n", " "),
-        "",
-    ]
-    text += [f"Python {platform.python_version()}, torch {torch.__version__}, CPU, one thread per run.", ""]
-    summary = []
-    for setting, by_rule in groups.items():
-        task, form, steps, lr, batch, length, count = setting
-        unit = {"mrpc": "accuracy", "cola": "mean Matthews of both dev sets", "prose": "nats"}[task]
-        text += [
-            f"## {task}, {form}",
-            "",
-            f"{steps} steps of {batch} rows out of {count}, at most {length} tokens, lr {lr:g}.",
-            "",
-        ]
-        text += [
-            f"| rule | seeds | adapter parameters | {unit} | held-out loss | p against uniform (score, loss) |",
-            "|---|---|---|---|---|---|",
-        ]
-        sentences = []
-        for rule, runs in by_rule.items():
-            score, loss = (
-                statistics.mean_and_error([abs(r[k]) if k == "loss" else r[k] for r in runs.values()])
-                for k in ("score", "loss")
-            )
-            tests = _against_uniform(by_rule, rule)
-            entry = {
-                "task": task,
-                "form": form,
-                "rule": rule,
-                "seeds": len(runs),
-                "score": score,
-                "loss": loss,
-                "setting": setting,
-            }
-            summary.append({**entry, **{k: vars(v) for k, v in tests.items()}})
-            cells = [f"{m:.4f}" + (f" ± {e:.4f}" if e is not None else "") for m, e in (score, loss)]
-            p = ", ".join(f"{t.p:.2g}" for t in tests.values()) or "-"
-            number = sorted({r["adapter_parameters"] for r in runs.values()})
-            text.append(f"| {rule} | {len(runs)} | {number[0]:,} | {cells[0]} | {cells[1]} | {p} |")
-            sentences += [f"- {k}: {t.sentence(rule, 'uniform')}" for k, t in tests.items()]
-        text += ["", *sentences, ""]
-    write_text(RESULTS / "lora_quality.md", "\n".join(text) + "\n", overwrite=True)
-    write_text(RESULTS / "lora_quality.json", json.dumps(summary, indent=1, default=list) + "\n", overwrite=True)
-    print("\n".join(text))
-
-
-def _against_uniform(by_rule: dict, rule: str) -> dict:
-    if rule == "uniform" or "uniform" not in by_rule:
-        return {}
-    shared = sorted(set(by_rule[rule]) & set(by_rule["uniform"]))
-    if len(shared) < 2:
-        return {}
-    return {k: statistics.paired_t(*([by_rule[r][s][k] for s in shared] for r in (rule, "uniform"))) for k in ("score", "loss")}
-
-
 def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -471,7 +259,7 @@ def main() -> None:
     parser.add_argument("--train-limit", type=int)
     parser.add_argument("--results", default=str(RESULTS / "lora_quality.jsonl"))
     options = parser.parse_args()
-    (run if options.verb == "run" else report)(options)
+    run(options) if options.verb == "run" else write_report(options.results, __doc__.split("\n\n", 2)[2])
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ _PUBLIC = {
     "save_pruned": "pruning.prune",
     "perplexity": "evaluation.perplexity",
     "evaluation_set": "evaluation.perplexity",
+    "examine": "doctor",
+    "import_scores": "scores.importing",
+    "direct_check": "scores.certificate",
+    "certify_ranking": "scores.certificate",
+    "GainTracker": "tracker",
 }
 
 __all__ = ["__version__", *_PUBLIC]

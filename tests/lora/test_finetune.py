@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from layerbudget.data.tasks import load_task
 from layerbudget.errors import AlreadyExists, InvalidInput, NotFound
-from layerbudget.lora.finetune import adapt, classifier_loader, compare, finetune, fit_names
+from layerbudget.lora.compare import compare
+from layerbudget.lora.finetune import adapt, classifier_loader, finetune, fit_names
 from layerbudget.lora.protocol import PRESETS, Protocol
 from layerbudget.lora.rows import Rows
 

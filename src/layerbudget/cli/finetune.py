@@ -37,7 +37,8 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import load_task
-    from ..lora.finetune import classifier_loader, compare, finetune
+    from ..lora.compare import compare
+    from ..lora.finetune import classifier_loader, finetune
     from ..lora.protocol import PRESETS
 
     plan = _validated_plan(arguments)

@@ -11,19 +11,13 @@ MoLA's (context, question, options). The wordings for the other tasks are not pu
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from ..errors import CorruptFile, InvalidInput, NotEnoughText, NotFound
+from ..errors import InvalidInput, NotEnoughText, NotFound
 
-HEADER = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 NAMES = ("cola", "mrpc", "rte", "commonsenseqa", "openbookqa", "scienceqa")
-LETTERS = "ABCDEFGHIJ"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,11 +82,6 @@ class Task:
         return dataclasses.replace(self, train=first(self.train, train), evaluation=held)
 
 
-def instruct(instruction: str) -> str:
-    """Return Alpaca's prompt for an instruction without input."""
-    return f"{HEADER}### Instruction:\n{instruction}\n\n### Response:\n"
-
-
 def load_task(name: str, data_dir: Path | str | None = None) -> Task:
     """Read a task.
 
@@ -110,13 +99,15 @@ def load_task(name: str, data_dir: Path | str | None = None) -> Task:
         CorruptFile: A row does not parse.
         NotEnoughText: No training or no evaluation row is left.
     """
+    from .task_files import READERS, from_file
+
     if name in NAMES:
         if data_dir is None:
             raise NotFound(f"The files of {name} are needed.", "", "Name their folder with --data-dir.")
         folder = Path(data_dir) / name if (Path(data_dir) / name).is_dir() else Path(data_dir)
-        task = _READERS[name](folder)
+        task = READERS[name](folder)
     elif Path(name).suffix in (".jsonl", ".json", ".csv"):
-        task = _from_file(Path(name))
+        task = from_file(Path(name))
     else:
         raise InvalidInput(f"There is no task {name!r}.", f"Tasks are {', '.join(NAMES)}, or a .jsonl or .csv file.", "")
     if not task.train or not any(task.evaluation.values()):
@@ -126,184 +117,3 @@ def load_task(name: str, data_dir: Path | str | None = None) -> Task:
             "Check the files.",
         )
     return task
-
-
-def _open(folder: Path, *names: str) -> Path:
-    """First of several file names that exists (the releases differ in them)."""
-    for name in names:
-        found = sorted(folder.glob(name))
-        if found:
-            return found[0]
-    raise NotFound(f"{folder} has no {' or '.join(names)}.", "", "Point --data-dir to the folder of the original release.")
-
-
-def _table(path: Path, columns: int, header: bool) -> list[list[str]]:
-    """Rows of a tab-separated file without quoting."""
-    lines = path.read_text(encoding="utf-8-sig").split("\n")
-    rows = []
-    for number, line in enumerate(lines[1:] if header else lines, start=2 if header else 1):
-        if not line.strip():
-            continue
-        fields = line.rstrip("\r").split("\t")
-        if len(fields) < columns:
-            raise CorruptFile(f"{path}, line {number} has {len(fields)} columns.", f"{columns} are needed.", "Repair the file.")
-        rows.append(fields)
-    return rows
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise CorruptFile(f"{path}, line {number} is not JSON ({error}).", "", "Repair the file.") from error
-    return rows
-
-
-def _sentence_task(
-    name: str, metric: str, labels: Sequence[str], question: Callable[[str, str | None], str], rows: dict[str, Iterable]
-) -> Task:
-    """Build a task whose rows are ``(text, pair, label)``."""
-
-    def example(row: tuple[str, str | None, int]) -> Example:
-        text, pair, label = row
-        return Example(text=text, pair=pair, label=label, prompt=instruct(question(text, pair)), choices=len(labels))
-
-    splits = {split: tuple(example(row) for row in part) for split, part in rows.items()}
-    answers = tuple(f"Answer: {label}" for label in labels)
-    return Task(
-        name=name, labels=tuple(labels), answers=answers, metric=metric, train=splits.pop("train"), evaluation=splits
-    )  # fmt: skip
-
-
-def _cola(folder: Path) -> Task:
-    def rows(pattern: str):
-        return [(r[3], None, int(r[1])) for r in _table(_open(folder, pattern, f"raw/{pattern}"), 4, header=False)]
-
-    files = {"train": "in_domain_train.tsv", "in_domain": "in_domain_dev.tsv", "out_of_domain": "out_of_domain_dev.tsv"}
-    return _sentence_task(
-        "cola", "matthews", ("unacceptable", "acceptable"),
-        lambda text, _: f"Decide whether the sentence is grammatically acceptable or unacceptable.\nSentence: {text}",
-        {split: rows(file) for split, file in files.items()},
-    )  # fmt: skip
-
-
-def _mrpc(folder: Path) -> Task:
-    def rows(name: str):
-        return [(r[3], r[4], int(r[0])) for r in _table(_open(folder, name), 5, header=True)]
-
-    return _sentence_task(
-        "mrpc", "f1", ("not equivalent", "equivalent"),
-        lambda a, b: f"Decide whether two sentences are equivalent or not equivalent.\nSentence 1: {a}\nSentence 2: {b}",
-        {"train": rows("train.tsv"), "dev": rows("dev.tsv")},
-    )  # fmt: skip
-
-
-def _rte(folder: Path) -> Task:
-    index = {"not_entailment": 0, "entailment": 1}
-
-    def rows(name: str):
-        return [(r[1], r[2], index[r[3].strip()]) for r in _table(_open(folder, name), 4, header=True)]
-
-    return _sentence_task(
-        "rte", "accuracy", ("not entailment", "entailment"),
-        lambda a, b: f"Decide between entailment and not entailment of a hypothesis.\nPremise: {a}\nHypothesis: {b}",
-        {"train": rows("train.tsv"), "dev": rows("dev.tsv")},
-    )  # fmt: skip
-
-
-def _choice_task(name: str, splits: dict[str, list[tuple[str, list[str], int, str]]]) -> Task:
-    """Build a task whose rows are ``(question, options, index of the answer, context)``."""
-    most = max((len(options) for rows in splits.values() for _, options, _, _ in rows), default=0)
-
-    def example(question: str, options: list[str], answer: int, context: str) -> Example:
-        listed = " ".join(f"({LETTERS[i]}) {option}" for i, option in enumerate(options))
-        text = f"Context: {context or 'N/A'}\nQuestion: {question}\nOptions: {listed}\n"
-        return Example(text=text, pair=None, label=answer, prompt=instruct(text), choices=len(options))
-
-    made = {split: tuple(example(*row) for row in rows) for split, rows in splits.items()}
-    letters = tuple(LETTERS[:most])
-    answers = tuple(f"Answer: The answer is {letter}." for letter in letters)
-    return Task(name=name, labels=letters, answers=answers, metric="accuracy", train=made.pop("train"), evaluation=made)
-
-
-def _options(path: Path) -> list[tuple[str, list[str], int, str]]:
-    rows = []
-    for row in _lines(path):
-        if "answerKey" not in row:
-            continue
-        question = row["question"]
-        labels = [choice["label"] for choice in question["choices"]]
-        texts = [choice["text"] for choice in question["choices"]]
-        rows.append((question["stem"], texts, labels.index(row["answerKey"]), ""))
-    return rows
-
-
-def _commonsenseqa(folder: Path) -> Task:
-    return _choice_task(
-        "commonsenseqa",
-        {"train": _options(_open(folder, "train_rand_split.jsonl")), "dev": _options(_open(folder, "dev_rand_split.jsonl"))},
-    )
-
-
-def _openbookqa(folder: Path) -> Task:
-    files = {
-        s: _options(_open(folder, f"{s}.jsonl", f"Main/{s}.jsonl", f"Data/Main/{s}.jsonl")) for s in ("train", "dev", "test")
-    }
-    return _choice_task("openbookqa", files)
-
-
-def _scienceqa(folder: Path) -> Task:
-    path = _open(folder, "problems.json", "problems*.json")
-    try:
-        problems = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise CorruptFile(f"{path} is not JSON ({error}).", "", "Repair the file.") from error
-    splits: dict[str, list] = {"train": [], "val": [], "test": []}
-    for problem in problems.values():
-        if problem.get("image") is None:
-            splits[problem["split"]].append(
-                (problem["question"], problem["choices"], problem["answer"], problem.get("hint", ""))
-            )
-    return _choice_task("scienceqa", splits)
-
-
-_READERS: dict[str, Callable[[Path], Task]] = {
-    "cola": _cola, "mrpc": _mrpc, "rte": _rte,
-    "commonsenseqa": _commonsenseqa, "openbookqa": _openbookqa, "scienceqa": _scienceqa,
-}  # fmt: skip
-
-
-def _from_file(path: Path) -> Task:
-    """Read a table of one's own; every tenth row (by a hash of its text) is held out."""
-    if not path.is_file():
-        raise NotFound(f"There is no file {path}.", "", "Check the path.")
-    if path.suffix == ".csv":
-        with path.open(encoding="utf-8-sig", newline="") as f:
-            rows = list(csv.DictReader(f))
-    else:
-        rows = _lines(path) if path.suffix == ".jsonl" else json.loads(path.read_text(encoding="utf-8"))
-    columns = set(rows[0]) if rows else set()
-    text = next((c for c in ("text", "sentence", "sentence1", "prompt", "instruction") if c in columns), None)
-    label = next((c for c in ("label", "answer", "output", "completion") if c in columns), None)
-    if text is None or label is None:
-        raise InvalidInput(
-            f"{path} has the columns {', '.join(sorted(columns)) or 'none'}.",
-            "It needs text (or sentence, sentence1, prompt, instruction) and label (or answer, output, completion).",
-            "Rename the columns; a second sentence goes into pair or sentence2.",
-        )
-    values = sorted({str(r[label]) for r in rows})
-    if not 2 <= len(values) <= 50:
-        raise InvalidInput(f"{path} has {len(values)} distinct labels.", "Between 2 and 50 can be told apart.", "Group them.")
-    pair = next((c for c in ("pair", "sentence2") if c in columns), None)
-    splits: dict[str, list] = {"train": [], "held_out": []}
-    for r in rows:
-        held = int(hashlib.sha256(str(r[text]).encode()).hexdigest(), 16) % 10 == 0
-        row = (str(r[text]), str(r[pair]) if pair else None, values.index(str(r[label])))
-        splits["held_out" if held else "train"].append(row)
-    asked = f"Answer with one of: {', '.join(values)}.\n"
-    return _sentence_task(
-        path.stem, "accuracy", values, lambda a, b: asked + a + (f"\n{b}" if b else ""), splits
-    )  # fmt: skip
