@@ -36,9 +36,8 @@ def write_report(results: str, about: str) -> None:
 def _section(setting: tuple, by_rule: Runs, summary: list[dict]) -> list[str]:
     task, form, steps, batch, count, length, lr = setting
     text = [f"## {task}, {form}", "", f"{steps} steps of {batch} rows out of {count}, at most {length} tokens, lr {lr:g}.", ""]
-    text += [
-        f"| rule | seeds | adapter parameters | {UNITS[task]} | held-out loss | minus uniform | p |", "|---|---|---|---|---|---|---|"
-    ]  # fmt: skip
+    text += [f"| rule | seeds | adapter parameters | {UNITS[task]} | held-out loss | minus uniform | p |"]
+    text += ["|---|---|---|---|---|---|---|"]
     sentences = []
     for rule, runs in by_rule.items():
         values = {k: statistics.mean_and_error([r[k] for r in runs.values()]) for k in ("score", "loss")}
