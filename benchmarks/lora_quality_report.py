@@ -14,6 +14,10 @@ from layerbudget.records import write_text
 RESULTS = Path(__file__).parent / "results"
 UNITS = {"mrpc": "accuracy", "cola": "mean Matthews of both dev sets", "prose": "held-out loss, nats"}
 Runs = dict[str, dict[int, dict]]
+RULES = {
+    "ranks": ("uniform", "gain", "gain-absolute", "permuted", "permuted-absolute", "gain-init", "replan", "eva", "adalora"),
+    "experts": ("uniform", "gain", "gain-absolute", "permuted", "permuted-absolute", "2468", "8642", "alphalora", "layerif"),
+}
 
 
 def write_report(results: str, about: str) -> None:
@@ -28,6 +32,7 @@ def write_report(results: str, about: str) -> None:
     summary: list[dict] = []
     for setting, by_rule in groups.items():
         text += _section(setting, by_rule, summary)
+    text += _missing(groups)
     write_text(RESULTS / "lora_quality.md", "\n".join(text) + "\n", overwrite=True)
     write_text(RESULTS / "lora_quality.json", json.dumps(summary, indent=1, default=list) + "\n", overwrite=True)
     print("\n".join(text))
@@ -52,6 +57,18 @@ def _section(setting: tuple, by_rule: Runs, summary: list[dict]) -> list[str]:
         if test:
             sentences.append(f"- {test.sentence(rule, 'uniform', 'nats gained' if task == 'prose' else UNITS[task])}")
     return [*text, "", *sentences, ""]
+
+
+def _missing(groups: dict[tuple, Runs], wanted: int = 5) -> list[str]:
+    """Say which comparisons have fewer seeds than they need."""
+    lines = ["## Not complete", "", f"Rules with fewer than {wanted} seeds; their rows above, if any, decide nothing.", ""]
+    for task in UNITS:
+        for form, rules in RULES.items():
+            seeds = {r: max((len(g.get(r, {})) for s, g in groups.items() if s[:2] == (task, form)), default=0) for r in rules}
+            short = [f"{rule} ({n})" for rule, n in seeds.items() if n < wanted]
+            if short:
+                lines.append(f"- {task}, {form}: {', '.join(short)}")
+    return [*lines, ""]
 
 
 def _against_uniform(by_rule: Runs, rule: str) -> statistics.Comparison | None:
