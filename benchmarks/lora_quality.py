@@ -4,10 +4,11 @@
     python benchmarks/lora_quality.py run --task prose --model demo --data-dir DATA --form experts --rules uniform gain permuted
     python benchmarks/lora_quality.py report
 
-Rules for ranks: uniform, gain (adapter gain, each block damped relative to its own curvature), gain-absolute (one damping for
-all blocks), permuted, permuted-absolute, gain-init (uniform ranks started in the gradient's directions), eva, adalora, replan
-(uniform, planned again after 30 % of the steps). For experts: uniform, gain, gain-absolute, permuted, permuted-absolute, 2468,
-8642, alphalora, layerif.
+Rules for ranks: uniform; gain (adapter gain, each block damped relative to its own curvature); gain-absolute (one damping for
+all blocks); permuted and permuted-absolute (their scores in random order); gain-init (uniform ranks started in the gradient's
+directions, rows of A as long as PEFT's) and gain-init-unit (rows of length 1, as EVA's); eva; adalora; replan (uniform,
+planned again after 30 % of the steps); none (the model as it is). For experts: uniform, gain, gain-absolute, permuted,
+permuted-absolute, 2468, 8642, alphalora, layerif.
 
 Tasks: ``cola`` and ``mrpc`` with a classification head on an encoder (the pooler is trained with the head, or nothing is
 learned), ``prose`` adapts a causal LM from code to books (three for training, Pride and Prejudice held out). Every run appends
@@ -36,12 +37,14 @@ from layerbudget.program import allocate, round_capacity, rules
 from lora_quality_report import RESULTS, write_report
 from lora_quality_tasks import Classification, Prose
 
+STARTS = ("eva", "adalora", "gain-init", "gain-init-unit", "replan")  # these begin with uniform ranks
+
 
 def scores_for(bench, form: str, rule: str, cache: dict):
     """Score the model once per kind of score; blocks are Linears for ranks, layers for experts."""
     from layerbudget.scores.adapter_space import accumulated_gradients, score_adapter
 
-    kinds = {"alphalora": "spectral", "layerif": "layerif", "gain-init": "gradients"}
+    kinds = {"alphalora": "spectral", "layerif": "layerif", "gain-init": "gradients", "gain-init-unit": "gradients"}
     kind = kinds.get(rule, "absolute" if rule.endswith("-absolute") else "gain")
     key = (form, kind)
     if key not in cache:
@@ -114,7 +117,7 @@ def expert_counts(bench, rule: str, seed: int, layers: int, total: int, cache: d
 
 def adapted(bench, form: str, rule: str, seed: int, options: argparse.Namespace, cache: dict):
     """A model with its adapters, bf16 base and float32 adapters, and the plan's counts."""
-    plan = plan_for(bench, form, "uniform" if rule in ("eva", "adalora", "gain-init", "replan") else rule, seed, options, cache)
+    plan = plan_for(bench, form, "uniform" if rule in STARTS else rule, seed, options, cache)
     model = bench.model(seed)
     head = {n: p.detach().clone() for n, p in model.named_parameters() if "pooler" in n or "classifier" in n}
     torch.manual_seed(seed)
@@ -126,8 +129,9 @@ def adapted(bench, form: str, rule: str, seed: int, options: argparse.Namespace,
         wrapped = _eva(model, plan, bench)
     else:
         wrapped = add_ranks(model, plan, validate=False, **bench.extra)
-        if rule == "gain-init":
-            initialise_from_gradients(wrapped, scores_for(bench, form, rule, cache))
+        if rule.startswith("gain-init"):
+            norm = 1.0 if rule == "gain-init-unit" else 3**-0.5
+            initialise_from_gradients(wrapped, scores_for(bench, form, rule, cache), norm=norm)
     for parameter in wrapped.parameters():
         parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data.bfloat16()
     del head

@@ -14,6 +14,10 @@ from layerbudget.records import write_text
 RESULTS = Path(__file__).parent / "results"
 UNITS = {"mrpc": "accuracy", "cola": "mean Matthews of both dev sets", "prose": "held-out loss, nats"}
 Runs = dict[str, dict[int, dict]]
+RULES = {
+    "ranks": ("uniform", "gain", "gain-absolute", "permuted", "permuted-absolute", "gain-init", "replan", "eva", "adalora"),
+    "experts": ("uniform", "gain", "gain-absolute", "permuted", "permuted-absolute", "2468", "8642", "alphalora", "layerif"),
+}
 
 
 def write_report(results: str, about: str) -> None:
@@ -28,6 +32,7 @@ def write_report(results: str, about: str) -> None:
     summary: list[dict] = []
     for setting, by_rule in groups.items():
         text += _section(setting, by_rule, summary)
+    text += _missing(groups)
     write_text(RESULTS / "lora_quality.md", "\n".join(text) + "\n", overwrite=True)
     write_text(RESULTS / "lora_quality.json", json.dumps(summary, indent=1, default=list) + "\n", overwrite=True)
     print("\n".join(text))
@@ -36,9 +41,8 @@ def write_report(results: str, about: str) -> None:
 def _section(setting: tuple, by_rule: Runs, summary: list[dict]) -> list[str]:
     task, form, steps, batch, count, length, lr = setting
     text = [f"## {task}, {form}", "", f"{steps} steps of {batch} rows out of {count}, at most {length} tokens, lr {lr:g}.", ""]
-    text += [
-        f"| rule | seeds | adapter parameters | {UNITS[task]} | held-out loss | minus uniform | p |", "|---|---|---|---|---|---|---|"
-    ]  # fmt: skip
+    text += [f"| rule | seeds | adapter parameters | {UNITS[task]} | held-out loss | minus uniform | p |"]
+    text += ["|---|---|---|---|---|---|---|"]
     sentences = []
     for rule, runs in by_rule.items():
         values = {k: statistics.mean_and_error([r[k] for r in runs.values()]) for k in ("score", "loss")}
@@ -53,6 +57,18 @@ def _section(setting: tuple, by_rule: Runs, summary: list[dict]) -> list[str]:
         if test:
             sentences.append(f"- {test.sentence(rule, 'uniform', 'nats gained' if task == 'prose' else UNITS[task])}")
     return [*text, "", *sentences, ""]
+
+
+def _missing(groups: dict[tuple, Runs], wanted: int = 5) -> list[str]:
+    """Say which comparisons have fewer seeds than they need."""
+    lines = ["## Not complete", "", f"Rules with fewer than {wanted} seeds; their rows above, if any, decide nothing.", ""]
+    for task in UNITS:
+        for form, rules in RULES.items():
+            seeds = {r: max((len(g.get(r, {})) for s, g in groups.items() if s[:2] == (task, form)), default=0) for r in rules}
+            short = [f"{rule} ({n})" for rule, n in seeds.items() if n < wanted]
+            if short:
+                lines.append(f"- {task}, {form}: {', '.join(short)}")
+    return [*lines, ""]
 
 
 def _against_uniform(by_rule: Runs, rule: str) -> statistics.Comparison | None:

@@ -1,0 +1,31 @@
+"""Capacity that trains: LoRA ranks by module and mixtures of LoRA experts by layer.
+
+Names are imported on first use: the mixture needs torch and PEFT, a look at a plan does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    "to_lora_config": "ranks",
+    "add_ranks": "ranks",
+    "adapted_ranks": "ranks",
+    "serving_hint": "ranks",
+    "to_experts_config": "mixtures",
+    "add_experts": "mixtures",
+    "adapted_experts": "mixtures",
+    "expert_costs": "mixtures",
+    "ExpertsConfig": "experts",
+    "initialise_from_gradients": "initialise",
+    "Replan": "replan",
+}
+
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)

@@ -16,10 +16,17 @@ from ..errors import CoverageError
 from .targets import base_name
 
 
-def initialise_from_gradients(model: nn.Module, gradients: dict[str, Tensor], adapter_name: str = "default") -> None:
+def initialise_from_gradients(
+    model: nn.Module, gradients: dict[str, Tensor], adapter_name: str = "default", *, norm: float = 3**-0.5
+) -> None:
     """Set ``A`` of every LoRA module to the top right singular vectors of its gradient; ``B`` stays zero.
 
-    Rows have norm ``1/sqrt(3)``, the norm of PEFT's default rows, so that only the directions differ from the default.
+    Args:
+        model: A model with LoRA ranks.
+        gradients: Gradient ``(d_out, d_in)`` by module.
+        adapter_name: Name of the adapter.
+        norm: Norm of each row of A. ``1/sqrt(3)``, the default, is that of PEFT's own start, so that only the directions
+            differ from it; EVA uses 1, which also makes the first steps of B larger.
 
     Raises:
         CoverageError: An adapted module without a gradient.
@@ -34,7 +41,7 @@ def initialise_from_gradients(model: nn.Module, gradients: dict[str, Tensor], ad
             raise CoverageError(f"There is no gradient for {plain}.", "", "Accumulate gradients for every module of the plan.")
         a = module.lora_A[adapter_name].weight
         _, _, right = torch.linalg.svd(gradients[plain].double(), full_matrices=False)
-        rows = right[: a.shape[0]] / 3**0.5
+        rows = right[: a.shape[0]] * norm
         with torch.no_grad():
             a[: len(rows)] = rows.to(a.dtype)
 
