@@ -110,8 +110,8 @@ def kronecker(zoo, kfac, exact, data, block, targets, g, drawn, n, run, out) -> 
 
 NOTE = (
     "Largest relative error over three dampings, one block per model. The bracket is checked after a loose and a tight run, "
-    "with a slack of 1e-6 for the float32 parts of transformers. MLP in float32: sampled labels depend on a sample's content, which "
-    "rounding changes."
+    "with a slack of 1e-6 for the float32 parts of transformers. MLP in float32: sampled labels depend on a sample's content, "
+    "which rounding changes."
 )
 
 

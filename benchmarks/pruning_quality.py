@@ -268,7 +268,7 @@ def main():
             recounted, value = bench.measure(plan, method, seed)
             row |= {"sparsity": recounted, "value": value, "forwards": cost, "seconds": cpu, "plan": plan.values.tolist()}
         except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}"[:300]
+            row["error"] = f"{type(error).__name__}: {error}".split(" (/")[0][:300]
         rows.append(row)
         with log.open("a") as f:
             f.write(json.dumps(row) + "\n")

@@ -109,6 +109,7 @@ def cases(model: nn.Module, data: CalibrationSet, size: int) -> dict[str, Callab
         "plain forward+backward": plain,
         "gradient norm": lambda: score(model, data, blocks, "gradient-norm", batch_size=size) and None,
         "sketched Gram 32x32": lambda: gram.gram_matrices(model, data, blocks, batch_size=size, sketch=(32, 32)) and None,
+        "sketched Gram 16x16": lambda: gram.gram_matrices(model, data, blocks, batch_size=size, sketch=(16, 16)) and None,
         "exact Gram": lambda: gram.gram_matrices(model, data, blocks, batch_size=size) and None,
         "exact Gram, score with noise": lambda: score(model, data, blocks, batch_size=size) and None,
         "diagonal Fisher": lambda: score(model, data, blocks, "fisher-diagonal", batch_size=size) and None,
@@ -127,11 +128,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", help="run these rows (and the plain pass) and update the rest from the last run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     model = load(arguments.model)
     ids = torch.randint(3, 2048, (arguments.samples, arguments.length), generator=torch.Generator().manual_seed(0))
     todo = cases(model, CalibrationSet(input_ids=ids), arguments.batch_size)
+    if arguments.only:
+        todo = {k: v for k, v in todo.items() if k in ("plain forward+backward", *arguments.only)}
     peaks = {name: peak(run) for name, run in todo.items()}
     todo["plain forward+backward"]()
     seconds: dict[str, list[float]] = {name: [] for name in todo}
@@ -151,6 +155,9 @@ def main() -> None:
             "seconds": statistics.median(values),
             "peak_MiB": peaks[name],
         }
+    if arguments.only:
+        rows.pop("plain forward+backward")
+        rows = {**json.loads((arguments.out / "scores.json").read_text())["rows"], **rows}
     write(arguments, rows)
 
 

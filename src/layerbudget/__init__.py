@@ -25,11 +25,21 @@ _PUBLIC = {
     "plan_experts": "planning",
     "plan_ranks": "planning",
     "plan_joint": "planning",
+    "sweep": "planning",
+    "diff_plans": "planning",
+    "explain_plan": "planning",
+    "transfer_scores": "planning",
+    "blocks_from_config": "costs",
     "prune": "pruning.prune",
     "recount": "pruning.prune",
     "save_pruned": "pruning.prune",
     "perplexity": "evaluation.perplexity",
     "evaluation_set": "evaluation.perplexity",
+    "examine": "doctor",
+    "import_scores": "scores.importing",
+    "direct_check": "scores.certificate",
+    "certify_ranking": "scores.certificate",
+    "GainTracker": "tracker",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -17,8 +17,10 @@ from layerbudget.plan import Plan
 def run():
     parser = argparse.ArgumentParser()
     sub = parser.add_subparsers(required=True)
-    cli_plan.register(sub)
-    cli_plan.register_reproduce(sub.add_parser("reproduce").add_subparsers(required=True))
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true")
+    cli_plan.register(sub, parents=[common])
+    cli_plan.register_reproduce(sub.add_parser("reproduce").add_subparsers(required=True), parents=[common])
 
     def call(*words):
         arguments = parser.parse_args([str(w) for w in words])
@@ -106,7 +108,7 @@ def test_diff_explain_sweep_transfer(run, files):
 
 
 def test_released(run):
-    result, shown = run("reproduce", "released")
+    result, shown = run("reproduce", "released", "--json")
     assert result["all_counts_equal"] and "32/32" in shown and "file order" in shown
 
 

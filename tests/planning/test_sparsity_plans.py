@@ -42,6 +42,18 @@ def test_permuted_is_a_permutation_of_the_scores_and_follows_the_seed(scores_of,
     assert not np.allclose(one.values, real.values) and not np.allclose(one.values, two.values)
 
 
+def test_measured_curves_replace_scores_and_can_be_permuted(scores_of, rng):
+    blocks = scores_of(rng.random(6)).blocks
+    curves = {b.name: ([0.2, 0.4, 0.6], [x * (i + 1) for x in (0.1, 0.3, 0.9)]) for i, b in enumerate(blocks)}
+    plan = plan_sparsity(blocks, sparsity=0.4, penalty=curves)
+    assert np.all(np.diff(plan.values) <= 1e-12) and plan.values.max() <= 0.6
+    wrong = plan_sparsity(blocks, sparsity=0.4, penalty=curves, rule="permuted", seed=3)
+    assert np.allclose(np.sort(wrong.values), np.sort(plan.values)) and not np.allclose(wrong.values, plan.values)
+    assert plan.counts.sum() == wrong.counts.sum() == round(0.4 * sum(b.numel for b in blocks))
+    with pytest.raises(UnknownBlock):
+        plan_sparsity(blocks, sparsity=0.4, penalty={**curves, "ghost": ([0.5], [1.0])})
+
+
 def test_plan_file_round_trip(scores_of, rng, tmp_path):
     plan = plan_sparsity(scores_of(rng.random(12)))
     assert Plan.load(plan.save(tmp_path / "plan.json")).digest == plan.digest

@@ -17,7 +17,7 @@ from layerbudget.errors import (
     NegativeValue,
     NotFinite,
 )
-from layerbudget.program import CalibratedPenalty, allocate, solve_joint, sparsify
+from layerbudget.program import CalibratedPenalty, allocate, dual, solve_joint, sparsify
 from layerbudget.program.dual import piecewise_root
 from layerbudget.program.utilities import Custom, Log, Power, Saturating
 
@@ -228,6 +228,17 @@ def test_root_on_both_paths_is_the_same(rng):
         t = piecewise_root(a, b, low, high, target)[0]
         doubled = piecewise_root(*(np.tile(v, 40) for v in (a, b, low, high)), target * 40)[0]
         assert doubled == pytest.approx(t, rel=1e-12)
+
+
+def test_the_walk_falls_back_on_the_median_knot(rng, monkeypatch):
+    calls = []
+    real = dual._median_knot
+    monkeypatch.setattr(dual, "_median_knot", lambda *a: calls.append(1) or real(*a))
+    for k in (60, 300, 4000):
+        q = 10.0 ** rng.uniform(-200, 200, k)
+        s = allocate(q, rng.random(k) + 0.1, 3.0 * k * rng.random(), upper=rng.random(k) * 9 + 4, rule="exactly")
+        assert s.gap <= 1e-9 and s.kkt_residual <= 1e-9 and abs(s.slack) <= 1e-12 * s.budget
+    assert calls
 
 
 def test_the_core_never_imports_torch():

@@ -122,3 +122,7 @@ def test_a_weight_shared_by_two_layers_gets_both_gradients(zoo):
     found, _ = gram.gram_matrices(model, data, blocks)
     for k, s in enumerate(zoo.rows(model, data, blocks)):
         assert np.allclose(found[k], (s @ s.T).numpy(), rtol=1e-6)
+    scores = score(model, data, blocks[:1], "fisher-diagonal", damping=[0.1])
+    s, n = zoo.rows(model, data, blocks[:1])[0], float(data.attention_mask[:, 1:].sum())
+    g, d = s.sum(0) / n, s.square().sum(0) / n
+    assert scores.gain[0][0] == pytest.approx(float((g**2 / (d + 0.1 * d.max())).sum()), rel=1e-6)

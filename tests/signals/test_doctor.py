@@ -168,7 +168,7 @@ def test_costs_grow_with_the_data_and_name_the_estimator(mistral, build):
 def test_activation_bytes_are_what_autograd_keeps(data):
     """One Linear and a loss on known shapes: the input of the Linear is kept."""
     from layerbudget.blocks import partition
-    from layerbudget.effort import time_pass
+    from layerbudget.doctor.effort import time_pass
     from layerbudget.scores.loss import Batch
 
     model = nn.Sequential(nn.Linear(1000, 10, bias=False))
@@ -181,7 +181,7 @@ def test_activation_bytes_are_what_autograd_keeps(data):
 
 
 def test_too_little_memory_is_a_problem(monkeypatch, mistral, data):
-    monkeypatch.setattr("layerbudget.doctor.available_memory", lambda device: 100)
+    monkeypatch.setattr("layerbudget.doctor.examine.available_memory", lambda device: 100)
     diagnosis = examine(mistral, None, data)
     assert found(diagnosis, "memory", "problem") and "GiB" in str(diagnosis)
 

@@ -60,7 +60,8 @@ class _Subparsers:
         options.setdefault("help", _SUMMARY.get(name))
         options.setdefault("description", options["help"])
         options.setdefault("conflict_handler", "resolve")
-        parser: argparse.ArgumentParser = self.action.add_parser(name, parents=[_common()], **options)
+        parents = [_common(), *options.pop("parents", ())]
+        parser: argparse.ArgumentParser = self.action.add_parser(name, parents=parents, **options)
         original = parser.add_subparsers
         parser.add_subparsers = lambda **kw: _Subparsers(original(**kw))  # type: ignore[method-assign,assignment]
         return parser

@@ -23,7 +23,8 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Examine the model and print findings and costs; exit code 1 where something will fail."""
     from rich.table import Table
 
-    from ..doctor import _duration, examine
+    from ..doctor import examine
+    from ..doctor.examine import duration
     from .shared import load
 
     model, tokenizer, data = load(arguments)
@@ -36,6 +37,6 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         title = f"cost on {diagnosis.samples} samples of {diagnosis.length} tokens (estimated from one timed sample)"
         costs = Table("estimator", "passes", "time", "peak memory", box=None, pad_edge=False, title=title, title_justify="left")
         for e in diagnosis.efforts:
-            costs.add_row(e.estimator, f"{e.passes:.2f}", _duration(e.seconds), f"{e.memory / 2**30:.2f} GiB")
+            costs.add_row(e.estimator, f"{e.passes:.2f}", duration(e.seconds), f"{e.memory / 2**30:.2f} GiB")
         arguments.console.print(costs)
     return {**diagnosis.to_dict(), "model": arguments.model, "exit_code": 0 if diagnosis.ok else 1}

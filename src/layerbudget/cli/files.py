@@ -14,6 +14,17 @@ from ..records import Block
 from ..scores.record import Scores
 
 
+class Leaves:
+    """Subparsers whose parsers all inherit the same parents (``--json``, say)."""
+
+    def __init__(self, subparsers: Any, parents: Sequence[argparse.ArgumentParser]) -> None:
+        self.subparsers, self.parents = subparsers, list(parents)
+
+    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
+        """Add one parser."""
+        return self.subparsers.add_parser(name, parents=self.parents, **options)
+
+
 def load_scores(path: str) -> Scores | tuple[Block, ...]:
     """Scores from scores.json, or blocks from a model's config.json.
 

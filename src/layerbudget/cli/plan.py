@@ -1,7 +1,7 @@
 """Command line of the decision core: ``plan ...``, ``transfer`` and ``reproduce released``. No torch.
 
-``register`` adds the parsers. Every parser sets ``handler``: a function of the parsed arguments that returns what ``--json``
-prints. Where ``arguments.console`` is a ``rich`` console, the handler also shows a table there.
+``register`` adds the parsers. Each sets ``handler``: a function of the parsed arguments that returns what ``--json`` prints and
+shows a table on ``arguments.console`` where that is a ``rich`` console.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from ..plan import Plan
 from ..program.rules import EXPERT_RULES, SPARSITY_RULES
 from ..program.utilities import PENALTIES, UTILITIES
 from ..records import to_jsonable
-from .files import load_scores, need_scores, read_any, read_curves, read_fixed, say, show_table
+from .files import Leaves, load_scores, need_scores, read_any, read_curves, read_fixed, say, show_table
 
 
-def register(subparsers: Any) -> None:
-    """Add ``plan`` and ``transfer`` to a parser's subparsers."""
+def register(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
+    """Add ``plan`` and ``transfer`` to ``subparsers``; every command gets the options of ``parents``."""
     plan = subparsers.add_parser("plan", help="decide: experts, ranks, sparsity or both, from a scores file")
-    verbs = plan.add_subparsers(dest="plan_command", required=True, metavar="KIND")
+    verbs = Leaves(plan.add_subparsers(dest="plan_command", required=True, metavar="KIND"), parents)
     _register_sparsity(verbs)
     _register_experts(verbs)
     _register_ranks(verbs)
     _register_joint(verbs)
     _register_compare(verbs)
-    _register_transfer(subparsers)
+    _register_transfer(Leaves(subparsers, parents))
 
 
-def register_reproduce(subparsers: Any) -> None:
+def register_reproduce(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
     """Add ``released`` to the subparsers of ``reproduce``."""
-    p = subparsers.add_parser("released", help="recompute the paper's released expert lists and sparsity ratios")
+    p = Leaves(subparsers, parents).add_parser(
+        "released", help="recompute the paper's released expert lists and sparsity ratios"
+    )
     p.set_defaults(handler=run_released)
 
 

@@ -28,35 +28,60 @@ def register(subparsers: Any) -> None:
         "--set", dest="options", action="append", default=[], metavar="NAME=VALUE",
         help="an option of the estimator, for example --set draws=4 (may be repeated)",
     )  # fmt: skip
+    parser.add_argument("--validation", metavar="DATA", help="layerif: validation text (default: see the estimator)")
+    parser.add_argument("--import", dest="given", metavar="FILE", help="take your own scores from JSON or CSV instead")
+    parser.add_argument("--orientation", choices=("gain", "redundancy"), default="gain", help="of imported scores")
     parser.add_argument("-o", "--out", default="scores.json")
     parser.set_defaults(handler=handler)
 
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Score, write the file, show the table."""
-    from ..blocks import partition
     from ..errors import AlreadyExists
     from ..report.tables import scores_table
-    from ..scores.gain import check_estimator, score
+    from ..scores.gain import check_estimator
 
     check_estimator(arguments.estimator)
     options = dict(_option(text) for text in arguments.options)
     if Path(arguments.out).exists() and not arguments.overwrite:
         raise AlreadyExists(f"{arguments.out} exists already.", "", "Choose another -o or pass --overwrite.")
-    model, _, data = load(arguments)
-    blocks = partition(model, arguments.by, include=arguments.include, exclude=arguments.exclude)
-    with progress_bar(arguments, f"scoring by {arguments.estimator}") as progress:
-        scores = score(
-            model, data, blocks, estimator=arguments.estimator, damping=arguments.damping,
-            damping_unit=arguments.damping_unit, batch_size=arguments.batch_size, seed=arguments.seed, progress=progress,
-            **options,
-        )  # fmt: skip
+    scores = _imported(arguments) if arguments.given else _measured(arguments, options)
     path = scores.save(arguments.out, overwrite=arguments.overwrite)
     arguments.console.print(scores_table(scores))
     if scores.extra.get("verdict"):
         arguments.console.print(str(scores.extra["verdict"]))
     arguments.console.print(f"written to {path}")
     return scores.to_dict()
+
+
+def _imported(arguments: argparse.Namespace) -> Any:
+    from ..blocks import describe, partition
+    from ..loading import load_model
+    from ..scores.importing import import_scores
+
+    model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
+    blocks = partition(model, arguments.by, include=arguments.include, exclude=arguments.exclude)
+    return import_scores(arguments.given, blocks, orientation=arguments.orientation, model=describe(model))
+
+
+def _measured(arguments: argparse.Namespace, options: dict[str, Any]) -> Any:
+    from ..blocks import partition
+    from ..data.text import calibration
+    from ..scores.gain import score
+
+    model, tokenizer, data = load(arguments)
+    if arguments.validation:
+        options["validation"] = calibration(
+            arguments.validation, tokenizer, samples=max(1, arguments.samples // 4), length=arguments.length,
+            seed=arguments.seed, group="evaluation",
+        )  # fmt: skip
+    blocks = partition(model, arguments.by, include=arguments.include, exclude=arguments.exclude)
+    with progress_bar(arguments, f"scoring by {arguments.estimator}") as progress:
+        return score(
+            model, data, blocks, estimator=arguments.estimator, damping=arguments.damping,
+            damping_unit=arguments.damping_unit, batch_size=arguments.batch_size, seed=arguments.seed, progress=progress,
+            **options,
+        )  # fmt: skip
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -82,7 +82,7 @@ def plan_sparsity(
     solution, extra = None, dict[str, Any]()
     if rule in ("mdl", "permuted"):
         if isinstance(penalty, Mapping):
-            penalty = CalibratedPenalty.from_curves(penalty, [b.name for b in blocks])
+            penalty = _curves(penalty, [b.name for b in blocks], rule, seed)
         if isinstance(penalty, CalibratedPenalty):
             q = np.ones(len(blocks))
             extra["convexified"] = {b.name: float(v) for b, v in zip(blocks, penalty.change, strict=True) if v > 0}
@@ -104,6 +104,15 @@ def plan_sparsity(
     counts = round_parameters(value, numel, total, high)
     budget = {"unit": "parameters", "limit": total, "spent": int(counts.sum())}
     return make_plan(scores, "sparsity", rule, blocks, value, counts, budget, hyper, solution, **extra)
+
+
+def _curves(curves: Mapping[str, Any], names: Sequence[str], rule: str, seed: int) -> CalibratedPenalty:
+    """Measured curves in the order of the blocks; on the wrong blocks for the rule ``permuted``."""
+    known = CalibratedPenalty.from_curves(curves, names)
+    if rule != "permuted":
+        return known
+    order = rules.permuted(np.arange(len(names)), seed).astype(int)
+    return CalibratedPenalty.from_curves({n: curves[names[i]] for n, i in zip(names, order, strict=True)}, names)
 
 
 def _mapped(

@@ -155,7 +155,7 @@ def _feasible_target(c: Vector, total: float, paid: float, low: Vector, high: Ve
             raise InfeasibleBudget(
                 f"The caps can take {most:g} and the budget {total:g} is to be spent exactly.",
                 f"Under rule='exactly' it must lie in [{least:g}, {most:g}].",
-                "Raise the caps, or use rule='at_most'.",
+                "Raise the caps, lower the budget, or spend at most the budget (at_most).",
             )
         return min(max(total, least), most) - paid
     return max(total, least) - paid

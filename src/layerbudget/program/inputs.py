@@ -40,7 +40,7 @@ def weight_vector(weights: ArrayLike, name: str = "weights") -> tuple[Vector, fl
     raise DegenerateScores(
         f"All {w.size} {name} are zero: nothing can be ranked.",
         "At least one must be positive.",
-        "Use more samples, another damping, or smoothing=0.05.",
+        "Use more samples, another damping or another estimator.",
     )
 
 

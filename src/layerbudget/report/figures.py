@@ -110,7 +110,8 @@ def damping_sweep(scores: Scores, path: Path | str) -> Path:
     share = table / np.nansum(table, axis=1, keepdims=True)
     for k, name in enumerate(scores.names):
         axes.plot(scores.damping, share[:, k], marker="o", ms=3, lw=1.2, label=name.rsplit(".", 1)[-1])
-    axes.set_xscale("log")
+    if all(d > 0 for d in scores.damping):
+        axes.set_xscale("log")
     axes.set_xlabel(f"damping ({scores.damping_unit})", fontsize=8)
     axes.legend(fontsize=7, ncols=2, frameon=False, title="block", title_fontsize=7)
     _plain(axes, f"{scores.estimator}: share of each block against the damping")

@@ -144,7 +144,6 @@ def _increases(model: nn.Module, batch: Batch, blocks: Sequence[Block], places: 
     return torch.stack(rows).cpu().numpy(), counts.cpu().numpy()
 
 
-@torch.no_grad()
 def ablation(
     model: nn.Module,
     data: Data,
@@ -185,7 +184,7 @@ def ablation(
     check_inputs(data, batch_size)
     places, tick = _places(model, blocks), Ticker(progress, data.samples)
     increases, counts = [], []
-    with prepared(model):
+    with prepared(model), torch.no_grad():
         for batch in batches(model, data, batch_size):
             rows, n = _increases(model, batch, blocks, places)
             increases.append(rows)
@@ -218,7 +217,6 @@ def _distances(trace: _Trace, chosen: Sequence[int], batch: Batch) -> tuple[np.n
     return torch.stack(rows).cpu().numpy(), n.double().cpu().numpy()
 
 
-@torch.no_grad()
 def block_influence(
     model: nn.Module,
     data: Data,
@@ -261,7 +259,7 @@ def block_influence(
     check_inputs(data, batch_size)
     tick = Ticker(progress, data.samples)
     sums, counts = [], []
-    with prepared(model):
+    with prepared(model), torch.no_grad():
         for batch in batches(model, data, batch_size):
             trace = _Trace(stack)
             with trace.recording():

@@ -74,7 +74,8 @@ class Collector:
     Args:
         model: The model.
         blocks: Whose weight matrices to watch.
-        consume: Called with a :class:`Site` once all its output gradients are there.
+        consume: Called with a :class:`Site` once all its output gradients are there. ``open`` then counts, by name, the calls
+            of this forward pass that are still to come: a matrix used twice has its gradient whole at 0.
         freeze: Switch off ``requires_grad`` of everything but directly read parameters.
     """
 
@@ -82,6 +83,7 @@ class Collector:
         self.model, self.consume, self.freeze = model, consume, freeze
         self.hooked, self.direct = tracked(model, blocks)
         self.seen: set[str] = set()
+        self.open: dict[str, int] = {}
         self.size, self.length, self._retain = 1, 1, False
         self._pending: list[Site] = []
         self._stack = contextlib.ExitStack()
@@ -123,6 +125,7 @@ class Collector:
             self._deliver(site)
         if not retain:
             self._pending.clear()
+            self.open.clear()
 
     def _hook(self, name: str) -> Callable[..., Any]:
         def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
@@ -138,6 +141,7 @@ class Collector:
                 site = Site(a=source.detach(), source=source, names=[], b={})
                 self._pending.append(site)
             site.names.append(name)
+            self.open[name] = self.open.get(name, 0) + 1
             output.register_hook(lambda grad: self._arrive(site, name, grad))
             return None
 
@@ -151,6 +155,8 @@ class Collector:
     def _deliver(self, site: Site) -> None:
         a = self._rows(site.a, site.names[0])
         ready = Site(a=a, source=site.source, names=list(site.b), b={k: self._rows(v, k) for k, v in site.b.items()})
+        for name in ready.names:
+            self.open[name] -= 0 if self._retain else 1
         site.b = {}
         if not self._retain:
             site.a = site.source = site.a[:0]

@@ -143,11 +143,11 @@ def verdict(n: int, z: np.ndarray, share: float, stability: float, needed: float
         agreement: Kendall tau between raw gain and excess.
 
     >>> verdict(64, np.array([5.0, 4.0, 0.1]), 0.3, 0.8, 20.0, 1.0)
-    '2 of 3 blocks stand above the noise (z > 2), which is 30 % of the gain; halves of the 64 sequences rank blocks alike \
-by excess (Kendall tau 0.80): usable.'
+    '2 of 3 blocks stand above the noise (z > 2), which makes up 30 % of the gain; halves of the 64 sequences rank blocks \
+alike by excess (Kendall tau 0.80): usable.'
     """
     above = int((z > 2).sum())
-    head = f"{above} of {len(z)} blocks stand above the noise (z > 2), which is {100 * share:.0f} % of the gain"
+    head = f"{above} of {len(z)} blocks stand above the noise (z > 2), which makes up {100 * share:.0f} % of the gain"
     if len(z) < 2 or not np.isfinite(stability):
         return f"{head}; there is no ranking to judge."
     word = "alike" if stability >= 0.6 else "somewhat alike" if stability >= 0.3 else "differently"

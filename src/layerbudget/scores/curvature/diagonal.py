@@ -24,6 +24,7 @@ class _Sums:
         self.first: dict[str, torch.Tensor] = {}
         self.second: dict[str, torch.Tensor] = {}
         self.start = 0
+        self.open: dict[str, int] = {}
         self._batch: dict[str, torch.Tensor] = {}
 
     def __call__(self, site: Site) -> None:
@@ -31,7 +32,11 @@ class _Sums:
         for name in site.names:
             b = site.b[name].to(self.dtype)
             rows = torch.bmm(b.transpose(1, 2), a)
-            self._batch[name] = self._batch[name] + rows if name in self._batch else rows
+            rows = self._batch.pop(name) + rows if name in self._batch else rows
+            if self.open.get(name, 0) > 0:
+                self._batch[name] = rows
+            else:
+                self._add(name, rows)
 
     def direct(self, name: str, grad: torch.Tensor | None) -> None:
         """Take the gradient of a directly read parameter (one sequence per batch)."""
@@ -39,18 +44,20 @@ class _Sums:
             self._batch[name] = grad[None].to(self.dtype)
 
     def finish(self, size: int) -> None:
-        """Add the rows of the batch to the groups that they belong to."""
-        group = [(self.start + i) * self.groups // self.samples for i in range(size)]
+        """Add what is left of the batch and move on."""
         for name, rows in self._batch.items():
-            if name not in self.first:
-                self.first[name] = rows.new_zeros(self.groups, *rows.shape[1:])
-                self.second[name] = torch.zeros_like(self.first[name])
-            for g in sorted(set(group)):
-                part = rows[group.index(g) : group.index(g) + group.count(g)]
-                self.first[name][g] += part.sum(0)
-                self.second[name][g] += part.square_().sum(0)
+            self._add(name, rows)
         self._batch.clear()
         self.start += size
+
+    def _add(self, name: str, rows: torch.Tensor) -> None:
+        if name not in self.first:
+            self.first[name] = rows.new_zeros(self.groups, *rows.shape[1:])
+            self.second[name] = torch.zeros_like(self.first[name])
+        for i, row in enumerate(rows):  # while they are in the cache
+            g = (self.start + i) * self.groups // self.samples
+            self.first[name][g] += row
+            self.second[name][g].addcmul_(row, row)
 
 
 def score_diagonal(
@@ -82,6 +89,7 @@ def score_diagonal(
     sums = _Sums(dtype, groups, data.samples)
     total = 0.0
     with Collector(model, blocks, sums) as collector:
+        sums.open = collector.open
         for batch, logits in common.walk(model, data, collector, batch_size, tick):
             total += common.backward(collector, batch, logits, batch.targets)
             for name, p in collector.direct.items():

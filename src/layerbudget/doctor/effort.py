@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .blocks import weight_of
-from .records import Block
-from .scores.hooks import prepared
-from .scores.loss import Batch, logits_of, summed_loss
+from ..blocks import weight_of
+from ..records import Block
+from ..scores.hooks import prepared
+from ..scores.loss import Batch, logits_of, summed_loss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

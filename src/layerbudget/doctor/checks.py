@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .blocks import layers, partition, weight_of
-from .data.calibration import CalibrationSet
-from .errors import LayerbudgetError, UnknownStructure
+from ..blocks import layers, partition, weight_of
+from ..data.calibration import CalibrationSet
+from ..errors import LayerbudgetError, UnknownStructure
 
 SEVERITIES = ("ok", "note", "warning", "problem")
 

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..blocks import partition
+from ..data.calibration import CalibrationSet
+from ..errors import InvalidInput, LayerbudgetError
 from . import checks, trials
-from .blocks import partition
 from .checks import Finding
-from .data.calibration import CalibrationSet
 from .effort import Effort, Pass, available_memory, efforts, time_pass
-from .errors import InvalidInput, LayerbudgetError
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Diagnosis:
     def __str__(self) -> str:
         rows = [f"{f.severity:8}{f.check:13}{f.what} {f.remedy}".rstrip() for f in self.findings]
         rows += [
-            f"{'cost':8}{e.estimator:16}{e.passes:7.2f} passes, {_duration(e.seconds)}, {e.memory / 2**30:.2f} GiB"
+            f"{'cost':8}{e.estimator:16}{e.passes:7.2f} passes, {duration(e.seconds)}, {e.memory / 2**30:.2f} GiB"
             for e in self.efforts
         ]
         return "\n".join(rows)
@@ -196,7 +196,8 @@ def _memory(model: nn.Module, costs: tuple[Effort, ...]) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Say a time in the unit that fits it."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
