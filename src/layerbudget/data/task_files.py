@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _sentence_task(
-    name: str, metric: str, labels: Sequence[str], question: Callable[[str, str | None], str], rows: dict[str, Iterable]
+    name: str, metric: str, labels: Sequence[str], question: Callable[[str, str | None], str], rows: Mapping[str, Iterable]
 ) -> Task:
     """Build a task whose rows are ``(text, pair, label)``."""
 

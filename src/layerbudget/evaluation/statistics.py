@@ -15,8 +15,10 @@ from scipy import stats
 
 from ..errors import InvalidInput
 
+Labels = Sequence[int] | np.ndarray
 
-def accuracy(labels: Sequence[int], predictions: Sequence[int]) -> float:
+
+def accuracy(labels: Labels, predictions: Labels) -> float:
     """Share of predictions that equal the label.
 
     >>> accuracy([1, 0, 1, 1], [1, 1, 1, 0])
@@ -26,7 +28,7 @@ def accuracy(labels: Sequence[int], predictions: Sequence[int]) -> float:
     return float((y == p).mean())
 
 
-def f1(labels: Sequence[int], predictions: Sequence[int], positive: int = 1) -> float:
+def f1(labels: Labels, predictions: Labels, positive: int = 1) -> float:
     """F1 of one class, ``2 TP / (2 TP + FP + FN)``; 0 where it is undefined.
 
     >>> round(f1([1, 0, 1, 1], [1, 1, 1, 0]), 4)
@@ -38,7 +40,7 @@ def f1(labels: Sequence[int], predictions: Sequence[int], positive: int = 1) -> 
     return 2 * true / (2 * true + wrong) if true else 0.0
 
 
-def matthews(labels: Sequence[int], predictions: Sequence[int]) -> float:
+def matthews(labels: Labels, predictions: Labels) -> float:
     """Matthews correlation (any number of classes; Gorodkin 2004); 0 where one side is constant.
 
     >>> matthews([1, 1, 0, 0], [1, 0, 0, 0])
@@ -53,7 +55,7 @@ def matthews(labels: Sequence[int], predictions: Sequence[int]) -> float:
     return float(cross / math.sqrt(spread)) if spread > 0 else 0.0
 
 
-def _aligned(first: Sequence[int], second: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def _aligned(first: Labels, second: Labels) -> tuple[np.ndarray, np.ndarray]:
     a, b = np.asarray(first), np.asarray(second)
     if a.ndim != 1 or a.shape != b.shape or not len(a):
         raise InvalidInput(f"{a.shape} labels and {b.shape} predictions.", "Two lists of the same length, not empty.", "")
@@ -93,7 +95,7 @@ class Comparison:
         return f"{a} cannot be told from {b}: {size}.{power}"
 
 
-def mcnemar(correct_a: Sequence[bool], correct_b: Sequence[bool]) -> Comparison:
+def mcnemar(correct_a: Labels, correct_b: Labels) -> Comparison:
     """Exact McNemar test on paired answers: of the questions that one alone got right, is it half each?
 
     The p-value is the two-sided binomial test on the discordant pairs; the interval is for the difference in accuracy (Wald,
@@ -115,10 +117,10 @@ def mcnemar(correct_a: Sequence[bool], correct_b: Sequence[bool]) -> Comparison:
 
 
 def paired_bootstrap(
-    labels: Sequence[int],
-    predictions_a: Sequence[int],
-    predictions_b: Sequence[int],
-    metric: Callable[[np.ndarray, np.ndarray], float] = accuracy,
+    labels: Labels,
+    predictions_a: Labels,
+    predictions_b: Labels,
+    metric: Callable[[Labels, Labels], float] = accuracy,
     *,
     replicates: int = 2000,
     seed: int = 0,

@@ -50,7 +50,9 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
         over_samples = statistics.mcnemar(*right)
         outcome[split] = {
             "metric": a["metric"],
-            "seeds": {**vars(over_seeds), "sentence": over_seeds.sentence(*names, a["metric"])} if over_seeds else None,
-            "samples": {**vars(over_samples), "sentence": over_samples.sentence(*names, "accuracy")},
+            "seeds": {**vars(over_seeds), "sentence": over_seeds.sentence(names[0], names[1], a["metric"])}
+            if over_seeds
+            else None,
+            "samples": {**vars(over_samples), "sentence": over_samples.sentence(names[0], names[1], "accuracy")},
         }
     return outcome
