@@ -43,7 +43,9 @@ class CalibrationSet:
         for name in ("attention_mask", "labels"):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.input_ids):
-                raise InvalidInput(f"{name} has {len(value)} rows for {len(self.input_ids)} samples.", "", "Give one per sample.")
+                raise InvalidInput(
+                    f"{name} has {len(value)} rows for {len(self.input_ids)} samples.", "", "Give one per sample."
+                )
 
     def __len__(self) -> int:
         return len(self.input_ids)

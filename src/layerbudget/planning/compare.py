@@ -111,7 +111,7 @@ def _on_integers(plan: Plan) -> list[str]:
         )
     bent = plan.extra.get("convexified") or {}
     if bent:
-        worst = max(bent, key=bent.get)
+        worst = max(bent, key=lambda name: bent[name])
         sentences.append(f"{len(bent)} measured curves were not convex and were replaced by their hulls; {worst} moved most.")
     return sentences
 
