@@ -243,7 +243,7 @@ def test_the_walk_falls_back_on_the_median_knot(rng, monkeypatch):
 
 def test_the_core_never_imports_torch():
     code = (
-        "import sys, layerbudget.program, layerbudget.planning, layerbudget.plan, layerbudget.costs, layerbudget.cli_plan;"
+        "import sys, layerbudget.program, layerbudget.planning, layerbudget.plan, layerbudget.costs, layerbudget.cli.plan;"
         "sys.exit(any(m == 'torch' or m.startswith('torch.') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

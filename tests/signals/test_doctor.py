@@ -181,7 +181,7 @@ def test_activation_bytes_are_what_autograd_keeps(data):
 
 
 def test_too_little_memory_is_a_problem(monkeypatch, mistral, data):
-    monkeypatch.setattr("layerbudget.doctor.examine.available_memory", lambda device: 100)
+    monkeypatch.setattr("layerbudget.doctor.diagnosis.available_memory", lambda device: 100)
     diagnosis = examine(mistral, None, data)
     assert found(diagnosis, "memory", "problem") and "GiB" in str(diagnosis)
 

@@ -24,7 +24,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from rich.table import Table
 
     from ..doctor import examine
-    from ..doctor.examine import duration
+    from ..doctor.diagnosis import duration
     from .shared import load
 
     model, tokenizer, data = load(arguments)

@@ -29,6 +29,8 @@ def register(subparsers: Any) -> None:
         help="an option of the estimator, for example --set draws=4 (may be repeated)",
     )  # fmt: skip
     parser.add_argument("--validation", metavar="DATA", help="layerif: validation text (default: see the estimator)")
+    parser.add_argument("--excess", action="store_true", help="subtract the noise floor: rank by what noise does not explain")
+    parser.add_argument("--stage", metavar="DIR", help="keep finished parts here: resumes, grows with more samples, is reused")
     parser.add_argument("--import", dest="given", metavar="FILE", help="take your own scores from JSON or CSV instead")
     parser.add_argument("--orientation", choices=("gain", "redundancy"), default="gain", help="of imported scores")
     parser.add_argument("-o", "--out", default="scores.json")
@@ -68,6 +70,7 @@ def _measured(arguments: argparse.Namespace, options: dict[str, Any]) -> Any:
     from ..blocks import partition
     from ..data.text import calibration
     from ..scores.gain import score
+    from ..scores.noise import subtract_floor
 
     model, tokenizer, data = load(arguments)
     if arguments.validation:
@@ -75,13 +78,29 @@ def _measured(arguments: argparse.Namespace, options: dict[str, Any]) -> Any:
             arguments.validation, tokenizer, samples=max(1, arguments.samples // 4), length=arguments.length,
             seed=arguments.seed, group="evaluation",
         )  # fmt: skip
+    if type(model).__name__.endswith("ForMaskedLM"):
+        data = _masked(data, tokenizer, arguments.seed)
     blocks = partition(model, arguments.by, include=arguments.include, exclude=arguments.exclude)
+    if arguments.stage:
+        options["stage"] = arguments.stage
     with progress_bar(arguments, f"scoring by {arguments.estimator}") as progress:
-        return score(
+        scores = score(
             model, data, blocks, estimator=arguments.estimator, damping=arguments.damping,
             damping_unit=arguments.damping_unit, batch_size=arguments.batch_size, seed=arguments.seed, progress=progress,
             **options,
         )  # fmt: skip
+    return subtract_floor(scores) if arguments.excess else scores
+
+
+def _masked(data: Any, tokenizer: Any, seed: int) -> Any:
+    from ..errors import InvalidInput
+    from ..scores.loss import mask_tokens
+
+    if tokenizer.mask_token_id is None:
+        raise InvalidInput(
+            "The tokenizer has no mask token.", "A masked language model is scored on masked tokens.", "Add one."
+        )
+    return mask_tokens(data, tokenizer.mask_token_id, seed=seed)
 
 
 def _option(text: str) -> tuple[str, Any]:
