@@ -96,3 +96,19 @@ def test_json_keeps_stdout_to_one_document(saved_model, tmp_path):
     done = run("evaluate", saved_model("llama"), "--length", "16", "--windows", "3", "--json")
     assert json.loads(done.stdout)["perplexity"]["stdlib"]["windows"] == 3
     assert "perplexity on stdlib" in done.stderr
+
+
+def test_measured_curves_give_the_calibrated_plan_and_can_be_planned_with_again(saved_model, tmp_path):
+    folder = saved_model("llama")
+    plan = json.loads(
+        run(
+            "measure", folder, *SMALL, "--sparsity", "0.5", "--json", "--curves", tmp_path / "c.json", "-o", tmp_path / "p.json"
+        ).stdout
+    )
+    assert (
+        plan["rule"] == "calibrated" and sum(b["count"] for b in plan["blocks"]) == sum(b["numel"] for b in plan["blocks"]) // 2
+    )
+    run("score", folder, *SMALL, "-o", tmp_path / "s.json")
+    again = run("plan", "sparsity", tmp_path / "s.json", "--sparsity", "0.5", "--curves", tmp_path / "c.json", "--json").stdout
+    assert sum(b["count"] for b in json.loads(again)["blocks"]) == sum(b["count"] for b in plan["blocks"])
+    assert "exists already" in sentence("measure", folder, *SMALL, "-o", tmp_path / "p.json")

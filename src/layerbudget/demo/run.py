@@ -20,14 +20,16 @@ from ..evaluation.perplexity import Evaluation, evaluation_set, perplexity
 from ..loading import load_model, load_tokenizer
 from ..plan import Plan
 from ..planning import plan_sparsity
+from ..pruning.measure import calibrate
 from ..pruning.prune import prune, save_pruned
 from ..records import dumps, write_text
 from ..report.figures import overview
 from ..scores.gain import score
 
 TARGETS = (0.5, 0.6)
-RULES = {"uniform": "uniform", "permuted": "permuted", "mdl": "curvature plan"}
+RULES = {"uniform": "uniform", "permuted": "permuted", "mdl": "curvature plan", "calibrated": "calibrated plan"}
 SAMPLES, LENGTH, WINDOWS = 64, 256, 96
+MEASURED = 16  # sequences on which the damage of pruning each block is measured
 MAX_SPARSITY_ABOVE_TARGET = 0.1
 
 
@@ -38,17 +40,17 @@ def paired_difference(a: Evaluation, b: Evaluation) -> tuple[float, float]:
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    """Say for each target whether the curvature plan differs from uniform on this text."""
+    """Say for each target whether the curvature plan and the calibrated plan differ from uniform on this text."""
     parts = []
     for row in rows:
-        if row["model"] != "curvature plan":
+        if row["model"] not in ("curvature plan", "calibrated plan"):
             continue
         mean, error = row["log_difference"], row["log_difference_error"]
         word = "cannot be told apart from"
         if abs(mean) > 2 * error:
             word = "is better than" if mean < 0 else "is worse than"
         parts.append(
-            f"at {row['target']:.0%} the curvature plan {word} uniform "
+            f"at {row['target']:.0%} the {row['model']} {word} uniform "
             f"(perplexity {math.expm1(mean):+.2%}, paired over windows, two standard errors {2 * math.exp(mean) * error:.2%})"
         )
     return "Verdict: " + "; ".join(parts) + "."
@@ -83,7 +85,7 @@ def run_demo(
     held_out = evaluation_set("stdlib", tokenizer, length=LENGTH, windows=WINDOWS)
     blocks = partition(model, "layer")
     tick()
-    scores = score(model, data, blocks, estimator="fisher-gram", seed=seed)
+    scores = score(model, data, blocks, estimator="fisher-gram", batch_size=4, seed=seed)
     scores.save(out / "scores.json", overwrite=True)
     tick()
     dense = perplexity(model, held_out)
@@ -94,7 +96,11 @@ def run_demo(
         base: Evaluation | None = None
         for rule, label in RULES.items():
             cap = min(1.0, target + MAX_SPARSITY_ABOVE_TARGET)
-            plan = plan_sparsity(scores, sparsity=target, max_sparsity=cap, rule=rule, seed=seed)
+            if rule == "calibrated":
+                some = data.select(slice(0, MEASURED))
+                plan, _ = calibrate(model, some, blocks, sparsity=target, max_sparsity=cap, method="wanda")
+            else:
+                plan = plan_sparsity(scores, sparsity=target, max_sparsity=cap, rule=rule, seed=seed)
             plans[target, rule] = plan
             pruned = copy.deepcopy(model)
             receipt = prune(pruned, plan, data, method="wanda")

@@ -1,0 +1,54 @@
+"""``layerbudget measure``: what pruning each block costs, and the plan that follows from it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .shared import add_data_options, load, progress_bar
+
+
+def register(subparsers: Any) -> None:
+    """Add the parser of ``measure``."""
+    parser = subparsers.add_parser("measure")
+    parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
+    add_data_options(parser, samples=16)
+    parser.add_argument("--method", choices=("magnitude", "wanda", "sparsegpt"), default="wanda")
+    parser.add_argument("--metric", choices=("kl", "loss"), default="kl")
+    parser.add_argument("--sparsity", type=float, default=0.5, help="target around which is measured (default %(default)s)")
+    parser.add_argument("--max-sparsity", type=float, default=0.9)
+    parser.add_argument("--iterations", type=int, default=1, help="how often to measure again around the plan")
+    parser.add_argument("--curves", metavar="FILE", help="also write the measured curves: plan sparsity --curves FILE")
+    parser.add_argument("-o", "--out", default="plan.json", help="the calibrated plan (default %(default)s)")
+    parser.set_defaults(handler=handler)
+
+
+def handler(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure, plan, write both files."""
+    from pathlib import Path
+
+    from ..blocks import partition
+    from ..errors import AlreadyExists
+    from ..pruning.measure import calibrate
+    from ..records import check_fraction, dumps, write_text
+    from ..report.tables import plan_table
+
+    check_fraction(arguments.sparsity, "sparsity")
+    check_fraction(arguments.max_sparsity, "max_sparsity", low=arguments.sparsity)
+    for path in filter(None, (arguments.out, arguments.curves)):
+        if Path(path).exists() and not arguments.overwrite:
+            raise AlreadyExists(f"{path} exists already.", "", "Choose another file or pass --overwrite.")
+    model, _, data = load(arguments)
+    with progress_bar(arguments, f"measuring {arguments.method}, blocks") as progress:
+        plan, curves = calibrate(
+            model, data, partition(model), sparsity=arguments.sparsity, max_sparsity=arguments.max_sparsity,
+            method=arguments.method, metric=arguments.metric, iterations=arguments.iterations,
+            batch_size=arguments.batch_size, progress=progress,
+        )  # fmt: skip
+    plan.save(arguments.out, overwrite=arguments.overwrite)
+    if arguments.curves:
+        record = {"method": arguments.method, "metric": arguments.metric, "curves": curves[0].penalty()}
+        write_text(arguments.curves, dumps(record), overwrite=arguments.overwrite)
+    arguments.console.print(plan_table(plan))
+    arguments.console.print(f"written to {arguments.out}")
+    return plan.to_dict()
