@@ -10,6 +10,7 @@ JOBS   ?= 2
 export MALLOC_MMAP_THRESHOLD_ = 8589934592
 export MALLOC_TRIM_THRESHOLD_ = 17179869184
 export TOKENIZERS_PARALLELISM = false
+export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: demo test test-slow install bench lint docs clean
 

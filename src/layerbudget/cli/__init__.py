@@ -87,6 +87,8 @@ def build_parser(verb: str | None = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    # Waiting threads that sleep instead of spinning halve the time on a machine that others use too (read when torch loads).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     verb = next((a for a in argv if not a.startswith("-")), None)
     arguments = build_parser(verb).parse_args(argv)
     as_json = getattr(arguments, "json", False)
