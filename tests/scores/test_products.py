@@ -128,6 +128,14 @@ def test_floor_of_the_ggn_is_a_quadratic_form_of_the_gradient_difference(zoo):
     assert scores.noise_floor[0][0] == pytest.approx(zoo.gain(d, dense, scores.extra["absolute_damping"][0][0]), rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["mlp", "mistral", "gpt2"])
+def test_the_eigenvalue_that_sets_the_damping_is_settled(zoo, name):
+    model, data, block = small(zoo, name)
+    true = float(np.linalg.eigvalsh(np.asarray(dense_ggn(model, data, block)))[-1])
+    scores = score(model, data, [block], "ggn", batch_size=2, damping=[1.0])
+    assert scores.extra["largest_eigenvalue"][0] == pytest.approx(true, rel=0.02)
+
+
 def test_products_restore_the_model_and_its_attention(zoo):
     model, data = zoo.model("mistral").train(), zoo.data("mistral")
     block = zoo.partition(model, "mistral")[2]

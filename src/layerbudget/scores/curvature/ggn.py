@@ -113,8 +113,13 @@ def score_ggn(
     )  # fmt: skip
 
 
+_SETTLED = 0.01
+
+
 def _narrow(values: Sequence[float], unit: str, tolerance: float) -> Callable[[Tridiagonal], bool]:
     def stop(run: Tridiagonal) -> bool:
+        if unit == "max" and run.largest_error > _SETTLED * abs(run.largest):
+            return False  # the damping itself is measured in this eigenvalue
         t = absolute_damping(values, unit, run)
         low, high = run.gauss(t), run.radau(t)
         return bool((high - low <= tolerance * high).all())
