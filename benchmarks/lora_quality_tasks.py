@@ -40,8 +40,9 @@ class Classification:
 
         torch.manual_seed(seed)
         model = AutoModelForSequenceClassification.from_pretrained(
-            self.options.model, num_labels=len(self.task.labels), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-        )
+            self.options.model, num_labels=len(self.task.labels), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            attn_implementation="eager",
+        )  # fmt: skip
         return model.eval()
 
     def batch(self, rows):
