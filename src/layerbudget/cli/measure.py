@@ -29,7 +29,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from ..blocks import partition
     from ..errors import AlreadyExists
-    from ..pruning.measure import calibrate
+    from ..pruning.calibrate import calibrate
     from ..records import check_fraction, dumps, write_text
     from ..report.tables import plan_table
 
