@@ -24,9 +24,8 @@ from torch import nn
 from ..blocks import is_conv1d, layers
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
-from ..records import Module
 from .attention import Attention, channels, expressible, find_attention, keep_heads, set_heads
-from .statistics import Collector
+from .statistics import gram_of
 from .walk import Walk, inference
 
 CRITERIA = ("surgeon", "alone", "wanda")
@@ -149,14 +148,6 @@ def cut_heads(
     columns = channels(keep, attention.head_dim)
     kept = torch.linalg.solve(h[columns][:, columns], h[columns] @ weight.T).T if refit else weight[:, columns]
     return keep_heads(model, attention, keep, kept)
-
-
-def gram_of(model: nn.Module, walk: Walk, consumer: str, width: int) -> torch.Tensor:
-    """``sum x x'`` over the calibration tokens at one matrix of the walk's current layer (upper triangle)."""
-    module = Module(name=consumer, d_in=width, d_out=model.get_submodule(consumer).weight.numel() // width)
-    collector = Collector(model, [module], "gram")
-    collector.run(walk)
-    return collector.found[consumer][0].value
 
 
 def remove_heads(

@@ -1,11 +1,13 @@
-"""Removal that runs faster today: whole blocks (depth), and inner units of the MLPs (width).
+"""Removal that runs faster today: whole blocks (depth), attention heads, and inner units of the MLPs (width).
 
-The result is an ordinary smaller dense checkpoint. A plain config has one width for all MLPs, so uneven widths work in
-memory but cannot be exported; :func:`check_exportable` says so with the nearest even width.
+The result is an ordinary smaller dense checkpoint. A plain config has one width and one number of heads for all layers, so uneven
+shapes work in memory but cannot be exported; :func:`check_exportable` says so with the nearest even ones. Families that derive the
+size of a head from the number of heads (GPT-2, OPT, GPT-NeoX, BERT) cannot be exported with fewer heads at all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +15,58 @@ from torch import nn
 
 from ..blocks import layers
 from ..errors import UnknownStructure
+from .attention import Attention, expressible, find_attention
 from .depth import apply_depth, drop_damage, drop_layers, plan_depth
-from .mlp import find_mlp
+from .heads import remove_heads
+from .mlp import Mlp, find_mlp
 from .save import check_output
+from .shapes import apply_structured, find_parts, plan_structured, shape_curves
 from .width import narrow
 
 __all__ = [
-    "apply_depth", "check_exportable", "drop_damage", "drop_layers", "narrow", "plan_depth", "save_smaller",
+    "apply_depth", "apply_structured", "check_exportable", "drop_damage", "drop_layers", "find_parts", "narrow", "plan_depth",
+    "plan_structured", "remove_heads", "save_smaller", "shape_curves",
 ]  # fmt: skip
 
 
 def check_exportable(model: nn.Module) -> None:
-    """Refuse a model whose widths differ between layers.
+    """Refuse a model whose MLP widths or heads a plain config cannot describe.
 
     Raises:
-        UnknownStructure: A plain config has one field for the width of all MLPs.
+        UnknownStructure: Layers differ (a plain config has one field for all of them), or the config derives the size of a head
+            from the number of heads.
     """
-    widths = []
-    for name, layer in layers(model):
-        try:
-            widths.append(find_mlp(layer, name).width)
-        except UnknownStructure:
-            return
-    if len(set(widths)) > 1:
-        mean = round(sum(widths) / len(widths))
+    mlps: list[Mlp] = _all(model, find_mlp)
+    attentions: list[Attention] = _all(model, find_attention)
+    _check_even(model, "MLPs", "widths", [m.width for m in mlps])
+    _check_even(model, "attentions", "heads", [a.heads for a in attentions])
+    _check_even(model, "attentions", "key-value heads", [a.groups for a in attentions])
+    if not attentions:
+        return
+    why = expressible(model, attentions[0])
+    if why:
         raise UnknownStructure(
-            f"The MLPs have widths {min(widths)} to {max(widths)}.",
-            f"{type(model.config).__name__} has one width for all layers, so transformers could not load the checkpoint.",
-            f"Narrow all layers to the same width (about {mean} costs the same).",
+            f"The model has {attentions[0].heads} heads per layer: {why}.",
+            "The model works in memory; transformers could not load the checkpoint.",
+            "Remove MLP units or blocks instead, or another number of heads.",
+        )
+
+
+def _all(model: nn.Module, find: Callable[[nn.Module, str], Any]) -> list[Any]:
+    """What every layer has; nothing where one of them has none, for then nothing was removed."""
+    try:
+        return [find(layer, name) for name, layer in layers(model)]
+    except UnknownStructure:
+        return []
+
+
+def _check_even(model: nn.Module, what: str, field: str, values: list[int]) -> None:
+    if len(set(values)) > 1:
+        raise UnknownStructure(
+            f"The {what} have {field} {min(values)} to {max(values)}.",
+            f"{type(model.config).__name__} has one {field.rstrip('s')} for all layers, so transformers could not load the "
+            "checkpoint; the model works in memory.",
+            f"Give all layers the same (about {round(sum(values) / len(values))} costs the same), or plan with even=True (--even).",
         )
 
 

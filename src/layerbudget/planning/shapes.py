@@ -1,0 +1,326 @@
+r"""From measured damage to smaller shapes: how many heads and MLP units every layer loses, and which layers go. No torch.
+
+    minimise   sum_k psi_k(u_k / U_k)
+    subject to sum_k a_k u_k >= S - (what the dropped layers save),    0 <= u_k <= cap_k,  u_k whole
+
+Part k is the attention or the MLP of one layer, with ``U_k`` units (key-value groups, query heads per group, or ``multiple`` MLP
+channels) of ``a_k`` FLOPs, bytes or parameters each; ``n_k = a_k U_k`` in the sparsity program. ``psi_k`` is what removing units of
+that part alone was measured to cost, made convex. Layers go in a given order; every number of them is tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..costs import parse_budget
+from ..errors import InfeasibleBudget, InvalidInput, UnknownUnit
+from ..plan import Plan, PlanBlock
+from ..program.calibrated import CalibratedPenalty
+from ..program.counts import round_units
+from ..program.inputs import Vector
+from ..program.solution import Solution
+from ..program.sparsity import sparsify
+from ..records import check_fraction, to_jsonable
+
+KINDS = ("heads", "mlp")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """The attention, the MLP, or the other matrices of one layer.
+
+    Attributes:
+        name: ``<layer>.heads``, ``<layer>.mlp`` or ``<layer>.rest``.
+        layer: Layer as in :func:`layerbudget.blocks.layers`.
+        kind: ``heads``, ``mlp`` or ``rest`` (which only goes with its layer).
+        by: What one unit is: ``groups``, ``queries``, or ``8 channels``.
+        units: Units there are; at least one stays unless the whole layer goes.
+        unit_parameters: Matrix parameters of one unit.
+        unit_channels: Channels of query heads in one unit.
+        channels: Channels of all query heads.
+        parameters: Matrix parameters of the part.
+        flops: FLOPs per token of its matrices.
+        modules: Full names of its matrices.
+    """
+
+    name: str
+    layer: str
+    kind: str
+    by: str = ""
+    units: int = 0
+    unit_parameters: int = 0
+    unit_channels: int = 0
+    channels: int = 0
+    parameters: int
+    flops: int
+    modules: tuple[str, ...]
+
+
+def amount(part: Part, unit: str, *, context: int = 0, bytes_per_parameter: float = 2.0) -> tuple[float, float]:
+    """What one unit of a part, and the whole part, amount to.
+
+    Args:
+        part: The part.
+        unit: ``params``, ``bytes`` or ``flops`` (per token, two per multiply-add, matrices only).
+        context: Count also the attention scores and the weighted sum of ``flops``: ``4 * context`` per channel of a query head,
+            with ``context`` the mean number of tokens attended to.
+        bytes_per_parameter: 2 for bf16.
+
+    Raises:
+        UnknownUnit: Another unit.
+
+    >>> amount(Part(name="a", layer="l", kind="mlp", units=4, unit_parameters=6, parameters=24, flops=48, modules=()), "flops")
+    (12.0, 48.0)
+    """
+    if unit == "flops":
+        each, whole = 2 * part.unit_parameters + 4 * context * part.unit_channels, part.flops + 4 * context * part.channels
+        return float(each), float(whole)
+    if unit in ("params", "bytes"):
+        size = bytes_per_parameter if unit == "bytes" else 1.0
+        return part.unit_parameters * size, part.parameters * size
+    raise UnknownUnit(
+        f"Heads and MLP units are not priced in {unit}.", "Units: flops, params, bytes.", "Write '25% flops', for example."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Problem:
+    parts: tuple[Part, ...]
+    each: Mapping[str, float]
+    whole: Mapping[str, float]
+    top: Mapping[str, int]
+    levels: Mapping[str, Vector]
+    target: float
+    even: bool
+    allowed: Mapping[str, Collection[int]] | None
+
+
+def plan_shapes(
+    parts: Sequence[Part],
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    budget: str | float,
+    kinds: Sequence[str] = KINDS,
+    max_removed: float = 0.75,
+    order: Sequence[tuple[str, float]] = (),
+    even: bool = False,
+    allowed: Mapping[str, Collection[int]] | None = None,
+    context: int = 0,
+    bytes_per_parameter: float = 2.0,
+    model: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Choose how many units of every part go so that at least ``budget`` is saved at the least predicted damage.
+
+    Args:
+        parts: The parts of all layers, in order.
+        curves: Damage by part, ``{name: (removed units, damage)}``, measured at increasing numbers; interpolated between
+            (log-linearly) and not used beyond the last. Parts without a curve stay whole.
+        budget: What is to be saved: ``"25% flops"`` (of the layers' matrices), ``"2 GiB"``, ``"300M params"``.
+        kinds: Which kinds may lose units.
+        max_removed: Largest share of the units of one part that may go.
+        order: Layers that may go as a whole, the first one first, each with its damage on top of those before it.
+        even: All layers lose the same number of heads and of MLP units, as a plain config needs.
+        allowed: With ``even``: numbers of removed units that the config can express, by kind; all by default.
+        context: See :func:`amount`.
+        bytes_per_parameter: See :func:`amount`.
+        model: ``{id, revision, digest}``.
+
+    Returns:
+        A plan of kind ``sparsity`` and rule ``structured``: one block per part, ``count`` the matrix parameters that go.
+        ``extra["shapes"]`` holds ``{part: {layer, kind, by, units, removed}}``, ``extra["dropped"]`` the layers.
+
+    Raises:
+        InvalidInput: An unknown kind, a share outside [0, 1], or ``even`` with layers of different shapes.
+        InfeasibleBudget: Whole units within the caps, and the layers of ``order``, do not save enough.
+        UnknownUnit: A budget in another unit.
+    """
+    wanted = parse_budget(budget, default="params")
+    options: dict[str, Any] = {"context": context, "bytes_per_parameter": bytes_per_parameter}
+    each, whole = ({p.name: amount(p, wanted.unit, **options)[i] for p in parts} for i in (0, 1))
+    base = sum(whole.values())
+    target = wanted.amount * base if wanted.relative else wanted.amount
+    _check(parts, kinds, max_removed, target, base, wanted.text or str(budget))
+    top = {p.name: _top(p, kinds, max_removed, curves) for p in parts}
+    levels = {p.name: _levels(p, top[p.name], curves) for p in parts}
+    problem = _Problem(
+        parts=tuple(parts), each=each, whole=whole, top=top, levels=levels, target=target, even=even, allowed=allowed
+    )
+    found = [f for d in range(len(order) + 1) if (f := _with_dropped(problem, [n for n, _ in order[:d]])) is not None]
+    if not found:
+        raise _infeasible(problem, order, base, wanted.unit, max_removed)
+    steps = np.concatenate(([0.0], np.cumsum([damage for _, damage in order])))
+    best = min(found, key=lambda f: f.damage + steps[len(f.dropped)])
+    hyper = {"budget": str(budget), "kinds": list(kinds), "max_removed": max_removed, "even": even, **options}
+    spent = sum(whole[p.name] if p.layer in best.dropped else each[p.name] * best.counts[p.name] for p in parts)
+    return Plan(
+        kind="sparsity", rule="structured", model=dict(model or {}), blocks=tuple(_block(p, best) for p in parts),
+        budget={"unit": wanted.unit, "limit": target, "spent": spent, "base": base}, hyperparameters=to_jsonable(hyper),
+        certificate=to_jsonable(best.solution.certificate()) if best.solution is not None else {},
+        extra=to_jsonable({
+            "shapes": {p.name: {"layer": p.layer, "kind": p.kind, "by": p.by, "units": p.units,
+                                "removed": best.counts[p.name]} for p in parts if p.kind != "rest"},
+            "dropped": best.dropped, "predicted": best.damage + steps[len(best.dropped)], "gap": best.gap,
+            "candidates": [{"dropped": len(f.dropped), "predicted": f.damage + steps[len(f.dropped)]} for f in found],
+        }),
+    )  # fmt: skip
+
+
+def _check(parts: Sequence[Part], kinds: Sequence[str], share: float, target: float, base: float, text: str) -> None:
+    check_fraction(share, "max_removed")
+    wrong = [k for k in kinds if k not in KINDS]
+    if wrong or not any(p.kind in kinds for p in parts):
+        raise InvalidInput(
+            f"There is nothing of kind {(wrong or list(kinds))[0]!r} to remove.",
+            f"Kinds are {', '.join(KINDS)}; these layers have {', '.join(sorted({p.kind for p in parts} - {'rest'})) or 'none'}.",
+            "Correct kinds, or remove blocks (plan_depth).",
+        )
+    if not 0 <= target < base:
+        raise InfeasibleBudget(
+            f"The budget {text!r} asks to save {target:g} of {base:g}.", f"It must lie in [0, {base:g}).", "Save less."
+        )
+
+
+def _top(part: Part, kinds: Sequence[str], share: float, curves: Mapping[str, Any]) -> int:
+    """Most units of a part that may go: caps, at least one stays, nothing beyond what was measured."""
+    if part.kind not in kinds or part.name not in curves or not len(curves[part.name][0]):
+        return 0
+    return max(0, min(int(share * part.units + 1e-9), part.units - 1, int(curves[part.name][0][-1])))
+
+
+def _levels(part: Part, top: int, curves: Mapping[str, Any]) -> Vector:
+    """Damage after 0, 1, ..., top units: log-linear between measured points, quadratic below the first."""
+    if not top:
+        return np.zeros(1)
+    x, y = (np.asarray(v, dtype=np.float64) for v in curves[part.name])
+    x, y = x[x > 0], y[x > 0]
+    if not (np.isfinite(y).all() and (np.diff(x) > 0).all()):
+        raise InvalidInput(
+            f"The curve of {part.name} is not finite, or its units do not increase.",
+            "Removed units increase and damage is finite.",
+            "Measure again.",
+        )
+    y = np.maximum.accumulate(np.maximum(y, 1e-12))
+    units = np.arange(top + 1.0)
+    value = np.exp(np.interp(units, x, np.log(y)))
+    return np.where(units < x[0], y[0] * (units / x[0]) ** 2, value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Found:
+    dropped: list[str]
+    counts: dict[str, int]
+    damage: float
+    gap: float
+    solution: Solution | None
+
+
+def _with_dropped(problem: _Problem, dropped: list[str]) -> _Found | None:
+    """The best shapes of the layers that stay; None where they cannot save enough."""
+    left = [p for p in problem.parts if p.layer not in dropped]
+    counts = {p.name: 0 for p in problem.parts}
+    need = problem.target - sum(problem.whole[p.name] for p in problem.parts if p.layer in dropped)
+    if not left:
+        return None
+    if need <= 0:
+        return _Found(dropped=dropped, counts=counts, damage=0.0, gap=0.0, solution=None)
+    free = [p for p in left if problem.top[p.name]]
+    if sum(problem.each[p.name] * problem.top[p.name] for p in free) < need * (1 - 1e-12):
+        return None
+    if problem.even:
+        chosen = _even(problem, left, free, need)
+        if chosen is None:
+            return None
+        damage = sum(float(problem.levels[n][u]) for n, u in chosen.items())
+        return _Found(dropped=dropped, counts=counts | chosen, damage=damage, gap=0.0, solution=None)
+    solution, units = _relax(problem, free, need)
+    rounded, gap = round_units(solution, units)
+    chosen = {p.name: int(u) for p, u in zip(free, rounded, strict=True)}
+    damage = sum(float(problem.levels[n][u]) for n, u in chosen.items())
+    return _Found(dropped=dropped, counts=counts | chosen, damage=damage, gap=gap, solution=solution)
+
+
+def _relax(problem: _Problem, free: Sequence[Part], need: float) -> tuple[Solution, Vector]:
+    """The sparsity program on the hulls of the levels; rows get equally many points, all extra ones collinear."""
+    units = np.array([p.units for p in free], dtype=np.float64)
+    size = max(len(problem.levels[p.name]) for p in free)
+    ratios, losses = [], []
+    for p in free:
+        y = problem.levels[p.name]
+        x = np.arange(len(y)) / p.units
+        first = np.linspace(0.0, x[1], size - len(y) + 2)[:-1]
+        ratios.append(np.concatenate((first, x[1:])))
+        losses.append(np.concatenate((first / x[1] * y[1], y[1:])))
+    curves = CalibratedPenalty(ratios, losses)
+    n = np.array([problem.each[p.name] for p in free]) * units
+    caps = np.array([problem.top[p.name] for p in free]) / units
+    most = float(np.dot(n, caps))
+    solution = sparsify(np.ones(len(free)), n, min(need, most), max_sparsity=caps, penalty=curves, rule="exactly")
+    return solution, units
+
+
+def _even(problem: _Problem, left: Sequence[Part], free: Sequence[Part], need: float) -> dict[str, int] | None:
+    """The cheapest pair of numbers that all layers share, by trying them all."""
+    kinds = sorted({p.kind for p in free})
+    groups = {k: [p for p in left if p.kind == k] for k in kinds}
+    for k, group in groups.items():
+        if len({(p.units, p.by, p.unit_parameters, p.parameters) for p in group}) > 1:
+            raise InvalidInput(
+                f"The layers differ in their {k}, so equal removal would not make them equal.",
+                "even=True needs layers of one shape.",
+                "Plan without even, or with another kind.",
+            )
+    choices = [_choices(problem, k, groups[k]) for k in kinds]
+    best: tuple[float, float] | None = None
+    chosen: tuple[int, ...] = ()
+    for pick in itertools.product(*(range(len(c)) for c in choices)):
+        damage, saved = (sum(c[i][j] for c, i in zip(choices, pick, strict=True)) for j in (1, 2))
+        if saved >= need * (1 - 1e-12) and (best is None or (damage, saved) < best):
+            best, chosen = (damage, saved), tuple(int(c[i][0]) for c, i in zip(choices, pick, strict=True))
+    if best is None:
+        return None
+    return {p.name: u for k, u in zip(kinds, chosen, strict=True) for p in groups[k]}
+
+
+def _choices(problem: _Problem, kind: str, group: Sequence[Part]) -> list[tuple[int, float, float]]:
+    """``(removed, damage, saved)`` of every number of units that this kind may lose in all layers."""
+    most = min(problem.top[p.name] for p in group)
+    numbers = [u for u in range(most + 1) if u == 0 or problem.allowed is None or u in problem.allowed.get(kind, range(u + 1))]
+    saved = sum(problem.each[p.name] for p in group)
+    return [(u, sum(float(problem.levels[p.name][u]) for p in group), saved * u) for u in numbers]
+
+
+def _block(part: Part, found: _Found) -> PlanBlock:
+    gone = part.layer in found.dropped
+    count = part.parameters if gone else found.counts[part.name] * part.unit_parameters
+    return PlanBlock(
+        name=part.name, value=count / part.parameters, count=count, numel=part.parameters, modules=part.modules
+    )
+
+
+def _infeasible(
+    problem: _Problem, order: Sequence[tuple[str, float]], base: float, unit: str, share: float
+) -> InfeasibleBudget:
+    """What could be saved at most, and what to change."""
+    gone = {n for n, _ in order}
+    most = 0.0
+    for dropped in (set[str](), gone):
+        left = [p for p in problem.parts if p.layer not in dropped]
+        whole = sum(problem.whole[p.name] for p in problem.parts if p.layer in dropped)
+        if problem.even:
+            groups = [[p for p in left if p.kind == k] for k in sorted({p.kind for p in left if problem.top[p.name]})]
+            saved = sum(max(s for _, _, s in _choices(problem, g[0].kind, g)) for g in groups)
+        else:
+            saved = sum(problem.each[p.name] * problem.top[p.name] for p in left)
+        most = max(most, whole + saved)
+    even = " equally in all layers" if problem.even else ""
+    return InfeasibleBudget(
+        f"{problem.target:g} {unit} ({problem.target / base:.1%}) are to be saved; whole units within the caps{even} save at most "
+        f"{most:g} ({most / base:.1%}).",
+        f"Between 0 and {most / base:.1%} {unit} can be saved with max_removed={share:g} and {len(order)} removable layers.",
+        "Save less, raise max_removed, or allow whole layers to go (depth).",
+    )
