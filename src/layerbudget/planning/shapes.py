@@ -3,9 +3,9 @@ r"""From measured damage to smaller shapes: how many heads and MLP units every l
     minimise   sum_k psi_k(u_k / U_k)
     subject to sum_k a_k u_k >= S - (what the dropped layers save),    0 <= u_k <= cap_k,  u_k whole
 
-Part k is the attention or the MLP of one layer, with ``U_k`` units (key-value groups, query heads per group, or ``multiple`` MLP
-channels) of ``a_k`` FLOPs, bytes or parameters each; ``n_k = a_k U_k`` in the sparsity program. ``psi_k`` is what removing units of
-that part alone was measured to cost, made convex. Layers go in a given order; every number of them is tried.
+Part k is the attention or the MLP of one layer, with ``U_k`` units (key-value groups, query heads per group, or some MLP
+channels) of ``a_k`` FLOPs, bytes or parameters each; ``n_k = a_k U_k`` in the sparsity program. ``psi_k`` is what removing
+units of that part alone was measured to cost, made convex. Layers go in a given order; every number of them is tried.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..costs import parse_budget
-from ..errors import InfeasibleBudget, InvalidInput, UnknownUnit
+from ..errors import InfeasibleBudget, InvalidInput
 from ..plan import Plan, PlanBlock
 from ..program.calibrated import CalibratedPenalty
 from ..program.counts import round_units
@@ -26,66 +26,7 @@ from ..program.inputs import Vector
 from ..program.solution import Solution
 from ..program.sparsity import sparsify
 from ..records import check_fraction, to_jsonable
-
-KINDS = ("heads", "mlp")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """The attention, the MLP, or the other matrices of one layer.
-
-    Attributes:
-        name: ``<layer>.heads``, ``<layer>.mlp`` or ``<layer>.rest``.
-        layer: Layer as in :func:`layerbudget.blocks.layers`.
-        kind: ``heads``, ``mlp`` or ``rest`` (which only goes with its layer).
-        by: What one unit is: ``groups``, ``queries``, or ``8 channels``.
-        units: Units there are; at least one stays unless the whole layer goes.
-        unit_parameters: Matrix parameters of one unit.
-        unit_channels: Channels of query heads in one unit.
-        channels: Channels of all query heads.
-        parameters: Matrix parameters of the part.
-        flops: FLOPs per token of its matrices.
-        modules: Full names of its matrices.
-    """
-
-    name: str
-    layer: str
-    kind: str
-    by: str = ""
-    units: int = 0
-    unit_parameters: int = 0
-    unit_channels: int = 0
-    channels: int = 0
-    parameters: int
-    flops: int
-    modules: tuple[str, ...]
-
-
-def amount(part: Part, unit: str, *, context: int = 0, bytes_per_parameter: float = 2.0) -> tuple[float, float]:
-    """What one unit of a part, and the whole part, amount to.
-
-    Args:
-        part: The part.
-        unit: ``params``, ``bytes`` or ``flops`` (per token, two per multiply-add, matrices only).
-        context: Count also the attention scores and the weighted sum of ``flops``: ``4 * context`` per channel of a query head,
-            with ``context`` the mean number of tokens attended to.
-        bytes_per_parameter: 2 for bf16.
-
-    Raises:
-        UnknownUnit: Another unit.
-
-    >>> amount(Part(name="a", layer="l", kind="mlp", units=4, unit_parameters=6, parameters=24, flops=48, modules=()), "flops")
-    (12.0, 48.0)
-    """
-    if unit == "flops":
-        each, whole = 2 * part.unit_parameters + 4 * context * part.unit_channels, part.flops + 4 * context * part.channels
-        return float(each), float(whole)
-    if unit in ("params", "bytes"):
-        size = bytes_per_parameter if unit == "bytes" else 1.0
-        return part.unit_parameters * size, part.parameters * size
-    raise UnknownUnit(
-        f"Heads and MLP units are not priced in {unit}.", "Units: flops, params, bytes.", "Write '25% flops', for example."
-    )
+from .parts import KINDS, Part, amount
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,11 +113,11 @@ def plan_shapes(
 
 def _check(parts: Sequence[Part], kinds: Sequence[str], share: float, target: float, base: float, text: str) -> None:
     check_fraction(share, "max_removed")
-    wrong = [k for k in kinds if k not in KINDS]
+    wrong, there = [k for k in kinds if k not in KINDS], sorted({p.kind for p in parts} - {"rest"})
     if wrong or not any(p.kind in kinds for p in parts):
         raise InvalidInput(
             f"There is nothing of kind {(wrong or list(kinds))[0]!r} to remove.",
-            f"Kinds are {', '.join(KINDS)}; these layers have {', '.join(sorted({p.kind for p in parts} - {'rest'})) or 'none'}.",
+            f"Kinds are {', '.join(KINDS)}; these layers have {', '.join(there) or 'none'}.",
             "Correct kinds, or remove blocks (plan_depth).",
         )
     if not 0 <= target < base:
@@ -297,9 +238,7 @@ def _choices(problem: _Problem, kind: str, group: Sequence[Part]) -> list[tuple[
 def _block(part: Part, found: _Found) -> PlanBlock:
     gone = part.layer in found.dropped
     count = part.parameters if gone else found.counts[part.name] * part.unit_parameters
-    return PlanBlock(
-        name=part.name, value=count / part.parameters, count=count, numel=part.parameters, modules=part.modules
-    )
+    return PlanBlock(name=part.name, value=count / part.parameters, count=count, numel=part.parameters, modules=part.modules)
 
 
 def _infeasible(
@@ -319,8 +258,8 @@ def _infeasible(
         most = max(most, whole + saved)
     even = " equally in all layers" if problem.even else ""
     return InfeasibleBudget(
-        f"{problem.target:g} {unit} ({problem.target / base:.1%}) are to be saved; whole units within the caps{even} save at most "
-        f"{most:g} ({most / base:.1%}).",
+        f"{problem.target:g} {unit} ({problem.target / base:.1%}) are to be saved; whole units within the caps{even} "
+        f"save at most {most:g} ({most / base:.1%}).",
         f"Between 0 and {most / base:.1%} {unit} can be saved with max_removed={share:g} and {len(order)} removable layers.",
         "Save less, raise max_removed, or allow whole layers to go (depth).",
     )

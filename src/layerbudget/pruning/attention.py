@@ -120,9 +120,7 @@ def _check(attention: Attention, owner: nn.Module, inputs: int) -> None:
         raise UnknownStructure(f"{a.owner} ({type(owner).__name__}) {why}.", _KNOWN, "Remove MLP units or blocks instead.")
 
 
-def keep_heads(
-    model: nn.Module, attention: Attention, keep: torch.Tensor, weight: torch.Tensor | None = None
-) -> Attention:
+def keep_heads(model: nn.Module, attention: Attention, keep: torch.Tensor, weight: torch.Tensor | None = None) -> Attention:
     """Shrink an attention to some of its query heads; a key-value head goes with the last query head that reads it.
 
     Args:
@@ -192,8 +190,8 @@ def set_heads(config: Any, attention: Attention) -> None:
 def expressible(model: nn.Module, attention: Attention) -> str | None:
     """Why a plain config cannot describe a model whose layers all have these heads; None where it can.
 
-    A one-layer model is built from the changed config on the meta device and its heads are looked at, so that the answer is that
-    of the installed transformers.
+    A one-layer model is built from the changed config on the meta device and its heads are looked at, so that the answer is
+    that of the installed transformers.
     """
     config = copy.deepcopy(model.config)
     name = type(config).__name__
@@ -206,7 +204,8 @@ def expressible(model: nn.Module, attention: Attention) -> str | None:
         with torch.device("meta"):
             found = find_attention(layers(type(model)(config))[0][1], "layer")
     except (StrictDataclassError, ValueError, TypeError, UnknownStructure) as error:
-        return f"{name} refuses {attention.heads} heads of {attention.head_dim} channels ({str(error).strip().splitlines()[-1]})"
+        reason = str(error).strip().splitlines()[-1].strip()
+        return f"{name} refuses {attention.heads} heads of {attention.head_dim} channels ({reason})"
     now, wanted = ((a.heads, a.groups, a.head_dim) for a in (found, attention))
     if now != wanted:
         return (

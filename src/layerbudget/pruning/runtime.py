@@ -13,6 +13,16 @@ _ROWS = {
         "(2:4 only; vLLM removed its 2:4 kernels)",
     ),
     "depth": ("whole blocks removed", "file, memory, key-value cache and time: smaller in proportion, everywhere"),
+    "heads": (
+        "attention heads removed",
+        "file, memory and time: smaller in proportion to the removed FLOPs, everywhere; key-value cache: smaller "
+        "only where whole key-value groups went",
+    ),
+    "structured": (
+        "heads, MLP width or whole blocks removed",
+        "file, memory and time: smaller in proportion to the removed FLOPs, everywhere; key-value cache: smaller "
+        "by the removed key-value groups and blocks only",
+    ),
     "width": ("MLP width removed", "file, memory and time: smaller in proportion to the removed FLOPs, everywhere"),
 }
 
@@ -21,7 +31,7 @@ def runtime_box(kind: str = "unstructured", *, pattern: str | None = None) -> st
     """One honest paragraph about a pruned checkpoint.
 
     Args:
-        kind: ``unstructured``, ``depth`` or ``width``.
+        kind: ``unstructured``, ``depth``, ``heads``, ``width`` or ``structured``.
         pattern: The n:m pattern, when there is one.
 
     >>> runtime_box("depth").split(". ")[0]
