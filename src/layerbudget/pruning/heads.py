@@ -184,6 +184,7 @@ def remove_heads(
     """
     _check_criterion(criterion)
     found = {name: find_attention(layer, name) for name, layer in layers(model)}
+    whole = list(found.values())
     share = {n: fraction.get(n, 0.0) if isinstance(fraction, Mapping) else fraction for n in found}
     units = {n: _units(a, share[n], unit_of(a, by)) for n, a in found.items()}
     with inference(model):
@@ -200,7 +201,7 @@ def remove_heads(
             if progress:
                 progress(i + 1, len(found))
         walk.close()
-    follow_heads(model, list(found.values()))
+    follow_heads(model, whole, list(found.values()))
     return {n: a.heads for n, a in found.items()}
 
 
@@ -211,8 +212,8 @@ def _units(attention: Attention, fraction: float, by: str) -> int:
     return min(math.floor(there * fraction + 1e-9), there - 1)
 
 
-def follow_heads(model: nn.Module, found: Sequence[Attention]) -> None:
-    """Write the head counts into the config where all layers have the same and the config can say so."""
-    same = {(a.heads, a.groups, a.head_dim) for a in found}
-    if len(same) == 1 and expressible(model, found[0]) is None:
-        set_heads(model.config, found[0])
+def follow_heads(model: nn.Module, before: Sequence[Attention], after: Sequence[Attention]) -> None:
+    """Write the head counts into the config where they changed, all layers have the same and the config can say so."""
+    old, new = ([(a.heads, a.groups, a.head_dim) for a in found] for found in (before, after))
+    if old != new and len(set(new)) == 1 and expressible(model, after[0]) is None:
+        set_heads(model.config, after[0])

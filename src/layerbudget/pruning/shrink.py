@@ -99,6 +99,8 @@ def _apply(
     progress: Progress | None,
 ) -> None:
     widths = _widths(model)
+    touched = {parts[n].kind for n, units in jobs.items() if units}
+    heads = [find_attention(layer, n) for n, layer in layers(model)] if "heads" in touched else []
     with inference(model):
         walk = Walk(model, data, batch_size=batch_size)
         walk.capture()
@@ -114,9 +116,8 @@ def _apply(
             if progress:
                 progress(i + 1, len(walk))
         walk.close()
-    touched = {parts[n].kind for n, units in jobs.items() if units}
     if "heads" in touched:
-        follow_heads(model, [find_attention(layer, n) for n, layer in layers(model)])
+        follow_heads(model, heads, [find_attention(layer, n) for n, layer in layers(model)])
     if "mlp" in touched:
         follow_width(model, widths, _widths(model))
 

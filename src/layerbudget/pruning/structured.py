@@ -74,7 +74,7 @@ def _check_even(model: nn.Module, what: str, field: str, values: list[int]) -> N
             f"The {what} have {field} {min(values)} to {max(values)}.",
             f"{type(model.config).__name__} has one {_ONE[field]} for all layers, so transformers could not load the "
             "checkpoint; the model works in memory.",
-            f"Give all layers the same (about {round(sum(values) / len(values))} costs the same): plan with even=True (--even).",
+            f"Give all layers the same (about {round(sum(values) / len(values))} costs the same): plan with even=True.",
         )
 
 
