@@ -28,7 +28,20 @@ from layerbudget.pruning.structured import (
     shape_curves,
 )  # fmt: skip
 
-WITH_BOTH = ["llama", "mistral-sliding", "gemma", "gemma2", "gemma3", "qwen2", "qwen3", "opt", "gpt2", "gpt-neox", "starcoder2"]
+WITH_BOTH = [
+    "llama",
+    "mistral-sliding",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "opt",
+    "gpt2",
+    "gpt-neox",
+    "starcoder2",
+]
 
 
 def again(plan):

@@ -22,12 +22,15 @@ _LAYOUTS = (
     (("q_proj", "k_proj", "v_proj"), "dense", "separate"),
     (("self.query", "self.key", "self.value"), "output.dense", "separate"),
     (("c_attn",), "c_proj", "stacked"),
+    (("qkv_proj",), "o_proj", "stacked"),
     (("query_key_value",), "dense", "interleaved"),
 )
 _SIZES = ("head_dim", "attention_head_size", "head_size")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _CONFIG_HEADS = ("num_attention_heads", "n_head")
-_KNOWN = "Known are q/k/v with o_proj, out_proj or dense, BERT's, GPT-2's fused c_attn and GPT-NeoX's query_key_value."
+_KNOWN = (
+    "Known are q/k/v with o_proj, out_proj or dense, BERT's, GPT-2's c_attn, Phi-3's qkv_proj and GPT-NeoX's query_key_value."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,9 +77,7 @@ def find_attention(layer: nn.Module, name: str) -> Attention:
             owner = parent.get_submodule(inner) if inner else parent
             sizes = [v for v in (getattr(owner, s, None) for s in _SIZES) if isinstance(v, int)]
             outputs = [m.weight.numel() // inputs_of(m) for m in found[:-1]]
-            if layout != "separate" and outputs[0] != 3 * inputs_of(found[-1]):
-                continue
-            heads, groups = _count(outputs, sizes[0], layout) if sizes else (0, 0)
+            heads, groups = _count(outputs, inputs_of(found[-1]), sizes[0], layout) if sizes else (0, 0)
             attention = Attention(
                 owner=f"{full}.{inner}" if inner else full,
                 producers=tuple(f"{full}.{p}" for p in producers),
@@ -97,9 +98,12 @@ def _get(parent: nn.Module, name: str) -> Any:
         return None
 
 
-def _count(outputs: list[int], head_dim: int, layout: str) -> tuple[int, int]:
+def _count(outputs: list[int], inputs: int, head_dim: int, layout: str) -> tuple[int, int]:
+    """Query heads and key-value heads."""
     if layout == "separate":
         return outputs[0] // head_dim, outputs[1] // head_dim
+    if layout == "stacked":
+        return inputs // head_dim, (outputs[0] - inputs) // (2 * head_dim)
     return (outputs[0] // (3 * head_dim),) * 2
 
 
@@ -151,7 +155,8 @@ def keep_heads(model: nn.Module, attention: Attention, keep: torch.Tensor, weigh
     if a.layout == "separate":
         rows = [channels(keep, a.head_dim), *(channels(groups, a.head_dim),) * 2]
     elif a.layout == "stacked":
-        rows = [torch.cat([channels(keep, a.head_dim) + i * width for i in range(3)])]
+        keys = channels(groups, a.head_dim) + width
+        rows = [torch.cat([channels(keep, a.head_dim), keys, keys + a.groups * a.head_dim])]
     else:
         rows = [channels(keep, 3 * a.head_dim)]
     for name, chosen in zip(a.producers, rows, strict=True):
@@ -175,6 +180,9 @@ def _set_owner(owner: nn.Module, old: Attention, new: Attention) -> None:
     for name, (before, after) in values.items():
         if isinstance(getattr(owner, name, None), int) and getattr(owner, name) == before:
             setattr(owner, name, after)
+    if old.layout == "stacked" and hasattr(getattr(owner, "config", None), "num_key_value_heads"):
+        owner.config = copy.copy(owner.config)  # Phi-3 reads the counts of its layer from the config of all layers
+        owner.config.num_attention_heads, owner.config.num_key_value_heads = new.heads, new.groups
 
 
 def set_heads(config: Any, attention: Attention) -> None:

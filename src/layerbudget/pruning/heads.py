@@ -217,3 +217,7 @@ def follow_heads(model: nn.Module, before: Sequence[Attention], after: Sequence[
     old, new = ([(a.heads, a.groups, a.head_dim) for a in found] for found in (before, after))
     if old != new and len(set(new)) == 1 and expressible(model, after[0]) is None:
         set_heads(model.config, after[0])
+        for a in after:
+            owner = model.get_submodule(a.owner)
+            if type(getattr(owner, "config", None)) is type(model.config):
+                owner.config = model.config

@@ -98,7 +98,9 @@ def _restored(model: nn.Module, where: Attention | Mlp) -> Iterator[None]:
     """Put the parameters and sizes of one part back afterwards; parameters are replaced, never changed, so none is copied."""
     names = {*where.producers, where.consumer, *([where.owner] if isinstance(where, Attention) else [])}
     modules = [model.get_submodule(n) for n in sorted(names)]
-    held = [({k: v for k, v in m.__dict__.items() if isinstance(v, int)}, dict(m._parameters)) for m in modules]
+    held = [
+        ({k: v for k, v in m.__dict__.items() if isinstance(v, int) or k == "config"}, dict(m._parameters)) for m in modules
+    ]
     try:
         yield
     finally:
