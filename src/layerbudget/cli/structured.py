@@ -27,6 +27,7 @@ def register(verbs: Any) -> None:
     p.add_argument("--even", action="store_true", help="the same in all layers: what an ordinary checkpoint can hold")
     p.add_argument("--context", type=int, default=0, help="mean tokens attended to, to count attention scores in FLOPs")
     p.add_argument("--points", type=int, default=4, help="numbers of units measured per layer and kind (default: %(default)s)")
+    p.add_argument("--trials", type=int, default=8, help="plans that are measured as a whole (default: %(default)s)")
     add_data_options(p, samples=16)
     p.add_argument("-o", "--output", default=None, metavar="PLAN", help="write plan.json")
     p.set_defaults(handler=run)
@@ -49,7 +50,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
         plan = plan_structured(
             model, data, a.save, kinds=tuple(k.strip() for k in a.kinds.split(",")), by=a.heads, multiple=a.multiple,
             max_removed=a.max_removed, depth=a.depth, even=a.even, context=a.context, points=a.points,
-            batch_size=a.batch_size, progress=progress,
+            trials=a.trials, batch_size=a.batch_size, progress=progress,
         )  # fmt: skip
     if a.output:
         plan.save(a.output, overwrite=a.overwrite)
@@ -68,6 +69,8 @@ def _show(a: argparse.Namespace, plan: Plan) -> None:
     saved = f"Saves {b['spent']:.6g} {b['unit']}, {b['spent'] / b['base']:.2%} of the layers"
     lines = [f"{saved} ({b['limit']:.6g} were asked for)."]
     lines.append(f"Predicted damage {plan.extra['predicted']:.4g} nats per token, if the damages of the parts add up.")
+    if plan.extra["measured"] is not None:
+        lines.append(f"Measured as a whole: {plan.extra['measured']:.4g}, the best of {len(plan.extra['candidates'])} plans.")
     left = [s for s in shapes.values() if s["layer"] not in gone]
     if any(len({s["removed"] for s in left if s["kind"] == k}) > 1 for k in ("heads", "mlp")):
         lines.append("Layers differ: the model works in memory, a plain config cannot describe it. --even plans one that can.")

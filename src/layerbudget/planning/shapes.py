@@ -28,6 +28,8 @@ from ..program.sparsity import sparsify
 from ..records import check_fraction, to_jsonable
 from .parts import KINDS, Part, amount
 
+Curve = tuple[Sequence[float], Sequence[float]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Problem:
@@ -41,9 +43,23 @@ class _Problem:
     allowed: Mapping[str, Collection[int]] | None
 
 
-def plan_shapes(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Found:
+    dropped: list[str]
+    counts: dict[str, int]
+    damage: float
+    gap: float
+    solution: Solution | None
+
+
+def plan_shapes(parts: Sequence[Part], curves: Mapping[str, Curve], **options: Any) -> Plan:
+    """The first of :func:`shape_plans`: the least predicted damage."""
+    return shape_plans(parts, curves, **options)[0]
+
+
+def shape_plans(
     parts: Sequence[Part],
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    curves: Mapping[str, Curve],
     *,
     budget: str | float,
     kinds: Sequence[str] = KINDS,
@@ -54,7 +70,7 @@ def plan_shapes(
     context: int = 0,
     bytes_per_parameter: float = 2.0,
     model: Mapping[str, Any] | None = None,
-) -> Plan:
+) -> list[Plan]:
     """Choose how many units of every part go so that at least ``budget`` is saved at the least predicted damage.
 
     Args:
@@ -72,8 +88,10 @@ def plan_shapes(
         model: ``{id, revision, digest}``.
 
     Returns:
-        A plan of kind ``sparsity`` and rule ``structured``: one block per part, ``count`` the matrix parameters that go.
-        ``extra["shapes"]`` holds ``{part: {layer, kind, by, units, removed}}``, ``extra["dropped"]`` the layers.
+        Plans in the order of predicted damage, one for every number of dropped layers, and with ``even`` for every number of
+        heads; the exact best of each. Kind ``sparsity``, rule ``structured``, one block per part, ``count`` the matrix
+        parameters that go. ``extra["shapes"]`` holds ``{part: {layer, kind, by, units, removed}}``, ``extra["dropped"]`` the
+        layers.
 
     Raises:
         InvalidInput: An unknown kind, a share outside [0, 1], or ``even`` with layers of different shapes.
@@ -91,22 +109,33 @@ def plan_shapes(
     problem = _Problem(
         parts=tuple(parts), each=each, whole=whole, top=top, levels=levels, target=target, even=even, allowed=allowed
     )
-    found = [f for d in range(len(order) + 1) if (f := _with_dropped(problem, [n for n, _ in order[:d]])) is not None]
+    found = [f for d in range(len(order) + 1) for f in _with_dropped(problem, [n for n, _ in order[:d]])]
     if not found:
         raise _infeasible(problem, order, base, wanted.unit, max_removed)
     steps = np.concatenate(([0.0], np.cumsum([damage for _, damage in order])))
-    best = min(found, key=lambda f: f.damage + steps[len(f.dropped)])
+    found = sorted(
+        (dataclasses.replace(f, damage=f.damage + float(steps[len(f.dropped)])) for f in found), key=lambda f: f.damage
+    )
     hyper = {"budget": str(budget), "kinds": list(kinds), "max_removed": max_removed, "even": even, **options}
-    spent = sum(whole[p.name] if p.layer in best.dropped else each[p.name] * best.counts[p.name] for p in parts)
+    return [
+        _plan(problem, f, {"unit": wanted.unit, "base": base}, hyper, model or {})
+        for f in sorted(found, key=lambda f: f.damage)
+    ]
+
+
+def _plan(
+    problem: _Problem, found: _Found, budget: Mapping[str, Any], hyper: Mapping[str, Any], model: Mapping[str, Any]
+) -> Plan:
+    parts, gone = problem.parts, found.dropped
+    spent = sum(problem.whole[p.name] if p.layer in gone else problem.each[p.name] * found.counts[p.name] for p in parts)
     return Plan(
-        kind="sparsity", rule="structured", model=dict(model or {}), blocks=tuple(_block(p, best) for p in parts),
-        budget={"unit": wanted.unit, "limit": target, "spent": spent, "base": base}, hyperparameters=to_jsonable(hyper),
-        certificate=to_jsonable(best.solution.certificate()) if best.solution is not None else {},
+        kind="sparsity", rule="structured", model=dict(model), blocks=tuple(_block(p, found) for p in parts),
+        budget={**budget, "limit": problem.target, "spent": spent}, hyperparameters=to_jsonable(hyper),
+        certificate=to_jsonable(found.solution.certificate()) if found.solution is not None else {},
         extra=to_jsonable({
             "shapes": {p.name: {"layer": p.layer, "kind": p.kind, "by": p.by, "units": p.units,
-                                "removed": best.counts[p.name]} for p in parts if p.kind != "rest"},
-            "dropped": best.dropped, "predicted": best.damage + steps[len(best.dropped)], "gap": best.gap,
-            "candidates": [{"dropped": len(f.dropped), "predicted": f.damage + steps[len(f.dropped)]} for f in found],
+                                "removed": found.counts[p.name]} for p in parts if p.kind != "rest"},
+            "dropped": gone, "predicted": found.damage, "gap": found.gap,
         }),
     )  # fmt: skip
 
@@ -151,38 +180,31 @@ def _levels(part: Part, top: int, curves: Mapping[str, Any]) -> Vector:
     return np.where(units < x[0], y[0] * (units / x[0]) ** 2, value)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Found:
-    dropped: list[str]
-    counts: dict[str, int]
-    damage: float
-    gap: float
-    solution: Solution | None
-
-
-def _with_dropped(problem: _Problem, dropped: list[str]) -> _Found | None:
-    """The best shapes of the layers that stay; None where they cannot save enough."""
+def _with_dropped(problem: _Problem, dropped: list[str]) -> list[_Found]:
+    """The best shapes of the layers that stay; one for every number of heads with ``even``; none that saves too little."""
     left = [p for p in problem.parts if p.layer not in dropped]
     counts = {p.name: 0 for p in problem.parts}
     need = problem.target - sum(problem.whole[p.name] for p in problem.parts if p.layer in dropped)
     if not left:
-        return None
+        return []
     if need <= 0:
-        return _Found(dropped=dropped, counts=counts, damage=0.0, gap=0.0, solution=None)
+        return [_Found(dropped=dropped, counts=counts, damage=0.0, gap=0.0, solution=None)]
     free = [p for p in left if problem.top[p.name]]
     if sum(problem.each[p.name] * problem.top[p.name] for p in free) < need * (1 - 1e-12):
-        return None
+        return []
     if problem.even:
-        chosen = _even(problem, left, free, need)
-        if chosen is None:
-            return None
-        damage = sum(float(problem.levels[n][u]) for n, u in chosen.items())
-        return _Found(dropped=dropped, counts=counts | chosen, damage=damage, gap=0.0, solution=None)
-    solution, units = _relax(problem, free, need)
-    rounded, gap = round_units(solution, units)
-    chosen = {p.name: int(u) for p, u in zip(free, rounded, strict=True)}
-    damage = sum(float(problem.levels[n][u]) for n, u in chosen.items())
-    return _Found(dropped=dropped, counts=counts | chosen, damage=damage, gap=gap, solution=solution)
+        solution, gap, choices = None, 0.0, _even(problem, left, free, need)
+    else:
+        solution, units = _relax(problem, free, need)
+        rounded, gap = round_units(solution, units)
+        choices = [{p.name: int(u) for p, u in zip(free, rounded, strict=True)}]
+    return [
+        _Found(
+            dropped=dropped, counts=counts | chosen, gap=gap, solution=solution,
+            damage=sum(float(problem.levels[n][u]) for n, u in chosen.items()),
+        )
+        for chosen in choices
+    ]  # fmt: skip
 
 
 def _relax(problem: _Problem, free: Sequence[Part], need: float) -> tuple[Solution, Vector]:
@@ -204,8 +226,8 @@ def _relax(problem: _Problem, free: Sequence[Part], need: float) -> tuple[Soluti
     return solution, units
 
 
-def _even(problem: _Problem, left: Sequence[Part], free: Sequence[Part], need: float) -> dict[str, int] | None:
-    """The cheapest pair of numbers that all layers share, by trying them all."""
+def _even(problem: _Problem, left: Sequence[Part], free: Sequence[Part], need: float) -> list[dict[str, int]]:
+    """Numbers of units that all layers share: for every number of heads the fewest MLP units that save enough."""
     kinds = sorted({p.kind for p in free})
     groups = {k: [p for p in left if p.kind == k] for k in kinds}
     for k, group in groups.items():
@@ -215,24 +237,23 @@ def _even(problem: _Problem, left: Sequence[Part], free: Sequence[Part], need: f
                 "even=True needs layers of one shape.",
                 "Plan without even, or with another kind.",
             )
-    choices = [_choices(problem, k, groups[k]) for k in kinds]
-    best: tuple[float, float] | None = None
-    chosen: tuple[int, ...] = ()
-    for pick in itertools.product(*(range(len(c)) for c in choices)):
-        damage, saved = (sum(c[i][j] for c, i in zip(choices, pick, strict=True)) for j in (1, 2))
-        if saved >= need * (1 - 1e-12) and (best is None or (damage, saved) < best):
-            best, chosen = (damage, saved), tuple(int(c[i][0]) for c, i in zip(choices, pick, strict=True))
-    if best is None:
-        return None
-    return {p.name: u for k, u in zip(kinds, chosen, strict=True) for p in groups[k]}
+    *others, last = [_choices(problem, k, groups[k]) for k in kinds]
+    found = []
+    for pick in itertools.product(*others):
+        saved = sum(s for _, s in pick)
+        enough = [u for u, s in last if saved + s >= need * (1 - 1e-12)]
+        if enough:
+            numbers = [u for u, _ in pick] + [enough[0]]
+            found.append({p.name: u for k, u in zip(kinds, numbers, strict=True) for p in groups[k]})
+    return found
 
 
-def _choices(problem: _Problem, kind: str, group: Sequence[Part]) -> list[tuple[int, float, float]]:
-    """``(removed, damage, saved)`` of every number of units that this kind may lose in all layers."""
+def _choices(problem: _Problem, kind: str, group: Sequence[Part]) -> list[tuple[int, float]]:
+    """``(removed, saved)`` of every number of units that this kind may lose in all layers, increasing."""
     most = min(problem.top[p.name] for p in group)
     numbers = [u for u in range(most + 1) if u == 0 or problem.allowed is None or u in problem.allowed.get(kind, range(u + 1))]
     saved = sum(problem.each[p.name] for p in group)
-    return [(u, sum(float(problem.levels[p.name][u]) for p in group), saved * u) for u in numbers]
+    return [(u, saved * u) for u in numbers]
 
 
 def _block(part: Part, found: _Found) -> PlanBlock:
@@ -252,7 +273,7 @@ def _infeasible(
         whole = sum(problem.whole[p.name] for p in problem.parts if p.layer in dropped)
         if problem.even:
             groups = [[p for p in left if p.kind == k] for k in sorted({p.kind for p in left if problem.top[p.name]})]
-            saved = sum(max(s for _, _, s in _choices(problem, g[0].kind, g)) for g in groups)
+            saved = sum(max(s for _, s in _choices(problem, g[0].kind, g)) for g in groups)
         else:
             saved = sum(problem.each[p.name] * problem.top[p.name] for p in left)
         most = max(most, whole + saved)

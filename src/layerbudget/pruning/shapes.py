@@ -14,7 +14,7 @@ from ..data.calibration import CalibrationSet
 from ..errors import InfeasibleBudget, InvalidInput, UnknownStructure
 from ..plan import Plan
 from ..planning.parts import KINDS, Part
-from ..planning.shapes import plan_shapes
+from ..planning.shapes import shape_plans
 from ..records import to_jsonable
 from .attention import Attention, expressible, find_attention
 from .depth import plan_depth
@@ -22,6 +22,7 @@ from .heads import unit_of
 from .meter import Meter
 from .mlp import Mlp
 from .parts import cut, find_parts, inner_width, where_is
+from .shrink import measure_plan
 from .statistics import gram_of
 from .walk import Walk, inference
 
@@ -123,6 +124,7 @@ def plan_structured(
     context: int = 0,
     curves: Mapping[str, Curve] | None = None,
     points: int = 4,
+    trials: int = 8,
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> Plan:
@@ -133,8 +135,7 @@ def plan_structured(
         data: Calibration tokens.
         budget: What is to be saved: ``"25% flops"``, ``"100 MB"``, ``"2M params"`` (of the layers' matrices).
         kinds: ``heads``, ``mlp`` or both.
-        by: Units of heads, see :func:`find_parts`; ``auto`` measures both where both are possible and keeps the plan that
-            predicts less damage. Only ``groups`` make the key-value cache smaller.
+        by: Units of heads, see :func:`find_parts`; ``auto`` measures both where both are possible and keeps the better plan. Only ``groups`` make the key-value cache smaller.
         multiple: Channels of one MLP unit.
         max_removed: Largest share of the units of one part.
         depth: So many whole layers may go, chosen one after the other by :func:`layerbudget.pruning.depth.plan_depth`.
@@ -142,11 +143,15 @@ def plan_structured(
         context: Mean number of tokens attended to, where attention scores shall count in the FLOPs; 0 counts matrices only.
         curves: From :func:`shape_curves`, where they were measured before (for the same ``by`` and ``multiple``).
         points: See :func:`shape_curves`.
+        trials: Damages of single parts do not add up. Where there are several plans (units of heads, numbers of dropped
+            layers, numbers of heads with ``even``), so many of the best predicted ones are applied and measured as a whole.
         batch_size: Sequences per forward.
         progress: Called with (layers done, layers) of each measurement.
 
     Returns:
-        The plan, see :func:`layerbudget.planning.shapes.plan_shapes`; ``extra["curves"]`` holds what was measured.
+        The plan, see :func:`layerbudget.planning.shapes.shape_plans`; ``extra["curves"]`` holds what was measured,
+        ``extra["measured"]`` the KL divergence per token of the plan as a whole (null where there was no choice), and
+        ``extra["candidates"]`` all of them.
 
     Raises:
         UnknownStructure: A layer without heads or MLP of a known layout; with ``even``: the config cannot express fewer heads.
@@ -171,17 +176,34 @@ def plan_structured(
                 model, data, left, kinds=kinds, max_removed=max_removed, points=points, batch_size=batch_size, progress=progress
             )
         try:
-            plan = plan_shapes(parts, held, allowed=allowed, **options)
+            found = shape_plans(parts, held, allowed=allowed, **options)
         except InfeasibleBudget as error:
             refused.append(error)
             continue
-        hyper = {**plan.hyperparameters, "by": word, "multiple": multiple, "depth": depth}
-        measured = {n: {"units": list(x), "damage": list(y)} for n, (x, y) in held.items()}
-        extra = {**plan.extra, "curves": measured, "order": options["order"]}
-        plans.append(dataclasses.replace(plan, hyperparameters=hyper, extra=to_jsonable(extra)))
+        curves_of = {n: {"units": list(x), "damage": list(y)} for n, (x, y) in held.items()}
+        extra = to_jsonable({"curves": curves_of, "order": options["order"]})
+        hyper = {"by": word, "multiple": multiple, "depth": depth}
+        plans += [
+            dataclasses.replace(p, hyperparameters={**p.hyperparameters, **hyper}, extra={**p.extra, **extra}) for p in found
+        ]
     if not plans:
         raise refused[0]
-    return min(plans, key=lambda p: p.extra["predicted"])
+    return _best(model, data, plans, trials, batch_size)
+
+
+def _best(model: nn.Module, data: CalibrationSet, plans: list[Plan], trials: int, batch_size: int) -> Plan:
+    """The plan with the least damage as a whole, among the ones with the least predicted damage."""
+    plans = sorted(plans, key=lambda p: p.extra["predicted"])
+    tried = plans[: max(trials, 1)] if len(plans) > 1 and trials > 1 else []
+    measured = [measure_plan(model, p, data, batch_size=batch_size) for p in tried]
+    best = min(range(len(tried)), key=measured.__getitem__, default=0)
+    candidates = [
+        {"by": p.hyperparameters["by"], "dropped": len(p.extra["dropped"]), "predicted": p.extra["predicted"],
+         "measured": measured[i] if i < len(measured) else None}
+        for i, p in enumerate(plans)
+    ]  # fmt: skip
+    found = {"measured": measured[best] if measured else None, "candidates": candidates}
+    return dataclasses.replace(plans[best], extra={**plans[best].extra, **found})
 
 
 def _head_units(model: nn.Module, kinds: Sequence[str], by: str, curves: Any) -> tuple[str, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..blocks import describe, layers
@@ -145,3 +146,47 @@ def _sizes(layer: nn.Module, name: str) -> dict[str, int]:
     with contextlib.suppress(UnknownStructure):
         out |= {"width": find_mlp(layer, name).width}
     return out
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Put a model back as it was, whatever is removed from it inside; nothing is copied, for removal replaces parameters."""
+    modules = [(m, dict(m.__dict__), dict(m._parameters), dict(m._modules)) for m in model.modules()]
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    fields = [(c, dict(c.__dict__)) for c in configs.values()]
+    try:
+        yield
+    finally:
+        for module, attributes, parameters, children in modules:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for kept, now in ((parameters, module._parameters), (children, module._modules)):
+                now.clear()
+                now.update(kept)
+        for config, values in fields:
+            config.__dict__.clear()
+            config.__dict__.update(values)
+
+
+def measure_plan(model: nn.Module, plan: Plan, data: CalibrationSet, *, damping: float = 0.01, batch_size: int = 8) -> float:
+    """KL divergence per token (nats) from the model's output after applying a plan; the model is left as it was.
+
+    Raises:
+        CoverageError, InvalidInput, ModelMismatch: As :func:`apply_structured`.
+    """
+    total = tokens = 0.0
+    with inference(model):
+        clean = [torch.log_softmax(model(**b).logits.float(), -1) for b in data.batches(batch_size, _device(model))]
+        with preserved(model):
+            apply_structured(model, plan, data, damping=damping, batch_size=batch_size)
+            for batch, before in zip(data.batches(batch_size, _device(model)), clean, strict=True):
+                each = (before.exp() * (before - torch.log_softmax(model(**batch).logits.float(), -1))).sum(-1)
+                mask = batch.get("attention_mask")
+                mask = torch.ones_like(each) if mask is None or mask.shape != each.shape else mask.to(each.dtype)
+                total += float((each * mask).sum())
+                tokens += float(mask.sum())
+    return total / tokens
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
