@@ -152,6 +152,25 @@ def test_even_plans_keep_the_heads_that_a_config_cannot_lose(kit):
             plan_structured(kit.build(name), data, "15% flops", kinds=("heads",), even=True)
 
 
+def test_the_plan_that_is_best_as_a_whole_is_kept_and_its_damage_is_the_real_one(kit):
+    model, data = kit.build("llama"), kit.tokens()
+    weights, config = frozen(model), model.config.to_dict()
+    plan = plan_structured(model, data, "30% flops", depth=1, even=True, multiple=4, points=2)
+    assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items()) and model.config.to_dict() == config
+    tried = [c["measured"] for c in plan.extra["candidates"] if c["measured"] is not None]
+    assert len(tried) > 1 and plan.extra["measured"] == min(tried)
+    seen = [(c["by"], c["dropped"], c["predicted"]) for c in plan.extra["candidates"]]
+    assert seen == sorted(set(seen), key=lambda c: c[2])
+    batch = next(data.batches(len(data)))
+    smaller = copy.deepcopy(model)
+    apply_structured(smaller, plan, data)
+    with torch.no_grad():
+        p, q = (torch.log_softmax(m(**batch).logits, -1) for m in (model, smaller))
+    assert plan.extra["measured"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
+    first = plan_structured(model, data, "30% flops", depth=1, even=True, multiple=4, points=2, trials=1)
+    assert first.extra["measured"] is None and first.extra["predicted"] == min(c[2] for c in seen)
+
+
 def test_mixtures_lose_heads_and_keep_their_experts(kit):
     model, data = kit.build("mixtral"), kit.tokens()
     plan = plan_structured(model, data, "5% flops", kinds=("heads",), points=1)

@@ -113,14 +113,10 @@ def shape_plans(
     if not found:
         raise _infeasible(problem, order, base, wanted.unit, max_removed)
     steps = np.concatenate(([0.0], np.cumsum([damage for _, damage in order])))
-    found = sorted(
-        (dataclasses.replace(f, damage=f.damage + float(steps[len(f.dropped)])) for f in found), key=lambda f: f.damage
-    )
+    found = [dataclasses.replace(f, damage=f.damage + float(steps[len(f.dropped)])) for f in found]
+    found.sort(key=lambda f: f.damage)
     hyper = {"budget": str(budget), "kinds": list(kinds), "max_removed": max_removed, "even": even, **options}
-    return [
-        _plan(problem, f, {"unit": wanted.unit, "base": base}, hyper, model or {})
-        for f in sorted(found, key=lambda f: f.damage)
-    ]
+    return [_plan(problem, f, {"unit": wanted.unit, "base": base}, hyper, model or {}) for f in found]
 
 
 def _plan(

@@ -26,6 +26,7 @@ from .shrink import measure_plan
 from .statistics import gram_of
 from .walk import Walk, inference
 
+_NEAR = 2.0  # plans whose predicted damage is beyond this multiple of the least are not measured
 Progress = Callable[[int, int], None]
 Curve = tuple[list[int], list[float]]
 
@@ -135,7 +136,8 @@ def plan_structured(
         data: Calibration tokens.
         budget: What is to be saved: ``"25% flops"``, ``"100 MB"``, ``"2M params"`` (of the layers' matrices).
         kinds: ``heads``, ``mlp`` or both.
-        by: Units of heads, see :func:`find_parts`; ``auto`` measures both where both are possible and keeps the better plan. Only ``groups`` make the key-value cache smaller.
+        by: Units of heads, see :func:`find_parts`; ``auto`` measures both where both are possible and keeps
+            the better plan. Only ``groups`` make the key-value cache smaller.
         multiple: Channels of one MLP unit.
         max_removed: Largest share of the units of one part.
         depth: So many whole layers may go, chosen one after the other by :func:`layerbudget.pruning.depth.plan_depth`.
@@ -144,7 +146,8 @@ def plan_structured(
         curves: From :func:`shape_curves`, where they were measured before (for the same ``by`` and ``multiple``).
         points: See :func:`shape_curves`.
         trials: Damages of single parts do not add up. Where there are several plans (units of heads, numbers of dropped
-            layers, numbers of heads with ``even``), so many of the best predicted ones are applied and measured as a whole.
+            layers, numbers of heads with ``even``), so many of the best predicted ones are applied and measured as a whole,
+            none beyond twice the least prediction.
         batch_size: Sequences per forward.
         progress: Called with (layers done, layers) of each measurement.
 
@@ -193,8 +196,9 @@ def plan_structured(
 
 def _best(model: nn.Module, data: CalibrationSet, plans: list[Plan], trials: int, batch_size: int) -> Plan:
     """The plan with the least damage as a whole, among the ones with the least predicted damage."""
-    plans = sorted(plans, key=lambda p: p.extra["predicted"])
-    tried = plans[: max(trials, 1)] if len(plans) > 1 and trials > 1 else []
+    plans = sorted({(*p.counts.tolist(), *p.extra["dropped"]): p for p in plans}.values(), key=lambda p: p.extra["predicted"])
+    near = [p for p in plans if p.extra["predicted"] <= _NEAR * plans[0].extra["predicted"]]
+    tried = near[:trials] if len(near) > 1 and trials > 1 else []
     measured = [measure_plan(model, p, data, batch_size=batch_size) for p in tried]
     best = min(range(len(tried)), key=measured.__getitem__, default=0)
     candidates = [

@@ -176,11 +176,12 @@ def measure_plan(model: nn.Module, plan: Plan, data: CalibrationSet, *, damping:
     """
     total = tokens = 0.0
     with inference(model):
-        clean = [torch.log_softmax(model(**b).logits.float(), -1) for b in data.batches(batch_size, _device(model))]
+        clean = [model(**b).logits for b in data.batches(batch_size, _device(model))]
         with preserved(model):
             apply_structured(model, plan, data, damping=damping, batch_size=batch_size)
             for batch, before in zip(data.batches(batch_size, _device(model)), clean, strict=True):
-                each = (before.exp() * (before - torch.log_softmax(model(**batch).logits.float(), -1))).sum(-1)
+                p, q = (torch.log_softmax(x.float(), -1) for x in (before, model(**batch).logits))
+                each = (p.exp() * (p - q)).sum(-1)
                 mask = batch.get("attention_mask")
                 mask = torch.ones_like(each) if mask is None or mask.shape != each.shape else mask.to(each.dtype)
                 total += float((each * mask).sum())
