@@ -39,10 +39,10 @@ def shape_curves(
     kinds: Sequence[str] = KINDS,
     max_removed: float = 0.75,
     points: int = 4,
+    held_out: CalibrationSet | None = None,
     metric: str = "kl",
     damping: float = 0.01,
     batch_size: int = 8,
-    measure_batches: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Curve]:
     """Measure what removing units of one part costs, all other parts being whole; the model is left as it was.
@@ -56,10 +56,11 @@ def shape_curves(
         kinds: Kinds to measure.
         max_removed: Largest share of the units.
         points: Numbers of units to try per part (all of them, where there are fewer).
+        held_out: Tokens on which damage is measured; those of ``data`` by default. A refit looks better on the tokens that it
+            was made from than it is: with few of them this decides which parts seem cheap.
         metric: ``kl`` (mean KL divergence per token from the whole model's output, nats) or ``loss``.
         damping: Relative to the mean of the second moments' diagonal.
         batch_size: Sequences per forward.
-        measure_batches: Measure on the first so many batches only.
         progress: Called with (layers done, layers).
 
     Returns:
@@ -71,7 +72,11 @@ def shape_curves(
     with inference(model):
         walk = Walk(model, data, batch_size=batch_size)
         walk.capture()
-        meter = Meter(walk, metric, measure_batches)
+        test = walk if held_out is None else Walk(model, held_out, batch_size=batch_size)
+        walks = [walk] if test is walk else [walk, test]
+        if test is not walk:
+            test.capture()
+        meter = Meter(test, metric, None)
         for i, (name, layer) in enumerate(walk.layers):
             walk.position = i
             for part in (p for p in parts if p.layer == name and p.kind in kinds):
@@ -84,10 +89,13 @@ def shape_curves(
                         cut(model, part, where, gram, units, damping)
                         damage.append(meter.damage(i))
                 out[part.name] = (tries, damage)
-            walk.advance()
+            for each in walks:
+                each.position = i
+                each.advance()
             if progress:
                 progress(i + 1, len(walk))
-        walk.close()
+        for each in walks:
+            each.close()
     return out
 
 
@@ -133,7 +141,7 @@ def plan_structured(
 
     Args:
         model: The model; left as it was.
-        data: Calibration tokens.
+        data: Calibration tokens; a quarter of the sequences is kept from the refit and used for measuring (from 4 on).
         budget: What is to be saved: ``"25% flops"``, ``"100 MB"``, ``"2M params"`` (of the layers' matrices).
         kinds: ``heads``, ``mlp`` or both.
         by: Units of heads, see :func:`find_parts`; ``auto`` measures both where both are possible and keeps
@@ -170,14 +178,16 @@ def plan_structured(
         "order": [(n, float(found[n])) for n, found in zip(gone["removed"], gone["damage"], strict=True)],
         "bytes_per_parameter": float(next(model.parameters()).element_size()),
     }  # fmt: skip
+    fit, test = _split(data)
     plans, refused, held = [], [], dict(curves or {})
     for word, parts in sets.items():
         allowed = _allowed(model, parts, kinds) if even else None
         if curves is None:
             left = [p for p in parts if p.kind == "heads" or p.name not in held]
             held |= shape_curves(
-                model, data, left, kinds=kinds, max_removed=max_removed, points=points, batch_size=batch_size, progress=progress
-            )
+                model, fit, left, kinds=kinds, max_removed=max_removed, points=points, held_out=test, batch_size=batch_size,
+                progress=progress,
+            )  # fmt: skip
         try:
             found = shape_plans(parts, held, allowed=allowed, **options)
         except InfeasibleBudget as error:
@@ -191,15 +201,21 @@ def plan_structured(
         ]
     if not plans:
         raise refused[0]
-    return _best(model, data, plans, trials, batch_size)
+    return _best(model, fit, test, plans, trials, batch_size)
 
 
-def _best(model: nn.Module, data: CalibrationSet, plans: list[Plan], trials: int, batch_size: int) -> Plan:
+def _split(data: CalibrationSet) -> tuple[CalibrationSet, CalibrationSet]:
+    """Sequences to refit with and sequences to measure on; the same where there are fewer than four."""
+    cut = data.samples - data.samples // 4
+    return (data.select(slice(0, cut)), data.select(slice(cut, data.samples))) if data.samples >= 4 else (data, data)
+
+
+def _best(model: nn.Module, fit: CalibrationSet, test: CalibrationSet, plans: list[Plan], trials: int, batch_size: int) -> Plan:
     """The plan with the least damage as a whole, among the ones with the least predicted damage."""
     plans = sorted({(*p.counts.tolist(), *p.extra["dropped"]): p for p in plans}.values(), key=lambda p: p.extra["predicted"])
     near = [p for p in plans if p.extra["predicted"] <= _NEAR * plans[0].extra["predicted"]]
     tried = near[:trials] if len(near) > 1 and trials > 1 else []
-    measured = [measure_plan(model, p, data, batch_size=batch_size) for p in tried]
+    measured = [measure_plan(model, p, fit, held_out=test, batch_size=batch_size) for p in tried]
     best = min(range(len(tried)), key=measured.__getitem__, default=0)
     candidates = [
         {"by": p.hyperparameters["by"], "dropped": len(p.extra["dropped"]), "predicted": p.extra["predicted"],

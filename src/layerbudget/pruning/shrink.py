@@ -168,18 +168,29 @@ def preserved(model: nn.Module) -> Iterator[None]:
             config.__dict__.update(values)
 
 
-def measure_plan(model: nn.Module, plan: Plan, data: CalibrationSet, *, damping: float = 0.01, batch_size: int = 8) -> float:
+def measure_plan(
+    model: nn.Module,
+    plan: Plan,
+    data: CalibrationSet,
+    *,
+    held_out: CalibrationSet | None = None,
+    damping: float = 0.01,
+    batch_size: int = 8,
+) -> float:
     """KL divergence per token (nats) from the model's output after applying a plan; the model is left as it was.
+
+    It is measured on ``held_out`` where that is given, else on ``data``, from which the refit is made.
 
     Raises:
         CoverageError, InvalidInput, ModelMismatch: As :func:`apply_structured`.
     """
     total = tokens = 0.0
     with inference(model):
-        clean = [model(**b).logits for b in data.batches(batch_size, _device(model))]
+        test = data if held_out is None else held_out
+        clean = [model(**b).logits for b in test.batches(batch_size, _device(model))]
         with preserved(model):
             apply_structured(model, plan, data, damping=damping, batch_size=batch_size)
-            for batch, before in zip(data.batches(batch_size, _device(model)), clean, strict=True):
+            for batch, before in zip(test.batches(batch_size, _device(model)), clean, strict=True):
                 p, q = (torch.log_softmax(x.float(), -1) for x in (before, model(**batch).logits))
                 each = (p.exp() * (p - q)).sum(-1)
                 mask = batch.get("attention_mask")
