@@ -34,13 +34,13 @@ from layerbudget.pruning.recovery import recover
 from layerbudget.pruning.structured import (
     apply_depth,
     apply_structured,
+    crossed_curves,
     find_parts,
     narrow,
     plan_depth,
     plan_structured,
     remove_heads,
     save_smaller,
-    shape_curves,
 )
 
 RESULTS = Path(__file__).parent / "results"
@@ -91,10 +91,8 @@ def by_program(model, data, budget, a):
     """Smaller copies by the program, and the plans: the better unit of heads for every row, everything measured once."""
     found = find_attention(layers(model)[0][1], layers(model)[0][0])
     units = [by for by, there in (("groups", found.groups), ("queries", found.per_group)) if there > 1]
-    quarter = data.samples - data.samples // 4
-    fit, test = data.select(slice(0, quarter)), data.select(slice(quarter, data.samples))
     curves = {
-        by: shape_curves(model, fit, find_parts(model, by=by, multiple=a.multiple), points=a.points, held_out=test)
+        by: crossed_curves(model, data, find_parts(model, by=by, multiple=a.multiple), points=a.points)
         for by in units if a.heads in ("auto", by)
     }  # fmt: skip
     rows = {

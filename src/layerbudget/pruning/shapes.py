@@ -141,7 +141,7 @@ def plan_structured(
 
     Args:
         model: The model; left as it was.
-        data: Calibration tokens; a quarter of the sequences is kept from the refit and used for measuring (from 4 on).
+        data: Calibration tokens; damage is measured on sequences that the refit has not seen, see :func:`folds_of`.
         budget: What is to be saved: ``"25% flops"``, ``"100 MB"``, ``"2M params"`` (of the layers' matrices).
         kinds: ``heads``, ``mlp`` or both.
         by: Units of heads, see :func:`find_parts`; ``auto`` measures both where both are possible and keeps
@@ -178,16 +178,14 @@ def plan_structured(
         "order": [(n, float(found[n])) for n, found in zip(gone["removed"], gone["damage"], strict=True)],
         "bytes_per_parameter": float(next(model.parameters()).element_size()),
     }  # fmt: skip
-    fit, test = _split(data)
     plans, refused, held = [], [], dict(curves or {})
     for word, parts in sets.items():
         allowed = _allowed(model, parts, kinds) if even else None
         if curves is None:
             left = [p for p in parts if p.kind == "heads" or p.name not in held]
-            held |= shape_curves(
-                model, fit, left, kinds=kinds, max_removed=max_removed, points=points, held_out=test, batch_size=batch_size,
-                progress=progress,
-            )  # fmt: skip
+            held |= crossed_curves(
+                model, data, left, kinds=kinds, max_removed=max_removed, points=points, batch_size=batch_size, progress=progress
+            )
         try:
             found = shape_plans(parts, held, allowed=allowed, **options)
         except InfeasibleBudget as error:
@@ -201,21 +199,48 @@ def plan_structured(
         ]
     if not plans:
         raise refused[0]
-    return _best(model, fit, test, plans, trials, batch_size)
+    return _best(model, data, plans, trials, batch_size)
 
 
-def _split(data: CalibrationSet) -> tuple[CalibrationSet, CalibrationSet]:
-    """Sequences to refit with and sequences to measure on; the same where there are fewer than four."""
-    cut = data.samples - data.samples // 4
-    return (data.select(slice(0, cut)), data.select(slice(cut, data.samples))) if data.samples >= 4 else (data, data)
+def folds_of(data: CalibrationSet, folds: int = 4) -> list[tuple[CalibrationSet, CalibrationSet]]:
+    """Pairs of sequences to refit with and to measure on: every sequence is measured on once, by a refit that has not seen it.
+
+    With fewer sequences than folds all of them serve both purposes.
+    """
+    if data.samples < folds:
+        return [(data, data)]
+    groups = [list(range(k, data.samples, folds)) for k in range(folds)]
+    return [(data.select([i for i in range(data.samples) if i not in set(g)]), data.select(g)) for g in groups]
 
 
-def _best(model: nn.Module, fit: CalibrationSet, test: CalibrationSet, plans: list[Plan], trials: int, batch_size: int) -> Plan:
+def crossed_curves(
+    model: nn.Module, data: CalibrationSet, parts: Sequence[Part], *, progress: Progress | None = None, **options: Any
+) -> dict[str, Curve]:
+    """:func:`shape_curves`, every sequence measured on by a refit that has not seen it; the mean over :func:`folds_of`."""
+    folds = folds_of(data)
+    found, total = [], len(layers(model))
+    for k, (fit, test) in enumerate(folds):
+        tell = (lambda done, _, k=k: progress(k * total + done, len(folds) * total)) if progress else None
+        found.append(shape_curves(model, fit, parts, held_out=test, progress=tell, **options))
+    share = [test.samples / data.samples for _, test in folds]
+    return {
+        name: (units, [sum(w * f[name][1][i] for w, f in zip(share, found, strict=True)) for i in range(len(units))])
+        for name, (units, _) in found[0].items()
+    }
+
+
+def _best(model: nn.Module, data: CalibrationSet, plans: list[Plan], trials: int, batch_size: int) -> Plan:
     """The plan with the least damage as a whole, among the ones with the least predicted damage."""
     plans = sorted({(*p.counts.tolist(), *p.extra["dropped"]): p for p in plans}.values(), key=lambda p: p.extra["predicted"])
     near = [p for p in plans if p.extra["predicted"] <= _NEAR * plans[0].extra["predicted"]]
     tried = near[:trials] if len(near) > 1 and trials > 1 else []
-    measured = [measure_plan(model, p, fit, held_out=test, batch_size=batch_size) for p in tried]
+    measured = [
+        sum(
+            measure_plan(model, p, fit, held_out=test, batch_size=batch_size) * test.samples / data.samples
+            for fit, test in folds_of(data)
+        )
+        for p in tried
+    ]
     best = min(range(len(tried)), key=measured.__getitem__, default=0)
     candidates = [
         {"by": p.hyperparameters["by"], "dropped": len(p.extra["dropped"]), "predicted": p.extra["predicted"],

@@ -24,13 +24,13 @@ from .mlp import Mlp, find_mlp
 from .parts import find_parts
 from .receipt import versions
 from .save import add_metadata, new_folder
-from .shapes import plan_structured, shape_curves
+from .shapes import crossed_curves, plan_structured, shape_curves
 from .shrink import apply_structured
 from .width import narrow
 
 __all__ = [
-    "apply_depth", "apply_structured", "check_exportable", "drop_damage", "drop_layers", "find_parts", "narrow", "plan_depth",
-    "plan_structured", "remove_heads", "save_smaller", "shape_curves",
+    "apply_depth", "apply_structured", "check_exportable", "crossed_curves", "drop_damage", "drop_layers", "find_parts",
+    "narrow", "plan_depth", "plan_structured", "remove_heads", "save_smaller", "shape_curves",
 ]  # fmt: skip
 
 
