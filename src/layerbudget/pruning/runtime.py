@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+_DENSE = (
+    "file and memory: smaller by the removed parameters; time: less, by somewhat under the removed FLOPs' share, everywhere"
+)
 _ROWS = {
     "unstructured": (
         "unstructured zeros, stored densely",
@@ -15,15 +18,16 @@ _ROWS = {
     "depth": ("whole blocks removed", "file, memory, key-value cache and time: smaller in proportion, everywhere"),
     "heads": (
         "attention heads removed",
-        "file, memory and time: smaller in proportion to the removed FLOPs, everywhere; key-value cache: smaller "
-        "only where whole key-value groups went",
+        _DENSE + "; key-value cache: smaller only where whole key-value groups went",
     ),
     "structured": (
         "heads, MLP width or whole blocks removed",
-        "file, memory and time: smaller in proportion to the removed FLOPs, everywhere; key-value cache: smaller "
-        "by the removed key-value groups and blocks only",
+        _DENSE + "; key-value cache: smaller by the removed key-value groups and blocks only",
     ),
-    "width": ("MLP width removed", "file, memory and time: smaller in proportion to the removed FLOPs, everywhere"),
+    "width": (
+        "MLP width removed",
+        _DENSE,
+    ),
 }
 
 
