@@ -21,6 +21,9 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--true-sequential", action="store_true", help="collect inputs again for every group of matrices")
     parser.add_argument("--parity", action="store_true", help="reproduce the masks of the reference implementations")
+    parser.add_argument(
+        "--autocast", choices=("bfloat16", "float16"), help="precision of the calibration forwards (weights keep theirs)"
+    )
     parser.add_argument("--store", default="device", choices=("device", "cpu", "disk"), help="where activations live")
     parser.add_argument("--resume", metavar="DIR", help="keep finished blocks here; an interrupted run continues from it")
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the pruned checkpoint")
@@ -43,6 +46,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         receipt = prune(
             model, plan, data, arguments.method, arguments.batch_size, arguments.parity, arguments.pattern, progress,
             true_sequential=arguments.true_sequential, store=arguments.store, resume=arguments.resume,
+            autocast=arguments.autocast,
         )  # fmt: skip
     out = save_pruned(model, tokenizer, plan, receipt, arguments.out, overwrite=arguments.overwrite)
     arguments.console.print(
