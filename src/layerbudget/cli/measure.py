@@ -13,6 +13,9 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("measure")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     add_data_options(parser, samples=16)
+    parser.add_argument(
+        "--by", default="layer", help="layer, linear (better, about three times the passes), or a regular expression"
+    )
     parser.add_argument("--method", choices=("magnitude", "wanda", "sparsegpt"), default="wanda")
     parser.add_argument("--metric", choices=("kl", "loss"), default="kl")
     parser.add_argument("--sparsity", type=float, default=0.5, help="target around which is measured (default %(default)s)")
@@ -41,7 +44,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     model, _, data = load(arguments)
     with progress_bar(arguments, f"measuring {arguments.method}, blocks") as progress:
         plan, curves = calibrate(
-            model, data, partition(model), sparsity=arguments.sparsity, max_sparsity=arguments.max_sparsity,
+            model, data, partition(model, arguments.by), sparsity=arguments.sparsity, max_sparsity=arguments.max_sparsity,
             method=arguments.method, metric=arguments.metric, iterations=arguments.iterations,
             batch_size=arguments.batch_size, progress=progress,
         )  # fmt: skip
