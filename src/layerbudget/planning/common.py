@@ -45,13 +45,17 @@ def _need_scores(scores: Scores | Sequence[Block]) -> Scores:
 
 
 def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
-    """Indices of the blocks with this name, or whose name or a module's name matches the regular expression.
+    """Indices of the blocks with this name, or of those whose name the regular expression matches (``re.search``).
 
     Raises:
         UnknownBlock: None does.
+        InvalidInput: The expression does not compile.
     """
     found = [i for i, b in enumerate(blocks) if b.name == pattern]
-    found = found or [i for i, b in enumerate(blocks) if re.search(pattern, b.name)]
+    try:
+        found = found or [i for i, b in enumerate(blocks) if re.search(pattern, b.name)]
+    except re.error as error:
+        raise InvalidInput(f"{pattern!r} is not a regular expression ({error}).", "", "Correct it.") from error
     if not found:
         raise UnknownBlock(
             f"No block matches {pattern!r}.",
