@@ -3,6 +3,7 @@
     python benchmarks/pruning.py --wanda CHECKOUT --sparsegpt CHECKOUT [--llm-compressor FOLDER] [--rounds 3]
 
 Every measurement runs in a process of its own; rounds are interleaved. The bound is two plain forwards of the stack.
+``bfloat16`` rows run the calibration forwards under autocast, an option of ours (the references have none on the CPU).
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ import time
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-OURS = ("ours wanda", "ours sparsegpt", "ours sparsegpt true-sequential", "ours magnitude")
+OURS = (
+    "ours wanda", "ours sparsegpt", "ours wanda bfloat16", "ours sparsegpt bfloat16", "ours sparsegpt true-sequential",
+    "ours magnitude",
+)  # fmt: skip
 PEER_OF = {
     "ours wanda": ("wanda repo wanda", "llm-compressor wanda"),
     "ours sparsegpt": ("sparsegpt repo", "wanda repo sparsegpt", "llm-compressor sparsegpt"),
+    "ours wanda bfloat16": ("wanda repo wanda",),
+    "ours sparsegpt bfloat16": ("sparsegpt repo", "wanda repo sparsegpt"),
     "ours sparsegpt true-sequential": ("sparsegpt repo true-sequential",),
     "ours magnitude": ("wanda repo magnitude",),
 }
@@ -61,7 +67,7 @@ def build(a):
     return model, ids
 
 
-def ours(method, model, ids, ratio, *, parity=False, batch_size=8, true_sequential=False, pattern=None):
+def ours(method, model, ids, ratio, *, parity=False, batch_size=8, true_sequential=False, pattern=None, autocast=None):
     from layerbudget.blocks import describe, partition
     from layerbudget.data.calibration import CalibrationSet
     from layerbudget.plan import Plan, PlanBlock
@@ -75,7 +81,7 @@ def ours(method, model, ids, ratio, *, parity=False, batch_size=8, true_sequenti
     )
     plan = Plan(kind="sparsity", rule="uniform", model=describe(model), blocks=blocks, budget={"unit": "parameters"})
     data = CalibrationSet(input_ids=ids)
-    return prune(model, plan, data, method, batch_size, parity, pattern, true_sequential=true_sequential)
+    return prune(model, plan, data, method, batch_size, parity, pattern, true_sequential=true_sequential, autocast=autocast)
 
 
 def runner(name, a):
@@ -86,7 +92,8 @@ def runner(name, a):
 
     if name.startswith("ours"):
         method, *rest = name.split()[1:]
-        return lambda m, i, r, p=None: ours(method, m, i, r, batch_size=a.batch_size, true_sequential=bool(rest))
+        options = {"true_sequential": "true-sequential" in rest, "autocast": "bfloat16" if "bfloat16" in rest else None}
+        return lambda m, i, r, p=None: ours(method, m, i, r, batch_size=a.batch_size, **options)
     if name.startswith("wanda repo"):
         return wanda_repository(Path(a.wanda), name.split()[-1])
     if name.startswith("sparsegpt repo"):

@@ -189,3 +189,29 @@ def test_batch_size_and_half_precision(kit):
     plan = kit.plan(model)
     receipt = prune(copy.deepcopy(model), plan, kit.tokens(), "sparsegpt", 4)
     assert receipt.sparsity == plan.sparsity
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_half_precision_forwards_keep_the_count_and_nearly_all_entries(kit, method):
+    exact, fast = kit.build("llama"), kit.build("llama")
+    before = state(exact)
+    receipts = [prune(m, kit.plan(m), kit.tokens(), method, 4, autocast=a) for m, a in ((exact, None), (fast, "bfloat16"))]
+    assert receipts[0].planned == receipts[1].planned and receipts[0].sparsity == receipts[1].sparsity
+    assert receipts[1].settings["autocast"] == "bfloat16"
+    names = list(receipts[0].modules)
+    equal = [((weight_of(exact, n)[1] == 0) == (weight_of(fast, n)[1] == 0)).float().mean() for n in names]
+    assert 0.97 < min(equal) and min(equal) < 1  # it did run in another precision
+    assert all(weight_of(fast, n)[1].dtype == torch.float32 for n in names)
+    if method == "wanda":
+        kept = [(weight_of(fast, n)[1], before[f"{n}.weight"]) for n in names]
+        assert all(torch.equal(w[w != 0], b[w != 0]) for w, b in kept)
+
+
+def test_precisions_that_cannot_be_are_refused(kit):
+    model = kit.build("llama")
+    before = state(model)
+    with pytest.raises(InvalidInput, match="int8"):
+        prune(model, kit.plan(model), kit.tokens(), autocast="int8")
+    with pytest.raises(InvalidInput, match="parity"):
+        prune(model, kit.plan(model), kit.tokens(), parity=True, autocast="bfloat16")
+    assert same(before, state(model))

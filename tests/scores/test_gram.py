@@ -46,6 +46,15 @@ def test_diagonal_gain_and_floor_equal_the_dense_sum(zoo, name):
             tau = relative * float(d.max())
             assert scores.gain[i][k] == pytest.approx(float((g**2 / (d + tau)).sum()), rel=1e-6)
             assert scores.noise_floor[i][k] == pytest.approx(float((d / (d + tau)).sum()) / n, rel=1e-6)
+            left_out = []
+            owner = np.arange(len(s)) * 4 // len(s)
+            counts = L.targets_of(model, data).reshape(len(s), -1).ne(L.IGNORE).sum(1).numpy()
+            for j in range(4):  # delete one of four groups of sequences
+                rest = torch.as_tensor(owner != j)
+                m = float(counts[owner != j].sum())
+                gj, dj = s[rest].sum(0) / m, s[rest].square().sum(0) / m
+                left_out.append(float((gj**2 / (dj + tau)).sum()))
+            assert scores.standard_error[i][k] == pytest.approx(np.sqrt(3 * np.var(left_out)), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

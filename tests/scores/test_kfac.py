@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from layerbudget.blocks import is_conv1d, weight_of
-from layerbudget.errors import CoverageError
+from layerbudget.errors import CoverageError, InvalidInput
 from layerbudget.scores import adapter_space
 from layerbudget.scores import loss as L
 from layerbudget.scores.curvature import kronecker
@@ -170,3 +170,25 @@ def test_accumulated_gradients_are_those_of_autograd(zoo, name):
         assert torch.allclose(got[m.name], truth[m.name].sum(0) / n, rtol=1e-8, atol=1e-12)
     u, s, v = adapter_space.truncated(got, 64)[m.name]
     assert torch.allclose(u @ torch.diag(s) @ v, got[m.name], atol=1e-10)
+
+
+@pytest.mark.parametrize("estimator", ["adapter", "fisher-gram", "fisher-diagonal", "kfac"])
+def test_median_damping_is_one_damping_for_all_blocks(zoo, estimator):
+    model, data = zoo.model("mistral"), zoo.data("mistral")
+    blocks = zoo.partition(model, "mistral")
+    relative = score(model, data, blocks, estimator, damping=[1.0], damping_unit="median")
+    tau = float(np.median(relative.extra["largest_eigenvalue"]))
+    assert np.allclose(relative.extra["absolute_damping"][0], tau, rtol=1e-12)
+    absolute = score(model, data, blocks, estimator, damping=[tau], damping_unit="absolute")
+    assert np.allclose(relative.values(), absolute.values(), rtol=1e-9)
+
+
+def test_adapter_gains_take_one_damping_unless_told_otherwise(zoo):
+    model, data = zoo.model("mistral"), zoo.data("mistral")
+    blocks = zoo.partition(model, "mistral")
+    default = score(model, data, blocks, "adapter")
+    assert default.damping_unit == "median" and default.damping[default.index(None)] == 1.0
+    assert score(model, data, blocks, "adapter", damping_unit="max").damping_unit == "max"
+    assert score(model, data, blocks).damping_unit == "max"
+    with pytest.raises(InvalidInput, match="other blocks"):
+        score(model, data, blocks, "ggn", damping_unit="median")

@@ -22,8 +22,11 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--include", help="only matrices whose full name matches this regular expression")
     parser.add_argument("--exclude", help="drop matrices whose full name matches this regular expression")
     parser.add_argument("--damping", type=float, nargs="+", help="one or more dampings (default: a sweep)")
-    unit = "relative to the block's largest or mean eigenvalue, or absolute (default %(default)s)"
-    parser.add_argument("--damping-unit", choices=("max", "mean", "absolute"), default="max", help=unit)
+    unit = (
+        "relative to each block's own largest or mean eigenvalue, to the median of the blocks' largest ones (one damping for "
+        "all), or absolute (default: median for adapter, max for the others)"
+    )
+    parser.add_argument("--damping-unit", choices=("max", "mean", "median", "absolute"), help=unit)
     parser.add_argument(
         "--set", dest="options", action="append", default=[], metavar="NAME=VALUE",
         help="an option of the estimator, for example --set draws=4 (may be repeated)",

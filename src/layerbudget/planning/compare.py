@@ -88,7 +88,7 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
             sentences.append(f"No influence here: {', '.join(c['inert'])}.")
     else:
         sentences.append("This rule solves no program, so there is no certificate.")
-    sentences += _on_integers(plan)
+    sentences += _on_integers(plan) + _on_spread(plan)
     return {
         "kind": plan.kind,
         "rule": plan.rule,
@@ -98,6 +98,19 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
         "most": [name[i] for i in order[::-1][:5]],
         "least": [name[i] for i in order[:5]],
     }
+
+
+NEARLY_UNIFORM = 0.05
+
+
+def _on_spread(plan: Plan) -> list[str]:
+    spread = plan.values.std() / max(abs(plan.values.mean()), 1e-300)
+    if plan.rule != "mdl" or len(plan.blocks) < 2 or spread >= NEARLY_UNIFORM:
+        return []
+    return [
+        f"This is nearly uniform (the values differ by {spread:.1%} of their mean). Gains damped relative to each block's own "
+        "curvature are often so: one damping for all blocks (score with --damping-unit median) tells them apart."
+    ]
 
 
 def _on_integers(plan: Plan) -> list[str]:

@@ -22,7 +22,7 @@ from .select import share
 from .sparsegpt import inverse_factor, reference_factor, sparsegpt_update
 from .statistics import Collector, Statistic
 from .tasks import Options, Task, plan_tasks
-from .walk import Walk, inference
+from .walk import Walk, check_autocast, inference
 from .wanda import wanda_mask
 
 __all__ = ["prune", "recount", "save_pruned"]
@@ -46,6 +46,7 @@ def prune(
     store: str = "device",
     folder: Path | str | None = None,
     resume: Path | str | None = None,
+    autocast: str | None = None,
 ) -> Receipt:
     """Prune a model in place.
 
@@ -68,6 +69,8 @@ def prune(
         store: Where activations live: ``device``, ``cpu`` or ``disk``.
         folder: Where ``disk`` puts its temporary files.
         resume: Folder for per-block checkpoints; a run that was interrupted continues from it.
+        autocast: ``bfloat16`` or ``float16``: run the calibration forwards in that precision. Statistics, factorisations and
+            weights stay in their own; entries near the threshold may change places. Several times faster on CPUs with AMX.
 
     Returns:
         The receipt, with zeros recounted.
@@ -82,7 +85,9 @@ def prune(
     options = Options(
         method=method, batch_size=1 if parity else batch_size, parity=parity, pattern=pattern, store=store,
         true_sequential=true_sequential, damping=damping, folder=None if folder is None else Path(folder),
+        autocast=autocast,
     )  # fmt: skip
+    _check_precision(options)
     identity = describe(model)
     _check(plan, data, method, identity)
     check_finite(model)
@@ -122,6 +127,12 @@ def _check(plan: Plan, data: CalibrationSet | None, method: str, identity: Mappi
     if data is None and method != "magnitude":
         raise InvalidInput(f"{method} needs calibration data.", "", "Pass data, or use method magnitude.")
     plan.validate(identity)
+
+
+def _check_precision(options: Options) -> None:
+    check_autocast(options.autocast)
+    if options.autocast and options.parity:
+        raise InvalidInput("parity and autocast exclude each other.", "The references run in the model's own precision.", "")
 
 
 def matrices(owner: nn.Module, parameter: nn.Parameter) -> list[torch.Tensor]:
@@ -182,7 +193,9 @@ def _walk(
     last = max((i for i, work in enumerate(by_layer) if work), default=-1)
     notes: list[str] = []
     with inference(model):
-        walk = Walk(model, data, batch_size=options.batch_size, store=options.store, folder=options.folder)
+        walk = Walk(
+            model, data, batch_size=options.batch_size, store=options.store, folder=options.folder, autocast=options.autocast
+        )
         try:
             if last >= 0:
                 walk.capture()

@@ -43,14 +43,15 @@ class Statistic:
             shape = (x.shape[1],) if self.kind == "diagonal" else (x.shape[1], x.shape[1])
             self.value = torch.zeros(shape, dtype=torch.float32, device=x.device)
         x = x.to(torch.float32)
-        if self.parity:
-            self._add_running(x)
-        elif self.kind == "diagonal":
-            self.value += torch.linalg.vector_norm(x, dim=0).square_()
-        else:
-            for a in range(0, x.shape[1], PANEL):
-                b = min(a + PANEL, x.shape[1])
-                self.value[a:b, a:].addmm_(x[:, a:b].T, x[:, a:])
+        with torch.autocast(x.device.type, enabled=False):  # forwards may run in half precision, sums never
+            if self.parity:
+                self._add_running(x)
+            elif self.kind == "diagonal":
+                self.value += torch.linalg.vector_norm(x, dim=0).square_()
+            else:
+                for a in range(0, x.shape[1], PANEL):
+                    b = min(a + PANEL, x.shape[1])
+                    self.value[a:b, a:].addmm_(x[:, a:b].T, x[:, a:])
         self.rows += x.shape[0]
         self.sequences += 1
 

@@ -27,6 +27,7 @@ class Options:
     damping: float
     store: str
     folder: Path | None
+    autocast: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """The part that belongs into a receipt."""

@@ -91,6 +91,16 @@ def first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple | list) else output
 
 
+def check_autocast(precision: str | None) -> None:
+    """Refuse a precision that autocast does not know.
+
+    Raises:
+        InvalidInput: Neither None, ``bfloat16`` nor ``float16``.
+    """
+    if precision not in (None, "bfloat16", "float16"):
+        raise InvalidInput(f"autocast is {precision!r}.", "It is bfloat16 or float16, or left out.", "Use bfloat16.")
+
+
 class Walk:
     """The replay engine.
 
@@ -103,8 +113,10 @@ class Walk:
         batch_size: Sequences per forward.
         store: Where activations live: ``device``, ``cpu`` or ``disk``.
         folder: Parent of the temporary folder for ``disk``.
+        autocast: ``bfloat16`` or ``float16``: matrix products of the forwards in that precision, weights untouched.
 
     Raises:
+        InvalidInput: A batch size below one, or an unknown precision.
         UnknownStructure: The model has no list of layers, or several.
     """
 
@@ -116,10 +128,12 @@ class Walk:
         batch_size: int = 8,
         store: str = "device",
         folder: Path | str | None = None,
+        autocast: str | None = None,
     ) -> None:
         if batch_size < 1:
             raise InvalidInput(f"batch_size is {batch_size}.", "It must be at least 1.", "Use 8.")
-        self.model, self.data, self.batch_size = model, data, batch_size
+        check_autocast(autocast)
+        self.model, self.data, self.batch_size, self.autocast = model, data, batch_size, autocast
         self.layers = layers(model)
         self.device = next(model.parameters()).device
         self.sizes = [min(batch_size, data.samples - s) for s in range(0, data.samples, batch_size)]
@@ -173,7 +187,7 @@ class Walk:
         handle = self.layers[0][1].register_forward_hook(look)
         try:
             tiny = {k: v[:1, : min(4, v.shape[1])] for k, v in self.inputs(0).items()}
-            with contextlib.suppress(StopForward):
+            with contextlib.suppress(StopForward), self._precision():
                 self.model(**tiny)
         finally:
             handle.remove()
@@ -183,10 +197,16 @@ class Walk:
 
     def _call(self, batch: int) -> torch.Tensor:
         try:
-            self.model(**self.inputs(batch))
+            with self._precision():
+                self.model(**self.inputs(batch))
         except StopForward as stop:
             return stop.output
         raise CoverageError("A block of the model was not called.", "", "Switch layer dropping off.")
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, getattr(torch, self.autocast))
 
     def _shape(self, hidden: torch.Tensor) -> Any:
         return hidden if self._rest is None else (hidden, *self._rest)
@@ -246,7 +266,7 @@ class Walk:
         """The model's own output for one batch, with the forward restarted at block ``index``."""
         hidden = self.store.get(batch) if hidden is None else hidden
         self.forwards += len(self.layers) - index
-        with replaced(self._patches(index, hidden)):
+        with replaced(self._patches(index, hidden)), self._precision():
             return self.model(**self.inputs(batch))
 
     def head(self, batch: int, hidden: torch.Tensor) -> Any:
@@ -257,7 +277,7 @@ class Walk:
             return self._shape(hidden.to(_split(arguments, keywords).device))
 
         patches[self.layers[-1][1]] = give
-        with replaced(patches):
+        with replaced(patches), self._precision():
             return self.model(**self.inputs(batch))
 
     def close(self) -> None:

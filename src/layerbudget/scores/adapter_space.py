@@ -52,7 +52,7 @@ def score_adapter(
     blocks: Sequence[Block],
     *,
     damping: float | Sequence[float] | None = None,
-    damping_unit: str = "max",
+    damping_unit: str = "median",
     batch_size: int = 8,
     seed: int = 0,
     progress: common.Progress | None = None,
@@ -67,7 +67,8 @@ def score_adapter(
         data: n sequences.
         blocks: K blocks; partition by ``linear`` for a gain per module.
         damping: One or several; ``None`` for the default sweep.
-        damping_unit: ``max``, ``mean`` or ``absolute``.
+        damping_unit: ``median`` (one damping for all blocks), ``max``, ``mean`` or ``absolute``. Relative to each block's own
+            curvature, adapter gains come out nearly equal and plans from them nearly uniform.
         batch_size: Sequences per pass.
         seed: Of A and of the resampling.
         progress: Called with sequences done and in total.

@@ -181,7 +181,7 @@ def direct_check(
     """
     check_inputs(data, batch_size)
     values = check_damping(damping, damping_unit) or DAMPINGS
-    if curvature not in CURVATURES or (damping_unit == "mean" and curvature in ("ggn", "hessian")):
+    if curvature not in CURVATURES or damping_unit == "median" or (damping_unit == "mean" and curvature in ("ggn", "hessian")):
         raise InvalidInput(
             f"curvature={curvature!r} with damping_unit={damping_unit!r}.",
             f"curvature is one of {CURVATURES}; ggn and hessian have no mean eigenvalue here.",

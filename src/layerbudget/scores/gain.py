@@ -56,7 +56,7 @@ def score(
     blocks: Sequence[Block],
     estimator: str = "fisher-gram",
     damping: float | Sequence[float] | None = None,
-    damping_unit: str = "max",
+    damping_unit: str | None = None,
     batch_size: int = 8,
     seed: int = 0,
     progress: Progress | None = None,
@@ -71,7 +71,9 @@ def score(
         blocks: From :func:`layerbudget.blocks.partition`.
         estimator: A name of :data:`ESTIMATORS`.
         damping: tau, one or several, in ``damping_unit``; ``None`` for the default sweep.
-        damping_unit: ``max`` or ``mean`` (relative to each block's largest or mean eigenvalue), or ``absolute``.
+        damping_unit: ``max`` or ``mean`` (relative to each block's own largest or mean eigenvalue), ``median`` (one damping for
+            all blocks, relative to the median of their largest eigenvalues) or ``absolute``; ``None`` for the estimator's own
+            choice: ``median`` for ``adapter``, ``max`` for all others.
         batch_size: Sequences per forward pass.
         seed: Of everything random. The same seed gives the same bytes.
         progress: Called with ``(done, total)`` sequences or products.
@@ -93,7 +95,8 @@ def score(
     model_blocks.check_finite(model)
     module, function = ESTIMATORS[estimator].split(":")
     call = getattr(importlib.import_module(module), function)
-    arguments = {"damping": damping, "damping_unit": damping_unit, "batch_size": batch_size, "seed": seed, **options}
+    unit = damping_unit or ("median" if estimator == "adapter" else "max")
+    arguments = {"damping": damping, "damping_unit": unit, "batch_size": batch_size, "seed": seed, **options}
     if stage is None:
         return call(model, data, blocks, progress=progress, **arguments)
     key = stages.request(model, data, blocks, estimator, arguments)

@@ -37,7 +37,7 @@ class Scores:
         blocks: The K blocks, in natural order; values below are in this order.
         damping: The D dampings (one entry, 0.0, where the estimator has none).
         damping_unit: ``absolute`` (loss/parameter^2), ``max`` or ``mean`` (relative to the largest or mean eigenvalue
-            of each block's curvature), ``none``.
+            of each block's curvature), ``median`` (relative to the median over blocks of the largest one), ``none``.
         gain: ``D x K`` values. In nats of average loss for gains; otherwise what ``unit`` says.
         standard_error: ``D x K``, null where the estimator has none.
         noise_floor: ``D x K``: the value expected from noise alone, null where not known.

@@ -19,6 +19,7 @@ from ..record import Scores
 
 SWEEPS = {
     "max": (1e-3, 1e-2, 1e-1, 1.0, 10.0),
+    "median": (1e-2, 1e-1, 1.0, 10.0, 100.0),
     "mean": (1e-1, 1.0, 10.0, 100.0, 1000.0),
     "absolute": (1e-3, 1e-2, 1e-1, 1.0, 10.0),
 }
@@ -51,7 +52,8 @@ def resolve_damping(
 
     Args:
         damping: Value or values in ``unit``; ``None`` for the default sweep.
-        unit: ``max`` or ``mean`` (times the largest or mean eigenvalue of each block's curvature), or ``absolute``.
+        unit: ``max`` or ``mean`` (times the largest or mean eigenvalue of each block's own curvature), ``median`` (one damping
+            for all blocks: times the median over blocks of their largest eigenvalues), or ``absolute``.
         largest: ``(K,)`` largest eigenvalues.
         mean: ``(K,)`` mean eigenvalues.
 
@@ -65,11 +67,16 @@ def resolve_damping(
     if values is None:
         values = SWEEPS[unit]
         if unit == "absolute":
-            positive = largest[largest > 0]
-            values = tuple(v * float(np.median(positive)) if positive.size else v for v in values)
-    scale = {"max": largest, "mean": mean, "absolute": np.ones_like(largest)}[unit]
+            values = tuple(v * _median(largest) for v in values)
+    common = {"median": _median(largest), "absolute": 1.0}
+    scale = {"max": largest, "mean": mean}.get(unit, np.full(len(largest), common.get(unit, 1.0)))
     tau = np.asarray(values)[:, None] * scale[None, :]
     return values, np.where(tau > 0, tau, 1.0)
+
+
+def _median(largest: np.ndarray) -> float:
+    positive = largest[largest > 0]
+    return float(np.median(positive)) if positive.size else 1.0
 
 
 def versions() -> dict[str, str]:

@@ -15,6 +15,8 @@ from ..record import Scores
 from . import common
 from .gram import token_counts
 
+_PIECE = 1 << 15  # entries: what a sweep reads again and again fits into the second-level cache
+
 
 class _Sums:
     """Sums of gradients and of their squares by weight matrix, in a few groups of sequences."""
@@ -99,16 +101,34 @@ def score_diagonal(
     return _record(model, data, blocks, sums, token_counts(model, data), damping, damping_unit, seed, total)
 
 
-def _jackknife(first: torch.Tensor, second: torch.Tensor, tokens: np.ndarray, tau: float) -> float:
-    """Delete-a-group standard error of the diagonal gain."""
-    if len(first) < 2:
-        return float("nan")
-    left_out = []
-    for j in range(len(first)):
-        m = float(tokens.sum() - tokens[j])
-        g, d = (first.sum(0) - first[j]) / m, (second.sum(0) - second[j]) / m
-        left_out.append(float((g * g / (d + tau)).sum()))
-    return float(np.sqrt((len(left_out) - 1) * np.var(left_out)))
+def _sweep(first: torch.Tensor, second: torch.Tensor, tokens: np.ndarray, tau: np.ndarray) -> np.ndarray:
+    """Sums over the entries of one matrix at every damping, in one walk over pieces that stay in the cache.
+
+    Args:
+        first: ``(groups, P)`` sums of the gradients over the sequences of a group.
+        second: ``(groups, P)`` sums of their squares.
+        tokens: ``(groups,)`` target tokens.
+        tau: ``(D,)`` absolute dampings.
+
+    Returns:
+        ``(2 + groups, D)``: ``sum g^2/(D+tau)``, ``sum D/(D+tau)``, and the first again with one group left out at a time.
+    """
+    groups, n = len(first), float(tokens.sum())
+    out = np.zeros((2 + groups, len(tau)))
+    for start in range(0, first.shape[1], _PIECE):
+        f, s = first[:, start : start + _PIECE], second[:, start : start + _PIECE]
+        f_all, s_all = f.sum(0), s.sum(0)
+        for row in (0, *range(2, 2 + groups)):
+            left = f_all if row == 0 else f_all - f[row - 2]
+            squares = s_all if row == 0 else s_all - s[row - 2]
+            m = n if row == 0 else max(n - float(tokens[row - 2]), 1.0)
+            g, d = (left / m).square_(), squares / m
+            for i, t in enumerate(tau):
+                inverse = (d + float(t)).reciprocal_()
+                out[row, i] += float(torch.dot(g, inverse))
+                if row == 0:
+                    out[1, i] += float(torch.dot(d, inverse))
+    return out
 
 
 def _record(
@@ -125,24 +145,18 @@ def _record(
     n = float(counts.sum())
     owner = np.arange(data.samples) * sums.groups // data.samples
     group_tokens = np.array([counts[owner == g].sum() for g in range(sums.groups)])
-    flat = [
-        (
-            torch.cat([sums.first[m.name].flatten(1) for m in b.modules if m.name in sums.first], 1).double(),
-            torch.cat([sums.second[m.name].flatten(1) for m in b.modules if m.name in sums.first], 1).double(),
-        )
-        for b in blocks
-    ]
-    diagonals = [second.sum(0) / n for _, second in flat]
-    largest = np.array([float(d.max()) for d in diagonals])
-    mean = np.array([float(d.sum()) for d in diagonals]) / np.array([b.numel for b in blocks])
+    matrices = [[m.name for m in b.modules if m.name in sums.first] for b in blocks]
+    totals = [[sums.second[name].sum(0) for name in names] for names in matrices]
+    largest = np.array([max(float(d.max()) for d in each) for each in totals]) / n
+    mean = np.array([sum(float(d.sum(dtype=torch.float64)) for d in each) for each in totals]) / n
+    mean /= np.array([b.numel for b in blocks])
+    del totals
     values, tau = common.resolve_damping(damping, damping_unit, largest, mean)
     gain, floor, error = (np.zeros_like(tau) for _ in range(3))
-    for k, (first, second) in enumerate(flat):
-        g = first.sum(0) / n
-        for i, t in enumerate(tau[:, k]):
-            gain[i, k] = float((g * g / (diagonals[k] + t)).sum())
-            floor[i, k] = float((diagonals[k] / (diagonals[k] + t)).sum() / n)
-            error[i, k] = _jackknife(first, second, group_tokens, float(t))
+    for k, names in enumerate(matrices):
+        found = sum(_sweep(sums.first[x].flatten(1), sums.second[x].flatten(1), group_tokens, tau[:, k]) for x in names)
+        gain[:, k], floor[:, k] = found[0], found[1] / n
+        error[:, k] = np.sqrt((sums.groups - 1) * np.var(found[2:], axis=0)) if sums.groups > 1 else np.nan
     extra = {
         "curvature": "diagonal empirical Fisher",
         "tokens": int(n),

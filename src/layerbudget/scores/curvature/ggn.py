@@ -24,15 +24,16 @@ def absolute_damping(values: Sequence[float], unit: str, run: Tridiagonal) -> np
 
 
 def lanczos_values(damping: Any, unit: str) -> tuple[float, ...]:
-    """Dampings of the Krylov estimators; they know no trace, so ``mean`` is refused.
+    """Dampings of the Krylov estimators; they know no trace and no other block, so ``mean`` and ``median`` are refused.
 
     Raises:
-        InvalidInput: The unit is ``mean``, or ``absolute`` without values.
+        InvalidInput: The unit is ``mean`` or ``median``, or ``absolute`` without values.
     """
     values = common.check_damping(damping, unit)
-    if unit == "mean" or (unit == "absolute" and values is None):
+    if unit in ("mean", "median") or (unit == "absolute" and values is None):
         raise InvalidInput(
-            f"damping_unit={unit!r} with damping={damping} needs the trace of the curvature, which Lanczos does not compute.",
+            f"damping_unit={unit!r} with damping={damping} needs what Lanczos on one block does not know: the trace of the "
+            "curvature, or the other blocks.",
             "Use 'max', or 'absolute' with values.",
             "Leave damping_unit at 'max'.",
         )

@@ -1,12 +1,14 @@
 """Per-sequence gradients and their Gram matrices ``K = SS'``, exact or sketched.
 
 Rows ``s_i`` are gradients of the *summed* loss of sequence i. Exact rows are materialised for as many blocks at a time as
-fit in memory; the Kronecker sketch ``(B_i P_o)'(A_i P_i)`` keeps r_o x r_i numbers per sequence and matrix instead.
+fit in memory; the Kronecker sketch ``(B_i P_o)'(A_i P_i)`` keeps r_o x r_i numbers per sequence and matrix instead. The same
+place in every layer shares its Gaussian maps: each Gram matrix stays unbiased, and layers are compared under one draw.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,7 +49,7 @@ class Rows:
         self.place: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         self.values: list[torch.Tensor] = []
         self.start, self._written = 0, set()
-        self._maps: dict[tuple[str, int, int], torch.Tensor | None] = {}
+        self._maps: dict[tuple[str, int, int], torch.Tensor] = {}
         for k, block in enumerate(blocks):
             width = 0
             for m in block.modules:
@@ -96,12 +98,12 @@ class Rows:
         width = x.shape[-1]
         if rank >= width:
             return x
-        if (key, width, rank) not in self._maps:
-            digest = hashlib.sha256(f"{self.seed}.{key}".encode()).digest()
+        place = (re.sub(r"\d+", "#", key, count=1), width, rank)
+        if place not in self._maps:
+            digest = hashlib.sha256(f"{self.seed}.{place[0]}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-            matrix = torch.randn(width, rank, generator=generator, dtype=torch.float64) / rank**0.5
-            self._maps[key, width, rank] = matrix.to(self.dtype).to(self.device)
-        return x @ self._maps[key, width, rank]
+            self._maps[place] = (torch.randn(width, rank, generator=generator) / rank**0.5).to(self.device, self.dtype)
+        return x @ self._maps[place]
 
 
 def gram(rows: torch.Tensor, others: torch.Tensor | None = None) -> np.ndarray:
