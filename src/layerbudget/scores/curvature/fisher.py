@@ -66,9 +66,12 @@ def score_gram(
         InvalidInput: A damping or batch size outside its domain, or fewer than two sequences.
     """
     common.check_damping(damping, damping_unit)
+    common.check_inputs(data, batch_size)
     if data.samples < 2:
         raise InvalidInput(f"The data has {data.samples} sequence.", "A Gram matrix needs at least two.", "Give more text.")
     pair = (sketch, sketch) if isinstance(sketch, int) else sketch
+    if pair is not None and min(pair) < 1:
+        raise InvalidInput(f"sketch is {sketch}.", "Its sides are at least 1.", "Use 16, or None for the exact matrix.")
     if stage is None:
         grams, total = gram_matrices(
             model, data, blocks, batch_size=batch_size, sketch=pair, seed=seed, max_bytes=max_bytes, progress=progress

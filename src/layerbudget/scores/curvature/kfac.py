@@ -12,6 +12,7 @@ matrices is dropped. Fused experts have no hooks and are refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,3 +133,6 @@ def score_ekfac(model: nn.Module, data: Data, blocks: Sequence[Block], **argumen
         InvalidInput: An argument outside its domain.
     """
     return score_kfac(model, data, blocks, corrected=True, **arguments)
+
+
+score_ekfac.__signature__ = inspect.signature(score_kfac)  # type: ignore[attr-defined]  # the options are the same
