@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from .shared import progress_bar
@@ -37,10 +38,13 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import load_task
+    from ..errors import NotFound
     from ..lora.compare import compare
     from ..lora.finetune import classifier_loader, finetune
     from ..lora.protocol import PRESETS
 
+    if arguments.against and not (Path(arguments.against) / "result.json").is_file():
+        raise NotFound(f"{arguments.against} has no result.json.", "", "Point to a folder that `layerbudget finetune` wrote.")
     plan = _validated_plan(arguments)
     task = load_task(arguments.task, arguments.data_dir).limited(arguments.train_rows)
     given = {k: getattr(arguments, k) for k in ("epochs", "lr", "batch", "accumulation", "balance")}

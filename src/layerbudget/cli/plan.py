@@ -228,6 +228,8 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     from ..planning import sweep
 
     options: dict[str, Any] = {"damping": a.damping, "smoothing": a.smoothing}
+    if a.kind != "sparsity" and a.max_sparsity is not None:
+        raise InvalidInput(f"--max-sparsity has no meaning for --kind {a.kind}.", "", "Leave it out.")
     if a.kind == "sparsity" and a.max_sparsity is not None:
         options["max_sparsity"] = a.max_sparsity
     budgets = [int(b) for b in a.budgets] if a.kind == "experts" else a.budgets
