@@ -14,8 +14,8 @@ Tasks: ``cola`` and ``mrpc`` with a classification head on an encoder (the poole
 learned), ``prose`` adapts a causal LM from code to books (three for training, Pride and Prejudice held out). Every run appends
 one JSON line to ``benchmarks/results/lora_quality.jsonl`` and is skipped when its line is there, so the command can be stopped
 and repeated. The seed sets the head, the adapter's start and the order of the rows; runs of one seed are paired. Base weights
-are bf16, adapters float32 under bf16 autocast, no dropout, one thread. Attention is eager on the encoder: the bf16 backward of
-the CPU's fused kernel took half of a step. AdaLoRA's budget is a total of ranks and it keeps more of them in the small modules, so its mean rank is set to
+are bf16, adapters float32 under bf16 autocast, no dropout, one thread. Attention is eager (``--attention``): the bf16 backward of
+the CPU's fused kernel takes half of a step; lines without the field were made with ``sdpa``. AdaLoRA's budget is a total of ranks and it keeps more of them in the small modules, so its mean rank is set to
 9 beside uniform's 8 (it starts at 13), which comes closest in parameters; they are counted after training, over what it kept.
 """
 
@@ -218,7 +218,7 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
 
 def _setting(bench, form: str, rule: str, seed: int, options: argparse.Namespace) -> dict:
     fields = {"task": options.task, "form": form, "rule": rule, "seed": seed, "rows": len(bench.train)}
-    return fields | {k: getattr(options, k) for k in ("steps", "lr", "batch", "length")}
+    return fields | {k: getattr(options, k) for k in ("steps", "lr", "batch", "length", "attention")}
 
 
 def replan(bench, model, optimizer, form: str, seed: int, options: argparse.Namespace) -> list[int]:
@@ -234,7 +234,8 @@ def replan(bench, model, optimizer, form: str, seed: int, options: argparse.Name
 
 def key_of(row: dict) -> tuple:
     """What identifies a run."""
-    return tuple(row[k] for k in ("task", "form", "rule", "seed", "steps", "lr", "batch", "length", "rows"))
+    names = ("task", "form", "rule", "seed", "steps", "lr", "batch", "length", "rows")
+    return (*(row[k] for k in names), row.get("attention", "sdpa"))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -275,6 +276,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8, help="uniform rank")
     parser.add_argument("--experts", type=int, default=5, help="uniform experts per layer")
     parser.add_argument("--train-limit", type=int)
+    parser.add_argument("--attention", choices=("eager", "sdpa"), default="eager")
     parser.add_argument("--results", default=str(RESULTS / "lora_quality.jsonl"))
     options = parser.parse_args()
     run(options) if options.verb == "run" else write_report(options.results, __doc__.split("\n\n", 2)[2])

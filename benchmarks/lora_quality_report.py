@@ -26,6 +26,7 @@ def write_report(results: str, about: str) -> None:
     for line in Path(results).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         setting = tuple(row[k] for k in ("task", "form", "steps", "batch", "rows", "length", "lr"))
+        setting += (row.get("attention", "sdpa"),)
         groups.setdefault(setting, {}).setdefault(row["rule"], {})[row["seed"]] = row
     text = ["# Plans of ranks and experts against uniform, paired over seeds", "", about.strip(), ""]
     text += [f"Python {platform.python_version()}, torch {torch.__version__}, CPU, one thread per run.", ""]
@@ -39,8 +40,8 @@ def write_report(results: str, about: str) -> None:
 
 
 def _section(setting: tuple, by_rule: Runs, summary: list[dict]) -> list[str]:
-    task, form, steps, batch, count, length, lr = setting
-    text = [f"## {task}, {form}", "", f"{steps} steps of {batch} rows out of {count}, at most {length} tokens, lr {lr:g}.", ""]
+    task, form, steps, batch, count, length, lr, attention = setting
+    text = [f"## {task}, {form}", "", f"{steps} steps of {batch} rows out of {count}, at most {length} tokens, lr {lr:g}, {attention} attention.", ""]
     text += [f"| rule | seeds | adapter parameters | {UNITS[task]} | held-out loss | minus uniform | p |"]
     text += ["|---|---|---|---|---|---|---|"]
     sentences = []

@@ -41,7 +41,7 @@ class Classification:
         torch.manual_seed(seed)
         model = AutoModelForSequenceClassification.from_pretrained(
             self.options.model, num_labels=len(self.task.labels), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-            attn_implementation="eager",
+            attn_implementation=self.options.attention,
         )  # fmt: skip
         return model.eval()
 
@@ -137,7 +137,9 @@ class Prose:
 
     def model(self, seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
-        return self.load(self.options.model)
+        model = self.load(self.options.model)
+        model.set_attn_implementation(self.options.attention)
+        return model
 
     def batches(self, seed: int, epoch: int):
         order = np.random.default_rng([seed, epoch]).permutation(len(self.train))

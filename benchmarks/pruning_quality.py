@@ -25,7 +25,8 @@ from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.planning import plan_sparsity
-from layerbudget.pruning.measure import calibrate, damage_curves
+from layerbudget.pruning.calibrate import calibrate
+from layerbudget.pruning.measure import damage_curves
 from layerbudget.pruning.prune import prune
 from layerbudget.scores.gain import score
 
@@ -97,7 +98,8 @@ class Bench:
                 measure_batches=self.a.measure_batches,
             )  # fmt: skip
             full = len(self.model.model.layers) * math.ceil(self.a.samples / 8)
-            return plan, sum(c.forwards for c in curves) / full, spent + time.process_time() - started
+            forwards = sum(c.forwards for c in curves) + plan.extra.get("search_forwards", 0)
+            return plan, forwards / full, spent + time.process_time() - started
         estimator, by, how = SCORED[rule]
         found, seconds = self.scored(estimator, by, seed)
         # a forward and a backward count as three forwards; data-free scores as none
@@ -107,7 +109,7 @@ class Bench:
     def measure(self, plan, method, seed):
         pruned = copy.deepcopy(self.model)
         receipt = prune(pruned, plan, self.calibration(seed), method, 8)
-        return receipt.sparsity, perplexity(pruned, self.held_out).value
+        return receipt.sparsity, perplexity(pruned, self.held_out)
 
 
 def random_search(bench, method, sparsity, seed, generations, offspring):
@@ -170,6 +172,10 @@ def _database(model, data, blocks, method, level):
     return {m.name: pruned.get_submodule(m.name).weight.data.clone() for b in blocks for m in b.modules}
 
 
+def _short(row):
+    return {k: v for k, v in row.items() if k != "nll"}
+
+
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -196,12 +202,13 @@ def table(rows, a, dense):
                 cost += [r["forwards"] for r in found]
                 cpu += [r["seconds"] for r in found]
                 seeds |= {r["seed"] for r in found}
-                summary[f"{method}|{s}|{rule}"] = [r["value"] for r in found]
+                summary[f"{method}|{s}|{rule}"] = {r["seed"]: r["nll"] for r in found}
             if seeds:
                 mean = f"{statistics.mean(cost):.1f} | {statistics.mean(cpu):.1f}"
                 lines.append(f"| {rule} | " + " | ".join(cells) + f" | {mean} | {len(seeds)} |")
         lines.append("")
-    lines += ["## Best rule at every point", "", *_verdicts(summary, a), ""]
+    lines += ["## Best rule at every point", "", "Tied: the paired difference over windows is within two standard errors.", ""]
+    lines += [*_verdicts(summary, a), ""]
     return "\n".join(lines)
 
 
@@ -212,6 +219,13 @@ def _cell(values):
     return f"{statistics.mean(values):.2f}{error}"
 
 
+def _tied(best, other):
+    """Whether the paired difference over windows (averaged over the seeds both have) is within two standard errors of zero."""
+    seeds = sorted(set(best) & set(other))
+    difference = np.mean([np.subtract(other[s], best[s]) for s in seeds], axis=0)
+    return bool(difference.mean() < 2 * difference.std(ddof=1) / math.sqrt(len(difference)))
+
+
 def _verdicts(summary, a):
     lines = []
     for method in a.methods:
@@ -219,12 +233,14 @@ def _verdicts(summary, a):
             found = {r: summary[f"{method}|{s}|{r}"] for r in RULES if summary.get(f"{method}|{s}|{r}")}
             if not found:
                 continue
-            means = {r: statistics.mean(v) for r, v in found.items()}
+            means = {r: statistics.mean(math.exp(statistics.mean(x)) for x in v.values()) for r, v in found.items()}
             best = min(means, key=means.get)
             text = f"- {method} {s:.0%}: best {best} ({means[best]:.2f})"
+            tied = [r for r in found if r != best and _tied(found[best], found[r])]
+            text += f", tied with {', '.join(tied)}" if tied else ""
             if "uniform" in means:
                 text += f"; uniform {means['uniform']:.2f}, {100 * (means['uniform'] / means[best] - 1):.1f} % above it"
-            lines.append(text)
+            lines.append(text + ".")
     return lines
 
 
@@ -235,7 +251,7 @@ def main():
     parser.add_argument("--evaluation", default="stdlib")
     parser.add_argument("--name", default="quality_stdlib")
     parser.add_argument("--label", help="what to call the model in the result (default: its name)")
-    for name, default in (("samples", 32), ("length", 256), ("windows", 64), ("seeds", 3), ("iterations", 1)):
+    for name, default in (("samples", 32), ("length", 256), ("windows", 256), ("seeds", 3), ("iterations", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--measure-batches", type=int, default=1)
     parser.add_argument("--cap", type=float, default=0.9)
@@ -266,7 +282,14 @@ def main():
             else:
                 plan, cost, cpu = bench.plan(rule, method, sparsity, seed)
             recounted, value = bench.measure(plan, method, seed)
-            row |= {"sparsity": recounted, "value": value, "forwards": cost, "seconds": cpu, "plan": plan.values.tolist()}
+            row |= {
+                "sparsity": recounted,
+                "value": value.value,
+                "nll": [round(v, 4) for v in value.nll],
+                "forwards": cost,
+                "seconds": cpu,
+                "plan": plan.values.tolist(),
+            }
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}".split(" (/")[0][:300]
         rows.append(row)
@@ -287,7 +310,7 @@ def main():
     text += f"\n{len(missing)} of {len(jobs)} points are missing.\n" if missing else ""
     (RESULTS / f"{a.name}.md").write_text(text)
     (RESULTS / f"{a.name}.json").write_text(
-        json.dumps({"environment": environment, "dense": dense, "rows": rows}, indent=0) + "\n"
+        json.dumps({"environment": environment, "dense": dense, "rows": [_short(r) for r in rows]}, indent=0) + "\n"
     )
     print(text)
 

@@ -10,8 +10,9 @@ import torch
 
 from layerbudget.blocks import describe, partition
 from layerbudget.plan import Plan, PlanBlock
+from layerbudget.pruning.calibrate import calibrate
 from layerbudget.pruning.curves import Curves
-from layerbudget.pruning.measure import calibrate, damage_curves
+from layerbudget.pruning.measure import damage_curves, plan_damage
 from layerbudget.pruning.prune import prune
 
 
@@ -101,3 +102,26 @@ def test_smoothed_curves_pass_through_the_points():
     x, y = (np.array(v) for v in around.penalty(0.01)["a"])
     assert np.interp(0.6, x, y) - np.interp(0.4, x, y) == pytest.approx(0.4)
     assert (np.diff(np.diff(y) / np.diff(x)) >= -1e-9).all()
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_damage_of_a_plan_is_that_of_pruning_by_it(kit, method):
+    model, data = kit.build("llama"), kit.tokens()
+    before = copy.deepcopy(model.state_dict())
+    plans = [kit.plan(model, spread=s) for s in (0.0, 0.3)]
+    found, forwards = plan_damage(model, data, partition(model), plans, method=method, batch_size=4)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and forwards > 0
+    for plan, damage in zip(plans, found, strict=True):
+        pruned = copy.deepcopy(model)
+        prune(pruned, plan, data, method, 4)
+        assert damage == pytest.approx(kl(model, pruned, data), rel=1e-3)
+
+
+def test_a_step_is_taken_only_as_far_as_the_whole_plan_gains(kit):
+    model, data = kit.build("llama"), kit.tokens()
+    start, _ = calibrate(model, data, sparsity=0.6, iterations=0, batch_size=8)
+    plan, curves = calibrate(model, data, sparsity=0.6, iterations=3, trust=0.3, batch_size=8)
+    damage, _ = plan_damage(model, data, partition(model), [start, plan], batch_size=8)
+    assert damage[1] <= damage[0] and plan.extra["damage"] == pytest.approx(damage[1], rel=1e-5)
+    assert sum(b.count for b in plan.blocks) == sum(b.count for b in start.blocks)
+    assert len(curves) <= 4 and plan.extra["search_forwards"] > 0

@@ -26,7 +26,7 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure, plan, write both files."""
     from ..blocks import partition
-    from ..pruning.measure import calibrate
+    from ..pruning.calibrate import calibrate
     from ..records import check_fraction, check_output, dumps, write_text
     from ..report.tables import plan_table
 

@@ -21,7 +21,7 @@ from ..evaluation.perplexity import Evaluation, evaluation_set, perplexity
 from ..loading import load_model, load_tokenizer
 from ..plan import Plan
 from ..planning import plan_sparsity
-from ..pruning.measure import calibrate
+from ..pruning.calibrate import calibrate
 from ..pruning.prune import prune, save_pruned
 from ..records import dumps, write_text
 from ..report.figures import overview

@@ -1,23 +1,21 @@
 """Penalties calibrated to the pruner: prune one block at a time and look at the model's output.
 
 The clean prefix of every block is kept, so a measurement runs only the blocks from the pruned one to the end. Block
-errors do not add up; :func:`calibrate` therefore measures again around the first plan, with every other block pruned
-as planned.
+errors do not add up; :func:`layerbudget.pruning.calibrate.calibrate` therefore measures again around the first plan, with
+every other block pruned as planned.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from ..blocks import describe, partition
+from ..blocks import partition
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..plan import Plan
-from ..planning import plan_sparsity
 from ..records import Block
 from .curves import Curves
 from .meter import Meter, Originals
@@ -182,61 +180,45 @@ def _one_layer(
     return out
 
 
-def calibrate(
+def plan_damage(
     model: nn.Module,
     data: CalibrationSet,
-    blocks: Sequence[Block] | None = None,
+    blocks: Sequence[Block],
+    plans: Sequence[Plan],
     *,
-    sparsity: float = 0.5,
-    max_sparsity: float = 0.9,
     method: str = "wanda",
     metric: str = "kl",
-    spread: Sequence[float] = (-0.2, -0.1, 0.0, 0.1, 0.2),
-    iterations: int = 1,
-    trust: float = 0.08,
     batch_size: int = 8,
     measure_batches: int | None = None,
-    start: Curves | None = None,
-    progress: Progress | None = None,
-) -> tuple[Plan, list[Curves]]:
-    """Plan with penalties measured on this model, this pruner and this text.
+) -> tuple[list[float], int]:
+    """Damage of whole plans: every block pruned, the output compared with the dense model's; the model is left as it was.
 
     Args:
-        model: The dense model; left as it was.
+        model: The dense model.
         data: Calibration tokens.
-        blocks: Layers by default.
-        sparsity: Target.
-        max_sparsity: Cap.
+        blocks: The blocks of the plans.
+        plans: What to try.
         method: Pruner.
         metric: ``kl`` or ``loss``.
-        spread: Measured ratios, relative to the target.
-        iterations: How often to measure again around the plan and move it by at most ``trust``.
-        trust: Largest move of one block per iteration.
         batch_size: Sequences per forward.
         measure_batches: See :func:`damage_curves`.
-        start: Curves of the dense model that were measured before (one measurement serves every target).
-        progress: Called with (blocks done, blocks) of each measurement.
 
     Returns:
-        The plan and the curves of every round.
+        Damage per plan in nats per token, and the forwards of one block on one batch that it took.
     """
-    blocks = tuple(blocks) if blocks is not None else partition(model)
-    ratios = sorted({min(max_sparsity, max(0.02, round(sparsity + s, 4))) for s in spread})
-    common = {
-        "method": method, "metric": metric, "batch_size": batch_size, "measure_batches": measure_batches, "progress": progress,
-    }  # fmt: skip
-    curves = [start or damage_curves(model, data, blocks, ratios=ratios, **common)]
-    measured = [min(max_sparsity, curves[0].ratios[b.name][-1]) for b in blocks]
-    plan = _solve(model, blocks, sparsity, 0.0, measured, curves[0])
-    for _ in range(iterations):
-        low = {b.name: max(0.0, b.value - trust) for b in plan.blocks}
-        high = {b.name: min(max_sparsity, b.value + trust) for b in plan.blocks}
-        points = {b.name: (low[b.name], (low[b.name] + high[b.name]) / 2, high[b.name]) for b in plan.blocks}
-        curves.append(damage_curves(model, data, blocks, ratios=points, around=plan, **common))
-        plan = _solve(model, blocks, sparsity, list(low.values()), list(high.values()), curves[-1])
-    return plan, curves
-
-
-def _solve(model, blocks, sparsity, low, high, curves) -> Plan:  # type: ignore[no-untyped-def]
-    plan = plan_sparsity(blocks, sparsity=sparsity, min_sparsity=low, max_sparsity=high, penalty=curves.penalty())
-    return dataclasses.replace(plan, rule="calibrated", model=describe(model))
+    options, values = _options(method, batch_size), []
+    with inference(model):
+        walk = Walk(model, data, batch_size=batch_size)
+        held = Originals(model, blocks)
+        try:
+            walk.capture()
+            meter = Meter(walk, metric, measure_batches)
+            for plan in plans:
+                walk.capture()
+                _prune_all(model, walk, blocks, _counts(plan), options)
+                values.append(meter.reached())
+                held.restore([m.name for b in blocks for m in b.modules])
+        finally:
+            held.restore([m.name for b in blocks for m in b.modules])
+            walk.close()
+    return values, walk.forwards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -44,9 +44,16 @@ class Meter:
 
     def damage(self, index: int) -> float:
         """Damage with the model as it is now, forwards restarted at block ``index`` from the stored activations."""
+        return self._compare(lambda batch: self.walk.tail(index, batch).logits)
+
+    def reached(self) -> float:
+        """Damage at the activations that the walk has stored behind the last block."""
+        return self._compare(lambda batch: self.walk.head(batch, self.walk.store.get(batch)).logits)
+
+    def _compare(self, logits_of: Callable[[int], torch.Tensor]) -> float:
         total = tokens = 0.0
         for batch in self.batches:
-            logits = self.walk.tail(index, batch).logits
+            logits = logits_of(batch)
             mask = self._mask(batch, logits)
             if self.metric == "loss":
                 total += (self._loss(logits, batch) - self.dense[batch]) * float(mask.sum())
