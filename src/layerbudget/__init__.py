@@ -34,7 +34,7 @@ _PUBLIC = {
     "recount": "pruning.prune",
     "save_pruned": "pruning.prune",
     "damage_curves": "pruning.measure",
-    "calibrate": "pruning.measure",
+    "calibrate": "pruning.calibrate",
     "plan_depth": "pruning.depth",
     "recover": "pruning.recovery",
     "add_ranks": "lora.ranks",

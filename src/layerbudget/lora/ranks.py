@@ -117,8 +117,9 @@ def add_ranks(
     adapted = get_peft_model(model, config, adapter_name=adapter_name)
     targets.recount(adapted_ranks(adapted, adapter_name), {m: r for m, r in ranks.items() if r}, "rank")
     planned = sum(ranks[m] * (d_in + d_out) for m, (d_in, d_out) in shapes.items())
-    saved = f".modules_to_save.{adapter_name}."
-    trained = sum(p.numel() for n, p in adapted.named_parameters() if p.requires_grad and saved not in n and "lora_" in n)
+    saved, counted = f".modules_to_save.{adapter_name}.", ("lora_A.", "lora_B.")  # DoRA trains magnitudes beside them
+    adapters = [p for n, p in adapted.named_parameters() if saved not in n and any(part in n for part in counted)]
+    trained = sum(p.numel() for p in adapters if p.requires_grad)
     if trained != planned:
         raise CoverageError(
             f"{trained:,} adapter parameters are trained; the plan's ranks make {planned:,}.",

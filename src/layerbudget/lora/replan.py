@@ -181,6 +181,8 @@ def replanned(
 ) -> dict[str, int]:
     """New counts by module for the same budget as the plan's, at least ``minimum`` for every module that has an adapter.
 
+    A block with one expert has no router and keeps its one; gains that are not finite or all zero leave every count as it is.
+
     Ranks are priced in parameters (``d_in + d_out`` each), experts by one per block; the budget is what the old counts cost.
 
     Args:
@@ -193,16 +195,19 @@ def replanned(
 
     blocks = [b for b in plan.blocks if b.count > 0]
     value = np.array([sum(gains[m] for m in b.modules) for b in blocks])
+    if not (np.isfinite(value).all() and value.sum() > 0):
+        return {m: b.count for b in blocks for m in b.modules}  # nothing to go by
     counts = np.array([b.count for b in blocks], dtype=float)
     ranks = plan.kind == "ranks"
     cost = np.array([sum(sum(shapes[m]) for m in b.modules) if ranks else 1.0 for b in blocks])
+    fixed = (counts < 2) & (not ranks)  # one expert has no router and stays one
     low = np.minimum(minimum, counts)
     solution = allocate(
         value / value.sum(),
         cost,
         float(cost @ counts),
         lower=low,
-        upper=np.full(len(blocks), 4.0 * counts.mean()),
+        upper=np.where(fixed, counts, np.maximum(4.0 * counts.mean(), counts)),
         rule="exactly",
     )
     new = round_capacity(solution).counts
