@@ -41,7 +41,12 @@ def write_report(results: str, about: str) -> None:
 
 def _section(setting: tuple, by_rule: Runs, summary: list[dict]) -> list[str]:
     task, form, steps, batch, count, length, lr, attention = setting
-    text = [f"## {task}, {form}", "", f"{steps} steps of {batch} rows out of {count}, at most {length} tokens, lr {lr:g}, {attention} attention.", ""]
+    text = [
+        f"## {task}, {form}",
+        "",
+        f"{steps} steps of {batch} rows out of {count}, at most {length} tokens, lr {lr:g}, {attention} attention.",
+        "",
+    ]
     text += [f"| rule | seeds | adapter parameters | {UNITS[task]} | held-out loss | minus uniform | p |"]
     text += ["|---|---|---|---|---|---|---|"]
     sentences = []

@@ -1,6 +1,6 @@
 """Time and memory of every estimator, as ratios to one plain forward and backward pass on the same data.
 
-    python benchmarks/scores.py [--model FOLDER] [--samples 8] [--length 256] [--rounds 3] [--out benchmarks/results]
+    python benchmarks/scores.py [--model FOLDER] [--samples 8] [--length 256] [--rounds 5] [--attention sdpa] [--out benchmarks/results]
 
 Every round times the plain pass and each estimator's passes one after another, in processor seconds of one thread; the table
 has the medians of the ratios within a round. Peak memory is measured in a forked process per estimator.
@@ -38,19 +38,19 @@ TARGETS = {
 clock = time.process_time  # one thread: what others do on the machine does not count
 
 
-def load(folder: str | None) -> nn.Module:
+def load(folder: str | None, attention: str) -> nn.Module:
     """The embedded model, or its shape at random."""
     from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
     if folder:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        model.set_attn_implementation("eager")
+        model.set_attn_implementation(attention)
         return model
     config = MistralConfig(
         vocab_size=2048, hidden_size=192, intermediate_size=320, num_hidden_layers=12, num_attention_heads=6,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, sliding_window=None, tie_word_embeddings=True,
-        attn_implementation="eager",
+        attn_implementation=attention,
     )  # fmt: skip
     return MistralForCausalLM(config)
 
@@ -127,15 +127,16 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", help="run these rows (and the plain pass) and update the rest from the last run")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--attention", choices=("sdpa", "eager"), default="sdpa", help="of the model (sdpa: transformers' default)"
+    )
+    parser.add_argument("--name", default="scores")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    model = load(arguments.model)
+    model = load(arguments.model, arguments.attention)
     ids = torch.randint(3, 2048, (arguments.samples, arguments.length), generator=torch.Generator().manual_seed(0))
     todo = cases(model, CalibrationSet(input_ids=ids), arguments.batch_size)
-    if arguments.only:
-        todo = {k: v for k, v in todo.items() if k in ("plain forward+backward", *arguments.only)}
     peaks = {name: peak(run) for name, run in todo.items()}
     todo["plain forward+backward"]()
     seconds: dict[str, list[float]] = {name: [] for name in todo}
@@ -155,9 +156,6 @@ def main() -> None:
             "seconds": statistics.median(values),
             "peak_MiB": peaks[name],
         }
-    if arguments.only:
-        rows.pop("plain forward+backward")
-        rows = {**json.loads((arguments.out / "scores.json").read_text())["rows"], **rows}
     write(arguments, rows)
 
 
@@ -176,18 +174,18 @@ def peak(run: Callable[[], float | None]) -> float:
 
 
 def write(arguments: argparse.Namespace, rows: dict[str, dict[str, float | None]]) -> None:
-    """Write ``scores.json`` and ``scores.md``."""
+    """Write the JSON and the table."""
     environment = {
         "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0], **common.versions(),
     }  # fmt: skip
-    setting = {k: getattr(arguments, k) for k in ("samples", "length", "batch_size", "rounds")}
+    setting = {k: getattr(arguments, k) for k in ("samples", "length", "batch_size", "rounds", "attention")}
     arguments.out.mkdir(parents=True, exist_ok=True)
     record = {"environment": environment, "setting": setting, "rows": rows}
-    (arguments.out / "scores.json").write_text(json.dumps(record, indent=1) + "\n")
+    (arguments.out / f"{arguments.name}.json").write_text(json.dumps(record, indent=1) + "\n")
     lines = [
         "# Cost of every estimator", "",
-        f"12-layer Mistral (hidden 192), {setting['samples']} sequences of {setting['length']} tokens, batches of "
+        f"12-layer Mistral (hidden 192, {setting['attention']} attention), {setting['samples']} sequences of {setting['length']} tokens, batches of "
         f"{setting['batch_size']}; medians over {setting['rounds']} rounds of the ratio, in processor time, to the plain pass "
         "of the same round. "
         "Memory: growth of the peak resident set over the loaded model.", "",
@@ -198,7 +196,7 @@ def write(arguments: argparse.Namespace, rows: dict[str, dict[str, float | None]
         met = "" if not row["target"] or row["ratio"] <= row["target"] else " **missed**"
         lines.append(f"| {name} | {row['ratio']:.2f}{met} | {target} | {row['seconds']:.2f} | {row['peak_MiB']:.0f} |")
     text = ", ".join(f"{k} {v}" for k, v in environment.items())
-    (arguments.out / "scores.md").write_text("\n".join([*lines, "", f"Environment: {text}.", ""]))
+    (arguments.out / f"{arguments.name}.md").write_text("\n".join([*lines, "", f"Environment: {text}.", ""]))
 
 
 if __name__ == "__main__":

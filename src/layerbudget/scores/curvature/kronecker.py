@@ -15,6 +15,9 @@ from ..loss import Batch, Data, sampled_targets, token_count
 from . import common
 
 
+_PANEL = 128
+
+
 class _Factors:
     """Sums of ``a a'`` (shared by matrices with one input), ``b b'`` and gradients by group of sequences."""
 
@@ -55,10 +58,18 @@ class _Factors:
 
 
 def _accumulate(store: dict[str, torch.Tensor], key: str, rows: torch.Tensor) -> None:
-    if key in store:
-        store[key].addmm_(rows.T, rows)
-    else:
-        store[key] = rows.T @ rows
+    """Add ``rows' rows``: panels on and above the diagonal only, which is all that :func:`_symmetric` reads."""
+    width = rows.shape[1]
+    if key not in store:
+        store[key] = rows.new_zeros(width, width)
+    for low in range(0, width, _PANEL):
+        high = min(low + _PANEL, width)
+        store[key][low:high, low:].addmm_(rows[:, low:high].T, rows[:, low:])
+
+
+def _symmetric(panels: torch.Tensor) -> torch.Tensor:
+    upper = panels.double().triu()
+    return upper + upper.triu(1).T
 
 
 class Kronecker:
@@ -66,9 +77,9 @@ class Kronecker:
 
     def __init__(self, factors: _Factors, tokens: float) -> None:
         self.tokens, self.share = tokens, factors.share
-        eigen_a = {k: torch.linalg.eigh(v.double() / factors.positions[k]) for k, v in factors.a.items()}
+        eigen_a = {k: torch.linalg.eigh(_symmetric(v) / factors.positions[k]) for k, v in factors.a.items()}
         self.a = {name: eigen_a[key] for name, key in factors.share.items()}
-        self.g = {name: torch.linalg.eigh(v.double() / tokens) for name, v in factors.g.items()}
+        self.g = {name: torch.linalg.eigh(_symmetric(v) / tokens) for name, v in factors.g.items()}
         self.gradients = factors.gradient
         self.eigenvalues = {name: torch.outer(self.g[name][0].clamp_min(0), self.a[name][0].clamp_min(0)) for name in self.g}
 
