@@ -1,10 +1,14 @@
+import io
+
 import pytest
+from rich.console import Console
 
 from layerbudget.errors import CorruptFile, NotFound
 from layerbudget.planning import plan_sparsity
 from layerbudget.records import dumps, write_text
 from layerbudget.report.figures import damping_sweep, draw_plans, new_figure, overview, save_figure
 from layerbudget.report.page import build_page, write_page
+from layerbudget.report.tables import plan_table, scores_table
 
 ROWS = [
     {"model": "dense", "target": None, "sparsity": 0.0, "perplexity": 3.0, "standard_error": 0.1, "vs_uniform": None},
@@ -58,3 +62,11 @@ def test_a_figure_that_fails_leaves_no_file(tmp_path):
     with pytest.raises(ValueError):
         save_figure(Broken(), tmp_path / "a.png")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tables_show_whole_names_of_layers_on_a_narrow_terminal(scores_of):
+    scores = scores_of([1.0] * 12)
+    for table in (scores_table(scores), plan_table(plan_sparsity(scores, sparsity=0.5))):
+        out = io.StringIO()
+        Console(file=out, width=52).print(table)
+        assert all(f"{name} " in out.getvalue() for name in scores.names)

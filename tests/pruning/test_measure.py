@@ -152,3 +152,20 @@ def test_blocks_may_be_measured_at_ratios_of_their_own(kit):
     plan = plan_sparsity(blocks, sparsity=0.5, max_sparsity=0.9, penalty=curves.penalty())
     assert plan.counts.sum() == round(0.5 * sum(b.numel for b in blocks))
     assert all(b.value <= ratios[b.name][-1] + 1e-9 for b in plan.blocks)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_an_interrupted_measurement_leaves_the_model_as_it_was(kit, around):
+    model = kit.build("llama")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    calls = []
+
+    def stop(*_):
+        calls.append(1)
+        if len(calls) == 6:  # the dense outputs, and some damages
+            raise KeyboardInterrupt
+
+    model.lm_head.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        damage_curves(model, kit.tokens(), batch_size=4, around=kit.plan(model) if around else None)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

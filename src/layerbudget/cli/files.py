@@ -127,7 +127,7 @@ def show_table(a: argparse.Namespace, title: str, head: Sequence[str], rows: Ite
 
     table = Table(title=title, title_justify="left")
     for name in head:
-        table.add_column(name)
+        table.add_column(name, no_wrap=name == "block")  # cut names of layers would all look alike
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row))
     console.print(table)

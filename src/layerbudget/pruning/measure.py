@@ -185,21 +185,23 @@ def _one_layer(
     found = _collect(model, walk, blocks, options)
     out: dict[str, tuple[float, ...]] = {}
     cache: dict[Statistic, Any] = {}
-    for block in blocks:
-        own = [m.name for m in block.modules]
-        if dense is not None:
-            others = [b for b in blocks if b is not block]
-            held.restore(names)
-            _prune_blocks(model, others, planned, found, options, cache)
-        rows = []
-        for ratio in wanted[block.name]:
+    try:
+        for block in blocks:
+            own = [m.name for m in block.modules]
+            if dense is not None:
+                others = [b for b in blocks if b is not block]
+                held.restore(names)
+                _prune_blocks(model, others, planned, found, options, cache)
+            rows = []
+            for ratio in wanted[block.name]:
+                held.restore(own)
+                _prune_blocks(model, [block], {block.name: round(ratio * block.numel)}, found, options, cache)
+                rows.append(meter.damage(index))
             held.restore(own)
-            _prune_blocks(model, [block], {block.name: round(ratio * block.numel)}, found, options, cache)
-            rows.append(meter.damage(index))
-        held.restore(own)
-        out[block.name] = tuple(rows)
-    if dense is not None:
+            out[block.name] = tuple(rows)
+    finally:
         held.restore(names)
+    if dense is not None:
         _prune_blocks(model, blocks, planned, found, options, cache)
     return out
 

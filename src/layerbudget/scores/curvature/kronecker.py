@@ -14,7 +14,6 @@ from ..hooks import Collector, Site
 from ..loss import Batch, Data, sampled_targets, token_count
 from . import common
 
-
 _PANEL = 128
 
 
