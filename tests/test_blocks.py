@@ -2,6 +2,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from layerbudget.blocks import check_finite, describe, fingerprint, layers, partition, weight_of
@@ -148,3 +149,13 @@ def test_a_truncated_checkpoint_and_a_missing_device_end_in_a_sentence(tmp_path)
         load_model(str(tmp_path / "broken"))
     with pytest.raises(InvalidInput, match="nowhere"):
         load_model("demo", device="nowhere")
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_not_filled_with_random_numbers(tmp_path):
+    shutil.copytree(DEMO_MODEL, tmp_path / "part")
+    weights = next((tmp_path / "part").glob("*.safetensors"))
+    tensors = load_file(weights)
+    del tensors["model.layers.3.mlp.down_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(BadModel, match="lacks 1 tensors, first model.layers.3.mlp.down_proj.weight"):
+        load_model(str(tmp_path / "part"))

@@ -85,7 +85,7 @@ def load_model(name: str, *, dtype: str = "float32", revision: str | None = None
 
     Raises:
         NotFound: No such folder.
-        BadModel: The checkpoint does not load, or holds NaN or infinite weights.
+        BadModel: The checkpoint does not load, lacks tensors, or holds NaN or infinite weights.
         InvalidInput: Unknown dtype, or a device that this machine does not have.
     """
     from safetensors import SafetensorError
@@ -97,7 +97,9 @@ def load_model(name: str, *, dtype: str = "float32", revision: str | None = None
     where = resolve(name)
     try:
         config = AutoConfig.from_pretrained(where, revision=revision)
-        model = _auto_class(config).from_pretrained(where, revision=revision, dtype=DTYPES[dtype])
+        model, report = _auto_class(config).from_pretrained(
+            where, revision=revision, dtype=DTYPES[dtype], output_loading_info=True
+        )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadModel(
@@ -105,6 +107,13 @@ def load_model(name: str, *, dtype: str = "float32", revision: str | None = None
             "MODEL is demo, a local folder written by save_pretrained, or a hub id that this machine can reach.",
             "Check the name, or download it first and give the folder.",
         ) from error
+    missing = sorted(k for k in report["missing_keys"] if "pooler" not in k)  # of the pooler nothing here depends
+    if missing:
+        raise BadModel(
+            f"The checkpoint of {name} lacks {len(missing)} tensors, first {missing[0]}.",
+            "transformers would fill them with random numbers.",
+            "Download or save the whole checkpoint.",
+        )
     model = model.to(place).eval()
     check_finite(model)
     model.config._name_or_path = name

@@ -41,11 +41,16 @@ def register(subparsers: Any) -> None:
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Score, write the file, show the table."""
+    from ..errors import InvalidInput
     from ..records import check_output
     from ..report.tables import scores_table
     from ..scores.gain import check_estimator
 
     check_estimator(arguments.estimator)
+    ignored = [n for n in ("excess", "stage", "validation", "options") if getattr(arguments, n)]
+    if arguments.given and ignored:
+        flag = "--set" if ignored[0] == "options" else f"--{ignored[0]}"
+        raise InvalidInput(f"{flag} has no meaning for imported scores.", "", "Leave it out, or score instead of importing.")
     options = dict(_option(text) for text in arguments.options)
     check_output(arguments.out, overwrite=arguments.overwrite)
     scores = _imported(arguments) if arguments.given else _measured(arguments, options)

@@ -76,6 +76,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
+        """Pass the gradient on, and one to the loss."""
         return gradient, torch.ones((), dtype=ctx.dtype, device=ctx.device)
 
 
