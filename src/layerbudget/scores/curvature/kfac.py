@@ -67,8 +67,7 @@ def score_kfac(
         CoverageError: Fused experts, or a weight matrix that was never seen.
         InvalidInput: An argument outside its domain.
     """
-    common.check_damping(damping, damping_unit)
-    common.check_inputs(data, batch_size)
+    common.check_arguments(damping, damping_unit, data, batch_size)
     tick = common.Ticker(progress, data.samples * (2 if corrected else 1))
     kronecker = build(
         model, data, blocks, batch_size=batch_size, seed=seed, labels=labels, draws=draws, groups=groups, corrected=corrected,

@@ -57,8 +57,7 @@ def score_nystrom(
     Raises:
         InvalidInput: A damping or batch size outside its domain.
     """
-    common.check_damping(damping, damping_unit)
-    common.check_inputs(data, batch_size)
+    common.check_arguments(damping, damping_unit, data, batch_size)
     tick = common.Ticker(progress, len(blocks))
     parts, largest, trace = [], [], []
     for block in blocks:
