@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from layerbudget.data.tasks import load_task
-from layerbudget.errors import AlreadyExists, InvalidInput, NotFound
+from layerbudget.errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
 from layerbudget.lora.compare import compare
 from layerbudget.lora.finetune import adapt, classifier_loader, finetune, fit_names
 from layerbudget.lora.protocol import PRESETS, Protocol
@@ -198,3 +198,11 @@ def test_repeated_seeds_and_an_unfinished_run_of_another_protocol_are_refused(ma
         finetune(*arguments, protocol=QUICK, callbacks=stop)
     with pytest.raises(AlreadyExists, match="another plan, task or protocol"):
         finetune(*arguments, protocol=Protocol(lr=1e-3, epochs=1), resume=True)
+
+
+def test_a_folder_of_something_else_is_no_comparison(tmp_path):
+    for name, record in (("demo", '{"rows": []}'), ("ours", '{"schema_version": 1, "rows": []}'), ("empty", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(record)
+        with pytest.raises(CorruptFile, match="result.json"):
+            compare(tmp_path / name, tmp_path / name)

@@ -154,3 +154,12 @@ def test_replanning_experts_leaves_a_block_with_one_expert_alone(make):
     resize(adapted, optimizer, new)
     assert replanned(plan, dict.fromkeys(gains, 0.0), shapes, 2) == new
     assert replanned(plan, dict.fromkeys(gains, float("nan")), shapes, 2) == new
+
+
+def test_the_largest_rank_of_the_configuration_follows(make):
+    model, optimizer, plan = trained(make)
+    names = [b.name for b in plan.blocks if b.count]
+    resize(model, optimizer, {n: 9 if i == 0 else 2 for i, n in enumerate(names)})
+    config = model.peft_config["default"]
+    assert (config.r, config.lora_alpha) == (9, 18.0)
+    assert adapted_ranks(model)[names[0]] == 9

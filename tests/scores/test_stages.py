@@ -116,3 +116,10 @@ def test_a_staged_run_checks_its_batch_size(case, tmp_path):
     model, data, blocks = case
     with pytest.raises(InvalidInput, match="batch_size"):
         score(model, data, blocks, stage=tmp_path, batch_size=0)
+
+
+def test_a_stage_without_identity_is_another_stage(case, tmp_path):
+    model, _, blocks = case
+    (tmp_path / "stage.json").write_text('{"schema_version": 1}')
+    with pytest.raises(ModelMismatch):
+        stages.Stage(tmp_path, stages.identity(model, blocks, None, 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from .shared import progress_bar
@@ -38,13 +37,12 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import load_task
-    from ..errors import NotFound
-    from ..lora.compare import compare
+    from ..lora.compare import compare, read_result
     from ..lora.finetune import classifier_loader, finetune
     from ..lora.protocol import PRESETS
 
-    if arguments.against and not (Path(arguments.against) / "result.json").is_file():
-        raise NotFound(f"{arguments.against} has no result.json.", "", "Point to a folder that `layerbudget finetune` wrote.")
+    if arguments.against:
+        read_result(arguments.against)  # before the training
     plan = _validated_plan(arguments)
     task = load_task(arguments.task, arguments.data_dir).limited(arguments.train_rows)
     given = {k: getattr(arguments, k) for k in ("epochs", "lr", "batch", "accumulation", "balance")}

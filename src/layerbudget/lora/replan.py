@@ -14,7 +14,7 @@ dropped one has the smallest norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,7 @@ def resize(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[s
         else:
             _rescale(module, adapter, count)
     _rewrite_config(model.peft_config[adapter], counts, modules, adapter)
+    _rewrite_largest(model.peft_config[adapter], leaves)
 
 
 def _rescale(module: Any, adapter: str, rank: int) -> None:
@@ -137,6 +138,14 @@ def _rewrite_config(config: Any, counts: Mapping[str, int], modules: Mapping[str
         else:
             config.rank_pattern[key] = count
             config.alpha_pattern[key] = modules[name].lora_alpha[adapter]
+
+
+def _rewrite_largest(config: Any, adapted: Collection[str]) -> None:
+    """Keep ``r`` the largest rank (a server that reads it alone reserves enough), where no module takes it as its own."""
+    ranks = getattr(config, "rank_pattern", None) or {}
+    if ranks and all(targets.pattern(name) in ranks for name in adapted):
+        key = max(ranks, key=lambda k: ranks[k])
+        config.r, config.lora_alpha = ranks[key], config.alpha_pattern.get(key, config.lora_alpha)
 
 
 def _resize_one(leaves: Mapping[str, nn.Linear], optimizer: torch.optim.Optimizer, count: int, unit: int) -> None:

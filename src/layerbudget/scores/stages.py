@@ -69,7 +69,7 @@ class Stage:
         self.folder, self.identity = Path(folder), identity
         path = self.folder / "stage.json"
         if path.exists():
-            found = read_json(path, "stage")["identity"]
+            found = read_json(path, "stage").get("identity") or {}
             differing = [k for k in identity if identity[k] != found.get(k)]
             if differing:
                 key = differing[0]
