@@ -144,12 +144,21 @@ def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
     path = Path(path)
     if path.is_dir() or (path.exists() and not overwrite):
         raise AlreadyExists(f"{path} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
+    check_writable(path)
+    return path
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path in whose folder, or in the nearest one that exists above it, nothing can be made.
+
+    Raises:
+        InvalidInput: Names that folder.
+    """
     folder = path.absolute().parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise InvalidInput(f"{path} cannot be written: no file can be made in {folder}.", "", "Choose another output.")
-    return path
 
 
 def read_json(path: Path | str, kind: str) -> dict[str, Any]:

@@ -185,3 +185,15 @@ def test_joint_with_every_capacity_at_its_cap_is_still_a_plan(matrices):
     for total in (-1e6, -1.5, 0.0, 100_001.0, 5e5):
         plan = plan_joint(matrices, budget=total, max_capacity=1, gamma=100.0, max_sparsity=0.9)
         assert plan.budget["spent"] <= total + 1e-6
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_alphalora_takes_the_spectral_tail_as_it_is(mistral, rng, parity):
+    alpha = dict(zip(mistral.names, 2.0 + rng.random(32), strict=True))
+    tail = Scores.from_values(alpha, mistral.blocks, orientation="redundancy")
+    plan = plan_experts(tail, total=160, rule="alphalora", parity=parity, min_experts=0)
+    assert plan.counts.tolist() == rules.alphalora_experts(list(alpha.values()), 160, parity=parity).tolist()
+    if not parity:
+        assert np.all(np.diff(plan.counts[np.argsort(list(alpha.values()))]) >= -1)
+    with pytest.raises(InvalidInput, match="spectral-tail"):
+        rules.alphalora_experts([-1.0, 2.0], 8)

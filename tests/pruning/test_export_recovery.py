@@ -12,6 +12,7 @@ from layerbudget.errors import AlreadyExists, CurvatureFailure, InvalidInput, No
 from layerbudget.pruning.export import pack, recipe, unpack, write_recipe
 from layerbudget.pruning.prune import prune, recount, save_pruned
 from layerbudget.pruning.recovery import merge_keeping_zeros, recover
+from layerbudget.pruning.save import check_output
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -114,3 +115,10 @@ def test_packing_that_is_cut_short_leaves_no_file(kit, tmp_path, monkeypatch):
     with pytest.raises(OSError):
         pack(tmp_path / "out", tmp_path / "packed.safetensors")
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInput, match="cannot be written"):
+        check_output(tmp_path / "file" / "out")
+    assert check_output(tmp_path / "new" / "out") == tmp_path / "new" / "out"

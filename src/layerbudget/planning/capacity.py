@@ -18,7 +18,7 @@ from ..program.rounding import round_capacity
 from ..program.utilities import Function
 from ..records import Block
 from ..scores.record import Scores
-from .common import blocks_of, make_plan, matching, oriented, weights_of
+from .common import blocks_of, make_plan, matching, need_scores, oriented, weights_of
 
 
 def plan_experts(
@@ -246,10 +246,11 @@ def _maker(
     if rule == "size":
         numel = np.array([float(b.numel) for b in blocks])[free]
         return lambda total: rules.apportion(numel, total, minimum=least)
-    values = oriented(scores, damping)[free]
     if rule == "layerif":
+        values = oriented(scores, damping)[free]
         return lambda total: rules.layerif_experts(-values, total, **power)
-    return lambda total: rules.alphalora_experts(values, total, parity=parity, **power)
+    alpha = need_scores(scores).values(damping)[free]  # as they are: a larger tail exponent earns more experts
+    return lambda total: rules.alphalora_experts(alpha, total, parity=parity, **power)
 
 
 def _by_rule(
