@@ -15,6 +15,7 @@ from ..plan import Plan
 from ..program.rules import EXPERT_RULES, SPARSITY_RULES
 from ..program.utilities import PENALTIES, UTILITIES
 from ..records import to_jsonable
+from . import structured
 from .files import Leaves, load_scores, need_scores, read_curves, read_fixed, read_latency, say, show_table
 
 
@@ -26,6 +27,7 @@ def register(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()
     _register_experts(verbs)
     _register_ranks(verbs)
     _register_joint(verbs)
+    structured.register(verbs)
     _register_compare(verbs)
     _register_transfer(Leaves(subparsers, parents))
 

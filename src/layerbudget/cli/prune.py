@@ -6,20 +6,24 @@ import argparse
 from typing import Any
 
 from .shared import add_data_options, progress_bar
+from .structured import SMALLER, prune_smaller
 
 
 def register(subparsers: Any) -> None:
     """Add the parser of ``prune``."""
     parser = subparsers.add_parser("prune")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
-    parser.add_argument("plan", metavar="PLAN", help="plan.json of kind sparsity, made for this model")
-    parser.add_argument("--method", default="wanda", choices=("magnitude", "wanda", "sparsegpt"))
+    parser.add_argument("plan", metavar="PLAN", help="plan.json of kind sparsity, structured or depth, made for this model")
+    parser.add_argument("--method", default="wanda", choices=("magnitude", "wanda", "sparsegpt"), help="not for smaller shapes")
     add_data_options(parser)
     parser.add_argument(
         "--pattern", metavar="N:M", help="zero n of every m inputs; n:8 with a literal n lets each block differ"
     )
     parser.add_argument("--true-sequential", action="store_true", help="collect inputs again for every group of matrices")
     parser.add_argument("--parity", action="store_true", help="reproduce the masks of the reference implementations")
+    parser.add_argument(
+        "--autocast", choices=("bfloat16", "float16"), help="precision of the calibration forwards (weights keep theirs)"
+    )
     parser.add_argument("--store", default="device", choices=("device", "cpu", "disk"), help="where activations live")
     parser.add_argument("--resume", metavar="DIR", help="keep finished blocks here; an interrupted run continues from it")
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the pruned checkpoint")
@@ -35,11 +39,14 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 
     plan = Plan.load(arguments.plan)
     check_output(arguments.out, overwrite=arguments.overwrite)
-    model, tokenizer, data = _load(arguments)
+    model, tokenizer, data = _load(arguments, plan.rule)
+    if plan.rule in SMALLER:
+        return prune_smaller(arguments, plan, model, tokenizer, data)
     with progress_bar(arguments, f"prune by {arguments.method}") as progress:
         receipt = prune(
             model, plan, data, arguments.method, arguments.batch_size, arguments.parity, arguments.pattern, progress,
             true_sequential=arguments.true_sequential, store=arguments.store, resume=arguments.resume,
+            autocast=arguments.autocast,
         )  # fmt: skip
     out = save_pruned(model, tokenizer, plan, receipt, arguments.out, overwrite=arguments.overwrite)
     arguments.console.print(
@@ -52,16 +59,16 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"sparsity": receipt.sparsity, "blocks": blocks, "output": str(out)}
 
 
-def _load(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
+def _load(arguments: argparse.Namespace, rule: str) -> tuple[Any, Any, Any]:
     from ..errors import BadModel
     from ..loading import load_model, load_tokenizer
     from .shared import load
 
-    if arguments.method != "magnitude":
+    if rule == "structured" or (rule != "depth" and arguments.method != "magnitude"):
         return load(arguments)
     try:
         tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
     except BadModel:
-        tokenizer = None  # magnitude needs no text
+        tokenizer = None  # magnitude and depth need no text
     model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device)
     return model, tokenizer, None

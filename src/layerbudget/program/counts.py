@@ -61,24 +61,50 @@ def round_pattern(solution: Solution, group: int) -> tuple[np.ndarray, float]:
     >>> round_pattern(sparsify([1.0, 4.0], [100, 100], sparsity=0.5, max_sparsity=1.0), 4)[0].tolist()
     [3, 1]
     """
-    p, m = solution.program, int(number(group, "group", positive=True))
+    m = int(number(group, "group", positive=True))
+    return round_units(solution, np.full(solution.value.size, m), f"multiples of 1/{m}")
+
+
+def round_units(solution: Solution, units: ArrayLike, what: str = "whole units") -> tuple[np.ndarray, float]:
+    """Whole units per block (heads, channels, n of n:m), at the least penalty that reaches the budget.
+
+    A knapsack of the units that are put back, from every block at its cap: the penalty is convex, so the first unit put back
+    relieves most, and any choice of increments is a choice of counts.
+
+    Args:
+        solution: What :func:`layerbudget.program.sparsify` returned.
+        units: How many units the whole block k is, shape ``(K,)``; one of them is ``amount_k / units_k``.
+        what: The units in the message of the error.
+
+    Returns:
+        ``(counts, gap)``: units that go, shape ``(K,)``, with ``sum amount_k counts_k / units_k >= S``, and the proven relative
+        gap of the penalty.
+
+    Raises:
+        InfeasibleBudget: No counts within the caps reach the budget.
+
+    >>> from layerbudget.program import sparsify
+    >>> round_units(sparsify([1.0, 4.0], [100, 60], sparsity=0.5, max_sparsity=1.0), [10, 3])[0].tolist()
+    [8, 0]
+    """
+    p, m = solution.program, np.asarray(units, dtype=np.int64)
     top = np.floor(p.high * m + 1e-9).astype(np.int64)
     low = np.minimum(np.ceil(p.low * m - 1e-9).astype(np.int64), top)
-    spare = float(np.dot(p.amount, top)) / m - p.target
+    each = p.amount / m
+    spare = float(np.dot(each, top)) - p.target
     if spare < -1e-9 * p.target:
         raise InfeasibleBudget(
-            f"With caps rounded down to multiples of 1/{m}, {spare + p.target:g} parameters can go; {p.target:g} should.",
+            f"With caps rounded down to {what}, {spare + p.target:g} can go; {p.target:g} should.",
             f"At most {spare + p.target:g}.",
-            "Raise max_sparsity to a multiple of the pattern, or use a longer pattern.",
+            "Raise the caps to whole units, or use smaller units.",
         )
-    levels = np.arange(1, m + 1)
-    penalty = np.array([p.scale * p.function.value(np.full(top.size, v / m)) for v in range(m + 1)]).T
+    levels = np.arange(1, int(top.max()) + 1)
+    penalty = np.array([p.scale * p.function.value(np.minimum(v, top) / m) for v in range(levels.size + 1)]).T
     usable = (levels[None, :] > low[:, None]) & (levels[None, :] <= top[:, None])
     owner = np.nonzero(usable)[0]
-    saved, cost = np.diff(penalty, axis=1)[usable], (p.amount / m)[owner]
+    saved, cost = np.diff(penalty, axis=1)[usable], each[owner]
     take, bound, _, _, _ = knapsack(saved, cost, max(spare, 0.0) + 1e-9 * p.target)
     counts = top - np.bincount(owner[take], minlength=top.size)
-    rows = np.arange(top.size)
-    value = float(penalty[rows, counts].sum())
-    least = float(penalty[rows, top].sum()) - bound
+    value = float(penalty[np.arange(top.size), counts].sum())
+    least = float(penalty[np.arange(top.size), top].sum()) - bound
     return counts, max(value - least, 0.0) / value if value > 0 else 0.0

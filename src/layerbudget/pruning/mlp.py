@@ -94,13 +94,21 @@ def keep_units(model: nn.Module, mlp: Mlp, keep: torch.Tensor, weight: torch.Ten
     """
     rows = torch.cat([keep + i * mlp.width for i in range(mlp.stacked)])
     for name in mlp.producers:
-        module = model.get_submodule(name)
-        axis = 1 if is_conv1d(module) else 0
-        module.weight = nn.Parameter(module.weight.data.index_select(axis, rows), module.weight.requires_grad)
-        if module.bias is not None:
-            module.bias = nn.Parameter(module.bias.data[rows], module.bias.requires_grad)
-        _sizes(module)
-    module = model.get_submodule(mlp.consumer)
+        take_outputs(model.get_submodule(name), rows)
+    put_weight(model.get_submodule(mlp.consumer), weight)
+
+
+def take_outputs(module: nn.Module, rows: torch.Tensor) -> None:
+    """Keep some outputs of a Linear or Conv1D, in the given order."""
+    axis = 1 if is_conv1d(module) else 0
+    module.weight = nn.Parameter(module.weight.data.index_select(axis, rows), module.weight.requires_grad)
+    if module.bias is not None:
+        module.bias = nn.Parameter(module.bias.data[rows], module.bias.requires_grad)
+    _sizes(module)
+
+
+def put_weight(module: nn.Module, weight: torch.Tensor) -> None:
+    """Give a Linear or Conv1D another ``(d_out, d_in)`` weight; precision and bias stay."""
     value = weight.to(module.weight.dtype)
     module.weight = nn.Parameter((value.T if is_conv1d(module) else value).contiguous(), module.weight.requires_grad)
     _sizes(module)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+_DENSE = (
+    "file and memory: smaller by the removed parameters; time: less, by somewhat under the removed FLOPs' share, everywhere"
+)
 _ROWS = {
     "unstructured": (
         "unstructured zeros, stored densely",
@@ -13,7 +16,18 @@ _ROWS = {
         "(2:4 only; vLLM removed its 2:4 kernels)",
     ),
     "depth": ("whole blocks removed", "file, memory, key-value cache and time: smaller in proportion, everywhere"),
-    "width": ("MLP width removed", "file, memory and time: smaller in proportion to the removed FLOPs, everywhere"),
+    "heads": (
+        "attention heads removed",
+        _DENSE + "; key-value cache: smaller only where whole key-value groups went",
+    ),
+    "structured": (
+        "heads, MLP width or whole blocks removed",
+        _DENSE + "; key-value cache: smaller by the removed key-value groups and blocks only",
+    ),
+    "width": (
+        "MLP width removed",
+        _DENSE,
+    ),
 }
 
 
@@ -21,7 +35,7 @@ def runtime_box(kind: str = "unstructured", *, pattern: str | None = None) -> st
     """One honest paragraph about a pruned checkpoint.
 
     Args:
-        kind: ``unstructured``, ``depth`` or ``width``.
+        kind: ``unstructured``, ``depth``, ``heads``, ``width`` or ``structured``.
         pattern: The n:m pattern, when there is one.
 
     >>> runtime_box("depth").split(". ")[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,7 @@ def save_pruned(
     Raises:
         AlreadyExists: The folder exists and is not empty (with ``overwrite``: and is none of ours).
     """
-    out = check_output(out_dir, overwrite=overwrite)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    try:
+    with new_folder(out_dir, overwrite=overwrite) as temporary:
         model.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
@@ -57,12 +55,26 @@ def save_pruned(
         }
         for file in temporary.glob("*.safetensors"):
             add_metadata(file, metadata)
+    return Path(out_dir)
+
+
+@contextlib.contextmanager
+def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to write into that takes the place of ``out_dir`` when all went well, and vanishes when not.
+
+    Raises:
+        AlreadyExists: See :func:`check_output`.
+    """
+    out = check_output(out_dir, overwrite=overwrite)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    try:
+        yield temporary
         os.chmod(temporary, 0o755)
         _swap(temporary, out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return out
 
 
 def check_output(out_dir: Path | str, *, overwrite: bool = False) -> Path:

@@ -194,3 +194,11 @@ def _expert_inner(owner: nn.Module, x: torch.Tensor, expert: int) -> torch.Tenso
         return owner._apply_gate(inner)
     gate, up = inner.chunk(2, dim=-1)
     return owner.act_fn(gate) * up
+
+
+def gram_of(model: nn.Module, walk: Walk, consumer: str, width: int) -> torch.Tensor:
+    """``sum x x'`` over the calibration tokens at one matrix of the walk's current layer (upper triangle)."""
+    module = Module(name=consumer, d_in=width, d_out=model.get_submodule(consumer).weight.numel() // width)
+    collector = Collector(model, [module], "gram")
+    collector.run(walk)
+    return collector.found[consumer][0].value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,9 +11,8 @@ from torch import nn
 from ..blocks import is_conv1d, layers
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
-from ..records import Module
 from .mlp import Mlp, find_mlp, keep_units, set_width
-from .statistics import Collector
+from .statistics import gram_of
 from .walk import Walk, inference
 
 Progress = Callable[[int, int], None]
@@ -59,19 +58,24 @@ def narrow(
         walk.capture()
         for i, (name, mlp) in enumerate(found.items()):
             if widths[name] < mlp.width:
-                module = model.get_submodule(mlp.consumer)
-                d_out = module.weight.numel() // mlp.width
-                collector = Collector(model, [Module(name=mlp.consumer, d_in=mlp.width, d_out=d_out)], "gram")
-                collector.run(walk)
-                _narrow_one(model, mlp, collector.found[mlp.consumer][0].value, widths[name], damping)
+                cut_units(model, mlp, gram_of(model, walk, mlp.consumer, mlp.width), widths[name], damping)
             walk.position = i
             walk.advance()
             if progress:
                 progress(i + 1, len(found))
         walk.close()
-    if len(set(widths.values())) == 1 and widths != {n: m.width for n, m in found.items()}:
-        set_width(model.config, next(iter(found.values())).width, next(iter(widths.values())))
+    follow_width(model, [m.width for m in found.values()], list(widths.values()))
     return widths
+
+
+def follow_width(model: nn.Module, before: Sequence[int], after: Sequence[int]) -> None:
+    """Write the width into the config where all layers have the same.
+
+    Raises:
+        UnknownStructure: The config has no field for it.
+    """
+    if len(set(after)) == 1 and list(before) != list(after):
+        set_width(model.config, before[0], after[0])
 
 
 def _width(mlp: Mlp, fraction: float, multiple: int) -> int:
@@ -80,7 +84,8 @@ def _width(mlp: Mlp, fraction: float, multiple: int) -> int:
     return min(mlp.width, max(multiple, multiple * math.ceil(mlp.width * (1 - fraction) / multiple - 1e-9)))
 
 
-def _narrow_one(model: nn.Module, mlp: Mlp, upper: torch.Tensor, width: int, damping: float) -> None:
+def cut_units(model: nn.Module, mlp: Mlp, upper: torch.Tensor, width: int, damping: float = 0.01) -> None:
+    """Shrink one MLP to ``width`` units, given ``sum x x'`` of its inner units (upper triangle), in place."""
     h = (upper.triu() + upper.triu(1).T).double()
     h.diagonal().add_(damping * float(h.diagonal().mean()) + 1e-12)
     module = model.get_submodule(mlp.consumer)

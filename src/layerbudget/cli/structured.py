@@ -1,0 +1,104 @@
+"""``layerbudget plan structured``, and what ``prune`` does with plans that make matrices smaller."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..plan import Plan
+from .shared import add_data_options, load, progress_bar
+
+SMALLER = ("structured", "depth")
+
+
+def register(verbs: Any) -> None:
+    """Add the parser of ``plan structured``."""
+    p = verbs.add_parser("structured", help="heads, MLP widths and layers to remove: smaller matrices, measured on the model")
+    p.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
+    p.add_argument("--save", required=True, metavar="BUDGET", help="'25%% flops', '1.2 GiB', '300M params'")
+    p.add_argument("--kinds", default="heads,mlp", help="what may go: heads, mlp or both (default: %(default)s)")
+    p.add_argument(
+        "--heads", default="auto", choices=("auto", "groups", "queries"),
+        help="groups: key-value heads with their query heads; queries: equally many query heads per group; auto: the better",
+    )  # fmt: skip
+    p.add_argument("--multiple", type=int, default=8, help="MLP widths shrink by multiples of this (default: %(default)s)")
+    p.add_argument("--max-removed", type=float, default=0.75, help="largest share of one layer's heads or width")
+    p.add_argument("--depth", type=int, default=0, help="so many whole layers may go where that is cheaper (default: none)")
+    p.add_argument("--even", action="store_true", help="the same in all layers: what an ordinary checkpoint can hold")
+    p.add_argument("--context", type=int, default=0, help="mean tokens attended to, to count attention scores in FLOPs")
+    p.add_argument("--points", type=int, default=4, help="numbers of units measured per layer and kind (default: %(default)s)")
+    p.add_argument("--trials", type=int, default=8, help="plans that are measured as a whole (default: %(default)s)")
+    add_data_options(p, samples=16)
+    p.add_argument("-o", "--output", default=None, metavar="PLAN", help="write plan.json")
+    p.set_defaults(handler=run)
+
+
+def run(a: argparse.Namespace) -> dict[str, Any]:
+    """``plan structured``."""
+    from pathlib import Path
+
+    from ..errors import AlreadyExists, InvalidInput
+    from ..pruning.shapes import plan_structured
+    from ..records import to_jsonable
+
+    if a.output and Path(a.output).exists() and not a.overwrite:
+        raise AlreadyExists(f"{a.output} exists already.", "", "Choose another file or pass --overwrite.")
+    if a.depth < 0:
+        raise InvalidInput(f"--depth is {a.depth}.", "It must be at least 0.", "Leave it out to keep all layers.")
+    model, _, data = load(a)
+    with progress_bar(a, "measuring heads and widths, layers") as progress:
+        plan = plan_structured(
+            model, data, a.save, kinds=tuple(k.strip() for k in a.kinds.split(",")), by=a.heads, multiple=a.multiple,
+            max_removed=a.max_removed, depth=a.depth, even=a.even, context=a.context, points=a.points,
+            trials=a.trials, batch_size=a.batch_size, progress=progress,
+        )  # fmt: skip
+    if a.output:
+        plan.save(a.output, overwrite=a.overwrite)
+    _show(a, plan)
+    return to_jsonable(plan.to_dict())
+
+
+def _show(a: argparse.Namespace, plan: Plan) -> None:
+    from .files import say, show_table
+
+    shapes = plan.extra["shapes"]
+    gone = plan.extra["dropped"]
+    rows = [(n, s["by"], s["units"], "whole layer" if s["layer"] in gone else s["removed"]) for n, s in shapes.items()]
+    show_table(a, "units to remove", ("part", "unit", "units", "removed"), rows)
+    b = plan.budget
+    saved = f"Saves {b['spent']:.6g} {b['unit']}, {b['spent'] / b['base']:.2%} of the layers"
+    lines = [f"{saved} ({b['limit']:.6g} were asked for)."]
+    lines.append(f"Predicted damage {plan.extra['predicted']:.4g} nats per token, if the damages of the parts add up.")
+    if plan.extra["measured"] is not None:
+        lines.append(f"Measured as a whole: {plan.extra['measured']:.4g}, the best of {len(plan.extra['candidates'])} plans.")
+    left = [s for s in shapes.values() if s["layer"] not in gone]
+    if any(len({s["removed"] for s in left if s["kind"] == k}) > 1 for k in ("heads", "mlp")):
+        lines.append("Layers differ: the model works in memory, a plain config cannot describe it. --even plans one that can.")
+    say(a, lines + ([f"Written to {a.output}."] if a.output else []))
+
+
+def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any, data: Any) -> dict[str, Any]:
+    """Apply a plan of rule ``structured`` or ``depth``, recount, and save an ordinary smaller checkpoint.
+
+    Raises:
+        UnknownStructure: A plain config cannot describe the result; nothing is written.
+    """
+    from ..pruning.runtime import runtime_box
+    from ..pruning.structured import apply_depth, apply_structured, check_exportable, save_smaller
+
+    before = sum(p.numel() for p in model.parameters())
+    if plan.rule == "depth":
+        apply_depth(model, plan)
+        done: dict[str, Any] = {"unit": "parameters", "saved": int(plan.counts.sum()), "planned": int(plan.counts.sum())}
+    else:
+        with progress_bar(a, "remove heads and widths, layers") as progress:
+            done = apply_structured(model, plan, data, batch_size=a.batch_size, progress=progress)
+    check_exportable(model)
+    out = save_smaller(model, tokenizer, a.out, plan=plan, record=done, overwrite=a.overwrite)
+    after = sum(p.numel() for p in model.parameters())
+    a.console.print(
+        f"Removed {done['saved']:.6g} {done['unit']} (planned {done['planned']:.6g}); parameters {before} -> {after} "
+        f"({after / before:.3f}x, embeddings included); saved to {out}."
+    )
+    a.console.print(runtime_box(plan.rule), markup=False)
+    return {**done, "parameters_before": before, "parameters_after": after, "output": str(out)}

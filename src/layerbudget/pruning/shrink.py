@@ -1,0 +1,204 @@
+"""Apply a plan of smaller shapes, and recount."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..blocks import describe, layers
+from ..data.calibration import CalibrationSet
+from ..errors import CoverageError, InvalidInput, UnknownStructure
+from ..plan import Plan
+from ..planning.parts import KINDS, Part, amount
+from .attention import find_attention
+from .depth import drop_layers
+from .heads import follow_heads
+from .mlp import find_mlp
+from .parts import cut, find_parts, inner_width, where_is
+from .statistics import gram_of
+from .walk import Walk, inference
+from .width import follow_width
+
+Progress = Callable[[int, int], None]
+
+
+def apply_structured(
+    model: nn.Module,
+    plan: Plan,
+    data: CalibrationSet,
+    *,
+    damping: float = 0.01,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Remove what a plan says, in place, layer after layer with the pruned inputs, and recount.
+
+    Args:
+        model: The model that the plan was made for.
+        plan: From :func:`plan_structured`.
+        data: Calibration tokens: which units go, and the refit.
+        damping: Relative to the mean of the second moments' diagonal.
+        batch_size: Sequences per forward.
+        progress: Called with (layers done, layers).
+
+    Returns:
+        ``{unit, before, after, saved, planned, parameters, layers: {name: {heads, groups, width}}}``, recounted on the result.
+
+    Raises:
+        InvalidInput: Not a plan of smaller shapes.
+        ModelMismatch: The plan belongs to another model.
+        CoverageError: The recount differs from the plan.
+    """
+    shapes = plan.extra.get("shapes")
+    if not shapes:
+        raise InvalidInput(
+            f"A plan of rule {plan.rule!r} holds no shapes.",
+            "Shapes are planned by plan_structured.",
+            "Use prune or apply_depth.",
+        )
+    plan.validate(describe(model))
+    hyper = plan.hyperparameters
+    parts = {p.name: p for p in find_parts(model, kinds=(), by=hyper["by"], multiple=hyper["multiple"])}
+    wrong = [n for n, s in shapes.items() if n not in parts or parts[n].units != s["units"] or parts[n].by != s["by"]]
+    if wrong:
+        raise CoverageError(f"The model has no {wrong[0]} as planned.", "", "Plan again for this model.")
+    before = _recount(model, plan)
+    left = [n for n, _ in layers(model) if n not in plan.extra["dropped"]]
+    if plan.extra["dropped"]:
+        drop_layers(model, plan.extra["dropped"])
+    now = dict(zip((n for n, _ in layers(model)), left, strict=True))
+    jobs = {p.name: int(shapes[p.name]["removed"]) for p in parts.values() if p.name in shapes}
+    _apply(model, data, parts, jobs, now, damping, batch_size, progress)
+    after = _recount(model, plan)
+    saved = {k: before[k] - after[k] for k in ("amount", "parameters")}
+    planned = {"amount": float(plan.budget["spent"]), "parameters": int(plan.counts.sum())}
+    if saved != planned:
+        raise CoverageError(
+            f"{saved['amount']:g} {plan.budget['unit']} and {saved['parameters']} parameters went; "
+            f"{planned['amount']:g} and {planned['parameters']} were planned.", "", "Report this.",
+        )  # fmt: skip
+    return {
+        "unit": plan.budget["unit"], "before": before["amount"], "after": after["amount"], "saved": saved["amount"],
+        "planned": planned["amount"], "parameters": {"before": before["parameters"], "after": after["parameters"]},
+        "layers": {now[n]: _sizes(layer, n) for n, layer in layers(model)}, "dropped": list(plan.extra["dropped"]),
+    }  # fmt: skip
+
+
+def _apply(
+    model: nn.Module,
+    data: CalibrationSet,
+    parts: Mapping[str, Part],
+    jobs: Mapping[str, int],
+    now: Mapping[str, str],
+    damping: float,
+    batch_size: int,
+    progress: Progress | None,
+) -> None:
+    widths = _widths(model)
+    touched = {parts[n].kind for n, units in jobs.items() if units}
+    heads = [find_attention(layer, n) for n, layer in layers(model)] if "heads" in touched else []
+    with inference(model):
+        walk = Walk(model, data, batch_size=batch_size)
+        walk.capture()
+        for i, (name, layer) in enumerate(walk.layers):
+            walk.position = i
+            for kind in KINDS:
+                part = parts.get(f"{now[name]}.{kind}")
+                if part is not None and jobs.get(part.name):
+                    where = where_is(layer, dataclasses.replace(part, layer=name))
+                    gram = gram_of(model, walk, where.consumer, inner_width(where))
+                    cut(model, part, where, gram, jobs[part.name], damping)
+            walk.advance()
+            if progress:
+                progress(i + 1, len(walk))
+        walk.close()
+    if "heads" in touched:
+        follow_heads(model, heads, [find_attention(layer, n) for n, layer in layers(model)])
+    if "mlp" in touched:
+        follow_width(model, widths, _widths(model))
+
+
+def _widths(model: nn.Module) -> list[int]:
+    with contextlib.suppress(UnknownStructure):
+        return [find_mlp(layer, n).width for n, layer in layers(model)]
+    return []
+
+
+def _recount(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """What the layers of a model amount to, from its matrices as they are."""
+    hyper = plan.hyperparameters
+    options = {"context": hyper["context"], "bytes_per_parameter": hyper["bytes_per_parameter"]}
+    parts = find_parts(model, kinds=(), by="auto", multiple=1)
+    total = sum(amount(p, plan.budget["unit"], **options)[1] for p in parts)
+    return {"amount": total, "parameters": sum(p.parameters for p in parts)}
+
+
+def _sizes(layer: nn.Module, name: str) -> dict[str, int]:
+    out: dict[str, int] = {}
+    with contextlib.suppress(UnknownStructure):
+        a = find_attention(layer, name)
+        out |= {"heads": a.heads, "groups": a.groups}
+    with contextlib.suppress(UnknownStructure):
+        out |= {"width": find_mlp(layer, name).width}
+    return out
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Put a model back as it was, whatever is removed from it inside; nothing is copied, for removal replaces parameters."""
+    modules = [(m, dict(m.__dict__), dict(m._parameters), dict(m._modules)) for m in model.modules()]
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    fields = [(c, dict(c.__dict__)) for c in configs.values()]
+    try:
+        yield
+    finally:
+        for module, attributes, parameters, children in modules:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for kept, now in ((parameters, module._parameters), (children, module._modules)):
+                now.clear()
+                now.update(kept)
+        for config, values in fields:
+            config.__dict__.clear()
+            config.__dict__.update(values)
+
+
+def measure_plan(
+    model: nn.Module,
+    plan: Plan,
+    data: CalibrationSet,
+    *,
+    held_out: CalibrationSet | None = None,
+    damping: float = 0.01,
+    batch_size: int = 8,
+) -> float:
+    """KL divergence per token (nats) from the model's output after applying a plan; the model is left as it was.
+
+    It is measured on ``held_out`` where that is given, else on ``data``, from which the refit is made.
+
+    Raises:
+        CoverageError, InvalidInput, ModelMismatch: As :func:`apply_structured`.
+    """
+    total = tokens = 0.0
+    with inference(model):
+        test = data if held_out is None else held_out
+        clean = [model(**b).logits for b in test.batches(batch_size, _device(model))]
+        with preserved(model):
+            apply_structured(model, plan, data, damping=damping, batch_size=batch_size)
+            for batch, before in zip(test.batches(batch_size, _device(model)), clean, strict=True):
+                p, q = (torch.log_softmax(x.float(), -1) for x in (before, model(**batch).logits))
+                each = (p.exp() * (p - q)).sum(-1)
+                mask = batch.get("attention_mask")
+                mask = torch.ones_like(each) if mask is None or mask.shape != each.shape else mask.to(each.dtype)
+                total += float((each * mask).sum())
+                tokens += float(mask.sum())
+    return total / tokens
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
