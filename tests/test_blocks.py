@@ -1,9 +1,13 @@
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from layerbudget.blocks import check_finite, describe, fingerprint, layers, partition, weight_of
 from layerbudget.errors import BadModel, InvalidInput, UnknownBlock, UnknownStructure
+from layerbudget.loading import DEMO_MODEL, load_model
 
 EXPECTED = {  # matrices per layer, prunable parameters per layer, computed by hand from the tiny config
     "llama": (7, 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48),
@@ -124,3 +128,34 @@ def test_nan_weights_are_named(make_model):
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(BadModel, match=r"model.layers.1.mlp.up_proj.weight holds 1 values"):
         check_finite(model)
+
+
+def test_the_kernel_of_a_convolution_is_no_stack_of_experts():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix, self.conv = nn.Linear(4, 4), nn.Conv1d(4, 4, 3, groups=4)
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Layer(), Layer()])
+    assert [m.name for b in partition(model) for m in b.modules] == ["layers.0.mix", "layers.1.mix"]
+
+
+def test_a_truncated_checkpoint_and_a_missing_device_end_in_a_sentence(tmp_path):
+    shutil.copytree(DEMO_MODEL, tmp_path / "broken")
+    weights = next((tmp_path / "broken").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(BadModel, match="could not be loaded"):
+        load_model(str(tmp_path / "broken"))
+    with pytest.raises(InvalidInput, match="nowhere"):
+        load_model("demo", device="nowhere")
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_not_filled_with_random_numbers(tmp_path):
+    shutil.copytree(DEMO_MODEL, tmp_path / "part")
+    weights = next((tmp_path / "part").glob("*.safetensors"))
+    tensors = load_file(weights)
+    del tensors["model.layers.3.mlp.down_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(BadModel, match="lacks 1 tensors, first model.layers.3.mlp.down_proj.weight"):
+        load_model(str(tmp_path / "part"))

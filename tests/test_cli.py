@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+from layerbudget.cli import main
+
 
 def run(*argv, cwd=None, code=0):
     command = [sys.executable, "-m", "layerbudget", *map(str, argv)]
@@ -112,3 +114,24 @@ def test_measured_curves_give_the_calibrated_plan_and_can_be_planned_with_again(
     again = run("plan", "sparsity", tmp_path / "s.json", "--sparsity", "0.5", "--curves", tmp_path / "c.json", "--json").stdout
     assert sum(b["count"] for b in json.loads(again)["blocks"]) == sum(b["count"] for b in plan["blocks"])
     assert "exists already" in sentence("measure", folder, *SMALL, "-o", tmp_path / "p.json")
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_the_work(saved_model, tmp_path):
+    folder = saved_model("llama")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "old.json").write_text("{}")
+    assert "cannot be written" in sentence("score", folder, *SMALL, "-o", tmp_path / "file" / "s.json")
+    done = run("evaluate", folder, "--length", "16", "--windows", "2", "--quiet", "-o", tmp_path / "old.json", code=2)
+    assert "perplexity" not in done.stdout and "exists already" in done.stderr
+
+
+def test_a_file_that_the_system_refuses_and_an_unknown_option_are_one_sentence(scores_of, tmp_path, capsys):
+    scores_of([1.0, 2.0, 3.0]).save(tmp_path / "s.json")
+    (tmp_path / "file").write_text("")
+    assert main(["plan", "sparsity", str(tmp_path / "s.json"), "-o", str(tmp_path / "file" / "p.json")]) == 2
+    assert "choose another one" in " ".join(capsys.readouterr().err.split())
+    words = ["score", "demo", "--samples", "2", "--length", "8", "--quiet", "--set", "drawz=2", "-o", str(tmp_path / "t.json")]
+    assert main(words) == 2
+    assert "no option 'drawz'" in " ".join(capsys.readouterr().err.split())
+    assert main(["score", "demo", "--import", str(tmp_path / "s.json"), "--excess", "-o", str(tmp_path / "t.json")]) == 2
+    assert "--excess has no meaning" in " ".join(capsys.readouterr().err.split())

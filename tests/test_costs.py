@@ -5,7 +5,8 @@ import json
 import pytest
 
 from layerbudget import costs
-from layerbudget.errors import CorruptFile, NotFound, UnknownStructure, UnknownUnit
+from layerbudget.configurations import blocks_from_config
+from layerbudget.errors import CorruptFile, InvalidInput, NotFound, UnknownStructure, UnknownUnit
 from layerbudget.records import Block, Module
 
 MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -22,7 +23,7 @@ GEMMA = {"hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 2
     ],
 )
 def test_published_tables(config, numel, flops, expert, parameters, router):
-    blocks = costs.blocks_from_config(config)
+    blocks = blocks_from_config(config)
     assert {b.numel for b in blocks} == {numel}
     assert costs.base_amount(blocks, "flops") == flops
     assert set(costs.unit_cost(blocks, "flops", capacity="experts")) == {expert}
@@ -32,8 +33,8 @@ def test_published_tables(config, numel, flops, expert, parameters, router):
 
 def test_published_budgets():
     budget = costs.parse_budget("2.76% flops")
-    assert costs.amount_of(budget, costs.blocks_from_config(MISTRAL)) == pytest.approx(385_258_566.4512, rel=1e-12)
-    assert costs.amount_of(costs.parse_budget("2% flops"), costs.blocks_from_config(GEMMA)) == pytest.approx(310_042_951.68)
+    assert costs.amount_of(budget, blocks_from_config(MISTRAL)) == pytest.approx(385_258_566.4512, rel=1e-12)
+    assert costs.amount_of(costs.parse_budget("2% flops"), blocks_from_config(GEMMA)) == pytest.approx(310_042_951.68)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_unknown_units_say_what_is_known(text):
 
 
 def test_units_that_are_not_priced():
-    blocks = costs.blocks_from_config(MISTRAL)
+    blocks = blocks_from_config(MISTRAL)
     with pytest.raises(UnknownUnit, match="no latency"):
         costs.unit_cost(blocks, "latency", latency={"model.layers.0": 1e-3})
     with pytest.raises(UnknownUnit, match="not priced"):
@@ -72,7 +73,7 @@ def test_units_that_are_not_priced():
 
 
 def test_linear_blocks_bytes_and_routers():
-    blocks = costs.blocks_from_config(MISTRAL, by="linear")
+    blocks = blocks_from_config(MISTRAL, by="linear")
     assert len(blocks) == 224 and blocks[0].name == "model.layers.0.self_attn.q_proj"
     assert costs.unit_cost(blocks[:1], "bytes").tolist() == [2 * 8192]
     one = costs.unit_cost(blocks[:1], "params", capacity="experts", router=True)
@@ -81,8 +82,8 @@ def test_linear_blocks_bytes_and_routers():
 
 def test_fused_experts_count_all_copies_and_active_flops():
     config = {**MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1}
-    block = costs.blocks_from_config(config)[0]
-    dense = costs.blocks_from_config({**MISTRAL, "num_hidden_layers": 1})[0]
+    block = blocks_from_config(config)[0]
+    dense = blocks_from_config({**MISTRAL, "num_hidden_layers": 1})[0]
     attention = 41_943_040
     assert block.numel == attention + 8 * (dense.numel - attention)
     assert block.flops_per_token == 2 * (attention + 2 * (dense.numel - attention))
@@ -93,11 +94,40 @@ def test_fused_experts_count_all_copies_and_active_flops():
 
 def test_configuration_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": GEMMA}))
-    assert costs.blocks_from_config(tmp_path) == costs.blocks_from_config(GEMMA)
+    assert blocks_from_config(tmp_path) == blocks_from_config(GEMMA)
     with pytest.raises(NotFound):
-        costs.blocks_from_config(tmp_path / "missing.json")
+        blocks_from_config(tmp_path / "missing.json")
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(CorruptFile):
-        costs.blocks_from_config(tmp_path / "bad.json")
+        blocks_from_config(tmp_path / "bad.json")
     with pytest.raises(UnknownStructure, match="hidden_size"):
-        costs.blocks_from_config({"model_type": "gpt2", "n_embd": 8})
+        blocks_from_config({"model_type": "gpt2", "n_embd": 8})
+
+
+@pytest.mark.parametrize("text", ["1,5 GiB", "12,34M", "1.2.3M params", "1,50 params"])
+def test_an_ambiguous_number_is_refused_rather_than_guessed(text):
+    with pytest.raises(UnknownUnit):
+        costs.parse_budget(text)
+
+
+def test_commas_between_thousands_are_read():
+    assert costs.parse_budget("1,500 params").amount == 1500
+    assert costs.parse_budget("12,345,678.5 bytes").amount == 12_345_678.5
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"model_type": "bert"}, {"architectures": ["SomeForMaskedLM"]}, {"num_experts": 64, "moe_intermediate_size": 768},
+        {"model_type": "phi"},
+    ],
+)  # fmt: skip
+def test_configurations_with_other_matrices_are_not_read_as_llama(extra):
+    with pytest.raises(UnknownStructure) as caught:
+        blocks_from_config(MISTRAL | extra)
+    assert "partition" in str(caught.value)
+
+
+def test_blocks_from_a_configuration_have_two_partitions_only():
+    with pytest.raises(InvalidInput):
+        blocks_from_config(MISTRAL, by="q_proj")

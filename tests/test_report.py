@@ -1,10 +1,14 @@
-import pytest
+import io
 
-from layerbudget.errors import NotFound
+import pytest
+from rich.console import Console
+
+from layerbudget.errors import CorruptFile, NotFound
 from layerbudget.planning import plan_sparsity
 from layerbudget.records import dumps, write_text
 from layerbudget.report.figures import damping_sweep, draw_plans, new_figure, overview, save_figure
 from layerbudget.report.page import build_page, write_page
+from layerbudget.report.tables import plan_table, scores_table
 
 ROWS = [
     {"model": "dense", "target": None, "sparsity": 0.0, "perplexity": 3.0, "standard_error": 0.1, "vs_uniform": None},
@@ -39,3 +43,30 @@ def test_figures_are_written_and_deterministic(tmp_path, scores_of):
         save_figure(figure, tmp_path / f"{name}.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert damping_sweep(scores_of([1.0, 2.0]), tmp_path / "sweep.png").stat().st_size > 1000
+
+
+def test_a_page_passes_over_other_json_and_names_what_does_not_parse(tmp_path, scores_of):
+    scores_of([1.0, 2.0, 3.0]).save(tmp_path / "scores.json")
+    (tmp_path / "number.json").write_text("5")
+    assert "model.layers.2" in build_page(tmp_path)
+    (tmp_path / "broken.json").write_text("nothing")
+    with pytest.raises(CorruptFile, match="broken.json"):
+        build_page(tmp_path)
+
+
+def test_a_figure_that_fails_leaves_no_file(tmp_path):
+    class Broken:
+        def savefig(self, *_, **__):
+            raise ValueError("no")
+
+    with pytest.raises(ValueError):
+        save_figure(Broken(), tmp_path / "a.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tables_show_whole_names_of_layers_on_a_narrow_terminal(scores_of):
+    scores = scores_of([1.0] * 12)
+    for table in (scores_table(scores), plan_table(plan_sparsity(scores, sparsity=0.5))):
+        out = io.StringIO()
+        Console(file=out, width=52).print(table)
+        assert all(f"{name} " in out.getvalue() for name in scores.names)

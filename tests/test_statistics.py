@@ -73,3 +73,11 @@ def test_bad_input_is_refused():
         statistics.paired_t([1.0], [2.0])
     with pytest.raises(InvalidInput):
         statistics.mean_and_error([])
+
+
+def test_two_seeds_with_the_same_difference_prove_nothing():
+    for a, b in (([0.9, 0.9], [0.8, 0.8]), ([0.7, 0.8], [0.6, 0.7])):
+        found = statistics.paired_t(a, b)
+        assert found.p == 0.5 and "cannot be told from" in found.sentence("a", "b")
+    assert statistics.paired_t([0.9] * 6, [0.8] * 6).p == 2.0**-5
+    assert statistics.paired_t([0.5, 0.5], [0.5, 0.5]).p == 1.0

@@ -88,3 +88,31 @@ def test_refusals(tmp_path):
     (tmp_path / "dev.tsv").write_text("head\n")
     with pytest.raises(NotEnoughText, match="0 training rows"):
         load_task("rte", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", '{"a": 1}'), ("b.json", "nothing"), ("c.jsonl", '{"text": "x", "label": "a"}\n{"text": "y"}\n'),
+        ("d.json", "[1]"),
+    ],
+)  # fmt: skip
+def test_tables_that_do_not_parse_are_named(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CorruptFile, match=name):
+        load_task(str(tmp_path / name))
+
+
+def test_labels_that_a_release_does_not_have_are_named(tmp_path):
+    (tmp_path / "rte").mkdir()
+    for name in ("train.tsv", "dev.tsv"):
+        (tmp_path / "rte" / name).write_text("head\n1\ta\tb\tmaybe\n")
+    with pytest.raises(CorruptFile, match="maybe"):
+        load_task("rte", tmp_path)
+
+
+def test_no_rows_at_all_cannot_be_asked_for(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"row {i}", "label": i % 2}) for i in range(60)))
+    with pytest.raises(InvalidInput, match="0 rows"):
+        load_task(str(path)).limited(0)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from layerbudget.data import stdlib
-from layerbudget.data.text import calibration, read_documents, token_stream
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.data.text import calibration, column_texts, read_documents, token_stream
 from layerbudget.errors import InvalidInput, NotEnoughText, NotFound
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 
@@ -113,3 +114,36 @@ def test_tasks_run_through_the_harness(shared_data, make_model, tokenizer):
     rows = evaluate_tasks(model, tokenizer, list(LOCAL), data_dir=shared_data, limit=4)
     assert set(rows) == set(LOCAL)
     assert all(row["samples"] == 4 and 0 <= row["acc"] <= 1 for row in rows.values())
+
+
+def test_json_lines_may_hold_any_line_separator(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "one\u2028two\x85three"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_documents(str(path))[0] == ["one\u2028two\x85three"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.jsonl", b"123\n"), ("b.jsonl", b'{"text": "\xff"}\n'), ("c.json", b"[1, 2]"), ("d.parquet", b"no parquet")],
+)
+def test_files_that_hold_no_text_are_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidInput, match=name):
+        read_documents(str(tmp_path / name))
+
+
+def test_a_named_column_is_read_or_refused_never_replaced():
+    rows = [{"body": "short", "text": "a longer text"}, {"body": None, "text": "x"}]
+    assert column_texts(rows, "body", "mine", None) == ["short"]
+    assert column_texts(rows, "", "mine", 1) == ["a longer text"]
+    with pytest.raises(InvalidInput, match="no column 'bodyy'"):
+        column_texts(rows, "bodyy", "mine", None)
+
+
+def test_perplexity_refuses_padding(make_model):
+    ids = torch.randint(3, 90, (2, 8))
+    mask = torch.ones_like(ids)
+    assert perplexity(make_model("llama"), CalibrationSet(input_ids=ids, attention_mask=mask)).windows == 2
+    mask[1, 5:] = 0
+    with pytest.raises(InvalidInput, match="padding"):
+        perplexity(make_model("llama"), CalibrationSet(input_ids=ids, attention_mask=mask))

@@ -29,7 +29,7 @@ _PUBLIC = {
     "diff_plans": "planning",
     "explain_plan": "planning",
     "transfer_scores": "planning",
-    "blocks_from_config": "costs",
+    "blocks_from_config": "configurations",
     "prune": "pruning.prune",
     "recount": "pruning.prune",
     "save_pruned": "pruning.prune",

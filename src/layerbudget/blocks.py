@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from .errors import BadModel, InvalidInput, UnknownBlock, UnknownStructure
 from .records import Block, Module, natural_key
@@ -62,7 +63,7 @@ def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, nn.
         elif is_conv1d(module):
             d_in, d_out = module.weight.shape
             yield full, module, module.weight, Module(name=full, d_in=d_in, d_out=d_out)
-        else:
+        elif not isinstance(module, _ConvNd):  # the kernel of a convolution has three dimensions and is no stack of experts
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 3:
                     copies, d_out, d_in = parameter.shape

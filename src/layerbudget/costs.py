@@ -1,4 +1,4 @@
-"""The price of capacity, from shapes alone: LoRA ranks and experts, budget strings, configurations. No torch.
+"""The price of capacity, from shapes alone: LoRA ranks and experts, budget strings. No torch.
 
 Conventions: a multiply-add is two FLOPs; one LoRA rank of a matrix of shape ``(d_out, d_in)`` has ``d_in + d_out`` parameters
 and costs ``2 (d_in + d_out)`` FLOPs per token; one LoRA expert of a block is one adapter of rank r in every matrix of it.
@@ -8,16 +8,14 @@ Attention scores, norms, embeddings and the head are not counted.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .errors import CorruptFile, NotFound, UnknownStructure, UnknownUnit
-from .records import Block, Module
+from .errors import UnknownUnit
+from .records import Block
 
 Vector = np.ndarray
 
@@ -27,6 +25,7 @@ _BYTES |= {"byte": 1.0, "bytes": 1.0}
 _WORDS = {"param": "params", "params": "params", "parameters": "params", "parameter": "params"}
 _WORDS |= {"flop": "flops", "flops": "flops", "flops/token": "flops", "expert": "experts", "experts": "experts"}
 _WORDS |= {"rank": "ranks", "ranks": "ranks"}
+_NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|[\d_]*)(\.\d+)?(e[-+]?\d+)?")
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 UNITS = ("experts", "ranks", "params", "bytes", "flops", "latency")
 _EXAMPLES = "'160 experts', '512 ranks', '64M params', '1.2 GiB', '400M flops', '3% flops', '3% params', '0.5 ms'"
@@ -60,7 +59,7 @@ def parse_budget(text: str | float | int, *, default: str = "params") -> Budget:
         The budget in base units.
 
     Raises:
-        UnknownUnit: The text does not parse or names no known unit.
+        UnknownUnit: The text does not parse or names no known unit. Commas may only separate groups of three digits.
 
     >>> parse_budget("64M params").amount, parse_budget("1.5 GiB").amount, parse_budget("3% flops").relative
     (64000000.0, 1610612736.0, True)
@@ -71,6 +70,8 @@ def parse_budget(text: str | float | int, *, default: str = "params") -> Budget:
     if not found:
         raise _unknown(text)
     digits, percent, first, second = found.groups()
+    if not _NUMBER.fullmatch(digits):  # "1,5" may mean 1.5 or 15: ask instead of guessing
+        raise _unknown(text)
     amount = float(digits.replace("_", "").replace(",", ""))
     if percent:
         unit = _unit(second or first or default)
@@ -199,83 +200,3 @@ def base_amount(blocks: Sequence[Block], unit: str, *, bytes_per_parameter: floa
 def amount_of(budget: Budget, blocks: Sequence[Block], **options: Any) -> float:
     """A budget as an absolute amount for these blocks."""
     return budget.amount * base_amount(blocks, budget.unit, **options) if budget.relative else budget.amount
-
-
-def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "layer") -> tuple[Block, ...]:
-    """Blocks of a decoder from its ``config.json``: plans without weights.
-
-    Covers the Llama family (Llama, Mistral, Gemma, Qwen, Phi-3's sizes, OLMo, SmolLM, ...): q, k, v, o and gate, up, down per
-    layer, with grouped-query attention and explicit head sizes; mixtures with ``num_local_experts`` have fused experts.
-
-    Args:
-        config: The configuration, or the path of the file or its folder.
-        by: ``layer`` or ``linear``.
-
-    Returns:
-        Blocks in order of depth.
-
-    Raises:
-        NotFound, CorruptFile: No such file, or not JSON.
-        UnknownStructure: A size is missing: not a decoder of this family.
-
-    >>> mistral = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-    ...                num_key_value_heads=8)
-    >>> blocks_from_config(mistral)[0].numel
-    218103808
-    """
-    record = _read_config(config)
-    record = {**record, **(record.get("text_config") or {})}
-    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [n for n in needed if not isinstance(record.get(n), int)]
-    if missing:
-        raise UnknownStructure(
-            f"The configuration ({record.get('model_type', 'no model_type')}) lacks {', '.join(missing)}.",
-            f"Needed: {', '.join(needed)}.",
-            "Load the model and partition it instead.",
-        )
-    hidden, heads = record["hidden_size"], record["num_attention_heads"]
-    head = record.get("head_dim") or hidden // heads
-    shapes = {
-        "self_attn.q_proj": (hidden, heads * head),
-        "self_attn.k_proj": (hidden, (record.get("num_key_value_heads") or heads) * head),
-        "self_attn.v_proj": (hidden, (record.get("num_key_value_heads") or heads) * head),
-        "self_attn.o_proj": (heads * head, hidden),
-    }
-    blocks = []
-    for i in range(record["num_hidden_layers"]):
-        prefix = f"model.layers.{i}"
-        modules = [Module(name=f"{prefix}.{n}", d_in=a, d_out=b) for n, (a, b) in shapes.items()]
-        modules += _mlp(prefix, record)
-        groups = [(m.name, (m,)) for m in modules] if by == "linear" else [(prefix, tuple(modules))]
-        blocks += [Block(name=n, modules=group) for n, group in groups]
-    return tuple(blocks)
-
-
-def _mlp(prefix: str, record: Mapping[str, Any]) -> list[Module]:
-    hidden, ffn = record["hidden_size"], record["intermediate_size"]
-    experts = record.get("num_local_experts") or 0
-    if experts:
-        active = record.get("num_experts_per_tok") or experts
-        sizes = {"gate_up_proj": (hidden, 2 * ffn), "down_proj": (ffn, hidden)}
-        return [
-            Module(name=f"{prefix}.mlp.experts.{n}", d_in=a, d_out=b, copies=experts, active=active)
-            for n, (a, b) in sizes.items()
-        ]
-    names = {"gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden)}
-    return [Module(name=f"{prefix}.mlp.{n}", d_in=a, d_out=b) for n, (a, b) in names.items()]
-
-
-def _read_config(config: Mapping[str, Any] | Path | str) -> dict[str, Any]:
-    if isinstance(config, Mapping):
-        return dict(config)
-    path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise NotFound(f"There is no configuration at {path}.", "", "Give the model's config.json or its folder.")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorruptFile(f"{path} is not a configuration ({error}).", "", "Download it again.") from error
-    if not isinstance(record, dict):
-        raise CorruptFile(f"{path} is not a configuration: not an object.", "", "Download it again.")
-    return record

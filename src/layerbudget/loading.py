@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -60,6 +59,19 @@ def _auto_class(config: Any) -> Any:
     return transformers.AutoModel if name else transformers.AutoModelForCausalLM
 
 
+def _device(name: str) -> torch.device:
+    """The device of that name, tried out before anything is loaded."""
+    try:
+        place = torch.device(name)
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InvalidInput(
+            f"The device {name!r} cannot be used: {first[:120]}.", "It is cpu, cuda, cuda:1, mps, ...", "Use cpu."
+        ) from error
+    return place
+
+
 def load_model(name: str, *, dtype: str = "float32", revision: str | None = None, device: str = "cpu") -> nn.Module:
     """Load a model in evaluation mode with finite weights.
 
@@ -73,25 +85,36 @@ def load_model(name: str, *, dtype: str = "float32", revision: str | None = None
 
     Raises:
         NotFound: No such folder.
-        BadModel: The checkpoint does not load, or holds NaN or infinite weights.
-        InvalidInput: Unknown dtype.
+        BadModel: The checkpoint does not load, lacks tensors, or holds NaN or infinite weights.
+        InvalidInput: Unknown dtype, or a device that this machine does not have.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig
 
     if dtype not in DTYPES:
         raise InvalidInput(f"dtype is {dtype!r}.", f"It is one of {', '.join(DTYPES)}.", "Use float32 unless memory is short.")
+    place = _device(device)
     where = resolve(name)
     try:
         config = AutoConfig.from_pretrained(where, revision=revision)
-        model = _auto_class(config).from_pretrained(where, revision=revision, dtype=DTYPES[dtype])
-    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        model, report = _auto_class(config).from_pretrained(
+            where, revision=revision, dtype=DTYPES[dtype], output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadModel(
             f"{name} could not be loaded: {first}",
             "MODEL is demo, a local folder written by save_pretrained, or a hub id that this machine can reach.",
             "Check the name, or download it first and give the folder.",
         ) from error
-    model = model.to(device).eval()
+    missing = sorted(k for k in report["missing_keys"] if "pooler" not in k)  # of the pooler nothing here depends
+    if missing:
+        raise BadModel(
+            f"The checkpoint of {name} lacks {len(missing)} tensors, first {missing[0]}.",
+            "transformers would fill them with random numbers.",
+            "Download or save the whole checkpoint.",
+        )
+    model = model.to(place).eval()
     check_finite(model)
     model.config._name_or_path = name
     return model

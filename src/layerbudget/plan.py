@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import CorruptFile, InvalidInput, ModelMismatch
+from .errors import CorruptFile, InvalidInput, LayerbudgetError, ModelMismatch
 from .records import SCHEMA_VERSION, digest, dumps, read_json, write_text
 
 KINDS = ("sparsity", "experts", "ranks", "joint")
@@ -137,7 +137,10 @@ class Plan:
     def from_dict(cls, record: Mapping[str, Any]) -> Plan:
         """Rebuild a plan from its JSON form."""
         fields = {f.name: record[f.name] for f in dataclasses.fields(cls) if f.name in record}
-        fields["blocks"] = tuple(PlanBlock(**{**b, "modules": tuple(b["modules"])}) for b in record["blocks"])
+        fields["blocks"] = tuple(
+            PlanBlock(**{**b, "value": float(b["value"]), "count": int(b["count"]), "modules": tuple(b["modules"])})
+            for b in record["blocks"]
+        )
         return cls(**fields)
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
@@ -155,5 +158,7 @@ class Plan:
         record = read_json(path, "plan")
         try:
             return cls.from_dict(record)
-        except (KeyError, TypeError) as error:
+        except LayerbudgetError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptFile(f"{path} is not a plan file ({error!r}).", "", "Make it again.") from error

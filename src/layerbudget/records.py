@@ -102,7 +102,7 @@ def to_jsonable(value: Any) -> Any:
 
 
 def dumps(record: Any) -> str:
-    """Canonical JSON text: stable key order as given, two-space indent, ends with a newline."""
+    """Canonical JSON text: keys in the order given, one-space indent, ends with a newline."""
     return json.dumps(to_jsonable(record), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -119,7 +119,7 @@ def write_text(path: Path | str, text: str, *, overwrite: bool = False) -> Path:
         AlreadyExists: The file exists with another content and ``overwrite`` is false.
     """
     path = Path(path)
-    if path.exists() and not overwrite and path.read_text(encoding="utf-8") != text:
+    if path.is_dir() or (path.exists() and not overwrite and path.read_bytes() != text.encode("utf-8")):
         raise AlreadyExists(f"{path} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -132,6 +132,33 @@ def write_text(path: Path | str, text: str, *, overwrite: bool = False) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
+
+
+def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
+    """Refuse an output file that could not be written, before any work is done.
+
+    Raises:
+        AlreadyExists: The file exists and ``overwrite`` is false, or it is a folder.
+        InvalidInput: Its folder cannot be written to.
+    """
+    path = Path(path)
+    if path.is_dir() or (path.exists() and not overwrite):
+        raise AlreadyExists(f"{path} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
+    check_writable(path)
+    return path
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path in whose folder, or in the nearest one that exists above it, nothing can be made.
+
+    Raises:
+        InvalidInput: Names that folder.
+    """
+    folder = path.absolute().parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidInput(f"{path} cannot be written: no file can be made in {folder}.", "", "Choose another output.")
 
 
 def read_json(path: Path | str, kind: str) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class GainTracker(TrainerCallback):
         history: One record per update: ``step, gain, floor, weights, regret, relative_regret, counts, moved``.
 
     Raises:
-        InvalidInput: An option outside its domain.
+        InvalidInput: An option outside its domain; at the start, no moments to read or other ``initial`` blocks.
     """
 
     def __init__(
@@ -99,6 +99,9 @@ class GainTracker(TrainerCallback):
         """Group the trainable parameters by block."""
         if model is None:
             return
+        optimizer = kwargs.get("optimizer")
+        if self.source == "optimizer" and optimizer is not None and not self._adam(optimizer, first=True):
+            raise InvalidInput("source is 'optimizer', which keeps no squares of gradients.", "", "Use source='auto'.")
         names = [b.name for b in self.blocks] if self.blocks else [_plain(name) for name, _ in layers(model)]
         groups: list[list[tuple[str, nn.Parameter]]] = [[] for _ in names]
         for name, p in model.named_parameters():
@@ -123,6 +126,9 @@ class GainTracker(TrainerCallback):
         self._own, self._steps = {}, 0
         self.model = describe(model)
         if self.initial is not None:
+            if self.initial.names != [b.name for b in self.blocks]:
+                what = f"The initial scores name {len(self.initial.names)} blocks, other {len(self.blocks)} are tracked."
+                raise InvalidInput(what, "Both need the same blocks in the same order.", "Pass blocks=initial.blocks.")
             self._planned = self.initial.weights()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

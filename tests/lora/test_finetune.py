@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from layerbudget.data.tasks import load_task
-from layerbudget.errors import AlreadyExists, InvalidInput, NotFound
+from layerbudget.errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
 from layerbudget.lora.compare import compare
 from layerbudget.lora.finetune import adapt, classifier_loader, finetune, fit_names
 from layerbudget.lora.protocol import PRESETS, Protocol
@@ -176,3 +176,33 @@ def test_accumulation_with_a_head_is_refused(make, encoder, tokenizer, task, tmp
         finetune(
             classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "x", protocol=Protocol(batch=16, accumulation=2)
         )
+
+
+@pytest.mark.parametrize("spare", [0, -1, 1])
+def test_an_answer_as_long_as_the_cutoff_leaves_no_prompt(tokenizer, task, spare):
+    answered = sum(label != -100 for label in Rows(task, tokenizer, causal=True, cutoff=200).encode(task.train[0])["labels"])
+    row = Rows(task, tokenizer, causal=True, cutoff=answered + spare).encode(task.train[0])
+    assert len(row["input_ids"]) == answered + max(spare, 0)
+
+
+def test_repeated_seeds_and_an_unfinished_run_of_another_protocol_are_refused(make, encoder, tokenizer, task, tmp_path):
+    plan = make.linears(make.bert(2), lambda n: 4 if "attention" in n else 0)
+    arguments = (classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "out")
+    with pytest.raises(InvalidInput, match=r"seeds are \[0, 0\]"):
+        finetune(*arguments, protocol=QUICK, seeds=[0, 0])
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        finetune(*arguments, protocol=QUICK, callbacks=stop)
+    with pytest.raises(AlreadyExists, match="another plan, task or protocol"):
+        finetune(*arguments, protocol=Protocol(lr=1e-3, epochs=1), resume=True)
+
+
+def test_a_folder_of_something_else_is_no_comparison(tmp_path):
+    for name, record in (("demo", '{"rows": []}'), ("ours", '{"schema_version": 1, "rows": []}'), ("empty", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(record)
+        with pytest.raises(CorruptFile, match="result.json"):
+            compare(tmp_path / name, tmp_path / name)

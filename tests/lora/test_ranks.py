@@ -199,3 +199,10 @@ def test_a_module_without_a_gradient_is_named(make):
     adapted = get_peft_model(make.mistral(), to_lora_config(make.linears(make.mistral(), 2)))
     with pytest.raises(CoverageError, match="no gradient for model.layers.0"):
         initialise_from_gradients(adapted, {})
+
+
+def test_dora_is_counted_by_its_ranks(make):
+    model = make.mistral()
+    plan = make.linears(model, ranks_of)
+    adapted = add_ranks(model, plan, use_dora=True)
+    assert adapted_ranks(adapted) == {b.name: b.count for b in plan.blocks if b.count}

@@ -138,3 +138,28 @@ def test_the_callback_replans_once_inside_the_trainer(make, tmp_path):
     assert len(set(callback.counts.values())) > 1
     with pytest.raises(InvalidInput, match="strictly between"):
         Replan(plan, fraction=1.0)
+
+
+def test_replanning_experts_leaves_a_block_with_one_expert_alone(make):
+    model = make.mistral(2)
+    plan = make.layers(model, [1, 5])
+    adapted = add_experts(model, plan, rank=2)
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    step(adapted, optimizer, 2)
+    first, second = (list(b.modules) for b in plan.blocks)
+    gains = dict.fromkeys(first, 100.0) | dict.fromkeys(second, 1.0)
+    shapes = dict.fromkeys(gains, (16, 16))
+    new = replanned(plan, gains, shapes, 2)
+    assert {new[m] for m in first} == {1} and {new[m] for m in second} == {5}
+    resize(adapted, optimizer, new)
+    assert replanned(plan, dict.fromkeys(gains, 0.0), shapes, 2) == new
+    assert replanned(plan, dict.fromkeys(gains, float("nan")), shapes, 2) == new
+
+
+def test_the_largest_rank_of_the_configuration_follows(make):
+    model, optimizer, plan = trained(make)
+    names = [b.name for b in plan.blocks if b.count]
+    resize(model, optimizer, {n: 9 if i == 0 else 2 for i, n in enumerate(names)})
+    config = model.peft_config["default"]
+    assert (config.r, config.lora_alpha) == (9, 18.0)
+    assert adapted_ranks(model)[names[0]] == 9

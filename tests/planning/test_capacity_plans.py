@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from layerbudget.costs import blocks_from_config, rank_parameters, unit_cost
+from layerbudget.configurations import blocks_from_config
+from layerbudget.costs import rank_parameters, unit_cost
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.plan import Plan
 from layerbudget.planning import (
@@ -17,6 +18,7 @@ from layerbudget.planning import (
     sweep,
     transfer_scores,
 )
+from layerbudget.program import rules
 from layerbudget.program.rules import EXPERT_RULES
 from layerbudget.scores.record import Scores
 
@@ -146,3 +148,52 @@ def test_transfer_needs_the_same_blocks(mistral, matrices, rng):
         assert 0 < t.regret <= t.sharp_bound <= t.bound and t.drift > 0
     with pytest.raises(ModelMismatch):
         transfer_scores(mistral, matrices)
+
+
+@pytest.mark.parametrize("budget", ["512 ranks", "2M params", "3 MB", "4M flops"])
+def test_uniform_ranks_are_uniform_and_size_ranks_grow_in_every_unit(budget, matrices):
+    counts = plan_ranks(matrices, budget=budget, rule="uniform", exponent=2.0, exponent_on="block").counts
+    assert counts.max() - counts.min() <= 1
+    grown = plan_ranks(matrices, budget=budget, rule="size", min_rank=0)
+    assert np.all(np.diff(grown.values[np.argsort(matrices.numel, kind="stable")]) >= -1e-9)
+
+
+@pytest.mark.parametrize("rule", ["uniform", "size", "layerif", "alphalora", "mola-2468"])
+def test_published_rules_keep_fixed_blocks_and_minima(rule, mistral):
+    plan = plan_experts(mistral, total=160, rule=rule, fixed={"model.layers.3": 20, "model.layers.5": 2})
+    assert plan.counts[3] == 20 and plan.counts[5] == 2 and plan.counts.sum() == 160
+    try:
+        assert plan_experts(mistral, total=160, rule=rule, min_experts=3).counts.min() >= 3
+    except InfeasibleBudget as error:
+        assert "minimum is 3" in str(error)
+
+
+def test_a_published_rule_takes_the_exponent_that_was_asked_for(mistral):
+    linear, published = (plan_experts(mistral, total=160, rule="alphalora", exponent=e).counts for e in (1.0, None))
+    assert linear.tolist() == rules.apportion(mistral.values(), 160).tolist() != published.tolist()
+
+
+@pytest.mark.parametrize("rule", ["mdl", "uniform"])
+def test_a_budget_that_is_no_number_is_refused(rule, mistral):
+    with pytest.raises(InvalidInput):
+        plan_experts(mistral, total=float("nan"), rule=rule)
+    with pytest.raises(InvalidInput):
+        plan_joint(mistral, budget="-1GB", capacity="rank")
+
+
+def test_joint_with_every_capacity_at_its_cap_is_still_a_plan(matrices):
+    for total in (-1e6, -1.5, 0.0, 100_001.0, 5e5):
+        plan = plan_joint(matrices, budget=total, max_capacity=1, gamma=100.0, max_sparsity=0.9)
+        assert plan.budget["spent"] <= total + 1e-6
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_alphalora_takes_the_spectral_tail_as_it_is(mistral, rng, parity):
+    alpha = dict(zip(mistral.names, 2.0 + rng.random(32), strict=True))
+    tail = Scores.from_values(alpha, mistral.blocks, orientation="redundancy")
+    plan = plan_experts(tail, total=160, rule="alphalora", parity=parity, min_experts=0)
+    assert plan.counts.tolist() == rules.alphalora_experts(list(alpha.values()), 160, parity=parity).tolist()
+    if not parity:
+        assert np.all(np.diff(plan.counts[np.argsort(list(alpha.values()))]) >= -1)
+    with pytest.raises(InvalidInput, match="spectral-tail"):
+        rules.alphalora_experts([-1.0, 2.0], 8)

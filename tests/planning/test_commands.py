@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from layerbudget.cli import plan as cli_plan
+from layerbudget.cli import reproduce as cli_reproduce
 from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
 from layerbudget.plan import Plan
 
@@ -20,7 +21,7 @@ def run():
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true")
     cli_plan.register(sub, parents=[common])
-    cli_plan.register_reproduce(sub.add_parser("reproduce").add_subparsers(required=True), parents=[common])
+    cli_reproduce.register(sub)
 
     def call(*words):
         arguments = parser.parse_args([str(w) for w in words])
@@ -108,7 +109,7 @@ def test_diff_explain_sweep_transfer(run, files):
 
 
 def test_released(run):
-    result, shown = run("reproduce", "released", "--json")
+    result, shown = run("reproduce", "released")
     assert result["all_counts_equal"] and "32/32" in shown and "file order" in shown
 
 
@@ -117,6 +118,8 @@ def test_mistakes(run, files, scores_of):
     for words, kind in (
         (("plan", "explain", files / "nothing.json"), NotFound),
         (("plan", "sparsity", files / "a.json", "--fix", "x"), InvalidInput),
+        (("plan", "experts", files / "a.json", "--total", 40, "--fix", "layers.0=2.5"), InvalidInput),
+        (("plan", "experts", files / "a.json", "--budget", "1 ms", "--latency", files / "a.json"), CorruptFile),
         (("transfer", files / "a.json", files / "other.json"), ModelMismatch),
     ):
         with pytest.raises(kind):

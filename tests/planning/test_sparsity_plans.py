@@ -1,12 +1,16 @@
 """plan_sparsity: every rule meets the same recounted budget."""
 
+import json
+
 import numpy as np
 import pytest
 
-from layerbudget.errors import InfeasibleBudget, InvalidInput, UnknownBlock
+from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownBlock
 from layerbudget.plan import Plan
 from layerbudget.planning import plan_sparsity
 from layerbudget.program.rules import SPARSITY_RULES
+from layerbudget.records import dumps
+from layerbudget.scores.record import Scores
 
 SIZES = [64 + 7 * i for i in range(12)]
 
@@ -70,3 +74,37 @@ def test_refusals_have_three_parts(scores_of, rng):
         with pytest.raises(kind) as caught:
             plan_sparsity(scores, **options)
         assert caught.value.what and caught.value.feasible and caught.value.remedy
+
+
+def test_caps_above_one_and_caps_below_floors_are_refused_by_every_rule(scores_of, rng):
+    scores = scores_of(rng.random(12), SIZES)
+    for rule in SPARSITY_RULES:
+        with pytest.raises(InvalidInput, match="max_sparsity 1.5"):
+            plan_sparsity(scores, sparsity=0.7, max_sparsity=1.5, rule=rule)
+        with pytest.raises(InvalidInput, match="min_sparsity 0.8"):
+            plan_sparsity(scores, sparsity=0.7, max_sparsity=0.75, min_sparsity=0.8, rule=rule)
+
+
+def test_an_expression_that_does_not_compile_is_named(scores_of, rng):
+    with pytest.raises(InvalidInput, match="regular expression"):
+        plan_sparsity(scores_of(rng.random(12), SIZES), exclude="(")
+
+
+def test_a_plan_file_with_a_hole_is_corrupt_and_not_a_plan_with_nan(scores_of, rng, tmp_path):
+    path = plan_sparsity(scores_of(rng.random(12), SIZES)).save(tmp_path / "plan.json")
+    record = json.loads(path.read_text())
+    record["blocks"][0]["value"] = None
+    path.write_text(json.dumps(record))
+    with pytest.raises(CorruptFile):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize("change", [{"gain": [["x"] * 12]}, {"blocks": [1, 2]}, {"damping": ["x"]}])
+def test_a_broken_scores_file_is_corrupt(scores_of, rng, tmp_path, change):
+    path = tmp_path / "scores.json"
+    path.write_text(dumps({**scores_of(rng.random(12), SIZES).to_dict(), **change}))
+    with pytest.raises(CorruptFile):
+        Scores.load(path)
+    path.write_text(dumps({**scores_of(rng.random(12), SIZES).to_dict(), "status": [["ok"]]}))
+    with pytest.raises(InvalidInput, match="status"):
+        Scores.load(path)

@@ -100,3 +100,8 @@ def test_parameters_sum_to_the_total_and_respect_caps(rng):
         s = sparsify(rng.random(9) + 0.01, n, min(total, float(0.7 * n.sum())), max_sparsity=0.7, rule="exactly")
         counts = round_parameters(s.value, n, total, caps)
         assert counts.sum() == total and (counts <= np.floor(caps * n * (1 + 1e-15))).all() and (counts >= 0).all()
+
+
+def test_a_multiple_that_is_no_whole_number_is_refused():
+    with pytest.raises(InvalidInput, match="multiple"):
+        round_capacity(allocate([4.0, 2.0, 1.0], 1.0, 6, rule="exactly"), multiple=0.5)

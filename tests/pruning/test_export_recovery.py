@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from layerbudget.blocks import weight_of
-from layerbudget.errors import AlreadyExists, InvalidInput, NotFound
+from layerbudget.errors import AlreadyExists, CurvatureFailure, InvalidInput, NotFound
 from layerbudget.pruning.export import pack, recipe, unpack, write_recipe
 from layerbudget.pruning.prune import prune, recount, save_pruned
 from layerbudget.pruning.recovery import merge_keeping_zeros, recover
+from layerbudget.pruning.save import check_output
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -90,3 +91,34 @@ def test_recipe_has_one_modifier_per_distinct_ratio(kit, tmp_path):
     with pytest.raises(InvalidInput, match="magnitude"):
         recipe(plan, "magnitude")
     assert write_recipe(plan, tmp_path / "recipe.yaml").read_text().count("WandaPruningModifier") == 3
+
+
+def test_a_recovery_that_diverges_leaves_the_model_as_it_was(kit):
+    model = kit.build("llama")
+    prune(model, kit.plan(model), kit.tokens(samples=8), "wanda", 4)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(CurvatureFailure, match="loss is"):
+        recover(model, kit.tokens(samples=8), learning_rate=1e30, steps=10)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_packing_that_is_cut_short_leaves_no_file(kit, tmp_path, monkeypatch):
+    model = kit.build("llama")
+    plan = kit.plan(model)
+    save_pruned(model, None, plan, prune(model, plan, kit.tokens(), "magnitude"), tmp_path / "out")
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half of it")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError):
+        pack(tmp_path / "out", tmp_path / "packed.safetensors")
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInput, match="cannot be written"):
+        check_output(tmp_path / "file" / "out")
+    assert check_output(tmp_path / "new" / "out") == tmp_path / "new" / "out"

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from layerbudget.blocks import describe, partition
+from layerbudget.errors import InvalidInput
 from layerbudget.plan import Plan, PlanBlock
+from layerbudget.planning import plan_sparsity
 from layerbudget.pruning.calibrate import calibrate
 from layerbudget.pruning.curves import Curves
 from layerbudget.pruning.measure import damage_curves, plan_damage
@@ -125,3 +127,45 @@ def test_a_step_is_taken_only_as_far_as_the_whole_plan_gains(kit):
     assert damage[1] <= damage[0] and plan.extra["damage"] == pytest.approx(damage[1], rel=1e-5)
     assert sum(b.count for b in plan.blocks) == sum(b.count for b in start.blocks)
     assert len(curves) <= 4 and plan.extra["search_forwards"] > 0
+
+
+@pytest.mark.parametrize("ratios", [(0.7, 0.3), (0.3, 0.3), (0.3, 1.2), ()])
+def test_ratios_that_do_not_increase_are_refused_before_anything_is_measured(kit, ratios):
+    model = kit.build("llama")
+    with pytest.raises(InvalidInput, match="ncrease within"):
+        damage_curves(model, kit.tokens(), ratios=ratios)
+    with pytest.raises(InvalidInput):
+        Curves(ratios={"a": ratios}, damage={"a": tuple(ratios)}, metric="kl", method="wanda")
+
+
+def test_a_block_that_spans_layers_is_refused(kit):
+    model = kit.build("llama")
+    with pytest.raises(InvalidInput, match="within one layer"):
+        damage_curves(model, kit.tokens(), partition(model, "q_proj|down_proj"))
+
+
+def test_blocks_may_be_measured_at_ratios_of_their_own(kit):
+    model = kit.build("llama")
+    blocks = partition(model)
+    ratios = {b.name: (0.3, 0.5 + 0.1 * i) for i, b in enumerate(blocks)}
+    curves = damage_curves(model, kit.tokens(), ratios=ratios, batch_size=4)
+    plan = plan_sparsity(blocks, sparsity=0.5, max_sparsity=0.9, penalty=curves.penalty())
+    assert plan.counts.sum() == round(0.5 * sum(b.numel for b in blocks))
+    assert all(b.value <= ratios[b.name][-1] + 1e-9 for b in plan.blocks)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_an_interrupted_measurement_leaves_the_model_as_it_was(kit, around):
+    model = kit.build("llama")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    calls = []
+
+    def stop(*_):
+        calls.append(1)
+        if len(calls) == 6:  # the dense outputs, and some damages
+            raise KeyboardInterrupt
+
+    model.lm_head.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        damage_curves(model, kit.tokens(), batch_size=4, around=kit.plan(model) if around else None)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

@@ -215,3 +215,10 @@ def test_precisions_that_cannot_be_are_refused(kit):
     with pytest.raises(InvalidInput, match="parity"):
         prune(model, kit.plan(model), kit.tokens(), parity=True, autocast="bfloat16")
     assert same(before, state(model))
+
+
+def test_finishing_removes_the_checkpoints_and_nothing_of_the_users(kit, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    model = kit.build("llama")
+    prune(model, kit.plan(model), kit.tokens(), "wanda", 4, resume=tmp_path)
+    assert [f.name for f in tmp_path.iterdir()] == ["thesis.tex"]

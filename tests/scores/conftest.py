@@ -14,42 +14,23 @@ from layerbudget.scores import loss as L
 VOCAB = 37
 
 
+_SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 64, "attn_implementation": "eager",
+}  # fmt: skip
+
+
 def _mistral():
     from transformers import MistralConfig, MistralForCausalLM
 
-    return MistralForCausalLM(
-        MistralConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=20,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=4,
-            max_position_embeddings=64,
-            attn_implementation="eager",
-            tie_word_embeddings=True,
-            sliding_window=None,
-        )  # fmt: skip
-    )
+    own = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": None}
+    return MistralForCausalLM(MistralConfig(**{**_SIZES, **own, "tie_word_embeddings": True}))
 
 
 def _gemma():
     from transformers import GemmaConfig, GemmaForCausalLM
 
-    return GemmaForCausalLM(
-        GemmaConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            max_position_embeddings=64,
-            attn_implementation="eager",
-        )  # fmt: skip
-    )
+    return GemmaForCausalLM(GemmaConfig(**_SIZES, num_key_value_heads=1, head_dim=8))
 
 
 def _gpt2():
@@ -63,54 +44,20 @@ def _gpt2():
 def _bert():
     from transformers import BertConfig, BertForSequenceClassification
 
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            num_labels=3,
-            attn_implementation="eager",
-        )  # fmt: skip
-    )
+    return BertForSequenceClassification(BertConfig(**_SIZES, num_labels=3))
 
 
 def _bert_mlm():
     from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            attn_implementation="eager",
-        )  # fmt: skip
-    )
+    return BertForMaskedLM(BertConfig(**_SIZES))
 
 
 def _mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=12,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_local_experts=3,
-            num_experts_per_tok=2,
-            max_position_embeddings=64,
-            attn_implementation="eager",
-            experts_implementation="eager",
-        )  # fmt: skip
-    )
+    own = {"intermediate_size": 12, "num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**{**_SIZES, **own}, experts_implementation="eager"))
 
 
 def _mlp():

@@ -8,7 +8,7 @@ from layerbudget.errors import CoverageError, InvalidInput, UnknownStructure
 from layerbudget.scores import hooks
 from layerbudget.scores import loss as L
 from layerbudget.scores.curvature import gram
-from layerbudget.scores.gain import score
+from layerbudget.scores.gain import ESTIMATORS, score
 
 NAMES = ("mistral", "gemma", "gpt2", "bert", "bert-mlm", "mixtral", "mlp")
 # Norms and softmax of transformers run in fp32 even in an fp64 model; the MLP has neither.
@@ -237,3 +237,34 @@ def test_heads_without_a_suitable_loss_are_refused(zoo):
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=37, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2))
     with pytest.raises(UnknownStructure, match="encoder-decoder"):
         L.head_of(t5)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_an_option_that_the_estimator_does_not_have_is_refused(zoo, estimator):
+    model, data = zoo.model("mistral"), zoo.data("mistral")
+    with pytest.raises(InvalidInput, match="no option 'drawz'"):
+        score(model, data, zoo.partition(model, "mistral"), estimator, drawz=4)
+
+
+def test_ekfac_has_the_options_of_kfac(zoo):
+    model, data = zoo.model("mistral"), zoo.data("mistral")
+    assert (
+        score(model, data, zoo.partition(model, "mistral"), "ekfac", draws=2, damping=1.0)
+        .extra["curvature"]
+        .endswith("2 draws")
+    )
+
+
+def test_a_sketch_without_sides_is_refused(zoo):
+    model, data = zoo.model("mistral"), zoo.data("mistral")
+    with pytest.raises(InvalidInput, match="sketch"):
+        score(model, data, zoo.partition(model, "mistral"), sketch=0)
+
+
+def test_gradient_norm_adds_up_in_half_precision(zoo):
+    """512 equal batches: a bfloat16 sum stops growing at 256 times its summand."""
+    model, data = zoo.model("mistral", torch.bfloat16), zoo.data("mistral", samples=1, padded=False)
+    blocks = zoo.partition(model, "mistral")
+    many = data.select([0] * 512)
+    one, all_ = (score(model, d, blocks, "gradient-norm", batch_size=1).values() for d in (data, many))
+    assert np.allclose(one, all_, rtol=1e-3)

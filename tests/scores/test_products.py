@@ -153,3 +153,16 @@ def test_mean_damping_is_refused_by_krylov_estimators(zoo):
     model, data, block = small(zoo, "mlp")
     with pytest.raises(InvalidInput, match="trace"):
         score(model, data, [block], "ggn", damping_unit="mean")
+
+
+@pytest.mark.parametrize("estimator", ("ggn", "hessian", "nystrom"))
+def test_a_dead_block_has_no_gain_and_no_steps_are_refused(zoo, estimator):
+    model, data = zoo.model("mlp"), zoo.data("mlp")
+    with torch.no_grad():
+        model[4].weight.zero_()
+    blocks = zoo.partition(model, "mlp")
+    found = np.array(score(model, data, blocks, estimator).gain, dtype=float)
+    assert (found[:, :2] == 0).all() and (found[:, 2] > 0).all()
+    if estimator != "nystrom":
+        with pytest.raises(InvalidInput, match="steps is 0"):
+            score(model, data, blocks, estimator, steps=0)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from layerbudget.errors import InvalidInput, ModelMismatch
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.errors import InvalidInput, ModelMismatch, NotFound
 from layerbudget.scores import stages
 from layerbudget.scores.curvature import gram
 from layerbudget.scores.gain import score
@@ -81,3 +82,44 @@ def test_a_stage_of_another_model_and_duplicates_are_refused(case, tmp_path):
         model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     with pytest.raises(ModelMismatch, match="another folder"):
         score(model, data, blocks, stage=tmp_path)
+
+
+def test_two_validation_sets_that_print_alike_are_two_requests(case):
+    model, _, blocks = case
+    ids = torch.arange(4000).reshape(100, 40) % 37
+    other = ids.clone()
+    other[50, 20] += 1
+    first, second = CalibrationSet(input_ids=ids), CalibrationSet(input_ids=other)
+    assert repr(first) == repr(second)
+    keys = {stages.request(model, first, blocks, "layerif", {"validation": v}) for v in (first, second)}
+    assert len(keys) == 2
+
+
+def test_merging_makes_no_folder_and_completes_a_batch_that_was_cut_short(case, tmp_path):
+    model, data, blocks = case
+    who = stages.identity(model, blocks, None, 0)
+    mine = stages.Stage(tmp_path / "a", who)
+    with pytest.raises(NotFound):
+        mine.merge(tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+    score(model, data.select(slice(0, 2)), blocks, stage=tmp_path / "b", batch_size=2)
+    (batch,) = (tmp_path / "b" / "rows").iterdir()
+    cut = tmp_path / "a" / "rows" / batch.name
+    cut.mkdir(parents=True)
+    (cut / "0.npy").write_bytes((batch / "0.npy").read_bytes()[:100])
+    assert mine.merge(tmp_path / "b") == 1
+    assert sorted(mine.index()) == sorted(stages.sequence_keys(data.select(slice(0, 2))))
+    assert np.array_equal(mine.load(batch.name, 0), np.load(batch / "0.npy"))
+
+
+def test_a_staged_run_checks_its_batch_size(case, tmp_path):
+    model, data, blocks = case
+    with pytest.raises(InvalidInput, match="batch_size"):
+        score(model, data, blocks, stage=tmp_path, batch_size=0)
+
+
+def test_a_stage_without_identity_is_another_stage(case, tmp_path):
+    model, _, blocks = case
+    (tmp_path / "stage.json").write_text('{"schema_version": 1}')
+    with pytest.raises(ModelMismatch):
+        stages.Stage(tmp_path, stages.identity(model, blocks, None, 0))

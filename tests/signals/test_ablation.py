@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from layerbudget.blocks import layers, partition
-from layerbudget.errors import InvalidInput
+from layerbudget.errors import CoverageError, InvalidInput
 from layerbudget.scores.proxies import ablation, block_influence, fisher_trace
 
 
@@ -154,3 +155,15 @@ def test_fisher_trace_of_an_encoder(bert, data):
         for k, block in enumerate(blocks):
             expected[k] += sum(bert.get_submodule(m.name).weight.grad.square().sum().item() for m in block.modules)
     assert fisher_trace(bert, labelled, blocks, batch_size=4).values() == pytest.approx(expected / 6, rel=1e-5)
+
+
+def test_fused_experts_cannot_be_left_out_one_by_one(data):
+    torch.manual_seed(3)
+    config = MixtralConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=3, max_position_embeddings=64,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).eval()
+    assert len(ablation(model, data, partition(model)).values()) == 2
+    with pytest.raises(CoverageError, match="experts"):
+        ablation(model, data, partition(model, by="linear"))

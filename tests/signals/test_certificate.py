@@ -9,9 +9,10 @@ from torch import nn
 
 from layerbudget.blocks import partition
 from layerbudget.errors import InvalidInput
-from layerbudget.scores.certificate import certify_ranking, conjugate_gradients, direct_check, plot_direct_check
+from layerbudget.scores.certificate import _row, certify_ranking, conjugate_gradients, direct_check, plot_direct_check
 from layerbudget.scores.curvature.fisher import score_gram
 from layerbudget.scores.curvature.ggn import score_ggn
+from layerbudget.scores.curvature.products import BlockProducts
 from layerbudget.scores.loss import FeatureSet
 
 
@@ -155,3 +156,22 @@ def test_refusals(net):
         direct_check(*net, curvature="kfac")
     with pytest.raises(InvalidInput, match="mean"):
         direct_check(*net, curvature="ggn", damping_unit="mean")
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "diagonal", "ggn", "hessian"])
+def test_a_block_without_any_gradient_leaves_the_model_as_it_was(net, curvature):
+    model, data, blocks = net
+    with torch.no_grad():
+        model[2].weight.zero_()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    table = direct_check(model, data, blocks, curvature=curvature)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert [r["gain"] for r in table if r["block"] == "0"] == [0.0] * 3
+
+
+def test_weights_come_back_even_from_a_step_that_is_no_number(net):
+    model, data, blocks = net
+    before = model[0].weight.detach().clone()
+    with BlockProducts(model, data, blocks[0], 20) as p:
+        _row(p, 1.0, torch.full_like(p.gradient(), float("nan")), 0.0, p.gradient())
+    assert torch.equal(model[0].weight, before)

@@ -10,6 +10,7 @@ import pytest
 from layerbudget.blocks import partition
 from layerbudget.errors import CorruptFile, InvalidInput, NotFound
 from layerbudget.scores.importing import import_scores
+from layerbudget.scores.record import Scores
 
 
 @pytest.fixture
@@ -78,3 +79,18 @@ def test_infinite_and_missing(tmp_path, blocks):
         import_scores(tmp_path / "a.json", blocks)
     with pytest.raises(NotFound):
         import_scores(tmp_path / "none.json", blocks)
+
+
+def test_a_table_saved_by_a_spreadsheet_is_read(tmp_path, blocks):
+    rows = "name,score\n" + "".join(f"{b.name},{i + 1}\n" for i, b in enumerate(blocks))
+    (tmp_path / "a.csv").write_text(rows, encoding="utf-8-sig")
+    assert import_scores(tmp_path / "a.csv", blocks).values().tolist() == [1.0, 2.0, 3.0]
+    (tmp_path / "b.csv").write_bytes(rows.encode("utf-16"))
+    with pytest.raises(CorruptFile):
+        import_scores(tmp_path / "b.csv", blocks)
+
+
+def test_a_scores_file_of_other_blocks_is_refused(tmp_path, blocks, mistral):
+    path = Scores.from_values({b.name: 1.0 for b in blocks}, blocks).save(tmp_path / "scores.json")
+    with pytest.raises(InvalidInput, match="partition"):
+        import_scores(path, partition(mistral, by="linear"))

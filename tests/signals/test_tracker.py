@@ -176,3 +176,12 @@ def test_similar_layer_names_are_told_apart(tmp_path):
     tracker = GainTracker(partition(model))
     tracker.on_train_begin(None, None, None, model=model)
     assert [len(g) for g in tracker._groups] == [1] * 11
+
+
+def test_initial_scores_of_other_blocks_and_an_optimizer_without_moments_are_refused_at_the_start(mistral, data, tmp_path):
+    others = partition(mistral, by="linear")
+    initial = Scores.from_values({b.name: 1.0 for b in others}, others)
+    with pytest.raises(InvalidInput, match="initial scores"):
+        train(mistral, data, tmp_path, GainTracker(partition(mistral), initial=initial))
+    with pytest.raises(InvalidInput, match="keeps no squares"):
+        train(mistral, data, tmp_path, GainTracker(partition(mistral), source="optimizer"), optim="sgd")

@@ -59,6 +59,7 @@ class _Subparsers:
         self.action = action
 
     def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
+        """Add one parser with the common options."""
         options.setdefault("help", _SUMMARY.get(name))
         options.setdefault("description", options["help"])
         options.setdefault("conflict_handler", "resolve")
@@ -110,15 +111,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LayerbudgetError as error:
         errors.print(f"layerbudget: {error}", style="red", soft_wrap=True, markup=False)
         return 2
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        errors.print(f"layerbudget: {_no_file(error)}", style="red", soft_wrap=True, markup=False)
+        return 2
     except KeyboardInterrupt:
         errors.print("layerbudget: interrupted; finished stages are kept.")
         return 130
     if as_json:
         sys.stdout.write(dumps(result))
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
+
+
+def _no_file(error: OSError) -> str:
+    """Sentence for a file that the system refused (no space, no permission, a folder in its place)."""
+    where = error.filename or error.filename2
+    return f"{error.strerror or error}{f': {where}' if where else ''}. Free the path or choose another one."
 
 
 def _quiet_libraries() -> None:

@@ -32,8 +32,10 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate and show what was measured, with its parameters."""
     from ..evaluation.perplexity import evaluation_set, perplexity
     from ..loading import load_model, load_tokenizer
-    from ..records import dumps, write_text
+    from ..records import check_output, dumps, write_text
 
+    if arguments.out:
+        check_output(arguments.out, overwrite=arguments.overwrite)
     sources = arguments.perplexity or ([] if arguments.tasks else ["stdlib"])
     tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
     sets = {s: evaluation_set(s, tokenizer, length=arguments.length, windows=arguments.windows) for s in sources}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..costs import blocks_from_config
+from ..configurations import blocks_from_config
 from ..errors import CorruptFile, InvalidInput, NotFound
 from ..records import Block
 from ..scores.record import Scores
@@ -85,6 +85,19 @@ def read_curves(path: str) -> dict[str, tuple[list[float], list[float]]]:
         ) from error
 
 
+def read_latency(path: str) -> dict[str, float]:
+    """Seconds per unit of capacity ``{block: seconds}``.
+
+    Raises:
+        NotFound, CorruptFile: No such file, or not a number for every name.
+    """
+    record = read_any(Path(path))
+    try:
+        return {str(k): float(v) for k, v in record.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CorruptFile(f"{path} holds no latencies ({error!r}).", "It needs {block: seconds}.", "Measure again.") from error
+
+
 def read_fixed(items: Iterable[str]) -> dict[str, float]:
     """``BLOCK=NUMBER`` items as a mapping.
 
@@ -114,7 +127,7 @@ def show_table(a: argparse.Namespace, title: str, head: Sequence[str], rows: Ite
 
     table = Table(title=title, title_justify="left")
     for name in head:
-        table.add_column(name)
+        table.add_column(name, no_wrap=name == "block")  # cut names of layers would all look alike
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row))
     console.print(table)

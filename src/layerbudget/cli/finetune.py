@@ -37,10 +37,12 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import load_task
-    from ..lora.compare import compare
+    from ..lora.compare import compare, read_result
     from ..lora.finetune import classifier_loader, finetune
     from ..lora.protocol import PRESETS
 
+    if arguments.against:
+        read_result(arguments.against)  # before the training
     plan = _validated_plan(arguments)
     task = load_task(arguments.task, arguments.data_dir).limited(arguments.train_rows)
     given = {k: getattr(arguments, k) for k in ("epochs", "lr", "batch", "accumulation", "balance")}

@@ -28,19 +28,15 @@ def register(subparsers: Any) -> None:
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure, plan, write both files."""
-    from pathlib import Path
-
     from ..blocks import partition
-    from ..errors import AlreadyExists
     from ..pruning.calibrate import calibrate
-    from ..records import check_fraction, dumps, write_text
+    from ..records import check_fraction, check_output, dumps, write_text
     from ..report.tables import plan_table
 
     check_fraction(arguments.sparsity, "sparsity")
     check_fraction(arguments.max_sparsity, "max_sparsity", low=arguments.sparsity)
     for path in filter(None, (arguments.out, arguments.curves)):
-        if Path(path).exists() and not arguments.overwrite:
-            raise AlreadyExists(f"{path} exists already.", "", "Choose another file or pass --overwrite.")
+        check_output(path, overwrite=arguments.overwrite)
     model, _, data = load(arguments)
     with progress_bar(arguments, f"measuring {arguments.method}, blocks") as progress:
         plan, curves = calibrate(

@@ -1,4 +1,4 @@
-"""Command line of the decision core: ``plan ...``, ``transfer`` and ``reproduce released``. No torch.
+"""Command line of the decision core: ``plan ...`` and ``transfer``. No torch.
 
 ``register`` adds the parsers. Each sets ``handler``: a function of the parsed arguments that returns what ``--json`` prints and
 shows a table on ``arguments.console`` where that is a ``rich`` console.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from ..errors import InvalidInput
 from ..plan import Plan
 from ..program.rules import EXPERT_RULES, SPARSITY_RULES
 from ..program.utilities import PENALTIES, UTILITIES
 from ..records import to_jsonable
 from . import structured
-from .files import Leaves, load_scores, need_scores, read_any, read_curves, read_fixed, say, show_table
+from .files import Leaves, load_scores, need_scores, read_curves, read_fixed, read_latency, say, show_table
 
 
 def register(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
@@ -32,14 +32,6 @@ def register(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()
     _register_transfer(Leaves(subparsers, parents))
 
 
-def register_reproduce(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
-    """Add ``released`` to the subparsers of ``reproduce``."""
-    p = Leaves(subparsers, parents).add_parser(
-        "released", help="recompute the paper's released expert lists and sparsity ratios"
-    )
-    p.set_defaults(handler=run_released)
-
-
 def _scores_argument(p: argparse.ArgumentParser) -> None:
     p.add_argument("scores", metavar="SCORES", help="scores.json; for rules without scores a model's config.json will do")
 
@@ -48,7 +40,8 @@ def _shared(p: argparse.ArgumentParser, rules: Sequence[str] | None) -> None:
     if rules is not None:
         p.add_argument("--rule", default="mdl", help=f"one of {', '.join(rules)} (default: mdl)")
         p.add_argument("--seed", type=int, default=0, help="seed of the permuted control")
-    p.add_argument("--exponent", type=float, default=1.0, help="exponent of the weights (paper: beta, kappa)")
+    published = ", layerif and alphalora: as published" if rules is EXPERT_RULES else ""
+    p.add_argument("--exponent", type=float, help=f"exponent of the weights (paper: beta, kappa; default: 1{published})")
     p.add_argument("--exponent-on", choices=("density", "block"), default="density")
     p.add_argument("--damping", type=float, default=None, help="row of the scores (default: the middle one)")
     p.add_argument("--smoothing", type=float, default=0.0, help="added to every score, in units of the mean score")
@@ -183,7 +176,7 @@ def run_experts(a: argparse.Namespace) -> dict[str, Any]:
     plan = plan_experts(
         load_scores(a.scores), total=a.total, budget=a.budget, flops_fraction=a.flops_fraction, min_experts=a.min_experts,
         max_experts=a.max_experts, expert_rank=a.expert_rank, router=a.router, parity=a.parity, rule=a.rule, seed=a.seed,
-        **_weights(a), **_capacity_options(a),
+        **{**_weights(a), "exponent": a.exponent}, **_capacity_options(a),
     )  # fmt: skip
     return _finish(a, plan)
 
@@ -237,6 +230,8 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     from ..planning import sweep
 
     options: dict[str, Any] = {"damping": a.damping, "smoothing": a.smoothing}
+    if a.kind != "sparsity" and a.max_sparsity is not None:
+        raise InvalidInput(f"--max-sparsity has no meaning for --kind {a.kind}.", "", "Leave it out.")
     if a.kind == "sparsity" and a.max_sparsity is not None:
         options["max_sparsity"] = a.max_sparsity
     budgets = [int(b) for b in a.budgets] if a.kind == "experts" else a.budgets
@@ -259,30 +254,28 @@ def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
     return to_jsonable(result)
 
 
-def run_released(a: argparse.Namespace) -> dict[str, Any]:
-    """``reproduce released``."""
-    from ..reproduction.released import reproduce_released
-
-    result = reproduce_released()
-    rows = []
-    for name, task in result["tasks"].items():
-        rows.append((name, "sparsity", f"largest difference {task['sparsity']['largest_difference']:.1e}"))
-        for variant, experts in task["experts"].items():
-            rows.append((name, f"experts, {variant}", f"{experts['equal']}/32 equal, {experts['total']} in all"))
-            rows.append(("", "  file order", " ".join(map(str, experts["counts_file_order"]))))
-            rows.append(("", "  layer order", " ".join(map(str, experts["counts"]))))
-    show_table(a, "released artefacts, recomputed", ("task", "artefact", "result"), rows)
-    return result
-
-
 def _weights(a: argparse.Namespace) -> dict[str, Any]:
-    return {"exponent": a.exponent, "exponent_on": a.exponent_on, "damping": a.damping, "smoothing": a.smoothing}
+    return {
+        "exponent": 1.0 if a.exponent is None else a.exponent,
+        "exponent_on": a.exponent_on,
+        "damping": a.damping,
+        "smoothing": a.smoothing,
+    }
 
 
 def _capacity_options(a: argparse.Namespace) -> dict[str, Any]:
-    fixed = {k: int(v) for k, v in read_fixed(a.fix).items()}
-    latency = read_any(Path(a.latency)) if a.latency else None
-    return {"utility": a.utility, "spend": a.spend, "method": a.method, "latency": latency, "fixed": fixed}
+    fixed = read_fixed(a.fix)
+    broken = next((k for k, v in fixed.items() if v != v // 1), None)
+    if broken is not None:
+        raise InvalidInput(f"--fix {broken}={fixed[broken]:g} is no whole number.", "", "Ranks and experts are counted.")
+    latency = read_latency(a.latency) if a.latency else None
+    return {
+        "utility": a.utility,
+        "spend": a.spend,
+        "method": a.method,
+        "latency": latency,
+        "fixed": {k: int(v) for k, v in fixed.items()},
+    }
 
 
 def _finish(a: argparse.Namespace, plan: Plan) -> dict[str, Any]:

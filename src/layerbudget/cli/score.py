@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from .shared import add_data_options, load, progress_bar
@@ -42,14 +41,18 @@ def register(subparsers: Any) -> None:
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Score, write the file, show the table."""
-    from ..errors import AlreadyExists
+    from ..errors import InvalidInput
+    from ..records import check_output
     from ..report.tables import scores_table
     from ..scores.gain import check_estimator
 
     check_estimator(arguments.estimator)
+    ignored = [n for n in ("excess", "stage", "validation", "options") if getattr(arguments, n)]
+    if arguments.given and ignored:
+        flag = "--set" if ignored[0] == "options" else f"--{ignored[0]}"
+        raise InvalidInput(f"{flag} has no meaning for imported scores.", "", "Leave it out, or score instead of importing.")
     options = dict(_option(text) for text in arguments.options)
-    if Path(arguments.out).exists() and not arguments.overwrite:
-        raise AlreadyExists(f"{arguments.out} exists already.", "", "Choose another -o or pass --overwrite.")
+    check_output(arguments.out, overwrite=arguments.overwrite)
     scores = _imported(arguments) if arguments.given else _measured(arguments, options)
     path = scores.save(arguments.out, overwrite=arguments.overwrite)
     arguments.console.print(scores_table(scores))

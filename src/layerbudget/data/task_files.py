@@ -46,7 +46,7 @@ def _table(path: Path, columns: int, header: bool) -> list[list[str]]:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if line.strip():
             try:
                 rows.append(json.loads(line))
@@ -177,7 +177,9 @@ def from_file(path: Path) -> Task:
         with path.open(encoding="utf-8-sig", newline="") as f:
             rows = list(csv.DictReader(f))
     else:
-        rows = _lines(path) if path.suffix == ".jsonl" else json.loads(path.read_text(encoding="utf-8"))
+        rows = _lines(path) if path.suffix == ".jsonl" else json.loads(path.read_text(encoding="utf-8-sig"))
+    if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
+        raise CorruptFile(f"{path} does not hold a list of rows with names.", "", "Write one object per row.")
     columns = set(rows[0]) if rows else set()
     text = next((c for c in ("text", "sentence", "sentence1", "prompt", "instruction") if c in columns), None)
     label = next((c for c in ("label", "answer", "output", "completion") if c in columns), None)
@@ -187,6 +189,11 @@ def from_file(path: Path) -> Task:
             "It needs text (or sentence, sentence1, prompt, instruction) and label (or answer, output, completion).",
             "Rename the columns; a second sentence goes into pair or sentence2.",
         )
+    holes = [i for i, r in enumerate(rows, 1) if r.get(text) is None or r.get(label) is None]
+    if holes:
+        raise CorruptFile(
+            f"{path}, row {holes[0]} has no {text} or no {label}.", "Every row needs both.", "Complete or drop it."
+        )
     values = sorted({str(r[label]) for r in rows})
     if not 2 <= len(values) <= 50:
         raise InvalidInput(f"{path} has {len(values)} distinct labels.", "Between 2 and 50 can be told apart.", "Group them.")
@@ -194,7 +201,7 @@ def from_file(path: Path) -> Task:
     splits: dict[str, list] = {"train": [], "held_out": []}
     for r in rows:
         held = int(hashlib.sha256(str(r[text]).encode()).hexdigest(), 16) % 10 == 0
-        row = (str(r[text]), str(r[pair]) if pair else None, values.index(str(r[label])))
+        row = (str(r[text]), str(r[pair]) if pair and r.get(pair) is not None else None, values.index(str(r[label])))
         splits["held_out" if held else "train"].append(row)
     asked = f"Answer with one of: {', '.join(values)}.\n"
     return _sentence_task(

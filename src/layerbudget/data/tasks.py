@@ -11,11 +11,13 @@ MoLA's (context, question, options). The wordings for the other tasks are not pu
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import InvalidInput, NotEnoughText, NotFound
+from ..errors import CorruptFile, InvalidInput, LayerbudgetError, NotEnoughText, NotFound
 
 NAMES = ("cola", "mrpc", "rte", "commonsenseqa", "openbookqa", "scienceqa")
 
@@ -70,7 +72,14 @@ class Task:
         return h.hexdigest()[:16]
 
     def limited(self, train: int | None, evaluation: int | None = None) -> Task:
-        """Return the task with at most so many rows, the first ones of a fixed shuffle."""
+        """Return the task with at most so many rows, the first ones of a fixed shuffle.
+
+        Raises:
+            InvalidInput: Fewer than one row.
+        """
+        for n in (train, evaluation):
+            if n is not None and n < 1:
+                raise InvalidInput(f"{n} rows are asked for.", "At least one is needed.", "Leave the limit out for all.")
 
         def first(rows: tuple[Example, ...], n: int | None) -> tuple[Example, ...]:
             if n is None or n >= len(rows):
@@ -105,9 +114,9 @@ def load_task(name: str, data_dir: Path | str | None = None) -> Task:
         if data_dir is None:
             raise NotFound(f"The files of {name} are needed.", "", "Name their folder with --data-dir.")
         folder = Path(data_dir) / name if (Path(data_dir) / name).is_dir() else Path(data_dir)
-        task = READERS[name](folder)
+        task = _parsed(READERS[name], folder)
     elif Path(name).suffix in (".jsonl", ".json", ".csv"):
-        task = from_file(Path(name))
+        task = _parsed(from_file, Path(name))
     else:
         raise InvalidInput(f"There is no task {name!r}.", f"Tasks are {', '.join(NAMES)}, or a .jsonl or .csv file.", "")
     if not task.train or not any(task.evaluation.values()):
@@ -117,3 +126,18 @@ def load_task(name: str, data_dir: Path | str | None = None) -> Task:
             "Check the files.",
         )
     return task
+
+
+def _parsed(reader: Callable[[Path], Task], path: Path) -> Task:
+    """What a reader makes of its files, with whatever does not parse as one kind of error.
+
+    Raises:
+        CorruptFile: A label, a column or a character that the format does not have.
+    """
+    try:
+        return reader(path)
+    except LayerbudgetError:
+        raise
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, csv.Error) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CorruptFile(f"{path} does not parse ({what}).", "", "Compare it with the original release.") from error

@@ -87,11 +87,20 @@ def _read_file(path: Path) -> list[str]:
     return texts
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} is not UTF-8 ({error}).", "", "Convert it to UTF-8.") from error
+
+
 def _plain(path: Path) -> list[str]:
     return [path.read_text(encoding="utf-8", errors="replace")]
 
 
-def _column(row: dict[str, Any], path: object) -> str:
+def _column(row: Any, path: object) -> str:
+    if not isinstance(row, dict):
+        raise InvalidInput(f"A row of {path} is {row!r:.40}.", "A row is a text or an object with one.", "Correct the file.")
     for name in TEXT_COLUMNS:
         if isinstance(row.get(name), str):
             return row[name]
@@ -103,7 +112,7 @@ def _column(row: dict[str, Any], path: object) -> str:
 
 def _json_lines(path: Path) -> list[str]:
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):  # JSON strings may hold U+2028, at which splitlines() cuts
         if not line.strip():
             continue
         try:
@@ -116,7 +125,7 @@ def _json_lines(path: Path) -> list[str]:
 
 def _json(path: Path) -> list[str]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(_text(path))
     except json.JSONDecodeError:
         return _json_lines(path)
     rows = rows if isinstance(rows, list) else [rows]
@@ -128,7 +137,11 @@ def _parquet(path: Path) -> list[str]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise MissingDependency("Parquet files need pyarrow.", "", "pip install pyarrow (datasets brings it).") from error
-    return [_column(row, path) for row in parquet.read_table(path).to_pylist()]
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (ValueError, OSError) as error:
+        raise InvalidInput(f"{path} does not read as Parquet ({error}).", "", "Write the file again.") from error
+    return [_column(row, path) for row in rows]
 
 
 _READERS = {
@@ -157,10 +170,21 @@ def _read_hub(source: str, group: str, limit: int | None) -> list[str]:
             "DATA is stdlib, c4, wikitext2, a hub dataset name[:config[:split[:column]]] or local files.",
             "Check the name, or give local .txt, .jsonl or .parquet files.",
         ) from error
-    texts = []
+    return column_texts(rows, column, source, limit)
+
+
+def column_texts(rows: Iterable[dict[str, Any]], column: str, source: str, limit: int | None) -> list[str]:
+    """Texts of one column (of the usual text column where none is named); empty and missing ones are left out.
+
+    Raises:
+        InvalidInput: There is no such column.
+    """
+    texts: list[str] = []
     for row in rows:
-        text = row[column] if column and column in row else _column(row, source)
-        if text.strip():
+        if column and column not in row:
+            raise InvalidInput(f"{source} has no column {column!r}.", f"It has {', '.join(row)}.", "Name one of those.")
+        text = row[column] if column else _column(row, source)
+        if isinstance(text, str) and text.strip():
             texts.append(text)
         if limit is not None and len(texts) >= limit:
             break
@@ -227,7 +251,7 @@ def calibration(
             f"At most {windows} samples of that length fit.",
             f"Give more text, or --samples {max(1, windows)}."
             if windows
-            else f"Give more text, or a length up to {len(stream)}.",
+            else f"Give more text, or a length up to {len(stream) // samples} for {samples} samples.",
         )
     rows = np.arange(windows)
     if shuffle:

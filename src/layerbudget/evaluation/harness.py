@@ -142,6 +142,13 @@ def evaluate_tasks(
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager()
+    unknown = [t for t in tasks if t not in manager.all_subtasks]  # before hours are spent on the others
+    if unknown:
+        raise InvalidInput(
+            f"There is no task {unknown[0]!r}.",
+            f"Local tasks are {', '.join(LOCAL)}; groups are not taken apart.",
+            "Correct it.",
+        )
     definitions = [_definition(t, data_dir, manager.task_index) for t in tasks]
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     result: dict[str, Row] = {}
@@ -157,7 +164,10 @@ def evaluate_tasks(
                 f"Local tasks are {', '.join(LOCAL)}; others come from the hub.",
                 "Check the name or give --data-dir.",
             ) from error
-        correct = [float(s["acc"]) for s in output["samples"][name]]
+        samples = output["samples"][name]
+        if not samples or "acc" not in samples[0]:
+            raise InvalidInput(f"The task {name} has no accuracy.", "Tasks of choices have one.", "Leave it out.")
+        correct = [float(s["acc"]) for s in samples]
         accuracy = sum(correct) / len(correct)
         result[name] = {
             "acc": accuracy, "stderr": (accuracy * (1 - accuracy) / max(1, len(correct) - 1)) ** 0.5,

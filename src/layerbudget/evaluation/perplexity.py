@@ -22,7 +22,7 @@ from torch import nn
 
 from ..data.calibration import CalibrationSet
 from ..data.text import calibration, check_sizes, read_documents, token_stream
-from ..errors import BadModel, NotEnoughText
+from ..errors import BadModel, InvalidInput, NotEnoughText
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,14 @@ def perplexity(
 
     Raises:
         BadModel: The model gives no token logits, or logits that are not finite.
+        InvalidInput: Windows with padding.
     """
+    if data.attention_mask is not None and not bool(data.attention_mask.all()):
+        raise InvalidInput(
+            "The windows hold padding, whose predictions would count.",
+            "Perplexity is defined on whole windows.",
+            "Cut the text with evaluation_set, or drop the padded rows.",
+        )
     device = next(model.parameters()).device
     training = model.training
     model.eval()

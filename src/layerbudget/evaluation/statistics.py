@@ -149,6 +149,9 @@ def paired_bootstrap(
 def paired_t(a: Sequence[float], b: Sequence[float]) -> Comparison:
     """Paired t-test over seeds: ``a[i]`` and ``b[i]`` come from the same seed.
 
+    Differences that are all equal (metrics of few questions often are) have no variance to test against; the exact sign test
+    then says what so many seeds can, ``p = 2^(1 - n)``.
+
     Raises:
         InvalidInput: Fewer than two pairs.
     """
@@ -159,8 +162,9 @@ def paired_t(a: Sequence[float], b: Sequence[float]) -> Comparison:
         )
     d = first - second
     n, mean, error = len(d), float(d.mean()), float(d.std(ddof=1) / math.sqrt(len(d)))
-    if error == 0:
-        return Comparison(test="paired t", difference=mean, low=mean, high=mean, p=0.0 if mean else 1.0, n=n, detectable=None)
+    if error <= 1e-9 * abs(mean):
+        p = 2.0 ** (1 - n) if mean else 1.0
+        return Comparison(test="sign, exact", difference=mean, low=mean, high=mean, p=p, n=n, detectable=None)
     width = float(stats.t.ppf(0.975, n - 1)) * error
     return Comparison(
         test="paired t", difference=mean, low=mean - width, high=mean + width, n=n,

@@ -8,8 +8,30 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidInput, NotFound
+from ..errors import CorruptFile, InvalidInput, NotFound
 from ..evaluation import statistics
+from ..records import read_json
+
+
+def read_result(folder: Path | str) -> dict[str, Any]:
+    """Summary of a fine-tuning folder.
+
+    Raises:
+        NotFound: It holds none.
+        CorruptFile: Its ``result.json`` is of something else.
+    """
+    path = Path(folder) / "result.json"
+    if not path.is_file():
+        raise NotFound(f"{folder} has no result.json.", "", "Point to a folder that `layerbudget finetune` wrote.")
+    record = read_json(path, "finetune") if path.stat().st_size else {}
+    lacking = [k for k in ("seeds", "identity", "task", "metric", "rule") if k not in record]
+    if lacking:
+        raise CorruptFile(
+            f"{path} holds no fine-tuning ({', '.join(lacking)} missing).",
+            "",
+            "Point to a folder that `layerbudget finetune` wrote.",
+        )
+    return record
 
 
 def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
@@ -24,14 +46,11 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
         questions of the first shared seed), each with a sentence.
 
     Raises:
-        NotFound: A folder without results.
+        NotFound, CorruptFile: A folder without results of fine-tuning.
         InvalidInput: Different tasks, or no shared seed.
     """
     folders = [Path(first), Path(second)]
-    for folder in folders:
-        if not (folder / "result.json").is_file():
-            raise NotFound(f"{folder} has no result.json.", "", "Point to a folder that `layerbudget finetune` wrote.")
-    a, b = (json.loads((f / "result.json").read_text(encoding="utf-8")) for f in folders)
+    a, b = (read_result(folder) for folder in folders)
     shared = [s for s in a["seeds"] if s in b["seeds"]]
     if a["identity"]["task"] != b["identity"]["task"] or not shared:
         raise InvalidInput(

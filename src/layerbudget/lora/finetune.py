@@ -207,24 +207,24 @@ def finetune(
         values by seed; trained parameters; the plan's and the task's digests.
 
     Raises:
-        AlreadyExists: ``out`` holds results and ``resume`` is false.
+        AlreadyExists: ``out`` holds results and ``resume`` is false, or an unfinished run of another plan, task or protocol.
+        InvalidInput: A seed is named twice.
         CoverageError: The recount differs from the plan.
     """
     out = Path(out)
+    if len(set(seeds)) < len(seeds) or not seeds:
+        raise InvalidInput(
+            f"The seeds are {list(seeds)}.", "At least one, each once: a repeated run is no sample.", "Drop some."
+        )
     if not resume and any(out.glob("seed-*")):
         raise AlreadyExists(f"{out} holds results already.", "", "Pass --resume to continue them, or choose another folder.")
     identity = {"plan": plan.digest, "task": task.digest, "protocol": dataclasses.asdict(protocol)}
     results, trained = [], 0
     for done, seed in enumerate(seeds):
         folder = out / f"seed-{seed}"
-        finished = folder / "result.json"
-        if finished.is_file():
-            record = json.loads(finished.read_text(encoding="utf-8"))
-            if record["identity"] != json.loads(dumps(identity)):
-                raise AlreadyExists(
-                    f"{folder} holds a run of another plan, task or protocol.", "", "Choose another output folder."
-                )
-        else:
+        record = _kept(folder, identity)
+        if record is None:
+            write_text(folder / "identity.json", dumps({"schema_version": 1, "identity": identity}), overwrite=True)
             model = adapt(load(seed), plan, protocol)
             rows = Rows(
                 task, tokenizer, causal=is_causal(model.get_base_model()), cutoff=protocol.cutoff, on_prompt=protocol.on_prompt
@@ -234,7 +234,7 @@ def finetune(
             )
             record["identity"] = identity
             record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            write_text(finished, dumps(record), overwrite=True)
+            write_text(folder / "result.json", dumps(record), overwrite=True)
         results.append(record)
         trained = record["trained_parameters"]
         if progress:
@@ -247,6 +247,23 @@ def finetune(
     labels = {split: [e.label for e in rows] for split, rows in task.evaluation.items()}
     write_text(out / "labels.json", dumps(labels), overwrite=True)
     return summary
+
+
+def _kept(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """Record of a finished seed; ``None`` where there is none, or an unfinished one of the same run.
+
+    Raises:
+        AlreadyExists: The folder belongs to another plan, task or protocol.
+    """
+    record = None
+    for name in ("identity.json", "result.json"):
+        if (folder / name).is_file():
+            record = json.loads((folder / name).read_text(encoding="utf-8"))
+            if record["identity"] != json.loads(dumps(identity)):
+                raise AlreadyExists(
+                    f"{folder} holds a run of another plan, task or protocol.", "", "Choose another output folder."
+                )
+    return record if (folder / "result.json").is_file() else None
 
 
 def _summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -75,12 +75,10 @@ def add_experts(
         UnknownBlock: The plan names a module that the model does not have.
         CoverageError: A fused or tied module, or a recount that differs from the plan; names the module.
     """
-    from peft import get_peft_model
-
-    counts = targets.counts_by_module(plan, "experts")
-    targets.check(model, plan, counts, validate=validate)
-    adapted = get_peft_model(model, config or to_experts_config(plan, **options), adapter_name=adapter_name)
-    targets.recount(adapted_experts(adapted, adapter_name), {m: e for m, e in counts.items() if e}, "experts")
+    adapted, _, _ = targets.adapt(
+        model, plan, "experts", lambda: config or to_experts_config(plan, **options), adapted_experts,
+        adapter_name=adapter_name, validate=validate,
+    )  # fmt: skip
     return adapted
 
 

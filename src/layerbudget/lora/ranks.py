@@ -109,16 +109,14 @@ def add_ranks(
         UnknownBlock: The plan names a module that the model does not have.
         CoverageError: A fused or tied module, or a recount that differs from the plan; names the module.
     """
-    from peft import get_peft_model
-
-    ranks = targets.counts_by_module(plan, "ranks")
-    shapes = targets.check(model, plan, ranks, validate=validate)
-    config = config or to_lora_config(plan, **options)
-    adapted = get_peft_model(model, config, adapter_name=adapter_name)
-    targets.recount(adapted_ranks(adapted, adapter_name), {m: r for m, r in ranks.items() if r}, "rank")
+    adapted, ranks, shapes = targets.adapt(
+        model, plan, "ranks", lambda: config or to_lora_config(plan, **options), adapted_ranks, adapter_name=adapter_name,
+        validate=validate,
+    )  # fmt: skip
     planned = sum(ranks[m] * (d_in + d_out) for m, (d_in, d_out) in shapes.items())
-    saved = f".modules_to_save.{adapter_name}."
-    trained = sum(p.numel() for n, p in adapted.named_parameters() if p.requires_grad and saved not in n and "lora_" in n)
+    saved, counted = f".modules_to_save.{adapter_name}.", ("lora_A.", "lora_B.")  # DoRA trains magnitudes beside them
+    adapters = [p for n, p in adapted.named_parameters() if saved not in n and any(part in n for part in counted)]
+    trained = sum(p.numel() for p in adapters if p.requires_grad)
     if trained != planned:
         raise CoverageError(
             f"{trained:,} adapter parameters are trained; the plan's ranks make {planned:,}.",

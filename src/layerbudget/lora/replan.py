@@ -14,7 +14,7 @@ dropped one has the smallest norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,7 @@ def resize(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[s
         else:
             _rescale(module, adapter, count)
     _rewrite_config(model.peft_config[adapter], counts, modules, adapter)
+    _rewrite_largest(model.peft_config[adapter], leaves)
 
 
 def _rescale(module: Any, adapter: str, rank: int) -> None:
@@ -137,6 +138,14 @@ def _rewrite_config(config: Any, counts: Mapping[str, int], modules: Mapping[str
         else:
             config.rank_pattern[key] = count
             config.alpha_pattern[key] = modules[name].lora_alpha[adapter]
+
+
+def _rewrite_largest(config: Any, adapted: Collection[str]) -> None:
+    """Keep ``r`` the largest rank (a server that reads it alone reserves enough), where no module takes it as its own."""
+    ranks = getattr(config, "rank_pattern", None) or {}
+    if ranks and all(targets.pattern(name) in ranks for name in adapted):
+        key = max(ranks, key=lambda k: ranks[k])
+        config.r, config.lora_alpha = ranks[key], config.alpha_pattern.get(key, config.lora_alpha)
 
 
 def _resize_one(leaves: Mapping[str, nn.Linear], optimizer: torch.optim.Optimizer, count: int, unit: int) -> None:
@@ -181,6 +190,8 @@ def replanned(
 ) -> dict[str, int]:
     """New counts by module for the same budget as the plan's, at least ``minimum`` for every module that has an adapter.
 
+    A block with one expert has no router and keeps its one; gains that are not finite or all zero leave every count as it is.
+
     Ranks are priced in parameters (``d_in + d_out`` each), experts by one per block; the budget is what the old counts cost.
 
     Args:
@@ -193,16 +204,19 @@ def replanned(
 
     blocks = [b for b in plan.blocks if b.count > 0]
     value = np.array([sum(gains[m] for m in b.modules) for b in blocks])
+    if not (np.isfinite(value).all() and value.sum() > 0):
+        return {m: b.count for b in blocks for m in b.modules}  # nothing to go by
     counts = np.array([b.count for b in blocks], dtype=float)
     ranks = plan.kind == "ranks"
     cost = np.array([sum(sum(shapes[m]) for m in b.modules) if ranks else 1.0 for b in blocks])
+    fixed = (counts < 2) & (not ranks)  # one expert has no router and stays one
     low = np.minimum(minimum, counts)
     solution = allocate(
         value / value.sum(),
         cost,
         float(cost @ counts),
         lower=low,
-        upper=np.full(len(blocks), 4.0 * counts.mean()),
+        upper=np.where(fixed, counts, np.maximum(4.0 * counts.mean(), counts)),
         rule="exactly",
     )
     new = round_capacity(solution).counts

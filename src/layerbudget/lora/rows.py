@@ -69,7 +69,7 @@ class Rows:
         prompt = self.tokenizer(example.prompt)["input_ids"]
         if end and prompt[-1:] == end:
             prompt = prompt[:-1]
-        prompt = prompt[-(self.cutoff - len(said)) :]
+        prompt = prompt[max(0, len(prompt) - max(0, self.cutoff - len(said))) :]
         labels = [*(prompt if self.on_prompt else [IGNORE] * len(prompt)), *said]
         return {"input_ids": prompt + said, "labels": labels}
 

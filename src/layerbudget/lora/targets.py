@@ -6,7 +6,8 @@ weight an adapter on one side only. So names are checked before, and parameters 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -87,6 +88,38 @@ def check(model: nn.Module, plan: Plan, counts: Mapping[str, int], *, validate: 
                 f"Exclude {name} from the plan (--exclude), or untie the model first.",
             )
     return shapes
+
+
+def adapt(
+    model: nn.Module, plan: Plan, kind: str, config: Callable[[], Any], found: Callable[[nn.Module, str], Mapping[str, int]], *,
+    adapter_name: str, validate: bool,
+) -> tuple[Any, dict[str, int], dict[str, tuple[int, int]]]:  # fmt: skip
+    """Check the plan's names, adapt the model with PEFT, and recount.
+
+    Args:
+        model: The model before any adapter.
+        plan: The plan.
+        kind: ``ranks`` or ``experts``.
+        config: Makes the PEFT configuration; called once the names are known to be right.
+        found: Reads rank or experts by module from the adapted model.
+        adapter_name: Name of the adapter in PEFT.
+        validate: Refuse a model whose content digest is not the plan's.
+
+    Returns:
+        The ``PeftModel``, the plan's count and ``(d_in, d_out)`` by module.
+
+    Raises:
+        InvalidInput: A plan of another kind.
+        ModelMismatch, UnknownBlock, CoverageError: As :func:`check` and :func:`recount` raise them.
+    """
+    from peft import get_peft_model
+
+    counts = counts_by_module(plan, kind)
+    shapes = check(model, plan, counts, validate=validate)
+    adapted = get_peft_model(model, config(), adapter_name=adapter_name)
+    unit = "rank" if kind == "ranks" else "experts"
+    recount(found(adapted, adapter_name), {m: c for m, c in counts.items() if c}, unit)
+    return adapted, counts, shapes
 
 
 def _missing(name: str, modules: Mapping[str, nn.Module]) -> Exception:

@@ -13,12 +13,12 @@ from ..errors import InfeasibleBudget, InvalidInput
 from ..plan import Plan
 from ..program import rules
 from ..program.allocation import allocate
-from ..program.inputs import Vector, bound_vector
+from ..program.inputs import Vector, bound_vector, number
 from ..program.rounding import round_capacity
 from ..program.utilities import Function
 from ..records import Block
 from ..scores.record import Scores
-from .common import blocks_of, make_plan, matching, oriented, weights_of
+from .common import blocks_of, make_plan, matching, need_scores, oriented, weights_of
 
 
 def plan_experts(
@@ -30,7 +30,7 @@ def plan_experts(
     min_experts: ArrayLike = 1,
     max_experts: ArrayLike | None = None,
     expert_rank: int = 8,
-    exponent: float = 1.0,
+    exponent: float | None = None,
     exponent_on: str = "density",
     rule: str = "mdl",
     utility: str | Function = "log",
@@ -55,7 +55,7 @@ def plan_experts(
         min_experts: Experts that every block has anyway (the base, which earns no utility).
         max_experts: Cap per block.
         expert_rank: Rank of one expert.
-        exponent: beta, see :func:`layerbudget.program.allocate`.
+        exponent: beta, see :func:`layerbudget.program.allocate`: 1 by default, for ``layerif`` and ``alphalora`` as published.
         exponent_on: ``density`` or ``block``.
         rule: ``mdl``, ``permuted``, ``uniform``, ``size``, ``layerif``, ``alphalora``, ``mola-5555``, ``mola-2468``,
             ``mola-8642`` (or ``mola-`` with other digits).
@@ -69,7 +69,7 @@ def plan_experts(
         router: Count router outputs in the cost.
         bytes_per_parameter: 2 for bf16.
         latency: Seconds per expert by block name, for latency budgets.
-        fixed: Experts of some blocks, by name or regular expression.
+        fixed: Experts of some blocks, by name or regular expression; a published rule then divides the rest over the others.
 
     Returns:
         A plan of kind ``experts``; ``count`` is the number of experts of every module of the block.
@@ -88,27 +88,19 @@ def plan_experts(
     limit = _limit(wanted, blocks, bytes_per_parameter)
     low = np.full(len(blocks), 1.0) * bound_vector(min_experts, len(blocks), "min_experts", 0.0)
     high = np.full(len(blocks), 1.0) * bound_vector(max_experts, len(blocks), "max_experts", np.inf)
-    base = _pin(blocks, low, high, fixed)
+    base, held = _pin(blocks, low, high, fixed)
     hyper: dict[str, Any] = {"min_experts": min_experts, "max_experts": max_experts, "expert_rank": expert_rank}
     hyper |= {"exponent": exponent, "exponent_on": exponent_on, "spend": spend, "method": method, "fixed": dict(fixed or {})}
     hyper |= {"damping": damping, "smoothing": smoothing, "utility": getattr(utility, "name", utility), "parity": parity}
-    budget_record = {"unit": wanted.unit, "limit": limit, "text": wanted.text}
+    record = {"unit": wanted.unit, "limit": limit, "text": wanted.text}
     if rule not in ("mdl", "permuted"):
-        counts = _by_rule(scores, rule, blocks, cost, limit, low, high, damping=damping, exponent=exponent, parity=parity)
-        budget_record["spent"] = float(cost @ counts)
-        return make_plan(scores, "experts", rule, blocks, counts, counts, budget_record, hyper, None)
+        make = _maker(scores, rule, blocks, ~held, low, damping=damping, exponent=exponent, parity=parity)
+        counts = _by_rule(make, rule, cost, limit, (low, high, held), parity=parity)
+        return make_plan(scores, "experts", rule, blocks, counts, counts, record | {"spent": float(cost @ counts)}, hyper, None)
     q = weights_of(scores, damping, smoothing, rule, seed)
-    hyper |= {"seed": seed} if rule == "permuted" else {}
-    solution = allocate(
-        q, cost, limit, base=base, lower=low, upper=high, exponent=exponent, exponent_on=exponent_on, utility=utility,
-        rule=spend,
-    )  # fmt: skip
-    rounded = round_capacity(solution, method=method)
-    budget_record["spent"] = rounded.spent
-    return make_plan(
-        scores, "experts", rule, blocks, solution.value, rounded.counts, budget_record, hyper, solution,
-        rounding=rounded.to_dict(),
-    )  # fmt: skip
+    hyper |= {"exponent": 1.0 if exponent is None else exponent} | ({"seed": seed} if rule == "permuted" else {})
+    program = {"base": base, "lower": low, "upper": high, "utility": utility}
+    return _solved(scores, "experts", rule, q, cost, record, hyper, program)
 
 
 def plan_ranks(
@@ -172,31 +164,40 @@ def plan_ranks(
     low = np.minimum(sides, bound_vector(min_rank, len(blocks), "min_rank", 0.0))
     high = np.minimum(sides, bound_vector(max_rank, len(blocks), "max_rank", np.inf))
     _pin(blocks, low, high, fixed)
+    exponent = exponent if rule in ("mdl", "permuted") else 1.0
     hyper: dict[str, Any] = {"mean_rank": mean_rank, "multiple": multiple, "min_rank": min_rank, "max_rank": max_rank}
     hyper |= {"exponent": exponent, "exponent_on": exponent_on, "spend": spend, "method": method, "fixed": dict(fixed or {})}
     hyper |= {"damping": damping, "smoothing": smoothing, "utility": getattr(utility, "name", utility)}
     hyper |= {"seed": seed} if rule == "permuted" else {}
-    q = _rank_weights(scores, rule, blocks, damping, smoothing, seed)
+    q = _rank_weights(scores, rule, cost, damping, smoothing, seed)
+    record = {"unit": wanted.unit, "limit": limit, "text": wanted.text}
+    return _solved(scores, "ranks", rule, q, cost, record, hyper, {"lower": low, "upper": high, "utility": utility}, multiple)
+
+
+def _solved(
+    scores: Scores | Sequence[Block], kind: str, rule: str, q: Vector, cost: Vector, record: dict[str, Any],
+    hyper: dict[str, Any], program: dict[str, Any], multiple: int = 1,
+) -> Plan:  # fmt: skip
+    """Solve the program, round, and bind both into a plan."""
     solution = allocate(
-        q, cost, limit, lower=low, upper=high, exponent=exponent, exponent_on=exponent_on, utility=utility, rule=spend
+        q, cost, record["limit"], exponent=hyper["exponent"], exponent_on=hyper["exponent_on"], rule=hyper["spend"], **program
     )
-    rounded = round_capacity(solution, method=method, multiple=multiple)
-    record = {"unit": wanted.unit, "limit": limit, "spent": rounded.spent, "text": wanted.text}
+    rounded = round_capacity(solution, method=hyper["method"], multiple=multiple)
     return make_plan(
-        scores, "ranks", rule, blocks, solution.value, rounded.counts, record, hyper,
+        scores, kind, rule, blocks_of(scores), solution.value, rounded.counts, record | {"spent": rounded.spent}, hyper,
         solution if rule in ("mdl", "permuted") else None, rounding=rounded.to_dict(),
     )  # fmt: skip
 
 
 def _rank_weights(
-    scores: Scores | Sequence[Block], rule: str, blocks: Sequence[Block], damping: float | None, smoothing: float, seed: int
+    scores: Scores | Sequence[Block], rule: str, cost: Vector, damping: float | None, smoothing: float, seed: int
 ) -> Vector:
     """Scores, or weights whose optimum is the rule: ``w = c`` gives equal ranks, ``w = c n`` ranks that grow with size."""
     rules.known(rule, ("mdl", "permuted", "uniform", "size"))
     if rule == "uniform":
-        return rank_parameters(blocks)
+        return cost.copy()
     if rule == "size":
-        return rank_parameters(blocks) * np.array([float(b.numel) for b in blocks])
+        return cost * np.array([float(b.numel) for b in blocks_of(scores)])
     return weights_of(scores, damping, smoothing, rule, seed)
 
 
@@ -216,51 +217,78 @@ def _one_budget(given: Mapping[str, Any], default: str) -> Budget:
 
 def _limit(wanted: Budget, blocks: Sequence[Block], bytes_per_parameter: float) -> float:
     options = {"bytes_per_parameter": bytes_per_parameter} if wanted.relative else {}
-    return amount_of(wanted, blocks, **options)
+    return number(amount_of(wanted, blocks, **options), "budget")
 
 
-def _pin(blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, int] | None) -> Vector:
-    """Pin fixed blocks between equal bounds, in place; return the base, which is the floor before pinning."""
-    base = low.copy()
+def _pin(blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, int] | None) -> tuple[Vector, np.ndarray]:
+    """Pin fixed blocks between equal bounds, in place; return the base (the floor before pinning) and the mask of them."""
+    base, held = low.copy(), np.zeros(len(blocks), dtype=bool)
     for pattern, value in (fixed or {}).items():
         found = matching(blocks, pattern)
         low[found] = high[found] = float(value)
         base[found] = np.minimum(base[found], float(value))
-    return base
+        held[found] = True
+    return base, held
+
+
+def _maker(
+    scores: Scores | Sequence[Block], rule: str, blocks: Sequence[Block], free: np.ndarray, low: Vector, *,
+    damping: float | None, exponent: float | None, parity: bool,
+) -> Callable[[int], Vector]:  # fmt: skip
+    """A published rule as a function ``total -> counts`` of the blocks that are not fixed."""
+    rules.known("mola-2468" if rule.startswith("mola-") else rule, rules.EXPERT_RULES)
+    size, least = int(free.sum()), int(low[free].max(initial=0.0))
+    power: dict[str, Any] = {} if exponent is None else {"exponent": exponent}
+    if rule.startswith("mola-"):
+        return lambda total: rules.mola_experts(size, rule[5:], total)
+    if rule == "uniform":
+        return lambda total: rules.apportion(np.ones(size), total, minimum=least)
+    if rule == "size":
+        numel = np.array([float(b.numel) for b in blocks])[free]
+        return lambda total: rules.apportion(numel, total, minimum=least)
+    if rule == "layerif":
+        values = oriented(scores, damping)[free]
+        return lambda total: rules.layerif_experts(-values, total, **power)
+    alpha = need_scores(scores).values(damping)[free]  # as they are: a larger tail exponent earns more experts
+    return lambda total: rules.alphalora_experts(alpha, total, parity=parity, **power)
 
 
 def _by_rule(
-    scores: Scores | Sequence[Block], rule: str, blocks: Sequence[Block], cost: Vector, limit: float, low: Vector, high: Vector,
-    *, damping: float | None, exponent: float, parity: bool,
+    make: Callable[[int], Vector], rule: str, cost: Vector, limit: float, bounds: tuple[Vector, Vector, np.ndarray], *,
+    parity: bool,
 ) -> Vector:  # fmt: skip
-    """Counts of a published rule: the largest total whose counts fit the budget."""
-    size = len(blocks)
-    least = int(low.max())
-    power: dict[str, Any] = {} if exponent == 1.0 else {"exponent": exponent}
-    if rule.startswith("mola-"):
-        make: Callable[[int], Vector] = lambda total: rules.mola_experts(size, rule[5:], total)  # noqa: E731
-    elif rule == "uniform":
-        make = lambda total: rules.apportion(np.ones(size), total, minimum=least)  # noqa: E731
-    elif rule == "size":
-        make = lambda total: rules.apportion([b.numel for b in blocks], total, minimum=least)  # noqa: E731
-    elif rule == "layerif":
-        make = lambda total: rules.layerif_experts(-oriented(scores, damping), total, **power)  # noqa: E731
-    else:
-        rules.known(rule, rules.EXPERT_RULES)
-        make = lambda total: rules.alphalora_experts(oriented(scores, damping), total, parity=parity, **power)  # noqa: E731
-    total = int(limit / cost.min() * (1 + 1e-12))
-    while total > 0:
-        counts = np.asarray(make(total), dtype=np.float64)
-        spent = float(cost @ counts)
-        if spent <= limit * (1 + 1e-12):
-            if (counts > high).any():
-                raise InfeasibleBudget(
-                    f"The rule {rule} gives up to {counts.max():g} experts, the caps allow {high.min():g}.",
-                    "",
-                    "Raise max_experts.",
-                )
+    """Counts of a published rule: fixed blocks as they are, for the others the largest total whose counts fit the budget."""
+    low, high, held = bounds
+    counts, free = low.copy(), ~held
+    left = limit - float(cost[held] @ low[held])
+    if not free.any():
+        if left >= -1e-12 * limit:
             return counts
-        total = min(total - 1, int(total * limit / spent) + 1)
-    raise InfeasibleBudget(
-        f"The budget {limit:g} pays no plan of the rule {rule}.", f"At least {float(cost @ low):g}.", "Raise it."
-    )
+        raise _unpaid(rule, limit, float(cost @ low))
+    total = int(max(left, 0.0) / cost[free].min() * (1 + 1e-12))
+    while total > 0:
+        counts[free] = make(total)
+        spent = float(cost[free] @ counts[free])
+        if spent <= left * (1 + 1e-12):
+            _within(rule, counts, None if parity else low, high)
+            return counts
+        total = min(total - 1, int(total * left / spent) + 1)
+    raise _unpaid(rule, limit, float(cost @ low))
+
+
+def _within(rule: str, counts: Vector, low: Vector | None, high: Vector) -> None:
+    if (counts > high).any():
+        raise InfeasibleBudget(
+            f"The rule {rule} gives up to {counts.max():g} experts, the caps allow {high.min():g}.", "", "Raise max_experts."
+        )
+    if low is not None and (counts < low).any():
+        k = int(np.argmax(low - counts))
+        raise InfeasibleBudget(
+            f"The rule {rule} gives block {k} {counts[k]:g} experts, its minimum is {low[k]:g}.",
+            "",
+            "Lower min_experts, raise the budget, or use rule='mdl'.",
+        )
+
+
+def _unpaid(rule: str, limit: float, least: float) -> InfeasibleBudget:
+    return InfeasibleBudget(f"The budget {limit:g} pays no plan of the rule {rule}.", f"At least {least:g}.", "Raise it.")

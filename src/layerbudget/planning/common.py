@@ -28,30 +28,39 @@ def oriented(scores: Scores | Sequence[Block], damping: float | None) -> Vector:
     Raises:
         InvalidInput: Blocks without scores were given.
     """
-    record = _need_scores(scores)
+    record = need_scores(scores)
     return record.values(damping) if record.orientation == "gain" else -record.values(damping)
 
 
 def weights_of(scores: Scores | Sequence[Block], damping: float | None, smoothing: float, rule: str, seed: int) -> Vector:
     """Normalised weights of a score record; shuffled for the rule ``permuted``."""
-    q = _need_scores(scores).weights(damping, smoothing=smoothing)
+    q = need_scores(scores).weights(damping, smoothing=smoothing)
     return rules.permuted(q, seed) if rule == "permuted" else q
 
 
-def _need_scores(scores: Scores | Sequence[Block]) -> Scores:
+def need_scores(scores: Scores | Sequence[Block]) -> Scores:
+    """The score record.
+
+    Raises:
+        InvalidInput: Blocks without scores were given.
+    """
     if isinstance(scores, Scores):
         return scores
     raise InvalidInput("This rule needs scores and only blocks were given.", "", "Score first, or use rule='uniform'.")
 
 
 def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
-    """Indices of the blocks with this name, or whose name or a module's name matches the regular expression.
+    """Indices of the blocks with this name, or of those whose name the regular expression matches (``re.search``).
 
     Raises:
         UnknownBlock: None does.
+        InvalidInput: The expression does not compile.
     """
     found = [i for i, b in enumerate(blocks) if b.name == pattern]
-    found = found or [i for i, b in enumerate(blocks) if re.search(pattern, b.name)]
+    try:
+        found = found or [i for i, b in enumerate(blocks) if re.search(pattern, b.name)]
+    except re.error as error:
+        raise InvalidInput(f"{pattern!r} is not a regular expression ({error}).", "", "Correct it.") from error
     if not found:
         raise UnknownBlock(
             f"No block matches {pattern!r}.",

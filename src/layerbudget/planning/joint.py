@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from ..errors import UnknownUnit
 from ..plan import Plan
 from ..program.allocation import allocate
 from ..program.counts import round_parameters
-from ..program.inputs import bound_vector
-from ..program.joint import solve_joint
-from ..program.rounding import round_capacity
+from ..program.inputs import Vector, bound_vector, choice
+from ..program.joint import JointSolution, solve_joint
+from ..program.rounding import Rounded, round_capacity
 from ..scores.record import Scores
 from .common import make_plan, weights_of
 
@@ -68,7 +69,46 @@ def plan_joint(
 
     Raises:
         UnknownUnit: The budget is not in bytes or parameters.
+        InvalidInput: An unknown kind of capacity, or another option outside its domain.
         InfeasibleBudget: Pruning to the caps does not free enough.
+    """
+    choice(capacity, "capacity", ("ranks", "experts"))
+    limit, text = _bytes(budget, bytes_per_parameter)
+    numel = scores.numel.astype(np.float64)
+    options: dict[str, Any] = {"capacity": capacity, "expert_rank": expert_rank, "bytes_per_parameter": bytes_per_parameter}
+    cost = unit_cost(scores.blocks, "bytes", **options)
+    q = weights_of(scores, damping, smoothing, "mdl", 0)
+    shared: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "alpha": alpha, "gamma": gamma}
+    bounds: dict[str, Any] = {"lower": min_capacity, "upper": max_capacity}
+    solution = solve_joint(
+        q, cost, numel * bytes_per_parameter, limit, prune_exponent=prune_exponent, eta=eta, max_sparsity=max_sparsity,
+        min_sparsity=min_sparsity, rule=spend, **shared, **bounds,
+    )  # fmt: skip
+    caps = np.full(numel.size, 1.0) * bound_vector(max_sparsity, numel.size, "max_sparsity", 1.0)
+    pruned = round_parameters(solution.sparsity, numel, int(np.ceil(float(numel @ solution.sparsity) - 1e-6)), caps)
+    freed = float(pruned.sum()) * bytes_per_parameter
+    rounded = _whole(q, cost, solution, limit + freed, spend, {**shared, **bounds})
+    hyper = {**shared, "eta": eta, "prune_exponent": prune_exponent, "spend": spend, **options, "max_sparsity": max_sparsity}
+    hyper |= {"min_sparsity": min_sparsity, "min_capacity": min_capacity, "max_capacity": max_capacity, "damping": damping}
+    adapters = _adapters(capacity, expert_rank, scores.names, solution, rounded)
+    record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": text}
+    return make_plan(
+        scores, "joint", "mdl", scores.blocks, solution.sparsity, pruned, record, hyper | {"smoothing": smoothing}, solution,
+        capacity=adapters, rounding=rounded.to_dict(),
+    )  # fmt: skip
+
+
+def _adapters(kind: str, rank: int, names: list[str], solution: JointSolution, rounded: Rounded) -> dict[str, Any]:
+    """The capacities of a joint plan by block, as the plan file holds them."""
+    values, counts = (dict(zip(names, v.tolist(), strict=True)) for v in (solution.capacity, rounded.counts))
+    return {"kind": kind, "expert_rank": rank, "values": values, "counts": counts, "bytes": rounded.spent}
+
+
+def _bytes(budget: str | float, bytes_per_parameter: float) -> tuple[float, str]:
+    """Net budget in bytes, and what the user wrote.
+
+    Raises:
+        UnknownUnit: It is not in bytes or parameters.
     """
     wanted = parse_budget(budget, default="bytes")
     if wanted.unit not in ("bytes", "params") or wanted.relative:
@@ -77,46 +117,20 @@ def plan_joint(
             "It must be in bytes or parameters.",
             "Write '-2GiB' or '-1B params'.",
         )
-    limit = wanted.amount * (bytes_per_parameter if wanted.unit == "params" else 1.0)
-    blocks = scores.blocks
-    numel = scores.numel.astype(np.float64)
-    options: dict[str, Any] = {"capacity": capacity, "expert_rank": expert_rank, "bytes_per_parameter": bytes_per_parameter}
-    cost = unit_cost(blocks, "bytes", **options)
-    q = weights_of(scores, damping, smoothing, "mdl", 0)
-    shared: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "alpha": alpha, "gamma": gamma}
-    bounds: dict[str, Any] = {"lower": min_capacity, "upper": max_capacity}
-    solution = solve_joint(
-        q, cost, numel * bytes_per_parameter, limit, prune_exponent=prune_exponent, eta=eta, max_sparsity=max_sparsity,
-        min_sparsity=min_sparsity, rule=spend, **shared, **bounds,
-    )  # fmt: skip
-    caps = np.full(len(blocks), 1.0) * bound_vector(max_sparsity, len(blocks), "max_sparsity", 1.0)
-    pruned = round_parameters(solution.sparsity, numel, int(np.ceil(float(numel @ solution.sparsity) - 1e-6)), caps)
-    left = limit + float(pruned.sum()) * bytes_per_parameter
-    spare = min(left, float(cost @ solution.capacity) + float(cost.min()))
-    again = allocate(q, cost, max(spare, float(cost @ solution.capacity)), rule="at_most", **shared, **bounds)
-    rounded = round_capacity(again if spend == "at_most" else allocate(q, cost, spare, rule="exactly", **shared, **bounds))
-    spent = rounded.spent - float(pruned.sum()) * bytes_per_parameter
-    hyper = {**shared, "eta": eta, "prune_exponent": prune_exponent, "spend": spend, **options, "max_sparsity": max_sparsity}
-    hyper |= {"min_sparsity": min_sparsity, "min_capacity": min_capacity, "max_capacity": max_capacity, "damping": damping}
-    names = [b.name for b in blocks]
-    adapters = {
-        "kind": capacity,
-        "expert_rank": expert_rank,
-        "values": dict(zip(names, solution.capacity.tolist(), strict=True)),
-        "counts": dict(zip(names, rounded.counts.tolist(), strict=True)),
-        "bytes": rounded.spent,
-    }
-    record = {"unit": "bytes", "limit": limit, "spent": spent, "text": wanted.text}
-    return make_plan(
-        scores, "joint", "mdl", blocks, solution.sparsity, pruned, record, hyper | {"smoothing": smoothing}, solution,
-        capacity=adapters, rounding=rounded.to_dict(),
-    )  # fmt: skip
+    return wanted.amount * (bytes_per_parameter if wanted.unit == "params" else 1.0), wanted.text
+
+
+def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend: str, options: dict[str, Any]) -> Rounded:
+    """Whole capacities for the bytes that are left after pruning (which rounds up, so there may be a few more)."""
+    spent = float(cost @ solution.capacity)
+    spare = min(left, spent + float(cost.min()))
+    if spend == "exactly" and (solution.capacity < solution.upper[: cost.size]).any():
+        return round_capacity(allocate(q, cost, spare, rule="exactly", **options))
+    return round_capacity(allocate(q, cost, max(spare, spent), rule="at_most", **options))
 
 
 def split_joint(plan: Plan) -> tuple[Plan, Plan]:
     """The sparsity plan and the ranks (or experts) plan of a joint plan, ready to be applied one after the other."""
-    import dataclasses
-
     adapters = plan.extra["capacity"]
     prune = dataclasses.replace(
         plan,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..errors import InvalidInput
 from ..plan import Plan
 from ..program import rules
 from ..program.calibrated import CalibratedPenalty
@@ -19,6 +20,8 @@ from ..records import Block, check_fraction
 from ..scores.record import Scores
 from .common import blocks_of, make_plan, matching, oriented, weights_of
 
+Penalty: TypeAlias = "str | Function | Mapping[str, tuple[Sequence[float], Sequence[float]]]"
+
 
 def plan_sparsity(
     scores: Scores | Sequence[Block],
@@ -29,7 +32,7 @@ def plan_sparsity(
     exponent: float = 1.0,
     exponent_on: str = "density",
     rule: str = "mdl",
-    penalty: str | Function | Mapping[str, tuple[Sequence[float], Sequence[float]]] = "quadratic",
+    penalty: Penalty = "quadratic",
     damping: float | None = None,
     smoothing: float = 0.0,
     seed: int = 0,
@@ -75,19 +78,11 @@ def plan_sparsity(
     rules.known(rule, rules.SPARSITY_RULES)
     numel = np.array([b.numel for b in blocks], dtype=np.float64)
     total = int(round(sparsity * float(numel.sum())))
-    low, high = (np.full(len(blocks), 1.0) * bound_vector(b, len(blocks), n, 0.0) for b, n in (
-        (min_sparsity, "min_sparsity"), (max_sparsity, "max_sparsity")))  # fmt: skip
-    low, high, held = _hold(blocks, low, high, fixed, exclude)
+    low, high, held = _bounds(blocks, min_sparsity, max_sparsity, fixed, exclude)
     hyper: dict[str, Any] = {"sparsity": sparsity, "max_sparsity": max_sparsity, "min_sparsity": min_sparsity}
     solution, extra = None, dict[str, Any]()
     if rule in ("mdl", "permuted"):
-        if isinstance(penalty, Mapping):
-            penalty = _curves(penalty, [b.name for b in blocks], rule, seed)
-        if isinstance(penalty, CalibratedPenalty):
-            q = np.ones(len(blocks))
-            extra["convexified"] = {b.name: float(v) for b, v in zip(blocks, penalty.change, strict=True) if v > 0}
-        else:
-            q = weights_of(scores, damping, smoothing, rule, seed)
+        q, penalty, extra = _objective(scores, rule, penalty, damping=damping, smoothing=smoothing, seed=seed)
         solution = sparsify(
             q, numel, total, max_sparsity=high, min_sparsity=low, exponent=exponent, exponent_on=exponent_on,
             penalty=penalty, rule="exactly",
@@ -104,6 +99,19 @@ def plan_sparsity(
     counts = round_parameters(value, numel, total, high)
     budget = {"unit": "parameters", "limit": total, "spent": int(counts.sum())}
     return make_plan(scores, "sparsity", rule, blocks, value, counts, budget, hyper, solution, **extra)
+
+
+def _objective(
+    scores: Scores | Sequence[Block], rule: str, penalty: Penalty, *, damping: float | None, smoothing: float, seed: int
+) -> tuple[Vector, str | Function, dict[str, Any]]:
+    """Weights, penalty, and what the plan should say about measured curves (which replace the scores)."""
+    blocks = blocks_of(scores)
+    if isinstance(penalty, Mapping):
+        penalty = _curves(penalty, [b.name for b in blocks], rule, seed)
+    if not isinstance(penalty, CalibratedPenalty):
+        return weights_of(scores, damping, smoothing, rule, seed), penalty, {}
+    bent = {b.name: float(v) for b, v in zip(blocks, penalty.change, strict=True) if v > 0}
+    return np.ones(len(blocks)), penalty, {"convexified": bent}
 
 
 def _curves(curves: Mapping[str, Any], names: Sequence[str], rule: str, seed: int) -> CalibratedPenalty:
@@ -137,13 +145,27 @@ def _mapped(
     return value
 
 
-def _hold(
-    blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, float] | None, exclude: str | None
+def _bounds(
+    blocks: Sequence[Block], least: ArrayLike, most: ArrayLike, fixed: Mapping[str, float] | None, exclude: str | None
 ) -> tuple[Vector, Vector, np.ndarray]:
-    """Bounds with held blocks pinned, and the mask of those."""
-    held = np.zeros(len(blocks), dtype=bool)
+    """Bounds with held blocks pinned, and the mask of those.
+
+    Raises:
+        InvalidInput: A cap above one, or below the floor.
+    """
+    size = len(blocks)
+    low = np.full(size, 1.0) * bound_vector(least, size, "min_sparsity", 0.0)
+    high = np.full(size, 1.0) * bound_vector(most, size, "max_sparsity", 1.0)
+    held = np.zeros(size, dtype=bool)
     for pattern, value in [*(fixed or {}).items(), *([(exclude, 0.0)] if exclude else [])]:
         found = matching(blocks, pattern)
         low[found] = high[found] = check_fraction(value, f"fixed sparsity of {pattern}")
         held[found] = True
+    if (low > high).any() or (high > 1.0).any():
+        k = int(np.argmax((low > high) | (high > 1.0)))
+        raise InvalidInput(
+            f"{blocks[k].name} has min_sparsity {low[k]:g} and max_sparsity {high[k]:g}.",
+            "They need 0 <= min_sparsity <= max_sparsity <= 1.",
+            "Correct the bounds.",
+        )
     return low, high, held

@@ -119,32 +119,40 @@ def solve_joint(
     >>> bool(abs(10 * s.capacity.sum() - 100 * s.sparsity.sum() + 20) < 1e-9)
     True
     """
+    choice(rule, "rule", ("at_most", "exactly"))
+    choice(exponent_on, "exponent_on", ("density", "block"))
     q, q_low, _ = weight_vector(weights)
     k = q.size
     v, v_low, _ = weight_vector(weights if prune_weights is None else prune_weights, "prune_weights")
     a, s = cost_vector(cost, k), cost_vector(savings, k, "savings")
     v = cost_vector(np.where(v > 0, v, v.max() * 1e-30), k, "prune_weights")
-    choice(rule, "rule", ("at_most", "exactly"))
-    choice(exponent_on, "exponent_on", ("density", "block"))
-    total = _net_budget(budget)
-    phi, psi = resolve(utility, concave=True), resolve(penalty, concave=False)
-    if isinstance(psi, CalibratedPenalty):
-        raise InvalidInput("The joint program was given measured curves.", "It takes smooth penalties.", "Use 'quadratic'.")
-    floor, low, high = _capacity_bounds(base, lower, upper, k)
-    rho_low, rho_high = _sparsity_bounds(min_sparsity, max_sparsity, k)
-    w = weigh(q, a, number(exponent, "exponent"), exponent_on, q_low)
-    v = weigh(v, s, number(prune_exponent, "prune_exponent"), exponent_on, v_low or 1.0)
+    w = _relative(weigh(q, a, number(exponent, "exponent"), exponent_on, q_low), number(gamma, "gamma", positive=True))
+    prune_exponent = number(prune_exponent, "prune_exponent")
+    v = _relative(weigh(v, s, prune_exponent, exponent_on, v_low or 1.0), number(eta, "eta", positive=True))
     price = number(alpha, "alpha") * k / float(np.add.reduce(a))
-    w = w * (number(gamma, "gamma", positive=True) * k / float(np.add.reduce(w)))
-    v = v * (number(eta, "eta", positive=True) * k / float(np.add.reduce(v)))
-    exactly = rule == "exactly"
+    floor, low, high = _capacity_bounds(base, lower, upper, k)
+    rho = dict(zip(("low", "high"), _sparsity_bounds(min_sparsity, max_sparsity, k), strict=True))
+    total, exactly = _net_budget(budget), rule == "exactly"
     shared = {"budget": total, "target": total, "exact_budget": exactly, "names": (), "weights": q, "settings": (rule,)}
+    phi, psi = resolve(utility, concave=True), _smooth(penalty)
     adapt = Program(sign=-1, function=phi, scale=w, amount=a, price=price, low=low, high=high, base=floor, **shared)
-    prune = Program(sign=1, function=psi, scale=v, amount=s, price=0.0, low=rho_low, high=rho_high, base=0.0, **shared)
+    prune = Program(sign=1, function=psi, scale=v, amount=s, price=0.0, base=0.0, **rho, **shared)
     program = JointProgram(adapt, prune, total)
     _check(program, exactly=exactly)
     with np.errstate(all="ignore"):
         return _solve(program, exactly=exactly)
+
+
+def _relative(w: Vector, factor: float) -> Vector:
+    """Weights with mean ``factor``."""
+    return w * (factor * w.size / float(np.add.reduce(w)))
+
+
+def _smooth(penalty: str | Function) -> Function:
+    psi = resolve(penalty, concave=False)
+    if isinstance(psi, CalibratedPenalty):
+        raise InvalidInput("The joint program was given measured curves.", "It takes smooth penalties.", "Use 'quadratic'.")
+    return psi
 
 
 def _net_budget(budget: float) -> float:

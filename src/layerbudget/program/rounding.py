@@ -84,6 +84,8 @@ def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 
         raise InvalidInput("This is a sparsity solution.", "round_capacity takes allocations.", "Use round_parameters.")
     choice(method, "method", METHODS)
     step = int(number(multiple, "multiple", positive=True))
+    if step != multiple:
+        raise InvalidInput(f"multiple is {multiple}.", "Counts are multiples of a whole number.", "Use 1 or 8, for example.")
     floor = np.ceil(np.maximum(solution.lower, minimum) / step - 1e-9) * step
     top = np.floor(np.minimum(solution.upper, floor + _room(p.amount, p.budget, floor)) / step + 1e-9) * step
     _check_floor(p.amount, p.budget, floor, solution.upper, step)

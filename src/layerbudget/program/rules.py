@@ -174,11 +174,15 @@ def alphalora_experts(alpha: ArrayLike, total: int, *, exponent: float = 2.5, pa
 
     Raises:
         InfeasibleBudget: Fewer experts than blocks (not under parity).
+        InvalidInput: A negative exponent.
 
     >>> alphalora_experts([2.0, 4.0, 4.0], 9, exponent=1.0).tolist()
     [2, 4, 3]
     """
-    scaled = _finite(alpha) ** exponent
+    values = _finite(alpha)
+    if values.min() < 0.0:
+        raise InvalidInput(f"An exponent is {values.min():g}.", "They are zero or more.", "Score with spectral-tail.")
+    scaled = values**exponent
     if parity:
         counts = np.round(scaled / scaled.sum() * total).astype(np.int64)
         while counts.sum() != total:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ..errors import InvalidInput
+
 _TINY = 1e-12
 _POINTS = 16
 
@@ -22,6 +24,9 @@ class Curves:
         method: Pruner that was measured.
         relative: Curves around a plan, all other blocks pruned: only differences within a curve mean anything.
         forwards: Forwards of one block on one batch that it took.
+
+    Raises:
+        InvalidInput: Ratios that do not increase within [0, 1], or damages of another number.
     """
 
     ratios: Mapping[str, tuple[float, ...]]
@@ -30,6 +35,14 @@ class Curves:
     method: str
     relative: bool = False
     forwards: int = 0
+
+    def __post_init__(self) -> None:
+        for name, ratios in self.ratios.items():
+            x = np.asarray(ratios, dtype=np.float64)
+            if not x.size or not (np.diff(x) > 0).all() or not (x[0] >= 0 and x[-1] <= 1):
+                raise InvalidInput(f"{name} has the ratios {list(ratios)}.", "They increase within [0, 1].", "Sort them.")
+            if len(self.damage.get(name, ())) != x.size:
+                raise InvalidInput(f"{name} has {x.size} ratios and other damages.", "", "Give one damage per ratio.")
 
     @property
     def names(self) -> list[str]:
@@ -44,27 +57,25 @@ class Curves:
         on a measured ratio.
 
         Args:
-            step: Grid of sparsity.
+            step: Grid of sparsity, of the curve that goes furthest.
         """
-        make = _parabola if self.relative else _exponential
-        return {name: make(np.array(self.ratios[name]), np.array(self.damage[name]), step) for name in self.names}
+        if self.relative:
+            return {name: _parabola(np.array(self.ratios[name]), np.array(self.damage[name])) for name in self.names}
+        last = max(ratios[-1] for ratios in self.ratios.values())
+        count = max(2, int(np.ceil(last / step - 1e-9)) + 1)  # one number of points for all, wherever a curve ends
+        return {name: _exponential(np.array(self.ratios[name]), np.array(self.damage[name]), count) for name in self.names}
 
 
-def _grid(low: float, high: float, step: float) -> np.ndarray:
-    count = max(2, int(np.ceil((high - low) / step - 1e-9)) + 1)
-    return np.linspace(low, high, count)
-
-
-def _exponential(x: np.ndarray, y: np.ndarray, step: float) -> tuple[list[float], list[float]]:
+def _exponential(x: np.ndarray, y: np.ndarray, count: int) -> tuple[list[float], list[float]]:
     y = np.maximum.accumulate(np.maximum(y, _TINY))
-    grid = _grid(0.0, float(x[-1]), step)
+    grid = np.linspace(0.0, float(x[-1]), count)
     value = np.exp(np.interp(grid, x, np.log(y)))
     below = grid < x[0]
     value[below] = y[0] * (grid[below] / x[0]) ** 2
     return grid.tolist(), value.tolist()
 
 
-def _parabola(x: np.ndarray, y: np.ndarray, _: float) -> tuple[list[float], list[float]]:
+def _parabola(x: np.ndarray, y: np.ndarray) -> tuple[list[float], list[float]]:
     """Convex parabola through the points, shifted to zero at the first; flat below it, so that its slopes all count."""
     curvature, slope, _ = np.polyfit(x - x[0], y - y[0], 2) if len(x) > 2 else (0.0, np.polyfit(x, y, 1)[0], 0.0)
     if curvature < 0:

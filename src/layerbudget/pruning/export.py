@@ -8,6 +8,7 @@ of every tensor.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,13 @@ def pack(folder: Path | str, out: Path | str, *, minimum: float = 0.1) -> dict[s
             shapes[name] = list(tensor.shape)
             packed[f"{name}.values"] = flat[keep].contiguous()
             packed[f"{name}.mask"] = _to_bits(keep)
-    save_file(packed, out, metadata={"format": "layerbudget-bitmask", "shapes": json.dumps(shapes)})
+    temporary = out.with_name(f".{out.name}.part")
+    try:
+        save_file(packed, temporary, metadata={"format": "layerbudget-bitmask", "shapes": json.dumps(shapes)})
+        os.replace(temporary, out)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     return {"dense": sum(f.stat().st_size for f in files), "packed": out.stat().st_size}
 
 

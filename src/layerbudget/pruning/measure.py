@@ -61,16 +61,19 @@ def damage_curves(
         The curves.
 
     Raises:
-        InvalidInput: Unknown method or metric.
+        InvalidInput: Unknown method or metric, ratios that do not increase within [0, 1], or a block that spans layers.
     """
     if metric not in METRICS or method not in ("magnitude", "wanda", "sparsegpt"):
         raise InvalidInput(f"There is no metric {metric!r} with method {method!r}.", f"Metrics are {', '.join(METRICS)}.", "")
     blocks = tuple(blocks) if blocks is not None else partition(model)
     wanted = {b.name: tuple(ratios[b.name] if isinstance(ratios, Mapping) else ratios) for b in blocks}
+    for name, chosen in wanted.items():
+        _check_ratios(name, chosen)
     options = _options(method, batch_size)
     damage: dict[str, tuple[float, ...]] = {}
     with inference(model):
         walk = Walk(model, data, batch_size=batch_size)
+        _check_places(blocks, [name for name, _ in walk.layers])
         walk.capture()
         meter = Meter(walk, metric, measure_batches)
         dense = Originals(model, blocks) if around is not None else None
@@ -93,6 +96,27 @@ def damage_curves(
     return Curves(
         ratios=wanted, damage=ordered, metric=metric, method=method, relative=around is not None, forwards=walk.forwards
     )
+
+
+def _check_ratios(name: str, ratios: Sequence[float]) -> None:
+    rising = all(a < b for a, b in zip(ratios, ratios[1:], strict=False))
+    if not ratios or not rising or not (0.0 <= ratios[0] and ratios[-1] <= 1.0):
+        raise InvalidInput(f"{name} is to be measured at {list(ratios)}.", "Ratios increase within [0, 1].", "Sort them.")
+
+
+def _check_places(blocks: Sequence[Block], names: Sequence[str]) -> None:
+    """Refuse blocks that do not lie within one layer each: damage is measured layer by layer.
+
+    Raises:
+        InvalidInput: Names the first.
+    """
+    for block in blocks:
+        if not any(all(m.name.startswith(f"{n}.") for m in block.modules) for n in names):
+            raise InvalidInput(
+                f"{block.name} does not lie within one layer.",
+                "Damage is measured for layers and parts of layers.",
+                "Partition by layer or by linear.",
+            )
 
 
 def _options(method: str, batch_size: int) -> Options:
@@ -161,21 +185,23 @@ def _one_layer(
     found = _collect(model, walk, blocks, options)
     out: dict[str, tuple[float, ...]] = {}
     cache: dict[Statistic, Any] = {}
-    for block in blocks:
-        own = [m.name for m in block.modules]
-        if dense is not None:
-            others = [b for b in blocks if b is not block]
-            held.restore(names)
-            _prune_blocks(model, others, planned, found, options, cache)
-        rows = []
-        for ratio in wanted[block.name]:
+    try:
+        for block in blocks:
+            own = [m.name for m in block.modules]
+            if dense is not None:
+                others = [b for b in blocks if b is not block]
+                held.restore(names)
+                _prune_blocks(model, others, planned, found, options, cache)
+            rows = []
+            for ratio in wanted[block.name]:
+                held.restore(own)
+                _prune_blocks(model, [block], {block.name: round(ratio * block.numel)}, found, options, cache)
+                rows.append(meter.damage(index))
             held.restore(own)
-            _prune_blocks(model, [block], {block.name: round(ratio * block.numel)}, found, options, cache)
-            rows.append(meter.damage(index))
-        held.restore(own)
-        out[block.name] = tuple(rows)
-    if dense is not None:
+            out[block.name] = tuple(rows)
+    finally:
         held.restore(names)
+    if dense is not None:
         _prune_blocks(model, blocks, planned, found, options, cache)
     return out
 

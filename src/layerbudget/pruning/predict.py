@@ -80,6 +80,8 @@ def _factors(model: nn.Module, data: CalibrationSet, names: Sequence[str], batch
         return flat if mask is None or len(mask) != len(flat) else flat[mask]
 
     def watch(name: str) -> Any:
+        """Forward hook of one matrix that adds ``x x'``, and ``g g'`` on the way back."""
+
         def hook(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
             x = rows(arguments[0])
             a[name] = a.get(name, 0) + x.T @ x

@@ -98,22 +98,31 @@ def prune(
     else:
         checkpoint = Resume(resume, {"plan": plan.digest, "data": data.digest, **options.settings()})
         forwards, notes = _walk(model, tasks, data, options, checkpoint, progress)
+    seconds = time.monotonic() - started
+    return _receipt(model, plan, data, tasks, options, identity=identity, forwards=forwards, seconds=seconds, notes=notes)
+
+
+def _receipt(
+    model: nn.Module, plan: Plan, data: CalibrationSet | None, tasks: Mapping[str, Task], options: Options, *,
+    notes: tuple[str, ...], **record: Any,
+) -> Receipt:  # fmt: skip
+    """Recount, compare with the plan, and write down what was done."""
     found = recount(model, plan.blocks)
     planned = {b.name: sum(tasks[m].count for m in b.modules) for b in plan.blocks}
-    if not parity:
+    if not options.parity:
         notes += check_recount(found, {name: t.count for name, t in tasks.items()})
     return Receipt(
-        method=method,
+        method=options.method,
         settings=options.settings(),
         plan_digest=plan.digest,
-        model=identity,
-        data=data.describe() if data is not None and method != "magnitude" else {},
-        blocks={name: {**record, "planned": planned[name]} for name, record in found["blocks"].items()},
+        model=record["identity"],
+        data=data.describe() if data is not None and options.method != "magnitude" else {},
+        blocks={name: {**block, "planned": planned[name]} for name, block in found["blocks"].items()},
         modules=found["modules"],
         sparsity=found["sparsity"],
         planned=sum(planned.values()) / found["numel"],
-        forwards=forwards,
-        seconds=time.monotonic() - started,
+        forwards=record["forwards"],
+        seconds=record["seconds"],
         notes=notes,
         versions=versions(),
     )

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from ..blocks import is_conv1d, partition, weight_of
 from ..data.calibration import CalibrationSet
-from ..errors import CoverageError, InvalidInput
+from ..errors import CoverageError, CurvatureFailure, InvalidInput
 
 Progress = Callable[[int, int], None]
 
@@ -93,6 +93,7 @@ def recover(
 
     Raises:
         InvalidInput: A rank or a number of steps below one.
+        CurvatureFailure: The loss stopped being finite; the model is then as it was.
         CoverageError: A zero was lost (never seen; checked after merging).
     """
     if rank < 1 or steps < 1:
@@ -110,6 +111,11 @@ def recover(
     try:
         model.eval()  # no dropout: a few steps on little text
         losses = _train(model, data, updates, steps, learning_rate, batch_size, generator, progress)
+    except CurvatureFailure:
+        for update in updates:
+            update.a.data.zero_()
+            update.b.data.zero_()
+        raise
     finally:
         for name in names:
             parametrize.remove_parametrizations(model.get_submodule(name), "weight", leave_parametrized=True)
@@ -152,6 +158,10 @@ def _train(
                 schedule.step()
                 optimiser.zero_grad(set_to_none=True)
                 losses.append(float(loss.detach()))
+                if not math.isfinite(losses[-1]):
+                    raise CurvatureFailure(
+                        f"The loss is {losses[-1]} at step {len(losses)}.", "It must be finite.", "Use a smaller learning rate."
+                    )
                 if progress:
                     progress(len(losses), steps)
                 if len(losses) == steps:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,13 @@ class Resume:
         os.replace(temporary, self._file(index))
 
     def finish(self) -> None:
-        """Remove the folder after a complete run."""
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the checkpoints after a complete run, and the folder where nothing else lies in it."""
+        if self.folder is None:
+            return
+        for file in (*self.folder.glob("block-*.safetensors"), *self.folder.glob("block-*.part"), self.folder / "resume.json"):
+            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
 
     def _file(self, index: int) -> Path:
         return self.folder / f"block-{index}.safetensors"

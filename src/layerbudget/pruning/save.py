@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import AlreadyExists, CorruptFile
 from ..plan import Plan
+from ..records import check_writable
 from .receipt import Receipt
 
 
@@ -77,10 +78,11 @@ def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path
 
 
 def check_output(out_dir: Path | str, *, overwrite: bool = False) -> Path:
-    """Refuse an output folder that holds something, before any work is done.
+    """Refuse an output folder that holds something or cannot be made, before any work is done.
 
     Raises:
         AlreadyExists: It does.
+        InvalidInput: It cannot.
     """
     out = Path(out_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -88,6 +90,7 @@ def check_output(out_dir: Path | str, *, overwrite: bool = False) -> Path:
             raise AlreadyExists(f"{out} exists already.", "", "Choose another output folder, or pass --overwrite.")
         if not (out / "receipt.json").is_file():
             raise AlreadyExists(f"{out} exists and holds no receipt of this package.", "", "Choose another output folder.")
+    check_writable(out)
     return out
 
 

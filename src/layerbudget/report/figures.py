@@ -39,9 +39,13 @@ def save_figure(figure: Any, path: Path | str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".png")
     os.close(handle)
-    figure.savefig(temporary, dpi=130, metadata={"Software": None})
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    try:
+        figure.savefig(temporary, dpi=130, metadata={"Software": None})
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
     return path
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import NotFound
+from ..errors import CorruptFile, NotFound
 from ..plan import Plan
 from ..records import write_text
 from ..scores.record import Scores
@@ -81,16 +81,22 @@ def build_page(folder: Path | str) -> str:
 
     Raises:
         NotFound: The folder does not exist or holds none of them.
+        CorruptFile: One of them does not parse.
     """
     folder = Path(folder)
     sections: list[str] = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CorruptFile(f"{path} does not parse ({error}).", "", "Make it again, or move it away.") from error
+        if not isinstance(record, dict):
+            continue
         if "estimator" in record and "gain" in record:
             sections.append(scores_section(Scores.load(path)))
         elif "kind" in record and "blocks" in record:
             sections.append(plan_section(Plan.load(path)))
-        elif isinstance(record, dict):
+        else:
             sections.insert(0, result_section(record))
     for path in sorted(folder.glob("*.png")) if folder.is_dir() else []:
         data = base64.b64encode(path.read_bytes()).decode()

@@ -25,7 +25,7 @@ def scores_table(scores: Scores, damping: float | None = None) -> Table:
         title += f", damping {scores.damping[row]:g} ({scores.damping_unit})"
     table = Table(title=title)
     for name in ("block", "parameters", "score", "standard error", "noise floor", "status"):
-        table.add_column(name, justify="left" if name in ("block", "status") else "right")
+        table.add_column(name, justify="left" if name in ("block", "status") else "right", no_wrap=name == "block")
     for k, block in enumerate(scores.blocks):
         table.add_row(
             block.name, f"{block.numel:,}", _cell(scores.gain[row][k]), _cell(scores.standard_error[row][k]),
@@ -40,7 +40,7 @@ def plan_table(plan: Plan) -> Table:
         title=f"{plan.kind} by {plan.rule}: {plan.budget.get('spent')} of {plan.budget.get('limit')} {plan.budget.get('unit')}"
     )
     for name in ("block", "parameters", "value", "count"):
-        table.add_column(name, justify="left" if name == "block" else "right")
+        table.add_column(name, justify="left" if name == "block" else "right", no_wrap=name == "block")
     for block in plan.blocks:
         table.add_row(block.name, f"{block.numel:,}", f"{block.value:.4f}", f"{block.count:,}")
     return table

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..blocks import layers
-from ..errors import InvalidInput, UnknownStructure
+from ..blocks import is_conv1d, layers, weight_of
+from ..errors import CoverageError, InvalidInput, UnknownStructure
 from ..records import Block
 from .curvature.common import Progress, Ticker, check_inputs, record
 from .hooks import prepared
@@ -40,6 +40,17 @@ def ratio_of_sums(values: np.ndarray, counts: np.ndarray) -> tuple[float, float 
     return ratio, float(np.sqrt(spread * n / (n - 1))) / total
 
 
+def over_sequences(
+    model: nn.Module, data: Data, blocks: Sequence[Block], estimator: str, values: np.ndarray, counts: np.ndarray, *,
+    unit: str, seed: int,
+) -> Scores:  # fmt: skip
+    """Record of values ``(K, n)`` summed over sequences and divided by their tokens ``(n,)``, with standard errors."""
+    gain, error = zip(*(ratio_of_sums(row, counts) for row in values), strict=True)
+    return record(
+        model, data, blocks, estimator, gain=(gain,), standard_error=(error,), unit=unit, orientation="gain", seed=seed
+    )
+
+
 def _first(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output[0]
 
@@ -62,6 +73,8 @@ class _Trace:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
+        """Keep what every layer is given and returns while the model runs."""
+
         def listen(i: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
                 self.inputs[i], self.outputs[i] = _hidden(args, kwargs), output
@@ -103,8 +116,8 @@ def _without(model: nn.Module, block: Block, trace: _Trace, whole: dict[str, int
             module, output = trace.stack[layer], trace.outputs[layer]
             module.forward = lambda *args, **kwargs: _like(_hidden(args, kwargs), output)  # type: ignore[method-assign]
         else:
-            for record in block.modules:
-                owner = model.get_submodule(record.name)
+            for matrix in block.modules:
+                owner, _ = weight_of(model, matrix.name)
                 handles.append(owner.register_forward_hook(lambda m, i, out: torch.zeros_like(out)))
         yield
     finally:
@@ -128,6 +141,22 @@ def _places(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[nn.Module],
         if block.name in index:
             whole[block.name] = index[block.name]
     return [layer for _, layer in named], first, whole
+
+
+def _refuse_fused(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """Refuse single matrices that no module of their own multiplies by: they cannot be silenced one by one.
+
+    Raises:
+        CoverageError: Names the first.
+    """
+    for matrix in (m for b in blocks for m in b.modules):
+        owner, _ = weight_of(model, matrix.name)
+        if not (isinstance(owner, nn.Linear) or is_conv1d(owner)):
+            raise CoverageError(
+                f"{matrix.name} is a part of {type(owner).__name__} and has no output of its own to leave out.",
+                "Whole layers, nn.Linear and Conv1D can be left out.",
+                "Partition by layer, or exclude the fused experts.",
+            )
 
 
 def _increases(model: nn.Module, batch: Batch, blocks: Sequence[Block], places: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -154,7 +183,6 @@ def ablation(
     batch_size: int = 8,
     seed: int = 0,
     progress: Progress | None = None,
-    **options: Any,
 ) -> Scores:
     """Increase of the mean token loss when a block is left out: ``L(without k) - L``, in nats per token.
 
@@ -172,7 +200,6 @@ def ablation(
         batch_size: Sequences per forward pass; the result does not depend on it.
         seed: Recorded only.
         progress: Called with sequences done and in total.
-        options: Ignored.
 
     Returns:
         A record with orientation ``gain`` and standard errors over sequences.
@@ -180,9 +207,11 @@ def ablation(
     Raises:
         UnknownStructure: The model has no head.
         InvalidInput: No token has a loss.
+        CoverageError: A block of fused experts that is not a whole layer.
     """
     check_inputs(data, batch_size)
     places, tick = _places(model, blocks), Ticker(progress, data.samples)
+    _refuse_fused(model, [b for b in blocks if b.name not in places[2]])
     increases, counts = [], []
     with prepared(model), torch.no_grad():
         for batch in batches(model, data, batch_size):
@@ -191,18 +220,7 @@ def ablation(
             counts.append(n)
             tick(batch.size)
     rows, n = np.concatenate(increases, axis=1), np.concatenate(counts).astype(float)
-    gain, error = zip(*(ratio_of_sums(row, n) for row in rows), strict=True)
-    return record(
-        model,
-        data,
-        blocks,
-        "ablation",
-        gain=(gain,),
-        standard_error=(error,),
-        unit="nats of average loss",
-        orientation="gain",
-        seed=seed,
-    )
+    return over_sequences(model, data, blocks, "ablation", rows, n, unit="nats of average loss", seed=seed)
 
 
 def _distances(trace: _Trace, chosen: Sequence[int], batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -227,7 +245,6 @@ def block_influence(
     batch_size: int = 8,
     seed: int = 0,
     progress: Progress | None = None,
-    **options: Any,
 ) -> Scores:
     """``1 - mean over tokens cos(h_in, h_out)`` of each layer's hidden states (ShortGPT's block influence).
 
@@ -242,7 +259,6 @@ def block_influence(
         batch_size: Sequences per forward pass; the result does not depend on it.
         seed: Recorded only.
         progress: Called with sequences done and in total.
-        options: Ignored.
 
     Raises:
         InvalidInput: A block is not a whole layer.
@@ -268,16 +284,5 @@ def block_influence(
             sums.append(rows)
             counts.append(n)
             tick(batch.size)
-    n = np.concatenate(counts)
-    gain, error = zip(*(ratio_of_sums(row, n) for row in np.concatenate(sums, axis=1)), strict=True)
-    return record(
-        model,
-        data,
-        blocks,
-        "block-influence",
-        gain=(gain,),
-        standard_error=(error,),
-        unit="1 - cosine of hidden states",
-        orientation="gain",
-        seed=seed,
-    )
+    rows, unit = np.concatenate(sums, axis=1), "1 - cosine of hidden states"
+    return over_sequences(model, data, blocks, "block-influence", rows, np.concatenate(counts), unit=unit, seed=seed)

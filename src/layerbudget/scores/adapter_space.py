@@ -83,8 +83,7 @@ def score_adapter(
         CoverageError: Fused experts, or a weight matrix that was never seen.
         InvalidInput: An argument outside its domain.
     """
-    common.check_damping(damping, damping_unit)
-    common.check_inputs(data, batch_size)
+    common.check_arguments(damping, damping_unit, data, batch_size)
     if rank < 1 or data.samples < 2:
         raise InvalidInput(f"rank={rank} with {data.samples} sequences.", "At least rank 1 and two sequences.", "Use rank=8.")
     parameter = next(model.parameters())

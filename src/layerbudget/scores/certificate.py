@@ -39,12 +39,17 @@ DAMPINGS = (0.1, 1.0, 10.0)
 Step = tuple[float, torch.Tensor]
 
 
+def _positive(tau: float) -> float:
+    """The damping; one where the curvature is zero (the step is then zero as well)."""
+    return tau if tau > 0 else 1.0
+
+
 def _fisher_steps(rows: torch.Tensor, tokens: int, damping: Sequence[float], unit: str) -> Iterator[Step]:
     """``d = -S'(K/N + tau I)^-1 1/N``: the step lies in the span of the n per-sequence gradients."""
     k = gram(rows) / tokens
     mu, u = np.linalg.eigh(k)
     scale = {"max": mu[-1], "mean": mu.clip(0).sum() / rows.shape[1], "absolute": 1.0}[unit]
-    for tau in (d * float(scale) for d in damping):
+    for tau in (_positive(d * float(scale)) for d in damping):
         a = -(u / (mu.clip(0) + tau)) @ (u.T @ np.ones(len(mu))) / tokens
         yield tau, torch.as_tensor(a).to(rows) @ rows
 
@@ -52,7 +57,7 @@ def _fisher_steps(rows: torch.Tensor, tokens: int, damping: Sequence[float], uni
 def _diagonal_steps(rows: torch.Tensor, tokens: int, damping: Sequence[float], unit: str) -> Iterator[Step]:
     diagonal, g = rows.square().sum(0) / tokens, rows.sum(0) / tokens
     scale = {"max": float(diagonal.max()), "mean": float(diagonal.mean()), "absolute": 1.0}[unit]
-    for tau in (d * scale for d in damping):
+    for tau in (_positive(d * scale) for d in damping):
         yield tau, -g / (diagonal + tau)
 
 
@@ -85,7 +90,7 @@ def conjugate_gradients(
 def _krylov_steps(p: BlockProducts, curvature: str, damping: Sequence[float], unit: str) -> Iterator[tuple[float, Any]]:
     product, g = (p.ggn if curvature == "ggn" else p.hessian), p.gradient()
     scale = lanczos(product, g, 15).largest if unit == "max" else 1.0
-    for tau in (d * scale for d in damping):
+    for tau in (_positive(d * scale) for d in damping):
         yield tau, conjugate_gradients(product, -g, tau)
 
 
@@ -110,6 +115,13 @@ def _move(p: BlockProducts, origin: Sequence[torch.Tensor], step: torch.Tensor, 
         parameter.copy_(start + t * part)
 
 
+@torch.no_grad()
+def _restore(p: BlockProducts, origin: Sequence[torch.Tensor]) -> None:
+    """Put the weights back bit for bit, whatever the step was."""
+    for parameter, start in zip(p.parameters, origin, strict=True):
+        parameter.copy_(start)
+
+
 def _row(p: BlockProducts, tau: float, d: torch.Tensor, base: float, g: torch.Tensor) -> dict[str, Any]:
     """Prediction, measurement and constants of one step."""
     origin = [q.detach().clone() for q in p.parameters]
@@ -123,7 +135,7 @@ def _row(p: BlockProducts, tau: float, d: torch.Tensor, base: float, g: torch.Te
         _move(p, origin, d, 1.0)
         actual = _loss(p) - base
     finally:
-        _move(p, origin, d, 0.0)
+        _restore(p, origin)
     third = max(abs(bends[i] - bends[j]) / (0.5 * (j - i)) for i, j in ((0, 1), (1, 2), (0, 2)))
     own = gain - tau * square
     bias, remainder, gap = tau / 2 * square, third / 6, abs(bends[0] - own) / 2
@@ -184,7 +196,7 @@ def direct_check(
     if curvature not in CURVATURES or damping_unit == "median" or (damping_unit == "mean" and curvature in ("ggn", "hessian")):
         raise InvalidInput(
             f"curvature={curvature!r} with damping_unit={damping_unit!r}.",
-            f"curvature is one of {CURVATURES}; ggn and hessian have no mean eigenvalue here.",
+            f"curvature is one of {CURVATURES}; the unit is max, absolute, or (Fisher and its diagonal) mean.",
             "Use damping_unit='max'.",
         )
     tick, table = Ticker(progress, len(blocks)), []

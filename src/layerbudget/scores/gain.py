@@ -6,7 +6,8 @@ Half of it is the decrease of the damped quadratic model of the loss when block 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,24 @@ def check_estimator(name: str) -> None:
     """
     if name not in ESTIMATORS:
         raise InvalidInput(f"There is no estimator {name!r}.", f"There are {', '.join(ESTIMATORS)}.", "Choose one of those.")
+
+
+def _check_options(estimator: str, call: Callable[..., Scores], options: Mapping[str, Any]) -> None:
+    """Refuse options that the estimator does not have, instead of ignoring them.
+
+    Raises:
+        InvalidInput: The message lists those that it has.
+    """
+    shared = ("model", "data", "blocks", "damping", "damping_unit", "batch_size", "seed", "progress", "stage")
+    parameters = inspect.signature(call).parameters.values()
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in shared]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise InvalidInput(
+            f"{estimator} has no option {unknown[0]!r}.",
+            f"Its options are {', '.join(known)}." if known else "It has no options.",
+            "Correct the name or leave it out.",
+        )
 
 
 def score(
@@ -92,9 +111,10 @@ def score(
         CurvatureFailure: A curvature that is not positive definite at any damping.
     """
     check_estimator(estimator)
-    model_blocks.check_finite(model)
     module, function = ESTIMATORS[estimator].split(":")
     call = getattr(importlib.import_module(module), function)
+    _check_options(estimator, call, options)
+    model_blocks.check_finite(model)
     unit = damping_unit or ("median" if estimator == "adapter" else "max")
     arguments = {"damping": damping, "damping_unit": unit, "batch_size": batch_size, "seed": seed, **options}
     if stage is None:

@@ -128,6 +128,8 @@ class Collector:
             self.open.clear()
 
     def _hook(self, name: str) -> Callable[..., Any]:
+        """Forward hook of one matrix: keep its input, wait for the gradient of its output."""
+
         def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
             if not torch.is_grad_enabled():
                 return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ def _number(value: Any, name: str, path: Path) -> float:
 
 
 def _collect(pairs: Sequence[tuple[str, Any]], path: Path) -> dict[str, float]:
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise InvalidInput(f"{path} scores {twice[0]} {names.count(twice[0])} times.", "", "Give one score per name.")
+    times = Counter(name for name, _ in pairs)
+    twice = min((name for name, count in times.items() if count > 1), default=None)
+    if twice is not None:
+        raise InvalidInput(f"{path} scores {twice} {times[twice]} times.", "", "Give one score per name.")
     return {name: _number(value, name, path) for name, value in pairs}
 
 
@@ -48,7 +49,7 @@ def _pick(record: Mapping[str, Any], keys: Sequence[str], what: str, path: Path)
 
 def _from_json(path: Path, column: str | None) -> dict[str, float]:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CorruptFile(f"{path} does not parse as JSON ({error}).", "", "Repair it.") from error
     if isinstance(record, Mapping) and isinstance(record.get("scores"), (Mapping, list)):
@@ -67,8 +68,11 @@ def _from_json(path: Path, column: str | None) -> dict[str, float]:
 
 
 def _from_csv(path: Path, column: str | None) -> dict[str, float]:
-    with path.open(newline="", encoding="utf-8") as handle:
-        rows = list(csv.DictReader(handle))
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as handle:  # spreadsheets put a byte order mark first
+            rows = list(csv.DictReader(handle))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise CorruptFile(f"{path} does not read as CSV ({error}).", "", "Save it as UTF-8 CSV.") from error
     if not rows:
         raise CorruptFile(f"{path} has no rows below its header.", "", "Give a header and one row per block.")
     name = _pick(rows[0], _NAME_KEYS, "name column", path)
@@ -92,6 +96,18 @@ def _from_npy(path: Path, names: Sequence[str] | None) -> dict[str, float]:
     if values.size != len(names):
         raise InvalidInput(f"{path} holds {values.size} numbers for {len(names)} names.", "", "Give one name per number.")
     return _collect(list(zip(names, values.reshape(-1).tolist(), strict=True)), path)
+
+
+def _of_these(scores: Scores, blocks: Sequence[Block], path: Path) -> Scores:
+    """A scores file of this package, if it is for these blocks."""
+    if scores.names != [b.name for b in blocks]:
+        raise InvalidInput(
+            f"{path} scores {len(scores.names)} blocks ({scores.names[0]}, ...), the model has {len(blocks)} "
+            f"({blocks[0].name}, ...).",
+            "A scores file is imported for the blocks that it was made for.",
+            "Use the partition (--by, --include, --exclude) of the file.",
+        )
+    return scores
 
 
 def _by_block(values: dict[str, float], blocks: Sequence[Block]) -> dict[str, float]:
@@ -137,7 +153,7 @@ def import_scores(
     suffix = path.suffix.lower()
     if suffix == ".json":
         if '"schema_version"' in path.read_text(encoding="utf-8", errors="replace"):
-            return Scores.load(path)
+            return _of_these(Scores.load(path), blocks, path)
         values = _from_json(path, column)
     elif suffix == ".csv":
         values = _from_csv(path, column)

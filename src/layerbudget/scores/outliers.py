@@ -30,6 +30,8 @@ def _input_power(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[dict[
     handles = []
 
     def listen(name: str) -> Callable[..., None]:
+        """Hook that adds what one matrix is given."""
+
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             x, mask = inputs[0].detach().float(), state["mask"]
             if mask is not None and x.shape[:2] == mask.shape:
@@ -88,7 +90,6 @@ def outlier_ratio(
     batch_size: int = 8,
     seed: int = 0,
     progress: Progress | None = None,
-    **options: Any,
 ) -> Scores:
     """Percentage of weights whose Wanda score exceeds ``multiple`` times the block's mean score, on the dense model.
 
@@ -105,7 +106,6 @@ def outlier_ratio(
         batch_size: Sequences per forward pass; the result does not depend on it.
         seed: Recorded only.
         progress: Called with sequences done and in total.
-        options: Ignored.
 
     Raises:
         CoverageError: A matrix whose input cannot be seen (fused experts), or that no token reached.

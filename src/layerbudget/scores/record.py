@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DegenerateScores, InvalidInput
+from ..errors import CorruptFile, DegenerateScores, InvalidInput, LayerbudgetError
 from ..records import SCHEMA_VERSION, Block, digest, dumps, read_json, write_text
 
 Table = tuple[tuple[float | None, ...], ...]
@@ -75,6 +75,8 @@ class Scores:
         for field in ("gain", "standard_error", "noise_floor"):
             object.__setattr__(self, field, _table(getattr(self, field), shape, field))
         status = self.status or tuple(("ok",) * shape[1] for _ in range(shape[0]))
+        if len(status) != shape[0] or any(len(row) != shape[1] for row in status):
+            raise InvalidInput("status has another shape than the gains.", f"It needs {shape[0]} x {shape[1]} words.", "")
         object.__setattr__(self, "status", tuple(tuple(row) for row in status))
         object.__setattr__(self, "blocks", tuple(self.blocks))
         object.__setattr__(self, "damping", tuple(float(d) for d in self.damping))
@@ -174,12 +176,12 @@ class Scores:
             NotFound: No such file.
             CorruptFile: Not a scores file.
         """
-        from ..errors import CorruptFile
-
         record = read_json(path, "score")
         try:
             return cls.from_dict(record)
-        except (KeyError, TypeError) as error:
+        except LayerbudgetError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptFile(f"{path} is not a scores file ({error!r}).", "", "Make it again.") from error
 
     @classmethod

@@ -13,7 +13,6 @@ Sources: ``haiquanlu/AlphaPruning`` (``lib/esd_utils.py``), ``morelife2017/alpha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -119,7 +118,6 @@ def spectral_tail(
     batch_size: int = 8,
     seed: int = 0,
     progress: Progress | None = None,
-    **options: Any,
 ) -> Scores:
     """Mean power-law exponent of each block's weight spectra (unweighted over matrices, as AlphaPruning and AlphaLoRA do).
 
@@ -134,7 +132,6 @@ def spectral_tail(
         batch_size: Ignored.
         seed: Recorded only.
         progress: Called with blocks done and in total.
-        options: Ignored.
 
     Returns:
         A record with orientation ``redundancy``; ``extra["modules"]`` holds the exponent of each matrix.

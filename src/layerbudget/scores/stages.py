@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .. import blocks as model_blocks
-from ..errors import InvalidInput, ModelMismatch
+from ..errors import InvalidInput, ModelMismatch, NotFound
 from ..records import Block, digest, dumps, read_json, write_text
 from .curvature import common, gram
 from .loss import Data, FeatureSet
@@ -69,7 +69,7 @@ class Stage:
         self.folder, self.identity = Path(folder), identity
         path = self.folder / "stage.json"
         if path.exists():
-            found = read_json(path, "stage")["identity"]
+            found = read_json(path, "stage").get("identity") or {}
             differing = [k for k in identity if identity[k] != found.get(k)]
             if differing:
                 key = differing[0]
@@ -106,19 +106,23 @@ class Stage:
         """Copy the batches of another stage of the same identity; returns how many were new.
 
         Raises:
+            NotFound: There is no stage in that folder.
             ModelMismatch: The other stage belongs to another model, partition, sketch or seed.
         """
-        source = Stage(other, self.identity)
-        mine, new = {p.name for p in (self.folder / "rows").glob("*")}, 0
+        if not (Path(other) / "stage.json").is_file():
+            raise NotFound(f"{other} holds no stage.", "", "Give a folder that --stage filled.")
+        source, new = Stage(other, self.identity), 0
         for path in sorted((source.folder / "rows").glob("*/keys.json")):
-            if path.parent.name not in mine:
-                shutil.copytree(path.parent, self.folder / "rows" / path.parent.name)
+            target = self.folder / "rows" / path.parent.name
+            if not (target / path.name).exists():  # keys come last here too: a batch counts when it is whole
+                shutil.copytree(path.parent, target, ignore=shutil.ignore_patterns(path.name), dirs_exist_ok=True)
+                write_text(target / path.name, path.read_text(encoding="utf-8"), overwrite=True)
                 new += 1
         return new
 
-    def gram(self, keys: Sequence[str], block: int) -> np.ndarray:
+    def gram(self, keys: Sequence[str], block: int, index: dict[str, tuple[str, int]] | None = None) -> np.ndarray:
         """``(n, n)`` Gram matrix of one block over the named sequences, two batches in memory at a time."""
-        index = self.index()
+        index = self.index() if index is None else index
         places: dict[str, list[tuple[int, int]]] = {}
         for i, key in enumerate(keys):
             batch, row = index[key]
@@ -172,7 +176,8 @@ def gram_matrices(
             model, data.select(part), blocks, batch_size=batch_size, sketch=sketch, seed=seed, tick=tick
         )
         stage.add([keys[i] for i in part], [v.cpu().numpy() for v in rows.values])
-    return np.stack([stage.gram(keys, k) for k in range(len(blocks))]), len(missing)
+    have = stage.index()
+    return np.stack([stage.gram(keys, k, have) for k in range(len(blocks))]), len(missing)
 
 
 def request(model: nn.Module, data: Data, blocks: Sequence[Block], estimator: str, arguments: dict[str, Any]) -> str:
@@ -185,7 +190,8 @@ def request(model: nn.Module, data: Data, blocks: Sequence[Block], estimator: st
             "data": data.digest,
             "blocks": [b.to_dict() for b in blocks],
             "estimator": estimator,
-            "arguments": {k: repr(v) for k, v in sorted(arguments.items())},
+            # a set of sequences by its content: a repr leaves out the middle of a long tensor
+            "arguments": {k: getattr(v, "digest", None) or repr(v) for k, v in sorted(arguments.items())},
             "versions": versions(),
         }
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..records import Block
-from .ablation import ratio_of_sums
-from .curvature.common import Progress, Ticker, backward, check_inputs, record, walk
+from .ablation import over_sequences
+from .curvature.common import Progress, Ticker, backward, check_inputs, walk
 from .hooks import Collector, Site
 from .loss import IGNORE, Data
 from .record import Scores
@@ -38,7 +37,6 @@ def fisher_trace(
     batch_size: int = 8,
     seed: int = 0,
     progress: Progress | None = None,
-    **options: Any,
 ) -> Scores:
     """``tr F_k = (1/N) sum_i |s_i|^2``, ``s_i`` the gradient of the summed loss of sequence i in block k, N tokens.
 
@@ -54,7 +52,6 @@ def fisher_trace(
         batch_size: Sequences per pass; the result does not depend on it.
         seed: Recorded only.
         progress: Called with sequences done and in total.
-        options: Ignored.
 
     Raises:
         CoverageError: A matrix of a block was never seen.
@@ -79,15 +76,5 @@ def fisher_trace(
                     table[place[name], rows] += parameter.grad.double().square().sum().cpu()
             counts[rows] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().double()
         collector.check_coverage()
-    gain, error = zip(*(ratio_of_sums(row, counts.numpy()) for row in table.numpy()), strict=True)
-    return record(
-        model,
-        data,
-        blocks,
-        "fisher-trace",
-        gain=(gain,),
-        standard_error=(error,),
-        unit="nats^2 per parameter^2",
-        orientation="gain",
-        seed=seed,
-    )
+    unit = "nats^2 per parameter^2"
+    return over_sequences(model, data, blocks, "fisher-trace", table.numpy(), counts.numpy(), unit=unit, seed=seed)

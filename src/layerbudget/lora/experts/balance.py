@@ -76,6 +76,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
+        """Pass the gradient on, and one to the loss."""
         return gradient, torch.ones((), dtype=ctx.dtype, device=ctx.device)
 
 
@@ -87,7 +88,8 @@ def attach(output: Tensor, loss: Tensor) -> Tensor:
 class BalanceScale(TrainerCallback):
     """Divides the balance gradient by the accumulation steps, which the Trainer does not do for losses inside a model."""
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):  # noqa: D102
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Read the accumulation steps."""
         module = getattr(model, "module", model)
         for tuner in (m for m in module.modules() if hasattr(m, "routing") and hasattr(m, "tuner_layer_cls")):
             tuner.routing.scale = 1.0 / max(1, args.gradient_accumulation_steps)

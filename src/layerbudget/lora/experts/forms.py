@@ -63,6 +63,7 @@ class _GatedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
+        """Gradients of ``hidden``, ``gate`` and ``b`` from that of the product."""
         hidden, gate, b = ctx.saved_tensors
         factor = spread(gate, ctx.rank, hidden.dtype)
         gradient = gradient.to(hidden.dtype)

@@ -135,6 +135,16 @@ def backward(collector: Collector, batch: Batch, logits: torch.Tensor, targets: 
     return float(loss.detach())
 
 
+def check_arguments(damping: float | Sequence[float] | None, unit: str, data: Data, batch_size: int) -> None:
+    """Refuse dampings and batch sizes outside their domain, before the model runs.
+
+    Raises:
+        InvalidInput: See :func:`check_damping` and :func:`check_inputs`.
+    """
+    check_damping(damping, unit)
+    check_inputs(data, batch_size)
+
+
 def check_inputs(data: Data, batch_size: int) -> None:
     """Refuse batch sizes below one.
 

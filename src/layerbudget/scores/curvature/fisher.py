@@ -65,10 +65,12 @@ def score_gram(
         CoverageError: A weight matrix was never seen.
         InvalidInput: A damping or batch size outside its domain, or fewer than two sequences.
     """
-    common.check_damping(damping, damping_unit)
+    common.check_arguments(damping, damping_unit, data, batch_size)
     if data.samples < 2:
         raise InvalidInput(f"The data has {data.samples} sequence.", "A Gram matrix needs at least two.", "Give more text.")
     pair = (sketch, sketch) if isinstance(sketch, int) else sketch
+    if pair is not None and min(pair) < 1:
+        raise InvalidInput(f"sketch is {sketch}.", "Its sides are at least 1.", "Use 16, or None for the exact matrix.")
     if stage is None:
         grams, total = gram_matrices(
             model, data, blocks, batch_size=batch_size, sketch=pair, seed=seed, max_bytes=max_bytes, progress=progress
@@ -147,8 +149,7 @@ def score_monte_carlo(
         CoverageError: A weight matrix was never seen.
         InvalidInput: A damping, batch size or number of draws outside its domain.
     """
-    common.check_damping(damping, damping_unit)
-    common.check_inputs(data, batch_size)
+    common.check_arguments(damping, damping_unit, data, batch_size)
     if draws < 1:
         raise InvalidInput(f"draws is {draws}.", "At least one draw per token is needed.", "Use draws=1.")
     tokens = float(token_count(model, data))

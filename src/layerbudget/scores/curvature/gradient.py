@@ -56,8 +56,9 @@ def score_gradient_norm(
                 for p in group:
                     if p.grad is None:
                         continue
-                    squares[k] += float(torch.linalg.vector_norm(p.grad)) ** 2
-                    sums[id(p)] = p.grad if id(p) not in sums else sums[id(p)].add_(p.grad)
+                    g = p.grad if p.grad.dtype == torch.float64 else p.grad.float()  # half precision would stop adding up
+                    squares[k] += float(torch.linalg.vector_norm(g)) ** 2
+                    sums[id(p)] = g if id(p) not in sums else sums[id(p)].add_(g)
             for p in wanted.values():
                 p.grad = None
             tick(batch.size)

@@ -12,6 +12,7 @@ matrices is dropped. Fused experts have no hooks and are refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,8 +67,7 @@ def score_kfac(
         CoverageError: Fused experts, or a weight matrix that was never seen.
         InvalidInput: An argument outside its domain.
     """
-    common.check_damping(damping, damping_unit)
-    common.check_inputs(data, batch_size)
+    common.check_arguments(damping, damping_unit, data, batch_size)
     tick = common.Ticker(progress, data.samples * (2 if corrected else 1))
     kronecker = build(
         model, data, blocks, batch_size=batch_size, seed=seed, labels=labels, draws=draws, groups=groups, corrected=corrected,
@@ -132,3 +132,6 @@ def score_ekfac(model: nn.Module, data: Data, blocks: Sequence[Block], **argumen
         InvalidInput: An argument outside its domain.
     """
     return score_kfac(model, data, blocks, corrected=True, **arguments)
+
+
+score_ekfac.__signature__ = inspect.signature(score_kfac)  # type: ignore[attr-defined]  # the options are the same

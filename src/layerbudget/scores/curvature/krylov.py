@@ -14,6 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ...errors import InvalidInput
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tridiagonal:
@@ -94,7 +96,12 @@ def lanczos(
 
     Returns:
         The tridiagonal matrix; of no steps where ``start`` is zero.
+
+    Raises:
+        InvalidInput: Fewer than one step.
     """
+    if steps < 1:
+        raise InvalidInput(f"steps is {steps}.", "At least one product is needed.", "Use 30 or more.")
     square = float(start.double().square().sum())
     diagonal: list[float] = []
     off: list[float] = []

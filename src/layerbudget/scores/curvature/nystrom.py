@@ -32,6 +32,8 @@ def nystrom(
     y = y + shift * omega
     core = omega.T @ y
     value, vector = torch.linalg.eigh((core + core.T) / 2)
+    if not float(value.max()) > 0.0:  # no curvature at all
+        return torch.zeros(1, dtype=y.dtype), y.new_zeros(size, 1)
     keep = value > 1e-14 * value.max()
     b = y @ (vector[:, keep] / value[keep].sqrt())
     u, s, _ = torch.linalg.svd(b, full_matrices=False)
@@ -55,8 +57,7 @@ def score_nystrom(
     Raises:
         InvalidInput: A damping or batch size outside its domain.
     """
-    common.check_damping(damping, damping_unit)
-    common.check_inputs(data, batch_size)
+    common.check_arguments(damping, damping_unit, data, batch_size)
     tick = common.Ticker(progress, len(blocks))
     parts, largest, trace = [], [], []
     for block in blocks:

@@ -178,6 +178,7 @@ class _Functional:
         self.model, self.parameters = model, parameters
 
     def logits(self, batch: Batch) -> torch.Tensor:
+        """Logits as :func:`logits_of` gives them."""
         out = functional_call(self.model, self.parameters, batch.args, batch.kwargs)
         logits = out if isinstance(out, torch.Tensor) else out.logits
         return logits if logits.dtype == torch.float64 else logits.float()
