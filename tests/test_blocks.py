@@ -159,3 +159,23 @@ def test_a_checkpoint_that_lacks_a_tensor_is_not_filled_with_random_numbers(tmp_
     save_file(tensors, weights, metadata={"format": "pt"})
     with pytest.raises(BadModel, match="lacks 1 tensors, first model.layers.3.mlp.down_proj.weight"):
         load_model(str(tmp_path / "part"))
+
+
+def test_transposed_experts_have_their_sides_the_right_way_round():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    model = GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=40,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        )  # fmt: skip
+    )
+    found = {m.name.rsplit(".", 1)[1]: (m.d_in, m.d_out, m.copies) for b in partition(model) for m in b.modules}
+    assert found["gate_up_proj"] == (16, 48, 4) and found["down_proj"] == (24, 16, 4)

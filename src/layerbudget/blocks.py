@@ -67,6 +67,8 @@ def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, nn.
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 3:
                     copies, d_out, d_in = parameter.shape
+                    if getattr(module, "is_transposed", False):  # some fused experts keep (experts, inputs, outputs)
+                        d_in, d_out = d_out, d_in
                     active = int(getattr(getattr(module, "config", None), "num_experts_per_tok", 0) or copies)
                     record = Module(name=f"{full}.{own}", d_in=d_in, d_out=d_out, copies=copies, active=min(active, copies))
                     yield record.name, module, parameter, record

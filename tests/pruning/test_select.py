@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from layerbudget.errors import InvalidInput
 from layerbudget.pruning.select import (
     check_group,
+    kth_value,
     parse_pattern,
     row_counts,
     share,
@@ -71,3 +72,9 @@ def test_groups():
             parse_pattern(wrong)
     with pytest.raises(InvalidInput, match="groups of 4"):
         check_group(6, 4, "x")
+
+
+def test_the_threshold_of_float64_scores_is_theirs():
+    scores = 1 + torch.arange(8, dtype=torch.float64)[None] * 1e-12  # equal in float32
+    assert kth_value(scores, 3).item() == scores[0, 2].item()
+    assert smallest(scores, 3).sum() == 3 and smallest(scores, 3)[0, :3].all()

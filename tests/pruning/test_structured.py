@@ -9,7 +9,9 @@ import torch
 import transformers
 
 from layerbudget.blocks import layers
+from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InfeasibleBudget, UnknownBlock, UnknownStructure
+from layerbudget.pruning.heads import remove_heads
 from layerbudget.pruning.structured import apply_depth, drop_damage, drop_layers, narrow, plan_depth, save_smaller
 
 CAUSAL = [
@@ -113,3 +115,24 @@ def test_refusals(kit, tmp_path):
     with pytest.raises(UnknownStructure, match="one width for all layers"):
         save_smaller(model, None, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_fractions_for_layers_that_are_not_there_are_refused(kit):
+    model = kit.build("llama")
+    for remove in (remove_heads, narrow):
+        with pytest.raises(UnknownBlock, match="layers.99"):
+            remove(model, kit.tokens(), {"model.layers.99": 0.5})
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_count_in_the_damage_of_a_dropped_layer(kit, side):
+    model, data = kit.build("llama"), kit.tokens(samples=4)
+    plain = drop_damage(model, data)
+    filler, blank = torch.full((4, 5), 3), torch.zeros(4, 5, dtype=torch.long)
+    join = (lambda x, p: torch.cat([p, x], 1)) if side == "left" else (lambda x, p: torch.cat([x, p], 1))
+    mask = torch.ones_like(data.input_ids)
+    padded = CalibrationSet(input_ids=join(data.input_ids, filler), attention_mask=join(mask, blank))
+    if side == "right":  # positions are those of the unpadded text
+        assert drop_damage(model, padded) == pytest.approx(plain, rel=1e-4)
+    else:
+        assert all(v > 0 for v in drop_damage(model, padded).values())

@@ -100,8 +100,10 @@ def efforts(one: Pass, blocks: Sequence[Block], samples: int, batch_size: int) -
     products = 10.0 * k * 1.5
     rows = {
         "gradient-norm": (1.05, acts + 4 * numel),
-        "fisher-diagonal": (1.4, acts + 4 * numel),
+        "fisher-diagonal": (1.4, acts + 32 * numel),
         "fisher-gram": (1.5, acts + min(4 * samples * numel, max(2 << 30, 4 * samples * largest))),
+        "fisher-mc": (1.9, acts + min(8 * samples * numel, max(2 << 30, 8 * samples * largest))),
+        "adapter": (1.1, acts + 4 * 8 * samples * sum(m.copies * m.d_out for m in modules)),
         "kfac": (1.7, acts + 2 * factors),
         "ekfac": (4.5, acts + 2 * factors + 4 * numel),
         "ggn": (products, 2 * acts + 12 * largest),

@@ -79,7 +79,7 @@ def calibrate(
         ways = [_between(plan, there, step) for step in STEPS]
         damage, spent = plan_damage(model, data, blocks, ways, method=method, metric=metric, batch_size=batch_size)
         extra += spent
-        best = int(np.argmin(damage))
+        best = int(np.argmin(np.where(np.isfinite(damage), damage, np.inf)))
         plan = dataclasses.replace(ways[best], extra={**ways[best].extra, "damage": damage[best], "search_forwards": extra})
         if best == 0:
             break

@@ -87,11 +87,12 @@ def _skipped(walk: Walk, index: int, batch: int, final: torch.Tensor) -> float:
     last = index + 1 == len(walk)
     logits = walk.head(batch, hidden).logits if last else walk.tail(index + 1, batch, hidden).logits
     now, clean = (torch.log_softmax(x.float(), -1) for x in (logits, walk.head(batch, final).logits))
-    return (
-        float((clean.exp() * (clean - now)).sum(-1).flatten(1).mean(1).sum())
-        if now.ndim > 2
-        else float((clean.exp() * (clean - now)).sum())
-    )
+    each = (clean.exp() * (clean - now)).sum(-1)
+    if now.ndim == 2:
+        return float(each.sum())
+    mask = walk.token_mask(batch)
+    real = torch.ones_like(each) if mask is None else mask.to(each)
+    return float(((each * real).sum(1) / real.sum(1).clamp_min(1)).sum())
 
 
 def plan_depth(

@@ -25,6 +25,7 @@ from ..blocks import is_conv1d, layers
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from .attention import Attention, channels, expressible, find_attention, keep_heads, set_heads
+from .mlp import check_layers
 from .statistics import gram_of
 from .walk import Walk, inference
 
@@ -180,10 +181,12 @@ def remove_heads(
 
     Raises:
         UnknownStructure: A layer whose heads cannot be taken out.
+        UnknownBlock: A fraction for a layer that the model does not have.
         InvalidInput: A fraction outside [0, 1), or an unknown criterion or unit.
     """
     _check_criterion(criterion)
     found = {name: find_attention(layer, name) for name, layer in layers(model)}
+    check_layers(fraction, found)
     whole = list(found.values())
     share = {n: fraction.get(n, 0.0) if isinstance(fraction, Mapping) else fraction for n in found}
     units = {n: _units(a, share[n], unit_of(a, by)) for n, a in found.items()}

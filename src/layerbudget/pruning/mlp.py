@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..blocks import is_conv1d
-from ..errors import UnknownStructure
+from ..errors import UnknownBlock, UnknownStructure
 
 # names of the producing matrices, of the consuming one, and how many inner vectors the producer stacks (gate and up in one)
 _LAYOUTS = (
@@ -45,6 +46,17 @@ class Mlp:
 def inputs_of(linear: nn.Module) -> int:
     """Inputs of a Linear or Conv1D."""
     return int(linear.weight.shape[0] if is_conv1d(linear) else linear.weight.shape[1])
+
+
+def check_layers(fraction: object, known: Mapping[str, object]) -> None:
+    """Refuse fractions for layers that are not there.
+
+    Raises:
+        UnknownBlock: Names the first one.
+    """
+    unknown = [name for name in fraction if name not in known] if isinstance(fraction, Mapping) else []
+    if unknown:
+        raise UnknownBlock(f"There is no layer {unknown[0]!r}.", f"Layers are {', '.join(list(known)[:3])}, ...", "Correct it.")
 
 
 def find_mlp(layer: nn.Module, name: str) -> Mlp:

@@ -148,7 +148,7 @@ def matrices(owner: nn.Module, parameter: nn.Parameter) -> list[torch.Tensor]:
     """Two-dimensional ``(d_out, d_in)`` views of a weight; writing to them changes the model."""
     data = parameter.data
     if data.ndim == 3:
-        return list(data)
+        return [m.T for m in data] if getattr(owner, "is_transposed", False) else list(data)
     return [data.T] if is_conv1d(owner) else [data]
 
 

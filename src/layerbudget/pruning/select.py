@@ -77,8 +77,12 @@ def _smallest_k(scores: torch.Tensor, k: int) -> torch.Tensor:
 def kth_value(scores: torch.Tensor, k: int) -> torch.Tensor:
     """The k-th smallest value (1-based) of each row, shape ``(rows,)``; numpy's partition on the CPU."""
     if scores.device.type == "cpu":
-        return torch.from_numpy(np.partition(scores.float().numpy(), k - 1, axis=1)[:, k - 1].copy()).to(scores.dtype)
+        return torch.from_numpy(np.partition(_numpy(scores), k - 1, axis=1)[:, k - 1].copy()).to(scores.dtype)
     return torch.kthvalue(scores, k, dim=1).values
+
+
+def _numpy(scores: torch.Tensor) -> np.ndarray:
+    return (scores if scores.dtype in (torch.float32, torch.float64) else scores.float()).numpy()
 
 
 def smallest(scores: torch.Tensor, count: int) -> torch.Tensor:

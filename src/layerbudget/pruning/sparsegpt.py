@@ -48,13 +48,23 @@ def inverse_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Ten
 
 
 def reference_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same factor by the reference's route (two factorisations and an inverse), for bit-wise comparison."""
+    """The same factor by the reference's route (two factorisations and an inverse), for bit-wise comparison.
+
+    Raises:
+        CurvatureFailure: Not positive definite.
+    """
     gram = gram.clone()
     dead = gram.diagonal() == 0
     gram[dead, dead] = 1
     gram.diagonal().add_(damping * torch.mean(torch.diag(gram)))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-    return torch.linalg.cholesky(inverse, upper=True), dead
+    try:
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+        return torch.linalg.cholesky(inverse, upper=True), dead
+    except torch.linalg.LinAlgError as error:
+        raise CurvatureFailure(
+            f"The second moments of {len(gram)} inputs are not positive definite at damping {damping:g}.", "",
+            "Leave parity mode, which raises the damping, or use more calibration samples.",
+        ) from error  # fmt: skip
 
 
 def sparsegpt_update(

@@ -11,7 +11,7 @@ from torch import nn
 from ..blocks import is_conv1d, layers
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
-from .mlp import Mlp, find_mlp, keep_units, set_width
+from .mlp import Mlp, check_layers, find_mlp, keep_units, set_width
 from .statistics import gram_of
 from .walk import Walk, inference
 
@@ -47,9 +47,11 @@ def narrow(
 
     Raises:
         UnknownStructure: A layer without a plain MLP (mixtures of experts).
+        UnknownBlock: A fraction for a layer that the model does not have.
         InvalidInput: A fraction outside [0, 1).
     """
     found = {name: find_mlp(layer, name) for name, layer in layers(model)}
+    check_layers(fraction, found)
     widths = {
         n: _width(m, fraction.get(n, 0.0) if isinstance(fraction, Mapping) else fraction, multiple) for n, m in found.items()
     }

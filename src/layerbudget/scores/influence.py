@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -132,13 +131,16 @@ def influence(
         InvalidInput: An unknown mode, a divisor that is not positive, or blocks without attention in parity mode.
         CoverageError: A matrix that was never seen.
     """
+    if sketch is not None and min((sketch,) if isinstance(sketch, int) else sketch) < 1:
+        raise InvalidInput(f"sketch is {sketch}.", "Its sizes are positive integers.", "Use sketch=32.")
     if mode not in MODES or not divisor > 0:
         raise InvalidInput(f"mode={mode!r}, divisor={divisor}.", f"mode is one of {MODES}, divisor positive.", "Correct it.")
     check_inputs(train, batch_size)
     chosen = _attention_only(blocks) if mode == "parity" else list(blocks)
     pair = (sketch, sketch) if isinstance(sketch, int) else sketch
+    width = 8 if next(model.parameters()).dtype == torch.float64 else 4
     n, total = train.samples, train.samples + validation.samples
-    runs = [list(range(len(chosen)))] if pair else list(chunks(chosen, total, 4, int(memory)))
+    runs = [list(range(len(chosen)))] if pair else list(chunks(chosen, total, width, int(memory)))
     tick = Ticker(progress, total * len(runs))
     found: dict[str, Influence] = {}
     for run in runs:
@@ -194,7 +196,6 @@ def score_layerif(
     batch_size: int = 8,
     seed: int = 0,
     progress: Progress | None = None,
-    **options: Any,
 ) -> Scores:
     """Score blocks by their aggregated training-to-validation influence; orientation ``gain``.
 
@@ -211,9 +212,8 @@ def score_layerif(
         damping: Ignored: ``lambda`` is set per tensor by the gradients themselves.
         damping_unit: Ignored.
         batch_size: Samples per pass; the result does not depend on it.
-        seed: Recorded only.
+        seed: Of the sketch.
         progress: Called with sequences done and in total.
-        options: Ignored.
 
     Returns:
         A record; the standard error (for ``all``) is that of a sum over independent validation samples, the training

@@ -147,14 +147,16 @@ def _record(
     group_tokens = np.array([counts[owner == g].sum() for g in range(sums.groups)])
     matrices = [[m.name for m in b.modules if m.name in sums.first] for b in blocks]
     totals = [[sums.second[name].sum(0) for name in names] for names in matrices]
-    largest = np.array([max(float(d.max()) for d in each) for each in totals]) / n
+    largest = np.array([max((float(d.max()) for d in each), default=0.0) for each in totals]) / n
     mean = np.array([sum(float(d.sum(dtype=torch.float64)) for d in each) for each in totals]) / n
     mean /= np.array([b.numel for b in blocks])
     del totals
     values, tau = common.resolve_damping(damping, damping_unit, largest, mean)
     gain, floor, error = (np.zeros_like(tau) for _ in range(3))
     for k, names in enumerate(matrices):
-        found = sum(_sweep(sums.first[x].flatten(1), sums.second[x].flatten(1), group_tokens, tau[:, k]) for x in names)
+        found = np.zeros((2 + sums.groups, len(tau)))
+        for x in names:
+            found += _sweep(sums.first[x].flatten(1), sums.second[x].flatten(1), group_tokens, tau[:, k])
         gain[:, k], floor[:, k] = found[0], found[1] / n
         error[:, k] = np.sqrt((sums.groups - 1) * np.var(found[2:], axis=0)) if sums.groups > 1 else np.nan
     extra = {
