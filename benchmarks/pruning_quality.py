@@ -41,7 +41,8 @@ SCORED = {
     "permuted gain": ("fisher-gram", "layer", "permuted"),
     "gain (Linear)": ("fisher-gram", "linear", "mdl"),
 }
-RULES = ("uniform", "size-proportional (Linear)", *SCORED, "calibrated (block)", "calibrated (Linear)")
+AGAIN = "calibrated (Linear), measured again"
+RULES = ("uniform", "size-proportional (Linear)", *SCORED, "calibrated (block)", "calibrated (Linear)", AGAIN)
 
 
 class Bench:
@@ -94,7 +95,7 @@ class Bench:
             started = time.process_time()
             plan, curves = calibrate(
                 self.model, self.calibration(seed), self.blocks[by], sparsity=sparsity, max_sparsity=cap, method=method,
-                iterations=self.a.iterations if by == "layer" else 0, batch_size=8, start=start,
+                iterations=self.a.iterations if by == "layer" or rule == AGAIN else 0, batch_size=8, start=start,
                 measure_batches=self.a.measure_batches,
             )  # fmt: skip
             full = len(self.model.model.layers) * math.ceil(self.a.samples / 8)
