@@ -173,6 +173,10 @@ def _database(model, data, blocks, method, level):
     return {m.name: pruned.get_submodule(m.name).weight.data.clone() for b in blocks for m in b.modules}
 
 
+def _named(missing):
+    return "; ".join(sorted({f"{method} {rule}" for method, rule, *_ in missing}))
+
+
 def _short(row):
     return {k: v for k, v in row.items() if k != "nll"}
 
@@ -308,7 +312,7 @@ def main():
     errors = sorted({f"{r['rule']}: {r['error']}" for r in rows if "error" in r})
     missing = [j for j in jobs if not any((r["method"], r["rule"], r["target"], r["seed"]) == j for r in rows)]
     text += "\n" + "\n".join(f"Failed: {e}" for e in errors) + ("\n" if errors else "")
-    text += f"\n{len(missing)} of {len(jobs)} points are missing.\n" if missing else ""
+    text += f"\n{len(missing)} of {len(jobs)} points are missing: {_named(missing)}.\n" if missing else ""
     (RESULTS / f"{a.name}.md").write_text(text)
     (RESULTS / f"{a.name}.json").write_text(
         json.dumps({"environment": environment, "dense": dense, "rows": [_short(r) for r in rows]}, indent=0) + "\n"
