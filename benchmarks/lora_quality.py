@@ -5,7 +5,7 @@
     python benchmarks/lora_quality.py report
 
 Rules for ranks: uniform; gain (adapter gain, each block damped relative to its own curvature); gain-absolute (one damping for
-all blocks); permuted and permuted-absolute (their scores in random order); gain-init (uniform ranks started in the gradient's
+all blocks, the default of ``score --estimator adapter``); permuted and permuted-absolute (their scores in random order); gain-init (uniform ranks started in the gradient's
 directions, rows of A as long as PEFT's) and gain-init-unit (rows of length 1, as EVA's); eva; adalora; replan (uniform,
 planned again after 30 % of the steps); none (the model as it is). For experts: uniform, gain, gain-absolute, permuted,
 permuted-absolute, 2468, 8642, alphalora, layerif.
@@ -17,6 +17,8 @@ and repeated. The seed sets the head, the adapter's start and the order of the r
 are bf16, adapters float32 under bf16 autocast, no dropout, one thread. Attention is eager (``--attention``): the bf16 backward of
 the CPU's fused kernel takes half of a step; lines without the field were made with ``sdpa``. AdaLoRA's budget is a total of ranks and it keeps more of them in the small modules, so its mean rank is set to
 9 beside uniform's 8 (it starts at 13), which comes closest in parameters; they are counted after training, over what it kept.
+All rules share one learning rate and one schedule: AdaLoRA, which starts from zero singular values between factors of 0.02, hardly
+leaves its start in so few steps, and was not tuned by itself.
 """
 
 from __future__ import annotations

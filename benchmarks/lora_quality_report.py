@@ -15,8 +15,8 @@ RESULTS = Path(__file__).parent / "results"
 UNITS = {"mrpc": "accuracy", "cola": "mean Matthews of both dev sets", "prose": "held-out loss, nats"}
 Runs = dict[str, dict[int, dict]]
 RULES = {
-    "ranks": ("uniform", "gain", "gain-absolute", "permuted", "permuted-absolute", "gain-init", "replan", "eva", "adalora"),
-    "experts": ("uniform", "gain", "gain-absolute", "permuted", "permuted-absolute", "2468", "8642", "alphalora", "layerif"),
+    "ranks": ("uniform", "gain-absolute", "permuted-absolute", "eva", "adalora"),
+    "experts": ("uniform", "gain-absolute", "permuted-absolute", "2468", "8642", "alphalora", "layerif"),
 }
 
 
