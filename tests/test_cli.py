@@ -116,6 +116,15 @@ def test_measured_curves_give_the_calibrated_plan_and_can_be_planned_with_again(
     assert "exists already" in sentence("measure", folder, *SMALL, "-o", tmp_path / "p.json")
 
 
+def test_a_plan_per_matrix_is_measured_and_pruned_by_in_half_precision(saved_model, tmp_path):
+    folder = saved_model("llama")
+    options = ("--by", "linear", "--iterations", "0", "--sparsity", "0.6", "--json", "-o", tmp_path / "p.json")
+    plan = json.loads(run("measure", folder, *SMALL, *options).stdout)
+    assert {len(b["modules"]) for b in plan["blocks"]} == {1} and len({b["value"] for b in plan["blocks"]}) > 1
+    done = run("prune", folder, tmp_path / "p.json", *SMALL, "--autocast", "bfloat16", "--json", "-o", tmp_path / "out")
+    assert abs(json.loads(done.stdout)["sparsity"] - 0.6) < 1e-3
+
+
 def test_outputs_that_cannot_be_written_are_refused_before_the_work(saved_model, tmp_path):
     folder = saved_model("llama")
     (tmp_path / "file").write_text("")
