@@ -96,3 +96,17 @@ def kit():
         plan = staticmethod(make_plan)
 
     return Kit
+
+
+@pytest.fixture
+def folder(kit, tmp_path):
+    """A folder with a saved tiny Llama, its tokenizer and a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    kit.build("llama").save_pretrained(tmp_path / "model")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(" ".join(f"w{(7 * i * i + 3 * i) % 97}" for i in range(400)))
+    return tmp_path

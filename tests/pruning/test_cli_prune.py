@@ -12,17 +12,9 @@ from layerbudget.pruning.receipt import recount
 
 
 @pytest.fixture
-def saved(kit, tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    kit.build("llama").save_pretrained(tmp_path / "model")
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text(" ".join(f"w{(7 * i * i + 3 * i) % 97}" for i in range(400)))
-    kit.plan(load_model(str(tmp_path / "model"))).save(tmp_path / "plan.json")
-    return tmp_path
+def saved(kit, folder):
+    kit.plan(load_model(str(folder / "model"))).save(folder / "plan.json")
+    return folder
 
 
 def run(saved, *more):

@@ -203,22 +203,9 @@ def test_refusals(kit, tmp_path):
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
 
 
-@pytest.fixture
-def saved(kit, tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    kit.build("llama").save_pretrained(tmp_path / "model")
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text(" ".join(f"w{(7 * i * i + 3 * i) % 97}" for i in range(400)))
-    return tmp_path
-
-
-def test_command_line(saved, capsys):
-    text = ["--data", str(saved / "text.txt"), "--samples", "4", "--length", "16", "--quiet", "--json"]
-    model, plan, out = (str(saved / n) for n in ("model", "plan.json", "out"))
+def test_command_line(folder, capsys):
+    text = ["--data", str(folder / "text.txt"), "--samples", "4", "--length", "16", "--quiet", "--json"]
+    model, plan, out = (str(folder / n) for n in ("model", "plan.json", "out"))
 
     def plan_it(*more):
         return main(["plan", "structured", model, "--multiple", "4", "--points", "2", "-o", plan, *text, *more])
@@ -239,13 +226,26 @@ def test_command_line(saved, capsys):
     assert "Kinds are heads, mlp" in capsys.readouterr().err
     assert plan_it("--save", "12% flops", "--overwrite", "--kinds", "heads") == 0
     capsys.readouterr()
-    assert main(["prune", model, plan, "-o", str(saved / "uneven"), *text]) == 2
+    assert main(["prune", model, plan, "-o", str(folder / "uneven"), *text]) == 2
     assert "even=True" in capsys.readouterr().err
-    assert not (saved / "uneven").exists()
+    assert not (folder / "uneven").exists()
 
 
-def test_depth_plans_really_remove_layers_from_the_command_line(kit, saved, capsys):
-    plan_depth(load_model(str(saved / "model")), kit.tokens(), remove=1).save(saved / "depth.json")
-    assert main(["prune", str(saved / "model"), str(saved / "depth.json"), "-o", str(saved / "out"), "--quiet", "--json"]) == 0
+def test_depth_plans_really_remove_layers_from_the_command_line(kit, folder, capsys):
+    plan_depth(load_model(str(folder / "model")), kit.tokens(), remove=1).save(folder / "depth.json")
+    assert (
+        main(
+            [
+                "prune",
+                str(folder / "model"),
+                str(folder / "depth.json"),
+                "-o",
+                str(folder / "out"),
+                "--quiet",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["saved"] > 0
-    assert load_model(str(saved / "out")).config.num_hidden_layers == 2
+    assert load_model(str(folder / "out")).config.num_hidden_layers == 2

@@ -83,6 +83,7 @@ def _factors(model: nn.Module, data: CalibrationSet, names: Sequence[str], batch
         """Forward hook of one matrix that adds ``x x'``, and ``g g'`` on the way back."""
 
         def hook(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+            """Add the inputs now, and the output's gradients when they come."""
             x = rows(arguments[0])
             a[name] = a.get(name, 0) + x.T @ x
 

@@ -191,15 +191,19 @@ def plan_structured(
         except InfeasibleBudget as error:
             refused.append(error)
             continue
-        curves_of = {n: {"units": list(x), "damage": list(y)} for n, (x, y) in held.items()}
-        extra = to_jsonable({"curves": curves_of, "order": options["order"]})
-        hyper = {"by": word, "multiple": multiple, "depth": depth}
-        plans += [
-            dataclasses.replace(p, hyperparameters={**p.hyperparameters, **hyper}, extra={**p.extra, **extra}) for p in found
-        ]
+        plans += _recorded(found, held, options["order"], {"by": word, "multiple": multiple, "depth": depth})
     if not plans:
         raise refused[0]
     return _best(model, data, plans, trials, batch_size)
+
+
+def _recorded(
+    plans: Sequence[Plan], curves: Mapping[str, Curve], order: Sequence[tuple[str, float]], hyper: Mapping[str, Any]
+) -> list[Plan]:
+    """The same plans with what they rest on."""
+    measured = {n: {"units": list(x), "damage": list(y)} for n, (x, y) in curves.items()}
+    extra = to_jsonable({"curves": measured, "order": order})
+    return [dataclasses.replace(p, hyperparameters={**p.hyperparameters, **hyper}, extra={**p.extra, **extra}) for p in plans]
 
 
 def folds_of(data: CalibrationSet, folds: int = 4) -> list[tuple[CalibrationSet, CalibrationSet]]:

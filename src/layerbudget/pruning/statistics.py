@@ -134,6 +134,7 @@ class Collector:
 
     def _see(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+            """Add the input of one matrix, once for all matrices that read the same tensor."""
             x = arguments[0] if arguments else next(iter(keywords.values()))
             if name not in self._leader:
                 self._leader[name] = next((n for n, seen in self._current.items() if seen is x), name)
@@ -158,6 +159,7 @@ class Collector:
         _check_experts(owner, wanted)
 
         def hook(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+            """Add the tokens that were routed to each expert."""
             values = [*arguments, *keywords.values()]
             hidden, index = values[0].reshape(-1, values[0].shape[-1]), values[1]
             if self._mask is not None and hidden.shape[0] == self._mask.numel():

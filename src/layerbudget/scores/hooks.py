@@ -131,6 +131,7 @@ class Collector:
         """Forward hook of one matrix: keep its input, wait for the gradient of its output."""
 
         def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+            """Open a site for the input, or join the one that is open for it."""
             if not torch.is_grad_enabled():
                 return None
             self.seen.add(name)
