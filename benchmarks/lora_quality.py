@@ -6,8 +6,9 @@
 
 Rules for ranks: uniform; gain (adapter gain, each block damped relative to its own curvature); gain-absolute (one damping for
 all blocks, the default of ``score --estimator adapter``); permuted and permuted-absolute (their scores in random order); gain-init (uniform ranks started in the gradient's
-directions, rows of A as long as PEFT's) and gain-init-unit (rows of length 1, as EVA's); eva; adalora; replan (uniform,
-planned again after 30 % of the steps); none (the model as it is). For experts: uniform, gain, gain-absolute, permuted,
+directions, rows of A as long as PEFT's) and gain-init-unit (rows of length 1, as EVA's); gain-absolute-init-unit (both: planned
+ranks, started so); eva; adalora; replan (uniform, planned again after 30 % of the steps); none (the model as it is). ``rule@rate``
+is the rule at a learning rate of its own, chosen on seed 9, which no table holds (lora_rates.md). For experts: uniform, gain, gain-absolute, permuted,
 permuted-absolute, 2468, 8642, alphalora, layerif.
 
 Tasks: ``cola`` and ``mrpc`` with a classification head on an encoder (the pooler is trained with the head, or nothing is
@@ -41,14 +42,14 @@ from layerbudget.program import allocate, round_capacity, rules
 from lora_quality_report import RESULTS, write_report
 from lora_quality_tasks import Classification, Prose
 
-STARTS = ("eva", "adalora", "gain-init", "gain-init-unit", "replan")  # these begin with uniform ranks
+UNIFORM = ("eva", "adalora", "gain-init", "gain-init-unit", "replan")  # these begin with uniform ranks
 
 
 def scores_for(bench, form: str, rule: str, cache: dict):
     """Score the model once per kind of score; blocks are Linears for ranks, layers for experts."""
     from layerbudget.scores.adapter_space import accumulated_gradients, score_adapter
 
-    kinds = {"alphalora": "spectral", "layerif": "layerif", "gain-init": "gradients", "gain-init-unit": "gradients"}
+    kinds = {"alphalora": "spectral", "layerif": "layerif", "gradients": "gradients"}
     kind = kinds.get(rule, "absolute" if rule.endswith("-absolute") else "gain")
     key = (form, kind)
     if key not in cache:
@@ -121,9 +122,9 @@ def expert_counts(bench, rule: str, seed: int, layers: int, total: int, cache: d
 
 def adapted(bench, form: str, rule: str, seed: int, options: argparse.Namespace, cache: dict):
     """A model with its adapters, bf16 base and float32 adapters, and the plan's counts."""
-    plan = plan_for(bench, form, "uniform" if rule in STARTS else rule, seed, options, cache)
+    planned = "uniform" if rule in UNIFORM else rule.removesuffix("-init-unit")
+    plan = plan_for(bench, form, planned, seed, options, cache)
     model = bench.model(seed)
-    head = {n: p.detach().clone() for n, p in model.named_parameters() if "pooler" in n or "classifier" in n}
     torch.manual_seed(seed)
     if form == "experts":
         wrapped = add_experts(model, plan, validate=False, lora_alpha=16, **bench.extra)
@@ -133,12 +134,11 @@ def adapted(bench, form: str, rule: str, seed: int, options: argparse.Namespace,
         wrapped = _eva(model, plan, bench)
     else:
         wrapped = add_ranks(model, plan, validate=False, **bench.extra)
-        if rule.startswith("gain-init"):
-            norm = 1.0 if rule == "gain-init-unit" else 3**-0.5
-            initialise_from_gradients(wrapped, scores_for(bench, form, rule, cache), norm=norm)
+        if rule.endswith(("-init", "-init-unit")):
+            norm = 1.0 if rule.endswith("-unit") else 3**-0.5
+            initialise_from_gradients(wrapped, scores_for(bench, form, "gradients", cache), norm=norm)
     for parameter in wrapped.parameters():
         parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data.bfloat16()
-    del head
     return wrapped, [b.count for b in plan.blocks]
 
 
@@ -174,14 +174,15 @@ def kept_ranks(model) -> tuple[int, list[int]]:
 
 
 def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, cache: dict) -> dict:
-    """One run: adapt, train, evaluate."""
-    start = time.process_time()
+    """One run: adapt, train, evaluate. ``rule@rate`` trains the rule at a rate of its own."""
+    start, name = time.process_time(), rule
+    rule, _, rate = rule.partition("@")
     if rule == "none":
         plain = bench.model(seed).bfloat16()
-        return {**_setting(bench, form, rule, seed, options), "adapter_parameters": 0, "counts": [], **bench.evaluate(plain)}
+        return {**_setting(bench, form, name, seed, options), "adapter_parameters": 0, "counts": [], **bench.evaluate(plain)}
     model, counts = adapted(bench, form, rule, seed, options, cache)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=float(rate or options.lr), weight_decay=0.0)
     warmup = max(1, int(0.06 * options.steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min((s + 1) / warmup, max(0.0, (options.steps - s) / max(1, options.steps - warmup)))
@@ -212,7 +213,7 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
     if rule == "adalora":
         number, counts = kept_ranks(model)
     return {
-        **_setting(bench, form, rule, seed, options), "adapter_parameters": number, "counts": counts,
+        **_setting(bench, form, name, seed, options), "adapter_parameters": number, "counts": counts,
         "train_loss": float(np.mean(history[-20:])), "cpu_seconds": round(time.process_time() - start, 1),
         **bench.evaluate(model),
     }  # fmt: skip
@@ -220,7 +221,7 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
 
 def _setting(bench, form: str, rule: str, seed: int, options: argparse.Namespace) -> dict:
     fields = {"task": options.task, "form": form, "rule": rule, "seed": seed, "rows": len(bench.train)}
-    return fields | {k: getattr(options, k) for k in ("steps", "lr", "batch", "length", "attention")}
+    return fields | {k: getattr(options, k) for k in ("steps", "lr", "batch", "length", "attention", "rank", "experts")}
 
 
 def replan(bench, model, optimizer, form: str, seed: int, options: argparse.Namespace) -> list[int]:
@@ -237,7 +238,8 @@ def replan(bench, model, optimizer, form: str, seed: int, options: argparse.Name
 def key_of(row: dict) -> tuple:
     """What identifies a run."""
     names = ("task", "form", "rule", "seed", "steps", "lr", "batch", "length", "rows")
-    return (*(row[k] for k in names), row.get("attention", "sdpa"))
+    size = row.get("rank", 8) if row["form"] == "ranks" else row.get("experts", 5)  # the common ones, before they were written
+    return (*(row[k] for k in names), row.get("attention", "sdpa"), size)
 
 
 def run(options: argparse.Namespace) -> None:

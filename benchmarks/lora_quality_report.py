@@ -26,7 +26,7 @@ def write_report(results: str, about: str) -> None:
     for line in Path(results).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         setting = tuple(row[k] for k in ("task", "form", "steps", "batch", "rows", "length", "lr"))
-        setting += (row.get("attention", "sdpa"),)
+        setting += (row.get("attention", "sdpa"), row.get("rank", 8) if row["form"] == "ranks" else row.get("experts", 5))
         groups.setdefault(setting, {}).setdefault(row["rule"], {})[row["seed"]] = row
     text = ["# Plans of ranks and experts against uniform, paired over seeds", "", about.strip(), ""]
     text += [f"Python {platform.python_version()}, torch {torch.__version__}, CPU, one thread per run.", ""]
@@ -40,11 +40,11 @@ def write_report(results: str, about: str) -> None:
 
 
 def _section(setting: tuple, by_rule: Runs, summary: list[dict]) -> list[str]:
-    task, form, steps, batch, count, length, lr, attention = setting
+    task, form, steps, batch, count, length, lr, attention, size = setting
     text = [
         f"## {task}, {form}",
         "",
-        f"{steps} steps of {batch} rows out of {count}, at most {length} tokens, lr {lr:g}, {attention} attention.",
+        f"{steps} steps of {batch} rows out of {count}, at most {length} tokens, lr {lr:g}, {attention} attention, uniform {form}: {size}.",
         "",
     ]
     text += [f"| rule | seeds | adapter parameters | {UNITS[task]} | held-out loss | minus uniform | p |"]

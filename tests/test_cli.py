@@ -100,6 +100,15 @@ def test_json_keeps_stdout_to_one_document(saved_model, tmp_path):
     assert "perplexity on stdlib" in done.stderr
 
 
+def test_a_long_path_is_printed_whole_and_as_it_is(scores_of, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    path = tmp_path / "a folder [bold] with a name" / "that is longer than the terminal is wide" / "page.html"
+    path.parent.mkdir(parents=True)
+    scores_of([3.0, 1.0]).save(tmp_path / "scores.json")
+    assert main(["report", str(tmp_path), "-o", str(path)]) == 0
+    assert f"written to {path}" in capsys.readouterr().out.splitlines()
+
+
 def test_measured_curves_give_the_calibrated_plan_and_can_be_planned_with_again(saved_model, tmp_path):
     folder = saved_model("llama")
     plan = json.loads(

@@ -39,6 +39,10 @@ def test_trains_reports_and_compares(setting, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["seeds"] == [0, 1] and result["kind"] == "ranks"
     assert set(result["metrics"]["held_out"]) == {"accuracy", "matthews", "f1"}
+    assert main(command(setting, "--start", "gradients", "--overwrite", "--json")) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["seeds"] == [0] and again["identity"]["protocol"]["start"] == "gradients"
+    assert main(command(setting, "--seeds", "0", "1", "--overwrite")) == 0
     assert main(command(setting, "--seeds", "0", "1", "--replan", "0.5", "--against", str(setting / "out"), out="second")) == 0
     assert "cannot be told from" in capsys.readouterr().out.replace("\n", " ")
 

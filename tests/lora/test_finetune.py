@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -12,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from layerbudget.data.tasks import load_task
 from layerbudget.errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
+from layerbudget.lora.adapt import adapt, fit_names, started
 from layerbudget.lora.compare import compare
-from layerbudget.lora.finetune import adapt, classifier_loader, finetune, fit_names
+from layerbudget.lora.finetune import classifier_loader, finetune
 from layerbudget.lora.protocol import PRESETS, Protocol
 from layerbudget.lora.rows import Rows
 
@@ -84,6 +86,46 @@ def test_a_head_learns_and_the_results_are_kept(make, encoder, tokenizer, task, 
     assert tests["seeds"]["n"] == 2
     with pytest.raises(NotFound, match="result.json"):
         compare(out, tmp_path)
+
+
+def test_a_start_in_the_gradients_directions(make, encoder, tokenizer, task):
+    """Rows of A are the top right singular vectors of the task's gradient, taken independently by autograd; B is zero."""
+    load = classifier_loader(encoder, 2)
+    plan = make.linears(make.bert(2), lambda n: 4 if "attention" in n else 0)
+    rows = Rows(task, tokenizer, causal=False, cutoff=16)
+    protocol = Protocol(start="gradients")
+    model = started(load(0), plan, protocol, rows, task)
+
+    plain = load(0).eval()
+    count = len(task.train)
+    assert count <= 128
+    batch = rows.collate(rows.encoded(task.train))
+    plain(**batch).loss.backward()
+    name = next(m for b in fit_names(plan, plain).blocks if b.count for m in b.modules)
+    expected = torch.linalg.svd(plain.get_submodule(name).weight.grad)[2][:4]
+    leaf = model.get_base_model().get_submodule(name)
+    a = leaf.lora_A["default"].weight.detach()
+    assert torch.allclose((a @ expected.T).abs(), torch.eye(4), atol=1e-3)
+    assert not leaf.lora_B["default"].weight.any()
+    with pytest.raises(InvalidInput, match="experts must begin apart"):
+        started(load(0), dataclasses.replace(plan, kind="experts"), protocol, rows, task)
+    with pytest.raises(InvalidInput, match="Starts are"):
+        Protocol(start="svd")
+
+
+def test_overwriting_removes_earlier_results_and_nothing_else(make, encoder, tokenizer, task, tmp_path):
+    plan = make.linears(make.bert(2), lambda n: 2 if "attention" in n else 0)
+    out = tmp_path / "out"
+    quick = {"protocol": Protocol(lr=1e-3, epochs=1, batch=32)}
+    load = classifier_loader(encoder, 2)
+    finetune(load, tokenizer, plan, task, out, seeds=[0, 1], **quick)
+    (out / "notes.txt").write_text("keep")
+    (out / "seed-of-doubt").mkdir()
+    with pytest.raises(InvalidInput, match="resume and overwrite"):
+        finetune(load, tokenizer, plan, task, out, seeds=[2], resume=True, overwrite=True, **quick)
+    finetune(load, tokenizer, plan, task, out, seeds=[2], overwrite=True, **quick)
+    left = sorted(f.name for f in out.iterdir())
+    assert left == ["labels.json", "notes.txt", "result.json", "seed-2", "seed-of-doubt"]
 
 
 def test_an_interrupted_seed_resumes_to_the_same_result(make, encoder, tokenizer, task, tmp_path):

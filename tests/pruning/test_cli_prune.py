@@ -39,6 +39,22 @@ def test_json_is_the_recount(saved, capsys, method):
     assert json.loads((saved / "out" / "receipt.json").read_text())["method"] == method
 
 
+def test_checkpoints_outlive_a_save_that_fails(saved, capsys, monkeypatch):
+    import layerbudget.pruning.save as saving
+
+    kept = saved / "kept"
+
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device", str(saved / "out"))
+
+    monkeypatch.setattr(saving, "save_pruned", refuse)
+    assert run(saved, "--resume", str(kept)) == 2
+    assert "No space left" in capsys.readouterr().err and list(kept.glob("block-*.safetensors"))
+    monkeypatch.undo()
+    assert run(saved, "--resume", str(kept)) == 0
+    assert not kept.exists()
+
+
 def test_a_users_mistakes_end_with_a_sentence(saved, capsys):
     (saved / "out").mkdir()
     (saved / "out" / "thesis.txt").write_text("precious")

@@ -64,9 +64,10 @@ def test_around_a_plan_the_middle_point_is_the_plan_itself(kit):
         assert values[1] == pytest.approx(kl(model, pruned, data), rel=1e-3)
 
 
-def test_loss_metric_counts_real_tokens_only(kit):
+@pytest.mark.parametrize("batch_size", [6, 1])
+def test_loss_metric_counts_real_tokens_only(kit, batch_size):
     model, data = kit.build("llama"), kit.tokens(padded=True)
-    curves = damage_curves(model, data, ratios=(0.9,), metric="loss", batch_size=6)
+    curves = damage_curves(model, data, ratios=(0.9,), metric="loss", batch_size=batch_size)
     block = partition(model)[0].name
     pruned = copy.deepcopy(model)
     prune(pruned, only(model, block, 0.9), data, "wanda", 6)

@@ -13,7 +13,7 @@ import transformers
 from layerbudget.blocks import weight_of
 from layerbudget.errors import AlreadyExists, InvalidInput, ModelMismatch
 from layerbudget.plan import Plan
-from layerbudget.pruning.prune import prune
+from layerbudget.pruning.prune import clear_checkpoints, prune
 from layerbudget.pruning.receipt import Receipt, recount
 from layerbudget.pruning.save import read_metadata, save_pruned
 from layerbudget.pruning.walk import Walk
@@ -104,6 +104,10 @@ def test_an_interrupted_run_continues(kit, tmp_path):
     again = kit.build("llama")
     prune(again, plan, kit.tokens(), "sparsegpt", 4, resume=tmp_path / "state")
     assert same(state(whole), state(again))
+    once_more = kit.build("llama")  # saving failed, say: nothing is computed twice
+    prune(once_more, plan, kit.tokens(), "sparsegpt", 4, resume=tmp_path / "state")
+    assert same(state(whole), state(once_more))
+    clear_checkpoints(tmp_path / "state")
     assert not (tmp_path / "state").exists()
 
 
@@ -217,8 +221,10 @@ def test_precisions_that_cannot_be_are_refused(kit):
     assert same(before, state(model))
 
 
-def test_finishing_removes_the_checkpoints_and_nothing_of_the_users(kit, tmp_path):
+def test_clearing_removes_the_checkpoints_and_nothing_of_the_users(kit, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     model = kit.build("llama")
     prune(model, kit.plan(model), kit.tokens(), "wanda", 4, resume=tmp_path)
+    assert len(list(tmp_path.glob("block-*"))) > 1  # they wait until the caller has saved
+    clear_checkpoints(tmp_path)
     assert [f.name for f in tmp_path.iterdir()] == ["thesis.tex"]

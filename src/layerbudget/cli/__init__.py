@@ -93,14 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = next((a for a in argv if not a.startswith("-")), None)
     arguments = build_parser(verb).parse_args(argv)
     as_json = getattr(arguments, "json", False)
-    from rich.console import Console
     from rich.logging import RichHandler
 
     from ..errors import LayerbudgetError
     from ..records import dumps
+    from .terminal import Terminal
 
-    arguments.console = Console(stderr=as_json, highlight=False)
-    errors = Console(stderr=True, highlight=False)
+    arguments.console = Terminal(stderr=as_json)
+    errors = Terminal(stderr=True)
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", force=True,
         handlers=[RichHandler(console=errors, show_time=False, show_path=False)],
@@ -109,13 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = arguments.handler(arguments)
     except LayerbudgetError as error:
-        errors.print(f"layerbudget: {error}", style="red", soft_wrap=True, markup=False)
+        errors.print(f"layerbudget: {error}", style="red")
         return 2
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        errors.print(f"layerbudget: {_no_file(error)}", style="red", soft_wrap=True, markup=False)
+        errors.print(f"layerbudget: {_no_file(error)}", style="red")
         return 2
     except KeyboardInterrupt:
         errors.print("layerbudget: interrupted; finished stages are kept.")

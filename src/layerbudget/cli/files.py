@@ -138,4 +138,4 @@ def say(a: argparse.Namespace, sentences: Iterable[str]) -> None:
     console = getattr(a, "console", None)
     if console is not None:
         for sentence in sentences:
-            console.print(sentence, highlight=False)
+            console.print(sentence)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from ..lora.protocol import STARTS
 from .shared import progress_bar
 
 
@@ -28,6 +29,9 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--train-rows", type=int, help="use so many training rows only")
     parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast")
     parser.add_argument("--replan", type=float, metavar="FRACTION", help="plan again once after this fraction of training")
+    parser.add_argument(
+        "--start", choices=STARTS, help="gradients: ranks start in the top directions of the task's gradient (default: PEFT's)"
+    )
     parser.add_argument("--resume", action="store_true", help="keep finished seeds, continue unfinished ones")
     parser.add_argument("--against", metavar="DIR", help="paired tests against another result folder (of a uniform plan, say)")
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the adapters and results")
@@ -45,7 +49,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         read_result(arguments.against)  # before the training
     plan = _validated_plan(arguments)
     task = load_task(arguments.task, arguments.data_dir).limited(arguments.train_rows)
-    given = {k: getattr(arguments, k) for k in ("epochs", "lr", "batch", "accumulation", "balance")}
+    given = {k: getattr(arguments, k) for k in ("epochs", "lr", "batch", "accumulation", "balance", "start")}
     protocol = dataclasses.replace(PRESETS[arguments.preset], **{k: v for k, v in given.items() if v is not None})
     import transformers
 
@@ -55,7 +59,8 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     with progress_bar(arguments, f"finetune on {task.name}, seeds") as progress:
         result = finetune(
             classifier_loader(arguments.model, len(task.labels)), load_tokenizer(arguments.model), plan, task, arguments.out,
-            protocol=protocol, seeds=arguments.seeds, resume=arguments.resume, bf16=arguments.bf16, quiet=True,
+            protocol=protocol, seeds=arguments.seeds, resume=arguments.resume,
+            overwrite=arguments.overwrite, bf16=arguments.bf16, quiet=True,
             callbacks=_callbacks(arguments, plan), progress=progress,
         )  # fmt: skip
     _show(arguments.console, result)
@@ -64,7 +69,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         for split, tests in result["against"].items():
             for test in ("seeds", "samples"):
                 if tests[test]:
-                    arguments.console.print(f"{split}, over {test}: {tests[test]['sentence']}", markup=False)
+                    arguments.console.print(f"{split}, over {test}: {tests[test]['sentence']}")
     return {**result, "output": arguments.out}
 
 

@@ -25,7 +25,7 @@ def register(subparsers: Any) -> None:
         "--autocast", choices=("bfloat16", "float16"), help="precision of the calibration forwards (weights keep theirs)"
     )
     parser.add_argument("--store", default="device", choices=("device", "cpu", "disk"), help="where activations live")
-    parser.add_argument("--resume", metavar="DIR", help="keep finished blocks here; an interrupted run continues from it")
+    parser.add_argument("--resume", metavar="DIR", help="keep finished blocks here until the result is saved")
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the pruned checkpoint")
     parser.set_defaults(handler=handler)
 
@@ -33,7 +33,7 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prune, recount, save, and say what is smaller and what is not."""
     from ..plan import Plan
-    from ..pruning.prune import prune
+    from ..pruning.prune import clear_checkpoints, prune
     from ..pruning.runtime import runtime_box
     from ..pruning.save import check_output, save_pruned
 
@@ -49,12 +49,14 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
             autocast=arguments.autocast,
         )  # fmt: skip
     out = save_pruned(model, tokenizer, plan, receipt, arguments.out, overwrite=arguments.overwrite)
+    if arguments.resume and arguments.method != "magnitude":
+        clear_checkpoints(arguments.resume)
     arguments.console.print(
         f"Recounted sparsity {receipt.sparsity:.6f} (planned {receipt.planned:.6f}) in {receipt.seconds:.1f} s; saved to {out}."
     )
     for note in receipt.notes:
-        arguments.console.print(note, markup=False)
-    arguments.console.print(runtime_box(pattern=arguments.pattern), markup=False)
+        arguments.console.print(note)
+    arguments.console.print(runtime_box(pattern=arguments.pattern))
     blocks = {name: record["sparsity"] for name, record in receipt.blocks.items()}
     return {"sparsity": receipt.sparsity, "blocks": blocks, "output": str(out)}
 

@@ -100,5 +100,5 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
         f"Removed {done['saved']:.6g} {done['unit']} (planned {done['planned']:.6g}); parameters {before} -> {after} "
         f"({after / before:.3f}x, embeddings included); saved to {out}."
     )
-    a.console.print(runtime_box(plan.rule), markup=False)
+    a.console.print(runtime_box(plan.rule))
     return {**done, "parameters_before": before, "parameters_after": after, "output": str(out)}

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,8 @@ from ..errors import AlreadyExists, InvalidInput
 from ..evaluation import statistics
 from ..plan import Plan
 from ..records import dumps, write_text
-from .mixtures import add_experts
+from .adapt import started
 from .protocol import Protocol
-from .ranks import add_ranks
 from .rows import Rows, is_causal
 
 logger = logging.getLogger(__name__)
@@ -56,45 +56,6 @@ def classifier_loader(name: str, labels: int, *, dtype: Any = None) -> Loader:
         return AutoModelForSequenceClassification.from_pretrained(where, num_labels=labels, **options)
 
     return load
-
-
-def fit_names(plan: Plan, model: nn.Module) -> Plan:
-    """Return the plan with module names as this model has them: an encoder gains a prefix when a head is put on it."""
-    names = {n for n, _ in model.named_modules()}
-    prefix = getattr(model, "base_model_prefix", "")
-    if all(m in names for b in plan.blocks for m in b.modules) or not prefix:
-        return plan
-
-    def fitted(name: str) -> str:
-        bare = name.removeprefix(prefix + ".")
-        return next((n for n in (name, f"{prefix}.{bare}", bare) if n in names), name)
-
-    blocks = tuple(
-        dataclasses.replace(b, name=fitted(b.name), modules=tuple(fitted(m) for m in b.modules)) for b in plan.blocks
-    )
-    return dataclasses.replace(plan, blocks=blocks)
-
-
-def adapt(model: nn.Module, plan: Plan, protocol: Protocol) -> nn.Module:
-    """Add the plan's adapters; a BERT-style pooler is trained with the head (frozen, it lets nothing be learned).
-
-    Raises:
-        InvalidInput: A plan of another kind than ranks or experts.
-        UnknownBlock: The plan names a module that the model does not have.
-        CoverageError: The recount differs from the plan.
-    """
-    plan = fit_names(plan, model)
-    options: dict[str, Any] = {"task_type": "CAUSAL_LM"}
-    if not is_causal(model):
-        options = {"task_type": "SEQ_CLS"}
-        if any(n.rpartition(".")[2] == "pooler" and any(True for _ in m.parameters()) for n, m in model.named_modules()):
-            options["modules_to_save"] = ["pooler"]
-    if plan.kind == "ranks":
-        return add_ranks(model, plan, validate=False, ratio=protocol.ratio, dropout=protocol.dropout, **options)
-    if plan.kind == "experts":
-        options |= {"lora_alpha": protocol.alpha, "lora_dropout": protocol.dropout, "balance_coefficient": protocol.balance}
-        return add_experts(model, plan, validate=False, top_k=protocol.top_k, **options)
-    raise InvalidInput(f"A plan of kind {plan.kind!r} cannot be trained.", "Kinds are ranks and experts.", "Plan one of those.")
 
 
 def _arguments(folder: Path, protocol: Protocol, seed: int, steps: int, *, cpu: bool, bf16: bool, quiet: bool):
@@ -181,6 +142,7 @@ def finetune(
     protocol: Protocol,
     seeds: Sequence[int] = (0,),
     resume: bool = False,
+    overwrite: bool = False,
     bf16: bool = False,
     quiet: bool = True,
     callbacks: Callable[[], Sequence[Any]] = tuple,
@@ -197,6 +159,8 @@ def finetune(
         protocol: Numbers of the run.
         seeds: Seeds; each sets the head, the adapters' start and the order of rows.
         resume: Keep finished seeds and continue unfinished ones.
+        overwrite: Remove the results of an earlier run in ``out`` first (folders of seeds that this function made, and
+            its two files; nothing else).
         bf16: Autocast in bfloat16.
         quiet: No progress bars of the Trainer.
         callbacks: Makes the callbacks of one seed.
@@ -207,8 +171,9 @@ def finetune(
         values by seed; trained parameters; the plan's and the task's digests.
 
     Raises:
-        AlreadyExists: ``out`` holds results and ``resume`` is false, or an unfinished run of another plan, task or protocol.
-        InvalidInput: A seed is named twice.
+        AlreadyExists: ``out`` holds results and neither ``resume`` nor ``overwrite`` is set, or an unfinished run of another
+            plan, task or protocol.
+        InvalidInput: A seed is named twice, ``resume`` and ``overwrite`` together, or gradients as the start of experts.
         CoverageError: The recount differs from the plan.
     """
     out = Path(out)
@@ -216,8 +181,7 @@ def finetune(
         raise InvalidInput(
             f"The seeds are {list(seeds)}.", "At least one, each once: a repeated run is no sample.", "Drop some."
         )
-    if not resume and any(out.glob("seed-*")):
-        raise AlreadyExists(f"{out} holds results already.", "", "Pass --resume to continue them, or choose another folder.")
+    _make_room(out, resume=resume, overwrite=overwrite)
     identity = {"plan": plan.digest, "task": task.digest, "protocol": dataclasses.asdict(protocol)}
     results, trained = [], 0
     for done, seed in enumerate(seeds):
@@ -225,10 +189,9 @@ def finetune(
         record = _kept(folder, identity)
         if record is None:
             write_text(folder / "identity.json", dumps({"schema_version": 1, "identity": identity}), overwrite=True)
-            model = adapt(load(seed), plan, protocol)
-            rows = Rows(
-                task, tokenizer, causal=is_causal(model.get_base_model()), cutoff=protocol.cutoff, on_prompt=protocol.on_prompt
-            )
+            plain = load(seed)
+            rows = Rows(task, tokenizer, causal=is_causal(plain), cutoff=protocol.cutoff, on_prompt=protocol.on_prompt)
+            model = started(plain, plan, protocol, rows, task)
             record = train_one(
                 model, rows, task, protocol, seed, folder, bf16=bf16, resume=resume, quiet=quiet, callbacks=list(callbacks())
             )
@@ -247,6 +210,23 @@ def finetune(
     labels = {split: [e.label for e in rows] for split, rows in task.evaluation.items()}
     write_text(out / "labels.json", dumps(labels), overwrite=True)
     return summary
+
+
+def _make_room(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Refuse a folder with results, or remove them where that was asked for."""
+    if resume and overwrite:
+        raise InvalidInput("resume and overwrite were given together.", "One keeps what the other removes.", "Leave one out.")
+    if resume or not any(out.glob("seed-*")):
+        return
+    if not overwrite:
+        raise AlreadyExists(
+            f"{out} holds results already.", "", "Pass --resume to continue them, --overwrite, or choose another folder."
+        )
+    for folder in out.glob("seed-*"):
+        if (folder / "identity.json").is_file():
+            shutil.rmtree(folder)
+    for name in ("result.json", "labels.json"):
+        (out / name).unlink(missing_ok=True)
 
 
 def _kept(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:

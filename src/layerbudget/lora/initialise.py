@@ -9,11 +9,19 @@ instead. The gradients come from :func:`layerbudget.scores.adapter_space.accumul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..data.calibration import CalibrationSet
+from ..data.tasks import Example
 from ..errors import CoverageError
+from .rows import Rows
 from .targets import base_name
+
+START_SAMPLES = 128
 
 
 def initialise_from_gradients(
@@ -44,6 +52,34 @@ def initialise_from_gradients(
         rows = right[: a.shape[0]] * norm
         with torch.no_grad():
             a[: len(rows)] = rows.to(a.dtype)
+
+
+def task_gradients(
+    model: nn.Module, rows: Rows, examples: Sequence[Example], modules: Sequence[str], *, samples: int = START_SAMPLES
+) -> dict[str, Tensor]:
+    """Gradient of a task's mean loss for every named module, over a fixed random sample of its training rows.
+
+    Args:
+        model: The model before any adapter, with its head. Left in evaluation mode, unchanged.
+        rows: The encoder of the task's rows.
+        examples: Training rows.
+        modules: Names of the modules that will be adapted.
+        samples: How many rows, at most.
+
+    Returns:
+        ``{name: (d_out, d_in)}``.
+
+    Raises:
+        CoverageError: A module that is not a Linear or Conv1D, or was never reached.
+        UnknownBlock: The model has no such module.
+    """
+    from ..scores.adapter_space import accumulated_gradients
+
+    chosen = np.random.default_rng(0).permutation(len(examples))[:samples]
+    batch = rows.collate(rows.encoded([examples[i] for i in chosen]))
+    kept = {k: v for k, v in batch.items() if k in ("input_ids", "attention_mask", "labels")}
+    model.eval()
+    return accumulated_gradients(model, CalibrationSet(source=rows.task.name, **kept), list(modules))
 
 
 def singular_gains(gradients: dict[str, Tensor], largest: int) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ import dataclasses
 
 from ..errors import InvalidInput
 
+STARTS = ("default", "gradients")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Protocol:
@@ -26,6 +28,7 @@ class Protocol:
         on_prompt: Take the loss on the prompt as well (causal LMs).
         weight_decay: AdamW's.
         clip: Largest gradient norm.
+        start: ``default`` (PEFT's), or ``gradients``: ranks start in the top directions of the task's gradient.
     """
 
     lr: float = 1e-3
@@ -42,11 +45,14 @@ class Protocol:
     on_prompt: bool = False
     weight_decay: float = 0.0
     clip: float = 1.0
+    start: str = "default"
 
     def __post_init__(self) -> None:
         for name in ("lr", "epochs", "batch", "accumulation", "cutoff", "top_k"):
             if not getattr(self, name) > 0:
                 raise InvalidInput(f"{name} is {getattr(self, name)}.", "It must be positive.", "")
+        if self.start not in STARTS:
+            raise InvalidInput(f"start is {self.start!r}.", f"Starts are {' and '.join(STARTS)}.", "")
         if self.batch % self.accumulation:
             raise InvalidInput(
                 f"A batch of {self.batch} does not split into {self.accumulation} parts.", "", "Choose a divisor of the batch."

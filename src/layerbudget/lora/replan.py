@@ -251,7 +251,7 @@ class Replan(TrainerCallback):
         """Re-plan when the fraction is reached."""
         if self.counts is not None or state.global_step < self.fraction * state.max_steps:
             return
-        from .finetune import fit_names
+        from .adapt import fit_names
 
         plain = getattr(model, "module", model)
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)

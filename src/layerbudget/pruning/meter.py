@@ -54,14 +54,14 @@ class Meter:
         total = tokens = 0.0
         for batch in self.batches:
             logits = logits_of(batch)
-            mask = self._mask(batch, logits)
             if self.metric == "loss":
-                total += (self._loss(logits, batch) - self.dense[batch]) * float(mask.sum())
+                (now, count), (dense, _) = self._loss(logits, batch), self.dense[batch]
+                total, tokens = total + now - dense, tokens + count
             else:
-                clean = self._clean(batch)
+                clean, mask = self._clean(batch), self._mask(batch, logits)
                 now = torch.log_softmax(logits.float(), dim=-1)
                 total += float(((clean.exp() * (clean - now)).sum(-1) * mask).sum())
-            tokens += float(mask.sum())
+                tokens += float(mask.sum())
         return total / tokens
 
     def _clean(self, batch: int) -> torch.Tensor:
@@ -79,10 +79,13 @@ class Meter:
             return torch.ones(logits.shape[:-1], device=logits.device)
         return mask.to(logits.device).float()
 
-    def _loss(self, logits: torch.Tensor, batch: int) -> float:
+    def _loss(self, logits: torch.Tensor, batch: int) -> tuple[float, int]:
+        """Summed loss in nats, and how many tokens were predicted."""
         if self.metric != "loss":
-            return 0.0
+            return 0.0, 0
         ids = self.walk.inputs(batch)["input_ids"]
         mask = self.walk.token_mask(batch)
         target = ids if mask is None else ids.masked_fill(~mask, -100)
-        return float(nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), target[:, 1:].flatten()))
+        target = target[:, 1:]
+        total = nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), target.flatten(), reduction="sum")
+        return float(total), int((target != -100).sum())

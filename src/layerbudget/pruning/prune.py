@@ -16,7 +16,7 @@ from ..errors import InvalidInput
 from ..plan import Plan
 from .magnitude import magnitude_mask
 from .receipt import Receipt, check_recount, recount, versions
-from .resume import Resume
+from .resume import Resume, clear_checkpoints
 from .save import save_pruned
 from .select import share
 from .sparsegpt import inverse_factor, reference_factor, sparsegpt_update
@@ -25,7 +25,7 @@ from .tasks import Options, Task, plan_tasks
 from .walk import Walk, check_autocast, inference
 from .wanda import wanda_mask
 
-__all__ = ["prune", "recount", "save_pruned"]
+__all__ = ["clear_checkpoints", "prune", "recount", "save_pruned"]
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 Progress = Callable[[int, int], None]
@@ -68,7 +68,8 @@ def prune(
         damping: Of SparseGPT's Hessian, relative to the mean of its diagonal.
         store: Where activations live: ``device``, ``cpu`` or ``disk``.
         folder: Where ``disk`` puts its temporary files.
-        resume: Folder for per-block checkpoints; a run that was interrupted continues from it.
+        resume: Folder for per-block checkpoints; a run that was interrupted continues from it. They stay there until
+            :func:`clear_checkpoints`, to be called once the pruned model is saved.
         autocast: ``bfloat16`` or ``float16``: run the calibration forwards in that precision. Statistics, factorisations and
             weights stay in their own; entries near the threshold may change places. Several times faster on CPUs with AMX.
 
@@ -96,7 +97,9 @@ def prune(
     if method == "magnitude":
         forwards, notes = _magnitude(model, tasks, options, progress)
     else:
-        checkpoint = Resume(resume, {"plan": plan.digest, "data": data.digest, **options.settings()})
+        checkpoint = Resume(
+            resume, {"plan": plan.digest, "model": identity["digest"], "data": data.digest, **options.settings()}
+        )
         forwards, notes = _walk(model, tasks, data, options, checkpoint, progress)
     seconds = time.monotonic() - started
     return _receipt(model, plan, data, tasks, options, identity=identity, forwards=forwards, seconds=seconds, notes=notes)
@@ -219,7 +222,6 @@ def _walk(
                     progress(i + 1, last + 1)
         finally:
             walk.close()
-    checkpoint.finish()
     return walk.forwards, tuple(notes)
 
 

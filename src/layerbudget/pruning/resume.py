@@ -19,9 +19,11 @@ from ..records import SCHEMA_VERSION, digest, dumps, read_json, write_text
 class Resume:
     """A folder with the pruned weights of every finished block.
 
+    The files stay until :func:`clear_checkpoints`, so that a run whose result could not be saved is not lost either.
+
     Args:
         folder: Where; ``None`` switches checkpoints off.
-        key: What must be equal for a continued run (plan, data, options).
+        key: What must be equal for a continued run (plan, model, data, options).
 
     Raises:
         ModelMismatch: The folder belongs to another run.
@@ -35,7 +37,7 @@ class Resume:
         state, wanted = self.folder / "resume.json", digest(dict(key))
         if state.exists() and read_json(state, "resume").get("key") != wanted:
             raise ModelMismatch(
-                f"{self.folder} holds an unfinished run with another plan, data or method.",
+                f"{self.folder} holds a run with another plan, model, data or method.",
                 "A run continues only with the same ones.",
                 "Choose another folder, or remove it.",
             )
@@ -63,14 +65,14 @@ class Resume:
         save_file(tensors, temporary)
         os.replace(temporary, self._file(index))
 
-    def finish(self) -> None:
-        """Remove the checkpoints after a complete run, and the folder where nothing else lies in it."""
-        if self.folder is None:
-            return
-        for file in (*self.folder.glob("block-*.safetensors"), *self.folder.glob("block-*.part"), self.folder / "resume.json"):
-            file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
-
     def _file(self, index: int) -> Path:
         return self.folder / f"block-{index}.safetensors"
+
+
+def clear_checkpoints(folder: Path | str) -> None:
+    """Remove the checkpoints of a run whose model has been saved, and the folder where nothing else lies in it."""
+    folder = Path(folder)
+    for file in (*folder.glob("block-*.safetensors"), *folder.glob("block-*.part"), folder / "resume.json"):
+        file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
