@@ -3,6 +3,7 @@
     python benchmarks/lora_quality.py run --task mrpc --model MINILM --data-dir DATA --form ranks --rules uniform gain permuted
     python benchmarks/lora_quality.py run --task prose --model demo --data-dir DATA --form experts --rules uniform gain permuted
     python benchmarks/lora_quality.py report
+    python benchmarks/lora_quality.py rates --results benchmarks/results/lora_rates.jsonl
 
 Rules for ranks: uniform; gain (adapter gain, each block damped relative to its own curvature); gain-absolute (one damping for
 all blocks, the default of ``score --estimator adapter``); permuted and permuted-absolute (their scores in random order); gain-init (uniform ranks started in the gradient's
@@ -39,7 +40,7 @@ from layerbudget.lora.mixtures import add_experts
 from layerbudget.lora.ranks import add_ranks, to_lora_config
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.program import allocate, round_capacity, rules
-from lora_quality_report import RESULTS, write_report
+from lora_quality_report import RESULTS, write_rates, write_report
 from lora_quality_tasks import Classification, Prose
 
 UNIFORM = ("eva", "adalora", "gain-init", "gain-init-unit", "replan")  # these begin with uniform ranks
@@ -266,7 +267,7 @@ def run(options: argparse.Namespace) -> None:
 def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("verb", choices=("run", "report"))
+    parser.add_argument("verb", choices=("run", "report", "rates"))
     parser.add_argument("--task", choices=("cola", "mrpc", "prose"), default="mrpc")
     parser.add_argument("--model", default="demo", help="folder of the model")
     parser.add_argument("--data-dir", help="folder with cola/, mrpc/, books/")
@@ -283,7 +284,12 @@ def main() -> None:
     parser.add_argument("--attention", choices=("eager", "sdpa"), default="eager")
     parser.add_argument("--results", default=str(RESULTS / "lora_quality.jsonl"))
     options = parser.parse_args()
-    run(options) if options.verb == "run" else write_report(options.results, __doc__.split("\n\n", 2)[2])
+    if options.verb == "run":
+        run(options)
+    elif options.verb == "rates":
+        write_rates(options.results)
+    else:
+        write_report(options.results, __doc__.split("\n\n", 2)[2])
 
 
 if __name__ == "__main__":

@@ -29,7 +29,10 @@ def write_report(results: str, about: str) -> None:
         setting += (row.get("attention", "sdpa"), row.get("rank", 8) if row["form"] == "ranks" else row.get("experts", 5))
         groups.setdefault(setting, {}).setdefault(row["rule"], {})[row["seed"]] = row
     text = ["# Plans of ranks and experts against uniform, paired over seeds", "", about.strip(), ""]
-    text += [f"Python {platform.python_version()}, torch {torch.__version__}, CPU, one thread per run.", ""]
+    text += [
+        f"Python {platform.python_version()}, torch {torch.__version__}, CPU, one thread per run. Holm: p adjusted for all rules of a table.",
+        "",
+    ]
     summary: list[dict] = []
     for setting, by_rule in groups.items():
         text += _section(setting, by_rule, summary)
@@ -47,18 +50,24 @@ def _section(setting: tuple, by_rule: Runs, summary: list[dict]) -> list[str]:
         f"{steps} steps of {batch} rows out of {count}, at most {length} tokens, lr {lr:g}, {attention} attention, uniform {form}: {size}.",
         "",
     ]
-    text += [f"| rule | seeds | adapter parameters | {UNITS[task]} | held-out loss | minus uniform | p |"]
-    text += ["|---|---|---|---|---|---|---|"]
+    text += [f"| rule | seeds | adapter parameters | {UNITS[task]} | held-out loss | minus uniform | p | p, Holm |"]
+    text += ["|---|---|---|---|---|---|---|---|"]
     sentences = []
+    tests = {rule: _against_uniform(by_rule, rule) for rule in by_rule}
+    adjusted = dict(zip(tests, _holm([t.p if t else None for t in tests.values()]), strict=True))
     for rule, runs in by_rule.items():
         values = {k: statistics.mean_and_error([r[k] for r in runs.values()]) for k in ("score", "loss")}
-        test = _against_uniform(by_rule, rule)
+        test = tests[rule]
         entry = {"task": task, "form": form, "rule": rule, "seeds": sorted(runs), "setting": setting, **values}
         summary.append({**entry, "against_uniform": vars(test) if test else None})
         score, loss = (f"{m:.4f}" + (f" ± {e:.4f}" if e is not None else "") for m, e in values.values())
         numbers = sorted({f"{r['adapter_parameters']:,}" for r in runs.values()})
         cells = [rule, len(runs), " to ".join(numbers), loss if task == "prose" else score, loss]
-        cells += [f"{-test.difference if task == 'prose' else test.difference:+.4f}", f"{test.p:.2g}"] if test else ["", ""]
+        cells += (
+            [f"{-test.difference if task == 'prose' else test.difference:+.4f}", f"{test.p:.2g}", f"{adjusted[rule]:.2g}"]
+            if test
+            else [""] * 3
+        )
         text.append("| " + " | ".join(map(str, cells)) + " |")
         if test:
             sentences.append(f"- {test.sentence(rule, 'uniform', 'nats gained' if task == 'prose' else UNITS[task])}")
@@ -74,7 +83,40 @@ def _missing(groups: dict[tuple, Runs], wanted: int = 5) -> list[str]:
             short = [f"{rule} ({n})" for rule, n in seeds.items() if n < wanted]
             if short:
                 lines.append(f"- {task}, {form}: {', '.join(short)}")
-    return [*lines, ""]
+    return [*lines, ""] if len(lines) > 4 else []
+
+
+def write_rates(results: str) -> None:
+    """Write which learning rate serves each rule, on a seed that no comparison uses."""
+    rows = [json.loads(line) for line in Path(results).read_text(encoding="utf-8").splitlines()]
+    text = ["# Learning rates, on a seed that no comparison uses", ""]
+    text += [
+        "Held-out loss in nats on seed 9, ranks at equal parameters; a rule's smallest in bold. The comparisons give every rule"
+    ]
+    text += ["the same rate and, as ``rule@rate``, a rule its own where that differs.", ""]
+    for task in dict.fromkeys(r["task"] for r in rows):
+        losses: dict[str, dict[float, float]] = {}
+        for row in (r for r in rows if r["task"] == task):
+            rule, _, rate = row["rule"].partition("@")
+            losses.setdefault(rule, {})[float(rate or row["lr"])] = row["loss"]
+        rates = sorted({rate for found in losses.values() for rate in found})
+        text += [f"## {task}", "", "| rule | " + " | ".join(f"{r:g}" for r in rates) + " |", "|---" * (len(rates) + 1) + "|"]
+        for rule, found in losses.items():
+            cells = [f"{found[r]:.4f}" if r in found else "" for r in rates]
+            cells = [f"**{c}**" if c and found[r] == min(found.values()) else c for c, r in zip(cells, rates, strict=True)]
+            text.append(f"| {rule} | " + " | ".join(cells) + " |")
+        text.append("")
+    write_text(RESULTS / "lora_rates.md", "\n".join(text), overwrite=True)
+
+
+def _holm(values: list[float | None]) -> list[float | None]:
+    """Holm's adjustment of the p-values of one table, in their order."""
+    known = sorted((p, i) for i, p in enumerate(values) if p is not None)
+    adjusted, largest = list(values), 0.0
+    for place, (p, i) in enumerate(known):
+        largest = max(largest, min(1.0, p * (len(known) - place)))
+        adjusted[i] = largest
+    return adjusted
 
 
 def _against_uniform(by_rule: Runs, rule: str) -> statistics.Comparison | None:
