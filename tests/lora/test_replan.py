@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import PeftModel
@@ -138,6 +140,8 @@ def test_the_callback_replans_once_inside_the_trainer(make, tmp_path):
     assert len(set(callback.counts.values())) > 1
     with pytest.raises(InvalidInput, match="strictly between"):
         Replan(plan, fraction=1.0)
+    with pytest.raises(InvalidInput, match="2 processes"):
+        callback.on_train_begin(SimpleNamespace(world_size=2), trainer.state, trainer.control)
 
 
 def test_replanning_experts_leaves_a_block_with_one_expert_alone(make):

@@ -232,7 +232,7 @@ class Replan(TrainerCallback):
         damping: Relative damping of the tracked gain.
 
     Raises:
-        InvalidInput: A fraction outside (0, 1).
+        InvalidInput: A fraction outside (0, 1), or training in several processes, when it begins.
     """
 
     def __init__(self, plan: Plan, *, fraction: float = 0.3, damping: float = 1e-2) -> None:
@@ -246,6 +246,15 @@ class Replan(TrainerCallback):
     def attach(self, trainer: Any) -> None:
         """Remember the trainer, whose optimiser is resized."""
         self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Refuse several processes: parameters that take another shape leave the reducer of the others waiting."""
+        if args.world_size > 1:
+            raise InvalidInput(
+                f"Training runs in {args.world_size} processes.",
+                "Capacity moves in place in one process only.",
+                "Train in one process, or plan before and leave --replan out.",
+            )
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         """Re-plan when the fraction is reached."""
