@@ -91,6 +91,8 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
             weights = rules.permuted(weights, seed) if rule.startswith("permuted") else weights
             solution = allocate(weights, cost, options.rank * cost.sum(), upper=4.0 * options.rank, rule="exactly")
             counts = round_capacity(solution).counts
+        elif rule.startswith("spectrum"):
+            counts = spectrum_ranks(scores_for(bench, form, "gradients", cache), blocks, cost, options.rank)
         unit, spent = "parameters", int(cost @ counts)
     else:
         total = options.experts * len(blocks)
@@ -103,6 +105,20 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
             for b, c in zip(blocks, counts, strict=True)
         ),
     )  # fmt: skip
+
+
+def spectrum_ranks(gradients: dict, blocks, cost: np.ndarray, rank: int) -> np.ndarray:
+    """Greedy by squared singular value of the gradient per parameter (the optimum of a concave program), at least rank 1."""
+    from layerbudget.lora.initialise import singular_gains
+
+    found = singular_gains(gradients, 4 * rank)
+    counts, left = np.ones(len(blocks), dtype=int), (rank - 1) * cost.sum()
+    marginal = [(float(g) / cost[i], i) for i, b in enumerate(blocks) for g in found[b.modules[0].name][1:]]
+    for _, i in sorted(marginal, reverse=True):
+        if cost[i] <= left:
+            counts[i] += 1
+            left -= cost[i]
+    return counts
 
 
 def expert_counts(bench, rule: str, seed: int, layers: int, total: int, cache: dict) -> np.ndarray:
