@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CorruptFile, InvalidInput, NotFound
-from .tasks import Example, Task
+from .examples import Example, Task
 
 HEADER = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 LETTERS = "ABCDEFGHIJ"

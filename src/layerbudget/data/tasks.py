@@ -12,83 +12,14 @@ MoLA's (context, question, options). The wordings for the other tasks are not pu
 from __future__ import annotations
 
 import csv
-import dataclasses
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, NotEnoughText, NotFound
+from .examples import Task
+from .task_files import READERS, from_file
 
 NAMES = ("cola", "mrpc", "rte", "commonsenseqa", "openbookqa", "scienceqa")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Example:
-    """One labelled row.
-
-    Attributes:
-        text: What an encoder reads.
-        pair: Second sentence, where the task has two.
-        label: Index into the task's ``labels``.
-        prompt: What a causal LM reads.
-        choices: How many of the task's labels are possible answers here (a question may have fewer options than another).
-    """
-
-    text: str
-    pair: str | None
-    label: int
-    prompt: str
-    choices: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """A labelled task.
-
-    Attributes:
-        name: Name of the task, or the file.
-        labels: Label names; an encoder's head has as many outputs.
-        answers: What a causal LM must say for each label.
-        metric: ``matthews``, ``f1`` or ``accuracy``: the task's own headline.
-        train: Training rows.
-        evaluation: Held-out rows by split.
-    """
-
-    name: str
-    labels: tuple[str, ...]
-    answers: tuple[str, ...]
-    metric: str
-    train: tuple[Example, ...]
-    evaluation: dict[str, tuple[Example, ...]]
-
-    @property
-    def digest(self) -> str:
-        """Content hash of all rows."""
-        h = hashlib.sha256()
-        for name, rows in (("train", self.train), *sorted(self.evaluation.items())):
-            h.update(name.encode())
-            for row in rows:
-                h.update(f"{row.prompt}\0{row.pair}\0{row.label}\0".encode())
-        return h.hexdigest()[:16]
-
-    def limited(self, train: int | None, evaluation: int | None = None) -> Task:
-        """Return the task with at most so many rows, the first ones of a fixed shuffle.
-
-        Raises:
-            InvalidInput: Fewer than one row.
-        """
-        for n in (train, evaluation):
-            if n is not None and n < 1:
-                raise InvalidInput(f"{n} rows are asked for.", "At least one is needed.", "Leave the limit out for all.")
-
-        def first(rows: tuple[Example, ...], n: int | None) -> tuple[Example, ...]:
-            if n is None or n >= len(rows):
-                return rows
-            order = sorted(range(len(rows)), key=lambda i: hashlib.sha256(f"{i}.{len(rows)}".encode()).digest())
-            return tuple(rows[i] for i in sorted(order[:n]))
-
-        held = {k: first(v, evaluation) for k, v in self.evaluation.items()}
-        return dataclasses.replace(self, train=first(self.train, train), evaluation=held)
 
 
 def load_task(name: str, data_dir: Path | str | None = None) -> Task:
@@ -108,8 +39,6 @@ def load_task(name: str, data_dir: Path | str | None = None) -> Task:
         CorruptFile: A row does not parse.
         NotEnoughText: No training or no evaluation row is left.
     """
-    from .task_files import READERS, from_file
-
     if name in NAMES:
         if data_dir is None:
             raise NotFound(f"The files of {name} are needed.", "", "Name their folder with --data-dir.")

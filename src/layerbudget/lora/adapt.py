@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..data.tasks import Task
+from ..data.examples import Task
 from ..errors import InvalidInput
 from ..plan import Plan
 from .initialise import initialise_from_gradients, task_gradients

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ..data.tasks import Task
+from ..data.examples import Task
 from ..errors import AlreadyExists, InvalidInput
 from ..evaluation import statistics
 from ..plan import Plan

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.calibration import CalibrationSet
-from ..data.tasks import Example
+from ..data.examples import Example
 from ..errors import CoverageError
 from .rows import Rows
 from .targets import base_name

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..data.tasks import Example, Task
+from ..data.examples import Example, Task
 
 IGNORE = -100
 
