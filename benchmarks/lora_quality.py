@@ -91,8 +91,8 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
             weights = rules.permuted(weights, seed) if rule.startswith("permuted") else weights
             solution = allocate(weights, cost, options.rank * cost.sum(), upper=4.0 * options.rank, rule="exactly")
             counts = round_capacity(solution).counts
-        elif rule.startswith("spectrum"):
-            counts = spectrum_ranks(scores_for(bench, form, "gradients", cache), blocks, cost, options.rank)
+        elif "spectrum" in rule:
+            counts = spectrum_ranks(bench, rule, seed, blocks, cost, options, cache)
         unit, spent = "parameters", int(cost @ counts)
     else:
         total = options.experts * len(blocks)
@@ -107,18 +107,49 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
     )  # fmt: skip
 
 
-def spectrum_ranks(gradients: dict, blocks, cost: np.ndarray, rank: int) -> np.ndarray:
-    """Greedy by squared singular value of the gradient per parameter (the optimum of a concave program), at least rank 1."""
+def spectrum_ranks(bench, rule: str, seed: int, blocks, cost: np.ndarray, options: argparse.Namespace, cache: dict) -> np.ndarray:
+    """Greedy by gain of a further rank per parameter (the optimum of a concave program), at least rank 1."""
     from layerbudget.lora.initialise import singular_gains
 
-    found = singular_gains(gradients, 4 * rank)
-    counts, left = np.ones(len(blocks), dtype=int), (rank - 1) * cost.sum()
+    name, _, setting = rule.partition("-")
+    if name == "kspectrum":
+        found = whitened_gains(bench, blocks, setting, 4 * options.rank, cache)
+    else:
+        found = singular_gains(scores_for(bench, "ranks", "gradients", cache), 4 * options.rank)
+    counts, left = np.ones(len(blocks), dtype=int), (options.rank - 1) * cost.sum()
     marginal = [(float(g) / cost[i], i) for i, b in enumerate(blocks) for g in found[b.modules[0].name][1:]]
     for _, i in sorted(marginal, reverse=True):
         if cost[i] <= left:
             counts[i] += 1
             left -= cost[i]
+    if setting == "permuted":
+        for size in np.unique(cost):
+            same = np.flatnonzero(cost == size)
+            counts[same] = np.random.default_rng(seed).permutation(counts[same])
     return counts
+
+
+def whitened_gains(bench, blocks, setting: str, largest: int, cache: dict) -> dict:
+    from layerbudget.scores.curvature.kronecker import build
+
+    if "kronecker" not in cache:
+        model = bench.model(0).float()
+        bench.warm(model)
+        cache["kronecker"] = build(model, bench.calibration(), blocks)
+    k = cache["kronecker"]
+    kind, _, d = setting.partition("~")
+    d = float(d)
+    names = [b.modules[0].name for b in blocks]
+    ma = float(np.median([float(k.a[n][0].mean()) for n in names]))
+    mg = float(np.median([float(k.g[n][0].mean()) for n in names]))
+    out = {}
+    for n in names:
+        la, lg = k.a[n][0].clamp_min(0), k.g[n][0].clamp_min(0)
+        da, dg = (d * ma, d * mg) if kind == "all" else (d * la.mean(), d * lg.mean())
+        m = k.rotated(n, k.gradients[n].sum(0)) / k.tokens
+        w = m / (torch.outer((lg + dg).sqrt(), (la + da).sqrt()))
+        out[n] = torch.linalg.svdvals(w)[:largest].square()
+    return out
 
 
 def expert_counts(bench, rule: str, seed: int, layers: int, total: int, cache: dict) -> np.ndarray:
