@@ -6,7 +6,8 @@
     python benchmarks/lora_quality.py rates --results benchmarks/results/lora_rates.jsonl
 
 Rules for ranks: uniform; gain (adapter gain, each block damped relative to its own curvature); gain-absolute (one damping for
-all blocks, the default of ``score --estimator adapter``); permuted and permuted-absolute (their scores in random order); gain-init (uniform ranks started in the gradient's
+all blocks, the default of ``score --estimator adapter``); permuted and permuted-absolute (their scores in random order); by-rank (K-FAC gain of every
+further rank), by-rank-plain (the same without curvature), by-rank-permuted; gain-init (uniform ranks started in the gradient's
 directions, rows of A as long as PEFT's) and gain-init-unit (rows of length 1, as EVA's); gain-absolute-init-unit (both: planned
 ranks, started so); eva; adalora; replan (uniform, planned again after 30 % of the steps); none (the model as it is). ``rule@rate``
 is the rule at a learning rate of its own, chosen on seed 9, which no table holds (lora_rates.md). For experts: uniform, gain, gain-absolute, permuted,
@@ -39,6 +40,7 @@ from layerbudget.lora.initialise import initialise_from_gradients
 from layerbudget.lora.mixtures import add_experts
 from layerbudget.lora.ranks import add_ranks, to_lora_config
 from layerbudget.plan import Plan, PlanBlock
+from layerbudget.planning import plan_ranks
 from layerbudget.program import allocate, round_capacity, rules
 from lora_quality_report import RESULTS, write_rates, write_report
 from lora_quality_tasks import Classification, Prose
@@ -49,8 +51,10 @@ UNIFORM = ("eva", "adalora", "gain-init", "gain-init-unit", "replan")  # these b
 def scores_for(bench, form: str, rule: str, cache: dict):
     """Score the model once per kind of score; blocks are Linears for ranks, layers for experts."""
     from layerbudget.scores.adapter_space import accumulated_gradients, score_adapter
+    from layerbudget.scores.rank_gain import score_rank_gain
 
-    kinds = {"alphalora": "spectral", "layerif": "layerif", "gradients": "gradients"}
+    kinds = {"alphalora": "spectral", "layerif": "layerif", "gradients": "gradients", "by-rank-plain": "rank-gain-none"}
+    kinds |= {"by-rank": "rank-gain-kfac", "by-rank-permuted": "rank-gain-kfac"}
     kind = kinds.get(rule, "absolute" if rule.endswith("-absolute") else "gain")
     key = (form, kind)
     if key not in cache:
@@ -67,6 +71,8 @@ def scores_for(bench, form: str, rule: str, cache: dict):
 
             half = len(data) // 2
             cache[key] = score_layerif(model, data.select(slice(0, half)), blocks, validation=data.select(slice(half, None)))
+        elif kind.startswith("rank-gain"):
+            cache[key] = score_rank_gain(model, data, blocks, curvature=kind.removeprefix("rank-gain-"))
         elif kind == "gradients":
             cache[key] = accumulated_gradients(model, data, [m.name for b in blocks for m in b.modules])
         else:
@@ -91,8 +97,9 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
             weights = rules.permuted(weights, seed) if rule.startswith("permuted") else weights
             solution = allocate(weights, cost, options.rank * cost.sum(), upper=4.0 * options.rank, rule="exactly")
             counts = round_capacity(solution).counts
-        elif "spectrum" in rule:
-            counts = spectrum_ranks(bench, rule, seed, blocks, cost, options, cache)
+        elif rule.startswith("by-rank"):
+            kind = "by-rank-permuted" if rule.endswith("permuted") else "by-rank"
+            counts = plan_ranks(scores_for(bench, form, rule, cache), mean_rank=options.rank, rule=kind, seed=seed).counts
         unit, spent = "parameters", int(cost @ counts)
     else:
         total = options.experts * len(blocks)
@@ -105,51 +112,6 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
             for b, c in zip(blocks, counts, strict=True)
         ),
     )  # fmt: skip
-
-
-def spectrum_ranks(bench, rule: str, seed: int, blocks, cost: np.ndarray, options: argparse.Namespace, cache: dict) -> np.ndarray:
-    """Greedy by gain of a further rank per parameter (the optimum of a concave program), at least rank 1."""
-    from layerbudget.lora.initialise import singular_gains
-
-    name, _, setting = rule.partition("-")
-    if name == "kspectrum":
-        found = whitened_gains(bench, blocks, setting, 4 * options.rank, cache)
-    else:
-        found = singular_gains(scores_for(bench, "ranks", "gradients", cache), 4 * options.rank)
-    counts, left = np.ones(len(blocks), dtype=int), (options.rank - 1) * cost.sum()
-    marginal = [(float(g) / cost[i], i) for i, b in enumerate(blocks) for g in found[b.modules[0].name][1:]]
-    for _, i in sorted(marginal, reverse=True):
-        if cost[i] <= left:
-            counts[i] += 1
-            left -= cost[i]
-    if setting == "permuted":
-        for size in np.unique(cost):
-            same = np.flatnonzero(cost == size)
-            counts[same] = np.random.default_rng(seed).permutation(counts[same])
-    return counts
-
-
-def whitened_gains(bench, blocks, setting: str, largest: int, cache: dict) -> dict:
-    from layerbudget.scores.curvature.kronecker import build
-
-    if "kronecker" not in cache:
-        model = bench.model(0).float()
-        bench.warm(model)
-        cache["kronecker"] = build(model, bench.calibration(), blocks)
-    k = cache["kronecker"]
-    kind, _, d = setting.partition("~")
-    d = float(d)
-    names = [b.modules[0].name for b in blocks]
-    ma = float(np.median([float(k.a[n][0].mean()) for n in names]))
-    mg = float(np.median([float(k.g[n][0].mean()) for n in names]))
-    out = {}
-    for n in names:
-        la, lg = k.a[n][0].clamp_min(0), k.g[n][0].clamp_min(0)
-        da, dg = (d * ma, d * mg) if kind == "all" else (d * la.mean(), d * lg.mean())
-        m = k.rotated(n, k.gradients[n].sum(0)) / k.tokens
-        w = m / (torch.outer((lg + dg).sqrt(), (la + da).sqrt()))
-        out[n] = torch.linalg.svdvals(w)[:largest].square()
-    return out
 
 
 def expert_counts(bench, rule: str, seed: int, layers: int, total: int, cache: dict) -> np.ndarray:

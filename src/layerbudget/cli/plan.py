@@ -97,7 +97,7 @@ def _register_ranks(verbs: Any) -> None:
     p.add_argument("--min-rank", type=int, default=1)
     p.add_argument("--max-rank", type=int, default=None)
     _capacity(p)
-    _shared(p, ("mdl", "permuted", "uniform", "size"))
+    _shared(p, ("mdl", "permuted", "uniform", "size", "by-rank", "by-rank-permuted"))
     p.set_defaults(handler=run_ranks)
 
 

@@ -18,7 +18,11 @@ from ..program.rounding import round_capacity
 from ..program.utilities import Function
 from ..records import Block
 from ..scores.record import Scores
+from .by_rank import RULES as BY_RANK
+from .by_rank import by_rank
 from .common import blocks_of, make_plan, matching, need_scores, oriented, weights_of
+
+RANK_RULES = ("mdl", "permuted", "uniform", "size", *BY_RANK)
 
 
 def plan_experts(
@@ -135,13 +139,14 @@ def plan_ranks(
         max_rank: Cap; a rank never exceeds the smallest side of the block's matrices.
         exponent: beta, see :func:`layerbudget.program.allocate`.
         exponent_on: ``density`` or ``block``.
-        rule: ``mdl``, ``permuted``, ``uniform`` or ``size``.
+        rule: ``by-rank`` (scores of ``rank-gain``: the gain of every further rank), ``mdl``, ``uniform``, ``size``, and the
+            controls ``by-rank-permuted`` and ``permuted``.
         utility: phi of the program.
         spend: ``exactly`` or ``at_most``.
         method: Rounding, see :func:`layerbudget.program.round_capacity`.
         damping: Which row of the scores; the middle one by default.
         smoothing: Added to every score, in units of the mean score.
-        seed: Seed of ``permuted``.
+        seed: Seed of the controls.
         bytes_per_parameter: 2 for bf16.
         latency: Seconds per rank by block name, for latency budgets.
         fixed: Rank of some blocks, by name or regular expression.
@@ -168,7 +173,11 @@ def plan_ranks(
     hyper: dict[str, Any] = {"mean_rank": mean_rank, "multiple": multiple, "min_rank": min_rank, "max_rank": max_rank}
     hyper |= {"exponent": exponent, "exponent_on": exponent_on, "spend": spend, "method": method, "fixed": dict(fixed or {})}
     hyper |= {"damping": damping, "smoothing": smoothing, "utility": getattr(utility, "name", utility)}
-    hyper |= {"seed": seed} if rule == "permuted" else {}
+    hyper |= {"seed": seed} if rule.endswith("permuted") else {}
+    if rule in BY_RANK:
+        return by_rank(
+            need_scores(scores), rule, cost, (low, high), {"unit": wanted.unit, "limit": limit, "text": wanted.text}, hyper
+        )
     q = _rank_weights(scores, rule, cost, damping, smoothing, seed)
     record = {"unit": wanted.unit, "limit": limit, "text": wanted.text}
     return _solved(scores, "ranks", rule, q, cost, record, hyper, {"lower": low, "upper": high, "utility": utility}, multiple)
@@ -193,7 +202,7 @@ def _rank_weights(
     scores: Scores | Sequence[Block], rule: str, cost: Vector, damping: float | None, smoothing: float, seed: int
 ) -> Vector:
     """Scores, or weights whose optimum is the rule: ``w = c`` gives equal ranks, ``w = c n`` ranks that grow with size."""
-    rules.known(rule, ("mdl", "permuted", "uniform", "size"))
+    rules.known(rule, RANK_RULES)
     if rule == "uniform":
         return cost.copy()
     if rule == "size":

@@ -3,6 +3,7 @@
 from .allocation import allocate
 from .calibrated import CalibratedPenalty
 from .counts import round_parameters, round_pattern
+from .increments import allocate_increments
 from .joint import JointSolution, solve_joint
 from .rounding import Rounded, round_capacity
 from .solution import Solution
@@ -16,6 +17,7 @@ __all__ = [
     "Solution",
     "Transfer",
     "allocate",
+    "allocate_increments",
     "round_capacity",
     "round_parameters",
     "round_pattern",

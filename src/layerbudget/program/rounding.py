@@ -28,6 +28,7 @@ class Rounded:
         gap: ``(bound - value) / |bound|``; zero when the counts are proven optimal.
         spent, budget: In the user's unit; ``spent <= budget``.
         method: What was used.  exact: Whether optimality is proven.
+        price: Shadow price (utility per unit of budget), where the method finds one.
     """
 
     counts: np.ndarray
@@ -39,6 +40,7 @@ class Rounded:
     budget: float
     method: str
     exact: bool
+    price: float | None = None
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)

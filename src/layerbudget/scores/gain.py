@@ -32,6 +32,7 @@ ESTIMATORS: dict[str, str] = {
     "hessian": "layerbudget.scores.curvature.hessian:score_hessian",
     "nystrom": "layerbudget.scores.curvature.nystrom:score_nystrom",
     "adapter": "layerbudget.scores.adapter_space:score_adapter",
+    "rank-gain": "layerbudget.scores.rank_gain:score_rank_gain",
     "layerif": "layerbudget.scores.influence:score_layerif",
     "fisher-trace": "layerbudget.scores.proxies:fisher_trace",
     "outlier-ratio": "layerbudget.scores.proxies:outlier_ratio",
