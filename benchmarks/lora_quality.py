@@ -7,7 +7,8 @@
 
 Rules for ranks: uniform; gain (adapter gain, each block damped relative to its own curvature); gain-absolute (one damping for
 all blocks, the default of ``score --estimator adapter``); permuted and permuted-absolute (their scores in random order); by-rank (K-FAC gain of every
-further rank), by-rank-plain (the same without curvature), by-rank-permuted; gain-init (uniform ranks started in the gradient's
+further rank), by-rank-plain (the same without curvature), by-rank-permuted (its curves in random
+order), by-rank-shuffled (its ranks in random order among modules of equal cost), equal-parameters (every module the same number); gain-init (uniform ranks started in the gradient's
 directions, rows of A as long as PEFT's) and gain-init-unit (rows of length 1, as EVA's); gain-absolute-init-unit (both: planned
 ranks, started so); eva; adalora; replan (uniform, planned again after 30 % of the steps); none (the model as it is). ``rule@rate``
 is the rule at a learning rate of its own, chosen on seed 9, which no table holds (lora_rates.md). For experts: uniform, gain, gain-absolute, permuted,
@@ -54,7 +55,7 @@ def scores_for(bench, form: str, rule: str, cache: dict):
     from layerbudget.scores.rank_gain import score_rank_gain
 
     kinds = {"alphalora": "spectral", "layerif": "layerif", "gradients": "gradients", "by-rank-plain": "rank-gain-none"}
-    kinds |= {"by-rank": "rank-gain-kfac", "by-rank-permuted": "rank-gain-kfac"}
+    kinds |= {"by-rank": "rank-gain-kfac", "by-rank-permuted": "rank-gain-kfac", "by-rank-shuffled": "rank-gain-kfac"}
     kind = kinds.get(rule, "absolute" if rule.endswith("-absolute") else "gain")
     key = (form, kind)
     if key not in cache:
@@ -100,6 +101,10 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
         elif rule.startswith("by-rank"):
             kind = "by-rank-permuted" if rule.endswith("permuted") else "by-rank"
             counts = plan_ranks(scores_for(bench, form, rule, cache), mean_rank=options.rank, rule=kind, seed=seed).counts
+            if rule == "by-rank-shuffled":
+                counts = shuffled(counts, cost, seed)
+        elif rule == "equal-parameters":
+            counts = round_capacity(allocate(np.ones(len(cost)), cost, options.rank * cost.sum(), rule="exactly")).counts
         unit, spent = "parameters", int(cost @ counts)
     else:
         total = options.experts * len(blocks)
@@ -112,6 +117,15 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
             for b, c in zip(blocks, counts, strict=True)
         ),
     )  # fmt: skip
+
+
+def shuffled(counts: np.ndarray, cost: np.ndarray, seed: int) -> np.ndarray:
+    """Permute ranks among modules of equal cost: what remains is how much each kind of module gets, not which layer."""
+    counts, generator = counts.copy(), np.random.default_rng(seed)
+    for size in np.unique(cost):
+        same = np.flatnonzero(cost == size)
+        counts[same] = generator.permutation(counts[same])
+    return counts
 
 
 def expert_counts(bench, rule: str, seed: int, layers: int, total: int, cache: dict) -> np.ndarray:

@@ -174,12 +174,10 @@ def plan_ranks(
     hyper |= {"exponent": exponent, "exponent_on": exponent_on, "spend": spend, "method": method, "fixed": dict(fixed or {})}
     hyper |= {"damping": damping, "smoothing": smoothing, "utility": getattr(utility, "name", utility)}
     hyper |= {"seed": seed} if rule.endswith("permuted") else {}
-    if rule in BY_RANK:
-        return by_rank(
-            need_scores(scores), rule, cost, (low, high), {"unit": wanted.unit, "limit": limit, "text": wanted.text}, hyper
-        )
-    q = _rank_weights(scores, rule, cost, damping, smoothing, seed)
     record = {"unit": wanted.unit, "limit": limit, "text": wanted.text}
+    if rule in BY_RANK:
+        return by_rank(need_scores(scores), rule, cost, (low, high), record, hyper)
+    q = _rank_weights(scores, rule, cost, damping, smoothing, seed)
     return _solved(scores, "ranks", rule, q, cost, record, hyper, {"lower": low, "upper": high, "utility": utility}, multiple)
 
 
