@@ -109,6 +109,20 @@ def test_a_long_path_is_printed_whole_and_as_it_is(scores_of, tmp_path, capsys, 
     assert f"written to {path}" in capsys.readouterr().out.splitlines()
 
 
+def test_ranks_by_the_gain_of_every_further_rank(saved_model, tmp_path, capsys):
+    model, scores, plan = saved_model("llama"), str(tmp_path / "s.json"), str(tmp_path / "p.json")
+    words = ["score", str(model), "--estimator", "rank-gain", "--by", "linear", "--exclude", "lm_head", *SMALL, "-o", scores]
+    assert main(words) == 0
+    assert main(["plan", "ranks", scores, "--mean-rank", "4", "--rule", "by-rank", "-o", plan]) == 0
+    written = json.loads((tmp_path / "p.json").read_text())
+    assert written["rule"] == "by-rank" and written["extra"]["rounding"]["price"] > 0
+    assert len({b["count"] for b in written["blocks"]}) > 1
+    capsys.readouterr()
+    assert main(["score", str(model), "--by", "linear", *SMALL, "-o", scores, "--overwrite"]) == 0
+    assert main(["plan", "ranks", scores, "--mean-rank", "4", "--rule", "by-rank"]) == 2
+    assert "--estimator rank-gain --by linear" in capsys.readouterr().err
+
+
 def test_measured_curves_give_the_calibrated_plan_and_can_be_planned_with_again(saved_model, tmp_path):
     folder = saved_model("llama")
     plan = json.loads(

@@ -9,7 +9,7 @@ import torch
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.scores.gain import score
 
-ESTIMATORS = ("gradient-norm", "fisher-diagonal", "fisher-gram", "fisher-mc", "kfac", "ekfac", "ggn", "adapter")
+ESTIMATORS = ("gradient-norm", "fisher-diagonal", "fisher-gram", "fisher-mc", "kfac", "ekfac", "ggn", "adapter", "rank-gain")
 OPTIONS = {"fisher-gram": {"replicates": 3}, "ggn": {"tolerance": 1e-6}, "adapter": {"replicates": 3}}
 
 

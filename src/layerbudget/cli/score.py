@@ -14,9 +14,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("score")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     add_data_options(parser)
-    parser.add_argument(
-        "--estimator", default="fisher-gram", help="gradient-norm, fisher-diagonal, fisher-gram, kfac, ekfac, ..."
-    )
+    parser.add_argument("--estimator", default="fisher-gram", help="gradient-norm, fisher-gram, kfac, ggn, rank-gain, ...")
     parser.add_argument("--by", default="layer", help="layer, linear, or a regular expression (default %(default)s)")
     parser.add_argument("--include", help="only matrices whose full name matches this regular expression")
     parser.add_argument("--exclude", help="drop matrices whose full name matches this regular expression")

@@ -106,6 +106,7 @@ def efforts(one: Pass, blocks: Sequence[Block], samples: int, batch_size: int) -
         "adapter": (1.1, acts + 4 * 8 * samples * sum(m.copies * m.d_out for m in modules)),
         "kfac": (1.7, acts + 2 * factors),
         "ekfac": (4.5, acts + 2 * factors + 4 * numel),
+        "rank-gain": (1.8, acts + 2 * factors + 8 * numel),
         "ggn": (products, 2 * acts + 12 * largest),
         "hessian": (products, 3 * acts + 12 * largest),
         "nystrom": (products, 2 * acts + 4 * 64 * largest),

@@ -169,7 +169,7 @@ def plan_ranks(
     low = np.minimum(sides, bound_vector(min_rank, len(blocks), "min_rank", 0.0))
     high = np.minimum(sides, bound_vector(max_rank, len(blocks), "max_rank", np.inf))
     _pin(blocks, low, high, fixed)
-    exponent = exponent if rule in ("mdl", "permuted") else 1.0
+    exponent = 1.0 if rule in ("uniform", "size") else exponent
     hyper: dict[str, Any] = {"mean_rank": mean_rank, "multiple": multiple, "min_rank": min_rank, "max_rank": max_rank}
     hyper |= {"exponent": exponent, "exponent_on": exponent_on, "spend": spend, "method": method, "fixed": dict(fixed or {})}
     hyper |= {"damping": damping, "smoothing": smoothing, "utility": getattr(utility, "name", utility)}

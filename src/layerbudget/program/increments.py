@@ -74,7 +74,7 @@ def allocate_increments(
     units = low + np.bincount(owner[taken], minlength=size)
     paid = sum(float(g[:n].sum()) for g, n in zip(grouped, low, strict=True))
     value = sum(float(g[:n].sum()) for g, n in zip(grouped, units, strict=True))
-    optimum = paid + _relaxed(gain, c[owner], left)
+    optimum = paid + _relaxed(gain, c[owner], max(total - float(c @ low), 0.0))
     bound = value if exact else max(min(paid + bound, optimum), value)
     return Rounded(
         counts=units * step, value=value, bound=bound, optimum=max(optimum, value), method="increments", exact=exact,

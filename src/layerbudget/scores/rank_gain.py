@@ -45,8 +45,8 @@ def score_rank_gain(
 ) -> Scores:
     """Squared singular values of every gradient, plain or whitened by K-FAC; partition by ``linear`` for ranks per matrix.
 
-    The noise floor comes from the two halves of the data (every other sequence), whose shares ``G = G_even + G_odd`` have the
-    same expectation: ``|G_even - G_odd|^2``, in the whitened space.
+    The noise floor comes from two halves of the data, whose shares in ``G = G_1 + G_2`` have nearly the same expectation:
+    ``|G_1 - G_2|^2``, in the whitened space (K-FAC needs two batches for it).
 
     Args:
         model: The model.
@@ -75,9 +75,12 @@ def score_rank_gain(
             "",
         )
     values = (0.0,) if curvature == "none" else common.check_damping(damping, "absolute") or (1.0,)
-    tick = common.Ticker(progress, data.samples * (1 if curvature == "none" else 2))
-    halves = _halves(model, data, blocks, batch_size, tick)
-    kronecker = None if curvature == "none" else build(model, data, blocks, batch_size=batch_size, seed=seed, tick=tick)
+    tick, kronecker = common.Ticker(progress, data.samples), None
+    if curvature == "none":
+        halves = _halves(model, data, blocks, batch_size, tick)
+    else:
+        kronecker = build(model, data, blocks, batch_size=batch_size, seed=seed, groups=2, tick=tick)
+        halves = {name: value / kronecker.tokens for name, value in kronecker.gradients.items()}
     gain, floor, increments = np.zeros((len(values), len(blocks))), np.zeros((len(values), len(blocks))), []
     for d, value in enumerate(values):
         whiten = _whitening(kronecker, value)
@@ -85,10 +88,10 @@ def score_rank_gain(
         for k, block in enumerate(blocks):
             total = torch.zeros(min(largest, *(min(m.d_in, m.d_out) for m in block.modules)), dtype=torch.float64)
             for m in block.modules:
-                first, second = (whiten(m.name, half.double()) for half in halves[m.name])
-                whole = first + second
+                parts = [whiten(m.name, half.double()) for half in halves[m.name]]
+                whole = torch.stack(parts).sum(0)
                 gain[d, k] += float(whole.square().sum())
-                floor[d, k] += float((first - second).square().sum())
+                floor[d, k] += float((parts[0] - parts[1]).square().sum()) if len(parts) == 2 else np.nan
                 total += _squared(whole)[: len(total)].cpu()
             rows.append(total.tolist())
         increments.append(rows)
