@@ -34,7 +34,7 @@ def write_report(results: str, about: str) -> None:
         "",
     ]
     summary: list[dict] = []
-    for setting, by_rule in groups.items():
+    for setting, by_rule in sorted(groups.items(), key=lambda g: (g[0][1] != "ranks", g[0][0], -g[0][6])):
         text += _section(setting, by_rule, summary)
     text += _missing(groups)
     write_text(RESULTS / "lora_quality.md", "\n".join(text) + "\n", overwrite=True)
@@ -90,17 +90,20 @@ def write_rates(results: str) -> None:
     """Write which learning rate serves each rule, on a seed that no comparison uses."""
     rows = [json.loads(line) for line in Path(results).read_text(encoding="utf-8").splitlines()]
     text = ["# Learning rates, on a seed that no comparison uses", ""]
-    text += [
-        "Held-out loss in nats on seed 9, ranks at equal parameters; a rule's smallest in bold. The comparisons give every rule"
-    ]
+    text += ["Held-out loss in nats on seed 9 at equal parameters; a rule's smallest in bold. The comparisons give every rule"]
     text += ["the same rate and, as ``rule@rate``, a rule its own where that differs.", ""]
-    for task in dict.fromkeys(r["task"] for r in rows):
+    for task, form in dict.fromkeys((r["task"], r["form"]) for r in rows):
         losses: dict[str, dict[float, float]] = {}
-        for row in (r for r in rows if r["task"] == task):
+        for row in (r for r in rows if (r["task"], r["form"]) == (task, form)):
             rule, _, rate = row["rule"].partition("@")
             losses.setdefault(rule, {})[float(rate or row["lr"])] = row["loss"]
         rates = sorted({rate for found in losses.values() for rate in found})
-        text += [f"## {task}", "", "| rule | " + " | ".join(f"{r:g}" for r in rates) + " |", "|---" * (len(rates) + 1) + "|"]
+        text += [
+            f"## {task}, {form}",
+            "",
+            "| rule | " + " | ".join(f"{r:g}" for r in rates) + " |",
+            "|---" * (len(rates) + 1) + "|",
+        ]
         for rule, found in losses.items():
             cells = [f"{found[r]:.4f}" if r in found else "" for r in rates]
             cells = [f"**{c}**" if c and found[r] == min(found.values()) else c for c, r in zip(cells, rates, strict=True)]
