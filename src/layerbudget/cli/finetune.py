@@ -30,7 +30,9 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast")
     parser.add_argument("--replan", type=float, metavar="FRACTION", help="plan again once after this fraction of training")
     parser.add_argument(
-        "--start", choices=STARTS, help="gradients: ranks start in the top directions of the task's gradient (default: PEFT's)"
+        "--start",
+        choices=STARTS,
+        help="gradients: ranks start in the top directions of the task's gradient, for causal LMs (default: PEFT's)",
     )
     parser.add_argument("--resume", action="store_true", help="keep finished seeds, continue unfinished ones")
     parser.add_argument("--against", metavar="DIR", help="paired tests against another result folder (of a uniform plan, say)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,8 @@ from .mixtures import add_experts
 from .protocol import Protocol
 from .ranks import add_ranks
 from .rows import Rows, is_causal
+
+logger = logging.getLogger(__name__)
 
 
 def fit_names(plan: Plan, model: nn.Module) -> Plan:
@@ -68,6 +71,8 @@ def started(plain: nn.Module, plan: Plan, protocol: Protocol, rows: Rows, task: 
         raise InvalidInput(
             f"start is {protocol.start!r} for a plan of {plan.kind}.", "It is for ranks: experts must begin apart.", "Leave it."
         )
+    if not rows.causal:
+        logger.warning("Gradients through an untrained head are a poor start: compare with the default one.")
     modules = [m for b in fit_names(plan, plain).blocks if b.count for m in b.modules]
     gradients = task_gradients(plain, rows, task.train, modules)
     model = adapt(plain, plan, protocol)
