@@ -6,7 +6,7 @@ import torch
 
 from layerbudget.blocks import is_conv1d, partition, weight_of
 from layerbudget.errors import CoverageError, InvalidInput
-from layerbudget.planning import plan_ranks
+from layerbudget.planning import explain_plan, plan_ranks
 from layerbudget.scores import loss as L
 from layerbudget.scores.curvature.kronecker import build
 from layerbudget.scores.gain import score
@@ -110,6 +110,7 @@ def test_a_plan_by_rank_spends_the_budget_where_further_ranks_pay(zoo):
     assert plan.extra["rounding"]["gap"] < 1e-3
     assert gained(plan) == pytest.approx(plan.extra["rounding"]["value"])
     assert gained(plan) > max(gained(control), gained(plan_ranks(scores, mean_rank=3, rule="uniform")))
+    assert any("bought in the order of gain" in s for s in explain_plan(plan)["sentences"])
     assert plan_ranks(scores, mean_rank=3, rule="by-rank", max_rank=4).counts.max() <= 4
     for wrong, said in (({"exponent": 2.0}, "exponent"), ({"utility": "power"}, "utility"), ({"damping": 9.0}, "no damping")):
         with pytest.raises(InvalidInput, match=said):

@@ -86,6 +86,10 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
             sentences.append(f"{c['at_lower']} blocks sit at their floor and {c['at_upper']} at their cap.")
         if c["inert"]:
             sentences.append(f"No influence here: {', '.join(c['inert'])}.")
+    elif (price := plan.extra.get("rounding", {}).get("price")) is not None:
+        sentences.append(
+            f"Units are bought in the order of gain per cost; one percent more budget adds about {price * 0.01 * limit:.3g}."
+        )
     else:
         sentences.append("This rule solves no program, so there is no certificate.")
     sentences += _on_integers(plan) + _on_spread(plan)
