@@ -214,8 +214,8 @@ def mola_experts(layers: int, shape: str | tuple[int, ...] = "2468", total: int 
     if isinstance(digits, str) or not digits or any(d < 1 for d in digits) or len(digits) > layers:
         raise InvalidInput(
             f"The MoLA shape {shape!r} does not fit {layers} layers.",
-            "It has one count >= 1 per group.",
-            "Use '2468' or '5555'.",
+            "It has one count >= 1 per group, and no more groups than layers.",
+            "Use '2468' or '5555' from four layers on, else uniform.",
         )
     groups = np.array_split(np.arange(layers), len(digits))
     counts = np.concatenate([np.full(len(g), d) for g, d in zip(groups, digits, strict=True)])
