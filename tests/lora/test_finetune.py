@@ -124,7 +124,18 @@ def test_overwriting_removes_earlier_results_and_nothing_else(make, encoder, tok
     with pytest.raises(InvalidInput, match="resume and overwrite"):
         finetune(load, tokenizer, plan, task, out, seeds=[2], resume=True, overwrite=True, **quick)
     finetune(load, tokenizer, plan, task, out, seeds=[2], overwrite=True, **quick)
-    left = sorted(f.name for f in out.iterdir())
+    before = (out / "seed-2" / "result.json").read_text()
+
+    def broken(seed):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):  # nothing is lost to a run that fails
+        finetune(broken, tokenizer, plan, task, out, seeds=[2, 3], overwrite=True, **quick)
+    assert (out / "seed-2" / "result.json").read_text() == before and (out / "result.json").is_file()
+    (out / ".replaced").mkdir()
+    with pytest.raises(AlreadyExists, match="killed"):
+        finetune(load, tokenizer, plan, task, out, seeds=[2], overwrite=True, **quick)
+    left = sorted(f.name for f in out.iterdir() if not f.name.startswith("."))
     assert left == ["labels.json", "notes.txt", "result.json", "seed-2", "seed-of-doubt"]
 
 

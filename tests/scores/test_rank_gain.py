@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from layerbudget.blocks import is_conv1d, partition, weight_of
-from layerbudget.errors import CoverageError, InvalidInput
+from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
 from layerbudget.planning import explain_plan, plan_ranks
 from layerbudget.scores import loss as L
 from layerbudget.scores.curvature.kronecker import build
@@ -115,6 +115,10 @@ def test_a_plan_by_rank_spends_the_budget_where_further_ranks_pay(zoo):
     for wrong, said in (({"exponent": 2.0}, "exponent"), ({"utility": "power"}, "utility"), ({"damping": 9.0}, "no damping")):
         with pytest.raises(InvalidInput, match=said):
             plan_ranks(scores, mean_rank=3, rule="by-rank", **wrong)
+    short = score(model, data, blocks, "rank-gain", largest=4)
+    assert plan_ranks(short, mean_rank=3, rule="by-rank", max_rank=4).counts.max() == 4
+    with pytest.raises(InfeasibleBudget, match="largest=8"):
+        plan_ranks(short, mean_rank=3, rule="by-rank")
     with pytest.raises(InvalidInput, match="rank-gain --by linear"):
         plan_ranks(score(model, data, blocks, "gradient-norm"), mean_rank=3, rule="by-rank")
 

@@ -6,12 +6,13 @@ continues where it was: finished seeds are kept, an unfinished one resumes from 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,8 @@ def finetune(
         protocol: Numbers of the run.
         seeds: Seeds; each sets the head, the adapters' start and the order of rows.
         resume: Keep finished seeds and continue unfinished ones.
-        overwrite: Remove the results of an earlier run in ``out`` first (folders of seeds that this function made, and
-            its two files; nothing else).
+        overwrite: Replace the results of an earlier run in ``out`` (folders of seeds that this function made, and its two
+            files; nothing else). They are removed when the new run is complete, and put back when it fails.
         bf16: Autocast in bfloat16.
         quiet: No progress bars of the Trainer.
         callbacks: Makes the callbacks of one seed.
@@ -181,8 +182,26 @@ def finetune(
         raise InvalidInput(
             f"The seeds are {list(seeds)}.", "At least one, each once: a repeated run is no sample.", "Drop some."
         )
-    _make_room(out, resume=resume, overwrite=overwrite)
+    if resume and overwrite:
+        raise InvalidInput("resume and overwrite were given together.", "One keeps what the other removes.", "Leave one out.")
+    if not (resume or overwrite) and any(out.glob("seed-*")):
+        raise AlreadyExists(
+            f"{out} holds results already.", "", "Pass --resume to continue them, --overwrite, or choose another folder."
+        )
     identity = {"plan": plan.digest, "task": task.digest, "protocol": dataclasses.asdict(protocol)}
+    with _replaced(out) if overwrite else contextlib.nullcontext():
+        return _over_seeds(
+            load, tokenizer, plan, task, out, protocol, seeds, identity, callbacks=callbacks, progress=progress, resume=resume,
+            bf16=bf16, quiet=quiet,
+        )  # fmt: skip
+
+
+def _over_seeds(
+    load: Loader, tokenizer: Any, plan: Plan, task: Task, out: Path, protocol: Protocol, seeds: Sequence[int],
+    identity: dict[str, Any], *, callbacks: Callable[[], Sequence[Any]], progress: Callable[[int, int], None] | None,
+    **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Train what is missing, seed by seed, and write the summary."""
     results, trained = [], 0
     for done, seed in enumerate(seeds):
         folder = out / f"seed-{seed}"
@@ -192,9 +211,7 @@ def finetune(
             plain = load(seed)
             rows = Rows(task, tokenizer, causal=is_causal(plain), cutoff=protocol.cutoff, on_prompt=protocol.on_prompt)
             model = started(plain, plan, protocol, rows, task)
-            record = train_one(
-                model, rows, task, protocol, seed, folder, bf16=bf16, resume=resume, quiet=quiet, callbacks=list(callbacks())
-            )
+            record = train_one(model, rows, task, protocol, seed, folder, callbacks=list(callbacks()), **options)
             record["identity"] = identity
             record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
             write_text(folder / "result.json", dumps(record), overwrite=True)
@@ -212,21 +229,36 @@ def finetune(
     return summary
 
 
-def _make_room(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Refuse a folder with results, or remove them where that was asked for."""
-    if resume and overwrite:
-        raise InvalidInput("resume and overwrite were given together.", "One keeps what the other removes.", "Leave one out.")
-    if resume or not any(out.glob("seed-*")):
-        return
-    if not overwrite:
-        raise AlreadyExists(
-            f"{out} holds results already.", "", "Pass --resume to continue them, --overwrite, or choose another folder."
-        )
-    for folder in out.glob("seed-*"):
-        if (folder / "identity.json").is_file():
-            shutil.rmtree(folder)
-    for name in ("result.json", "labels.json"):
-        (out / name).unlink(missing_ok=True)
+def _results(out: Path) -> list[Path]:
+    """What a run has written into its folder."""
+    seeds = [f for f in out.glob("seed-*") if (f / "identity.json").is_file()]
+    return seeds + [out / name for name in ("result.json", "labels.json") if (out / name).is_file()]
+
+
+def _move(paths: Sequence[Path], folder: Path) -> None:
+    if paths:
+        folder.mkdir(exist_ok=True)
+    for path in paths:
+        path.rename(folder / path.name)
+
+
+@contextlib.contextmanager
+def _replaced(out: Path) -> Iterator[None]:
+    """Set earlier results aside; drop them after success, put them back after a failure (what is new moves to .unfinished)."""
+    aside, unfinished = out / ".replaced", out / ".unfinished"
+    if aside.exists():
+        raise AlreadyExists(f"{aside} holds results that a killed run set aside.", "", "Move them back, or remove the folder.")
+    _move(_results(out), aside)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        _move(_results(out), unfinished)
+        if aside.is_dir():
+            _move(list(aside.iterdir()), out)
+            aside.rmdir()
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _kept(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:

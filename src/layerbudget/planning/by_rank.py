@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidInput
+from ..errors import InfeasibleBudget, InvalidInput
 from ..plan import Plan
 from ..program import rules
 from ..program.increments import allocate_increments
@@ -50,7 +50,7 @@ def by_rank(
 
     Raises:
         InvalidInput: Scores without increments, or an option of the surrogate utility.
-        InfeasibleBudget: The budget is below the minimum ranks.
+        InfeasibleBudget: The budget is below the minimum ranks, or reaches beyond the ranks that were measured.
     """
     foreign = [name for name, default in _SURROGATE.items() if hyper[name] != default]
     if foreign:
@@ -62,9 +62,21 @@ def by_rank(
         rows = [rows[int(i)] for i in rules.permuted(np.arange(len(rows)), hyper["seed"])]
     low, high = bounds
     rounded = allocate_increments(rows, cost, budget["limit"], lower=low, upper=high, multiple=hyper["multiple"])
+    _check_reach(scores, rows, rounded.counts, high)
     kept = {k: v for k, v in hyper.items() if k not in _SURROGATE}
     counts = rounded.counts
     return make_plan(
         scores, "ranks", rule, scores.blocks, counts.astype(float), counts, {**budget, "spent": rounded.spent}, kept, None,
         rounding=rounded.to_dict(),
     )  # fmt: skip
+
+
+def _check_reach(scores: Scores, rows: Sequence[Sequence[float]], counts: np.ndarray, high: Vector) -> None:
+    """Refuse a plan that ends where the measured ranks end and not where the block or its cap does."""
+    for block, row, count, cap in zip(scores.blocks, rows, counts, high, strict=True):
+        if len(row) <= count < cap and row[-1] > 0:
+            raise InfeasibleBudget(
+                f"{block.name} would take more than the {len(row)} ranks whose gains were measured.",
+                f"The scores tell nothing beyond rank {len(row)}.",
+                f"Score with --set largest={2 * len(row)}, plan with --max-rank {len(row)}, or lower the budget.",
+            )
