@@ -15,7 +15,8 @@ is the rule at a learning rate of its own, chosen on seed 9, which no table hold
 permuted-absolute, 2468, 8642, alphalora, layerif.
 
 Tasks: ``cola`` and ``mrpc`` with a classification head on an encoder (the pooler is trained with the head, or nothing is
-learned), ``prose`` adapts a causal LM from code to books (three for training, Pride and Prejudice held out). Every run appends
+learned), ``prose`` adapts a causal LM from code to books (three for training, Pride and Prejudice held out), ``code`` a causal
+LM of books (train_second_model.py) to the standard library. Every run appends
 one JSON line to ``benchmarks/results/lora_quality.jsonl`` and is skipped when its line is there, so the command can be stopped
 and repeated. The seed sets the head, the adapter's start and the order of the rows; runs of one seed are paired. Base weights
 are bf16, adapters float32 under bf16 autocast, no dropout, one thread. Attention is eager (``--attention``): the bf16 backward of
@@ -48,7 +49,7 @@ from layerbudget.plan import Plan, PlanBlock
 from layerbudget.planning import plan_ranks
 from layerbudget.program import allocate, round_capacity, rules
 from lora_quality_report import RESULTS, write_rates, write_report
-from lora_quality_tasks import Classification, Prose
+from lora_quality_tasks import Classification, Code, Prose
 
 UNIFORM = ("eva", "adalora", "gain-init", "gain-init-unit", "replan")  # these begin with uniform ranks
 
@@ -273,7 +274,7 @@ def key_of(row: dict) -> tuple:
 def run(options: argparse.Namespace) -> None:
     """Run what is missing, seed by seed, so that what is complete is paired."""
     torch.set_num_threads(1)
-    bench = Prose(options) if options.task == "prose" else Classification(options)
+    bench = {"prose": Prose, "code": Code}.get(options.task, Classification)(options)
     path = Path(options.results)
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {key_of(json.loads(line)) for line in path.read_text().splitlines()} if path.exists() else set()
@@ -295,7 +296,7 @@ def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("verb", choices=("run", "report", "rates"))
-    parser.add_argument("--task", choices=("cola", "mrpc", "prose"), default="mrpc")
+    parser.add_argument("--task", choices=("cola", "mrpc", "prose", "code"), default="mrpc")
     parser.add_argument("--model", default="demo", help="folder of the model")
     parser.add_argument("--data-dir", help="folder with cola/, mrpc/, books/")
     parser.add_argument("--form", choices=("ranks", "experts"), default="ranks")

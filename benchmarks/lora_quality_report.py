@@ -12,7 +12,12 @@ from layerbudget.evaluation import statistics
 from layerbudget.records import write_text
 
 RESULTS = Path(__file__).parent / "results"
-UNITS = {"mrpc": "accuracy", "cola": "mean Matthews of both dev sets", "prose": "held-out loss, nats"}
+UNITS = {
+    "mrpc": "accuracy",
+    "cola": "mean Matthews of both dev sets",
+    "prose": "held-out loss, nats",
+    "code": "held-out loss, nats",
+}
 Runs = dict[str, dict[int, dict]]
 RULES = {
     "ranks": ("uniform", "gain-absolute", "permuted-absolute", "eva", "adalora"),
@@ -62,22 +67,26 @@ def _section(setting: tuple, by_rule: Runs, summary: list[dict]) -> list[str]:
         summary.append({**entry, "against_uniform": vars(test) if test else None})
         score, loss = (f"{m:.4f}" + (f" ± {e:.4f}" if e is not None else "") for m, e in values.values())
         numbers = sorted({f"{r['adapter_parameters']:,}" for r in runs.values()})
-        cells = [rule, len(runs), " to ".join(numbers), loss if task == "prose" else score, loss]
+        cells = [rule, len(runs), " to ".join(numbers), loss if task in ("prose", "code") else score, loss]
         cells += (
-            [f"{-test.difference if task == 'prose' else test.difference:+.4f}", f"{test.p:.2g}", f"{adjusted[rule]:.2g}"]
+            [
+                f"{-test.difference if task in ('prose', 'code') else test.difference:+.4f}",
+                f"{test.p:.2g}",
+                f"{adjusted[rule]:.2g}",
+            ]
             if test
             else [""] * 3
         )
         text.append("| " + " | ".join(map(str, cells)) + " |")
         if test:
-            sentences.append(f"- {test.sentence(rule, 'uniform', 'nats gained' if task == 'prose' else UNITS[task])}")
+            sentences.append(f"- {test.sentence(rule, 'uniform', 'nats gained' if task in ('prose', 'code') else UNITS[task])}")
     return [*text, "", *sentences, ""]
 
 
 def _missing(groups: dict[tuple, Runs], wanted: int = 5) -> list[str]:
     """Say which comparisons have fewer seeds than they need."""
     lines = ["## Not complete", "", f"Rules with fewer than {wanted} seeds; their rows above, if any, decide nothing.", ""]
-    for task in UNITS:
+    for task in ("mrpc", "cola", "prose"):
         for form, rules in RULES.items():
             seeds = {r: max((len(g.get(r, {})) for s, g in groups.items() if s[:2] == (task, form)), default=0) for r in rules}
             short = [f"{rule} ({n})" for rule, n in seeds.items() if n < wanted]

@@ -165,3 +165,19 @@ class Prose:
             ).mean(-1)  # fmt: skip
             losses += each.tolist()
         return {"losses": [round(v, 5) for v in losses], "loss": float(np.mean(losses)), "score": -float(np.mean(losses))}
+
+
+class Code(Prose):
+    """A causal LM of books (``train_second_model.py``), adapted to the standard library: modules for training, others held out."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from layerbudget import calibration, evaluation_set
+        from layerbudget.loading import load_model, load_tokenizer
+
+        self.options, self.load = options, load_model
+        self.tokenizer = load_tokenizer(options.model)
+        self.extra = {"task_type": "CAUSAL_LM"}
+        self.exclude = "lm_head|embed"
+        count = 3 * (options.train_limit or 1024)
+        self.train = calibration("stdlib", self.tokenizer, samples=count, length=options.length).input_ids
+        self.held = evaluation_set("stdlib", self.tokenizer, windows=64, length=options.length).input_ids
