@@ -118,6 +118,10 @@ def test_ranks_by_the_gain_of_every_further_rank(saved_model, tmp_path, capsys):
     assert written["rule"] == "by-rank" and written["extra"]["rounding"]["price"] > 0
     assert len({b["count"] for b in written["blocks"]}) > 1
     capsys.readouterr()
+    assert main(["plan", "sweep", scores, "--kind", "ranks", "--budgets", "2", "4", "--rule", "by-rank", "--json"]) == 0
+    swept = json.loads(capsys.readouterr().out)["rows"]
+    assert swept[1]["value"] == pytest.approx(written["extra"]["rounding"]["value"])
+    assert swept[1]["value"] > swept[0]["value"] and {row["status"] for row in swept} == {"binding"}
     assert main(["score", str(model), "--by", "linear", *SMALL, "-o", scores, "--overwrite"]) == 0
     assert main(["plan", "ranks", scores, "--mean-rank", "4", "--rule", "by-rank"]) == 2
     assert "--estimator rank-gain --by linear" in capsys.readouterr().err

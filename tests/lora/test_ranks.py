@@ -13,7 +13,9 @@ from torch import nn
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import CoverageError, InvalidInput, ModelMismatch, UnknownBlock
 from layerbudget.lora.initialise import initialise_from_gradients, singular_gains
-from layerbudget.lora.ranks import adapted_ranks, add_ranks, serving_hint, to_lora_config
+from layerbudget.lora.ranks import adapted_ranks, add_ranks, to_lora_config
+from layerbudget.planning import explain_plan
+from layerbudget.planning.serving import serving_hint
 from layerbudget.scores.adapter_space import accumulated_gradients
 
 
@@ -173,6 +175,9 @@ def test_serving_hint(make):
     assert (hint.max_rank, hint.vllm_max_lora_rank) == (20, 32)
     assert hint.padded_share == pytest.approx(1 - (20 + 6 * 4) / (7 * 32))
     assert serving_hint(make.linears(model, 600)).vllm_max_lora_rank is None
+    assert any("--max-lora-rank 8;" in s for s in explain_plan(make.linears(model, 8))["sentences"])
+    with pytest.raises(InvalidInput, match="Ranks have a serving hint"):
+        serving_hint(dataclasses.replace(make.linears(model, 8), kind="experts"))
     config = to_lora_config(make.linears(model, ranks_of))
     assert config.r == 8 and config.lora_alpha / config.r == 2.0
 

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from ..lora.protocol import STARTS
+from ..lora.protocol import ALPHA_POLICIES, STARTS
 from .shared import progress_bar
 
 
@@ -34,6 +34,11 @@ def register(subparsers: Any) -> None:
         choices=STARTS,
         help="gradients: ranks start in the top directions of the task's gradient, for causal LMs (default: PEFT's)",
     )
+    parser.add_argument(
+        "--alpha-policy",
+        choices=ALPHA_POLICIES,
+        help="scale of an update by its rank: one alpha/r everywhere (default), one alpha (alpha/r), or rsLoRA's alpha/sqrt(r)",
+    )
     parser.add_argument("--resume", action="store_true", help="keep finished seeds, continue unfinished ones")
     parser.add_argument("--against", metavar="DIR", help="paired tests against another result folder (of a uniform plan, say)")
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the adapters and results")
@@ -51,7 +56,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         read_result(arguments.against)  # before the training
     plan = _validated_plan(arguments)
     task = load_task(arguments.task, arguments.data_dir).limited(arguments.train_rows)
-    given = {k: getattr(arguments, k) for k in ("epochs", "lr", "batch", "accumulation", "balance", "start")}
+    given = {k: getattr(arguments, k) for k in ("epochs", "lr", "batch", "accumulation", "balance", "start", "alpha_policy")}
     protocol = dataclasses.replace(PRESETS[arguments.preset], **{k: v for k, v in given.items() if v is not None})
     import transformers
 

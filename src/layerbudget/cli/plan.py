@@ -136,6 +136,7 @@ def _register_compare(verbs: Any) -> None:
     p.add_argument("--kind", choices=("sparsity", "experts", "ranks"), default="sparsity")
     p.add_argument("--budgets", type=float, nargs="+", required=True, help="sparsities, totals or mean ranks")
     p.add_argument("--exponents", type=float, nargs="+", default=[1.0])
+    p.add_argument("--rule", default="mdl", help="a rule of that kind of plan, such as by-rank (default: mdl)")
     p.add_argument("--max-sparsity", type=float, default=None)
     p.add_argument("--damping", type=float, default=None)
     p.add_argument("--smoothing", type=float, default=0.0)
@@ -229,7 +230,7 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     """``plan sweep``."""
     from ..planning import sweep
 
-    options: dict[str, Any] = {"damping": a.damping, "smoothing": a.smoothing}
+    options: dict[str, Any] = {"damping": a.damping, "smoothing": a.smoothing, "rule": a.rule}
     if a.kind != "sparsity" and a.max_sparsity is not None:
         raise InvalidInput(f"--max-sparsity has no meaning for --kind {a.kind}.", "", "Leave it out.")
     if a.kind == "sparsity" and a.max_sparsity is not None:

@@ -12,7 +12,7 @@ _PUBLIC = {
     "to_lora_config": "ranks",
     "add_ranks": "ranks",
     "adapted_ranks": "ranks",
-    "serving_hint": "ranks",
+    "serving_hint": "..planning.serving",
     "to_experts_config": "mixtures",
     "add_experts": "mixtures",
     "adapted_experts": "mixtures",
@@ -28,4 +28,5 @@ __all__ = list(_PUBLIC)
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    home = _PUBLIC[name]
+    return getattr(importlib.import_module(home if home.startswith(".") else f".{home}", __name__), name)

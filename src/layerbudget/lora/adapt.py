@@ -52,8 +52,15 @@ def adapt(model: nn.Module, plan: Plan, protocol: Protocol) -> nn.Module:
         if any(n.rpartition(".")[2] == "pooler" and any(True for _ in m.parameters()) for n, m in model.named_modules()):
             options["modules_to_save"] = ["pooler"]
     if plan.kind == "ranks":
-        return add_ranks(model, plan, validate=False, ratio=protocol.ratio, dropout=protocol.dropout, **options)
+        options |= {"alpha_policy": protocol.alpha_policy, "ratio": protocol.ratio, "alpha": protocol.alpha}
+        return add_ranks(model, plan, validate=False, dropout=protocol.dropout, **options)
     if plan.kind == "experts":
+        if protocol.alpha_policy != "constant-ratio":
+            raise InvalidInput(
+                f"alpha_policy is {protocol.alpha_policy!r} for a plan of experts.",
+                "All experts have one rank.",
+                "Leave it out.",
+            )
         options |= {"lora_alpha": protocol.alpha, "lora_dropout": protocol.dropout, "balance_coefficient": protocol.balance}
         return add_experts(model, plan, validate=False, top_k=protocol.top_k, **options)
     raise InvalidInput(f"A plan of kind {plan.kind!r} cannot be trained.", "Kinds are ranks and experts.", "Plan one of those.")

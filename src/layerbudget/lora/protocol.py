@@ -7,6 +7,7 @@ import dataclasses
 from ..errors import InvalidInput
 
 STARTS = ("default", "gradients")
+ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,8 +20,9 @@ class Protocol:
         batch: Rows per optimiser step.
         accumulation: Backward passes per optimiser step (causal LMs only: transformers drops the item count for BERT heads).
         warmup: Steps of linear warm-up, at most half of all.
-        alpha: LoRA alpha of experts; ranks use ``ratio`` so that every module has one scale.
-        ratio: ``alpha / r`` of ranks.
+        alpha: LoRA alpha of experts, and of ranks whose policy reads one alpha.
+        ratio: ``alpha / r`` of ranks under ``constant-ratio``.
+        alpha_policy: How the scale of an update follows its rank: see :mod:`layerbudget.lora.ranks`.
         dropout: LoRA dropout.
         cutoff: Longest sequence in tokens.
         top_k: Experts per token.
@@ -38,6 +40,7 @@ class Protocol:
     warmup: int = 50
     alpha: float = 16
     ratio: float = 2.0
+    alpha_policy: str = "constant-ratio"
     dropout: float = 0.0
     cutoff: int = 256
     top_k: int = 2
@@ -53,6 +56,8 @@ class Protocol:
                 raise InvalidInput(f"{name} is {getattr(self, name)}.", "It must be positive.", "")
         if self.start not in STARTS:
             raise InvalidInput(f"start is {self.start!r}.", f"Starts are {' and '.join(STARTS)}.", "")
+        if self.alpha_policy not in ALPHA_POLICIES:
+            raise InvalidInput(f"alpha_policy is {self.alpha_policy!r}.", f"Policies are {', '.join(ALPHA_POLICIES)}.", "")
         if self.batch % self.accumulation:
             raise InvalidInput(
                 f"A batch of {self.batch} does not split into {self.accumulation} parts.", "", "Choose a divisor of the batch."

@@ -12,7 +12,6 @@ alpha follows it. The policies:
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from torch import nn
@@ -20,9 +19,7 @@ from torch import nn
 from ..errors import CoverageError, InvalidInput
 from ..plan import Plan
 from . import targets
-
-ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
-_SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+from .protocol import ALPHA_POLICIES
 
 
 def to_lora_config(
@@ -124,43 +121,3 @@ def add_ranks(
             "Use the plan's own configuration.",
         )
     return adapted
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingHint:
-    """What a server must be told to hold the adapter.
-
-    Attributes:
-        max_rank: Largest rank of the plan.
-        vllm_max_lora_rank: Smallest accepted value of vLLM's ``max_lora_rank`` that holds it, ``None`` beyond 512.
-        padded_share: Share of the reserved adapter memory that is padding (a server reserves the largest rank everywhere).
-        note: One sentence.
-    """
-
-    max_rank: int
-    vllm_max_lora_rank: int | None
-    padded_share: float
-    note: str
-
-
-def serving_hint(plan: Plan, alpha_policy: str = "constant-ratio") -> ServingHint:
-    """Say how a plan of ranks is served.
-
-    vLLM (``--enable-lora``) reserves ``max_lora_rank`` for every module, accepts 8, 16, 32, 64, 128, 256, 320 and 512 (recent
-    releases also 1), and reads one ``r`` and one ``lora_alpha`` for the whole adapter. Hence ``r`` is the largest rank in the
-    configuration, and ``constant-ratio`` is the policy whose scale is the same for every module.
-
-    Raises:
-        InvalidInput: A plan of another kind.
-    """
-    ranks = [r for r in targets.counts_by_module(plan, "ranks").values() if r]
-    largest = max(ranks, default=0)
-    served = next((r for r in _SERVED_RANKS if r >= largest), None)
-    padded = 1 - sum(ranks) / (len(ranks) * served) if ranks and served else 0.0
-    if served is None:
-        note = f"Rank {largest} is above the 512 that vLLM accepts: merge the adapter before serving."
-    elif alpha_policy != "constant-ratio":
-        note = f"--max-lora-rank {served}; with {alpha_policy} the scale differs by module: merge the adapter before serving."
-    else:
-        note = f"--enable-lora --max-lora-rank {served}; {padded:.0%} of the reserved adapter memory is padding."
-    return ServingHint(max_rank=largest, vllm_max_lora_rank=served, padded_share=padded, note=note)

@@ -12,7 +12,10 @@ from ..plan import Plan
 from ..program.inputs import Vector, choice
 from ..program.transfer import _spearman
 from ..scores.record import Scores
+from .by_rank import RULES as BY_RANK
+from .by_rank import increments_of
 from .capacity import plan_experts, plan_ranks
+from .serving import serving_hint
 from .sparsity import plan_sparsity
 
 _MAKERS: dict[str, tuple[Callable[..., Plan], str]] = {
@@ -92,7 +95,7 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
         )
     else:
         sentences.append("This rule solves no program, so there is no certificate.")
-    sentences += _on_integers(plan) + _on_spread(plan)
+    sentences += _on_integers(plan) + _on_spread(plan) + _on_serving(plan)
     return {
         "kind": plan.kind,
         "rule": plan.rule,
@@ -115,6 +118,12 @@ def _on_spread(plan: Plan) -> list[str]:
         f"This is nearly uniform (the values differ by {spread:.1%} of their mean). Gains damped relative to each block's own "
         "curvature are often so: one damping for all blocks (score with --damping-unit median) tells them apart."
     ]
+
+
+def _on_serving(plan: Plan) -> list[str]:
+    if plan.kind != "ranks" or not plan.counts.any():
+        return []
+    return [f"To serve it with vLLM: {serving_hint(plan).note}"]
 
 
 def _on_integers(plan: Plan) -> list[str]:
@@ -148,7 +157,8 @@ def sweep(
     Returns:
         ``{rows: [{budget, exponent, spent, value, front, status, shadow_price, smallest, largest, spread}]}``. ``value`` is the
         predicted penalty (sparsity) or utility under one yardstick, the scores themselves (exponent 1), so that rows can be
-        compared; ``front`` marks rows that no other row beats in both spending and value.
+        compared; under the rule ``by-rank`` it is the measured gain of the ranks that are bought. ``front`` marks rows that
+        no other row beats in both spending and value.
     """
     maker, argument = _MAKERS[choice(kind, "kind", tuple(_MAKERS))]
     damping, smoothing = options.get("damping"), options.get("smoothing", 0.0)
@@ -157,7 +167,8 @@ def sweep(
     for budget in budgets:
         for exponent in exponents:
             plan = maker(scores, **{argument: budget}, exponent=exponent, **options)
-            rows.append(_row(plan, budget, exponent, q))
+            worth = increments_of(scores, damping) if plan.rule in BY_RANK else None
+            rows.append(_row(plan, budget, exponent, q, worth))
     better = -1.0 if kind == "sparsity" else 1.0
     points = np.array([[r["spent"] * -better, r["value"] * better] for r in rows])
     for i, row in enumerate(rows):
@@ -166,10 +177,16 @@ def sweep(
     return {"kind": kind, "budgets": list(budgets), "exponents": list(exponents), "rows": rows}
 
 
-def _row(plan: Plan, budget: float, exponent: float, q: Vector) -> dict[str, Any]:
+def _row(plan: Plan, budget: float, exponent: float, q: Vector, worth: Sequence[Sequence[float]] | None) -> dict[str, Any]:
     value = plan.counts / np.array([b.numel for b in plan.blocks]) if plan.kind == "sparsity" else plan.counts
-    predicted = q @ value**2 if plan.kind == "sparsity" else q @ np.log1p(value)
+    if worth is not None:
+        predicted = sum(sum(row[:n]) for row, n in zip(worth, plan.counts, strict=True))
+    else:
+        predicted = q @ value**2 if plan.kind == "sparsity" else q @ np.log1p(value)
     c = plan.certificate
+    if worth is not None:
+        price = plan.extra["rounding"]["price"]
+        c = {"status": "binding" if price else "slack", "shadow_price": price}
     return {
         "budget": budget,
         "exponent": exponent,
