@@ -47,6 +47,20 @@ def test_trains_reports_and_compares(setting, capsys):
     assert "cannot be told from" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_numbers_of_the_protocol_and_the_base(setting, capsys):
+    words = ["--set", "dropout=0.1", "--set", "ratio=1", "--alpha-policy", "rslora", "--dtype", "bfloat16"]
+    words += ["--gradient-checkpointing"]
+    assert main(command(setting, *words, "--device", "cpu", "--json")) == 0
+    protocol = json.loads(capsys.readouterr().out)["identity"]["protocol"]
+    assert (protocol["dropout"], protocol["ratio"], protocol["alpha_policy"], protocol["epochs"]) == (0.1, 1, "rslora", 1.0)
+    saved = json.loads((setting / "out" / "seed-0" / "adapter" / "adapter_config.json").read_text())
+    assert saved["use_rslora"] and saved["lora_dropout"] == 0.1
+    for wrong, said in (("lr", "NAME=VALUE"), ("droput=0.1", "no 'droput'"), ("dropout=2", "lies in")):
+        assert main(command(setting, "--set", wrong, out="x")) == 2
+        assert said in capsys.readouterr().err.replace("\n", " ")
+    assert not (setting / "x").exists()
+
+
 def test_mistakes_end_in_one_sentence(setting, make, capsys):
     other = make.bert(3)
     make.linears(other, 2).save(setting / "other.json")

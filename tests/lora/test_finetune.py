@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from layerbudget.data.tasks import load_task
 from layerbudget.errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
 from layerbudget.lora.adapt import adapt, fit_names, started
+from layerbudget.lora.base import classifier_loader
 from layerbudget.lora.compare import compare
-from layerbudget.lora.finetune import classifier_loader, finetune
+from layerbudget.lora.finetune import finetune
 from layerbudget.lora.protocol import PRESETS, Protocol
 from layerbudget.lora.rows import Rows
 
@@ -102,8 +105,66 @@ def test_the_protocol_sets_how_the_scale_follows_the_rank(make, encoder):
         assert all(m.scaling["default"] == pytest.approx(scale(m.r["default"])) for m in layers), policy
     with pytest.raises(InvalidInput, match="All experts have one rank"):
         adapt(make.bert(2), dataclasses.replace(plan, kind="experts"), Protocol(alpha_policy="rslora"))
-    with pytest.raises(InvalidInput, match="Policies are"):
+    with pytest.raises(InvalidInput, match="one of constant-ratio"):
         Protocol(alpha_policy="linear")
+
+
+def test_a_base_in_bfloat16_trains_in_float32_and_checkpointing_changes_nothing(make, encoder, tokenizer, task, tmp_path):
+    """Adapters and head of a half-precision base stay float32; recomputed activations give the same adapter."""
+    plan = make.linears(make.bert(2), lambda n: 4 if "attention" in n else 0)
+    load = classifier_loader(encoder, 2, dtype="bfloat16", device="auto")
+    half = dataclasses.replace(QUICK, epochs=6)
+    found = finetune(load, tokenizer, plan, task, tmp_path / "half", protocol=half)
+    assert found["metrics"]["held_out"]["accuracy"]["value"] > 0.8
+    model = adapt(load(0), plan, half)
+    kinds = {
+        p.requires_grad: {q.dtype for q in model.parameters() if q.requires_grad == p.requires_grad} for p in model.parameters()
+    }
+    assert kinds == {True: {torch.float32}, False: {torch.bfloat16}}
+
+    short, saved = dataclasses.replace(QUICK, epochs=1), []
+    for name, checkpointing in (("kept", False), ("again", True)):
+        finetune(
+            classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / name, protocol=short, checkpointing=checkpointing
+        )
+        saved.append(load_file(tmp_path / name / "seed-0" / "adapter" / "adapter_model.safetensors"))
+    assert all(torch.allclose(value, saved[1][key], atol=1e-6) for key, value in saved[0].items())
+
+
+def test_a_protocol_is_changed_by_name_and_type():
+    assert Protocol().changed({"dropout": 0.1, "cutoff": 512, "ratio": 1}) == Protocol(dropout=0.1, cutoff=512, ratio=1)
+    for values, message in (
+        ({"droput": 0.1}, "no 'droput'"), ({"cutoff": 12.5}, "of type int"), ({"dropout": "much"}, "of type float"),
+        ({"dropout": 1.0}, "lies in"), ({"on_prompt": 1}, "of type bool"), ({"warmup": -1}, "lies in"),
+        ({"clip": 0}, "positive"), ({"lr": float("inf")}, "positive"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInput, match=message):
+            Protocol().changed(values)
+
+
+def test_where_and_how_the_base_is_held_is_checked(encoder, monkeypatch, tmp_path, make, tokenizer, task):
+    for options in ({"device": "tpu"}, {"dtype": "float16"}):
+        with pytest.raises(InvalidInput, match="one of auto, cpu, cuda|float32 or bfloat16"):
+            classifier_loader(encoder, 2, **options)
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidInput, match="No CUDA device"):
+            classifier_loader(encoder, 2, device="cuda")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidInput, match="one of 2 processes"):
+        finetune(classifier_loader(encoder, 2), tokenizer, make.linears(make.bert(2), 2), task, tmp_path / "x", protocol=QUICK)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("start", ["default", "gradients"])
+def test_a_base_in_four_bits_is_fine_tuned(make, tokenizer, task, tmp_path, start):
+    big = make.mistral(2, hidden_size=128, intermediate_size=128, head_dim=32, num_key_value_heads=4)
+    plan = make.linears(big, lambda n: 4 if n.endswith(("q_proj", "down_proj")) else 0)
+    big.save_pretrained(tmp_path / "lm")
+    load = classifier_loader(str(tmp_path / "lm"), 2, dtype="bfloat16", four_bit=True)
+    quick = Protocol(lr=1e-2, epochs=1, batch=16, warmup=2, cutoff=48, start=start)
+    found = finetune(load, tokenizer, plan, task, tmp_path / "out", protocol=quick)
+    assert np.isfinite(found["metrics"]["held_out"]["accuracy"]["value"])
+    assert found["trained_parameters"] == 2 * 4 * (2 * 128 + 2 * 128)
 
 
 def test_a_start_in_the_gradients_directions(make, encoder, tokenizer, task):
@@ -127,7 +188,7 @@ def test_a_start_in_the_gradients_directions(make, encoder, tokenizer, task):
     assert not leaf.lora_B["default"].weight.any()
     with pytest.raises(InvalidInput, match="experts must begin apart"):
         started(load(0), dataclasses.replace(plan, kind="experts"), protocol, rows, task)
-    with pytest.raises(InvalidInput, match="Starts are"):
+    with pytest.raises(InvalidInput, match="one of default, gradients"):
         Protocol(start="svd")
 
 

@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from ..lora.protocol import ALPHA_POLICIES, STARTS
-from .shared import progress_bar
+from ..lora.protocol import ALPHA_POLICIES, DEVICES, STARTS
+from .shared import named_values, progress_bar
 
 
 def register(subparsers: Any) -> None:
@@ -27,7 +27,16 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--accumulation", type=int, help="backward passes per step, causal LMs only")
     parser.add_argument("--balance", type=float, help="weight of the load-balancing loss of experts (default 0)")
     parser.add_argument("--train-rows", type=int, help="use so many training rows only")
-    parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast")
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE",
+        help="another number of the protocol: dropout, cutoff, warmup, ratio, weight_decay, ... (may be repeated)",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="default: the accelerator where there is one")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="precision of the base's weights")
+    parser.add_argument("--four-bit", action="store_true", help="hold the base in 4 bits (NF4, needs bitsandbytes)")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
+    parser.add_argument("--revision", help="hub revision of the model")
+    parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast (always with --dtype bfloat16)")
     parser.add_argument("--replan", type=float, metavar="FRACTION", help="plan again once after this fraction of training")
     parser.add_argument(
         "--start",
@@ -48,16 +57,18 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import load_task
+    from ..lora.base import classifier_loader
     from ..lora.compare import compare, read_result
-    from ..lora.finetune import classifier_loader, finetune
+    from ..lora.finetune import finetune
     from ..lora.protocol import PRESETS
 
     if arguments.against:
         read_result(arguments.against)  # before the training
     plan = _validated_plan(arguments)
     task = load_task(arguments.task, arguments.data_dir).limited(arguments.train_rows)
-    given = {k: getattr(arguments, k) for k in ("epochs", "lr", "batch", "accumulation", "balance", "start", "alpha_policy")}
-    protocol = dataclasses.replace(PRESETS[arguments.preset], **{k: v for k, v in given.items() if v is not None})
+    named = ("epochs", "lr", "batch", "accumulation", "balance", "start", "alpha_policy")
+    given = {k: getattr(arguments, k) for k in named if getattr(arguments, k) is not None}
+    protocol = dataclasses.replace(PRESETS[arguments.preset].changed(named_values(arguments.settings)), **given)
     import transformers
 
     from ..loading import load_tokenizer
@@ -65,8 +76,12 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     transformers.utils.logging.set_verbosity_error()  # the head's weights are missing from a bare encoder, as they should be
     with progress_bar(arguments, f"finetune on {task.name}, seeds") as progress:
         result = finetune(
-            classifier_loader(arguments.model, len(task.labels)), load_tokenizer(arguments.model), plan, task, arguments.out,
-            protocol=protocol, seeds=arguments.seeds, resume=arguments.resume,
+            classifier_loader(
+                arguments.model, len(task.labels), dtype=arguments.dtype, device=arguments.device,
+                revision=arguments.revision, four_bit=arguments.four_bit,
+            ),
+            load_tokenizer(arguments.model, revision=arguments.revision), plan, task, arguments.out, protocol=protocol,
+            checkpointing=arguments.gradient_checkpointing, seeds=arguments.seeds, resume=arguments.resume,
             overwrite=arguments.overwrite, bf16=arguments.bf16, quiet=True,
             callbacks=_callbacks(arguments, plan), progress=progress,
         )  # fmt: skip
@@ -100,7 +115,8 @@ def _validated_plan(arguments: argparse.Namespace) -> Any:
             "Ranks and experts can be trained.",
             "Make one with `layerbudget plan ranks` or `layerbudget plan experts`.",
         )
-    plan.validate(describe(load_model(arguments.model), arguments.model))
+    base = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision)  # a cast keeps the digest
+    plan.validate(describe(base, arguments.model))
     return plan
 
 

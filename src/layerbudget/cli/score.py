@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
-from .shared import add_data_options, load, progress_bar
+from .shared import add_data_options, load, named_values, progress_bar
 
 
 def register(subparsers: Any) -> None:
@@ -49,7 +48,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.given and ignored:
         flag = "--set" if ignored[0] == "options" else f"--{ignored[0]}"
         raise InvalidInput(f"{flag} has no meaning for imported scores.", "", "Leave it out, or score instead of importing.")
-    options = dict(_option(text) for text in arguments.options)
+    options = named_values(arguments.options)
     check_output(arguments.out, overwrite=arguments.overwrite)
     scores = _imported(arguments) if arguments.given else _measured(arguments, options)
     path = scores.save(arguments.out, overwrite=arguments.overwrite)
@@ -105,15 +104,3 @@ def _masked(data: Any, tokenizer: Any, seed: int) -> Any:
             "The tokenizer has no mask token.", "A masked language model is scored on masked tokens.", "Add one."
         )
     return mask_tokens(data, tokenizer.mask_token_id, seed=seed)
-
-
-def _option(text: str) -> tuple[str, Any]:
-    from ..errors import InvalidInput
-
-    name, separator, value = text.partition("=")
-    if not separator or not name.isidentifier():
-        raise InvalidInput(f"--set {text} is not NAME=VALUE.", "", "Write for example --set draws=4.")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value

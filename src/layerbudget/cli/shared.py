@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Callback = Callable[[int, int], None]
@@ -33,6 +34,22 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     data = calibration(arguments.data, tokenizer, samples=arguments.samples, length=arguments.length, seed=arguments.seed)
     model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device)
     return model, tokenizer, data
+
+
+def named_values(texts: Sequence[str]) -> dict[str, Any]:
+    """Options given as ``--set NAME=VALUE``; a value is read as JSON where it is JSON, as text otherwise."""
+    from ..errors import InvalidInput
+
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name.isidentifier():
+            raise InvalidInput(f"--set {text} is not NAME=VALUE.", "", "Write for example --set draws=4.")
+        try:
+            values[name] = json.loads(value)
+        except json.JSONDecodeError:
+            values[name] = value
+    return values
 
 
 @contextlib.contextmanager

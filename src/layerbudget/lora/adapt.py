@@ -53,17 +53,23 @@ def adapt(model: nn.Module, plan: Plan, protocol: Protocol) -> nn.Module:
             options["modules_to_save"] = ["pooler"]
     if plan.kind == "ranks":
         options |= {"alpha_policy": protocol.alpha_policy, "ratio": protocol.ratio, "alpha": protocol.alpha}
-        return add_ranks(model, plan, validate=False, dropout=protocol.dropout, **options)
+        return _in_float32(add_ranks(model, plan, validate=False, dropout=protocol.dropout, **options))
     if plan.kind == "experts":
         if protocol.alpha_policy != "constant-ratio":
             raise InvalidInput(
-                f"alpha_policy is {protocol.alpha_policy!r} for a plan of experts.",
-                "All experts have one rank.",
-                "Leave it out.",
+                f"alpha_policy is {protocol.alpha_policy!r} for a plan of experts.", "All experts have one rank.", "Leave it."
             )
         options |= {"lora_alpha": protocol.alpha, "lora_dropout": protocol.dropout, "balance_coefficient": protocol.balance}
-        return add_experts(model, plan, validate=False, top_k=protocol.top_k, **options)
+        return _in_float32(add_experts(model, plan, validate=False, top_k=protocol.top_k, **options))
     raise InvalidInput(f"A plan of kind {plan.kind!r} cannot be trained.", "Kinds are ranks and experts.", "Plan one of those.")
+
+
+def _in_float32(model: nn.Module) -> nn.Module:
+    """Hold what is trained in float32 whatever the base is held in: PEFT does so for its adapters, not for heads."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
 
 
 def started(plain: nn.Module, plan: Plan, protocol: Protocol, rows: Rows, task: Task) -> nn.Module:

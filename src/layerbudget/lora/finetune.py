@@ -11,11 +11,13 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..data.examples import Task
@@ -24,57 +26,34 @@ from ..evaluation import statistics
 from ..plan import Plan
 from ..records import dumps, write_text
 from .adapt import started
+from .base import Loader
 from .protocol import Protocol
 from .rows import Rows, is_causal
 
 logger = logging.getLogger(__name__)
 
-Loader = Callable[[int], nn.Module]
 
-
-def classifier_loader(name: str, labels: int, *, dtype: Any = None) -> Loader:
-    """``seed -> model``: a causal LM as it is, any other checkpoint with a fresh classification head.
-
-    Args:
-        name: ``demo``, a local folder or a hub id.
-        labels: Outputs of the head.
-        dtype: Weight type, float32 by default.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
-
-    from ..loading import resolve
-
-    where = resolve(name)
-    architecture = (AutoConfig.from_pretrained(where).architectures or [""])[0]
-    causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
-
-    def load(seed: int) -> nn.Module:
-        set_seed(seed)
-        options: dict[str, Any] = {"dtype": dtype or torch.float32}
-        if causal:
-            return AutoModelForCausalLM.from_pretrained(where, **options)
-        return AutoModelForSequenceClassification.from_pretrained(where, num_labels=labels, **options)
-
-    return load
-
-
-def _arguments(folder: Path, protocol: Protocol, seed: int, steps: int, *, cpu: bool, bf16: bool, quiet: bool):
+def _arguments(
+    folder: Path, protocol: Protocol, seed: int, steps: int, *, cpu: bool, bf16: bool, checkpointing: bool, quiet: bool
+):  # fmt: skip
     from transformers import TrainingArguments
 
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"), seed=seed, data_seed=seed, num_train_epochs=protocol.epochs,
         per_device_train_batch_size=protocol.batch // protocol.accumulation, gradient_accumulation_steps=protocol.accumulation,
         learning_rate=protocol.lr, lr_scheduler_type="linear", warmup_steps=min(protocol.warmup, steps // 2),
         weight_decay=protocol.weight_decay, max_grad_norm=protocol.clip, optim="adamw_torch", bf16=bf16, use_cpu=cpu,
         save_strategy="epoch", save_total_limit=1, logging_steps=10, report_to=[], remove_unused_columns=False,
-        disable_tqdm=quiet, dataloader_num_workers=0,
+        disable_tqdm=quiet, dataloader_num_workers=0, gradient_checkpointing=checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
     )  # fmt: skip
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # several cards would be one DataParallel, with several times the batch
+    return arguments
 
 
 def train_one(
     model: nn.Module, rows: Rows, task: Task, protocol: Protocol, seed: int, folder: Path, *, bf16: bool = False,
-    resume: bool = False, quiet: bool = True, callbacks: Sequence[Any] = (),
+    checkpointing: bool = False, resume: bool = False, quiet: bool = True, callbacks: Sequence[Any] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Train one seed and predict every held-out row.
 
@@ -85,7 +64,8 @@ def train_one(
         protocol: Numbers of the run.
         seed: Seed of the order of rows and of dropout.
         folder: Where checkpoints and the adapter go.
-        bf16: Autocast in bfloat16.
+        bf16: Autocast in bfloat16; always on where the base is held in it.
+        checkpointing: Compute activations again in the backward pass instead of keeping them.
         resume: Continue from the last checkpoint where there is one.
         quiet: No progress bar.
         callbacks: Further callbacks of the Trainer (a re-plan, for instance).
@@ -105,7 +85,10 @@ def train_one(
         )
     steps = math.ceil(len(task.train) / protocol.batch) * math.ceil(protocol.epochs)
     device = next(model.parameters()).device
-    arguments = _arguments(folder, protocol, seed, steps, cpu=device.type == "cpu", bf16=bf16, quiet=quiet)
+    half = bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters())
+    arguments = _arguments(
+        folder, protocol, seed, steps, cpu=device.type == "cpu", bf16=half, checkpointing=checkpointing, quiet=quiet
+    )
     set_seed(seed)
     trainer = Trainer(
         model=model, args=arguments, train_dataset=rows.encoded(task.train), data_collator=rows.collate,
@@ -121,7 +104,8 @@ def train_one(
     result: dict[str, Any] = {"seed": seed, "training_loss": outcome.training_loss, "steps": trainer.state.global_step}
     result["metrics"], result["predictions"] = {}, {}
     for split, examples in task.evaluation.items():
-        predicted = rows.predict(model, examples)
+        with torch.autocast(device.type, torch.bfloat16, enabled=half and not bf16):
+            predicted = rows.predict(model, examples)
         result["predictions"][split] = predicted.tolist()
         result["metrics"][split] = metrics_of([e.label for e in examples], predicted, len(task.labels))
     return result
@@ -145,6 +129,7 @@ def finetune(
     resume: bool = False,
     overwrite: bool = False,
     bf16: bool = False,
+    checkpointing: bool = False,
     quiet: bool = True,
     callbacks: Callable[[], Sequence[Any]] = tuple,
     progress: Callable[[int, int], None] | None = None,
@@ -152,7 +137,7 @@ def finetune(
     """Fine-tune a plan over seeds.
 
     Args:
-        load: ``seed -> model``; see :func:`classifier_loader`.
+        load: ``seed -> model``; see :func:`layerbudget.lora.base.classifier_loader`.
         tokenizer: The model's tokenizer.
         plan: A plan of ranks or experts.
         task: The task.
@@ -162,7 +147,8 @@ def finetune(
         resume: Keep finished seeds and continue unfinished ones.
         overwrite: Replace the results of an earlier run in ``out`` (folders of seeds that this function made, and its two
             files; nothing else). They are removed when the new run is complete, and put back when it fails.
-        bf16: Autocast in bfloat16.
+        bf16: Autocast in bfloat16; always on where the base is held in it.
+        checkpointing: Compute activations again in the backward pass instead of keeping them.
         quiet: No progress bars of the Trainer.
         callbacks: Makes the callbacks of one seed.
         progress: Called with seeds done and in total.
@@ -174,7 +160,8 @@ def finetune(
     Raises:
         AlreadyExists: ``out`` holds results and neither ``resume`` nor ``overwrite`` is set, or an unfinished run of another
             plan, task or protocol.
-        InvalidInput: A seed is named twice, ``resume`` and ``overwrite`` together, or gradients as the start of experts.
+        InvalidInput: A seed is named twice, ``resume`` and ``overwrite`` together, gradients as the start of experts, or
+            several processes.
         CoverageError: The recount differs from the plan.
     """
     out = Path(out)
@@ -182,6 +169,11 @@ def finetune(
         raise InvalidInput(
             f"The seeds are {list(seeds)}.", "At least one, each once: a repeated run is no sample.", "Drop some."
         )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidInput(
+            f"This is one of {os.environ['WORLD_SIZE']} processes; finetune trains in one.", "",
+            "For several, adapt the model with add_ranks or add_experts and train it with your own Trainer.",
+        )  # fmt: skip
     if resume and overwrite:
         raise InvalidInput("resume and overwrite were given together.", "One keeps what the other removes.", "Leave one out.")
     if not (resume or overwrite) and any(out.glob("seed-*")):
@@ -192,7 +184,7 @@ def finetune(
     with _replaced(out) if overwrite else contextlib.nullcontext():
         return _over_seeds(
             load, tokenizer, plan, task, out, protocol, seeds, identity, callbacks=callbacks, progress=progress, resume=resume,
-            bf16=bf16, quiet=quiet,
+            bf16=bf16, checkpointing=checkpointing, quiet=quiet,
         )  # fmt: skip
 
 

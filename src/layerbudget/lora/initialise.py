@@ -80,12 +80,3 @@ def task_gradients(
     kept = {k: v for k, v in batch.items() if k in ("input_ids", "attention_mask", "labels")}
     model.eval()
     return accumulated_gradients(model, CalibrationSet(source=rows.task.name, **kept), list(modules))
-
-
-def singular_gains(gradients: dict[str, Tensor], largest: int) -> dict[str, Tensor]:
-    """Squared singular values of every gradient, descending, at most ``largest`` of them: the gain of each further rank.
-
-    A step of length ``eta`` along the best rank-r direction lowers the linearised loss by ``eta * sqrt(sum of the first r)``;
-    their sum is the squared norm of the gradient that an adapter of rank r can follow.
-    """
-    return {name: torch.linalg.svdvals(g.double())[:largest].square() for name, g in gradients.items()}

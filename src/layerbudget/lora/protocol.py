@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from ..errors import InvalidInput
 
 STARTS = ("default", "gradients")
+DEVICES = ("auto", "cpu", "cuda")
 ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
 
 
@@ -34,11 +37,11 @@ class Protocol:
     """
 
     lr: float = 1e-3
-    epochs: float = 3
+    epochs: float = 3.0
     batch: int = 32
     accumulation: int = 1
     warmup: int = 50
-    alpha: float = 16
+    alpha: float = 16.0
     ratio: float = 2.0
     alpha_policy: str = "constant-ratio"
     dropout: float = 0.0
@@ -51,17 +54,42 @@ class Protocol:
     start: str = "default"
 
     def __post_init__(self) -> None:
-        for name in ("lr", "epochs", "batch", "accumulation", "cutoff", "top_k"):
-            if not getattr(self, name) > 0:
+        for name in ("lr", "epochs", "batch", "accumulation", "alpha", "ratio", "cutoff", "top_k", "clip"):
+            if not 0 < getattr(self, name) < float("inf"):
                 raise InvalidInput(f"{name} is {getattr(self, name)}.", "It must be positive.", "")
-        if self.start not in STARTS:
-            raise InvalidInput(f"start is {self.start!r}.", f"Starts are {' and '.join(STARTS)}.", "")
-        if self.alpha_policy not in ALPHA_POLICIES:
-            raise InvalidInput(f"alpha_policy is {self.alpha_policy!r}.", f"Policies are {', '.join(ALPHA_POLICIES)}.", "")
+        for name, limit in (
+            ("dropout", 1),
+            ("warmup", float("inf")),
+            ("balance", float("inf")),
+            ("weight_decay", float("inf")),
+        ):
+            if not 0 <= getattr(self, name) < limit:
+                raise InvalidInput(f"{name} is {getattr(self, name)}.", f"It lies in [0, {limit:g}).", "")
+        for name, known in (("start", STARTS), ("alpha_policy", ALPHA_POLICIES)):
+            if getattr(self, name) not in known:
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}.", f"It is one of {', '.join(known)}.", "")
         if self.batch % self.accumulation:
             raise InvalidInput(
                 f"A batch of {self.batch} does not split into {self.accumulation} parts.", "", "Choose a divisor of the batch."
             )
+
+    def changed(self, values: Mapping[str, Any]) -> Protocol:
+        """Another protocol with these numbers.
+
+        Raises:
+            InvalidInput: An unknown name, a value of another type, or one outside its range.
+
+        >>> Protocol().changed({"dropout": 0.1, "cutoff": 512}).cutoff
+        512
+        """
+        fields = {f.name: type(f.default) for f in dataclasses.fields(self)}
+        for name, value in values.items():
+            if name not in fields:
+                raise InvalidInput(f"A protocol has no {name!r}.", f"It has {', '.join(fields)}.", "")
+            wanted = fields[name]
+            if type(value) is not wanted and not (wanted is float and type(value) is int):
+                raise InvalidInput(f"{name} is {value!r}.", f"It is of type {wanted.__name__}.", "")
+        return dataclasses.replace(self, **values)
 
 
 # Published protocol of the paper's experiments (Sec. 5 and MoLA's recipe): AdamW 3e-4, r 8, alpha 16, dropout .05, cutoff 256,

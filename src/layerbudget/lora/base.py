@@ -1,0 +1,79 @@
+"""The model that a fine-tuning starts from: its head, its precision and where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InvalidInput
+from ..loading import resolve
+from .protocol import DEVICES
+
+Loader = Callable[[int], nn.Module]
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def device_named(name: str) -> torch.device:
+    """``cpu`` or ``cuda``; ``auto`` is the accelerator where there is one.
+
+    Raises:
+        InvalidInput: Another name, or a machine without a usable accelerator.
+    """
+    if name not in DEVICES:
+        raise InvalidInput(
+            f"The device is {name!r}.", f"It is one of {', '.join(DEVICES)}.", "Choose a card with CUDA_VISIBLE_DEVICES."
+        )
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput("No CUDA device can be used here.", "Devices are cpu and cuda.", "Use cpu.")
+    return torch.device("cpu" if name == "cpu" or not torch.cuda.is_available() else "cuda")
+
+
+def classifier_loader(
+    name: str, labels: int, *, dtype: str = "float32", device: str = "cpu", revision: str | None = None, four_bit: bool = False
+) -> Loader:
+    """``seed -> model``: a causal LM as it is, any other checkpoint with a fresh classification head.
+
+    Args:
+        name: ``demo``, a local folder or a hub id.
+        labels: Outputs of the head.
+        dtype: Type of the base's weights, ``float32`` or ``bfloat16``; what is trained is float32 in any case.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        revision: Hub revision.
+        four_bit: Hold the base's Linear weights in 4 bits (NF4), as QLoRA does; computes in ``dtype``.
+
+    Raises:
+        InvalidInput: Another precision or device, or 4 bits without bitsandbytes.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
+
+    if dtype not in PRECISIONS:
+        raise InvalidInput(f"dtype is {dtype!r}.", f"Bases are held in {' or '.join(PRECISIONS)}.", "Use bfloat16.")
+    place, where = device_named(device), resolve(name)
+    options: dict[str, Any] = {"dtype": PRECISIONS[dtype], "revision": revision}
+    if four_bit:
+        options |= {"quantization_config": _four_bit(PRECISIONS[dtype]), "device_map": {"": place.type}}
+    architecture = (AutoConfig.from_pretrained(where, revision=revision).architectures or [""])[0]
+    causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+
+    def load(seed: int) -> nn.Module:
+        set_seed(seed)
+        if causal:
+            model = AutoModelForCausalLM.from_pretrained(where, **options)
+        else:
+            model = AutoModelForSequenceClassification.from_pretrained(where, num_labels=labels, **options)
+        return model if four_bit else model.to(place)
+
+    return load
+
+
+def _four_bit(compute: torch.dtype) -> Any:
+    import importlib.util
+
+    from transformers import BitsAndBytesConfig
+
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise InvalidInput("A base in 4 bits needs bitsandbytes.", "", "Install bitsandbytes, or hold the base in bfloat16.")
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
