@@ -10,8 +10,9 @@ all blocks, the default of ``score --estimator adapter``); permuted and permuted
 further rank), by-rank-plain (the same without curvature), by-rank-permuted (its curves in random
 order), by-rank-shuffled (its ranks in random order among modules of equal cost), equal-parameters (every module the same number); gain-init (uniform ranks started in the gradient's
 directions, rows of A as long as PEFT's) and gain-init-unit (rows of length 1, as EVA's); gain-absolute-init-unit (both: planned
-ranks, started so); eva; adalora; replan (uniform, planned again after 30 % of the steps); none (the model as it is). ``rule@rate``
-is the rule at a learning rate of its own, chosen on seed 9, which no table holds (lora_rates.md). For experts: uniform, gain, gain-absolute, permuted,
+ranks, started so); eva; adalora; replan (uniform, planned again after 30 % of the steps); none (the model as it is). ``rule+policy`` is
+the rule with scales that follow the rank (``rslora``, ``constant-alpha``: all alike at the mean rank), ``rule@rate`` the rule at a
+learning rate of its own, chosen on seed 9, which no table holds (lora_rates.md). For experts: uniform, gain, gain-absolute, permuted,
 permuted-absolute, 2468, 8642, alphalora, layerif.
 
 Tasks: ``cola`` and ``mrpc`` with a classification head on an encoder (the pooler is trained with the head, or nothing is
@@ -151,6 +152,7 @@ def expert_counts(bench, rule: str, seed: int, layers: int, total: int, cache: d
 
 def adapted(bench, form: str, rule: str, seed: int, options: argparse.Namespace, cache: dict):
     """A model with its adapters, bf16 base and float32 adapters, and the plan's counts."""
+    rule, _, policy = rule.partition("+")
     planned = "uniform" if rule in UNIFORM else rule.removesuffix("-init-unit")
     plan = plan_for(bench, form, planned, seed, options, cache)
     model = bench.model(seed)
@@ -162,7 +164,7 @@ def adapted(bench, form: str, rule: str, seed: int, options: argparse.Namespace,
     elif rule == "eva":
         wrapped = _eva(model, plan, bench)
     else:
-        wrapped = add_ranks(model, plan, validate=False, **bench.extra)
+        wrapped = add_ranks(model, plan, validate=False, alpha_policy=policy or "constant-ratio", **bench.extra)
         if rule.endswith(("-init", "-init-unit")):
             norm = 1.0 if rule.endswith("-unit") else 3**-0.5
             initialise_from_gradients(wrapped, scores_for(bench, form, "gradients", cache), norm=norm)

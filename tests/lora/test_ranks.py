@@ -41,18 +41,26 @@ def test_every_module_gets_its_rank_and_the_count_is_the_plan(make):
     assert not any(b.name in adapted_ranks(adapted) for b in plan.blocks if b.count == 0)
 
 
-@pytest.mark.parametrize(
-    ("policy", "scale"),
-    [("constant-ratio", lambda r: 2.0), ("constant-alpha", lambda r: 16 / r), ("rslora", lambda r: 16 / r**0.5)],
-)
-def test_alpha_policies_give_the_stated_scale(make, policy, scale):
-    model = make.mistral()
-    plan = make.linears(model, ranks_of)
-    adapted = add_ranks(model, plan, alpha_policy=policy)
-    for name, module in adapted.named_modules():
-        if hasattr(module, "lora_A") and "default" in module.lora_A:
+@pytest.mark.parametrize(("policy", "power"), [("constant-ratio", 0.0), ("rslora", 0.5), ("constant-alpha", 1.0)])
+def test_alpha_policies_give_the_stated_scale(make, policy, power):
+    """Scale = ratio (mean rank / rank)^power, or alpha / rank^power where an alpha is given."""
+    plan = make.linears(make.mistral(), ranks_of)
+    ranks = [b.count for b in plan.blocks if b.count]
+    mean = sum(ranks) / len(ranks)
+    for options, common in (({"ratio": 3.0}, 3.0 * mean**power), ({"alpha": 16.0}, 16.0)):
+        adapted = add_ranks(make.mistral(), plan, alpha_policy=policy, **options)
+        layers = [m for m in adapted.modules() if hasattr(m, "lora_A") and "default" in m.lora_A]
+        assert len(layers) == len(ranks)
+        for module in layers:
             rank = module.lora_A["default"].weight.shape[0]
-            assert module.scaling["default"] == pytest.approx(scale(rank)), name
+            expected = options.get("ratio", 2.0) if policy == "constant-ratio" else common / rank**power
+            assert module.scaling["default"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("policy", ["rslora", "constant-alpha"])
+def test_a_uniform_plan_has_one_scale_under_every_policy(make, policy):
+    model = add_ranks(make.mistral(), make.linears(make.mistral(), 6), alpha_policy=policy, ratio=1.5)
+    assert {round(m.scaling["default"], 9) for m in model.modules() if hasattr(m, "lora_A") and "default" in m.lora_A} == {1.5}
 
 
 def test_ten_layers_and_more_are_not_confused(make):

@@ -52,7 +52,7 @@ def adapt(model: nn.Module, plan: Plan, protocol: Protocol) -> nn.Module:
         if any(n.rpartition(".")[2] == "pooler" and any(True for _ in m.parameters()) for n, m in model.named_modules()):
             options["modules_to_save"] = ["pooler"]
     if plan.kind == "ranks":
-        options |= {"alpha_policy": protocol.alpha_policy, "ratio": protocol.ratio, "alpha": protocol.alpha}
+        options |= {"alpha_policy": protocol.alpha_policy, "ratio": protocol.ratio}
         return _in_float32(add_ranks(model, plan, validate=False, dropout=protocol.dropout, **options))
     if plan.kind == "experts":
         if protocol.alpha_policy != "constant-ratio":

@@ -23,8 +23,8 @@ class Protocol:
         batch: Rows per optimiser step.
         accumulation: Backward passes per optimiser step (causal LMs only: transformers drops the item count for BERT heads).
         warmup: Steps of linear warm-up, at most half of all.
-        alpha: LoRA alpha of experts, and of ranks whose policy reads one alpha.
-        ratio: ``alpha / r`` of ranks under ``constant-ratio``.
+        alpha: LoRA alpha of experts; ranks use ``ratio``.
+        ratio: ``alpha / r`` of ranks, at the plan's mean rank where the policy lets it vary.
         alpha_policy: How the scale of an update follows its rank: see :mod:`layerbudget.lora.ranks`.
         dropout: LoRA dropout.
         cutoff: Longest sequence in tokens.

@@ -6,12 +6,17 @@ alpha follows it. The policies:
 
 - ``constant-ratio`` (default): ``alpha = ratio * r``. Every module has the same scale; this also serves correctly where a
   server reads one alpha and one rank for the whole adapter.
-- ``constant-alpha``: one alpha; scale ``alpha / r`` falls with rank (what a bare ``rank_pattern`` does).
 - ``rslora``: one alpha, scale ``alpha / sqrt(r)`` (Kalajdzievski 2023).
+- ``constant-alpha``: one alpha; scale ``alpha / r`` falls with rank (what a bare ``rank_pattern`` does).
+
+Unless an alpha is given, it is the one for which a module of the plan's mean rank has the scale ``ratio``: a uniform plan then
+trains alike under all three, and a learning rate tuned for it serves each. With a common scale the first steps of Adam grow
+with the rank (every rank adds a step of its own), with ``rslora`` by its root, with ``constant-alpha`` not at all.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -27,7 +32,7 @@ def to_lora_config(
     *,
     alpha_policy: str = "constant-ratio",
     ratio: float = 2.0,
-    alpha: float = 16.0,
+    alpha: float | None = None,
     dropout: float = 0.0,
     **options: Any,
 ):
@@ -39,8 +44,8 @@ def to_lora_config(
     Args:
         plan: A plan of kind ``ranks``.
         alpha_policy: ``constant-ratio``, ``constant-alpha`` or ``rslora`` (see the module's text).
-        ratio: ``alpha / r`` under ``constant-ratio``.
-        alpha: Alpha under the other two policies.
+        ratio: Scale of a module of mean rank; of every module under ``constant-ratio``.
+        alpha: Alpha under the other two policies, instead of the one that ``ratio`` implies.
         dropout: LoRA dropout.
         options: Passed on to ``LoraConfig`` (``task_type``, ``modules_to_save``, ``init_lora_weights``, ...).
 
@@ -59,8 +64,10 @@ def to_lora_config(
     if not adapted:
         raise InvalidInput("Every rank of this plan is zero.", "", "Plan with a larger budget.")
     excluded = sorted(m for m, r in ranks.items() if r == 0)
-    scale = (lambda r: ratio * r) if alpha_policy == "constant-ratio" else (lambda r: alpha)
-    largest = max(adapted.values())
+    mean, largest = sum(adapted.values()) / len(adapted), max(adapted.values())
+    implied = ratio * (math.sqrt(mean) if alpha_policy == "rslora" else mean)
+    common = implied if alpha is None else alpha
+    scale = (lambda r: ratio * r) if alpha_policy == "constant-ratio" else (lambda r: common)
     settings = {
         "r": largest,
         "lora_alpha": scale(largest),
