@@ -13,7 +13,7 @@ from torch import nn
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import CoverageError, InvalidInput, ModelMismatch, UnknownBlock
 from layerbudget.lora.initialise import initialise_from_gradients
-from layerbudget.lora.ranks import adapted_ranks, add_ranks, to_lora_config
+from layerbudget.lora.ranks import adapted_ranks, add_ranks, fold_scales, to_lora_config
 from layerbudget.planning import explain_plan
 from layerbudget.planning.serving import serving_hint
 from layerbudget.scores.adapter_space import accumulated_gradients
@@ -61,6 +61,27 @@ def test_alpha_policies_give_the_stated_scale(make, policy, power):
 def test_a_uniform_plan_has_one_scale_under_every_policy(make, policy):
     model = add_ranks(make.mistral(), make.linears(make.mistral(), 6), alpha_policy=policy, ratio=1.5)
     assert {round(m.scaling["default"], 9) for m in model.modules() if hasattr(m, "lora_A") and "default" in m.lora_A} == {1.5}
+
+
+@pytest.mark.parametrize("policy", ["rslora", "constant-alpha"])
+def test_folded_scales_are_one_and_change_nothing(make, policy, tmp_path):
+    model = add_ranks(make.mistral().double(), make.linears(make.mistral(), ranks_of), alpha_policy=policy).double().eval()
+    make.perturb(model)
+    with torch.no_grad():
+        expected = model(input_ids=ids()).logits
+    fold_scales(model, 1.5)
+    layers = [m for m in model.modules() if hasattr(m, "lora_A") and "default" in m.lora_A]
+    assert {m.scaling["default"] for m in layers} == {1.5}
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(make.mistral().double(), tmp_path).double().eval()
+    config = loaded.peft_config["default"]
+    assert not config.use_rslora and config.lora_alpha == 1.5 * config.r
+    for again in (model, loaded):
+        with torch.no_grad():
+            assert torch.allclose(again(input_ids=ids()).logits, expected, atol=1e-12)
+    assert {m.scaling["default"] for m in loaded.modules() if hasattr(m, "lora_A") and "default" in m.lora_A} == {1.5}
+    with pytest.raises(InvalidInput, match="positive"):
+        fold_scales(model, 0.0)
 
 
 def test_ten_layers_and_more_are_not_confused(make):

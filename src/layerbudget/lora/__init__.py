@@ -12,6 +12,7 @@ _PUBLIC = {
     "to_lora_config": "ranks",
     "add_ranks": "ranks",
     "adapted_ranks": "ranks",
+    "fold_scales": "ranks",
     "serving_hint": "..planning.serving",
     "to_experts_config": "mixtures",
     "add_experts": "mixtures",

@@ -28,6 +28,7 @@ from ..records import dumps, write_text
 from .adapt import started
 from .base import Loader
 from .protocol import Protocol
+from .ranks import fold_scales
 from .rows import Rows, is_causal
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ def train_one(
             callback.attach(trainer)
     checkpoints = list((folder / "checkpoints").glob("checkpoint-*"))
     outcome = trainer.train(resume_from_checkpoint=True if resume and checkpoints else None)
+    if protocol.alpha_policy != "constant-ratio":
+        fold_scales(model, protocol.ratio)  # what is saved has one scale, as servers assume
     model.save_pretrained(str(folder / "adapter"))
     result: dict[str, Any] = {"seed": seed, "training_loss": outcome.training_loss, "steps": trainer.state.global_step}
     result["metrics"], result["predictions"] = {}, {}

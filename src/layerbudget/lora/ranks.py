@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import CoverageError, InvalidInput
@@ -128,3 +129,34 @@ def add_ranks(
             "Use the plan's own configuration.",
         )
     return adapted
+
+
+def fold_scales(model: nn.Module, ratio: float = 2.0, adapter_name: str = "default") -> None:
+    """Give every module the scale ``ratio`` and its B the rest: the same update, ``alpha = ratio * r`` everywhere.
+
+    After training under ``rslora`` or ``constant-alpha`` this makes an adapter that a server which reads one alpha and one
+    rank for all modules applies correctly.
+
+    Args:
+        model: A model with LoRA ranks.
+        ratio: The common ``alpha / r``.
+        adapter_name: Name of the adapter.
+
+    Raises:
+        InvalidInput: A ratio that is not positive.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    if not 0 < ratio < math.inf:
+        raise InvalidInput(f"ratio is {ratio}.", "It must be positive.", "")
+    config = model.peft_config[adapter_name]
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer) or adapter_name not in module.lora_A:
+            continue
+        rank = module.r[adapter_name]
+        with torch.no_grad():
+            module.lora_B[adapter_name].weight.mul_(module.scaling[adapter_name] / ratio)
+        module.scaling[adapter_name], module.lora_alpha[adapter_name] = ratio, ratio * rank
+        module.use_rslora[adapter_name] = False
+        config.alpha_pattern[targets.pattern(targets.base_name(name))] = ratio * rank
+    config.use_rslora, config.lora_alpha = False, ratio * config.r
