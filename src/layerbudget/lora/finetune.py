@@ -39,14 +39,18 @@ def _arguments(
 ):  # fmt: skip
     from transformers import TrainingArguments
 
+    options: dict[str, Any] = {}
+    if checkpointing:  # later releases of transformers renamed it
+        new = "activation_checkpointing" in {f.name for f in dataclasses.fields(TrainingArguments)}
+        name = "activation_checkpointing" if new else "gradient_checkpointing"
+        options = {name: True, f"{name}_kwargs": {"use_reentrant": False}}
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"), seed=seed, data_seed=seed, num_train_epochs=protocol.epochs,
         per_device_train_batch_size=protocol.batch // protocol.accumulation, gradient_accumulation_steps=protocol.accumulation,
         learning_rate=protocol.lr, lr_scheduler_type="linear", warmup_steps=min(protocol.warmup, steps // 2),
         weight_decay=protocol.weight_decay, max_grad_norm=protocol.clip, optim="adamw_torch", bf16=bf16, use_cpu=cpu,
         save_strategy="epoch", save_total_limit=1, logging_steps=10, report_to=[], remove_unused_columns=False,
-        disable_tqdm=quiet, dataloader_num_workers=0, gradient_checkpointing=checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
+        disable_tqdm=quiet, dataloader_num_workers=0, **options,
     )  # fmt: skip
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several cards would be one DataParallel, with several times the batch
     return arguments
