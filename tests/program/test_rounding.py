@@ -4,7 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
 
+import layerbudget.program.knapsack as knapsack_module
 from layerbudget.errors import InfeasibleBudget, InvalidInput
 from layerbudget.program import allocate, round_capacity, round_parameters, round_pattern, sparsify
 from layerbudget.program.knapsack import knapsack
@@ -77,6 +79,55 @@ def test_knapsack_brute_force(seed):
     take, bound, exact, _, _ = knapsack(gain, cost, budget)
     best = max(gain @ np.array(x) for x in itertools.product((0, 1), repeat=k) if cost @ np.array(x) <= budget)
     assert exact and cost[take].sum() <= budget and gain[take].sum() == pytest.approx(best) == pytest.approx(bound)
+
+
+def increments(rng, blocks, cost):
+    gain = (rng.gamma(2.0, 1.0, blocks)[:, None] * np.diff(np.log1p(np.arange(65)))).ravel()
+    return gain, np.repeat(cost, 64)
+
+
+@pytest.mark.parametrize("kind", ["latency", "parameters", "equal weights"])
+def test_the_core_of_a_large_model_is_solved_as_another_solver_solves_it(rng, kind):
+    """Optimal for 224 matrices with 64 steps each, whether or not costs share a unit; HiGHS says so where it ends in time."""
+    shapes = np.tile([8192.0] * 4 + [15104.0] * 3, 32)
+    gain, cost = increments(rng, 224, rng.random(224) + 0.5 if kind == "latency" else shapes)
+    if kind == "equal weights":
+        gain = np.tile(np.diff(np.log1p(np.arange(65))), 224)
+    budget = 0.13 * cost.sum()
+    take, bound, exact, price, spread = knapsack(gain, cost, budget)
+    value = gain[take].sum()
+    assert exact and cost[take].sum() <= budget and bound == pytest.approx(value, rel=1e-12)
+    open_ = np.flatnonzero(np.abs(gain - price * cost) <= spread * (1 + 1e-9) + 1e-12)
+    settled = take.copy()
+    settled[open_] = False
+    answer = milp(
+        -gain[open_], constraints=LinearConstraint(cost[open_][None, :], -np.inf, budget - cost[settled].sum()),
+        bounds=Bounds(0, 1), integrality=np.ones(open_.size), options={"time_limit": 5.0, "mip_rel_gap": 0.0},
+    )  # fmt: skip
+    assert answer.x is None or gain[settled].sum() - answer.fun <= value * (1 + 1e-9)
+    assert gain[settled].sum() - answer.mip_dual_bound >= value * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_core_that_outgrows_its_limits_keeps_a_true_bound(seed, monkeypatch):
+    monkeypatch.setattr(knapsack_module, "_STATES", 3)
+    monkeypatch.setattr(knapsack_module, "_HISTORY", 12 if seed % 2 else 10**6)
+    rng = np.random.default_rng(seed)
+    cost = rng.random(12) + 0.1
+    gain, budget = cost + 0.01 * rng.random(12), float(0.5 * cost.sum())
+    take, bound, exact, _, _ = knapsack(gain, cost, budget)
+    best = max(gain @ np.array(x) for x in itertools.product((0, 1), repeat=12) if cost @ np.array(x) <= budget)
+    value = gain[take].sum()
+    assert cost[take].sum() <= budget * (1 + 1e-15) and value <= best + 1e-12 <= bound + 2e-12
+    assert not exact or value == pytest.approx(best, abs=1e-12)
+
+
+def test_gains_proportional_to_costs_leave_a_small_gap_and_no_wait(rng):
+    cost = rng.random(5000) + 0.5
+    for gain in (cost, cost + 0.1):
+        take, bound, _, _, _ = knapsack(gain, cost, float(0.3 * cost.sum()))
+        assert cost[take].sum() <= 0.3 * cost.sum() * (1 + 1e-12)
+        assert 0 <= bound - gain[take].sum() <= 1e-4 * bound
 
 
 @pytest.mark.parametrize("seed", range(30))

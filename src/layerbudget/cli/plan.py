@@ -104,7 +104,7 @@ def _register_ranks(verbs: Any) -> None:
 def _capacity(p: argparse.ArgumentParser) -> None:
     p.add_argument("--utility", default="log", choices=tuple(UTILITIES))
     p.add_argument("--spend", choices=("exactly", "at_most"), default="exactly")
-    p.add_argument("--method", choices=("auto", "greedy", "milp", "floor", "largest-remainder"), default="auto")
+    p.add_argument("--method", choices=("auto", "greedy", "exact", "floor", "largest-remainder"), default="auto")
     p.add_argument("--latency", default=None, metavar="FILE", help="seconds per unit of capacity: {block: seconds}")
     p.add_argument("--fix", action="append", default=[], metavar="BLOCK=COUNT")
 

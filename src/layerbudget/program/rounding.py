@@ -16,7 +16,7 @@ from .knapsack import knapsack
 from .solution import Solution, frozen
 
 _ROUNDING = 1e-12
-METHODS = ("auto", "greedy", "milp", "floor", "largest-remainder")
+METHODS = ("auto", "greedy", "exact", "floor", "largest-remainder")
 
 
 class Rounded:
@@ -65,7 +65,7 @@ def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 
 
     Args:
         solution: What :func:`layerbudget.program.allocate` returned.
-        method: ``auto`` (greedy where it is exact, else the exact core), ``greedy``, ``milp``, ``floor`` (the paper's rule),
+        method: ``auto`` (greedy where it is exact, else the exact core), ``greedy``, ``exact``, ``floor`` (the paper's rule),
             ``largest-remainder``.
         multiple: Counts are multiples of this (rank 8, say).
         minimum: Smallest count, on top of the program's own floors.
@@ -100,7 +100,7 @@ def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 
         counts, bound, exact = counts, problem.bound(), False
     else:
         counts, bound, exact = problem.solve(exactly=method != "greedy")
-    return problem.result(counts, bound, method if method != "auto" else ("milp" if not problem.equal else "greedy"), exact)
+    return problem.result(counts, bound, method if method != "auto" else ("exact" if not problem.equal else "greedy"), exact)
 
 
 def _room(amount: Vector, budget: float, floor: Vector) -> Vector:
