@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from peft.config import PeftConfig
 
 from ...errors import InvalidInput
-
-PEFT_NAME = "lora_experts"
-PREFIX = "lora_experts_"
+from .naming import peft_type
 
 
 @dataclass
@@ -61,7 +59,7 @@ class ExpertsConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.peft_type = _peft_type()
+        self.peft_type = peft_type()
         if isinstance(self.target_modules, (list, tuple)):
             self.target_modules = set(self.target_modules)
         if isinstance(self.exclude_modules, (list, tuple)):
@@ -83,10 +81,3 @@ class ExpertsConfig(PeftConfig):
             if re.match(rf"(.*\.)?({pattern})$", name):
                 return count
         return self.experts
-
-
-def _peft_type():
-    """Return the member of PEFT's enumeration, registered on first use."""
-    from .registration import peft_type
-
-    return peft_type()

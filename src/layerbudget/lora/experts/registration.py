@@ -1,31 +1,13 @@
-"""Registration with PEFT through its public ``register_peft_method``.
-
-PEFT asks that ``PeftType`` have a member of the method's name, and ``PeftType`` is an enumeration without an extension
-point. The member is therefore added here, once; nothing else of PEFT is touched.
-"""
+"""Registration with PEFT through its public ``register_peft_method``."""
 
 from __future__ import annotations
 
 from peft.utils import register_peft_method
-from peft.utils.peft_types import PeftType
 
 from ...errors import LayerbudgetError
-from .config import PEFT_NAME, PREFIX
-
-_MEMBER = PEFT_NAME.upper()
-
-
-def peft_type() -> PeftType:
-    """Return the enumeration member ``PeftType.LORA_EXPERTS``, adding it where PEFT does not have it."""
-    if _MEMBER not in PeftType.__members__:
-        member = str.__new__(PeftType, _MEMBER)
-        member._name_ = _MEMBER
-        member._value_ = _MEMBER
-        PeftType._member_map_[_MEMBER] = member
-        PeftType._member_names_.append(_MEMBER)
-        PeftType._value2member_map_[_MEMBER] = member
-        type.__setattr__(PeftType, _MEMBER, member)
-    return PeftType[_MEMBER]
+from .config import ExpertsConfig
+from .naming import PEFT_NAME, PREFIX, peft_type
+from .tuner import ExpertsModel
 
 
 def register() -> None:
@@ -35,9 +17,6 @@ def register() -> None:
         LayerbudgetError: Another package registered the same name.
     """
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    from .config import ExpertsConfig
-    from .tuner import ExpertsModel
 
     known = PEFT_TYPE_TO_CONFIG_MAPPING.get(peft_type())
     if known is ExpertsConfig:

@@ -11,8 +11,9 @@ from torch import nn
 
 from ...errors import CoverageError, InvalidInput
 from .balance import Routing
-from .config import PREFIX, ExpertsConfig
+from .config import ExpertsConfig
 from .layer import ExpertsLayer, ExpertsLinear, shape_of
+from .naming import PREFIX
 
 
 class ExpertsModel(BaseTuner):
