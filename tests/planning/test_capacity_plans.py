@@ -133,6 +133,12 @@ def test_one_percent_more_budget_buys_what_the_price_says(mistral):
     assert penalty[1] - penalty[0] == pytest.approx(price * (b.budget["limit"] - a.budget["limit"]), rel=0.02)
 
 
+def test_a_uniform_plan_is_explained_in_a_word(mistral):
+    sentences = explain_plan(plan_ranks(mistral, mean_rank=8, rule="uniform"))["sentences"]
+    assert "Every block gets 8." in sentences and not any("Most goes to" in s for s in sentences)
+    assert any("Most goes to" in s for s in explain_plan(plan_ranks(mistral, mean_rank=8))["sentences"])
+
+
 def test_sweep_marks_the_front(mistral):
     found = sweep(mistral, kind="ranks", budgets=[4, 8], exponents=[0.5, 1.0, 3.0])
     assert len(found["rows"]) == 6

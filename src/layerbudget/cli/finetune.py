@@ -34,7 +34,9 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--device", choices=DEVICES, default="auto", help="default: the accelerator where there is one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="precision of the base's weights")
     parser.add_argument("--four-bit", action="store_true", help="hold the base in 4 bits (NF4, needs bitsandbytes)")
-    parser.add_argument("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
+    parser.add_argument(
+        "--gradient-checkpointing", action="store_true", help="compute activations again instead of keeping them"
+    )
     parser.add_argument("--revision", help="hub revision of the model")
     parser.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast (always with --dtype bfloat16)")
     parser.add_argument("--replan", type=float, metavar="FRACTION", help="plan again once after this fraction of training")

@@ -71,8 +71,11 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
     word = {"sparsity": "sparsity", "joint": "sparsity", "ranks": "rank", "experts": "experts"}[plan.kind]
     spent, limit, unit = float(plan.budget["spent"]), float(plan.budget["limit"]), plan.budget.get("unit")
     sentences = [f"The rule {plan.rule} decides {word} for {len(name)} blocks and uses {spent:.6g} of {limit:.6g} {unit}."]
+    equal = float(np.ptp(value)) <= 1e-9 * float(np.abs(value).max(initial=0.0))
     sentences.append(
-        f"Most goes to {name[order[-1]]} ({value[order[-1]]:.4g}), least to {name[order[0]]} ({value[order[0]]:.4g}); "
+        f"Every block gets {value[0]:.4g}."
+        if equal
+        else f"Most goes to {name[order[-1]]} ({value[order[-1]]:.4g}), least to {name[order[0]]} ({value[order[0]]:.4g}); "
         f"the mean is {value.mean():.4g}, the standard deviation {value.std():.4g}."
     )
     c = plan.certificate
