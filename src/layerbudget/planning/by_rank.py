@@ -64,11 +64,19 @@ def by_rank(
     rounded = allocate_increments(rows, cost, budget["limit"], lower=low, upper=high, multiple=hyper["multiple"])
     _check_reach(scores, rows, rounded.counts, high)
     kept = {k: v for k, v in hyper.items() if k not in _SURROGATE}
+    share = _uniform_share(rows, cost, budget["limit"], rounded.value) if rule == "by-rank" else None
     counts = rounded.counts
     return make_plan(
         scores, "ranks", rule, scores.blocks, counts.astype(float), counts, {**budget, "spent": rounded.spent}, kept, None,
-        rounding=rounded.to_dict(),
+        rounding=rounded.to_dict(), uniform_share=share,
     )  # fmt: skip
+
+
+def _uniform_share(rows: Sequence[Sequence[float]], cost: Vector, limit: float, value: float) -> float | None:
+    """Gain of the same rank everywhere (a fraction of a rank in proportion) over the plan's gain: what there is to win."""
+    rank = limit / float(np.sum(cost))
+    worth = sum(float(np.interp(rank, np.arange(len(r) + 1), np.concatenate([[0.0], np.cumsum(r)]))) for r in rows)
+    return worth / value if value > 0 else None
 
 
 def _check_reach(scores: Scores, rows: Sequence[Sequence[float]], counts: np.ndarray, high: Vector) -> None:

@@ -138,6 +138,9 @@ def _on_integers(plan: Plan) -> list[str]:
             f"Integers by {r['method']}, {proof}: utility {r['value']:.6g}, {r['optimum']:.6g} for the continuous optimum, "
             f"{r['spent']:.6g} of {r['budget']:.6g} spent."
         )
+    share = plan.extra.get("uniform_share")
+    if share is not None:
+        sentences.append(f"The same rank everywhere would have {share:.1%} of this gain: that is what there is to win.")
     bent = plan.extra.get("convexified") or {}
     if bent:
         worst = max(bent, key=lambda name: bent[name])

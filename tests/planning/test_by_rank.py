@@ -1,0 +1,51 @@
+"""Ranks by the gain of every further rank, from scores as a file would hold them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from layerbudget.configurations import blocks_from_config
+from layerbudget.errors import InfeasibleBudget, InvalidInput
+from layerbudget.planning import explain_plan, plan_ranks, sweep
+from layerbudget.scores.record import Scores
+
+CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture
+def scores(rng):
+    """Matrices of two layers with falling increments of their own scale and decay."""
+    blocks = blocks_from_config(CONFIG, by="linear")
+    curves = [rng.gamma(2.0) * np.exp(-np.arange(32) / rng.uniform(2, 12)) for _ in blocks]
+    plain = Scores.from_values({b.name: float(c.sum()) for b, c in zip(blocks, curves, strict=True)}, blocks)
+    return dataclasses.replace(plain, extra={"increments": [[c.tolist() for c in curves]]})
+
+
+def test_the_plan_says_what_uniform_ranks_would_have(scores):
+    curves = np.array(scores.extra["increments"][0])
+    plan = plan_ranks(scores, mean_rank=6, rule="by-rank", min_rank=0)
+    had = sum(c[:n].sum() for c, n in zip(curves, plan.counts, strict=True))
+    assert plan.extra["uniform_share"] == pytest.approx(curves[:, :6].sum() / had) and plan.extra["uniform_share"] < 1
+    half = plan_ranks(scores, mean_rank=6.5, rule="by-rank", min_rank=0)
+    worth = (curves[:, :6].sum() + curves[:, :7].sum()) / 2
+    assert half.extra["uniform_share"] == pytest.approx(worth / half.extra["rounding"]["value"])
+    said = " ".join(explain_plan(plan)["sentences"])
+    assert f"The same rank everywhere would have {plan.extra['uniform_share']:.1%}" in said
+    assert plan_ranks(scores, mean_rank=6, rule="by-rank-permuted", seed=1).extra["uniform_share"] is None
+
+
+def test_a_sweep_reports_the_measured_gain(scores):
+    rows = sweep(scores, kind="ranks", budgets=[2, 4, 8], rule="by-rank")["rows"]
+    for row in rows:
+        plan = plan_ranks(scores, mean_rank=row["budget"], rule="by-rank")
+        assert row["value"] == pytest.approx(plan.extra["rounding"]["value"]) and row["status"] == "binding"
+    assert all(a["value"] < b["value"] for a, b in zip(rows, rows[1:], strict=False)) and all(r["front"] for r in rows)
+
+
+def test_what_was_not_measured_is_not_planned(scores):
+    with pytest.raises(InfeasibleBudget, match="more than the 32 ranks"):
+        plan_ranks(scores, mean_rank=30, rule="by-rank")
+    assert plan_ranks(scores, mean_rank=30, rule="by-rank", max_rank=32).counts.max() == 32
+    with pytest.raises(InvalidInput, match="exponent has no meaning"):
+        plan_ranks(scores, mean_rank=4, rule="by-rank", exponent=2.0)
