@@ -152,6 +152,18 @@ def test_where_and_how_the_base_is_held_is_checked(encoder, monkeypatch, tmp_pat
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_the_head_of_an_encoder_in_four_bits_is_trained(make, tokenizer, task, tmp_path):
+    encoder = make.bert(2, hidden_size=64, intermediate_size=128)
+    plan = make.linears(encoder, lambda n: 4 if "attention" in n else 0)
+    encoder.save_pretrained(tmp_path / "bert")
+    load = classifier_loader(str(tmp_path / "bert"), 2, dtype="bfloat16", four_bit=True)
+    found = finetune(load, tokenizer, plan, task, tmp_path / "out", protocol=QUICK)
+    assert found["metrics"]["held_out"]["accuracy"]["value"] > 0.8
+    saved = load_file(tmp_path / "out" / "seed-0" / "adapter" / "adapter_model.safetensors")
+    assert {v.dtype for v in saved.values()} == {torch.float32} and any("classifier" in k for k in saved)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("start", ["default", "gradients"])
 def test_a_base_in_four_bits_is_fine_tuned(make, tokenizer, task, tmp_path, start):
     big = make.mistral(2, hidden_size=128, intermediate_size=128, head_dim=32, num_key_value_heads=4)

@@ -13,6 +13,7 @@ from ..loading import resolve
 from .protocol import DEVICES
 
 Loader = Callable[[int], nn.Module]
+HEADS = ["classifier", "score", r".*pooler", "pre_classifier", "lm_head", "embed_out"]
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -76,4 +77,7 @@ def _four_bit(compute: torch.dtype) -> Any:
 
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InvalidInput("A base in 4 bits needs bitsandbytes.", "", "Install bitsandbytes, or hold the base in bfloat16.")
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute,
+        llm_int8_skip_modules=HEADS,  # heads are trained whole, and 4-bit weights cannot be
+    )  # fmt: skip
