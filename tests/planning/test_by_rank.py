@@ -7,7 +7,7 @@ import pytest
 
 from layerbudget.configurations import blocks_from_config
 from layerbudget.errors import InfeasibleBudget, InvalidInput
-from layerbudget.planning import explain_plan, plan_ranks, sweep
+from layerbudget.planning import diff_plans, explain_plan, plan_ranks, sweep
 from layerbudget.scores.record import Scores
 
 CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -32,6 +32,7 @@ def test_the_plan_says_what_uniform_ranks_would_have(scores):
     assert half.extra["uniform_share"] == pytest.approx(worth / half.extra["rounding"]["value"])
     said = " ".join(explain_plan(plan)["sentences"])
     assert f"The same rank everywhere would have {plan.extra['uniform_share']:.1%}" in said
+    assert plan_ranks(scores, mean_rank=6, rule="by-rank", max_rank=4).extra["uniform_share"] == pytest.approx(1.0)
     assert plan_ranks(scores, mean_rank=6, rule="by-rank-permuted", seed=1).extra["uniform_share"] is None
 
 
@@ -49,3 +50,10 @@ def test_what_was_not_measured_is_not_planned(scores):
     assert plan_ranks(scores, mean_rank=30, rule="by-rank", max_rank=32).counts.max() == 32
     with pytest.raises(InvalidInput, match="exponent has no meaning"):
         plan_ranks(scores, mean_rank=4, rule="by-rank", exponent=2.0)
+
+
+def test_a_uniform_plan_ranks_nothing(scores):
+    plan, even = (plan_ranks(scores, mean_rank=6, rule=rule) for rule in ("by-rank", "uniform"))
+    assert diff_plans(plan, even)["rank_correlation"] == 0.0
+    assert diff_plans(even, even)["rank_correlation"] == 1.0
+    assert diff_plans(plan, plan)["rank_correlation"] == pytest.approx(1.0)

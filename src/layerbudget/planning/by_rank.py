@@ -64,7 +64,7 @@ def by_rank(
     rounded = allocate_increments(rows, cost, budget["limit"], lower=low, upper=high, multiple=hyper["multiple"])
     _check_reach(scores, rows, rounded.counts, high)
     kept = {k: v for k, v in hyper.items() if k not in _SURROGATE}
-    share = _uniform_share(rows, cost, budget["limit"], rounded.value) if rule == "by-rank" else None
+    share = _uniform_share(rows, cost, budget["limit"], high, rounded.value) if rule == "by-rank" else None
     counts = rounded.counts
     return make_plan(
         scores, "ranks", rule, scores.blocks, counts.astype(float), counts, {**budget, "spent": rounded.spent}, kept, None,
@@ -72,10 +72,11 @@ def by_rank(
     )  # fmt: skip
 
 
-def _uniform_share(rows: Sequence[Sequence[float]], cost: Vector, limit: float, value: float) -> float | None:
-    """Gain of the same rank everywhere (a fraction of a rank in proportion) over the plan's gain: what there is to win."""
-    rank = limit / float(np.sum(cost))
-    worth = sum(float(np.interp(rank, np.arange(len(r) + 1), np.concatenate([[0.0], np.cumsum(r)]))) for r in rows)
+def _uniform_share(rows: Sequence[Sequence[float]], cost: Vector, limit: float, high: Vector, value: float) -> float | None:
+    """Gain of the same rank everywhere (up to the caps, a fraction in proportion) over the plan's: what there is to win."""
+    rank = np.minimum(limit / float(np.sum(cost)), high)
+    curves = (np.concatenate([[0.0], np.cumsum(row)]) for row in rows)
+    worth = sum(float(np.interp(r, np.arange(len(c)), c)) for r, c in zip(rank, curves, strict=True))
     return worth / value if value > 0 else None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import ModelMismatch
 from ..plan import Plan
 from ..program.inputs import Vector, choice
-from ..program.transfer import _spearman
+from ..program.transfer import spearman
 from ..scores.record import Scores
 from .by_rank import RULES as BY_RANK
 from .by_rank import increments_of
@@ -54,7 +54,7 @@ def diff_plans(first: Plan, second: Plan) -> dict[str, Any]:
         "budgets": [dict(first.budget), dict(second.budget)],
         "moved": float(np.abs(counts).sum() / 2),
         "largest": rows[int(np.argmax(np.abs(change)))],
-        "rank_correlation": _spearman(first.values, second.values),
+        "rank_correlation": spearman(first.values, second.values),
         "same": bool((counts == 0).all()),
         "blocks": rows,
     }
@@ -140,7 +140,8 @@ def _on_integers(plan: Plan) -> list[str]:
         )
     share = plan.extra.get("uniform_share")
     if share is not None:
-        sentences.append(f"The same rank everywhere would have {share:.1%} of this gain: that is what there is to win.")
+        rest = f"{share:.1%} of this gain: that is what there is to win." if share < 0.9995 else "as much of this gain."
+        sentences.append(f"The same rank everywhere would have {rest}")
     bent = plan.extra.get("convexified") or {}
     if bent:
         worst = max(bent, key=lambda name: bent[name])

@@ -173,7 +173,7 @@ def _transfer(
     idle = _loss(second, second.low, x_b)
     return Transfer(
         drift=drift, regret=regret, relative_regret=regret / abs(idle) if idle else 0.0, bound=bound, sharp_bound=sharp,
-        lipschitz=lipschitz, modulus=sigma, rank_correlation=_spearman(*pair), source=a, target=b,
+        lipschitz=lipschitz, modulus=sigma, rank_correlation=spearman(*pair), source=a, target=b,
     )  # fmt: skip
 
 
@@ -183,10 +183,22 @@ def _loss(program: Program, x: Vector, best: Vector) -> float:
     return float(np.add.reduce(each))
 
 
-def _spearman(q: Vector, r: Vector) -> float:
+def spearman(q: Vector, r: Vector) -> float:
+    """Spearman's rank correlation; values that differ by rounding are ties.
+
+    Where one side ranks nothing it is 0, where neither does 1.
+
+    >>> spearman(np.array([1.0, 2.0, 3.0]), np.array([8.0, 8.0, 8.0]))
+    0.0
+    """
     from scipy.stats import rankdata
 
-    a, b = rankdata(q), rankdata(r)
-    a, b = a - a.mean(), b - b.mean()
-    norm = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / norm if norm > 0 else 1.0
+    ranks = []
+    for x in (q, r):
+        unit = 1e-12 * float(np.abs(x).max(initial=0.0)) or 1.0
+        rank = rankdata(np.round(x / unit))
+        ranks.append(rank - rank.mean())
+    one, other = (float(np.linalg.norm(x)) for x in ranks)
+    if one == 0.0 or other == 0.0:
+        return float(one == other)
+    return float(ranks[0] @ ranks[1]) / (one * other)
