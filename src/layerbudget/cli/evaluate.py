@@ -12,6 +12,7 @@ def register(subparsers: Any) -> None:
     """Add the parser of ``evaluate``."""
     parser = subparsers.add_parser("evaluate")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
+    parser.add_argument("--adapter", metavar="DIR", help="a saved adapter to put on the model: LoRA ranks or experts")
     parser.add_argument("--perplexity", nargs="+", metavar="DATA", help="texts to report perplexity on (default: stdlib)")
     parser.add_argument(
         "--tasks", help="comma-separated tasks: rte, boolq, arc_easy, arc_challenge, hellaswag, winogrande, openbookqa"
@@ -40,7 +41,11 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
     sets = {s: evaluation_set(s, tokenizer, length=arguments.length, windows=arguments.windows) for s in sources}
     model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device)
-    result: dict[str, Any] = {"model": arguments.model, "perplexity": {}, "tasks": {}}
+    if arguments.adapter:
+        from ..lora.loading import load_adapter
+
+        model = load_adapter(model, arguments.adapter)
+    result: dict[str, Any] = {"model": arguments.model, "adapter": arguments.adapter, "perplexity": {}, "tasks": {}}
     for source, data in sets.items():
         with progress_bar(arguments, f"perplexity on {source}") as progress:
             found = perplexity(model, data, batch_size=arguments.batch_size, progress=progress)

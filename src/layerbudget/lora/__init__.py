@@ -19,6 +19,7 @@ _PUBLIC = {
     "adapted_experts": "mixtures",
     "expert_costs": "mixtures",
     "ExpertsConfig": "experts",
+    "load_adapter": "loading",
     "initialise_from_gradients": "initialise",
     "Replan": "replan",
 }

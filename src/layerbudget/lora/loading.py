@@ -1,0 +1,64 @@
+"""Put a saved adapter on a model: LoRA ranks or a mixture of LoRA experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import BadModel, NotFound
+
+
+def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -> Any:
+    """The model with a saved adapter, in evaluation mode; every tensor of the file is in it.
+
+    ``PeftModel.from_pretrained`` knows mixtures of experts only after ``import layerbudget.lora.experts`` and only warns where
+    tensors find no place; both are seen to here.
+
+    Args:
+        model: The base model.
+        folder: What ``save_pretrained`` wrote (``seed-0/adapter`` of a fine-tuning).
+        merge: Add the update to the base's weights and return the plain model (ranks only).
+
+    Returns:
+        A ``PeftModel``, or the merged model.
+
+    Raises:
+        NotFound: No adapter is there.
+        BadModel: It does not fit this model, or a mixture should be merged.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from . import experts  # noqa: F401  (registers the mixture with PEFT)
+
+    folder = Path(folder)
+    if not (folder / "adapter_config.json").is_file():
+        inside = sorted(str(p.parent) for p in folder.glob("*/adapter/adapter_config.json"))
+        raise NotFound(
+            f"{folder} holds no adapter_config.json.", "An adapter is a folder that save_pretrained wrote.",
+            f"Point to {inside[0]}." if inside else "Check the path.",
+        )  # fmt: skip
+    kind = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("peft_type")
+    if merge and kind == "LORA_EXPERTS":
+        raise BadModel("A mixture of experts cannot be merged.", "Its update depends on the token.", "Keep it as an adapter.")
+    try:
+        adapted = PeftModel.from_pretrained(model, str(folder))
+        saved = load_file(folder / "adapter_model.safetensors")
+    except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadModel(
+            f"The adapter {folder} does not fit this model: {first[:200]}", "", "Give the base model that it was trained on."
+        ) from error
+    present = get_peft_model_state_dict(adapted)
+    lost = [k for k, v in saved.items() if k not in present or not torch.equal(present[k].cpu().float(), v.float())]
+    if lost:
+        raise BadModel(
+            f"{len(lost)} of the {len(saved)} tensors of {folder} have no place in this model, first {lost[0]}.", "",
+            "Give the base model that it was trained on.",
+        )  # fmt: skip
+    return (adapted.merge_and_unload() if merge else adapted).eval()

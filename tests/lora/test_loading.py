@@ -1,0 +1,94 @@
+"""Saved adapters on a fresh base: ranks and mixtures, and what does not fit."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from layerbudget.cli import main
+from layerbudget.errors import BadModel, NotFound
+from layerbudget.lora.loading import load_adapter
+from layerbudget.lora.mixtures import add_experts
+from layerbudget.lora.ranks import add_ranks
+
+
+def ids():
+    return torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def saved(make, tmp_path):
+    """Logits of an adapted model and the folder of its adapter, for ranks and for experts."""
+    found = {}
+    for kind in ("ranks", "experts"):
+        base = make.mistral().double()
+        if kind == "ranks":
+            model = add_ranks(base, make.linears(base, lambda n: 3 if "proj" in n else 0))
+        else:
+            model = add_experts(base, make.layers(base, [2] * base.config.num_hidden_layers))
+        model = model.double().eval()
+        make.perturb(model)
+        with torch.no_grad():
+            found[kind] = model(input_ids=ids()).logits
+        model.save_pretrained(tmp_path / kind)
+    return tmp_path, found
+
+
+def test_a_saved_adapter_computes_the_same_and_ranks_merge(saved, make):
+    folder, expected = saved
+    for kind, logits in expected.items():
+        for merge in (False, True) if kind == "ranks" else (False,):
+            model = load_adapter(make.mistral().double(), folder / kind, merge=merge).double()
+            assert not model.training
+            with torch.no_grad():
+                assert torch.allclose(model(input_ids=ids()).logits, logits, atol=1e-12), (kind, merge)
+            assert hasattr(model, "peft_config") != merge
+    with pytest.raises(BadModel, match="cannot be merged"):
+        load_adapter(make.mistral(), folder / "experts", merge=True)
+
+
+def test_what_does_not_fit_is_refused(saved, make, tmp_path):
+    folder, _ = saved
+    for base in (make.mistral(1), make.mistral(hidden_size=48, head_dim=12), make.bert(2)):
+        with pytest.raises(BadModel, match="does not fit|no place"):
+            load_adapter(base, folder / "ranks")
+    (tmp_path / "run" / "seed-0").mkdir(parents=True)
+    (folder / "ranks").rename(tmp_path / "run" / "seed-0" / "adapter")
+    with pytest.raises(NotFound, match=r"Point to .*seed-0"):
+        load_adapter(make.mistral(), tmp_path / "run")
+    place = tmp_path / "run" / "seed-0" / "adapter"
+    tensors = load_file(place / "adapter_model.safetensors")
+    save_file(
+        {**tensors, "base_model.model.model.layers.7.q_proj.lora_A.weight": torch.ones(3, 4)},
+        place / "adapter_model.safetensors",
+    )
+    with pytest.raises(BadModel, match="have no place"):
+        load_adapter(make.mistral(), place)
+    (place / "adapter_model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(BadModel, match="does not fit"):
+        load_adapter(make.mistral(), place)
+
+
+def test_perplexity_with_an_adapter(tmp_path, capsys):
+    from layerbudget.blocks import partition
+    from layerbudget.loading import load_model
+    from layerbudget.planning import plan_ranks
+
+    model = load_model("demo")
+    plan = plan_ranks(partition(model, "linear", exclude="lm_head"), mean_rank=2, rule="uniform")
+    adapted = add_ranks(model, plan, task_type="CAUSAL_LM", validate=False)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(0))
+    adapted.save_pretrained(tmp_path / "adapter")
+    words = ["evaluate", "demo", "--perplexity", "stdlib", "--windows", "2", "--length", "32", "--json", "--quiet"]
+    assert main(words) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main([*words, "--adapter", str(tmp_path / "adapter")]) == 0
+    changed = json.loads(capsys.readouterr().out)
+    assert plain["adapter"] is None and changed["adapter"].endswith("adapter")
+    assert plain["perplexity"]["stdlib"]["value"] != changed["perplexity"]["stdlib"]["value"]
+    assert main([*words, "--adapter", str(tmp_path)]) == 2
+    assert "adapter_config.json" in capsys.readouterr().err
