@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..costs import Budget, amount_of, parse_budget, rank_parameters, unit_cost
-from ..errors import InfeasibleBudget, InvalidInput
+from ..errors import InvalidInput
 from ..plan import Plan
 from ..program import rules
 from ..program.allocation import allocate
@@ -18,9 +18,10 @@ from ..program.rounding import round_capacity
 from ..program.utilities import Function
 from ..records import Block
 from ..scores.record import Scores
+from . import published
 from .by_rank import RULES as BY_RANK
 from .by_rank import by_rank
-from .common import blocks_of, make_plan, matching, need_scores, oriented, weights_of
+from .common import blocks_of, make_plan, matching, need_scores, weights_of
 
 RANK_RULES = ("mdl", "permuted", "uniform", "size", *BY_RANK)
 
@@ -98,8 +99,8 @@ def plan_experts(
     hyper |= {"damping": damping, "smoothing": smoothing, "utility": getattr(utility, "name", utility), "parity": parity}
     record = {"unit": wanted.unit, "limit": limit, "text": wanted.text}
     if rule not in ("mdl", "permuted"):
-        make = _maker(scores, rule, blocks, ~held, low, damping=damping, exponent=exponent, parity=parity)
-        counts = _by_rule(make, rule, cost, limit, (low, high, held), parity=parity)
+        make = published.maker(scores, rule, blocks, ~held, low, damping=damping, exponent=exponent, parity=parity)
+        counts = published.counts_within(make, rule, cost, limit, (low, high, held), parity=parity)
         return make_plan(scores, "experts", rule, blocks, counts, counts, record | {"spent": float(cost @ counts)}, hyper, None)
     q = weights_of(scores, damping, smoothing, rule, seed)
     hyper |= {"exponent": 1.0 if exponent is None else exponent} | ({"seed": seed} if rule == "permuted" else {})
@@ -236,66 +237,3 @@ def _pin(blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str,
         base[found] = np.minimum(base[found], float(value))
         held[found] = True
     return base, held
-
-
-def _maker(
-    scores: Scores | Sequence[Block], rule: str, blocks: Sequence[Block], free: np.ndarray, low: Vector, *,
-    damping: float | None, exponent: float | None, parity: bool,
-) -> Callable[[int], Vector]:  # fmt: skip
-    """A published rule as a function ``total -> counts`` of the blocks that are not fixed."""
-    rules.known("mola-2468" if rule.startswith("mola-") else rule, rules.EXPERT_RULES)
-    size, least = int(free.sum()), int(low[free].max(initial=0.0))
-    power: dict[str, Any] = {} if exponent is None else {"exponent": exponent}
-    if rule.startswith("mola-"):
-        return lambda total: rules.mola_experts(size, rule[5:], total)
-    if rule == "uniform":
-        return lambda total: rules.apportion(np.ones(size), total, minimum=least)
-    if rule == "size":
-        numel = np.array([float(b.numel) for b in blocks])[free]
-        return lambda total: rules.apportion(numel, total, minimum=least)
-    if rule == "layerif":
-        values = oriented(scores, damping)[free]
-        return lambda total: rules.layerif_experts(-values, total, **power)
-    alpha = need_scores(scores).values(damping)[free]  # as they are: a larger tail exponent earns more experts
-    return lambda total: rules.alphalora_experts(alpha, total, parity=parity, **power)
-
-
-def _by_rule(
-    make: Callable[[int], Vector], rule: str, cost: Vector, limit: float, bounds: tuple[Vector, Vector, np.ndarray], *,
-    parity: bool,
-) -> Vector:  # fmt: skip
-    """Counts of a published rule: fixed blocks as they are, for the others the largest total whose counts fit the budget."""
-    low, high, held = bounds
-    counts, free = low.copy(), ~held
-    left = limit - float(cost[held] @ low[held])
-    if not free.any():
-        if left >= -1e-12 * limit:
-            return counts
-        raise _unpaid(rule, limit, float(cost @ low))
-    total = int(max(left, 0.0) / cost[free].min() * (1 + 1e-12))
-    while total > 0:
-        counts[free] = make(total)
-        spent = float(cost[free] @ counts[free])
-        if spent <= left * (1 + 1e-12):
-            _within(rule, counts, None if parity else low, high)
-            return counts
-        total = min(total - 1, int(total * left / spent) + 1)
-    raise _unpaid(rule, limit, float(cost @ low))
-
-
-def _within(rule: str, counts: Vector, low: Vector | None, high: Vector) -> None:
-    if (counts > high).any():
-        raise InfeasibleBudget(
-            f"The rule {rule} gives up to {counts.max():g} experts, the caps allow {high.min():g}.", "", "Raise max_experts."
-        )
-    if low is not None and (counts < low).any():
-        k = int(np.argmax(low - counts))
-        raise InfeasibleBudget(
-            f"The rule {rule} gives block {k} {counts[k]:g} experts, its minimum is {low[k]:g}.",
-            "",
-            "Lower min_experts, raise the budget, or use rule='mdl'.",
-        )
-
-
-def _unpaid(rule: str, limit: float, least: float) -> InfeasibleBudget:
-    return InfeasibleBudget(f"The budget {limit:g} pays no plan of the rule {rule}.", f"At least {least:g}.", "Raise it.")
