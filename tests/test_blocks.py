@@ -1,3 +1,4 @@
+import dataclasses
 import shutil
 
 import pytest
@@ -6,8 +7,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from layerbudget.blocks import check_finite, describe, fingerprint, layers, partition, weight_of
-from layerbudget.errors import BadModel, InvalidInput, UnknownBlock, UnknownStructure
+from layerbudget.errors import BadModel, CoverageError, InvalidInput, ModelMismatch, UnknownBlock, UnknownStructure
 from layerbudget.loading import DEMO_MODEL, load_model
+from layerbudget.plan import Plan, PlanBlock
 
 EXPECTED = {  # matrices per layer, prunable parameters per layer, computed by hand from the tiny config
     "llama": (7, 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48),
@@ -179,3 +181,36 @@ def test_transposed_experts_have_their_sides_the_right_way_round():
     )
     found = {m.name.rsplit(".", 1)[1]: (m.d_in, m.d_out, m.copies) for b in partition(model) for m in b.modules}
     assert found["gate_up_proj"] == (16, 48, 4) and found["down_proj"] == (24, 16, 4)
+
+
+def packed(model):
+    """Weights of all matrices in the layers as packed bytes, as quantisers leave them."""
+    for _, layer in layers(model):
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                module.weight = nn.Parameter(torch.zeros(module.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+    return model
+
+
+def test_a_quantised_model_is_known_by_its_skeleton(make_model):
+    plain, held = make_model("llama"), packed(make_model("llama"))
+    a, b = describe(plain), describe(held)
+    assert not a["quantised"] and b["quantised"] and a["digest"] != b["digest"] and a["skeleton"] == b["skeleton"]
+    assert describe(packed(make_model("llama")))["digest"] == b["digest"]
+    rows = (PlanBlock(name="q", value=1.0, count=1, numel=4, modules=("q",)),)
+    plan = Plan(kind="ranks", rule="uniform", blocks=rows, budget={"unit": "params", "limit": 1, "spent": 1}, model=a)
+    plan.validate(b)
+    dataclasses.replace(plan, model=b).validate(a)
+    other = make_model("llama")
+    with torch.no_grad():
+        next(p for n, p in other.named_parameters() if n.endswith("norm.weight")).add_(1.0)
+    with pytest.raises(ModelMismatch):
+        plan.validate(describe(packed(other)))
+
+
+def test_quantised_values_are_not_read(make_model):
+    model = packed(make_model("llama"))
+    name = partition(model, "linear")[0].modules[0].name
+    with pytest.raises(CoverageError, match="is quantised"):
+        weight_of(model, name)
+    assert weight_of(model, name, packed=True)[0].in_features > 0

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from .errors import BadModel, InvalidInput, UnknownBlock, UnknownStructure
+from .errors import BadModel, CoverageError, InvalidInput, UnknownBlock, UnknownStructure
 from .records import Block, Module, natural_key
 
 
@@ -74,11 +74,17 @@ def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, nn.
                     yield record.name, module, parameter, record
 
 
-def weight_of(model: nn.Module, name: str) -> tuple[nn.Module, nn.Parameter]:
+def weight_of(model: nn.Module, name: str, *, packed: bool = False) -> tuple[nn.Module, nn.Parameter]:
     """Owner module and parameter of a weight matrix named as in a :class:`~layerbudget.records.Module`.
+
+    Args:
+        model: The model.
+        name: Full name.
+        packed: Also accept quantised weights, whose parameter is no matrix of numbers (for callers that need only the owner).
 
     Raises:
         UnknownBlock: The model has no such matrix.
+        CoverageError: It is quantised.
     """
     for candidate, own in ((name, "weight"), tuple(name.rsplit(".", 1)) if "." in name else (name, "weight")):
         try:
@@ -87,6 +93,12 @@ def weight_of(model: nn.Module, name: str) -> tuple[nn.Module, nn.Parameter]:
             continue
         parameter = getattr(owner, own, None)
         if isinstance(parameter, nn.Parameter):
+            if not (packed or parameter.is_floating_point()):
+                raise CoverageError(
+                    f"{name} is quantised ({type(owner).__name__}): its values cannot be read or changed.",
+                    "Estimators that read activations and gradients can score it: fisher-gram, kfac, adapter, rank-gain.",
+                    "Use one of those, or load the model in bfloat16.",
+                )
             return owner, parameter
     raise UnknownBlock(f"The model has no weight matrix {name!r}.", "", "Partition this model to list its names.")
 
@@ -168,23 +180,55 @@ def _embedding_weights(model: nn.Module) -> list[nn.Parameter]:
     return [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
 
 
+def _sample(tensor: torch.Tensor) -> bytes:
+    """At most 512 evenly spaced values, rounded to bfloat16, so that a cast changes nothing."""
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() // 512)
+    return flat[::step][:512].to(torch.float32).to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
+
+
+def quantised(model: nn.Module) -> list[str]:
+    """Full names of weights that are held as packed integers (bitsandbytes and its like)."""
+    found = []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, nn.Linear) and weight is not None and not weight.is_floating_point():
+            found.append(f"{name}.weight")
+    return found
+
+
 def fingerprint(model: nn.Module) -> str:
-    """Content hash of a model: names, shapes and a sample of every tensor (bf16-rounded, so a cast keeps the hash)."""
-    h = hashlib.sha256()
+    """Content hash of a model: names, shapes and a sample of every tensor (of quantised ones only the name)."""
+    h, packed = hashlib.sha256(), tuple(quantised(model))
     for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() // 512)
-        sample = flat[::step][:512].to(torch.float32).to(torch.bfloat16).view(torch.int16).cpu().numpy()
+        if packed and name.startswith(packed):
+            h.update(name.encode() if name in packed else b"")
+            continue
         h.update(f"{name}:{tuple(tensor.shape)}".encode())
-        h.update(sample.tobytes())
+        h.update(_sample(tensor))
+    return h.hexdigest()[:16]
+
+
+def skeleton(model: nn.Module) -> str:
+    """Content hash of what quantisation leaves as it is: all names and shapes, and values outside the ``nn.Linear`` weights."""
+    h = hashlib.sha256()
+    for name, module in sorted(model.named_modules()):
+        for own, tensor in sorted(module._parameters.items()):
+            if tensor is None:
+                continue
+            linear = isinstance(module, nn.Linear) and own == "weight"
+            shape = (module.out_features, module.in_features) if linear else tuple(tensor.shape)
+            h.update(f"{name}.{own}:{shape}".encode())
+            h.update(b"" if linear else _sample(tensor))
     return h.hexdigest()[:16]
 
 
 def describe(model: nn.Module, identifier: str | None = None) -> dict[str, Any]:
-    """``{id, revision, digest}`` of a loaded model, as the files carry it."""
+    """``{id, revision, digest, skeleton, quantised}`` of a loaded model, as the files carry it."""
     config = getattr(model, "config", None)
     name = identifier or getattr(config, "_name_or_path", "") or type(model).__name__
-    return {"id": name, "revision": getattr(config, "_commit_hash", None), "digest": fingerprint(model)}
+    record = {"id": name, "revision": getattr(config, "_commit_hash", None), "digest": fingerprint(model)}
+    return {**record, "skeleton": skeleton(model), "quantised": bool(quantised(model))}
 
 
 def check_finite(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 from torch import nn
 
 from .blocks import check_finite
-from .errors import BadModel, InvalidInput, NotFound
+from .errors import BadModel, InvalidInput, MissingDependency, NotFound
 
 logger = logging.getLogger(__name__)
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
+HEADS = ["classifier", "score", r".*pooler", "pre_classifier", "lm_head", "embed_out"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -72,7 +74,27 @@ def _device(name: str) -> torch.device:
     return place
 
 
-def load_model(name: str, *, dtype: str = "float32", revision: str | None = None, device: str = "cpu") -> nn.Module:
+def four_bit_config(compute: torch.dtype) -> Any:
+    """Hold the matrices of a base in 4 bits (NF4), as QLoRA does; heads and poolers, which are trained whole, stay as they are.
+
+    Args:
+        compute: Type in which products are computed.
+
+    Raises:
+        MissingDependency: bitsandbytes is not installed.
+    """
+    from transformers import BitsAndBytesConfig
+
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingDependency("A base in 4 bits needs bitsandbytes.", "", "Install bitsandbytes, or use bfloat16.")
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, llm_int8_skip_modules=HEADS
+    )
+
+
+def load_model(
+    name: str, *, dtype: str = "float32", revision: str | None = None, device: str = "cpu", four_bit: bool = False
+) -> nn.Module:
     """Load a model in evaluation mode with finite weights.
 
     The class follows the checkpoint: causal LM, masked LM, sequence classification, or the bare encoder.
@@ -82,11 +104,13 @@ def load_model(name: str, *, dtype: str = "float32", revision: str | None = None
         dtype: ``float32`` (default: scores and statistics are computed in it), ``bfloat16``, ``float16``, ``float64``.
         revision: Hub revision.
         device: Where to put it.
+        four_bit: Hold its matrices in 4 bits, for scores that read activations and gradients, and for adapters.
 
     Raises:
         NotFound: No such folder.
         BadModel: The checkpoint does not load, lacks tensors, or holds NaN or infinite weights.
         InvalidInput: Unknown dtype, or a device that this machine does not have.
+        MissingDependency: 4 bits without bitsandbytes.
     """
     from safetensors import SafetensorError
     from transformers import AutoConfig
@@ -95,10 +119,11 @@ def load_model(name: str, *, dtype: str = "float32", revision: str | None = None
         raise InvalidInput(f"dtype is {dtype!r}.", f"It is one of {', '.join(DTYPES)}.", "Use float32 unless memory is short.")
     place = _device(device)
     where = resolve(name)
+    packed = {"quantization_config": four_bit_config(DTYPES[dtype]), "device_map": {"": device}} if four_bit else {}
     try:
         config = AutoConfig.from_pretrained(where, revision=revision)
         model, report = _auto_class(config).from_pretrained(
-            where, revision=revision, dtype=DTYPES[dtype], output_loading_info=True
+            where, revision=revision, dtype=DTYPES[dtype], output_loading_info=True, **packed
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -114,7 +139,7 @@ def load_model(name: str, *, dtype: str = "float32", revision: str | None = None
             "transformers would fill them with random numbers.",
             "Download or save the whole checkpoint.",
         )
-    model = model.to(place).eval()
+    model = (model if four_bit else model.to(place)).eval()
     check_finite(model)
     model.config._name_or_path = name
     return model

@@ -112,12 +112,14 @@ class Plan:
         """Refuse a model that the plan was not made for.
 
         Args:
-            model: ``{id, revision, digest}`` of the model at hand (:func:`layerbudget.blocks.describe`).
+            model: ``{id, revision, digest, ...}`` of the model at hand (:func:`layerbudget.blocks.describe`). Where one of the
+                two is quantised, the skeletons are compared: a plan made in bfloat16 serves the model in 4 bits and back.
 
         Raises:
             ModelMismatch: The content digests differ.
         """
-        mine, theirs = self.model.get("digest"), model.get("digest")
+        key = "skeleton" if self.model.get("quantised") or model.get("quantised") else "digest"
+        mine, theirs = self.model.get(key), model.get(key)
         if mine and theirs and mine != theirs:
             raise ModelMismatch(
                 f"The plan was made for {self.model.get('id')} ({mine}); this model is {model.get('id')} ({theirs}).",

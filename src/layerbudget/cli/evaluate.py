@@ -23,6 +23,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--windows", type=int, help="at most so many windows (default: all of the text)")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--four-bit", action="store_true", help="hold the model's matrices in 4 bits (NF4, needs bitsandbytes)")
     parser.add_argument("--revision")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("-o", "--out", help="also write the result to this JSON file")
@@ -40,7 +41,13 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     sources = arguments.perplexity or ([] if arguments.tasks else ["stdlib"])
     tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
     sets = {s: evaluation_set(s, tokenizer, length=arguments.length, windows=arguments.windows) for s in sources}
-    model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device)
+    model = load_model(
+        arguments.model,
+        dtype=arguments.dtype,
+        revision=arguments.revision,
+        device=arguments.device,
+        four_bit=arguments.four_bit,
+    )
     if arguments.adapter:
         from ..lora.loading import load_adapter
 

@@ -27,6 +27,7 @@ def register(subparsers: Any) -> None:
         "--set", dest="options", action="append", default=[], metavar="NAME=VALUE",
         help="an option of the estimator, for example --set draws=4 (may be repeated)",
     )  # fmt: skip
+    parser.add_argument("--four-bit", action="store_true", help="hold the model's matrices in 4 bits (NF4, needs bitsandbytes)")
     parser.add_argument("--validation", metavar="DATA", help="layerif: validation text (default: see the estimator)")
     parser.add_argument("--excess", action="store_true", help="subtract the noise floor: rank by what noise does not explain")
     parser.add_argument("--stage", metavar="DIR", help="keep finished parts here: resumes, grows with more samples, is reused")
@@ -44,9 +45,9 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..scores.gain import check_estimator
 
     check_estimator(arguments.estimator)
-    ignored = [n for n in ("excess", "stage", "validation", "options") if getattr(arguments, n)]
+    ignored = [n for n in ("excess", "stage", "validation", "four_bit", "options") if getattr(arguments, n)]
     if arguments.given and ignored:
-        flag = "--set" if ignored[0] == "options" else f"--{ignored[0]}"
+        flag = "--set" if ignored[0] == "options" else f"--{ignored[0].replace('_', '-')}"
         raise InvalidInput(f"{flag} has no meaning for imported scores.", "", "Leave it out, or score instead of importing.")
     options = named_values(arguments.options)
     check_output(arguments.out, overwrite=arguments.overwrite)

@@ -32,7 +32,8 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
 
     tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
     data = calibration(arguments.data, tokenizer, samples=arguments.samples, length=arguments.length, seed=arguments.seed)
-    model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device)
+    options = {"four_bit": True} if getattr(arguments, "four_bit", False) else {}
+    model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device, **options)
     return model, tokenizer, data
 
 

@@ -104,7 +104,7 @@ def coverage(model: nn.Module) -> Iterator[Finding]:
     except LayerbudgetError as error:
         yield Finding(check="coverage", severity="warning", what=error.what, remedy=error.remedy)
         return
-    held = {id(weight_of(model, m.name)[1]) for b in blocks for m in b.modules}
+    held = {id(weight_of(model, m.name, packed=True)[1]) for b in blocks for m in b.modules}
     prefixes = tuple(name + "." for name, _ in layers(model))
     inside = [(n, p) for n, p in model.named_parameters() if n.startswith(prefixes) and p.ndim >= 2]
     missed = [(n, p) for n, p in inside if id(p) not in held]

@@ -56,7 +56,7 @@ class Effort:
 
 def time_pass(model: nn.Module, batch: Batch, blocks: Sequence[Block]) -> Pass:
     """Run one sample forward and backward twice; measure time and what autograd saves."""
-    parameters = {id(p): p for b in blocks for m in b.modules for p in [weight_of(model, m.name)[1]]}.values()
+    parameters = {id(p): p for b in blocks for m in b.modules for p in [weight_of(model, m.name, packed=True)[1]]}.values()
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput
-from ..loading import resolve
+from ..loading import four_bit_config, resolve
 from .protocol import DEVICES
 
 Loader = Callable[[int], nn.Module]
-HEADS = ["classifier", "score", r".*pooler", "pre_classifier", "lm_head", "embed_out"]
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -55,7 +54,7 @@ def classifier_loader(
     place, where = device_named(device), resolve(name)
     options: dict[str, Any] = {"dtype": PRECISIONS[dtype], "revision": revision}
     if four_bit:
-        options |= {"quantization_config": _four_bit(PRECISIONS[dtype]), "device_map": {"": place.type}}
+        options |= {"quantization_config": four_bit_config(PRECISIONS[dtype]), "device_map": {"": place.type}}
     architecture = (AutoConfig.from_pretrained(where, revision=revision).architectures or [""])[0]
     causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
 
@@ -68,16 +67,3 @@ def classifier_loader(
         return model if four_bit else model.to(place)
 
     return load
-
-
-def _four_bit(compute: torch.dtype) -> Any:
-    import importlib.util
-
-    from transformers import BitsAndBytesConfig
-
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise InvalidInput("A base in 4 bits needs bitsandbytes.", "", "Install bitsandbytes, or hold the base in bfloat16.")
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute,
-        llm_int8_skip_modules=HEADS,  # heads are trained whole, and 4-bit weights cannot be
-    )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..blocks import fingerprint, is_conv1d
+from ..blocks import describe, is_conv1d
 from ..errors import CoverageError, InvalidInput, UnknownBlock
 from ..plan import Plan
 
@@ -56,7 +56,7 @@ def check(model: nn.Module, plan: Plan, counts: Mapping[str, int], *, validate: 
             tied to another module's.
     """
     if validate and plan.model.get("digest"):
-        plan.validate({"id": type(model).__name__, "digest": fingerprint(model)})
+        plan.validate({**describe(model), "id": type(model).__name__})
     modules = dict(model.named_modules())
     owners: dict[int, list[str]] = {}
     for name, module in modules.items():

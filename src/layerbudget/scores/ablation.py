@@ -117,7 +117,7 @@ def _without(model: nn.Module, block: Block, trace: _Trace, whole: dict[str, int
             module.forward = lambda *args, **kwargs: _like(_hidden(args, kwargs), output)  # type: ignore[method-assign]
         else:
             for matrix in block.modules:
-                owner, _ = weight_of(model, matrix.name)
+                owner, _ = weight_of(model, matrix.name, packed=True)
                 handles.append(owner.register_forward_hook(lambda m, i, out: torch.zeros_like(out)))
         yield
     finally:
@@ -150,7 +150,7 @@ def _refuse_fused(model: nn.Module, blocks: Sequence[Block]) -> None:
         CoverageError: Names the first.
     """
     for matrix in (m for b in blocks for m in b.modules):
-        owner, _ = weight_of(model, matrix.name)
+        owner, _ = weight_of(model, matrix.name, packed=True)
         if not (isinstance(owner, nn.Linear) or is_conv1d(owner)):
             raise CoverageError(
                 f"{matrix.name} is a part of {type(owner).__name__} and has no output of its own to leave out.",

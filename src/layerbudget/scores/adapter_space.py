@@ -164,8 +164,10 @@ def _as_block(model: nn.Module, name: str) -> Block:
     from ..blocks import is_conv1d, weight_of
     from ..records import Module
 
-    owner, parameter = weight_of(model, name)
+    owner, parameter = weight_of(model, name, packed=True)
     shape = tuple(parameter.shape[::-1] if is_conv1d(owner) else parameter.shape)
+    if isinstance(owner, nn.Linear):
+        shape = (owner.out_features, owner.in_features)  # which a quantised parameter does not have
     if len(shape) != 2:
         _refuse_direct({name: parameter})
     return Block(name=name, modules=(Module(name=name, d_out=shape[0], d_in=shape[1]),))

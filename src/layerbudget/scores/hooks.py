@@ -55,7 +55,7 @@ def tracked(model: nn.Module, blocks: Sequence[Block]) -> tuple[dict[nn.Module, 
     direct: dict[str, nn.Parameter] = {}
     for block in blocks:
         for record in block.modules:
-            owner, parameter = weight_of(model, record.name)
+            owner, parameter = weight_of(model, record.name, packed=True)
             if isinstance(owner, nn.Linear) or is_conv1d(owner):
                 names[id(parameter)] = record.name
             else:
