@@ -57,12 +57,8 @@ class Protocol:
         for name in ("lr", "epochs", "batch", "accumulation", "alpha", "ratio", "cutoff", "top_k", "clip"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InvalidInput(f"{name} is {getattr(self, name)}.", "It must be positive.", "")
-        for name, limit in (
-            ("dropout", 1),
-            ("warmup", float("inf")),
-            ("balance", float("inf")),
-            ("weight_decay", float("inf")),
-        ):
+        for name in ("dropout", "warmup", "balance", "weight_decay"):
+            limit = 1.0 if name == "dropout" else float("inf")
             if not 0 <= getattr(self, name) < limit:
                 raise InvalidInput(f"{name} is {getattr(self, name)}.", f"It lies in [0, {limit:g}).", "")
         for name, known in (("start", STARTS), ("alpha_policy", ALPHA_POLICIES)):
