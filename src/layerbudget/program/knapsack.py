@@ -82,12 +82,13 @@ class _Core:
         self.doubt = self.top - np.abs(self.gain - price * self.cost)  # the linear bound once the item's choice is reversed
         self.history: list[tuple[int, np.ndarray]] = []
         self.reached: tuple[int, int] | None = None
-        self.greedy, left, self.best = [], self.room, 0.0
-        for i in range(self.fit, self.gain.size):
-            if self.cost[i] <= left:
-                self.greedy.append(i)
-                left -= float(self.cost[i])
-                self.best += float(self.gain[i])
+        self.greedy: list[int] = []
+        self.best, left, rest = 0.0, self.room, np.arange(self.fit, self.gain.size)
+        while (rest := rest[self.cost[rest] <= left]).size:
+            first, rest = int(rest[0]), rest[1:]
+            self.greedy.append(first)
+            left -= float(self.cost[first])
+            self.best += float(self.gain[first])
 
     def solve(self) -> float:
         """Search; returns what no state that was let go can exceed (``-inf`` where none was)."""
