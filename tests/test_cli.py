@@ -113,7 +113,11 @@ def test_ranks_by_the_gain_of_every_further_rank(saved_model, tmp_path, capsys):
     model, scores, plan = saved_model("llama"), str(tmp_path / "s.json"), str(tmp_path / "p.json")
     words = ["score", str(model), "--estimator", "rank-gain", "--by", "linear", "--exclude", "lm_head", *SMALL, "-o", scores]
     assert main(words) == 0
+    capsys.readouterr()
+    assert main(["plan", "ranks", scores, "--mean-rank", "4"]) == 0
+    assert "--rule by-rank plans with it" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "ranks", scores, "--mean-rank", "4", "--rule", "by-rank", "-o", plan]) == 0
+    assert "--rule by-rank plans with it" not in " ".join(capsys.readouterr().out.split())
     written = json.loads((tmp_path / "p.json").read_text())
     assert written["rule"] == "by-rank" and written["extra"]["rounding"]["price"] > 0
     assert len({b["count"] for b in written["blocks"]}) > 1

@@ -186,8 +186,11 @@ def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     """``plan ranks``."""
     from ..planning import plan_ranks
 
+    scores = load_scores(a.scores)
+    if a.rule == "mdl" and "increments" in getattr(scores, "extra", {}):
+        say(a, ["These scores hold the gain of every further rank: --rule by-rank plans with it, without a surrogate utility."])
     plan = plan_ranks(
-        load_scores(a.scores), mean_rank=a.mean_rank, budget=a.budget or a.params, multiple=a.multiple,
+        scores, mean_rank=a.mean_rank, budget=a.budget or a.params, multiple=a.multiple,
         min_rank=a.min_rank, max_rank=a.max_rank, rule=a.rule, seed=a.seed, **_weights(a), **_capacity_options(a),
     )  # fmt: skip
     return _finish(a, plan)
