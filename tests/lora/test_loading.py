@@ -48,6 +48,7 @@ def test_a_saved_adapter_computes_the_same_and_ranks_merge(saved, make):
         load_adapter(make.mistral(), folder / "experts", merge=True)
 
 
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")
 def test_what_does_not_fit_is_refused(saved, make, tmp_path):
     folder, _ = saved
     for base in (make.mistral(1), make.mistral(hidden_size=48, head_dim=12), make.bert(2)):
