@@ -8,8 +8,11 @@ from safetensors.torch import load_file, save_file
 
 from layerbudget.cli import main
 from layerbudget.errors import BadModel, NotFound
+from layerbudget.lora.adapt import adapt
+from layerbudget.lora.base import classifier_loader
 from layerbudget.lora.loading import load_adapter
 from layerbudget.lora.mixtures import add_experts
+from layerbudget.lora.protocol import Protocol
 from layerbudget.lora.ranks import add_ranks
 
 
@@ -46,6 +49,20 @@ def test_a_saved_adapter_computes_the_same_and_ranks_merge(saved, make):
             assert hasattr(model, "peft_config") != merge
     with pytest.raises(BadModel, match="cannot be merged"):
         load_adapter(make.mistral(), folder / "experts", merge=True)
+
+
+def test_a_trained_head_is_loaded_onto_a_base_in_half_precision(make, tmp_path):
+    make.bert(2).save_pretrained(tmp_path / "bert")
+    load = classifier_loader(str(tmp_path / "bert"), 2)
+    model = adapt(load(0), make.linears(make.bert(2), lambda n: 2 if "attention" in n else 0), Protocol())
+    make.perturb(model)
+    model.save_pretrained(tmp_path / "adapter")
+    half = load_adapter(classifier_loader(str(tmp_path / "bert"), 2, dtype="bfloat16")(1), tmp_path / "adapter")
+    whole = load_adapter(load(1), tmp_path / "adapter")
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids()).logits
+        assert torch.allclose(whole(input_ids=ids()).logits, expected, atol=1e-6)
+        assert torch.allclose(half(input_ids=ids()).logits.float(), expected, atol=0.05 * float(expected.abs().max()))
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys")

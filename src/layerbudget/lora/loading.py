@@ -55,7 +55,7 @@ def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -
             f"The adapter {folder} does not fit this model: {first[:200]}", "", "Give the base model that it was trained on."
         ) from error
     present = get_peft_model_state_dict(adapted)
-    lost = [k for k, v in saved.items() if k not in present or not torch.equal(present[k].cpu().float(), v.float())]
+    lost = [k for k, v in saved.items() if k not in present or not torch.equal(present[k].cpu(), v.to(present[k].dtype))]
     if lost:
         raise BadModel(
             f"{len(lost)} of the {len(saved)} tensors of {folder} have no place in this model, first {lost[0]}.", "",
