@@ -13,8 +13,10 @@ experts that were not chosen:  ``y_t = scale * sum_e gate_{t,e} B_e A_e x_t``.
 
 from __future__ import annotations
 
+import functools
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -44,7 +46,18 @@ def spread(gate: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks(experts: int, rank: int, like: Tensor) -> Tensor:
-    return torch.eye(experts, dtype=like.dtype, device=like.device).repeat_interleave(rank, dim=1)
+    """``I_E (x) 1_r`` in the type and on the device of ``like``; made once, for it costs as much as the product with it."""
+    if type(like) not in (Tensor, nn.Parameter) or torch.compiler.is_compiling():
+        return _made(experts, rank, like.dtype, like.device)  # a traced or wrapped tensor must not outlive its trace
+    return _kept(experts, rank, like.dtype, like.device)
+
+
+def _made(experts: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.eye(experts, dtype=dtype, device=device).repeat_interleave(rank, dim=1)
+
+
+_kept = functools.lru_cache(maxsize=64)(_made)
 
 
 class _GatedProduct(torch.autograd.Function):
