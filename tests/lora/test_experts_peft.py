@@ -132,10 +132,13 @@ def test_merging_is_exact_for_one_expert_and_refused_for_more(make):
 
 
 def test_padding_does_not_move_the_balance_gradient(make):
-    """Left-over padding columns change neither the outputs of real tokens nor the router's balance gradient."""
+    """Left-over padding columns change neither the outputs of real tokens nor the router's balance gradient.
+
+    In float64: the perturbed model amplifies float32 rounding a thousandfold, and kernels differ between processors.
+    """
 
     def gradient(padding):
-        model = get_peft_model(make.bert(), config_for(make.bert(), [3, 3, 3, 3], balance_coefficient=1.0)).train()
+        model = get_peft_model(make.bert(), config_for(make.bert(), [3, 3, 3, 3], balance_coefficient=1.0)).train().double()
         make.perturb(model)
         batch = torch.cat([ids(), torch.zeros(3, padding, dtype=torch.long)], 1)
         mask = torch.cat([torch.ones(3, 9, dtype=torch.long), torch.zeros(3, padding, dtype=torch.long)], 1)
@@ -145,7 +148,7 @@ def test_padding_does_not_move_the_balance_gradient(make):
     none, some = gradient(0), gradient(4)
     assert max(g.abs().max() for g in none.values()) > 1e-4
     for name in none:
-        assert torch.allclose(none[name], some[name], atol=2e-6), name
+        assert torch.allclose(none[name], some[name], rtol=0, atol=1e-10), name
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
