@@ -55,6 +55,28 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def known_label(value: object, known: Mapping[object, int], where: str) -> int:
+    """Index of a label value; text is compared as it is written, without regard to case and spaces around it.
+
+    Raises:
+        CorruptFile: A value that the task does not have. Guessing would turn every row into one class.
+
+    >>> known_label("False", {False: 0, True: 1, "false": 0, "true": 1}, "row 1")
+    0
+    """
+    key = value.strip().lower() if isinstance(value, str) else value
+    try:
+        return known[key]
+    except (KeyError, TypeError) as error:
+        names = ", ".join(dict.fromkeys(str(k) for k in known))
+        raise CorruptFile(
+            f"{where} has the label {value!r}.", f"Known labels are {names}.", "Correct or drop the row."
+        ) from error
+
+
+BINARY: Mapping[object, int] = {"0": 0, "1": 1, 0: 0, 1: 1}
+
+
 def _sentence_task(
     name: str, metric: str, labels: Sequence[str], question: Callable[[str, str | None], str], rows: Mapping[str, Iterable]
 ) -> Task:
@@ -73,7 +95,9 @@ def _sentence_task(
 
 def _cola(folder: Path) -> Task:
     def rows(pattern: str):
-        return [(r[3], None, int(r[1])) for r in _table(_open(folder, pattern, f"raw/{pattern}"), 4, header=False)]
+        path = _open(folder, pattern, f"raw/{pattern}")
+        table = enumerate(_table(path, 4, header=False), 1)
+        return [(r[3], None, known_label(r[1], BINARY, f"{path}, row {i}")) for i, r in table]
 
     files = {"train": "in_domain_train.tsv", "in_domain": "in_domain_dev.tsv", "out_of_domain": "out_of_domain_dev.tsv"}
     return _sentence_task(
@@ -85,7 +109,10 @@ def _cola(folder: Path) -> Task:
 
 def _mrpc(folder: Path) -> Task:
     def rows(name: str):
-        return [(r[3], r[4], int(r[0])) for r in _table(_open(folder, name), 5, header=True)]
+        path = _open(folder, name)
+        return [
+            (r[3], r[4], known_label(r[0], BINARY, f"{path}, row {i}")) for i, r in enumerate(_table(path, 5, header=True), 1)
+        ]
 
     return _sentence_task(
         "mrpc", "f1", ("not equivalent", "equivalent"),
@@ -98,7 +125,10 @@ def _rte(folder: Path) -> Task:
     index = {"not_entailment": 0, "entailment": 1}
 
     def rows(name: str):
-        return [(r[1], r[2], index[r[3].strip()]) for r in _table(_open(folder, name), 4, header=True)]
+        path = _open(folder, name)
+        return [
+            (r[1], r[2], known_label(r[3], index, f"{path}, row {i}")) for i, r in enumerate(_table(path, 4, header=True), 1)
+        ]
 
     return _sentence_task(
         "rte", "accuracy", ("not entailment", "entailment"),
@@ -124,13 +154,13 @@ def _choice_task(name: str, splits: dict[str, list[tuple[str, list[str], int, st
 
 def _options(path: Path) -> list[tuple[str, list[str], int, str]]:
     rows = []
-    for row in _lines(path):
+    for number, row in enumerate(_lines(path), 1):
         if "answerKey" not in row:
             continue
         question = row["question"]
-        labels = [choice["label"] for choice in question["choices"]]
+        index = {choice["label"].strip().lower(): i for i, choice in enumerate(question["choices"])}
         texts = [choice["text"] for choice in question["choices"]]
-        rows.append((question["stem"], texts, labels.index(row["answerKey"]), ""))
+        rows.append((question["stem"], texts, known_label(row["answerKey"], index, f"{path}, row {number}"), ""))
     return rows
 
 
@@ -155,11 +185,10 @@ def _scienceqa(folder: Path) -> Task:
     except json.JSONDecodeError as error:
         raise CorruptFile(f"{path} is not JSON ({error}).", "", "Repair the file.") from error
     splits: dict[str, list] = {"train": [], "val": [], "test": []}
-    for problem in problems.values():
+    for name, problem in problems.items():
         if problem.get("image") is None:
-            splits[problem["split"]].append(
-                (problem["question"], problem["choices"], problem["answer"], problem.get("hint", ""))
-            )
+            answer = known_label(problem["answer"], {i: i for i in range(len(problem["choices"]))}, f"{path}, problem {name}")
+            splits[problem["split"]].append((problem["question"], problem["choices"], answer, problem.get("hint", "")))
     return _choice_task("scienceqa", splits)
 
 

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..errors import InvalidInput, MissingDependency, NotFound
+from ..data.task_files import known_label
+from ..errors import CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
 
 Row = dict[str, Any]
+_ENTAILMENT = {"entailment": 0, "not_entailment": 1}
+_YES_NO = {"false": 0, "true": 1, "0": 0, "1": 1, False: 0, True: 1}  # the numbers 0 and 1 are equal to the last two
 
 
 def _json_lines(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """Rows of a JSON-lines file; a JSON list will do."""
+    text = path.read_text(encoding="utf-8-sig")
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def _rte(path: Path) -> list[Row]:
@@ -30,18 +37,19 @@ def _rte(path: Path) -> list[Row]:
         {
             "sentence1": r["sentence1"],
             "sentence2": r["sentence2"],
-            "label": int(r["label"] != "entailment"),
+            "label": known_label(r["label"], _ENTAILMENT, f"{path}, row {i}"),
             "idx": int(r["index"]),
         }
-        for r in rows
+        for i, r in enumerate(rows, 1)
     ]
 
 
 def _boolq(path: Path) -> list[Row]:
-    return [
-        {"question": r["question"], "passage": r["passage"], "label": int(bool(r.get("label", r.get("answer")))), "idx": i}
-        for i, r in enumerate(_json_lines(path))
-    ]
+    rows = []
+    for i, r in enumerate(_json_lines(path)):
+        label = known_label(r["label"] if "label" in r else r["answer"], _YES_NO, f"{path}, row {i + 1}")
+        rows.append({"question": r["question"], "passage": r["passage"], "label": label, "idx": i})
+    return rows
 
 
 def _choices(choices: list[dict[str, str]]) -> dict[str, list[str]]:
@@ -49,9 +57,12 @@ def _choices(choices: list[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def _multiple_choice(path: Path, stem: str) -> list[Row]:
-    rows = _json_lines(path)
-    answers = [(r["question"]["stem"], r["question"]["choices"], r["answerKey"], r["id"]) for r in rows]
-    return [{"id": i, stem: text, "choices": _choices(c), "answerKey": key} for text, c, key, i in answers]
+    found = []
+    for i, r in enumerate(_json_lines(path), 1):
+        choices = _choices(r["question"]["choices"])
+        known_label(r["answerKey"], {k.strip().lower(): j for j, k in enumerate(choices["label"])}, f"{path}, row {i}")
+        found.append({"id": r["id"], stem: r["question"]["stem"], "choices": choices, "answerKey": r["answerKey"]})
+    return found
 
 
 def _arc(path: Path) -> list[Row]:
@@ -64,11 +75,19 @@ def _openbookqa(path: Path) -> list[Row]:
 
 def _hellaswag(path: Path) -> list[Row]:
     keep = ("ind", "activity_label", "ctx_a", "ctx_b", "ctx", "endings", "source_id", "split", "split_type")
-    return [{**{k: r.get(k) for k in keep}, "label": str(r["label"])} for r in _json_lines(path)]
+    rows = []
+    for i, r in enumerate(_json_lines(path), 1):
+        known = {key: j for j in range(len(r["endings"])) for key in (j, str(j))}
+        rows.append({**{k: r.get(k) for k in keep}, "label": str(known_label(r["label"], known, f"{path}, row {i}"))})
+    return rows
 
 
 def _winogrande(path: Path) -> list[Row]:
-    return [{k: r[k] for k in ("sentence", "option1", "option2", "answer")} for r in _json_lines(path)]
+    rows = []
+    for i, r in enumerate(_json_lines(path), 1):
+        answer = 1 + known_label(r["answer"], {"1": 0, "2": 1, 1: 0, 2: 1}, f"{path}, row {i}")
+        rows.append({**{k: r[k] for k in ("sentence", "option1", "option2")}, "answer": str(answer)})
+    return rows
 
 
 # task: (reader, files below data_dir of which the first present is read, split that the harness asks for)
@@ -98,8 +117,39 @@ def local_rows(task: str, data_dir: Path | str) -> list[Row]:
     for name in names:
         path = Path(data_dir) / name
         if path.is_file():
-            return reader(path)
+            return _parsed(reader, path)
     raise NotFound(f"{data_dir} has none of {', '.join(names)}.", "", f"Put the file of {task} there or drop the task.")
+
+
+def _parsed(reader: Callable[[Path], list[Row]], path: Path) -> list[Row]:
+    """Rows of a file, with whatever does not parse as one kind of error.
+
+    Raises:
+        CorruptFile: A label or a column that the task does not have.
+    """
+    try:
+        return reader(path)
+    except LayerbudgetError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CorruptFile(f"{path} does not parse ({what}).", "", "Compare it with the original release.") from error
+
+
+def one_class(answers: Sequence[int], options: Sequence[int]) -> int | None:
+    """The one answer that a model gave to every question, where all had the same number of options; else ``None``.
+
+    >>> one_class([1, 1, 1], [2, 2, 2]), one_class([1, 0], [2, 2])
+    (1, None)
+    """
+    same = len(answers) > 1 and len(set(answers)) == 1 and len(set(options)) == 1 and options[0] > 1
+    return int(answers[0]) if same else None
+
+
+def _answers(samples: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    """Most likely option of every question, and how many options it had."""
+    likely = [[float(r[0] if isinstance(r, (tuple, list)) else r) for r in s["filtered_resps"]] for s in samples]
+    return [max(range(len(row)), key=row.__getitem__) for row in likely], [len(row) for row in likely]
 
 
 def _definition(task: str, data_dir: Path | str | None, index: Any) -> str | dict[str, Any]:
@@ -128,7 +178,8 @@ def evaluate_tasks(
     """Zero-shot accuracy of a causal language model.
 
     Returns:
-        ``{task: {acc, stderr, samples, correct}}``; ``correct`` is one 0/1 per example, for paired tests.
+        ``{task: {acc, stderr, samples, correct, one_class}}``; ``correct`` is one 0/1 per example, for paired tests,
+        ``one_class`` the option that was chosen for every question, if one was: the accuracy is then that option's share.
 
     Raises:
         MissingDependency: lm-eval is not installed.
@@ -171,7 +222,7 @@ def evaluate_tasks(
         accuracy = sum(correct) / len(correct)
         result[name] = {
             "acc": accuracy, "stderr": (accuracy * (1 - accuracy) / max(1, len(correct) - 1)) ** 0.5,
-            "samples": len(correct), "correct": correct,
+            "samples": len(correct), "correct": correct, "one_class": one_class(*_answers(samples)),
         }  # fmt: skip
         if progress:
             progress(done + 1, len(tasks))
