@@ -127,6 +127,10 @@ class CalibratedPenalty:
         below = (self.slopes < np.asarray(p)[:, None]).sum(1)
         return self.knots[np.arange(self.blocks), below]
 
+    def modulus(self, low: Vector, high: Vector) -> Vector:
+        """Zero: a piecewise linear curve is convex and nowhere strongly so, and no finite transfer bound follows."""
+        return np.zeros(self.blocks)
+
     def fill(self, program: Program) -> tuple[Vector, float, float, float]:
         """Merge the slopes of all blocks until the target is met: ``(x, price, lowest price, highest price)``.
 

@@ -2,6 +2,9 @@
 
 A separable concave utility in whole steps is a knapsack of increments (:mod:`layerbudget.program.knapsack`): block k's next
 step costs ``a_k m`` and earns less than its previous one. With equal costs the relaxation is integral: greedy is exact.
+
+Floors rounded up to multiples change the program. ``floor`` and ``largest-remainder`` therefore round the continuous optimum
+*under those floors*: it meets the budget with every block at its floor or above, and rounding down can only spend less.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import numpy as np
 from ..errors import InfeasibleBudget, InvalidInput
 from .inputs import Vector, choice, number
 from .knapsack import knapsack
+from .separable import Program, solve
 from .solution import Solution, frozen
 
 _ROUNDING = 1e-12
@@ -92,15 +96,26 @@ def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 
     top = np.floor(np.minimum(solution.upper, floor + _room(p.amount, p.budget, floor)) / step + 1e-9) * step
     _check_floor(p.amount, p.budget, floor, solution.upper, step)
     top = np.maximum(top, floor)
-    problem = _Steps(solution, floor, top, step)
+    problem = _Steps(_above(solution, floor), floor, top, step)
     if method in ("floor", "largest-remainder"):
-        counts = np.clip(np.floor(solution.value / step + 1e-9) * step, floor, top)
+        counts = problem.rounded_down()
         if method == "largest-remainder":
             counts = problem.add_largest(counts)
         counts, bound, exact = counts, problem.bound(), False
     else:
         counts, bound, exact = problem.solve(exactly=method != "greedy")
     return problem.result(counts, bound, method if method != "auto" else ("exact" if not problem.equal else "greedy"), exact)
+
+
+def _above(solution: Solution, floor: Vector) -> Solution:
+    """The optimum with every block at its floor or above: the solution itself where it is there already."""
+    if (solution.value >= floor).all():
+        return solution
+    p = solution.program
+    fields = dict(p.__dict__)
+    low = np.maximum(p.low, floor - p.base)
+    least = float(np.dot(p.amount, low))
+    return solve(Program(**{**fields, "low": low, "high": np.maximum(p.high, low), "target": max(p.target, least)}))
 
 
 def _room(amount: Vector, budget: float, floor: Vector) -> Vector:
@@ -190,6 +205,14 @@ class _Steps:
         idle = np.ones(start.size, dtype=bool)
         idle[block] = False
         return bool(below.all() and above.all() and (self.floor[idle] >= self.top[idle]).all())
+
+    def rounded_down(self) -> Vector:
+        """The optimum rounded down to steps. A value within 1e-9 below a step counts as reaching it where the budget allows."""
+        m, left = self.step, self.left
+        down = np.clip(np.floor(self.solution.value / m) * m, self.floor, self.top)
+        near = np.clip(np.floor(self.solution.value / m + 1e-9) * m, self.floor, self.top)
+        spent = float(np.dot(self.program.amount, near - self.floor))
+        return near if spent <= left else down
 
     def bound(self) -> float:
         """Upper bound on any integer utility."""

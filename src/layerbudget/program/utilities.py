@@ -1,6 +1,7 @@
 r"""Utilities of capacity (concave phi) and penalties of pruning (convex psi), each with its inverse derivative.
 
-One object has ``value(x)``, ``derivative(x)`` and ``inverse(p)`` (the x at which the derivative is p), all vectorised.
+One object has ``value(x)``, ``derivative(x)`` and ``inverse(p)`` (the x at which the derivative is p), all vectorised, and
+``modulus(low, high)``, the smallest ``|second derivative|`` on an interval, from which transfer bounds are made.
 ``linear(scale, amount)`` is given by the two functions of the paper, log and quadratic, for which capacity (or pruned
 parameters) is linear in one dual variable, so that the exact search of :mod:`layerbudget.program.dual` applies.
 Your own function needs the three methods only: :class:`Custom`.
@@ -34,6 +35,10 @@ class Function(Protocol):
         """The x with ``derivative(x) = p``; clipped by the caller."""
         ...
 
+    def modulus(self, low: Vector, high: Vector) -> Vector:
+        """Smallest ``|second derivative|`` on ``[low, high]``: how strongly concave or convex the function is there."""
+        ...
+
 
 class Log:
     """``phi(e) = log(1 + e)``, the paper's utility (section 4)."""
@@ -51,6 +56,10 @@ class Log:
     def inverse(self, p: Vector) -> Vector:
         """``1 / p - 1``."""
         return 1.0 / p - 1.0
+
+    def modulus(self, low: Vector, high: Vector) -> Vector:
+        """``1 / (1 + high)^2``."""
+        return (1.0 + high) ** -2.0
 
     def linear(self, scale: Vector, amount: Vector) -> tuple[Vector, Vector]:
         """``amount * x = t scale - amount`` with ``t = 1 / price``."""
@@ -79,6 +88,10 @@ class Power:
         """``p^(1 / (r - 1)) - 1``."""
         return np.expm1(np.log(p) / (self.power - 1.0))
 
+    def modulus(self, low: Vector, high: Vector) -> Vector:
+        """``(1 - r) (1 + high)^(r - 2)``."""
+        return (1.0 - self.power) * (1.0 + high) ** (self.power - 2.0)
+
 
 class Saturating:
     """``phi(e) = 1 - exp(-e / s)``: nothing is gained far beyond ``s`` units."""
@@ -101,6 +114,10 @@ class Saturating:
         """``-s log(s p)``."""
         return -self.scale * np.log(self.scale * p)
 
+    def modulus(self, low: Vector, high: Vector) -> Vector:
+        """``exp(-high / s) / s^2``."""
+        return np.exp(-high / self.scale) / self.scale**2
+
 
 class Quadratic:
     """``psi(rho) = rho^2``, the paper's penalty (section 5)."""
@@ -118,6 +135,10 @@ class Quadratic:
     def inverse(self, p: Vector) -> Vector:
         """``p / 2``."""
         return 0.5 * p
+
+    def modulus(self, low: Vector, high: Vector) -> Vector:
+        """2 everywhere."""
+        return np.full(np.shape(high), 2.0)
 
     def linear(self, scale: Vector, amount: Vector) -> tuple[Vector, Vector]:
         """``amount * x = t amount^2 / (2 scale)`` with ``t = price``."""
@@ -140,6 +161,10 @@ class LogBarrier:
     def inverse(self, p: Vector) -> Vector:
         """``1 - 1 / p``."""
         return 1.0 - 1.0 / p
+
+    def modulus(self, low: Vector, high: Vector) -> Vector:
+        """``1 / (1 - low)^2``."""
+        return (1.0 - low) ** -2.0
 
 
 class PowerPenalty:
@@ -164,6 +189,10 @@ class PowerPenalty:
         """``(q / p)^(1 / (p - 1))``."""
         return (p / self.power) ** (1.0 / (self.power - 1.0))
 
+    def modulus(self, low: Vector, high: Vector) -> Vector:
+        """``p (p - 1) x^(p - 2)`` at ``low`` for ``p >= 2`` (zero at a floor of zero for ``p > 2``), at ``high`` below."""
+        return self.power * (self.power - 1.0) * (low if self.power >= 2.0 else high) ** (self.power - 2.0)
+
 
 class Exponential:
     """``psi(rho) = exp(a rho) - 1``: damage that grows by a constant factor per point of sparsity."""
@@ -186,6 +215,10 @@ class Exponential:
         """``log(p / a) / a``."""
         return np.log(p / self.rate) / self.rate
 
+    def modulus(self, low: Vector, high: Vector) -> Vector:
+        """``a^2 exp(a low)``."""
+        return self.rate**2 * np.exp(self.rate * low)
+
 
 class Custom:
     """Your own phi or psi: value, derivative and inverse derivative, vectorised, ``value(0) = 0``, derivative positive.
@@ -194,6 +227,7 @@ class Custom:
         value: Concave (utility) or convex (penalty) function of capacity or sparsity.
         derivative: Its derivative.
         inverse: Inverse of the derivative.
+        modulus: ``(low, high) -> `` smallest ``|second derivative|`` between them; needed for transfer bounds only.
         name: Name for the record.
     """
 
@@ -205,9 +239,11 @@ class Custom:
         derivative: Callable[[Vector], Vector],
         inverse: Callable[[Vector], Vector],
         *,
+        modulus: Callable[[Vector, Vector], Vector] | None = None,
         name: str = "custom",
     ) -> None:
         self.value, self.derivative, self.inverse, self.name = value, derivative, inverse, name
+        self._modulus = modulus
         probe = np.linspace(0.05, 0.45, 5)
         with np.errstate(all="ignore"):
             back = np.asarray(inverse(derivative(probe)))
@@ -219,6 +255,20 @@ class Custom:
             )
         slopes = np.asarray(derivative(probe))
         self.concave = bool(slopes[-1] < slopes[0])
+
+    def modulus(self, low: Vector, high: Vector) -> Vector:
+        """The modulus that was given.
+
+        Raises:
+            InvalidInput: None was.
+        """
+        if self._modulus is None:
+            raise InvalidInput(
+                f"{self.name} has no modulus, so no transfer bound can be computed for it.",
+                "A bound needs the smallest |second derivative| between two points.",
+                "Give it: Custom(..., modulus=lambda low, high: ...).",
+            )
+        return np.asarray(self._modulus(low, high), dtype=np.float64)
 
 
 UTILITIES: dict[str, Callable[[], Function]] = {"log": Log, "power": Power, "saturating": Saturating}
