@@ -124,6 +124,22 @@ def test_fractions_for_layers_that_are_not_there_are_refused(kit):
             remove(model, kit.tokens(), {"model.layers.99": 0.5})
 
 
+def test_damage_is_per_token_and_not_per_sequence(kit):
+    """With rows of different lengths the two are different quantities; everything else averages over tokens."""
+    model, data = kit.build("llama"), kit.tokens(samples=4)
+    mask = (torch.arange(16)[None] < torch.tensor([3, 5, 9, 16])[:, None]).long()
+    padded = CalibrationSet(input_ids=data.input_ids * mask, attention_mask=mask)
+    damage = drop_damage(model, padded, batch_size=2)
+    batch = {"input_ids": padded.input_ids, "attention_mask": mask}
+    with torch.no_grad():
+        p = torch.log_softmax(model(**batch).logits, -1)
+    for i, (name, _) in enumerate(layers(model)):
+        q = torch.log_softmax(skip_reference(model, i, batch), -1)
+        each = (p.exp() * (p - q)).sum(-1) * mask
+        assert damage[name] == pytest.approx(float(each.sum() / mask.sum()), rel=1e-3)
+        assert abs(float((each.sum(1) / mask.sum(1)).mean()) / damage[name] - 1) > 0.01
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_does_not_count_in_the_damage_of_a_dropped_layer(kit, side):
     model, data = kit.build("llama"), kit.tokens(samples=4)

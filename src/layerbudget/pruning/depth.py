@@ -74,25 +74,24 @@ def drop_damage(
             clean.append(hidden)
         for i, (name, _) in enumerate(walk.layers):
             if names is None or name in names:
-                out[name] = sum(_skipped(walk, i, b, clean[b]) for b in range(walk.batches)) / data.samples
+                found = [_skipped(walk, i, b, clean[b]) for b in range(walk.batches)]
+                out[name] = sum(total for total, _ in found) / sum(count for _, count in found)
             walk.position = i
             walk.advance()
         walk.close()
     return out
 
 
-def _skipped(walk: Walk, index: int, batch: int, final: torch.Tensor) -> float:
-    """Summed over sequences: mean KL per token when block ``index`` is an identity."""
+def _skipped(walk: Walk, index: int, batch: int, final: torch.Tensor) -> tuple[float, float]:
+    """KL when block ``index`` is an identity, summed over real tokens (over sequences for a classifier), and their number."""
     hidden = walk.store.get(batch)
     last = index + 1 == len(walk)
     logits = walk.head(batch, hidden).logits if last else walk.tail(index + 1, batch, hidden).logits
     now, clean = (torch.log_softmax(x.float(), -1) for x in (logits, walk.head(batch, final).logits))
     each = (clean.exp() * (clean - now)).sum(-1)
-    if now.ndim == 2:
-        return float(each.sum())
-    mask = walk.token_mask(batch)
+    mask = None if now.ndim == 2 else walk.token_mask(batch)
     real = torch.ones_like(each) if mask is None else mask.to(each)
-    return float(((each * real).sum(1) / real.sum(1).clamp_min(1)).sum())
+    return float((each * real).sum()), float(real.sum())
 
 
 def plan_depth(
