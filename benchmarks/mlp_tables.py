@@ -9,9 +9,9 @@ import argparse
 import json
 from pathlib import Path
 
+from layerbudget.provenance import versions
 from layerbudget.records import to_jsonable
 from layerbudget.reproduction import mlp
-from layerbudget.scores.curvature.common import versions
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ def test_tables_have_every_cell_and_the_proxies_behave():
     assert result["tables"]["ggn"]["10000.0"]["grad_norm"]["spearman"] == pytest.approx([1.0, 0.0])
     assert result["tables"]["hessian"]["10000.0"]["grad_norm"]["kendall"] == pytest.approx([1.0, 0.0])
     text = mlp.render(result)
-    assert text.count("\n") == 6 + 2 * 3
+    assert text.count("\n") == 6 + 9 + 2 * 3
+    assert "not a reproduction" in text and all(point in text for point in mlp.DIFFERENCES) and len(mlp.DIFFERENCES) == 6
 
 
 def test_direct_gain_of_the_last_layer_equals_the_dense_one():
