@@ -6,31 +6,32 @@
     python benchmarks/lora_quality.py rates --results benchmarks/results/lora_rates.jsonl
 
 Rules for ranks: uniform; gain (adapter gain, each block damped relative to its own curvature); gain-absolute (one damping for
-all blocks, the default of ``score --estimator adapter``); permuted and permuted-absolute (their scores in random order); by-rank (K-FAC gain of every
-further rank), by-rank-plain (the same without curvature), by-rank-permuted (its curves in random
-order), by-rank-shuffled (its ranks in random order among modules of equal cost), equal-parameters (every module the same number); gain-init (uniform ranks started in the gradient's
-directions, rows of A as long as PEFT's) and gain-init-unit (rows of length 1, as EVA's); gain-absolute-init-unit (both: planned
-ranks, started so); eva; adalora; replan (uniform, planned again after 30 % of the steps); none (the model as it is). ``rule+policy`` is
-the rule with scales that follow the rank (``rslora``, ``constant-alpha``: all alike at the mean rank), ``rule@rate`` the rule at a
-learning rate of its own, chosen on seed 9, which no table holds (lora_rates.md). For experts: uniform, gain, gain-absolute, permuted,
-permuted-absolute, 2468, 8642, alphalora, layerif.
+all blocks, the default of ``score --estimator adapter``); permuted and permuted-absolute (their scores in random order);
+by-rank (K-FAC gain of every further rank), by-rank-plain (the same without curvature), by-rank-permuted (its curves in random
+order), by-rank-shuffled (its ranks in random order among modules of equal cost), equal-parameters (every module the same
+number); gain-init (uniform ranks started in the gradient's directions, rows of A as long as PEFT's) and gain-init-unit (rows
+of length 1, as EVA's); gain-absolute-init-unit (both: planned ranks, started so); eva; adalora; replan (uniform, planned
+again after 30 % of the steps); none (the model as it is). ``rule+policy`` is the rule with scales that follow the rank
+(``rslora``, ``constant-alpha``: all alike at the mean rank), ``rule@rate`` the rule at a learning rate of its own, chosen on
+seed 9, which no table holds (lora_rates.md). For experts: uniform, gain, gain-absolute, permuted, permuted-absolute, 2468,
+8642, alphalora, layerif.
 
 Tasks: ``cola`` and ``mrpc`` with a classification head on an encoder (the pooler is trained with the head, or nothing is
 learned), ``prose`` adapts a causal LM from code to books (three for training, Pride and Prejudice held out), ``code`` a causal
 LM of books (train_second_model.py) to the standard library. Every run appends
 one JSON line to ``benchmarks/results/lora_quality.jsonl`` and is skipped when its line is there, so the command can be stopped
 and repeated. The seed sets the head, the adapter's start and the order of the rows; runs of one seed are paired. Base weights
-are bf16, adapters float32 under bf16 autocast, no dropout, one thread. Attention is eager (``--attention``): the bf16 backward of
-the CPU's fused kernel takes half of a step; lines without the field were made with ``sdpa``. AdaLoRA's budget is a total
-of ranks and it keeps more of them in the small modules, so its mean rank is set to 9/8 of uniform's (it starts at 1.7 of it); its
-parameters are counted after training, over what it kept: on prose at rank 8 it has 17 % more than the others.
+are bf16, adapters float32 under bf16 autocast, no dropout, one thread. Attention is eager (``--attention``): the bf16
+backward of the CPU's fused kernel takes half of a step; lines without the field were made with ``sdpa``. AdaLoRA's budget is
+a total of ranks and it keeps more of them in the small modules, so its mean rank is set to 9/8 of uniform's (it starts at 1.7
+of it); its parameters are counted after training, over what it kept: on prose at rank 8 it has 17 % more than the others.
 
-Rates. All rules of a table share one learning rate, and a rule whose own best rate differs also runs at that (``rule@rate``). It
-matters more than any rule: AdaLoRA at the common rate hardly leaves its start (zero singular values between factors of 0.02), and
-at a rate below uniform's best every rule that makes the first steps larger (higher ranks where gradients are large, a start of
-its own) looks better than it is. The older prose tables have that flaw and are marked; they stay because they show its size.
-Rates were chosen by uniform's loss on seed 9. ``by-rank-init-unit+rslora`` joined the tables last, after seeds 0 to 4 of the
-others had been seen; seeds 5 to 8 came after it.
+Rates. All rules of a table share one learning rate, and a rule whose own best rate differs also runs at that (``rule@rate``).
+It matters more than any rule: AdaLoRA at the common rate hardly leaves its start (zero singular values between factors of
+0.02), and at a rate below uniform's best every rule that makes the first steps larger (higher ranks where gradients are
+large, a start of its own) looks better than it is. The older prose tables have that flaw and are marked; they stay because
+they show its size. Rates were chosen by uniform's loss on seed 9. ``by-rank-init-unit+rslora`` joined the tables last, after
+seeds 0 to 4 of the others had been seen; seeds 5 to 8 came after it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from layerbudget.lora.mixtures import add_experts
 from layerbudget.lora.ranks import add_ranks, to_lora_config
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.planning import plan_ranks
+from layerbudget.planning.rule import shuffled as order_of
 from layerbudget.program import allocate, round_capacity, rules
 from lora_quality_report import RESULTS, write_rates, write_report
 from lora_quality_tasks import Classification, Code, Prose
@@ -103,12 +105,13 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
         counts = np.full(len(blocks), options.rank)
         if rule in ("gain", "gain-absolute", "permuted", "permuted-absolute"):
             weights = scores_for(bench, form, rule, cache).weights()
-            weights = rules.permuted(weights, seed) if rule.startswith("permuted") else weights
+            weights = weights[order_of(weights.size, seed)] if rule.startswith("permuted") else weights
             solution = allocate(weights, cost, options.rank * cost.sum(), upper=4.0 * options.rank, rule="exactly")
             counts = round_capacity(solution).counts
         elif rule.startswith("by-rank"):
             kind = "by-rank-permuted" if rule.endswith("permuted") else "by-rank"
-            counts = plan_ranks(scores_for(bench, form, rule, cache), mean_rank=options.rank, rule=kind, seed=seed).counts
+            control = {"seed": seed} if rule.endswith("permuted") else {}
+            counts = plan_ranks(scores_for(bench, form, rule, cache), mean_rank=options.rank, rule=kind, **control).counts
             if rule == "by-rank-shuffled":
                 counts = shuffled(counts, cost, seed)
         elif rule == "equal-parameters":
@@ -148,7 +151,7 @@ def expert_counts(bench, rule: str, seed: int, layers: int, total: int, cache: d
     if rule == "layerif":
         return rules.layerif_experts(scores.values(), total)
     weights = scores.weights()
-    weights = rules.permuted(weights, seed) if rule.startswith("permuted") else weights
+    weights = weights[order_of(weights.size, seed)] if rule.startswith("permuted") else weights
     return round_capacity(allocate(weights, np.ones(layers), total, base=1.0, rule="exactly")).counts
 
 

@@ -105,7 +105,8 @@ class Bench:
         found, seconds = self.scored(estimator, by, seed)
         # a forward and a backward count as three forwards; data-free scores as none
         cost = {"spectral-tail": 0.0, "outlier-ratio": 1.0}.get(estimator, 3.0)
-        return plan_sparsity(found, sparsity=sparsity, max_sparsity=cap, rule=how, seed=seed), cost, seconds
+        control = {"seed": seed} if how == "permuted" else {}
+        return plan_sparsity(found, sparsity=sparsity, max_sparsity=cap, rule=how, **control), cost, seconds
 
     def measure(self, plan, method, seed):
         pruned = copy.deepcopy(self.model)

@@ -20,15 +20,18 @@ HEADS = ["classifier", "score", r".*pooler", "pre_classifier", "lm_head", "embed
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-def resolve(name: str) -> str:
+def resolve(name: str, revision: str | None = None) -> str:
     """Turn ``demo`` into the packaged folder, check local folders, and leave hub ids alone.
 
     Raises:
         NotFound: The name looks like a path and nothing is there, or the folder holds no model.
+        InvalidInput: A revision of something that is no hub repository.
     """
+    path = Path(name).expanduser()
+    if revision is not None and (name == "demo" or path.is_dir()):
+        raise InvalidInput(f"{name} has no revision {revision!r}.", "Hub repositories have revisions.", "Leave it out.")
     if name == "demo":
         return str(DEMO_MODEL)
-    path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise NotFound(
@@ -118,7 +121,7 @@ def load_model(
     if dtype not in DTYPES:
         raise InvalidInput(f"dtype is {dtype!r}.", f"It is one of {', '.join(DTYPES)}.", "Use float32 unless memory is short.")
     place = _device(device)
-    where = resolve(name)
+    where = resolve(name, revision)
     packed = {"quantization_config": four_bit_config(DTYPES[dtype]), "device_map": {"": device}} if four_bit else {}
     try:
         config = AutoConfig.from_pretrained(where, revision=revision)
@@ -154,7 +157,7 @@ def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
     """
     from transformers import AutoTokenizer
 
-    where = resolve(name)
+    where = resolve(name, revision)
     try:
         return AutoTokenizer.from_pretrained(where, revision=revision)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:

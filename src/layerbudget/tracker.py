@@ -1,14 +1,9 @@
 r"""Gains during fine-tuning, from gradients that are there anyway (the paper's future work iii).
 
-Adam keeps, for every trainable parameter, running means m of the gradient and v of its square: a mean gradient and a
-diagonal Fisher for nothing. For block k, with both bias-corrected,
-
-    gain_k(tau) = sum m^2 / (v + tau),        floor_k(tau) = r sum v / (v + tau),
-
-where ``r`` is the sum of the squared weights of the running mean: what pure noise would give, since flipping the signs of
-gradients leaves v alone. Both are in units of the Fisher of *one step's* mean gradient; the tokens of a step are a common
-factor that no weight depends on. Gradients are read as the optimizer gets them, after clipping. Without Adam the same two
-means are kept by the tracker itself.
+Adam keeps running means of every trainable parameter's gradient and of its square: a mean gradient and a diagonal Fisher for
+nothing (:mod:`layerbudget.scores.moments`). Gains are in units of the Fisher of *one step's* mean gradient; the tokens of a
+step are a common factor that no weight depends on. Gradients are read as the optimizer gets them, after clipping. Without
+Adam the same two means are kept by the tracker itself.
 """
 
 from __future__ import annotations
@@ -30,12 +25,12 @@ from .program import allocate
 from .program.rounding import round_capacity
 from .program.transfer import transfer_allocation
 from .records import Block, Module, to_jsonable
+from .scores.moments import Moments, corrected, excess_weights, moment_gains, optimizer_moments
 from .scores.record import Scores
 
 logger = logging.getLogger(__name__)
 
 SOURCES = ("auto", "optimizer", "gradients")
-_SMALL = 1e-30
 
 
 class GainTracker(TrainerCallback):
@@ -53,7 +48,8 @@ class GainTracker(TrainerCallback):
         budget: Capacity that the plan divides (experts or ranks); the number of blocks times 5 by default.
         cost: Cost of a unit per block, scalar or ``(K,)``.
         exponent: beta of the program.
-        tolerance: Relative regret above which the tracker says that the plan should be made again.
+        tolerance: Share of the best plan's gain that the first plan may miss (``relative_regret`` of
+            :class:`layerbudget.program.Transfer`) before the tracker says that the plan should be made again.
         path: JSON-lines file to which every update is appended.
 
     Attributes:
@@ -157,33 +153,24 @@ class GainTracker(TrainerCallback):
             return any("betas" in g for g in groups)
         return any("exp_avg_sq" in s for s in (getattr(optimizer, "state", None) or {}).values())
 
-    def _moments(self, optimizer: Any) -> list[list[tuple[torch.Tensor, torch.Tensor, float]]]:
-        """Bias-corrected ``(m, v, r)`` of every trainable parameter that has had a gradient, by block."""
+    def _moments(self, optimizer: Any) -> dict[int, list[Moments]]:
+        """Moments of every trainable parameter that has had a gradient, by place of the block."""
         if not self._own and self._adam(optimizer):
-            state = optimizer.state
-            betas = {p: g["betas"] for g in optimizer.param_groups for p in g["params"]}
-            return [
-                [
-                    _corrected(state[p]["exp_avg"], state[p]["exp_avg_sq"], betas[p][0], betas[p][1], state[p]["step"])
-                    for p in group
-                    if "exp_avg_sq" in state.get(p, {})
-                ]
-                for group in self._groups
-            ]
-        return [
-            [_corrected(*self._own[p], self.decay, self.decay, self._steps) for p in group if p in self._own]
-            for group in self._groups
-        ]
+            return {k: optimizer_moments(optimizer, group) for k, group in enumerate(self._groups)}
+        betas = (self.decay, self.decay)
+        return {
+            k: [corrected(*self._own[p], betas, self._steps) for p in group if p in self._own]
+            for k, group in enumerate(self._groups)
+        }
 
     @torch.no_grad()
     def update(self, step: int, optimizer: Any = None) -> dict[str, Any] | None:
         """Compute one record now and append it to the history; None while no gradient has been seen."""
-        values = [self._block(moments) for moments in self._moments(optimizer) if moments]
-        if len(values) < len(self._groups) or not values:
+        moments = self._moments(optimizer)
+        if not moments or not all(moments.values()):
             return None
-        gain, floor = np.array(values).T
-        excess = np.maximum(gain - floor, 0.0)
-        weights = excess if excess.any() else gain
+        gain, floor = np.array(list(moment_gains(moments, self.damping, shared=False).values())).T
+        weights = excess_weights(gain, floor)
         weights = weights / weights.sum() if weights.sum() > 0 else np.full(len(gain), 1.0 / len(gain))
         if self._planned is None:
             self._planned = weights
@@ -201,15 +188,6 @@ class GainTracker(TrainerCallback):
             )  # fmt: skip
         return record
 
-    def _block(self, moments: list[tuple[torch.Tensor, torch.Tensor, float]]) -> tuple[float, float]:
-        """Gain and floor of one block; one transfer from the device."""
-        size = sum(v.numel() for _, v, _ in moments)
-        tau = (self.damping * sum(v.sum() for _, v, _ in moments) / size).clamp_min(_SMALL)  # type: ignore[union-attr]
-        gain = sum((m.square() / (v + tau)).sum() for m, v, _ in moments)
-        floor = sum(r * (v / (v + tau)).sum() for _, v, r in moments)
-        found = torch.stack([torch.as_tensor(gain), torch.as_tensor(floor)]).tolist()
-        return found[0], found[1]
-
     def _regret(self, weights: np.ndarray) -> dict[str, Any]:
         """What keeping the first plan loses under the present weights, and how many whole units would move."""
         planned = self._planned if self._planned is not None else weights
@@ -226,7 +204,10 @@ class GainTracker(TrainerCallback):
         }  # fmt: skip
 
     def scores(self) -> Scores:
-        """Return the latest gains as a record, from which a plan can be made again.
+        """Return the latest gains as a record, from which a plan can be made again with the tracker's own weights.
+
+        The values are the excess over the noise floor (the gains themselves where nothing stands above it), as in ``weights``
+        of the history; gain and floor are in ``extra``.
 
         Raises:
             InvalidInput: No update has happened yet.
@@ -234,16 +215,17 @@ class GainTracker(TrainerCallback):
         if not self.history or self.blocks is None:
             raise InvalidInput("The tracker has no update yet.", f"It updates every {self.every} steps.", "Train longer.")
         last = self.history[-1]
+        gain, floor = np.array(last["gain"]), np.array(last["floor"])
+        kept = {name: last[name] for name in ("step", "relative_regret", "gain", "floor")}
         return Scores(
             estimator="tracked-fisher-diagonal",
             blocks=self.blocks,
-            gain=(tuple(last["gain"]),),
-            noise_floor=(tuple(last["floor"]),),
+            gain=(tuple(excess_weights(gain, floor).tolist()),),
             damping=(self.damping,),
             damping_unit="mean",
-            unit="gain of one step's mean gradient",
+            unit="gain of one step's mean gradient above its noise",
             model=self.model,
-            extra={"step": last["step"], "relative_regret": last["relative_regret"]},
+            extra={**kept, "floor_subtracted": bool((gain > floor).any())},
         )
 
     def plot(self, path: Path | str) -> Path:
@@ -276,13 +258,6 @@ class GainTracker(TrainerCallback):
         for axis in (upper, lower):
             axis.spines[["top", "right"]].set_visible(False)
         return save_figure(figure, path)
-
-
-def _corrected(m: torch.Tensor, v: torch.Tensor, b1: float, b2: float, step: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Bias-corrected means, and the sum of squared weights of the first: ``(1-b)(1+b^t) / ((1+b)(1-b^t))``."""
-    t = float(step)
-    r = (1 - b1) * (1 + b1**t) / ((1 + b1) * (1 - b1**t))
-    return m.float() / (1 - b1**t), v.float() / (1 - b2**t), r
 
 
 def _plain(name: str) -> str:

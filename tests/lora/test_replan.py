@@ -99,7 +99,8 @@ def test_tracked_gain_is_the_diagonal_formula_and_refuses_what_has_no_state(make
         if parameter.requires_grad:
             squares[name] = optimizer.state[parameter]["exp_avg"].square() / (0.1**2)
     tau = 0.5 * sum(s.sum() for s in squares.values()) / sum(s.numel() for s in squares.values())
-    for module, gain in gains.items():
+    for module, (gain, floor) in gains.items():
+        assert floor > 0
         own = [s for n, s in squares.items() if f".{module}." in n]
         assert gain == pytest.approx(sum((s / (s + tau)).sum().item() for s in own), rel=1e-3)
     with pytest.raises(CoverageError, match="running moments of model.layers.0"):
@@ -112,7 +113,7 @@ def test_replanning_keeps_the_budget_and_follows_the_gain(make):
     model, optimizer, plan = trained(make)
     names = [b.name for b in plan.blocks if b.count]
     shapes = {n: (m.in_features, m.out_features) for n, m in make.mistral(2).named_modules() if n in names}
-    gains = {n: 10.0 if n.endswith("v_proj") else 1.0 for n in names}
+    gains = {n: (11.0, 1.0) if n.endswith("v_proj") else (2.0, 1.0) for n in names}
     new = replanned(plan, gains, shapes)
     budget = sum(4 * sum(shapes[n]) for n in names)
     spent = sum(r * sum(shapes[n]) for n, r in new.items())
@@ -151,13 +152,13 @@ def test_replanning_experts_leaves_a_block_with_one_expert_alone(make):
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
     step(adapted, optimizer, 2)
     first, second = (list(b.modules) for b in plan.blocks)
-    gains = dict.fromkeys(first, 100.0) | dict.fromkeys(second, 1.0)
+    gains = dict.fromkeys(first, (100.0, 0.0)) | dict.fromkeys(second, (1.0, 0.0))
     shapes = dict.fromkeys(gains, (16, 16))
     new = replanned(plan, gains, shapes, 2)
     assert {new[m] for m in first} == {1} and {new[m] for m in second} == {5}
     resize(adapted, optimizer, new)
-    assert replanned(plan, dict.fromkeys(gains, 0.0), shapes, 2) == new
-    assert replanned(plan, dict.fromkeys(gains, float("nan")), shapes, 2) == new
+    assert replanned(plan, dict.fromkeys(gains, (0.0, 0.0)), shapes, 2) == new
+    assert replanned(plan, dict.fromkeys(gains, (float("nan"), 0.0)), shapes, 2) == new
 
 
 def test_the_largest_rank_of_the_configuration_follows(make):

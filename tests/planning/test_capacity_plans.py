@@ -18,8 +18,8 @@ from layerbudget.planning import (
     sweep,
     transfer_scores,
 )
+from layerbudget.planning.rule import rules_of
 from layerbudget.program import rules
-from layerbudget.program.rules import EXPERT_RULES
 from layerbudget.scores.record import Scores
 
 MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -38,7 +38,7 @@ def matrices(rng):
     return Scores.from_values({b.name: float(v) for b, v in zip(blocks, rng.random(56) + 0.1, strict=True)}, blocks)
 
 
-@pytest.mark.parametrize("rule", EXPERT_RULES)
+@pytest.mark.parametrize("rule", rules_of("experts"))
 def test_every_rule_spends_160_experts(rule, mistral):
     plan = plan_experts(mistral, total=160, rule=rule)
     assert plan.counts.sum() == 160 == plan.budget["spent"] and plan.counts.min() >= 1
@@ -158,7 +158,7 @@ def test_transfer_needs_the_same_blocks(mistral, matrices, rng):
 
 @pytest.mark.parametrize("budget", ["512 ranks", "2M params", "3 MB", "4M flops"])
 def test_uniform_ranks_are_uniform_and_size_ranks_grow_in_every_unit(budget, matrices):
-    counts = plan_ranks(matrices, budget=budget, rule="uniform", exponent=2.0, exponent_on="block").counts
+    counts = plan_ranks(matrices, budget=budget, rule="uniform").counts
     assert counts.max() - counts.min() <= 1
     grown = plan_ranks(matrices, budget=budget, rule="size", min_rank=0)
     assert np.all(np.diff(grown.values[np.argsort(matrices.numel, kind="stable")]) >= -1e-9)

@@ -8,10 +8,11 @@ import pytest
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownBlock
 from layerbudget.plan import Plan
 from layerbudget.planning import plan_sparsity
-from layerbudget.program.rules import SPARSITY_RULES
+from layerbudget.planning.rule import rules_of
 from layerbudget.records import dumps
 from layerbudget.scores.record import Scores
 
+SPARSITY_RULES = [name for name in rules_of("sparsity") if not name.startswith("calibrated")]
 SIZES = [64 + 7 * i for i in range(12)]
 
 
@@ -41,7 +42,7 @@ def test_held_blocks_are_inside_the_program(scores_of, rng):
 
 def test_permuted_is_a_permutation_of_the_scores_and_follows_the_seed(scores_of, rng):
     scores = scores_of(rng.random(12))
-    real, one, two = (plan_sparsity(scores, rule=r, seed=s) for r, s in (("mdl", 0), ("permuted", 1), ("permuted", 2)))
+    real, one, two = (plan_sparsity(scores, rule=r, seed=s) for r, s in (("mdl", None), ("permuted", 1), ("permuted", 2)))
     assert np.allclose(np.sort(one.values), np.sort(real.values))
     assert not np.allclose(one.values, real.values) and not np.allclose(one.values, two.values)
 
@@ -53,6 +54,7 @@ def test_measured_curves_replace_scores_and_can_be_permuted(scores_of, rng):
     assert np.all(np.diff(plan.values) <= 1e-12) and plan.values.max() <= 0.6
     wrong = plan_sparsity(blocks, sparsity=0.4, penalty=curves, rule="permuted", seed=3)
     assert np.allclose(np.sort(wrong.values), np.sort(plan.values)) and not np.allclose(wrong.values, plan.values)
+    assert (plan.rule, wrong.rule) == ("calibrated", "calibrated-permuted")
     assert plan.counts.sum() == wrong.counts.sum() == round(0.4 * sum(b.numel for b in blocks))
     with pytest.raises(UnknownBlock):
         plan_sparsity(blocks, sparsity=0.4, penalty={**curves, "ghost": ([0.5], [1.0])})

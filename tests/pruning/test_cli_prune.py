@@ -18,10 +18,10 @@ def saved(kit, folder):
 
 
 def run(saved, *more):
+    text = () if "magnitude" in more else ("--data", str(saved / "text.txt"), "--samples", "4", "--length", "16")
     return main(
-        ["prune", str(saved / "model"), str(saved / "plan.json"), "--data", str(saved / "text.txt"), "--samples", "4",
-         "--length", "16", "-o", str(saved / "out"), "--quiet", "--json", *more]
-    )  # fmt: skip
+        ["prune", str(saved / "model"), str(saved / "plan.json"), *text, "-o", str(saved / "out"), "--quiet", "--json", *more]
+    )
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])

@@ -208,7 +208,8 @@ def test_command_line(folder, capsys):
     model, plan, out = (str(folder / n) for n in ("model", "plan.json", "out"))
 
     def plan_it(*more):
-        return main(["plan", "structured", model, "--multiple", "4", "--points", "2", "-o", plan, *text, *more])
+        width = [] if "heads" in more else ["--multiple", "4"]
+        return main(["plan", "structured", model, *width, "--points", "2", "-o", plan, *text, *more])
 
     assert plan_it("--save", "25% flops", "--even") == 0
     made = json.loads(capsys.readouterr().out)
@@ -224,6 +225,8 @@ def test_command_line(folder, capsys):
     assert "save at most" in capsys.readouterr().err
     assert plan_it("--save", "25% flops", "--overwrite", "--kinds", "tails") == 2
     assert "Kinds are heads, mlp" in capsys.readouterr().err
+    assert plan_it("--save", "12% flops", "--overwrite", "--kinds", "heads", "--multiple", "4") == 2
+    assert "--multiple has no meaning" in capsys.readouterr().err
     assert plan_it("--save", "12% flops", "--overwrite", "--kinds", "heads") == 0
     capsys.readouterr()
     assert main(["prune", model, plan, "-o", str(folder / "uneven"), *text]) == 2

@@ -9,7 +9,14 @@ from torch import nn
 
 from layerbudget.blocks import partition
 from layerbudget.errors import InvalidInput
-from layerbudget.scores.certificate import _row, certify_ranking, conjugate_gradients, direct_check, plot_direct_check
+from layerbudget.scores.certificate import (
+    Solved,
+    _row,
+    certify_ranking,
+    conjugate_gradients,
+    direct_check,
+    plot_direct_check,
+)
 from layerbudget.scores.curvature.fisher import score_gram
 from layerbudget.scores.curvature.ggn import score_ggn
 from layerbudget.scores.curvature.products import BlockProducts
@@ -137,9 +144,12 @@ def test_conjugate_gradients_equal_the_dense_solve():
     a = torch.randn(9, 9).double()
     a = a @ a.T
     b = torch.randn(9).double()
-    x = conjugate_gradients(lambda v: a @ v, b, 0.3, tolerance=1e-10)
+    x, status = conjugate_gradients(lambda v: a @ v, b, 0.3, tolerance=1e-10)
     assert torch.allclose(x, torch.linalg.solve(a + 0.3 * torch.eye(9), b), rtol=1e-7)
-    assert conjugate_gradients(lambda v: -a @ v, b, 0.3) is None
+    assert status == "ok"
+    assert conjugate_gradients(lambda v: -a @ v, b, 0.3) == (None, "negative curvature")
+    few, status = conjugate_gradients(lambda v: a @ v, b, 0.3, steps=2, tolerance=1e-10)
+    assert few is not None and status.startswith("not converged: residual")
 
 
 def test_plot_is_drawn(net, tmp_path):
@@ -173,5 +183,5 @@ def test_weights_come_back_even_from_a_step_that_is_no_number(net):
     model, data, blocks = net
     before = model[0].weight.detach().clone()
     with BlockProducts(model, data, blocks[0], 20) as p:
-        _row(p, 1.0, torch.full_like(p.gradient(), float("nan")), 0.0, p.gradient())
+        _row(p, 1.0, Solved(torch.full_like(p.gradient(), float("nan")), "ok"), 0.0, p.gradient())
     assert torch.equal(model[0].weight, before)

@@ -39,7 +39,8 @@ def test_invariances(mistral, padded, name):
     expected = values(mistral, padded, name)
     assert np.isfinite(expected).all() and np.ptp(expected) > 0
     close = {"rel": 2e-3 if name == "layerif" else 2e-4, "abs": 1e-6}
-    assert values(mistral, padded, name, batch_size=1) == pytest.approx(expected, **close)
+    if name != "spectral-tail":  # which reads weights only
+        assert values(mistral, padded, name, batch_size=1) == pytest.approx(expected, **close)
     assert values(mistral, left(padded), name) == pytest.approx(expected, **close)
     blocks = partition(mistral)
     assert values(mistral, padded, name, blocks[::-1])[::-1] == pytest.approx(expected, **close)

@@ -141,9 +141,11 @@ def test_latest_gains_as_scores(mistral, data, tmp_path):
         tracker.scores()
     train(mistral, data, tmp_path, tracker)
     scores = tracker.scores()
-    assert scores.names == [b.name for b in partition(mistral)] and scores.values() == pytest.approx(
-        tracker.history[-1]["gain"]
-    )
+    last = tracker.history[-1]
+    assert scores.names == [b.name for b in partition(mistral)] and scores.extra["gain"] == last["gain"]
+    assert scores.weights() == pytest.approx(last["weights"])  # a plan made from them is the tracker's own
+    excess = np.maximum(np.array(last["gain"]) - last["floor"], 0)
+    assert scores.values() == pytest.approx(excess if excess.any() else last["gain"])
     scores.save(tmp_path / "scores.json")
     assert Scores.load(tmp_path / "scores.json").digest == scores.digest
 

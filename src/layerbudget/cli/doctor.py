@@ -25,10 +25,10 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from ..doctor import examine
     from ..doctor.diagnosis import duration
-    from .shared import load
+    from .shared import batch_of, load
 
     model, tokenizer, data = load(arguments)
-    diagnosis = examine(model, tokenizer, data, estimator=arguments.estimator, batch_size=arguments.batch_size)
+    diagnosis = examine(model, tokenizer, data, estimator=arguments.estimator, batch_size=batch_of(arguments))
     table = Table("check", "", "finding", "what to do", box=None, pad_edge=False)
     for f in diagnosis.findings:
         table.add_row(f.check, f"[{_STYLES[f.severity]}]{f.severity}[/]", f.what, f.remedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .shared import progress_bar
+from .shared import progress_bar, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -19,7 +19,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--data-dir", help="folder with the tasks' local files; without it the hub is asked")
     parser.add_argument("--limit", type=int, help="at most so many examples of each task")
-    parser.add_argument("--length", type=int, default=256, help="tokens per window (default %(default)s)")
+    parser.add_argument("--length", type=int, help="tokens per window (default 256)")
     parser.add_argument("--windows", type=int, help="at most so many windows (default: all of the text)")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--dtype", default="float32")
@@ -39,8 +39,10 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.out:
         check_output(arguments.out, overwrite=arguments.overwrite)
     sources = arguments.perplexity or ([] if arguments.tasks else ["stdlib"])
+    refuse(arguments, () if arguments.tasks else ("data_dir", "limit"), "perplexity alone")
+    refuse(arguments, () if sources else ("length", "windows"), "tasks alone")
     tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
-    sets = {s: evaluation_set(s, tokenizer, length=arguments.length, windows=arguments.windows) for s in sources}
+    sets = {s: evaluation_set(s, tokenizer, length=arguments.length or 256, windows=arguments.windows) for s in sources}
     model = load_model(
         arguments.model,
         dtype=arguments.dtype,
@@ -72,6 +74,10 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
             )  # fmt: skip
         for name, row in result["tasks"].items():
             arguments.console.print(f"{name}: accuracy {row['acc']:.4f} +- {row['stderr']:.4f} ({row['samples']} examples)")
+            if row["one_class"] is not None:
+                arguments.console.print(
+                    f"{name}: option {row['one_class'] + 1} was chosen for every question; the accuracy is that option's share."
+                )
     if arguments.out:
         write_text(arguments.out, dumps(result), overwrite=arguments.overwrite)
     return result

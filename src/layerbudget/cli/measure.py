@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .shared import add_data_options, load, progress_bar
+from .shared import add_data_options, batch_of, load, progress_bar
 
 
 def register(subparsers: Any) -> None:
@@ -42,7 +42,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         plan, curves = calibrate(
             model, data, partition(model, arguments.by), sparsity=arguments.sparsity, max_sparsity=arguments.max_sparsity,
             method=arguments.method, metric=arguments.metric, iterations=arguments.iterations,
-            batch_size=arguments.batch_size, progress=progress,
+            batch_size=batch_of(arguments), progress=progress,
         )  # fmt: skip
     plan.save(arguments.out, overwrite=arguments.overwrite)
     if arguments.curves:

@@ -12,11 +12,13 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..plan import Plan
-from ..program.rules import EXPERT_RULES, SPARSITY_RULES
+from ..planning.rule import rules_of
+from ..program.rounding import METHODS
 from ..program.utilities import PENALTIES, UTILITIES
 from ..records import to_jsonable
 from . import structured
 from .files import Leaves, load_scores, need_scores, read_curves, read_fixed, read_latency, say, show_table
+from .shared import named_values
 
 
 def register(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
@@ -36,15 +38,19 @@ def _scores_argument(p: argparse.ArgumentParser) -> None:
     p.add_argument("scores", metavar="SCORES", help="scores.json; for rules without scores a model's config.json will do")
 
 
-def _shared(p: argparse.ArgumentParser, rules: Sequence[str] | None) -> None:
-    if rules is not None:
-        p.add_argument("--rule", default="mdl", help=f"one of {', '.join(rules)} (default: mdl)")
-        p.add_argument("--seed", type=int, default=0, help="seed of the permuted control")
-    published = ", layerif and alphalora: as published" if rules is EXPERT_RULES else ""
-    p.add_argument("--exponent", type=float, help=f"exponent of the weights (paper: beta, kappa; default: 1{published})")
-    p.add_argument("--exponent-on", choices=("density", "block"), default="density")
-    p.add_argument("--damping", type=float, default=None, help="row of the scores (default: the middle one)")
-    p.add_argument("--smoothing", type=float, default=0.0, help="added to every score, in units of the mean score")
+def _shared(p: argparse.ArgumentParser, kind: str | None) -> None:
+    """Options of rules; what is not given is not passed on, so that a rule can refuse what it does not read."""
+    if kind is not None:
+        rules = rules_of(kind)
+        p.add_argument("--rule", default=next(iter(rules)), help="; ".join(f"{n}: {r.summary}" for n, r in rules.items()))
+        p.add_argument("--seed", type=int, help="seed of the permuted controls (default: 0)")
+        p.add_argument(
+            "--set", dest="own", action="append", default=[], metavar="NAME=VALUE", help="an option of a rule of your own"
+        )
+    p.add_argument("--exponent", type=float, help="exponent of the weights (paper: beta, kappa; default: the rule's)")
+    p.add_argument("--exponent-on", choices=("density", "block"), help="default: density")
+    p.add_argument("--damping", type=float, help="row of the scores (default: the middle one)")
+    p.add_argument("--smoothing", type=float, help="added to every score, in units of the mean score (default: 0)")
     _output(p)
 
 
@@ -57,15 +63,15 @@ def _register_sparsity(verbs: Any) -> None:
     p = verbs.add_parser("sparsity", help="a sparsity for every block")
     _scores_argument(p)
     p.add_argument("--sparsity", type=float, default=0.5, help="global sparsity (default: 0.5)")
-    p.add_argument("--max-sparsity", type=float, default=0.7)
+    p.add_argument("--max-sparsity", type=float, help="cap per block (default: 0.7, and always room above the target)")
     p.add_argument("--min-sparsity", type=float, default=0.0)
-    p.add_argument("--penalty", default="quadratic", choices=tuple(PENALTIES))
+    p.add_argument("--penalty", choices=tuple(PENALTIES), help="default: quadratic")
     p.add_argument("--curves", default=None, metavar="FILE", help="measured damage: {block: [ratios, losses]}")
     p.add_argument("--width", type=float, default=None, help="width of the maps of layerif, alphapruning and owl")
     p.add_argument("--parity", action="store_true", help="those maps exactly as published")
     p.add_argument("--exclude", default=None, metavar="REGEX", help="blocks that stay dense")
     p.add_argument("--fix", action="append", default=[], metavar="BLOCK=SPARSITY")
-    _shared(p, SPARSITY_RULES)
+    _shared(p, "sparsity")
     p.set_defaults(handler=run_sparsity)
 
 
@@ -82,7 +88,7 @@ def _register_experts(verbs: Any) -> None:
     p.add_argument("--router", action="store_true", help="count router outputs in the cost")
     p.add_argument("--parity", action="store_true", help="AlphaLoRA exactly as published")
     _capacity(p)
-    _shared(p, EXPERT_RULES)
+    _shared(p, "experts")
     p.set_defaults(handler=run_experts)
 
 
@@ -97,14 +103,14 @@ def _register_ranks(verbs: Any) -> None:
     p.add_argument("--min-rank", type=int, default=1)
     p.add_argument("--max-rank", type=int, default=None)
     _capacity(p)
-    _shared(p, ("mdl", "permuted", "uniform", "size", "by-rank", "by-rank-permuted"))
+    _shared(p, "ranks")
     p.set_defaults(handler=run_ranks)
 
 
 def _capacity(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--utility", default="log", choices=tuple(UTILITIES))
-    p.add_argument("--spend", choices=("exactly", "at_most"), default="exactly")
-    p.add_argument("--method", choices=("auto", "greedy", "exact", "floor", "largest-remainder"), default="auto")
+    p.add_argument("--utility", choices=tuple(UTILITIES), help="default: log")
+    p.add_argument("--spend", choices=("exactly", "at_most"), help="default: exactly")
+    p.add_argument("--method", choices=METHODS, help="how counts are rounded (default: auto)")
     p.add_argument("--latency", default=None, metavar="FILE", help="seconds per unit of capacity: {block: seconds}")
     p.add_argument("--fix", action="append", default=[], metavar="BLOCK=COUNT")
 
@@ -114,7 +120,7 @@ def _register_joint(verbs: Any) -> None:
     _scores_argument(p)
     p.add_argument("--bytes", required=True, dest="budget", help="net bytes, negative to shrink: --bytes=-2GiB")
     p.add_argument("--capacity", choices=("ranks", "experts"), default="ranks")
-    p.add_argument("--expert-rank", type=int, default=8)
+    p.add_argument("--expert-rank", type=int, help="rank of one expert, for --capacity experts (default: 8)")
     p.add_argument("--max-sparsity", type=float, default=0.7)
     p.add_argument("--gamma", type=float, default=0.9, help="weight of adapting")
     p.add_argument("--eta", type=float, default=2.0, help="weight of damage")
@@ -135,11 +141,11 @@ def _register_compare(verbs: Any) -> None:
     _scores_argument(p)
     p.add_argument("--kind", choices=("sparsity", "experts", "ranks"), default="sparsity")
     p.add_argument("--budgets", type=float, nargs="+", required=True, help="sparsities, totals or mean ranks")
-    p.add_argument("--exponents", type=float, nargs="+", default=[1.0])
+    p.add_argument("--exponents", type=float, nargs="+", help="exponents of the weights (default: the rule's)")
     p.add_argument("--rule", default="mdl", help="a rule of that kind of plan, such as by-rank (default: mdl)")
     p.add_argument("--max-sparsity", type=float, default=None)
     p.add_argument("--damping", type=float, default=None)
-    p.add_argument("--smoothing", type=float, default=0.0)
+    p.add_argument("--smoothing", type=float)
     p.set_defaults(handler=run_sweep)
 
 
@@ -148,9 +154,9 @@ def _register_transfer(subparsers: Any) -> None:
     p.add_argument("source", metavar="SOURCE", help="scores.json that the plan is made from")
     p.add_argument("target", metavar="TARGET", help="scores.json of the task that it is used on")
     p.add_argument("--program", choices=("sparsity", "experts"), default="sparsity")
-    p.add_argument("--sparsity", type=float, default=0.5)
-    p.add_argument("--max-sparsity", type=float, default=0.7)
-    p.add_argument("--budget", default="160 experts", help="budget of the experts program")
+    p.add_argument("--sparsity", type=float, help="global sparsity of the sparsity program (default: 0.5)")
+    p.add_argument("--max-sparsity", type=float, help="its cap (default: 0.7, and always room above the target)")
+    p.add_argument("--budget", help="budget of the experts program (default: 160 experts)")
     p.add_argument("--exponent", type=float, default=1.0)
     p.add_argument("--exponent-on", choices=("density", "block"), default="density")
     p.add_argument("--damping", type=float, default=None)
@@ -164,8 +170,8 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
 
     plan = plan_sparsity(
         load_scores(a.scores), sparsity=a.sparsity, max_sparsity=a.max_sparsity, min_sparsity=a.min_sparsity,
-        penalty=read_curves(a.curves) if a.curves else a.penalty, width=a.width, parity=a.parity, exclude=a.exclude,
-        fixed=read_fixed(a.fix), **_weights(a), rule=a.rule, seed=a.seed,
+        penalty=_penalty(a), width=a.width, parity=a.parity, exclude=a.exclude,
+        fixed=read_fixed(a.fix), **_weights(a), **_rule_options(a),
     )  # fmt: skip
     return _finish(a, plan)
 
@@ -176,8 +182,8 @@ def run_experts(a: argparse.Namespace) -> dict[str, Any]:
 
     plan = plan_experts(
         load_scores(a.scores), total=a.total, budget=a.budget, flops_fraction=a.flops_fraction, min_experts=a.min_experts,
-        max_experts=a.max_experts, expert_rank=a.expert_rank, router=a.router, parity=a.parity, rule=a.rule, seed=a.seed,
-        **{**_weights(a), "exponent": a.exponent}, **_capacity_options(a),
+        max_experts=a.max_experts, expert_rank=a.expert_rank, router=a.router, parity=a.parity,
+        **_weights(a), **_rule_options(a), **_capacity_options(a),
     )  # fmt: skip
     return _finish(a, plan)
 
@@ -191,7 +197,7 @@ def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
         say(a, ["These scores hold the gain of every further rank: --rule by-rank plans with it, without a surrogate utility."])
     plan = plan_ranks(
         scores, mean_rank=a.mean_rank, budget=a.budget or a.params, multiple=a.multiple,
-        min_rank=a.min_rank, max_rank=a.max_rank, rule=a.rule, seed=a.seed, **_weights(a), **_capacity_options(a),
+        min_rank=a.min_rank, max_rank=a.max_rank, **_weights(a), **_rule_options(a), **_capacity_options(a),
     )  # fmt: skip
     return _finish(a, plan)
 
@@ -202,7 +208,7 @@ def run_joint(a: argparse.Namespace) -> dict[str, Any]:
 
     plan = plan_joint(
         need_scores(a.scores), budget=a.budget, capacity=a.capacity, expert_rank=a.expert_rank, gamma=a.gamma, eta=a.eta,
-        max_sparsity=a.max_sparsity, spend=a.spend, **_weights(a),
+        max_sparsity=a.max_sparsity, spend=a.spend, **{k: v for k, v in _weights(a).items() if v is not None},
     )  # fmt: skip
     return _finish(a, plan)
 
@@ -259,12 +265,29 @@ def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def _weights(a: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "exponent": 1.0 if a.exponent is None else a.exponent,
-        "exponent_on": a.exponent_on,
-        "damping": a.damping,
-        "smoothing": a.smoothing,
-    }
+    return {name: getattr(a, name) for name in ("exponent", "exponent_on", "damping", "smoothing")}
+
+
+def _rule_options(a: argparse.Namespace) -> dict[str, Any]:
+    own, taken = named_values(a.own), set(vars(a)) - {"own", "handler", "console"}
+    double = next((name for name in own if name in taken), None)
+    if double is not None:
+        flag = "--" + double.replace("_", "-")
+        raise InvalidInput(
+            f"--set {double} has a flag of its own.", "--set is for options of a rule of your own.", f"Use {flag}."
+        )
+    return {"rule": a.rule, "seed": a.seed, **own}
+
+
+def _penalty(a: argparse.Namespace) -> Any:
+    """The named penalty, or measured curves.
+
+    Raises:
+        InvalidInput: Both were given.
+    """
+    if a.curves and a.penalty:
+        raise InvalidInput("--curves and --penalty were given together.", "Curves are the penalty.", "Leave one out.")
+    return read_curves(a.curves) if a.curves else a.penalty
 
 
 def _capacity_options(a: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .shared import add_data_options, progress_bar
+from .shared import DATA, add_data_options, progress_bar, refuse
 from .structured import SMALLER, prune_smaller
 
 
@@ -14,7 +14,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("prune")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     parser.add_argument("plan", metavar="PLAN", help="plan.json of kind sparsity, structured or depth, made for this model")
-    parser.add_argument("--method", default="wanda", choices=("magnitude", "wanda", "sparsegpt"), help="not for smaller shapes")
+    parser.add_argument("--method", choices=("magnitude", "wanda", "sparsegpt"), help="not for smaller shapes (default: wanda)")
     add_data_options(parser)
     parser.add_argument(
         "--pattern", metavar="N:M", help="zero n of every m inputs; n:8 with a literal n lets each block differ"
@@ -24,7 +24,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--autocast", choices=("bfloat16", "float16"), help="precision of the calibration forwards (weights keep theirs)"
     )
-    parser.add_argument("--store", default="device", choices=("device", "cpu", "disk"), help="where activations live")
+    parser.add_argument("--store", choices=("device", "cpu", "disk"), help="where activations live (default: device)")
     parser.add_argument("--resume", metavar="DIR", help="keep finished blocks here until the result is saved")
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the pruned checkpoint")
     parser.set_defaults(handler=handler)
@@ -38,18 +38,20 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..pruning.save import check_output, save_pruned
 
     plan = Plan.load(arguments.plan)
+    _refuse_unread(arguments, plan.rule)
     check_output(arguments.out, overwrite=arguments.overwrite)
     model, tokenizer, data = _load(arguments, plan.rule)
     if plan.rule in SMALLER:
         return prune_smaller(arguments, plan, model, tokenizer, data)
-    with progress_bar(arguments, f"prune by {arguments.method}") as progress:
+    method = arguments.method or "wanda"
+    with progress_bar(arguments, f"prune by {method}") as progress:
         receipt = prune(
-            model, plan, data, arguments.method, arguments.batch_size, arguments.parity, arguments.pattern, progress,
+            model, plan, data, method, arguments.batch_size, arguments.parity, arguments.pattern, progress,
             true_sequential=arguments.true_sequential, store=arguments.store, resume=arguments.resume,
             autocast=arguments.autocast,
         )  # fmt: skip
     out = save_pruned(model, tokenizer, plan, receipt, arguments.out, overwrite=arguments.overwrite)
-    if arguments.resume and arguments.method != "magnitude":
+    if arguments.resume:
         clear_checkpoints(arguments.resume)
     arguments.console.print(
         f"Recounted sparsity {receipt.sparsity:.6f} (planned {receipt.planned:.6f}) in {receipt.seconds:.1f} s; saved to {out}."
@@ -59,6 +61,21 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments.console.print(runtime_box(pattern=arguments.pattern))
     blocks = {name: record["sparsity"] for name, record in receipt.blocks.items()}
     return {"sparsity": receipt.sparsity, "blocks": blocks, "output": str(out)}
+
+
+_PASSES = ("true_sequential", "autocast", "store", "resume")
+
+
+def _refuse_unread(arguments: argparse.Namespace, rule: str) -> None:
+    """Refuse what the plan's rule, or the method, would ignore.
+
+    Raises:
+        InvalidInput: Names the flag.
+    """
+    if rule in SMALLER:
+        refuse(arguments, ("method", "pattern", "parity", *_PASSES), f"a plan of rule {rule}")
+    if rule == "depth" or arguments.method == "magnitude":
+        refuse(arguments, (*DATA, *_PASSES), "magnitude" if arguments.method == "magnitude" else "a plan of rule depth")
 
 
 def _load(arguments: argparse.Namespace, rule: str) -> tuple[Any, Any, Any]:
@@ -72,5 +89,7 @@ def _load(arguments: argparse.Namespace, rule: str) -> tuple[Any, Any, Any]:
         tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
     except BadModel:
         tokenizer = None  # magnitude and depth need no text
-    model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device)
+    model = load_model(
+        arguments.model, dtype=arguments.dtype or "float32", revision=arguments.revision, device=arguments.device or "cpu"
+    )
     return model, tokenizer, None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .shared import add_data_options, load, named_values, progress_bar
+from ..scores.estimators import Estimator, estimators, find_estimator
+from .shared import DATA, add_data_options, load, named_values, progress_bar, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -13,7 +14,8 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("score")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     add_data_options(parser)
-    parser.add_argument("--estimator", default="fisher-gram", help="gradient-norm, fisher-gram, kfac, ggn, rank-gain, ...")
+    known = "; ".join(f"{e.name}: {e.summary}" for e in estimators().values())
+    parser.add_argument("--estimator", help=f"{known} (default: fisher-gram)")
     parser.add_argument("--by", default="layer", help="layer, linear, or a regular expression (default %(default)s)")
     parser.add_argument("--include", help="only matrices whose full name matches this regular expression")
     parser.add_argument("--exclude", help="drop matrices whose full name matches this regular expression")
@@ -32,26 +34,21 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--excess", action="store_true", help="subtract the noise floor: rank by what noise does not explain")
     parser.add_argument("--stage", metavar="DIR", help="keep finished parts here: resumes, grows with more samples, is reused")
     parser.add_argument("--import", dest="given", metavar="FILE", help="take your own scores from JSON or CSV instead")
-    parser.add_argument("--orientation", choices=("gain", "redundancy"), default="gain", help="of imported scores")
+    parser.add_argument("--orientation", choices=("gain", "redundancy"), help="of imported scores (default: gain)")
     parser.add_argument("-o", "--out", default="scores.json")
     parser.set_defaults(handler=handler)
 
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Score, write the file, show the table."""
-    from ..errors import InvalidInput
     from ..records import check_output
     from ..report.tables import scores_table
-    from ..scores.gain import check_estimator
 
-    check_estimator(arguments.estimator)
-    ignored = [n for n in ("excess", "stage", "validation", "four_bit", "options") if getattr(arguments, n)]
-    if arguments.given and ignored:
-        flag = "--set" if ignored[0] == "options" else f"--{ignored[0].replace('_', '-')}"
-        raise InvalidInput(f"{flag} has no meaning for imported scores.", "", "Leave it out, or score instead of importing.")
+    chosen = find_estimator(arguments.estimator or "fisher-gram")
     options = named_values(arguments.options)
+    _refuse_unread(arguments, chosen)
     check_output(arguments.out, overwrite=arguments.overwrite)
-    scores = _imported(arguments) if arguments.given else _measured(arguments, options)
+    scores = _imported(arguments) if arguments.given else _measured(arguments, chosen, options)
     path = scores.save(arguments.out, overwrite=arguments.overwrite)
     arguments.console.print(scores_table(scores))
     if scores.extra.get("verdict"):
@@ -60,40 +57,65 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     return scores.to_dict()
 
 
+_MEASURING = ("estimator", "damping", "damping_unit", "excess", "stage", "validation", "four_bit", "options")
+
+
+def _refuse_unread(arguments: argparse.Namespace, chosen: Estimator) -> None:
+    """Refuse what imported scores, or an estimator that reads no data, would ignore.
+
+    Raises:
+        InvalidInput: Names the flag.
+    """
+    if arguments.given:
+        refuse(arguments, (*_MEASURING, *DATA, "dtype", "device"), "imported scores")
+        return
+    refuse(arguments, ("orientation",), "measured scores")
+    if not chosen.data:
+        refuse(arguments, (*DATA, "validation"), chosen.name)
+
+
 def _imported(arguments: argparse.Namespace) -> Any:
     from ..blocks import describe, partition
     from ..loading import load_model
     from ..scores.importing import import_scores
 
-    model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
+    model = load_model(arguments.model, revision=arguments.revision)
     blocks = partition(model, arguments.by, include=arguments.include, exclude=arguments.exclude)
-    return import_scores(arguments.given, blocks, orientation=arguments.orientation, model=describe(model))
+    return import_scores(arguments.given, blocks, orientation=arguments.orientation or "gain", model=describe(model))
 
 
-def _measured(arguments: argparse.Namespace, options: dict[str, Any]) -> Any:
+def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[str, Any]) -> Any:
     from ..blocks import partition
     from ..data.text import calibration
     from ..scores.gain import score
     from ..scores.noise import subtract_floor
 
-    model, tokenizer, data = load(arguments)
+    named = {"damping": arguments.damping, "damping_unit": arguments.damping_unit, "batch_size": arguments.batch_size}
+    chosen.heard({**named, **options, **({"validation": True} if arguments.validation else {})})  # before anything is loaded
+    model, tokenizer, data = load(arguments, data=chosen.data)
     if arguments.validation:
         options["validation"] = calibration(
-            arguments.validation, tokenizer, samples=max(1, arguments.samples // 4), length=arguments.length,
-            seed=arguments.seed, group="evaluation",
+            arguments.validation, tokenizer, samples=max(1, data.samples // 4), length=data.length, seed=data.seed,
+            group="evaluation",
         )  # fmt: skip
-    if type(model).__name__.endswith("ForMaskedLM"):
-        data = _masked(data, tokenizer, arguments.seed)
+    if data is not None and type(model).__name__.endswith("ForMaskedLM"):
+        data = _masked(data, tokenizer, data.seed)
     blocks = partition(model, arguments.by, include=arguments.include, exclude=arguments.exclude)
-    if arguments.stage:
-        options["stage"] = arguments.stage
-    with progress_bar(arguments, f"scoring by {arguments.estimator}") as progress:
+    if "seed" in chosen.options and arguments.seed is not None and _sampling(chosen, options):
+        named["seed"] = arguments.seed  # it always seeds the draw of the text
+    with progress_bar(arguments, f"scoring by {chosen.name}") as progress:
         scores = score(
-            model, data, blocks, estimator=arguments.estimator, damping=arguments.damping,
-            damping_unit=arguments.damping_unit, batch_size=arguments.batch_size, seed=arguments.seed, progress=progress,
-            **options,
+            model, data, blocks, chosen.name, progress=progress, stage=arguments.stage,
+            **{k: v for k, v in named.items() if v is not None}, **options,
         )  # fmt: skip
     return subtract_floor(scores) if arguments.excess else scores
+
+
+def _sampling(chosen: Estimator, options: dict[str, Any]) -> bool:
+    """Whether anything is random in the estimator under these options of its own."""
+    quiet = {"labels": "data", "curvature": "none"}
+    sketched = chosen.name != "layerif" or options.get("sketch") is not None
+    return sketched and all(options.get(name) != value for name, value in quiet.items())
 
 
 def _masked(data: Any, tokenizer: Any, seed: int) -> Any:

@@ -11,30 +11,65 @@ from typing import Any
 Callback = Callable[[int, int], None]
 
 
+DATA = ("data", "samples", "length", "seed", "batch_size")
+
+
 def add_data_options(parser: argparse.ArgumentParser, *, samples: int = 128, length: int = 256) -> None:
-    """``--data --samples --length --seed --batch-size --dtype``."""
+    """``--data --samples --length --seed --batch-size --dtype --device``.
+
+    What is not given stays ``None``, so that a command can refuse what it would not read; :func:`load` fills in the defaults.
+    """
+    parser.set_defaults(data_defaults={"data": "stdlib", "samples": samples, "length": length, "seed": 0})
     parser.add_argument(
-        "--data", default="stdlib", help="stdlib, c4, wikitext2, name[:config[:split[:column]]], or local files"
+        "--data", help="stdlib, c4, wikitext2, name[:config[:split[:column]]], or local files (default: stdlib)"
     )
-    parser.add_argument("--samples", type=int, default=samples, help="calibration sequences (default %(default)s)")
-    parser.add_argument("--length", type=int, default=length, help="tokens per sequence (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--dtype", default="float32", help="precision in which the model is loaded (default %(default)s)")
+    parser.add_argument("--samples", type=int, help=f"calibration sequences (default {samples})")
+    parser.add_argument("--length", type=int, help=f"tokens per sequence (default {length})")
+    parser.add_argument("--seed", type=int, help="of the draw of the text, and of whatever else is random (default 0)")
+    parser.add_argument("--batch-size", type=int, help="sequences per forward pass (default 8)")
+    parser.add_argument("--dtype", help="precision in which the model is loaded (default float32)")
     parser.add_argument("--revision", help="hub revision of the model")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default %(default)s)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default cpu)")
 
 
-def load(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Model, tokenizer and calibration set that the options name."""
+def refuse(arguments: argparse.Namespace, names: Sequence[str], what: str) -> None:
+    """Refuse options that were given and would be ignored.
+
+    Raises:
+        InvalidInput: Names the first flag.
+    """
+    from ..errors import InvalidInput
+
+    for name in names:
+        if getattr(arguments, name, None) not in (None, False, []):
+            flag = "--set" if name in ("options", "own") else f"--{name.replace('_', '-')}"
+            raise InvalidInput(f"{flag} has no meaning for {what}.", "It would be ignored.", "Leave it out.")
+
+
+def load(arguments: argparse.Namespace, *, data: bool = True) -> tuple[Any, Any, Any]:
+    """Model, tokenizer and calibration set that the options name; no text is read where ``data`` is false."""
     from ..data.text import calibration
     from ..loading import load_model, load_tokenizer
 
-    tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
-    data = calibration(arguments.data, tokenizer, samples=arguments.samples, length=arguments.length, seed=arguments.seed)
+    tokenizer = found = None
+    if data:
+        tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
+        wanted = {
+            name: default if getattr(arguments, name) is None else getattr(arguments, name)
+            for name, default in arguments.data_defaults.items()
+        }
+        found = calibration(wanted.pop("data"), tokenizer, **wanted)
     options = {"four_bit": True} if getattr(arguments, "four_bit", False) else {}
-    model = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device, **options)
-    return model, tokenizer, data
+    model = load_model(
+        arguments.model, dtype=arguments.dtype or "float32", revision=arguments.revision, device=arguments.device or "cpu",
+        **options,
+    )  # fmt: skip
+    return model, tokenizer, found
+
+
+def batch_of(arguments: argparse.Namespace) -> int:
+    """Sequences per forward pass."""
+    return 8 if arguments.batch_size is None else arguments.batch_size
 
 
 def named_values(texts: Sequence[str]) -> dict[str, Any]:

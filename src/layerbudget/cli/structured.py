@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..plan import Plan
-from .shared import add_data_options, load, progress_bar
+from .shared import add_data_options, batch_of, load, progress_bar, refuse
 
 SMALLER = ("structured", "depth")
 
@@ -18,10 +18,10 @@ def register(verbs: Any) -> None:
     p.add_argument("--save", required=True, metavar="BUDGET", help="'25%% flops', '1.2 GiB', '300M params'")
     p.add_argument("--kinds", default="heads,mlp", help="what may go: heads, mlp or both (default: %(default)s)")
     p.add_argument(
-        "--heads", default="auto", choices=("auto", "groups", "queries"),
-        help="groups: key-value heads with their query heads; queries: equally many query heads per group; auto: the better",
+        "--heads", choices=("auto", "groups", "queries"),
+        help="groups: key-value heads with their query heads; queries: equally many per group; auto (default): the better",
     )  # fmt: skip
-    p.add_argument("--multiple", type=int, default=8, help="MLP widths shrink by multiples of this (default: %(default)s)")
+    p.add_argument("--multiple", type=int, help="MLP widths shrink by multiples of this (default: 8)")
     p.add_argument("--max-removed", type=float, default=0.75, help="largest share of one layer's heads or width")
     p.add_argument("--depth", type=int, default=0, help="so many whole layers may go where that is cheaper (default: none)")
     p.add_argument("--even", action="store_true", help="the same in all layers: what an ordinary checkpoint can hold")
@@ -45,12 +45,15 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
         raise AlreadyExists(f"{a.output} exists already.", "", "Choose another file or pass --overwrite.")
     if a.depth < 0:
         raise InvalidInput(f"--depth is {a.depth}.", "It must be at least 0.", "Leave it out to keep all layers.")
+    kinds = tuple(k.strip() for k in a.kinds.split(","))
+    if kinds in (("heads",), ("mlp",)):
+        refuse(a, ("multiple",) if kinds == ("heads",) else ("heads",), f"--kinds {a.kinds}")
     model, _, data = load(a)
     with progress_bar(a, "measuring heads and widths, layers") as progress:
         plan = plan_structured(
-            model, data, a.save, kinds=tuple(k.strip() for k in a.kinds.split(",")), by=a.heads, multiple=a.multiple,
+            model, data, a.save, kinds=kinds, by=a.heads or "auto", multiple=8 if a.multiple is None else a.multiple,
             max_removed=a.max_removed, depth=a.depth, even=a.even, context=a.context, points=a.points,
-            trials=a.trials, batch_size=a.batch_size, progress=progress,
+            trials=a.trials, batch_size=batch_of(a), progress=progress,
         )  # fmt: skip
     if a.output:
         plan.save(a.output, overwrite=a.overwrite)
@@ -92,7 +95,7 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
         done: dict[str, Any] = {"unit": "parameters", "saved": int(plan.counts.sum()), "planned": int(plan.counts.sum())}
     else:
         with progress_bar(a, "remove heads and widths, layers") as progress:
-            done = apply_structured(model, plan, data, batch_size=a.batch_size, progress=progress)
+            done = apply_structured(model, plan, data, batch_size=batch_of(a), progress=progress)
     check_exportable(model)
     out = save_smaller(model, tokenizer, a.out, plan=plan, record=done, overwrite=a.overwrite)
     after = sum(p.numel() for p in model.parameters())

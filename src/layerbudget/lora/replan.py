@@ -1,9 +1,9 @@
 r"""Plan while training: once, after a fraction of the steps, move ranks or experts to where the gain is now.
 
-The gain is read from the optimiser, at no cost: with Adam's running mean ``m`` and running square ``v`` of the adapter's
-gradient, ``zeta_k^2 = sum m^2 / (v + tau)`` over the module's adapter parameters, the damped gain with the diagonal empirical
-Fisher in adapter space, ``tau`` a fraction of the mean of ``v`` over all modules. The plan is then made again with the same
-budget.
+The gain is read from the optimiser, at no cost (:mod:`layerbudget.scores.moments`): the damped gain with the diagonal empirical
+Fisher in adapter space, one damping for all modules, *above its noise floor*. The plan is then made again as it was made
+(:func:`layerbudget.planning.plan_again`): same budget in the same unit, same floors, caps, multiples, fixed blocks and
+exponents.
 
 Ranks and experts are moved in place. What stays keeps its values *and* its optimiser state. A new rank starts with a random row
 of A and a zero column of B, so the model's function does not move; a dropped rank is the one with the smallest
@@ -14,7 +14,7 @@ dropped one has the smallest norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,20 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ..errors import CoverageError, InvalidInput
-from ..plan import Plan
+from ..plan import Plan, PlanBlock
+from ..planning import plan_again
+from ..records import Block, Module
+from ..scores.moments import Moments, excess_weights, moment_gains, optimizer_moments
+from ..scores.record import Scores
 from . import targets
 
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
-def tracked_gains(model: nn.Module, optimizer: torch.optim.Optimizer, *, damping: float = 1e-2) -> dict[str, float]:
-    """Diagonal gain ``sum m^2 / (v + tau)`` per adapted module, from Adam's state.
+def tracked_gains(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, damping: float = 1e-2
+) -> dict[str, tuple[float, float]]:
+    """Diagonal gain ``sum m^2 / (v + tau)`` and noise floor per adapted module, from Adam's state.
 
     Args:
         model: The adapted model.
@@ -40,31 +46,13 @@ def tracked_gains(model: nn.Module, optimizer: torch.optim.Optimizer, *, damping
     Raises:
         CoverageError: The optimiser keeps no such state for an adapter.
     """
-    moments: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    moments: dict[str, list[Moments]] = {}
     for name, leaves in adapter_leaves(model).items():
-        for leaf in leaves.values():
-            state = optimizer.state.get(leaf.weight, {})
-            if "exp_avg" not in state:
-                raise CoverageError(
-                    f"The optimiser has no running moments of {name}.", "", "Use AdamW, after at least one step."
-                )
-            step = float(state.get("step", 1))
-            betas = _betas(optimizer, leaf.weight)
-            corrected = (
-                state["exp_avg"].float() / (1 - betas[0] ** step),
-                state["exp_avg_sq"].float() / (1 - betas[1] ** step),
-            )
-            moments.setdefault(name, []).append(corrected)
-    squares = [v for pairs in moments.values() for _, v in pairs]
-    tau = damping * sum(float(v.sum()) for v in squares) / sum(v.numel() for v in squares)
-    return {k: sum(float((m.square() / (v + tau)).sum()) for m, v in pairs) for k, pairs in moments.items()}
-
-
-def _betas(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[float, float]:
-    for group in optimizer.param_groups:
-        if any(p is parameter for p in group["params"]):
-            return group.get("betas", (0.9, 0.999))
-    return (0.9, 0.999)
+        parameters = [leaf.weight for leaf in leaves.values()]
+        moments[name] = optimizer_moments(optimizer, parameters)
+        if len(moments[name]) < len(parameters):
+            raise CoverageError(f"The optimiser has no running moments of {name}.", "", "Use AdamW, after at least one step.")
+    return moment_gains(moments, damping, shared=True)
 
 
 def adapter_leaves(model: nn.Module, adapter: str = "default") -> dict[str, dict[str, nn.Linear]]:
@@ -186,41 +174,37 @@ def _replace(leaf: nn.Linear, optimizer: torch.optim.Optimizer, keep: Tensor, fr
 
 
 def replanned(
-    plan: Plan, gains: Mapping[str, float], shapes: Mapping[str, tuple[int, int]], minimum: int = 1
+    plan: Plan, gains: Mapping[str, tuple[float, float]], shapes: Mapping[str, tuple[int, int]], minimum: int = 1
 ) -> dict[str, int]:
-    """New counts by module for the same budget as the plan's, at least ``minimum`` for every module that has an adapter.
+    """New counts by module under the plan's own budget and constraints, from the gains that training shows now.
 
-    A block with one expert has no router and keeps its one; gains that are not finite or all zero leave every count as it is.
-
-    Ranks are priced in parameters (``d_in + d_out`` each), experts by one per block; the budget is what the old counts cost.
+    What has no adapter keeps none, and a block with one expert has no router and keeps its one. Gains that are not finite, or
+    of which nothing is positive, leave every count as it is.
 
     Args:
         plan: The plan in force.
-        gains: Gain by module.
+        gains: Gain and noise floor by module.
         shapes: ``(d_in, d_out)`` by module.
-        minimum: Smallest count.
+        minimum: Smallest count of what has an adapter, where the plan's own floor is below it.
     """
-    from ..program import allocate, round_capacity
-
-    blocks = [b for b in plan.blocks if b.count > 0]
-    value = np.array([sum(gains[m] for m in b.modules) for b in blocks])
+    held = {m: b.count for b in plan.blocks for m in b.modules if b.count > 0}
+    kept = [b for b in plan.blocks if b.count > 0]
+    gain, floor = (np.array([sum(gains[m][i] for m in b.modules) for b in kept]) for i in (0, 1))
+    value = excess_weights(gain, floor)
     if not (np.isfinite(value).all() and value.sum() > 0):
-        return {m: b.count for b in blocks for m in b.modules}  # nothing to go by
-    counts = np.array([b.count for b in blocks], dtype=float)
-    ranks = plan.kind == "ranks"
-    cost = np.array([sum(sum(shapes[m]) for m in b.modules) if ranks else 1.0 for b in blocks])
-    fixed = (counts < 2) & (not ranks)  # one expert has no router and stays one
-    low = np.minimum(minimum, counts)
-    solution = allocate(
-        value / value.sum(),
-        cost,
-        float(cost @ counts),
-        lower=low,
-        upper=np.where(fixed, counts, np.maximum(4.0 * counts.mean(), counts)),
-        rule="exactly",
-    )
-    new = round_capacity(solution).counts
-    return {m: int(c) for b, c in zip(blocks, new, strict=True) for m in b.modules}
+        return held
+    found = dict(zip((b.name for b in kept), value.tolist(), strict=True))
+    blocks = [
+        Block(name=b.name, modules=tuple(Module(name=m, d_in=shapes[m][0], d_out=shapes[m][1]) for m in b.modules))
+        if b.count
+        else Block(name=b.name, modules=tuple(Module(name=m, d_in=1, d_out=1) for m in b.modules))  # of no size that is known
+        for b in plan.blocks
+    ]
+    scores = Scores.from_values({b.name: found.get(b.name, 0.0) for b in blocks}, blocks, estimator="tracked-fisher-diagonal")
+    still = (plan.counts == 0) | ((plan.counts < 2) & (plan.kind == "experts"))
+    low = np.where(still, plan.counts, np.minimum(minimum, plan.counts))
+    new = plan_again(plan, scores, rule="mdl", lower=low, upper=np.where(still, plan.counts, np.inf))
+    return {m: b.count for b in new.blocks for m in b.modules if m in held}
 
 
 class Replan(TrainerCallback):
@@ -240,7 +224,7 @@ class Replan(TrainerCallback):
             raise InvalidInput(f"The re-plan fraction is {fraction}.", "It lies strictly between 0 and 1.", "Try 0.3.")
         self.plan, self.fraction, self.damping = plan, fraction, damping
         self.trainer: Any = None
-        self.gains: dict[str, float] | None = None
+        self.gains: dict[str, tuple[float, float]] | None = None
         self.counts: dict[str, int] | None = None
 
     def attach(self, trainer: Any) -> None:
@@ -264,10 +248,17 @@ class Replan(TrainerCallback):
 
         plain = getattr(model, "module", model)
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
-        plan = fit_names(self.plan, plain.get_base_model())
-        leaves = adapter_leaves(plain)
+        fitted = fit_names(self.plan, plain.get_base_model())
+        here = {own: m for a, b in zip(self.plan.blocks, fitted.blocks, strict=True) for own, m in _pairs(a, b)}
+        there = {m: own for own, m in here.items()}
+        leaves = {there[n]: part for n, part in adapter_leaves(plain).items()}
         shapes = {n: (part["A"].in_features, part["B"].out_features) for n, part in leaves.items()}
-        self.gains = tracked_gains(plain, optimizer, damping=self.damping)
-        minimum = 1 if plan.kind == "ranks" else 2
-        self.counts = replanned(plan, self.gains, shapes, minimum)
+        self.gains = {there[n]: found for n, found in tracked_gains(plain, optimizer, damping=self.damping).items()}
+        counts = replanned(self.plan, self.gains, shapes, 1 if self.plan.kind == "ranks" else 2)
+        self.counts = {here[n]: count for n, count in counts.items()}
         resize(plain, optimizer, self.counts)
+
+
+def _pairs(own: PlanBlock, fitted: PlanBlock) -> Iterator[tuple[str, str]]:
+    """Names of a block's modules in the plan, and in the model at hand (an encoder with a head has a prefix more)."""
+    return zip(own.modules, fitted.modules, strict=True)

@@ -1,5 +1,6 @@
 """From scores to plans: the ``plan_*`` functions, and comparing plans. No torch."""
 
+from .again import plan_again
 from .capacity import plan_experts, plan_ranks
 from .compare import diff_plans, explain_plan, sweep
 from .joint import plan_joint, split_joint
@@ -9,6 +10,7 @@ from .transfer import transfer_scores
 __all__ = [
     "diff_plans",
     "explain_plan",
+    "plan_again",
     "plan_experts",
     "plan_joint",
     "plan_ranks",

@@ -11,19 +11,18 @@ from numpy.typing import ArrayLike
 from ..costs import Budget, amount_of, parse_budget, rank_parameters, unit_cost
 from ..errors import InvalidInput
 from ..plan import Plan
-from ..program import rules
-from ..program.allocation import allocate
 from ..program.inputs import Vector, bound_vector, number
-from ..program.rounding import round_capacity
 from ..program.utilities import Function
 from ..records import Block
 from ..scores.record import Scores
-from . import published
-from .by_rank import RULES as BY_RANK
-from .by_rank import by_rank
-from .common import blocks_of, make_plan, matching, need_scores, weights_of
+from .common import blocks_of, make_plan, matching, record_of, recorded
+from .rule import Decision, Problem, find_rule
+from .rules.capacity import in_proportion
 
-RANK_RULES = ("mdl", "permuted", "uniform", "size", *BY_RANK)
+# Options of the price, and the units of budgets that read them.
+_PRICING: Mapping[str, tuple[str, ...]] = {
+    "latency": ("latency",), "bytes_per_parameter": ("bytes",), "router": ("params", "bytes", "flops"),
+}  # fmt: skip
 
 
 def plan_experts(
@@ -33,24 +32,28 @@ def plan_experts(
     budget: str | float | None = None,
     flops_fraction: float | None = None,
     min_experts: ArrayLike = 1,
+    lower: ArrayLike = 0,
     max_experts: ArrayLike | None = None,
     expert_rank: int = 8,
     exponent: float | None = None,
-    exponent_on: str = "density",
+    exponent_on: str | None = None,
     rule: str = "mdl",
-    utility: str | Function = "log",
-    spend: str = "exactly",
-    method: str = "auto",
+    utility: str | Function | None = None,
+    spend: str | None = None,
+    method: str | None = None,
     damping: float | None = None,
-    smoothing: float = 0.0,
-    seed: int = 0,
+    smoothing: float | None = None,
+    seed: int | None = None,
     parity: bool = False,
     router: bool = False,
-    bytes_per_parameter: float = 2.0,
+    bytes_per_parameter: float | None = None,
     latency: Mapping[str, float] | None = None,
     fixed: Mapping[str, int] | None = None,
+    **own: Any,
 ) -> Plan:
     """Divide LoRA experts over blocks.
+
+    An option that the rule does not read is refused; what is left out has the rule's own default.
 
     Args:
         scores: The scores; blocks alone suffice for ``uniform``, ``size`` and the MoLA shapes.
@@ -58,54 +61,58 @@ def plan_experts(
         budget: Or in any unit: ``"64M params"``, ``"1.2 GiB"``, ``"3% flops"``, see :func:`layerbudget.costs.parse_budget`.
         flops_fraction: Or as a fraction of the base blocks' FLOPs per token.
         min_experts: Experts that every block has anyway (the base, which earns no utility).
+        lower: Smallest number of experts; what it has above ``min_experts`` earns utility.
         max_experts: Cap per block.
         expert_rank: Rank of one expert.
         exponent: beta, see :func:`layerbudget.program.allocate`: 1 by default, for ``layerif`` and ``alphalora`` as published.
-        exponent_on: ``density`` or ``block``.
+        exponent_on: ``density`` (default) or ``block``.
         rule: ``mdl``, ``permuted``, ``uniform``, ``size``, ``layerif``, ``alphalora``, ``mola-5555``, ``mola-2468``,
-            ``mola-8642`` (or ``mola-`` with other digits).
-        utility: phi of the program.
-        spend: ``exactly`` or ``at_most``.
+            ``mola-8642`` (or ``mola-`` with other digits), or a rule of your own (:mod:`layerbudget.planning.rule`).
+        utility: phi of the program; ``log`` by default.
+        spend: ``exactly`` (default) or ``at_most``.
         method: Rounding, see :func:`layerbudget.program.round_capacity`.
         damping: Which row of the scores; the middle one by default.
-        smoothing: Added to every score, in units of the mean score.
-        seed: Seed of ``permuted``.
+        smoothing: Added to every score, in units of the mean score; 0 by default.
+        seed: Seed of ``permuted``; 0 by default.
         parity: AlphaLoRA as published.
-        router: Count router outputs in the cost.
-        bytes_per_parameter: 2 for bf16.
+        router: Count router outputs in the cost (budgets in parameters, bytes or FLOPs).
+        bytes_per_parameter: For budgets in bytes; 2 (bf16) by default.
         latency: Seconds per expert by block name, for latency budgets.
         fixed: Experts of some blocks, by name or regular expression; a published rule then divides the rest over the others.
+        **own: Options of a rule of your own.
 
     Returns:
         A plan of kind ``experts``; ``count`` is the number of experts of every module of the block.
 
     Raises:
-        InvalidInput: Not exactly one budget, or an option outside its domain.
+        InvalidInput: Not exactly one budget, an option outside its domain, or one that rule or unit do not read.
         UnknownUnit: A budget in an unknown or unpriced unit.
         InfeasibleBudget: The budget is below the minimum, or cannot be spent under the caps.
     """
     wanted = _one_budget({"total": total, "budget": budget, "flops_fraction": flops_fraction}, "experts")
     blocks = blocks_of(scores)
-    cost = unit_cost(
-        blocks, wanted.unit, capacity="experts", expert_rank=expert_rank, router=router,
-        bytes_per_parameter=bytes_per_parameter, latency=latency,
-    )  # fmt: skip
-    limit = _limit(wanted, blocks, bytes_per_parameter)
+    pricing = {"router": router, "bytes_per_parameter": bytes_per_parameter, "latency": latency}
+    cost, limit = _priced(blocks, wanted, pricing, capacity="experts", expert_rank=expert_rank)
     low = np.full(len(blocks), 1.0) * bound_vector(min_experts, len(blocks), "min_experts", 0.0)
     high = np.full(len(blocks), 1.0) * bound_vector(max_experts, len(blocks), "max_experts", np.inf)
-    base, held = _pin(blocks, low, high, fixed)
-    hyper: dict[str, Any] = {"min_experts": min_experts, "max_experts": max_experts, "expert_rank": expert_rank}
-    hyper |= {"exponent": exponent, "exponent_on": exponent_on, "spend": spend, "method": method, "fixed": dict(fixed or {})}
-    hyper |= {"damping": damping, "smoothing": smoothing, "utility": getattr(utility, "name", utility), "parity": parity}
-    record = {"unit": wanted.unit, "limit": limit, "text": wanted.text}
-    if rule not in ("mdl", "permuted"):
-        make = published.maker(scores, rule, blocks, ~held, low, damping=damping, exponent=exponent, parity=parity)
-        counts = published.counts_within(make, rule, cost, limit, (low, high, held), parity=parity)
-        return make_plan(scores, "experts", rule, blocks, counts, counts, record | {"spent": float(cost @ counts)}, hyper, None)
-    q = weights_of(scores, damping, smoothing, rule, seed)
-    hyper |= {"exponent": 1.0 if exponent is None else exponent} | ({"seed": seed} if rule == "permuted" else {})
-    program = {"base": base, "lower": low, "upper": high, "utility": utility}
-    return _solved(scores, "experts", rule, q, cost, record, hyper, program)
+    base = low.copy()
+    low = np.maximum(low, bound_vector(lower, len(blocks), "lower", 0.0))
+    held = _pin(blocks, low, high, fixed)
+    base[held] = np.minimum(base, low)[held]
+    problem = Problem(
+        kind="experts", blocks=blocks, scores=record_of(scores), amount=cost, target=limit, low=low, high=high, held=held,
+        base=base,
+    )  # fmt: skip
+    given: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend}
+    given |= {"method": method, "damping": damping, "smoothing": smoothing, "seed": seed, "parity": parity, **own}
+    hyper = {
+        "min_experts": min_experts,
+        "lower": lower,
+        "max_experts": max_experts,
+        "expert_rank": expert_rank,
+        **_read(pricing),
+    }
+    return _decided(scores, problem, rule, given, wanted, {**hyper, "fixed": dict(fixed or {})})
 
 
 def plan_ranks(
@@ -116,20 +123,23 @@ def plan_ranks(
     multiple: int = 1,
     min_rank: ArrayLike = 1,
     max_rank: ArrayLike | None = None,
-    exponent: float = 1.0,
-    exponent_on: str = "density",
+    exponent: float | None = None,
+    exponent_on: str | None = None,
     rule: str = "mdl",
-    utility: str | Function = "log",
-    spend: str = "exactly",
-    method: str = "auto",
+    utility: str | Function | None = None,
+    spend: str | None = None,
+    method: str | None = None,
     damping: float | None = None,
-    smoothing: float = 0.0,
-    seed: int = 0,
-    bytes_per_parameter: float = 2.0,
+    smoothing: float | None = None,
+    seed: int | None = None,
+    bytes_per_parameter: float | None = None,
     latency: Mapping[str, float] | None = None,
     fixed: Mapping[str, int] | None = None,
+    **own: Any,
 ) -> Plan:
     """Divide LoRA ranks over blocks (partition by ``linear`` for one rank per matrix).
+
+    An option that the rule does not read is refused; what is left out has the rule's own default.
 
     Args:
         scores: The scores; blocks alone suffice for ``uniform`` and ``size``.
@@ -138,25 +148,26 @@ def plan_ranks(
         multiple: Ranks are multiples of this.
         min_rank: Smallest rank; 0 lets a block go without an adapter.
         max_rank: Cap; a rank never exceeds the smallest side of the block's matrices.
-        exponent: beta, see :func:`layerbudget.program.allocate`.
-        exponent_on: ``density`` or ``block``.
-        rule: ``by-rank`` (scores of ``rank-gain``: the gain of every further rank), ``mdl``, ``uniform``, ``size``, and the
-            controls ``by-rank-permuted`` and ``permuted``.
-        utility: phi of the program.
-        spend: ``exactly`` or ``at_most``.
+        exponent: beta, see :func:`layerbudget.program.allocate`; 1 by default.
+        exponent_on: ``density`` (default) or ``block``.
+        rule: ``by-rank`` (scores of ``rank-gain``: the gain of every further rank), ``mdl``, ``uniform``, ``size``, the
+            controls ``by-rank-permuted`` and ``permuted``, or a rule of your own (:mod:`layerbudget.planning.rule`).
+        utility: phi of the program; ``log`` by default.
+        spend: ``exactly`` (default) or ``at_most``.
         method: Rounding, see :func:`layerbudget.program.round_capacity`.
         damping: Which row of the scores; the middle one by default.
-        smoothing: Added to every score, in units of the mean score.
-        seed: Seed of the controls.
-        bytes_per_parameter: 2 for bf16.
+        smoothing: Added to every score, in units of the mean score; 0 by default.
+        seed: Seed of the controls; 0 by default.
+        bytes_per_parameter: For budgets in bytes; 2 (bf16) by default.
         latency: Seconds per rank by block name, for latency budgets.
         fixed: Rank of some blocks, by name or regular expression.
+        **own: Options of a rule of your own.
 
     Returns:
         A plan of kind ``ranks``; ``count`` is the rank of every module of the block.
 
     Raises:
-        InvalidInput: Not exactly one budget, or an option outside its domain.
+        InvalidInput: Not exactly one budget, an option outside its domain, or one that rule or unit do not read.
         UnknownUnit: A budget in an unknown or unpriced unit.
         InfeasibleBudget: The budget is below the minimum ranks, or cannot be spent under the caps.
     """
@@ -164,49 +175,72 @@ def plan_ranks(
     wanted = _one_budget({"mean_rank": mean_rank, "budget": budget}, "params")
     if mean_rank is not None:
         wanted = Budget(amount=mean_rank * float(rank_parameters(blocks).sum()), unit="params", text=f"mean rank {mean_rank:g}")
-    cost = unit_cost(blocks, wanted.unit, bytes_per_parameter=bytes_per_parameter, latency=latency)
-    limit = _limit(wanted, blocks, bytes_per_parameter)
-    sides = np.array([min(min(m.d_in, m.d_out) for m in b.modules) for b in blocks], dtype=np.float64)
+    pricing = {"bytes_per_parameter": bytes_per_parameter, "latency": latency}
+    cost, limit = _priced(blocks, wanted, pricing)
+    sides = smallest_sides(blocks)
     low = np.minimum(sides, bound_vector(min_rank, len(blocks), "min_rank", 0.0))
     high = np.minimum(sides, bound_vector(max_rank, len(blocks), "max_rank", np.inf))
-    _pin(blocks, low, high, fixed)
-    exponent = 1.0 if rule in ("uniform", "size") else exponent
-    hyper: dict[str, Any] = {"mean_rank": mean_rank, "multiple": multiple, "min_rank": min_rank, "max_rank": max_rank}
-    hyper |= {"exponent": exponent, "exponent_on": exponent_on, "spend": spend, "method": method, "fixed": dict(fixed or {})}
-    hyper |= {"damping": damping, "smoothing": smoothing, "utility": getattr(utility, "name", utility)}
-    hyper |= {"seed": seed} if rule.endswith("permuted") else {}
-    record = {"unit": wanted.unit, "limit": limit, "text": wanted.text}
-    if rule in BY_RANK:
-        return by_rank(need_scores(scores), rule, cost, (low, high), record, hyper)
-    q = _rank_weights(scores, rule, cost, damping, smoothing, seed)
-    return _solved(scores, "ranks", rule, q, cost, record, hyper, {"lower": low, "upper": high, "utility": utility}, multiple)
+    held = _pin(blocks, low, high, fixed, sides)
+    problem = Problem(
+        kind="ranks", blocks=blocks, scores=record_of(scores), amount=cost, target=limit, low=low, high=high, held=held,
+        multiple=multiple,
+    )  # fmt: skip
+    given: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend}
+    given |= {"method": method, "damping": damping, "smoothing": smoothing, "seed": seed, **own}
+    hyper = {"mean_rank": mean_rank, "multiple": multiple, "min_rank": min_rank, "max_rank": max_rank, **_read(pricing)}
+    return _decided(scores, problem, rule, given, wanted, {**hyper, "fixed": dict(fixed or {})})
 
 
-def _solved(
-    scores: Scores | Sequence[Block], kind: str, rule: str, q: Vector, cost: Vector, record: dict[str, Any],
-    hyper: dict[str, Any], program: dict[str, Any], multiple: int = 1,
+def _decided(
+    scores: Scores | Sequence[Block], problem: Problem, rule: str, given: Mapping[str, Any], wanted: Budget,
+    hyper: Mapping[str, Any],
 ) -> Plan:  # fmt: skip
-    """Solve the program, round, and bind both into a plan."""
-    solution = allocate(
-        q, cost, record["limit"], exponent=hyper["exponent"], exponent_on=hyper["exponent_on"], rule=hyper["spend"], **program
-    )
-    rounded = round_capacity(solution, method=hyper["method"], multiple=multiple)
+    """Let the rule decide, and bind its decision into a plan."""
+    chosen = find_rule(problem.kind, rule)
+    options = chosen.heard(given)
+    decision: Decision = chosen.decide(problem, options)
+    if decision.counts is None:
+        value = np.asarray(decision.value, dtype=np.float64)
+        if value.shape != problem.amount.shape or not np.isfinite(value).all():
+            raise InvalidInput(
+                f"The rule {rule} gave values of shape {value.shape}.", f"It must give {problem.amount.size} finite ones.", ""
+            )
+        decision = in_proportion(problem, value)
+    counts = np.asarray(decision.counts)
+    record = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
     return make_plan(
-        scores, kind, rule, blocks_of(scores), solution.value, rounded.counts, record | {"spent": rounded.spent}, hyper,
-        solution if rule in ("mdl", "permuted") else None, rounding=rounded.to_dict(),
+        scores, problem.kind, rule, decision.value, counts, record, {**hyper, **recorded(options)}, decision.solution,
+        decision.extra,
     )  # fmt: skip
 
 
-def _rank_weights(
-    scores: Scores | Sequence[Block], rule: str, cost: Vector, damping: float | None, smoothing: float, seed: int
-) -> Vector:
-    """Scores, or weights whose optimum is the rule: ``w = c`` gives equal ranks, ``w = c n`` ranks that grow with size."""
-    rules.known(rule, RANK_RULES)
-    if rule == "uniform":
-        return cost.copy()
-    if rule == "size":
-        return cost * np.array([float(b.numel) for b in blocks_of(scores)])
-    return weights_of(scores, damping, smoothing, rule, seed)
+def smallest_sides(blocks: Sequence[Block]) -> Vector:
+    """Largest rank that makes sense per block: the smallest side of its matrices, shape ``(K,)``."""
+    return np.array([min(min(m.d_in, m.d_out) for m in b.modules) for b in blocks], dtype=np.float64)
+
+
+def _read(pricing: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the price that were given."""
+    return {name: value for name, value in pricing.items() if value is not None and value is not False}
+
+
+def _priced(blocks: Sequence[Block], wanted: Budget, pricing: Mapping[str, Any], **capacity: Any) -> tuple[Vector, float]:
+    """Cost per unit of every block, and the budget, in its unit.
+
+    Raises:
+        InvalidInput: An option that budgets in this unit do not read.
+    """
+    given = _read(pricing)
+    for name in given:
+        if wanted.unit not in _PRICING[name]:
+            raise InvalidInput(
+                f"{name} has no meaning for a budget in {wanted.unit}.",
+                f"Budgets in {' or '.join(_PRICING[name])} read it.",
+                f"Leave {name} out, or state the budget in another unit.",
+            )
+    cost = unit_cost(blocks, wanted.unit, **capacity, **given)
+    size = {"bytes_per_parameter": given["bytes_per_parameter"]} if "bytes_per_parameter" in given and wanted.relative else {}
+    return cost, number(amount_of(wanted, blocks, **size), "budget")
 
 
 def _one_budget(given: Mapping[str, Any], default: str) -> Budget:
@@ -223,17 +257,24 @@ def _one_budget(given: Mapping[str, Any], default: str) -> Budget:
     return parse_budget(value, default=default)
 
 
-def _limit(wanted: Budget, blocks: Sequence[Block], bytes_per_parameter: float) -> float:
-    options = {"bytes_per_parameter": bytes_per_parameter} if wanted.relative else {}
-    return number(amount_of(wanted, blocks, **options), "budget")
+def _pin(
+    blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, int] | None, sides: Vector | None = None
+) -> np.ndarray:
+    """Pin fixed blocks between equal bounds, in place; return the mask of them.
 
-
-def _pin(blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, int] | None) -> tuple[Vector, np.ndarray]:
-    """Pin fixed blocks between equal bounds, in place; return the base (the floor before pinning) and the mask of them."""
-    base, held = low.copy(), np.zeros(len(blocks), dtype=bool)
+    Raises:
+        InvalidInput: A count that is no whole number of zero or more, or a rank above the smallest side of its block.
+    """
+    held = np.zeros(len(blocks), dtype=bool)
     for pattern, value in (fixed or {}).items():
         found = matching(blocks, pattern)
+        if number(value, f"the fixed count of {pattern}") != int(value):
+            raise InvalidInput(f"{pattern} is fixed at {value}.", "Ranks and experts are counted.", "Give a whole number.")
+        if sides is not None and (sides[found] < value).any():
+            k = found[int(np.argmin(sides[found]))]
+            raise InvalidInput(
+                f"{blocks[k].name} is fixed at rank {value}; its smallest side is {sides[k]:g}.", "", "Fix a smaller rank."
+            )
         low[found] = high[found] = float(value)
-        base[found] = np.minimum(base[found], float(value))
         held[found] = True
-    return base, held
+    return held

@@ -10,7 +10,6 @@ import numpy as np
 
 from ..errors import InvalidInput, UnknownBlock
 from ..plan import Plan, PlanBlock
-from ..program import rules
 from ..program.inputs import Vector
 from ..program.solution import Solution
 from ..records import Block, to_jsonable
@@ -22,31 +21,9 @@ def blocks_of(scores: Scores | Sequence[Block]) -> tuple[Block, ...]:
     return scores.blocks if isinstance(scores, Scores) else tuple(scores)
 
 
-def oriented(scores: Scores | Sequence[Block], damping: float | None) -> Vector:
-    """Scores with larger = deserves more capacity, shape ``(K,)``.
-
-    Raises:
-        InvalidInput: Blocks without scores were given.
-    """
-    record = need_scores(scores)
-    return record.values(damping) if record.orientation == "gain" else -record.values(damping)
-
-
-def weights_of(scores: Scores | Sequence[Block], damping: float | None, smoothing: float, rule: str, seed: int) -> Vector:
-    """Normalised weights of a score record; shuffled for the rule ``permuted``."""
-    q = need_scores(scores).weights(damping, smoothing=smoothing)
-    return rules.permuted(q, seed) if rule == "permuted" else q
-
-
-def need_scores(scores: Scores | Sequence[Block]) -> Scores:
-    """The score record.
-
-    Raises:
-        InvalidInput: Blocks without scores were given.
-    """
-    if isinstance(scores, Scores):
-        return scores
-    raise InvalidInput("This rule needs scores and only blocks were given.", "", "Score first, or use rule='uniform'.")
+def record_of(scores: Scores | Sequence[Block]) -> Scores | None:
+    """The score record, where there is one."""
+    return scores if isinstance(scores, Scores) else None
 
 
 def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
@@ -71,22 +48,28 @@ def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
 
 
 def make_plan(
-    scores: Scores | Sequence[Block], kind: str, rule: str, blocks: Sequence[Block], value: Vector, counts: np.ndarray,
-    budget: Mapping[str, Any], hyperparameters: Mapping[str, Any], solution: Solution | None, **extra: Any,
+    scores: Scores | Sequence[Block], kind: str, rule: str, value: Vector, counts: np.ndarray, budget: Mapping[str, Any],
+    hyperparameters: Mapping[str, Any], solution: Solution | None, extra: Mapping[str, Any],
 ) -> Plan:  # fmt: skip
     """Bind a decision into a plan."""
+    record = record_of(scores)
     rows = tuple(
         PlanBlock(name=b.name, value=float(v), count=int(c), numel=b.numel, modules=tuple(m.name for m in b.modules))
-        for b, v, c in zip(blocks, value, counts, strict=True)
+        for b, v, c in zip(blocks_of(scores), value, counts, strict=True)
     )
     return Plan(
         kind=kind,
         rule=rule,
-        model=dict(scores.model) if isinstance(scores, Scores) else {},
+        model=dict(record.model) if record is not None else {},
         blocks=rows,
         budget=dict(budget),
         hyperparameters=to_jsonable(dict(hyperparameters)),
         certificate=to_jsonable(solution.certificate()) if solution is not None else {},
-        scores_digest=scores.digest if isinstance(scores, Scores) else None,
-        extra=to_jsonable(extra),
+        scores_digest=record.digest if record is not None else None,
+        extra=to_jsonable(dict(extra)),
     )
+
+
+def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a plan records them: functions by their name, measured curves by their digest only."""
+    return {k: getattr(v, "name", v) for k, v in options.items() if k not in ("curves", "rule")}

@@ -12,9 +12,8 @@ from ..plan import Plan
 from ..program.inputs import Vector, choice
 from ..program.transfer import spearman
 from ..scores.record import Scores
-from .by_rank import RULES as BY_RANK
-from .by_rank import increments_of
 from .capacity import plan_experts, plan_ranks
+from .rules.by_rank import increments_of
 from .serving import serving_hint
 from .sparsity import plan_sparsity
 
@@ -150,7 +149,12 @@ def _on_integers(plan: Plan) -> list[str]:
 
 
 def sweep(
-    scores: Scores, *, kind: str = "sparsity", budgets: Sequence[float], exponents: Sequence[float] = (1.0,), **options: Any
+    scores: Scores,
+    *,
+    kind: str = "sparsity",
+    budgets: Sequence[float],
+    exponents: Sequence[float] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Solve a whole grid of budgets and exponents.
 
@@ -158,7 +162,7 @@ def sweep(
         scores: The scores.
         kind: ``sparsity`` (budgets are global sparsities), ``experts`` (totals) or ``ranks`` (mean ranks).
         budgets: Budgets.
-        exponents: Exponents of the weights.
+        exponents: Exponents of the weights; the rule's own by default. A rule that reads none refuses them.
         **options: Passed on to the ``plan_*`` function.
 
     Returns:
@@ -168,23 +172,25 @@ def sweep(
         no other row beats in both spending and value.
     """
     maker, argument = _MAKERS[choice(kind, "kind", tuple(_MAKERS))]
-    damping, smoothing = options.get("damping"), options.get("smoothing", 0.0)
+    damping, smoothing = options.get("damping"), options.get("smoothing") or 0.0
     q = scores.weights(damping, smoothing=smoothing)
     rows = []
     for budget in budgets:
-        for exponent in exponents:
+        for exponent in exponents or (None,):
             plan = maker(scores, **{argument: budget}, exponent=exponent, **options)
-            worth = increments_of(scores, damping) if plan.rule in BY_RANK else None
-            rows.append(_row(plan, budget, exponent, q, worth))
+            worth = increments_of(scores, damping) if plan.rule.startswith("by-rank") else None
+            rows.append(_row(plan, budget, plan.hyperparameters.get("exponent"), q, worth))
     better = -1.0 if kind == "sparsity" else 1.0
     points = np.array([[r["spent"] * -better, r["value"] * better] for r in rows])
     for i, row in enumerate(rows):
         at_least = (points >= points[i]).all(1) & (points > points[i]).any(1)
         row["front"] = not bool(at_least.any())
-    return {"kind": kind, "budgets": list(budgets), "exponents": list(exponents), "rows": rows}
+    return {"kind": kind, "budgets": list(budgets), "exponents": list(exponents or ()), "rows": rows}
 
 
-def _row(plan: Plan, budget: float, exponent: float, q: Vector, worth: Sequence[Sequence[float]] | None) -> dict[str, Any]:
+def _row(
+    plan: Plan, budget: float, exponent: float | None, q: Vector, worth: Sequence[Sequence[float]] | None
+) -> dict[str, Any]:
     value = plan.counts / np.array([b.numel for b in plan.blocks]) if plan.kind == "sparsity" else plan.counts
     if worth is not None:
         predicted = sum(sum(row[:n]) for row, n in zip(worth, plan.counts, strict=True))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..costs import parse_budget, unit_cost
-from ..errors import UnknownUnit
+from ..errors import InvalidInput, UnknownUnit
 from ..plan import Plan
 from ..program.allocation import allocate
 from ..program.counts import round_parameters
@@ -17,7 +17,8 @@ from ..program.inputs import Vector, bound_vector, choice
 from ..program.joint import JointSolution, solve_joint
 from ..program.rounding import Rounded, round_capacity
 from ..scores.record import Scores
-from .common import make_plan, weights_of
+from .capacity import smallest_sides
+from .common import make_plan
 
 
 def plan_joint(
@@ -25,7 +26,7 @@ def plan_joint(
     *,
     budget: str | float,
     capacity: str = "ranks",
-    expert_rank: int = 8,
+    expert_rank: int | None = None,
     min_capacity: ArrayLike = 0,
     max_capacity: ArrayLike | None = None,
     max_sparsity: ArrayLike = 0.7,
@@ -47,9 +48,9 @@ def plan_joint(
         scores: The scores: a block with a large gain deserves adapters and protection.
         budget: Net bytes, such as ``"-2GiB"`` (shrink) or ``"100 MB"``; parameters are converted.
         capacity: What is added: ``ranks`` or ``experts`` (of ``expert_rank``).
-        expert_rank: Rank of one expert.
+        expert_rank: Rank of one expert, 8 by default; not read for ranks.
         min_capacity: Ranks or experts that every block gets.
-        max_capacity: Cap per block.
+        max_capacity: Cap per block; a rank never exceeds the smallest side of the block's matrices.
         max_sparsity: Cap per block.
         min_sparsity: Floor per block.
         exponent: Exponent of the adapting weights.
@@ -69,36 +70,43 @@ def plan_joint(
 
     Raises:
         UnknownUnit: The budget is not in bytes or parameters.
-        InvalidInput: An unknown kind of capacity, or another option outside its domain.
-        InfeasibleBudget: Pruning to the caps does not free enough.
+        InvalidInput: An unknown kind of capacity, a rank of experts that are none, or another option outside its domain.
+        InfeasibleBudget: Pruning to the caps does not free enough, or the caps cannot use the budget up.
     """
     choice(capacity, "capacity", ("ranks", "experts"))
+    if capacity == "ranks" and expert_rank is not None:
+        raise InvalidInput(f"expert_rank is {expert_rank} for a plan of ranks.", "Experts have one.", "Leave it out.")
     limit, text = _bytes(budget, bytes_per_parameter)
     numel = scores.numel.astype(np.float64)
-    options: dict[str, Any] = {"capacity": capacity, "expert_rank": expert_rank, "bytes_per_parameter": bytes_per_parameter}
+    options: dict[str, Any] = {"capacity": capacity, "bytes_per_parameter": bytes_per_parameter}
+    options |= {"expert_rank": 8 if expert_rank is None else expert_rank} if capacity == "experts" else {}
     cost = unit_cost(scores.blocks, "bytes", **options)
-    q = weights_of(scores, damping, smoothing, "mdl", 0)
+    q = scores.weights(damping, smoothing=smoothing)
     shared: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "alpha": alpha, "gamma": gamma}
-    bounds: dict[str, Any] = {"lower": min_capacity, "upper": max_capacity}
+    sides = smallest_sides(scores.blocks) if capacity == "ranks" else np.full(numel.size, np.inf)
+    lower = np.minimum(bound_vector(min_capacity, numel.size, "min_capacity", 0.0), sides)
+    upper = np.minimum(bound_vector(max_capacity, numel.size, "max_capacity", np.inf), sides)
+    bounds: dict[str, Any] = {"lower": lower, "upper": upper}
     solution = solve_joint(
         q, cost, numel * bytes_per_parameter, limit, prune_exponent=prune_exponent, eta=eta, max_sparsity=max_sparsity,
         min_sparsity=min_sparsity, rule=spend, **shared, **bounds,
     )  # fmt: skip
     caps = np.full(numel.size, 1.0) * bound_vector(max_sparsity, numel.size, "max_sparsity", 1.0)
-    pruned = round_parameters(solution.sparsity, numel, int(np.ceil(float(numel @ solution.sparsity) - 1e-6)), caps)
+    wish = float(numel @ solution.sparsity)
+    pruned = round_parameters(solution.sparsity, numel, int(np.ceil(wish * (1.0 - 1e-12) - 1e-9)), caps)
     freed = float(pruned.sum()) * bytes_per_parameter
     rounded = _whole(q, cost, solution, limit + freed, spend, {**shared, **bounds})
     hyper = {**shared, "eta": eta, "prune_exponent": prune_exponent, "spend": spend, **options, "max_sparsity": max_sparsity}
     hyper |= {"min_sparsity": min_sparsity, "min_capacity": min_capacity, "max_capacity": max_capacity, "damping": damping}
-    adapters = _adapters(capacity, expert_rank, scores.names, solution, rounded)
+    adapters = _adapters(capacity, options.get("expert_rank"), scores.names, solution, rounded)
     record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": text}
+    extra = {"capacity": adapters, "rounding": rounded.to_dict()}
     return make_plan(
-        scores, "joint", "mdl", scores.blocks, solution.sparsity, pruned, record, hyper | {"smoothing": smoothing}, solution,
-        capacity=adapters, rounding=rounded.to_dict(),
+        scores, "joint", "mdl", solution.sparsity, pruned, record, hyper | {"smoothing": smoothing}, solution, extra
     )  # fmt: skip
 
 
-def _adapters(kind: str, rank: int, names: list[str], solution: JointSolution, rounded: Rounded) -> dict[str, Any]:
+def _adapters(kind: str, rank: int | None, names: list[str], solution: JointSolution, rounded: Rounded) -> dict[str, Any]:
     """The capacities of a joint plan by block, as the plan file holds them."""
     values, counts = (dict(zip(names, v.tolist(), strict=True)) for v in (solution.capacity, rounded.counts))
     return {"kind": kind, "expert_rank": rank, "values": values, "counts": counts, "bytes": rounded.spent}
@@ -122,11 +130,11 @@ def _bytes(budget: str | float, bytes_per_parameter: float) -> tuple[float, str]
 
 def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend: str, options: dict[str, Any]) -> Rounded:
     """Whole capacities for the bytes that are left after pruning (which rounds up, so there may be a few more)."""
-    spent = float(cost @ solution.capacity)
-    spare = min(left, spent + float(cost.min()))
-    if spend == "exactly" and (solution.capacity < solution.upper[: cost.size]).any():
-        return round_capacity(allocate(q, cost, spare, rule="exactly", **options))
-    return round_capacity(allocate(q, cost, max(spare, spent), rule="at_most", **options))
+    spare = min(left, float(cost @ solution.capacity) + float(cost.min()))
+    if spend == "exactly" and (solution.capacity < options["upper"]).any():
+        most = float(cost @ options["upper"])
+        return round_capacity(allocate(q, cost, min(spare, most), rule="exactly", **options))
+    return round_capacity(allocate(q, cost, spare, rule="at_most", **options))
 
 
 def split_joint(plan: Plan) -> tuple[Plan, Plan]:

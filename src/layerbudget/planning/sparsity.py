@@ -10,139 +10,136 @@ from numpy.typing import ArrayLike
 
 from ..errors import InvalidInput
 from ..plan import Plan
-from ..program import rules
-from ..program.calibrated import CalibratedPenalty
 from ..program.counts import round_parameters
+from ..program.dual import piecewise_root
 from ..program.inputs import Vector, bound_vector
-from ..program.sparsity import sparsify
 from ..program.utilities import Function
 from ..records import Block, check_fraction
 from ..scores.record import Scores
-from .common import blocks_of, make_plan, matching, oriented, weights_of
+from .common import blocks_of, make_plan, matching, record_of, recorded
+from .rule import Decision, Problem, find_rule
 
-Penalty: TypeAlias = "str | Function | Mapping[str, tuple[Sequence[float], Sequence[float]]]"
+Curves: TypeAlias = "Mapping[str, tuple[Sequence[float], Sequence[float]]]"
+_BY_CURVES = {"mdl": "calibrated", "permuted": "calibrated-permuted"}
+
+
+def default_cap(sparsity: float) -> float:
+    """Largest sparsity of one block where none is named: 0.7, and always room above the target.
+
+    >>> default_cap(0.5), default_cap(0.7), default_cap(0.9)
+    (0.7, 0.85, 0.95)
+    """
+    return max(0.7, round(min(sparsity + 0.2, (1.0 + sparsity) / 2.0), 12))
 
 
 def plan_sparsity(
     scores: Scores | Sequence[Block],
     *,
     sparsity: float = 0.5,
-    max_sparsity: ArrayLike = 0.7,
+    max_sparsity: ArrayLike | None = None,
     min_sparsity: ArrayLike = 0.0,
-    exponent: float = 1.0,
-    exponent_on: str = "density",
+    exponent: float | None = None,
+    exponent_on: str | None = None,
     rule: str = "mdl",
-    penalty: Penalty = "quadratic",
+    penalty: str | Function | Curves | None = None,
     damping: float | None = None,
-    smoothing: float = 0.0,
-    seed: int = 0,
+    smoothing: float | None = None,
+    seed: int | None = None,
     width: float | None = None,
     parity: bool = False,
     fixed: Mapping[str, float] | None = None,
     exclude: str | None = None,
+    **own: Any,
 ) -> Plan:
     """Choose a sparsity for every block so that the whole model reaches ``sparsity`` exactly.
 
+    An option that the rule does not read is refused; what is left out has the rule's own default.
+
     Args:
-        scores: The scores; blocks alone suffice for the rules ``uniform`` and ``size``.
+        scores: The scores; blocks alone suffice for the rules ``uniform`` and ``size`` and for measured curves.
         sparsity: Pruned parameters over prunable parameters of all blocks, fixed and excluded ones included.
-        max_sparsity: Cap per block (a scalar or one value per block).
+        max_sparsity: Cap per block (a scalar or one value per block); :func:`default_cap` by default.
         min_sparsity: Floor per block.
-        exponent: kappa, see :func:`layerbudget.program.sparsify`.
-        exponent_on: ``density`` or ``block``.
+        exponent: kappa, see :func:`layerbudget.program.sparsify`; 1 by default.
+        exponent_on: ``density`` (default) or ``block``.
         rule: ``mdl`` (the program), ``permuted`` (the program on shuffled scores), ``uniform``, ``size``, ``layerif``,
-            ``alphapruning``, ``owl``.
+            ``alphapruning``, ``owl``, or a rule of your own (:mod:`layerbudget.planning.rule`).
         penalty: Penalty of the program, see :func:`layerbudget.program.sparsify`; or measured curves
             ``{block name: (ratios, losses)}``, which replace the scores (damage is measured, not predicted) and cap every block
-            at its last ratio. How far they were from convex is in ``plan.extra["convexified"]``.
+            at its last ratio: the rule is then ``calibrated``. How far they were from convex is in
+            ``plan.extra["convexified"]``.
         damping: Which row of the scores; the middle one by default.
-        smoothing: Added to every score, in units of the mean score.
-        seed: Seed of ``permuted``.
+        smoothing: Added to every score, in units of the mean score; 0 by default.
+        seed: Seed of ``permuted``; 0 by default.
         width: Width of the maps of ``layerif``, ``alphapruning`` (0.3) and ``owl`` (0.08).
         parity: The published behaviour of those maps, see :mod:`layerbudget.program.rules`.
         fixed: Sparsity of some blocks, by name or regular expression.
         exclude: Regular expression: blocks that must stay dense.
+        **own: Options of a rule of your own.
 
     Returns:
         A plan of kind ``sparsity``. ``count`` is the whole number of parameters to prune per block; the counts sum to
-        ``round(sparsity * total)``.
+        ``round(sparsity * total)``, or to what caps equal to the target allow.
 
     Raises:
-        InvalidInput: An option outside its domain.
+        InvalidInput: An option outside its domain, or one that the rule does not read.
         InfeasibleBudget: Caps, floors and fixed blocks do not allow the sparsity.
         DegenerateScores: No score is positive.
         UnknownBlock: ``fixed`` or ``exclude`` matches nothing.
     """
     blocks = blocks_of(scores)
     check_fraction(sparsity, "sparsity")
-    rules.known(rule, rules.SPARSITY_RULES)
+    given: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "penalty": penalty, "damping": damping}
+    given |= {"smoothing": smoothing, "seed": seed, "width": width, "parity": parity, **own}
+    if isinstance(penalty, Mapping):
+        rule = _BY_CURVES.get(rule, rule)
+        given |= {"penalty": None, "curves": penalty}
+    chosen = find_rule("sparsity", rule)
+    options = chosen.heard(given)
+    cap = default_cap(sparsity) if max_sparsity is None else max_sparsity
     numel = np.array([b.numel for b in blocks], dtype=np.float64)
-    total = int(round(sparsity * float(numel.sum())))
-    low, high, held = _bounds(blocks, min_sparsity, max_sparsity, fixed, exclude)
-    hyper: dict[str, Any] = {"sparsity": sparsity, "max_sparsity": max_sparsity, "min_sparsity": min_sparsity}
-    solution, extra = None, dict[str, Any]()
-    if rule in ("mdl", "permuted"):
-        q, penalty, extra = _objective(scores, rule, penalty, damping=damping, smoothing=smoothing, seed=seed)
-        solution = sparsify(
-            q, numel, total, max_sparsity=high, min_sparsity=low, exponent=exponent, exponent_on=exponent_on,
-            penalty=penalty, rule="exactly",
-        )  # fmt: skip
-        value = solution.value
-        hyper |= {"exponent": exponent, "exponent_on": exponent_on, "penalty": getattr(penalty, "name", penalty)}
-        hyper |= {"damping": damping, "smoothing": smoothing} | ({"seed": seed} if rule == "permuted" else {})
-    else:
-        value = _mapped(scores, rule, numel, total, low, high, held, damping=damping, width=width, parity=parity)
-        hyper |= {"width": width, "parity": parity} if rule in ("layerif", "alphapruning", "owl") else {}
-        if parity:
-            total, high = int(round(float(np.dot(value, numel)))), np.maximum(high, value)
-    hyper |= {"fixed": dict(fixed or {}), "exclude": exclude}
+    low, high, held = _bounds(blocks, min_sparsity, cap, fixed, exclude)
+    total = _total(sparsity, numel, low, high)
+    problem = Problem(
+        kind="sparsity", blocks=blocks, scores=record_of(scores), amount=numel, target=float(total), low=low, high=high,
+        held=held,
+    )  # fmt: skip
+    decision = chosen.decide(problem, options)
+    value = decision.value
+    if decision.target is not None:
+        total, high = decision.target, np.maximum(high, value)
+    elif decision.solution is None:
+        value = _fitted(problem, decision)
     counts = round_parameters(value, numel, total, high)
     budget = {"unit": "parameters", "limit": total, "spent": int(counts.sum())}
-    return make_plan(scores, "sparsity", rule, blocks, value, counts, budget, hyper, solution, **extra)
+    hyper: dict[str, Any] = {"sparsity": sparsity, "max_sparsity": cap, "min_sparsity": min_sparsity, **recorded(options)}
+    hyper |= {"fixed": dict(fixed or {}), "exclude": exclude}
+    return make_plan(scores, "sparsity", rule, value, counts, budget, hyper, decision.solution, decision.extra)
 
 
-def _objective(
-    scores: Scores | Sequence[Block], rule: str, penalty: Penalty, *, damping: float | None, smoothing: float, seed: int
-) -> tuple[Vector, str | Function, dict[str, Any]]:
-    """Weights, penalty, and what the plan should say about measured curves (which replace the scores)."""
-    blocks = blocks_of(scores)
-    if isinstance(penalty, Mapping):
-        penalty = _curves(penalty, [b.name for b in blocks], rule, seed)
-    if not isinstance(penalty, CalibratedPenalty):
-        return weights_of(scores, damping, smoothing, rule, seed), penalty, {}
-    bent = {b.name: float(v) for b, v in zip(blocks, penalty.change, strict=True) if v > 0}
-    return np.ones(len(blocks)), penalty, {"convexified": bent}
+def _total(sparsity: float, numel: Vector, low: Vector, high: Vector) -> int:
+    """Parameters that go: the nearest whole number, within what floors and caps allow where that is less than one away."""
+    total = int(round(sparsity * float(numel.sum())))
+    least, most = float(np.dot(numel, low)), float(np.dot(numel, high))
+    if most < total < most + 1.0:
+        return int(np.floor(most + 1e-9))
+    if least - 1.0 < total < least:
+        return int(np.ceil(least - 1e-9))
+    return total
 
 
-def _curves(curves: Mapping[str, Any], names: Sequence[str], rule: str, seed: int) -> CalibratedPenalty:
-    """Measured curves in the order of the blocks; on the wrong blocks for the rule ``permuted``."""
-    known = CalibratedPenalty.from_curves(curves, names)
-    if rule != "permuted":
-        return known
-    order = rules.permuted(np.arange(len(names)), seed).astype(int)
-    return CalibratedPenalty.from_curves({n: curves[names[i]] for n, i in zip(names, order, strict=True)}, names)
-
-
-def _mapped(
-    scores: Scores | Sequence[Block], rule: str, numel: Vector, total: int, low: Vector, high: Vector, held: np.ndarray,
-    *, damping: float | None, width: float | None, parity: bool,
-) -> Vector:  # fmt: skip
-    """A published map on the blocks that are not held."""
-    value = low.copy()
-    free = ~held
-    n = numel[free]
-    share = (total - float(np.dot(numel[held], low[held]))) / float(n.sum()) if n.size else 0.0
-    bounds: dict[str, Any] = {"min_sparsity": low[free], "max_sparsity": high[free]}
-    if rule in ("uniform", "size"):
-        value[free] = (rules.uniform_sparsity if rule == "uniform" else rules.size_sparsity)(n, share, **bounds)
+def _fitted(problem: Problem, decision: Decision) -> Vector:
+    """The values of a rule, shifted by one number and cut to the bounds where they do not meet the target."""
+    value, n = np.asarray(decision.value, dtype=np.float64), problem.amount
+    if value.shape != n.shape or not np.isfinite(value).all():
+        raise InvalidInput(
+            f"The rule gave values of shape {value.shape}.", f"It must give {n.size} finite ones.", "Correct it."
+        )
+    inside = (value >= problem.low - 1e-12).all() and (value <= problem.high + 1e-12).all()
+    if inside and abs(float(np.dot(n, value)) - problem.target) <= 0.5:
         return value
-    wanted = {} if width is None else {"width": width}
-    if rule == "owl":
-        value[free] = rules.owl_sparsity(oriented(scores, damping)[free], n, share, parity=parity, **wanted, **bounds)
-    else:
-        metric = -oriented(scores, damping)[free]
-        value[free] = rules.stretched_sparsity(metric, n, share, parity=parity, **wanted, **bounds)
-    return value
+    shift, _, _ = piecewise_root(n, n * value, n * problem.low, n * problem.high, problem.target)
+    return np.minimum(np.maximum(value + shift, problem.low), problem.high)
 
 
 def _bounds(

@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..costs import amount_of, parse_budget, unit_cost
-from ..errors import ModelMismatch
+from ..errors import InvalidInput, ModelMismatch
 from ..program.inputs import choice
 from ..program.transfer import Transfer, transfer_allocation, transfer_sparsity
 from ..scores.record import Scores
+from .sparsity import default_cap
 
 
 def transfer_scores(
@@ -19,12 +20,12 @@ def transfer_scores(
     target: Scores,
     *,
     program: str = "sparsity",
-    sparsity: float = 0.5,
-    max_sparsity: ArrayLike = 0.7,
-    budget: str | float = "160 experts",
-    min_experts: float = 1.0,
+    sparsity: float | None = None,
+    max_sparsity: ArrayLike | None = None,
+    budget: str | float | None = None,
+    min_experts: float | None = None,
     max_experts: float | None = None,
-    expert_rank: int = 8,
+    expert_rank: int | None = None,
     exponent: float = 1.0,
     exponent_on: str = "density",
     damping: float | None = None,
@@ -36,12 +37,12 @@ def transfer_scores(
         source: Scores that the decision is made from.
         target: Scores of the task that it is used on; the same blocks.
         program: ``sparsity`` or ``experts``.
-        sparsity: Global sparsity of the sparsity program.
-        max_sparsity: Its cap.
-        budget: Budget of the experts program, see :func:`layerbudget.costs.parse_budget`.
-        min_experts: Base of the experts program.
-        max_experts: Its cap.
-        expert_rank: Rank of one expert.
+        sparsity: Sparsity program: global sparsity, 0.5 by default.
+        max_sparsity: Sparsity program: cap, :func:`layerbudget.planning.sparsity.default_cap` by default.
+        budget: Experts program: budget, see :func:`layerbudget.costs.parse_budget`; 160 experts by default.
+        min_experts: Experts program: base, 1 by default.
+        max_experts: Experts program: cap, none by default.
+        expert_rank: Experts program: rank of one expert, 8 by default.
         exponent: Exponent of the weights.
         exponent_on: ``density`` or ``block``.
         damping: Which row of the scores.
@@ -52,9 +53,20 @@ def transfer_scores(
 
     Raises:
         ModelMismatch: The records hold different blocks.
+        InvalidInput: An option of the other program.
         InvalidInput, UnknownUnit, InfeasibleBudget: As the programs raise them.
     """
     choice(program, "program", ("sparsity", "experts"))
+    own = {"sparsity": {"sparsity": sparsity, "max_sparsity": max_sparsity}}
+    own["experts"] = {"budget": budget, "min_experts": min_experts, "max_experts": max_experts, "expert_rank": expert_rank}
+    other = next(options for name, options in own.items() if name != program)
+    foreign = [name for name, value in other.items() if value is not None]
+    if foreign:
+        raise InvalidInput(
+            f"The program {program} does not read {foreign[0]}.",
+            f"It reads {', '.join(own[program])}.",
+            f"Leave {foreign[0]} out.",
+        )
     if source.names != target.names or (source.numel != target.numel).any():
         raise ModelMismatch(
             f"The source has {len(source.names)} blocks and the target {len(target.names)}, not the same ones.",
@@ -64,8 +76,11 @@ def transfer_scores(
     q, r = source.weights(damping, smoothing=smoothing), target.weights(damping, smoothing=smoothing)
     shared: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "rule": "exactly"}
     if program == "sparsity":
-        return transfer_sparsity(q, r, source.numel, sparsity=sparsity, max_sparsity=max_sparsity, **shared)
-    wanted = parse_budget(budget, default="experts")
-    cost = unit_cost(source.blocks, wanted.unit, capacity="experts", expert_rank=expert_rank)
+        share = 0.5 if sparsity is None else sparsity
+        cap = default_cap(share) if max_sparsity is None else max_sparsity
+        return transfer_sparsity(q, r, source.numel, sparsity=share, max_sparsity=cap, **shared)
+    wanted = parse_budget("160 experts" if budget is None else budget, default="experts")
+    cost = unit_cost(source.blocks, wanted.unit, capacity="experts", expert_rank=8 if expert_rank is None else expert_rank)
     upper = None if max_experts is None else np.full(cost.size, float(max_experts))
-    return transfer_allocation(q, r, cost, amount_of(wanted, source.blocks), base=min_experts, upper=upper, **shared)
+    base = 1.0 if min_experts is None else min_experts
+    return transfer_allocation(q, r, cost, amount_of(wanted, source.blocks), base=base, upper=upper, **shared)

@@ -11,20 +11,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import DegenerateScores, InfeasibleBudget, InvalidInput
 from .dual import piecewise_root
-from .inputs import Vector, bound_vector, choice, cost_vector, number
-
-SPARSITY_RULES = ("mdl", "uniform", "permuted", "size", "layerif", "alphapruning", "owl")
-EXPERT_RULES = ("mdl", "uniform", "permuted", "size", "layerif", "alphalora", "mola-5555", "mola-2468", "mola-8642")
-
-
-def permuted(values: ArrayLike, seed: int = 0) -> Vector:
-    """The same values on the wrong blocks: the control that a score must beat.
-
-    >>> sorted(permuted([1.0, 2.0, 3.0], seed=1).tolist())
-    [1.0, 2.0, 3.0]
-    """
-    v = np.array(values, dtype=np.float64)
-    return v[np.random.default_rng(seed).permutation(v.size)]
+from .inputs import Vector, bound_vector, cost_vector, number
 
 
 def uniform_sparsity(
@@ -281,12 +268,3 @@ def _scaled(r: Vector, n: Vector, sparsity: float, low: ArrayLike, high: ArrayLi
     r = np.maximum(r, 1e-12 * r.max())
     t, _, _ = piecewise_root(n * r, np.zeros(n.size), n * a, n * b, sparsity * float(n.sum()))
     return np.minimum(np.maximum(t * r, a), b)
-
-
-def known(rule: str, rules: tuple[str, ...]) -> str:
-    """Return a known rule name.
-
-    Raises:
-        InvalidInput: It is not among ``rules``.
-    """
-    return choice(rule, "rule", rules)

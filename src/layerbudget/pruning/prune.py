@@ -14,8 +14,9 @@ from ..blocks import check_finite, describe, is_conv1d, layers, weight_of
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..plan import Plan
+from ..provenance import computation, versions
 from .magnitude import magnitude_mask
-from .receipt import Receipt, check_recount, recount, versions
+from .receipt import Receipt, check_recount, recount
 from .resume import Resume, clear_checkpoints
 from .save import save_pruned
 from .select import share
@@ -36,14 +37,14 @@ def prune(
     plan: Plan,
     data: CalibrationSet | None = None,
     method: str = "wanda",
-    batch_size: int = 8,
+    batch_size: int | None = None,
     parity: bool = False,
     pattern: str | None = None,
     progress: Progress | None = None,
     *,
     true_sequential: bool = False,
-    damping: float = 0.01,
-    store: str = "device",
+    damping: float | None = None,
+    store: str | None = None,
     folder: Path | str | None = None,
     resume: Path | str | None = None,
     autocast: str | None = None,
@@ -58,15 +59,15 @@ def prune(
         plan: A sparsity plan of this model, per block or per Linear.
         data: Calibration tokens; not needed for ``magnitude``.
         method: ``magnitude``, ``wanda`` or ``sparsegpt``.
-        batch_size: Sequences per forward. Speed and memory only, up to rounding.
+        batch_size: Sequences per forward, 8 by default. Speed and memory only, up to rounding.
         parity: Reproduce the masks of the reference implementations (locuslab/wanda, IST-DASLab/sparsegpt): their
             counts are off by one and take ties along, their statistics are running means over single sequences.
         pattern: ``n:m``: n of every m consecutive inputs are zeroed; the plan must ask for n/m everywhere. ``n:8`` with a
             literal n lets every block have the n nearest to its planned ratio.
         progress: Called with (blocks done, blocks).
         true_sequential: Recollect inputs for every group of matrices that share one (q/k/v, o, gate/up, down).
-        damping: Of SparseGPT's Hessian, relative to the mean of its diagonal.
-        store: Where activations live: ``device``, ``cpu`` or ``disk``.
+        damping: Of SparseGPT's Hessian, relative to the mean of its diagonal; 0.01 by default.
+        store: Where activations live: ``device`` (default), ``cpu`` or ``disk``.
         folder: Where ``disk`` puts its temporary files.
         resume: Folder for per-block checkpoints; a run that was interrupted continues from it. They stay there until
             :func:`clear_checkpoints`, to be called once the pruned model is saved.
@@ -78,15 +79,16 @@ def prune(
 
     Raises:
         ModelMismatch: The plan belongs to another model.
-        InvalidInput: Unknown method, missing data, or a pattern that does not fit.
+        InvalidInput: Unknown method, missing data, a pattern that does not fit, or an option that the method does not read.
         BadModel: Weights that are not finite.
         UnknownBlock: The plan names matrices that the model does not have.
         CurvatureFailure: Second moments that cannot be factorised.
     """
+    _check_read(method, true_sequential=true_sequential, damping=damping, autocast=autocast, resume=resume)
     options = Options(
-        method=method, batch_size=1 if parity else batch_size, parity=parity, pattern=pattern, store=store,
-        true_sequential=true_sequential, damping=damping, folder=None if folder is None else Path(folder),
-        autocast=autocast,
+        method=method, batch_size=1 if parity else 8 if batch_size is None else batch_size, parity=parity, pattern=pattern,
+        store=store or "device", true_sequential=true_sequential, damping=0.01 if damping is None else damping,
+        folder=None if folder is None else Path(folder), autocast=autocast,
     )  # fmt: skip
     _check_precision(options)
     identity = describe(model)
@@ -97,9 +99,9 @@ def prune(
     if method == "magnitude":
         forwards, notes = _magnitude(model, tasks, options, progress)
     else:
-        checkpoint = Resume(
-            resume, {"plan": plan.digest, "model": identity["digest"], "data": data.digest, **options.settings()}
-        )
+        key = {"plan": plan.digest, "model": identity["digest"], "data": data.digest, **options.settings()}
+        key.pop("store")  # where activations live changes no number
+        checkpoint = Resume(resume, {**key, "computation": computation(model), "versions": versions()})
         forwards, notes = _walk(model, tasks, data, options, checkpoint, progress)
     seconds = time.monotonic() - started
     return _receipt(model, plan, data, tasks, options, identity=identity, forwards=forwards, seconds=seconds, notes=notes)
@@ -118,7 +120,7 @@ def _receipt(
         method=options.method,
         settings=options.settings(),
         plan_digest=plan.digest,
-        model=record["identity"],
+        model={**record["identity"], "computation": computation(model)},
         data=data.describe() if data is not None and options.method != "magnitude" else {},
         blocks={name: {**block, "planned": planned[name]} for name, block in found["blocks"].items()},
         modules=found["modules"],
@@ -129,6 +131,20 @@ def _receipt(
         notes=notes,
         versions=versions(),
     )
+
+
+_UNREAD = {"magnitude": ("true_sequential", "damping", "autocast", "resume"), "wanda": ("damping",)}
+
+
+def _check_read(method: str, **given: Any) -> None:
+    """Refuse options that decide numbers, or what is kept, and that the method does not read.
+
+    Raises:
+        InvalidInput: Names the option.
+    """
+    for name in _UNREAD.get(method, ()):
+        if given[name] is not None and given[name] is not False:
+            raise InvalidInput(f"The method {method} does not read {name}.", "It would have no effect.", "Leave it out.")
 
 
 def _check(plan: Plan, data: CalibrationSet | None, method: str, identity: Mapping[str, Any]) -> None:

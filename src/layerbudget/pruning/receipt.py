@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,10 +119,3 @@ def check_recount(found: Mapping[str, Any], planned: Mapping[str, int]) -> tuple
         if zeros > count:
             notes.append(f"{name} holds {zeros} zeros, {count} were planned.")
     return tuple(notes)
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, torch and transformers."""
-    import transformers
-
-    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}

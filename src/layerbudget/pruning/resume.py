@@ -37,7 +37,7 @@ class Resume:
         state, wanted = self.folder / "resume.json", digest(dict(key))
         if state.exists() and read_json(state, "resume").get("key") != wanted:
             raise ModelMismatch(
-                f"{self.folder} holds a run with another plan, model, data or method.",
+                f"{self.folder} holds a run with another plan, model, data, method, precision or version.",
                 "A run continues only with the same ones.",
                 "Choose another folder, or remove it.",
             )

@@ -16,13 +16,13 @@ from torch import nn
 from ..blocks import layers
 from ..errors import UnknownStructure
 from ..plan import Plan
+from ..provenance import versions
 from ..records import SCHEMA_VERSION, dumps, write_text
 from .attention import Attention, expressible, find_attention
 from .depth import apply_depth, drop_damage, drop_layers, plan_depth
 from .heads import remove_heads
 from .mlp import Mlp, find_mlp
 from .parts import find_parts
-from .receipt import versions
 from .save import add_metadata, new_folder
 from .shapes import crossed_curves, plan_structured, shape_curves
 from .shrink import apply_structured

@@ -42,13 +42,11 @@ def ratio_of_sums(values: np.ndarray, counts: np.ndarray) -> tuple[float, float 
 
 def over_sequences(
     model: nn.Module, data: Data, blocks: Sequence[Block], estimator: str, values: np.ndarray, counts: np.ndarray, *,
-    unit: str, seed: int,
+    unit: str,
 ) -> Scores:  # fmt: skip
     """Record of values ``(K, n)`` summed over sequences and divided by their tokens ``(n,)``, with standard errors."""
     gain, error = zip(*(ratio_of_sums(row, counts) for row in values), strict=True)
-    return record(
-        model, data, blocks, estimator, gain=(gain,), standard_error=(error,), unit=unit, orientation="gain", seed=seed
-    )
+    return record(model, data, blocks, estimator, gain=(gain,), standard_error=(error,), unit=unit, orientation="gain")
 
 
 def _first(output: Any) -> torch.Tensor:
@@ -178,10 +176,7 @@ def ablation(
     data: Data,
     blocks: Sequence[Block],
     *,
-    damping: Sequence[float] | float | None = None,
-    damping_unit: str = "max",
     batch_size: int = 8,
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> Scores:
     """Increase of the mean token loss when a block is left out: ``L(without k) - L``, in nats per token.
@@ -195,10 +190,7 @@ def ablation(
         model: The model.
         data: Calibration set.
         blocks: Blocks to score.
-        damping: Ignored: there is no curvature.
-        damping_unit: Ignored.
         batch_size: Sequences per forward pass; the result does not depend on it.
-        seed: Recorded only.
         progress: Called with sequences done and in total.
 
     Returns:
@@ -220,7 +212,7 @@ def ablation(
             counts.append(n)
             tick(batch.size)
     rows, n = np.concatenate(increases, axis=1), np.concatenate(counts).astype(float)
-    return over_sequences(model, data, blocks, "ablation", rows, n, unit="nats of average loss", seed=seed)
+    return over_sequences(model, data, blocks, "ablation", rows, n, unit="nats of average loss")
 
 
 def _distances(trace: _Trace, chosen: Sequence[int], batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -240,10 +232,7 @@ def block_influence(
     data: Data,
     blocks: Sequence[Block],
     *,
-    damping: Sequence[float] | float | None = None,
-    damping_unit: str = "max",
     batch_size: int = 8,
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> Scores:
     """``1 - mean over tokens cos(h_in, h_out)`` of each layer's hidden states (ShortGPT's block influence).
@@ -254,10 +243,7 @@ def block_influence(
         model: The model.
         data: Calibration set; padding is left out.
         blocks: Blocks that are whole layers (``partition(model, by="layer")``).
-        damping: Ignored: there is no curvature.
-        damping_unit: Ignored.
         batch_size: Sequences per forward pass; the result does not depend on it.
-        seed: Recorded only.
         progress: Called with sequences done and in total.
 
     Raises:
@@ -285,4 +271,4 @@ def block_influence(
             counts.append(n)
             tick(batch.size)
     rows, unit = np.concatenate(sums, axis=1), "1 - cosine of hidden states"
-    return over_sequences(model, data, blocks, "block-influence", rows, np.concatenate(counts), unit=unit, seed=seed)
+    return over_sequences(model, data, blocks, "block-influence", rows, np.concatenate(counts), unit=unit)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from .loss import Data, logits_of, summed_loss, token_count
 
 CURVATURES = ("fisher", "diagonal", "ggn", "hessian")
 DAMPINGS = (0.1, 1.0, 10.0)
-Step = tuple[float, torch.Tensor]
+Step = tuple[float, "Solved"]
 
 
 def _positive(tau: float) -> float:
@@ -51,27 +51,39 @@ def _fisher_steps(rows: torch.Tensor, tokens: int, damping: Sequence[float], uni
     scale = {"max": mu[-1], "mean": mu.clip(0).sum() / rows.shape[1], "absolute": 1.0}[unit]
     for tau in (_positive(d * float(scale)) for d in damping):
         a = -(u / (mu.clip(0) + tau)) @ (u.T @ np.ones(len(mu))) / tokens
-        yield tau, torch.as_tensor(a).to(rows) @ rows
+        yield tau, Solved(torch.as_tensor(a).to(rows) @ rows, "ok")
 
 
 def _diagonal_steps(rows: torch.Tensor, tokens: int, damping: Sequence[float], unit: str) -> Iterator[Step]:
     diagonal, g = rows.square().sum(0) / tokens, rows.sum(0) / tokens
     scale = {"max": float(diagonal.max()), "mean": float(diagonal.mean()), "absolute": 1.0}[unit]
     for tau in (_positive(d * scale) for d in damping):
-        yield tau, -g / (diagonal + tau)
+        yield tau, Solved(-g / (diagonal + tau), "ok")
+
+
+class Solved(NamedTuple):
+    """What conjugate gradients found: the solution (None under negative curvature) and how that was."""
+
+    x: torch.Tensor | None
+    status: str
 
 
 def conjugate_gradients(
     product: Callable[[torch.Tensor], torch.Tensor], b: torch.Tensor, tau: float, *, steps: int = 200, tolerance: float = 1e-5
-) -> torch.Tensor | None:
-    """Solve ``(C + tau I) x = b``; None when a direction of negative curvature turns up.
+) -> Solved:
+    """Solve ``(C + tau I) x = b``.
+
+    Returns:
+        The solution with the status ``ok``; ``not converged: ...`` where the residual is above ``tolerance`` (relative to b)
+        after so many steps; nothing and ``negative curvature`` where such a direction turned up.
 
     >>> a = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
     >>> conjugate_gradients(lambda v: a @ v, torch.tensor([3.0, 5.0]), 1.0)
-    tensor([1., 1.])
+    Solved(x=tensor([1., 1.]), status='ok')
     """
     x, r = torch.zeros_like(b), b.clone()
     p, square = r.clone(), float(r.double().square().sum())
+    start = square
     target = tolerance**2 * square
     for _ in range(steps):
         if square <= target:
@@ -79,28 +91,30 @@ def conjugate_gradients(
         q = product(p) + tau * p
         curvature = float(torch.dot(p.double(), q.double()))
         if curvature <= 0:
-            return None
+            return Solved(None, "negative curvature")
         x += square / curvature * p
         r -= square / curvature * q
         new = float(r.double().square().sum())
         p, square = r + new / square * p, new
-    return x
+    if square <= target:
+        return Solved(x, "ok")
+    return Solved(x, f"not converged: residual {(square / start) ** 0.5:.1e} after {steps} products")
 
 
-def _krylov_steps(p: BlockProducts, curvature: str, damping: Sequence[float], unit: str) -> Iterator[tuple[float, Any]]:
+def _krylov_steps(p: BlockProducts, curvature: str, damping: Sequence[float], unit: str, steps: int) -> Iterator[Step]:
     product, g = (p.ggn if curvature == "ggn" else p.hessian), p.gradient()
     scale = lanczos(product, g, 15).largest if unit == "max" else 1.0
     for tau in (_positive(d * scale) for d in damping):
-        yield tau, conjugate_gradients(product, -g, tau)
+        yield tau, conjugate_gradients(product, -g, tau, steps=steps)
 
 
-def _as_parameters(model: nn.Module, block: Block, flat: torch.Tensor) -> torch.Tensor:
+def _ordered(model: nn.Module, block: Block, step: Step) -> Step:
     """Reorder a step from gradients ``(d_out, d_in)`` to parameters (Conv1D stores the transpose)."""
-    parts = []
+    (tau, (flat, status)), parts = step, []
     for m, part in zip(block.modules, flat.split([m.numel for m in block.modules]), strict=True):
         owner, _ = weight_of(model, m.name)
         parts.append(part.view(m.d_out, m.d_in).t().reshape(-1) if is_conv1d(owner) else part)
-    return torch.cat(parts)
+    return tau, Solved(torch.cat(parts), status)
 
 
 @torch.no_grad()
@@ -122,8 +136,12 @@ def _restore(p: BlockProducts, origin: Sequence[torch.Tensor]) -> None:
         parameter.copy_(start)
 
 
-def _row(p: BlockProducts, tau: float, d: torch.Tensor, base: float, g: torch.Tensor) -> dict[str, Any]:
-    """Prediction, measurement and constants of one step."""
+def _row(p: BlockProducts, tau: float, solved: Solved, base: float, g: torch.Tensor) -> dict[str, Any]:
+    """Prediction, measurement and constants of one step; block, damping and status alone where there is none."""
+    found = {"block": p.block.name, "damping": tau, "status": solved.status}
+    if solved.x is None:
+        return found
+    d = solved.x
     origin = [q.detach().clone() for q in p.parameters]
     slope, square = float(torch.dot(g.double(), d.double())), float(d.double().square().sum())
     gain = -slope
@@ -140,8 +158,7 @@ def _row(p: BlockProducts, tau: float, d: torch.Tensor, base: float, g: torch.Te
     own = gain - tau * square
     bias, remainder, gap = tau / 2 * square, third / 6, abs(bends[0] - own) / 2
     return {
-        "block": p.block.name,
-        "damping": tau,
+        **found,
         "gain": gain,
         "step_norm": square**0.5,
         "predicted": -gain / 2 - bias,
@@ -151,7 +168,6 @@ def _row(p: BlockProducts, tau: float, d: torch.Tensor, base: float, g: torch.Te
         "lipschitz": third / square**1.5 if square > 0 else 0.0,
         "epsilon": bias + remainder,
         "epsilon_with_gap": bias + remainder + gap,
-        "status": "ok",
     }
 
 
@@ -165,6 +181,7 @@ def direct_check(
     damping_unit: str = "max",
     batch_size: int = 8,
     max_bytes: int = 2 << 30,
+    steps: int = 200,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Take each block's Newton step and compare the loss with the prediction.
@@ -179,13 +196,15 @@ def direct_check(
         damping_unit: ``max`` (of each block's largest eigenvalue), ``mean`` (Fisher only) or ``absolute``.
         batch_size: Sequences per pass.
         max_bytes: Memory for per-sequence gradients (Fisher).
+        steps: Largest number of products of conjugate gradients (GGN, Hessian).
         progress: Called with blocks done and in total.
 
     Returns:
         One row per block and damping: ``gain`` (zeta^2), ``step_norm``, ``predicted`` (``-zeta^2/2 - tau/2 |d|^2``), ``actual``
         (change of the mean token loss, nats), ``quadratic`` (``g'd + d'Hd/2`` with the exact Hessian), ``curvature_gap``
-        (``d'(H-C)d/2``), ``lipschitz`` (M along the step), ``epsilon`` (the paper's), ``epsilon_with_gap``, ``status`` (``ok``,
-        or negative curvature: then only block and damping are given).
+        (``d'(H-C)d/2``), ``lipschitz`` (M along the step), ``epsilon`` (the paper's), ``epsilon_with_gap``, ``status``: ``ok``;
+        ``not converged: ...``, the step then being no solution and the row no certificate; or ``negative curvature``, and
+        only block and damping are given.
 
     Raises:
         InvalidInput: An unknown curvature, or a unit that it does not have.
@@ -209,14 +228,12 @@ def direct_check(
         for i, block in enumerate(own):
             with BlockProducts(model, data, block, batch_size) as p:
                 if rows is None:
-                    steps: Iterator[tuple[float, Any]] = _krylov_steps(p, curvature, values, damping_unit)
+                    found = _krylov_steps(p, curvature, values, damping_unit, steps)
                 else:
                     make = _fisher_steps if curvature == "fisher" else _diagonal_steps
-                    steps = ((t, _as_parameters(model, block, d)) for t, d in make(rows[i], tokens, values, damping_unit))
+                    found = (_ordered(model, block, step) for step in make(rows[i], tokens, values, damping_unit))
                 base, g = _loss(p), p.gradient()
-                for tau, d in steps:
-                    found = {"block": block.name, "damping": tau, "status": "negative curvature"}
-                    table.append(found if d is None else _row(p, tau, d, base, g))
+                table += [_row(p, tau, solved, base, g) for tau, solved in found]
             tick(1)
     for index, entry in enumerate(table):
         entry["relative_damping"] = values[index % len(values)]
@@ -227,7 +244,7 @@ def certify_ranking(table: Sequence[dict[str, Any]], *, with_gap: bool = True) -
     """Which pairs of blocks the gain orders for certain, per damping of a :func:`direct_check` table.
 
     Args:
-        table: Rows of one or several dampings.
+        table: Rows of one or several dampings; those whose status is not ``ok`` certify nothing and are left out.
         with_gap: Add ``|d'(H-C)d|/2`` to every ``eps`` (needed unless C is the Hessian); false gives the paper's formula.
 
     Returns:

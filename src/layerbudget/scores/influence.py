@@ -189,12 +189,10 @@ def score_layerif(
     mode: str = "clean",
     aggregation: str = "all",
     divisor: float = 10.0,
-    memory: int = 4 << 30,
+    memory: int | None = None,
     sketch: tuple[int, int] | int | None = None,
-    damping: Sequence[float] | float | None = None,
-    damping_unit: str = "max",
     batch_size: int = 8,
-    seed: int = 0,
+    seed: int | None = None,
     progress: Progress | None = None,
 ) -> Scores:
     """Score blocks by their aggregated training-to-validation influence; orientation ``gain``.
@@ -207,12 +205,10 @@ def score_layerif(
         mode: ``clean`` or ``parity``, see :func:`influence`.
         aggregation: ``all`` or ``positive``, see :func:`aggregate`. The other one is kept in ``extra``.
         divisor: DataInf's 10 in ``lambda``.
-        memory: Bytes for per-sample gradients.
+        memory: Bytes for per-sample gradients, 4 GiB by default; a sketch bounds them by itself.
         sketch: Kronecker sketch, see :func:`influence`.
-        damping: Ignored: ``lambda`` is set per tensor by the gradients themselves.
-        damping_unit: Ignored.
         batch_size: Samples per pass; the result does not depend on it.
-        seed: Of the sketch.
+        seed: Of the sketch, 0 by default.
         progress: Called with sequences done and in total.
 
     Returns:
@@ -225,10 +221,17 @@ def score_layerif(
     """
     if aggregation not in AGGREGATIONS:
         raise InvalidInput(f"aggregation={aggregation!r}.", f"It is one of {AGGREGATIONS}.", "Choose one of those.")
+    for name, value, read in (("seed", seed, sketch is not None), ("memory", memory, sketch is None)):
+        if value is not None and not read:
+            raise InvalidInput(
+                f"{name} was given {'without' if name == 'seed' else 'with'} a sketch.",
+                "It would have no effect.",
+                "Leave it out.",
+            )
     train, held_out = _split(data, validation)
     found = influence(
-        model, train, held_out, blocks, mode=mode, divisor=divisor, batch_size=batch_size, memory=memory, sketch=sketch,
-        seed=seed, progress=progress,
+        model, train, held_out, blocks, mode=mode, divisor=divisor, batch_size=batch_size,
+        memory=memory or (4 << 30), sketch=sketch, seed=seed or 0, progress=progress,
     )  # fmt: skip
     gain = {way: tuple(aggregate(found[b.name].table, way) for b in blocks) for way in AGGREGATIONS}
     m = held_out.samples
@@ -253,5 +256,5 @@ def score_layerif(
             "lambda": {name: value for b in blocks for name, value in found[b.name].damping.items()},
             **{way: dict(zip([b.name for b in blocks], gain[way], strict=True)) for way in AGGREGATIONS},
         },
-        seed=seed,
+        seed=seed or 0,
     )

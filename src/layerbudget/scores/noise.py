@@ -6,6 +6,7 @@ Everything is computed from Gram matrices ``K = SS'`` of per-sequence gradients 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -162,15 +163,34 @@ alike by excess (Kendall tau 0.80): usable.'
     return f"{body}; {more} the top third from the bottom third."
 
 
+def falling(values: Sequence[float]) -> list[float]:
+    """Nearest nonnegative row that never rises: slopes of the concave hull of the running sum (pooled adjacent violators).
+
+    >>> falling([5.0, 1.0, 3.0, -1.0])
+    [5.0, 2.0, 2.0, 0.0]
+    """
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        total, count = float(value), 1
+        while pools and pools[-1][0] * count < total * pools[-1][1]:
+            before, n = pools.pop()
+            total, count = total + before, count + n
+        pools.append((total, count))
+    return [max(total / count, 0.0) for total, count in pools for _ in range(count)]
+
+
 def subtract_floor(scores: Scores) -> Scores:
     """Same record with the excess over the noise floor as gain; entries below the floor weigh nothing in a plan.
+
+    Gains of every further rank lose what noise alone gives each rank, and are pooled where they then rise.
 
     Raises:
         InvalidInput: The estimator has no noise floor.
     """
     if any(f is None for row in scores.noise_floor or () for f in row):
         raise InvalidInput(
-            f"{scores.estimator} has no noise floor to subtract.", "fisher-gram, fisher-diagonal, kfac and ekfac have one.",
+            f"{scores.estimator} has no noise floor to subtract.",
+            "fisher-gram, fisher-diagonal, kfac, ekfac and rank-gain have one.",
             "Score with estimator='fisher-gram'.",
         )  # fmt: skip
     gain = [
@@ -178,6 +198,11 @@ def subtract_floor(scores: Scores) -> Scores:
         for row, floors in zip(scores.gain, scores.noise_floor or (), strict=True)
     ]
     extra = {**scores.extra, "floor_subtracted": True}
+    if "increments" in extra:
+        extra["increments"] = [
+            [falling(np.subtract(row, lower).tolist()) for row, lower in zip(rows, floors, strict=True)]
+            for rows, floors in zip(extra["increments"], extra.pop("increments_floor"), strict=True)
+        ]
     return dataclasses.replace(scores, gain=gain, noise_floor=None, extra=extra)
 
 

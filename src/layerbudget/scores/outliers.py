@@ -85,10 +85,7 @@ def outlier_ratio(
     blocks: Sequence[Block],
     *,
     multiple: float = 5.0,
-    damping: Sequence[float] | float | None = None,
-    damping_unit: str = "max",
     batch_size: int = 8,
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> Scores:
     """Percentage of weights whose Wanda score exceeds ``multiple`` times the block's mean score, on the dense model.
@@ -101,10 +98,7 @@ def outlier_ratio(
         data: Calibration set; padding is left out.
         blocks: Blocks to score.
         multiple: ``M`` of the source, which uses 3 by default and recommends 5 for LLaMA-7B (the default here).
-        damping: Ignored: there is no curvature.
-        damping_unit: Ignored.
         batch_size: Sequences per forward pass; the result does not depend on it.
-        seed: Recorded only.
         progress: Called with sequences done and in total.
 
     Raises:
@@ -134,5 +128,4 @@ def outlier_ratio(
         unit=f"percent of weights above {multiple:g} x the mean",
         orientation="gain",
         extra={"multiple": multiple},
-        seed=seed,
     )

@@ -5,10 +5,11 @@ with damped factors. The best update of rank r lowers the quadratic model of the
 
     zeta^2(r) = sigma_1^2 + ... + sigma_r^2,    sigma the singular values of  (S + s I)^-1/2  G  (A + a I)^-1/2
 
-(Eckart-Young in the whitened coordinates, which keep ranks). ``zeta^2(full rank)`` is the gain ``g' C^-1 g`` of the paper
-under that curvature: this is the gain, resolved by rank. The increments ``sigma_i^2`` fall with i, so they make an exactly
-solvable program (:func:`layerbudget.program.allocate_increments`) whose answer needs no surrogate utility. Without curvature
-``zeta(r)`` is what the linearised loss loses per unit of norm.
+(Eckart-Young in the whitened coordinates, which keep ranks). ``zeta^2(full rank)`` is ``g' ((A + a I) (x) (S + s I))^-1 g``:
+the gain of the paper under Kronecker-factored curvature whose damping is factored too (``kfac`` damps by ``tau I``), resolved
+by rank. The increments ``sigma_i^2`` fall with i, so they make an exactly solvable program
+(:func:`layerbudget.program.allocate_increments`) whose answer needs no surrogate utility. Without curvature ``zeta(r)`` is what
+the linearised loss loses per unit of norm.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ def score_rank_gain(
     blocks: Sequence[Block],
     *,
     damping: float | Sequence[float] | None = None,
-    damping_unit: str = "max",
     batch_size: int = 8,
-    seed: int = 0,
+    seed: int | None = None,
     progress: common.Progress | None = None,
     largest: int = 64,
     curvature: str = "kfac",
@@ -52,16 +52,17 @@ def score_rank_gain(
         model: The model.
         data: The calibration set, two sequences or more.
         blocks: K blocks. A block of several matrices gives every one of them the same rank; increments add up.
-        damping: With ``kfac``: a and s in units of the median over matrices of the factors' mean eigenvalues; 1 by default.
-        damping_unit: Not used.
+        damping: With ``kfac`` only: a and s in units of the median over matrices of the factors' mean eigenvalues, 1 by
+            default.
         batch_size: Sequences per pass.
-        seed: Of the sampled labels of K-FAC.
+        seed: Of the sampled labels of K-FAC; 0 by default.
         progress: Called with sequences done and in total.
         largest: How many ranks per matrix are kept.
         curvature: ``kfac`` or ``none``.
 
     Returns:
-        ``gain`` sums all ranks; ``extra['increments']`` has, per damping and block, the gain of the first, second, ... rank.
+        ``gain`` sums all ranks; ``extra['increments']`` has, per damping and block, the gain of the first, second, ... rank;
+        ``extra['increments_floor']`` the same of ``G_1 - G_2``, which is noise: what noise alone gives each rank.
 
     Raises:
         CoverageError: Fused experts, or a matrix that was never seen.
@@ -74,6 +75,13 @@ def score_rank_gain(
             f"Curvatures are {' and '.join(CURVATURES)}; one rank and two sequences at least.",
             "",
         )
+    if curvature == "none" and (damping is not None or seed is not None):
+        raise InvalidInput(
+            f"{'damping' if damping is not None else 'seed'} was given with curvature='none'.",
+            "K-FAC alone reads it.",
+            "Leave it out.",
+        )
+    seed = seed or 0
     values = (0.0,) if curvature == "none" else common.check_damping(damping, "absolute") or (1.0,)
     tick, kronecker = common.Ticker(progress, data.samples), None
     if curvature == "none":
@@ -81,24 +89,31 @@ def score_rank_gain(
     else:
         kronecker = build(model, data, blocks, batch_size=batch_size, seed=seed, groups=2, tick=tick)
         halves = {name: value / kronecker.tokens for name, value in kronecker.gradients.items()}
-    gain, floor, increments = np.zeros((len(values), len(blocks))), np.zeros((len(values), len(blocks))), []
+    gain, floor = np.zeros((len(values), len(blocks))), np.zeros((len(values), len(blocks)))
+    increments: list[list[list[float]]] = [[] for _ in values]
+    noise: list[list[list[float] | None]] = [[] for _ in values]
     for d, value in enumerate(values):
         whiten = _whitening(kronecker, value)
-        rows = []
         for k, block in enumerate(blocks):
-            total = torch.zeros(min(largest, *(min(m.d_in, m.d_out) for m in block.modules)), dtype=torch.float64)
+            size = min(largest, *(min(m.d_in, m.d_out) for m in block.modules))
+            total, lower = torch.zeros(2, size, dtype=torch.float64)
             for m in block.modules:
                 parts = [whiten(m.name, half.double()) for half in halves[m.name]]
                 whole = torch.stack(parts).sum(0)
                 gain[d, k] += float(whole.square().sum())
-                floor[d, k] += float((parts[0] - parts[1]).square().sum()) if len(parts) == 2 else np.nan
-                total += _squared(whole)[: len(total)].cpu()
-            rows.append(total.tolist())
-        increments.append(rows)
+                total += _squared(whole)[:size].cpu()
+                if len(parts) == 2:
+                    floor[d, k] += float((parts[0] - parts[1]).square().sum())
+                    lower += _squared(parts[0] - parts[1])[:size].cpu()
+                else:
+                    floor[d, k] = np.nan
+            increments[d].append(total.tolist())
+            noise[d].append(None if np.isnan(floor[d, k]) else lower.tolist())
     extra = {
         "curvature": "none" if curvature == "none" else "K-FAC, sampled labels",
         "tokens": token_count(model, data),
         "increments": increments,
+        "increments_floor": noise,
         "excess": (gain - floor).tolist(),
     }
     return common.record(

@@ -21,8 +21,9 @@ from torch import nn
 from ..blocks import describe, weight_of
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
+from ..provenance import computation, versions
 from ..records import Block
-from .curvature.common import Progress, versions
+from .curvature.common import Progress
 from .record import Scores
 
 METHODS = ("peak", "mid")
@@ -112,25 +113,17 @@ def spectral_tail(
     blocks: Sequence[Block],
     *,
     method: str = "peak",
-    lower_bound: str = "published",
-    damping: Sequence[float] | float | None = None,
-    damping_unit: str = "max",
-    batch_size: int = 8,
-    seed: int = 0,
+    lower_bound: str | None = None,
     progress: Progress | None = None,
 ) -> Scores:
     """Mean power-law exponent of each block's weight spectra (unweighted over matrices, as AlphaPruning and AlphaLoRA do).
 
     Args:
         model: The dense model.
-        data: Ignored: the score reads weights only.
+        data: Not read: the score is of the weights only.
         blocks: Blocks to score.
         method: ``peak`` (``alpha_peak``, the default of both sources) or ``mid``.
-        lower_bound: ``published`` or ``corrected``; see :func:`alpha_peak`.
-        damping: Ignored, as are ``damping_unit`` and ``batch_size``: there is no curvature and no data.
-        damping_unit: Ignored.
-        batch_size: Ignored.
-        seed: Recorded only.
+        lower_bound: ``published`` (default) or ``corrected``; see :func:`alpha_peak`. ``mid`` has none.
         progress: Called with blocks done and in total.
 
     Returns:
@@ -140,6 +133,9 @@ def spectral_tail(
         InvalidInput: An unknown method or bound.
         UnknownBlock: A matrix that the model does not have.
     """
+    if method == "mid" and lower_bound is not None:
+        raise InvalidInput(f"lower_bound is {lower_bound!r} with method='mid'.", "Only peak has one.", "Leave it out.")
+    lower_bound = lower_bound or LOWER_BOUNDS[0]
     if method not in METHODS or lower_bound not in LOWER_BOUNDS:
         raise InvalidInput(
             f"method={method!r}, lower_bound={lower_bound!r}.",
@@ -164,8 +160,7 @@ def spectral_tail(
         unit="power-law exponent",
         orientation="redundancy",
         extra={"modules": exponents, "method": method, "lower_bound": lower_bound if method == "peak" else None},
-        model=describe(model),
+        model={**describe(model), "computation": computation(model)},
         data=data.describe() if data is not None else {},
         versions=versions(),
-        seed=seed,
     )

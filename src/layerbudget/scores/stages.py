@@ -22,6 +22,7 @@ from torch import nn
 
 from .. import blocks as model_blocks
 from ..errors import InvalidInput, ModelMismatch, NotFound
+from ..provenance import computation, versions
 from ..records import Block, digest, dumps, read_json, write_text
 from .curvature import common, gram
 from .loss import Data, FeatureSet
@@ -50,7 +51,8 @@ def identity(model: nn.Module, blocks: Sequence[Block], sketch: tuple[int, int] 
         "blocks": digest([b.to_dict() for b in blocks]),
         "sketch": list(sketch) if sketch else None,
         "seed": seed if sketch else None,
-        "dtype": str(next(model.parameters()).dtype),
+        "computation": computation(model),
+        "versions": versions(),
     }
 
 
@@ -75,7 +77,7 @@ class Stage:
                 key = differing[0]
                 raise ModelMismatch(
                     f"{self.folder} was made with another {', '.join(differing)} ({found.get(key)}, now {identity[key]}).",
-                    "A stage holds rows of one model, partition, sketch and seed.",
+                    "A stage holds rows of one model, partition, sketch and seed, computed in one precision by one version.",
                     "Use another folder.",
                 )
         else:
@@ -180,18 +182,17 @@ def gram_matrices(
     return np.stack([stage.gram(keys, k, have) for k in range(len(blocks))]), len(missing)
 
 
-def request(model: nn.Module, data: Data, blocks: Sequence[Block], estimator: str, arguments: dict[str, Any]) -> str:
+def request(model: nn.Module, data: Data | None, blocks: Sequence[Block], estimator: str, arguments: dict[str, Any]) -> str:
     """Content hash of everything that a score depends on."""
-    from .curvature.common import versions
-
     return digest(
         {
             "model": model_blocks.fingerprint(model),
-            "data": data.digest,
+            "data": None if data is None else data.digest,
             "blocks": [b.to_dict() for b in blocks],
             "estimator": estimator,
             # a set of sequences by its content: a repr leaves out the middle of a long tensor
             "arguments": {k: getattr(v, "digest", None) or repr(v) for k, v in sorted(arguments.items())},
+            "computation": computation(model),
             "versions": versions(),
         }
     )

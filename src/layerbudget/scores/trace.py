@@ -32,10 +32,7 @@ def fisher_trace(
     data: Data,
     blocks: Sequence[Block],
     *,
-    damping: Sequence[float] | float | None = None,
-    damping_unit: str = "max",
     batch_size: int = 8,
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> Scores:
     """``tr F_k = (1/N) sum_i |s_i|^2``, ``s_i`` the gradient of the summed loss of sequence i in block k, N tokens.
@@ -47,10 +44,7 @@ def fisher_trace(
         model: The model.
         data: Calibration set.
         blocks: Blocks to score.
-        damping: Ignored: a trace needs none.
-        damping_unit: Ignored.
         batch_size: Sequences per pass; the result does not depend on it.
-        seed: Recorded only.
         progress: Called with sequences done and in total.
 
     Raises:
@@ -77,4 +71,4 @@ def fisher_trace(
             counts[rows] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().double()
         collector.check_coverage()
     unit = "nats^2 per parameter^2"
-    return over_sequences(model, data, blocks, "fisher-trace", table.numpy(), counts.numpy(), unit=unit, seed=seed)
+    return over_sequences(model, data, blocks, "fisher-trace", table.numpy(), counts.numpy(), unit=unit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from ... import blocks as model_blocks
 from ...errors import CurvatureFailure, InvalidInput
+from ...provenance import computation, versions
 from ...records import Block
 from ..hooks import Collector
 from ..loss import Batch, Data, batches, logits_of, summed_loss
@@ -79,24 +79,12 @@ def _median(largest: np.ndarray) -> float:
     return float(np.median(positive)) if positive.size else 1.0
 
 
-def versions() -> dict[str, str]:
-    """Versions of what computed the numbers."""
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "numpy": np.__version__,
-    }
-
-
 def record(model: nn.Module, data: Data, blocks: Sequence[Block], estimator: str, **fields: Any) -> Scores:
     """Make a :class:`Scores` with the provenance of a model and its data."""
     return Scores(
         estimator=estimator,
         blocks=tuple(blocks),
-        model=model_blocks.describe(model),
+        model={**model_blocks.describe(model), "computation": computation(model)},
         data=data.describe(),
         versions=versions(),
         **fields,

@@ -70,7 +70,6 @@ def score_diagonal(
     damping: float | Sequence[float] | None = None,
     damping_unit: str = "max",
     batch_size: int = 8,
-    seed: int = 0,
     progress: common.Progress | None = None,
     groups: int = 4,
 ) -> Scores:
@@ -98,7 +97,7 @@ def score_diagonal(
                 sums.direct(name, p.grad)
             sums.finish(batch.size)
         collector.check_coverage()
-    return _record(model, data, blocks, sums, token_counts(model, data), damping, damping_unit, seed, total)
+    return _record(model, data, blocks, sums, token_counts(model, data), damping, damping_unit, total)
 
 
 def _sweep(first: torch.Tensor, second: torch.Tensor, tokens: np.ndarray, tau: np.ndarray) -> np.ndarray:
@@ -139,7 +138,6 @@ def _record(
     counts: np.ndarray,
     damping: float | Sequence[float] | None,
     damping_unit: str,
-    seed: int,
     total: float,
 ) -> Scores:
     n = float(counts.sum())
@@ -170,5 +168,5 @@ def _record(
     }
     return common.record(
         model, data, blocks, "fisher-diagonal", gain=gain.tolist(), damping=values, damping_unit=damping_unit,
-        standard_error=error.tolist(), noise_floor=floor.tolist(), seed=seed, extra=extra,
+        standard_error=error.tolist(), noise_floor=floor.tolist(), extra=extra,
     )  # fmt: skip

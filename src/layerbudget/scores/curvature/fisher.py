@@ -38,7 +38,7 @@ def score_gram(
     progress: common.Progress | None = None,
     sketch: tuple[int, int] | int | None = None,
     replicates: int = 50,
-    max_bytes: int = 2 << 30,
+    max_bytes: int | None = None,
     stage: Path | str | None = None,
 ) -> Scores:
     """Gain under the empirical Fisher, ``zeta^2 = g'(S'S/N + tau I)^-1 g``, with floor, errors and verdict.
@@ -54,7 +54,7 @@ def score_gram(
         progress: Called with sequences done and in total.
         sketch: ``r`` or ``(r_out, r_in)``: Kronecker sketch, for models whose gradients do not fit.
         replicates: Bootstrap replicates.
-        max_bytes: Memory for the gradients of one pass.
+        max_bytes: Memory for the gradients of one pass, 2 GiB by default; a sketch or a stage bounds it by itself.
         stage: Folder that keeps the rows of every sequence; only sequences that it lacks are computed.
 
     Returns:
@@ -71,9 +71,21 @@ def score_gram(
     pair = (sketch, sketch) if isinstance(sketch, int) else sketch
     if pair is not None and min(pair) < 1:
         raise InvalidInput(f"sketch is {sketch}.", "Its sides are at least 1.", "Use 16, or None for the exact matrix.")
+    if max_bytes is not None and (pair is not None or stage is not None):
+        raise InvalidInput(
+            f"max_bytes was given with a {'sketch' if pair is not None else 'stage'}.", "That bounds the memory by itself.",
+            "Leave it out.",
+        )  # fmt: skip
     if stage is None:
         grams, total = gram_matrices(
-            model, data, blocks, batch_size=batch_size, sketch=pair, seed=seed, max_bytes=max_bytes, progress=progress
+            model,
+            data,
+            blocks,
+            batch_size=batch_size,
+            sketch=pair,
+            seed=seed,
+            max_bytes=max_bytes or (2 << 30),
+            progress=progress,
         )
     else:
         from .. import stages

@@ -48,7 +48,6 @@ def score_ggn(
     damping: float | Sequence[float] | None = None,
     damping_unit: str = "max",
     batch_size: int = 8,
-    seed: int = 0,
     progress: common.Progress | None = None,
     steps: int = 60,
     tolerance: float = 0.01,
@@ -63,7 +62,6 @@ def score_ggn(
         damping: One or several; ``None`` for the default sweep.
         damping_unit: ``max`` or ``absolute``.
         batch_size: Sequences per pass.
-        seed: Recorded; nothing here is random.
         progress: Called with blocks done and in total.
         steps: Largest number of products per block (about ``0.8 sqrt(1/damping)`` are needed).
         tolerance: Relative width of the bracket at which to stop.
@@ -109,7 +107,7 @@ def score_ggn(
         "products": products,
     }
     return common.record(
-        model, data, blocks, "ggn", gain=lower.tolist(), damping=values, damping_unit=damping_unit, status=status, seed=seed,
+        model, data, blocks, "ggn", gain=lower.tolist(), damping=values, damping_unit=damping_unit, status=status,
         noise_floor=floors.tolist() if floor else None, extra=extra,
     )  # fmt: skip
 

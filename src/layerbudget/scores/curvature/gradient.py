@@ -21,17 +21,14 @@ def score_gradient_norm(
     data: Data,
     blocks: Sequence[Block],
     *,
-    damping: float | Sequence[float] | None = None,
-    damping_unit: str = "max",
     batch_size: int = 8,
-    seed: int = 0,
     progress: common.Progress | None = None,
 ) -> Scores:
     """``|g_k|^2`` of the mean token loss; one plain forward and backward pass.
 
     The plain value is inflated by ``tr(Sigma)/n``; ``extra['unbiased']`` removes that by pairing different batches only,
     ``(|sum_b G_b|^2 - sum_b |G_b|^2) / (N^2 - sum_b N_b^2)``, ``G_b`` the summed gradient of batch b with ``N_b`` tokens. The
-    difference of the two is the noise floor. ``damping`` plays no role.
+    difference of the two is the noise floor.
 
     Raises:
         InvalidInput: A batch size below one.
@@ -72,5 +69,5 @@ def score_gradient_norm(
     extra = {"unbiased": unbiased.tolist(), "tokens": int(n), "mean_loss": total / n}
     return common.record(
         model, data, blocks, "gradient-norm", gain=[plain.tolist()], noise_floor=[floor], unit="(nats per parameter)^2",
-        seed=seed, extra=extra,
+        extra=extra,
     )  # fmt: skip

@@ -30,7 +30,6 @@ def score_hessian(
     damping: float | Sequence[float] | None = None,
     damping_unit: str = "max",
     batch_size: int = 8,
-    seed: int = 0,
     progress: common.Progress | None = None,
     steps: int = 30,
     tolerance: float = 1e-3,
@@ -45,7 +44,6 @@ def score_hessian(
         damping: One or several; ``None`` for the default sweep.
         damping_unit: ``max`` (times the largest ``|Ritz value|``) or ``absolute``.
         batch_size: Sequences per pass.
-        seed: Recorded; nothing here is random.
         progress: Called with blocks done and in total.
         steps: Largest number of products per block; with fewer than 10 a negative eigenvalue may be missed.
         tolerance: Relative change of the gains over the last two products at which to stop (after 10).
@@ -99,7 +97,6 @@ def score_hessian(
         damping=values,
         damping_unit=damping_unit,
         status=status,
-        seed=seed,
         extra=extra,
     )
 
@@ -119,7 +116,8 @@ def _settled(values: Sequence[float], unit: str, tolerance: float, absolute: boo
         t = absolute_damping(values, unit, run)
         now = run.gauss(t, absolute=absolute)
         usable = np.ones(len(t), bool) if absolute else t > -MARGIN * run.smallest
-        done = run.steps >= 10 and len(last) > 0 and bool((np.abs(now - last[-1]) <= tolerance * np.abs(now))[usable].all())
+        done = run.steps >= 10 and len(last) > 0
+        done = done and bool((np.abs(now[usable] - last[-1][usable]) <= tolerance * np.abs(now[usable])).all())
         last.append(now)
         return done
 

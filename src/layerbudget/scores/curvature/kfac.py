@@ -12,13 +12,13 @@ matrices is dropped. Fused experts have no hooks and are refused.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from ...errors import InvalidInput
 from ...records import Block
 from ..loss import Data
 from ..record import Scores
@@ -34,14 +34,13 @@ def score_kfac(
     damping: float | Sequence[float] | None = None,
     damping_unit: str = "max",
     batch_size: int = 8,
-    seed: int = 0,
+    seed: int | None = None,
     progress: common.Progress | None = None,
     labels: str = "sampled",
-    draws: int = 1,
+    draws: int | None = None,
     groups: int = 4,
-    corrected: bool = False,
 ) -> Scores:
-    """Gain under K-FAC with exact damping; ``corrected=True`` is EK-FAC.
+    """Gain under K-FAC with exact damping.
 
     The gradient is kept in J groups of sequences. The noise floor is ``sum_j (g_j - g)'(C + tau I)^-1 (g_j - g) / (J(J-1))``
     over their mean gradients, the standard error a jackknife over them, both with the curvature held fixed.
@@ -53,21 +52,58 @@ def score_kfac(
         damping: One or several; ``None`` for the default sweep.
         damping_unit: ``max`` (of a block's largest Kronecker eigenvalue), ``mean`` or ``absolute``.
         batch_size: Sequences per pass.
-        seed: Of the sampled labels, which depend on a sequence's content and not on its place.
+        seed: Of the sampled labels, which depend on a sequence's content and not on its place; 0 by default.
         progress: Called with sequences done and in total.
         labels: ``sampled`` from the model (the Fisher), or the ``data``'s own (the empirical Fisher).
-        draws: Label draws per token.
+        draws: Draws of sampled labels per token, 1 by default.
         groups: Groups of sequences.
-        corrected: EK-FAC.
 
     Returns:
         Gains per block; ``extra['by_module']`` has them per weight matrix.
 
     Raises:
         CoverageError: Fused experts, or a weight matrix that was never seen.
-        InvalidInput: An argument outside its domain.
+        InvalidInput: An argument outside its domain, or a seed or draws where no label is sampled.
     """
+    return _score(model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, False)
+
+
+def score_ekfac(
+    model: nn.Module,
+    data: Data,
+    blocks: Sequence[Block],
+    *,
+    damping: float | Sequence[float] | None = None,
+    damping_unit: str = "max",
+    batch_size: int = 8,
+    seed: int | None = None,
+    progress: common.Progress | None = None,
+    labels: str = "sampled",
+    draws: int | None = None,
+    groups: int = 4,
+) -> Scores:
+    """Gain under EK-FAC: as :func:`score_kfac`, with eigenvalues replaced by exact second moments.
+
+    Raises:
+        CoverageError: Fused experts, or a weight matrix that was never seen.
+        InvalidInput: As :func:`score_kfac`.
+    """
+    return _score(model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, True)
+
+
+def _score(
+    model: nn.Module, data: Data, blocks: Sequence[Block], damping: float | Sequence[float] | None, damping_unit: str,
+    batch_size: int, seed: int | None, progress: common.Progress | None, labels: str, draws: int | None, groups: int,
+    corrected: bool,
+) -> Scores:  # fmt: skip
     common.check_arguments(damping, damping_unit, data, batch_size)
+    if labels == "data" and (seed is not None or draws is not None):
+        raise InvalidInput(
+            f"{'seed' if seed is not None else 'draws'} was given with labels='data'.",
+            "Only sampled labels read it.",
+            "Leave it out.",
+        )
+    seed, draws = seed or 0, 1 if draws is None else draws
     tick = common.Ticker(progress, data.samples * (2 if corrected else 1))
     kronecker = build(
         model, data, blocks, batch_size=batch_size, seed=seed, labels=labels, draws=draws, groups=groups, corrected=corrected,
@@ -122,16 +158,3 @@ def _quadratic_forms(kronecker: Kronecker, name: str, tau: np.ndarray) -> tuple[
         floor.append(float((spread2 * inverse).sum()) * count / max(count - 1, 1))
         jack.append((left2 * inverse).sum((1, 2)).tolist())
     return np.array(gain), np.array(floor), np.array(jack)
-
-
-def score_ekfac(model: nn.Module, data: Data, blocks: Sequence[Block], **arguments: Any) -> Scores:
-    """Gain under EK-FAC: :func:`score_kfac` with ``corrected=True``.
-
-    Raises:
-        CoverageError: Fused experts, or a weight matrix that was never seen.
-        InvalidInput: An argument outside its domain.
-    """
-    return score_kfac(model, data, blocks, corrected=True, **arguments)
-
-
-score_ekfac.__signature__ = inspect.signature(score_kfac)  # type: ignore[attr-defined]  # the options are the same

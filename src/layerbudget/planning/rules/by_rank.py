@@ -1,0 +1,71 @@
+"""LoRA ranks by the gain of every further rank: no surrogate utility between the measurement and the decision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import InfeasibleBudget, InvalidInput
+from ...program.increments import allocate_increments
+from ...program.inputs import Vector
+from ...scores.record import Scores
+from ..rule import Decision, Problem, rule, shuffled
+
+
+def increments_of(scores: Scores, damping: float | None) -> list[list[float]]:
+    """Gain of the first, second, ... rank of every block.
+
+    Raises:
+        InvalidInput: Scores without them, or no such damping.
+    """
+    found = scores.extra.get("increments")
+    if found is None:
+        raise InvalidInput(
+            "The rule by-rank needs the gain of every further rank.",
+            f"The scores of {scores.estimator} have one number per block.",
+            "Score with --estimator rank-gain --by linear.",
+        )
+    return found[scores.index(damping)]
+
+
+@rule("ranks", "by-rank-permuted", reads=("damping", "seed"), summary="the same with the blocks' curves shuffled: a control")
+@rule("ranks", "by-rank", reads=("damping",), summary="the exact program of the gain of every further rank (rank-gain scores)")
+def by_rank(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """The program of increments (:func:`layerbudget.program.allocate_increments`).
+
+    Raises:
+        InvalidInput: Scores without increments.
+        InfeasibleBudget: The budget is below the minimum ranks, or reaches beyond the ranks that were measured.
+    """
+    scores = problem.need_scores()
+    rows: Sequence[Sequence[float]] = increments_of(scores, options["damping"])
+    if "seed" in options:
+        rows = [rows[int(i)] for i in shuffled(len(rows), options["seed"])]
+    rounded = allocate_increments(
+        rows, problem.amount, problem.target, lower=problem.low, upper=problem.high, multiple=problem.multiple
+    )
+    _check_reach(problem, rows, rounded.counts)
+    extra: dict[str, Any] = {"rounding": rounded.to_dict()}
+    extra["uniform_share"] = _uniform_share(problem, rows, rounded.value) if "seed" not in options else None
+    return Decision(value=rounded.counts.astype(float), counts=rounded.counts, extra=extra)
+
+
+def _uniform_share(problem: Problem, rows: Sequence[Sequence[float]], value: float) -> float | None:
+    """Gain of the same rank everywhere (up to the caps, a fraction in proportion) over the plan's: what there is to win."""
+    rank: Vector = np.minimum(problem.target / float(np.sum(problem.amount)), problem.high)
+    curves = (np.concatenate([[0.0], np.cumsum(row)]) for row in rows)
+    worth = sum(float(np.interp(r, np.arange(len(c)), c)) for r, c in zip(rank, curves, strict=True))
+    return worth / value if value > 0 else None
+
+
+def _check_reach(problem: Problem, rows: Sequence[Sequence[float]], counts: np.ndarray) -> None:
+    """Refuse a plan that ends where the measured ranks end and not where the block or its cap does."""
+    for block, row, count, cap in zip(problem.blocks, rows, counts, problem.high, strict=True):
+        if len(row) <= count < cap and row[-1] > 0:
+            raise InfeasibleBudget(
+                f"{block.name} would take more than the {len(row)} ranks whose gains were measured.",
+                f"The scores tell nothing beyond rank {len(row)}.",
+                f"Score with --set largest={2 * len(row)}, plan with --max-rank {len(row)}, or lower the budget.",
+            )

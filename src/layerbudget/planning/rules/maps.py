@@ -1,0 +1,54 @@
+"""Published maps from layer values to sparsities, and the two that need no values (:mod:`layerbudget.program.rules`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...program import rules as maps
+from ...program.inputs import Vector
+from ..rule import Decision, Problem, rule
+
+_READS = ("damping", "width", "parity")
+
+
+def _on_free(problem: Problem, make: Callable[..., Vector], *vectors: Vector, **options: Any) -> Decision:
+    """A map on the blocks that are not fixed."""
+    value, free = problem.low.copy(), ~problem.held
+    if free.any():
+        bounds = {"max_sparsity": problem.high[free], "min_sparsity": problem.low[free]}
+        value[free] = make(*(v[free] for v in vectors), problem.amount[free], problem.share, **bounds, **options)
+    target = int(round(float(np.dot(value, problem.amount)))) if options.get("parity") else None
+    return Decision(value=value, target=target)
+
+
+@rule("sparsity", "uniform", summary="the same sparsity everywhere, as far as the bounds allow")
+def uniform(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """:func:`layerbudget.program.rules.uniform_sparsity`."""
+    return _on_free(problem, maps.uniform_sparsity)
+
+
+@rule("sparsity", "size", summary="sparsity in proportion to a block's size")
+def size(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """:func:`layerbudget.program.rules.size_sparsity`."""
+    return _on_free(problem, maps.size_sparsity)
+
+
+def _width(options: Mapping[str, Any]) -> dict[str, Any]:
+    width = {} if options["width"] is None else {"width": options["width"]}
+    return {**width, "parity": options["parity"]}
+
+
+@rule("sparsity", "layerif", reads=_READS, summary="LayerIF's map: scores stretched to a band around the target")
+@rule("sparsity", "alphapruning", reads=_READS, summary="AlphaPruning's map: scores stretched to a band around the target")
+def stretched(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """:func:`layerbudget.program.rules.stretched_sparsity`."""
+    return _on_free(problem, maps.stretched_sparsity, -problem.oriented(options["damping"]), **_width(options))
+
+
+@rule("sparsity", "owl", reads=_READS, summary="OWL's map: the more outliers, the fewer zeros")
+def owl(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """:func:`layerbudget.program.rules.owl_sparsity`."""
+    return _on_free(problem, maps.owl_sparsity, problem.oriented(options["damping"]), **_width(options))

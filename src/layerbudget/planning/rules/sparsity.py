@@ -1,0 +1,47 @@
+"""Sparsity by the program of the paper (:func:`layerbudget.program.sparsify`), by measured curves, and their controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...errors import InvalidInput
+from ...program.calibrated import CalibratedPenalty
+from ...program.sparsity import sparsify
+from ..rule import Decision, Problem, rule, shuffled
+
+_READS = ("exponent", "exponent_on", "damping", "smoothing", "penalty")
+
+
+def _solve(problem: Problem, weights: Any, **options: Any) -> Decision:
+    solution = sparsify(
+        weights, problem.amount, problem.target, max_sparsity=problem.high, min_sparsity=problem.low, rule="exactly", **options
+    )
+    return Decision(value=solution.value, solution=solution)
+
+
+@rule("sparsity", "permuted", reads=(*_READS, "seed"), summary="the same on shuffled scores: a control")
+@rule("sparsity", "mdl", reads=_READS, summary="the program of the paper on the scores")
+def by_scores(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """Protected pruning with the scores as weights."""
+    chosen = {name: options[name] for name in ("exponent", "exponent_on", "penalty")}
+    return _solve(problem, problem.weights(options), **chosen)
+
+
+@rule("sparsity", "calibrated-permuted", reads=("seed",), summary="the same on shuffled curves: a control", curves=None)
+@rule("sparsity", "calibrated", summary="the program on measured curves, which replace the scores", curves=None)
+def by_curves(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """Protected pruning with the damage that was measured at several sparsities of every block."""
+    given, names = options["curves"], [b.name for b in problem.blocks]
+    if not isinstance(given, Mapping):
+        raise InvalidInput("The rule calibrated needs measured curves.", "", "Measure them: layerbudget measure --curves FILE.")
+    penalty = CalibratedPenalty.from_curves(given, names)
+    if "seed" in options:
+        order = shuffled(len(names), options["seed"])
+        wrong = {n: given[names[i]] for n, i in zip(names, order, strict=True)}
+        penalty = CalibratedPenalty.from_curves(wrong, names)
+    decision = _solve(problem, np.ones(len(names)), penalty=penalty)
+    bent = {name: float(v) for name, v in zip(names, penalty.change, strict=True) if v > 0}
+    return Decision(value=decision.value, solution=decision.solution, extra={"convexified": bent})

@@ -1,0 +1,120 @@
+"""Rules and estimators of one's own: a function and a decorator; what they do not read is refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from layerbudget.blocks import partition
+from layerbudget.errors import InvalidInput
+from layerbudget.planning import plan_experts, plan_ranks, plan_sparsity
+from layerbudget.planning.rule import RULES, Decision, find_rule, rule, rules_of
+from layerbudget.scores import estimators as registry
+from layerbudget.scores.gain import score
+from layerbudget.scores.noise import subtract_floor
+from layerbudget.scores.record import Scores
+
+
+@pytest.fixture
+def own():
+    """Rules that are gone after the test."""
+    before = {kind: dict(rules) for kind, rules in RULES.items()}
+    yield
+    for kind in RULES:
+        RULES[kind] = before.get(kind, {})
+
+
+def test_a_rule_of_ones_own(own, scores_of):
+    @rule("sparsity", "later", summary="grows with depth", slope=0.2)
+    def later(problem, options):
+        return Decision(value=problem.share + options["slope"] * np.linspace(-1, 1, len(problem.blocks)))
+
+    @rule("ranks", "first-only", reads=("damping",))
+    def first(problem, options):
+        return Decision(value=(np.arange(len(problem.blocks)) == 0) * 8.0, extra={"said": options["damping"]})
+
+    assert "later" in rules_of("sparsity") and "later" not in rules_of("ranks")
+    scores = scores_of([3, 2, 1, 1])
+    plan = plan_sparsity(scores, sparsity=0.5, rule="later", fixed={"model.layers.0": 0.3})
+    assert (
+        plan.rule == "later" and plan.budget["spent"] == plan.budget["limit"] and plan.values[0] == pytest.approx(0.3, abs=1e-3)
+    )
+    assert np.diff(plan.values).min() > 0 and plan.hyperparameters["slope"] == 0.2
+    steep = plan_sparsity(scores, sparsity=0.5, rule="later", slope=0.1)
+    assert np.ptp(steep.values) == pytest.approx(0.2, abs=1e-3)
+    with pytest.raises(InvalidInput, match="later does not read exponent"):
+        plan_sparsity(scores, sparsity=0.5, rule="later", exponent=2.0)
+    with pytest.raises(InvalidInput, match="does not read slop"):
+        plan_sparsity(scores, sparsity=0.5, rule="later", slop=0.1)
+    ranks = plan_ranks(scores, mean_rank=4, rule="first-only")
+    assert ranks.counts[0] == ranks.counts.max() and ranks.budget["spent"] <= ranks.budget["limit"]
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        rule("sparsity", "x", reads=("slope",))
+    with pytest.raises(InvalidInput, match="It is one of"):
+        find_rule("sparsity", "x")
+
+
+def test_options_that_are_not_read_are_not_recorded(scores_of):
+    for plan in (plan_sparsity(scores_of([3, 2]), rule="uniform"), plan_experts(scores_of([3, 2]), total=8, rule="uniform")):
+        recorded = set(plan.hyperparameters)
+        assert not recorded & {"exponent", "penalty", "utility", "spend", "method", "smoothing", "damping", "seed"}
+
+
+@pytest.mark.parametrize(
+    ("maker", "options"),
+    [
+        (plan_sparsity, {"rule": "uniform", "exponent": 2.0}), (plan_sparsity, {"rule": "alphapruning", "penalty": "power"}),
+        (plan_experts, {"total": 8, "rule": "mola-2468", "utility": "power"}),
+        (plan_experts, {"total": 8, "rule": "alphalora", "smoothing": 0.1}),
+        (plan_experts, {"total": 8, "rule": "uniform", "spend": "at_most"}),
+        (plan_ranks, {"mean_rank": 4, "rule": "uniform", "utility": "power"}),
+    ],
+)  # fmt: skip
+def test_options_under_rules_that_do_not_read_them(scores_of, maker, options):
+    with pytest.raises(InvalidInput, match="does not read"):
+        maker(scores_of([3, 2, 1, 1]), **options)
+
+
+def test_the_excess_of_a_rank_gain_moves_a_plan_by_rank(scores_of):
+    """The increments were left as they are, so the excess planned as the raw gain."""
+    scores, curve = scores_of([3.0, 2.0]), np.linspace(2, 0.1, 16)
+    floors = [np.full(16, 0.05).tolist(), np.full(16, 0.9).tolist()]
+    extra = {"increments": [[curve.tolist(), curve.tolist()]], "increments_floor": [floors]}
+    raw = dataclasses.replace(scores, extra=extra, noise_floor=((0.1, 1.5),))
+    less = subtract_floor(raw)
+    assert plan_ranks(raw, mean_rank=6, rule="by-rank").counts.tolist() == [6, 6]
+    counts = plan_ranks(less, mean_rank=6, rule="by-rank").counts
+    assert counts[0] > 6 > counts[1]
+    assert all(np.diff(row).max() <= 1e-12 and min(row) >= 0 for row in less.extra["increments"][0])
+
+
+def test_a_target_equal_to_its_cap_is_feasible_and_the_default_cap_has_room(scores_of):
+    """``--sparsity 0.7`` was refused: 11469 parameters are to go and the caps allow 11468.8."""
+    scores = scores_of([30, 30, 6.5, 6.5])
+    for target in (0.7, 0.71, 0.9, 0.99):
+        plan = plan_sparsity(scores, sparsity=target)
+        assert plan.counts.sum() == pytest.approx(target * scores.numel.sum(), abs=1) and np.ptp(plan.values) > 0
+        held = plan_sparsity(scores, sparsity=target, max_sparsity=target)
+        assert np.ptp(held.counts) <= 1 and held.counts.sum() > target * scores.numel.sum() - len(scores.names)
+    assert plan_sparsity(scores, sparsity=1.0).counts.sum() == scores.numel.sum()
+
+
+def test_an_estimator_of_ones_own(make_model):
+    model = make_model("llama")
+    try:
+
+        @registry.estimator("weight-norm", summary="squared norm of the weights", data=False)
+        def weight_norm(model, data, blocks, *, power=2.0):
+            weights = dict(model.named_parameters())
+            found = {b.name: sum(weights[f"{m.name}.weight"].norm().item() ** power for m in b.modules) for b in blocks}
+            return Scores.from_values(found, blocks, estimator="weight-norm", unit="squared weights")
+
+        assert registry.find_estimator("weight-norm").options == {"power": 2.0}
+        found = score(model, None, partition(model), "weight-norm", power=1.0)
+        assert min(found.values()) > 0 and found.model["computation"]["dtype"] == "float32"
+        with pytest.raises(InvalidInput, match="weight-norm does not read damping"):
+            score(model, None, partition(model), "weight-norm", damping=0.1)
+    finally:
+        registry._REGISTRY.pop("weight-norm", None)
+    with pytest.raises(InvalidInput, match="There is no estimator"):
+        registry.find_estimator("weight-norm")

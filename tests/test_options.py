@@ -1,0 +1,489 @@
+"""No option is ignored: every option of ``plan`` and ``score`` under every rule and estimator changes something or is refused.
+
+The table in docs/options.md is made by this file: ``LAYERBUDGET_WRITE=1 pytest tests/test_options.py`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from layerbudget.blocks import partition
+from layerbudget.cli import plan as cli_plan
+from layerbudget.configurations import blocks_from_config
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.errors import InfeasibleBudget, InvalidInput
+from layerbudget.planning.rule import rules_of
+from layerbudget.scores.estimators import SHARED, estimators
+from layerbudget.scores.gain import score
+from layerbudget.scores.noise import subtract_floor
+from layerbudget.scores.record import Scores
+
+PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+CONFIG = {
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+# flag: what is given without it, and with it. The rest of the command makes its effect visible.
+SPARSITY = {
+    "--sparsity": (["--sparsity", 0.5], ["--sparsity", 0.4]), "--max-sparsity": ([], ["--max-sparsity", 0.52]),
+    "--min-sparsity": ([], ["--min-sparsity", 0.48]), "--exponent": ([], ["--exponent", 2]),
+    "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]), "--damping": ([], ["--damping", 1.0]),
+    "--smoothing": ([], ["--smoothing", 0.5]), "--penalty": ([], ["--penalty", "exponential"]),
+    "--curves": ([], ["--curves", "curves.json"]), "--seed": (["--seed", 1], ["--seed", 2]), "--width": ([], ["--width", 0.04]),
+    "--parity": (["--max-sparsity", 0.505], ["--max-sparsity", 0.505, "--parity"]), "--exclude": ([], ["--exclude", "q_proj"]),
+    "--fix": ([], ["--fix", "k_proj=0.3"]), "--set": ([], ["--set", "own=1"]),
+}  # fmt: skip
+CAPACITY = {
+    "--exponent": ([], ["--exponent", 3]), "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]),
+    "--damping": ([], ["--damping", 1.0]), "--smoothing": ([], ["--smoothing", 3]),
+    "--utility": ([], ["--utility", "saturating"]), "--spend": ([], ["--spend", "at_most"]),
+    "--method": ([], ["--method", "floor"]), "--seed": (["--seed", 1], ["--seed", 2]), "--fix": ([], ["--fix", "k_proj=2"]),
+    "--set": ([], ["--set", "own=1"]),
+}  # fmt: skip
+EXPERTS = {
+    "--total": (["--total", 61], ["--total", 71]), "--flops-fraction": (["--total", 61], ["--flops-fraction", 2.0]),
+    "--budget": (["--total", 61], ["--budget", "90k params"]), "--min-experts": ([], ["--min-experts", 3]),
+    "--max-experts": ([], ["--max-experts", 5]),
+    "--router": (["--budget", "90k params"], ["--budget", "90k params", "--router"]),
+    "--expert-rank": (["--budget", "90k params"], ["--budget", "90k params", "--expert-rank", 4]),
+    "--latency": (["--budget", "90k params"], ["--budget", "0.08 s", "--latency", "latency.json"]),
+    "--parity": ([], ["--parity"]), **CAPACITY,
+    "--exponent-on": (
+        ["--budget", "90k params", "--exponent", 2], ["--budget", "90k params", "--exponent", 2, "--exponent-on", "block"]
+    ),  # with one price for all the two are the same
+}  # fmt: skip
+RANKS = {
+    "--mean-rank": (["--mean-rank", 6.3], ["--mean-rank", 7.1]), "--params": (["--mean-rank", 6.3], ["--params", "11k"]),
+    "--budget": (["--mean-rank", 6.3], ["--budget", "23 KB"]), "--multiple": ([], ["--multiple", 4]),
+    "--min-rank": ([], ["--min-rank", 5]), "--max-rank": ([], ["--max-rank", 6]),
+    "--latency": (["--mean-rank", 6.3], ["--budget", "0.08 s", "--latency", "latency.json"]), **CAPACITY,
+}  # fmt: skip
+JOINT = {
+    "--bytes": (["--bytes=-8KiB"], ["--bytes=-6KiB"]), "--capacity": ([], ["--capacity", "experts"]),
+    "--expert-rank": (["--capacity", "experts"], ["--capacity", "experts", "--expert-rank", 2]),
+    "--max-sparsity": ([], ["--max-sparsity", 0.5]), "--gamma": ([], ["--gamma", 5]), "--eta": ([], ["--eta", 20]),
+    "--spend": (["--bytes", "20KiB"], ["--bytes", "20KiB", "--spend", "at_most"]), "--exponent": ([], ["--exponent", 3]),
+    "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]), "--damping": ([], ["--damping", 1.0]),
+    "--smoothing": ([], ["--smoothing", 0.5]),
+}  # fmt: skip
+SWEEP = {
+    "--budgets": (["--budgets", 0.3], ["--budgets", 0.4]), "--exponents": ([], ["--exponents", 2]),
+    "--rule": ([], ["--rule", "permuted"]), "--max-sparsity": ([], ["--max-sparsity", 0.35]),
+    "--damping": ([], ["--damping", 1.0]), "--smoothing": ([], ["--smoothing", 0.5]),
+    "--kind": ([], ["--kind", "ranks", "--budgets", 6]),
+}  # fmt: skip
+TRANSFER = {
+    "--sparsity": ([], ["--sparsity", 0.3]), "--max-sparsity": ([], ["--max-sparsity", 0.55]),
+    "--budget": ([], ["--budget", "80 experts"]), "--exponent": ([], ["--exponent", 2]),
+    "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]), "--damping": ([], ["--damping", 1.0]),
+    "--smoothing": ([], ["--smoothing", 0.5]),
+}  # fmt: skip
+TIGHT = {
+    "--max-sparsity": 0.2,
+    "--min-sparsity": 0.6,
+    "--min-experts": 30,
+    "--max-experts": 2,
+    "--min-rank": 30,
+    "--max-rank": 2,
+}
+ALWAYS = {"sparsity": [], "experts": ["--total", 61], "ranks": ["--mean-rank", 6.3], "joint": ["--bytes=-8KiB"]}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Scores with several dampings and the gain of every further rank, measured curves, latencies."""
+    folder, rng = tmp_path_factory.mktemp("options"), np.random.default_rng(3)
+    blocks = blocks_from_config(CONFIG, by="linear")
+    gain = [(rng.random(len(blocks)) + 0.05).tolist() for _ in range(3)]
+    curves = [[np.sort(rng.gamma(1.0, size=24))[::-1].tolist() for _ in blocks] for _ in range(3)]
+    for name, flip in (("scores", 1), ("other", -1)):
+        Scores(
+            estimator="rank-gain", blocks=blocks, damping=(1.0, 2.0, 4.0), gain=[g[::flip] for g in gain],
+            extra={"increments": curves},
+        ).save(folder / f"{name}.json")  # fmt: skip
+    measured = {b.name: [[0.2, 0.4, 0.6, 0.8], np.cumsum(np.sort(rng.random(4))).tolist()] for b in blocks}
+    (folder / "curves.json").write_text(json.dumps({"curves": measured}))
+    (folder / "latency.json").write_text(json.dumps({b.name: 1e-3 * (1 + i % 3) for i, b in enumerate(blocks)}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(files):
+    parser = argparse.ArgumentParser()
+    cli_plan.register(parser.add_subparsers(required=True))
+
+    def call(*words):
+        words = [str(files / w) if str(w).endswith(".json") else str(w) for w in words]
+        arguments = parser.parse_args(words)
+        arguments.console = Console(file=io.StringIO(), width=160)
+        return arguments.handler(arguments)
+
+    return call
+
+
+def cell(run, command, always, without, with_it) -> str:
+    """``heard`` where the flag changes the result (or makes it impossible), ``refused`` where it is; else the test fails."""
+
+    def words(own):
+        flags = {str(w).split("=")[0] for w in own}
+        budget = {"--total", "--mean-rank", "--budget", "--params", "--flops-fraction"}
+        pairs = list(zip(always[::2], always[1::2], strict=True)) if "=" not in "".join(map(str, always)) else []
+        kept = [w for k, v in pairs if k not in flags and not (k in budget and budget & flags) for w in (k, v)]
+        kept += [w for w in always if str(w).startswith("--bytes=") and "--bytes" not in flags]
+        return [*command, *kept, *own]
+
+    first = run(*words(without))
+    try:
+        second = run(*words(with_it))
+    except InfeasibleBudget:
+        return "heard"
+    except InvalidInput as error:
+        if not any(part in str(error) for part in ("does not read", "has no meaning", "are the penalty")):
+            raise
+        return "refused"
+    strip = lambda r: {k: v for k, v in r.items() if k not in ("scores_digest", "hyperparameters")}  # noqa: E731
+    if strip(first) == strip(second) and (tight := TIGHT.get(str(with_it[-2]))) is not None:
+        with pytest.raises(InfeasibleBudget):  # equal values everywhere feel a bound only when it forbids them
+            run(*words([*with_it[:-1], tight]))
+        return "heard"
+    assert strip(first) != strip(second), f"{command} ignores {with_it}"
+    return "heard"
+
+
+def table_of(run, kind, flags):
+    rows = {}
+    for rule in rules_of(kind):
+        command = ["plan", kind, "scores.json", "--rule", rule]
+        if rule.startswith("calibrated"):
+            continue  # what --curves makes of mdl and permuted; below
+        rows[rule] = {}
+        for flag, (without, with_it) in flags.items():
+            try:
+                rows[rule][flag] = cell(run, command, ALWAYS[kind], without, with_it)
+            except InvalidInput as error:
+                if "does not read" not in str(error):  # the flag that makes the effect visible is itself refused
+                    raise
+                rows[rule][flag] = cell(run, command, ALWAYS[kind], [], alone(flag, with_it))
+    return rows
+
+
+def alone(flag, words):
+    """A flag with its value, without what makes its effect visible."""
+    start = words.index(flag)
+    stop = next((i for i in range(start + 1, len(words)) if str(words[i]).startswith("--")), len(words))
+    return words[start:stop]
+
+
+@pytest.fixture(scope="module")
+def tables(run):
+    found = {
+        kind: table_of(run, kind, flags) for kind, flags in (("sparsity", SPARSITY), ("experts", EXPERTS), ("ranks", RANKS))
+    }
+    for rule in ("mdl", "permuted"):
+        command = ["plan", "sparsity", "scores.json", "--rule", rule, "--curves", "curves.json"]
+        own = {f: pair for f, pair in SPARSITY.items() if f != "--curves"}
+        found["sparsity"][f"{rule} --curves"] = {"--curves": "heard"}
+        for flag, (without, with_it) in own.items():
+            bare = flag == "--exponent-on" or (flag == "--seed" and rule == "mdl")
+            pair = ([], alone(flag, with_it)) if bare else (without, with_it)
+            found["sparsity"][f"{rule} --curves"][flag] = cell(run, command, [], *pair)
+    found["joint"] = {"mdl": {f: cell(run, ["plan", "joint", "scores.json"], ALWAYS["joint"], *p) for f, p in JOINT.items()}}
+    found["sweep"] = {
+        "sparsity": {f: cell(run, ["plan", "sweep", "scores.json"], ["--budgets", 0.3], *p) for f, p in SWEEP.items()}
+    }
+    found["transfer"] = {
+        program: {
+            f: cell(run, ["transfer", "scores.json", "other.json", "--program", program], [], *([*priced, *w] for w in pair))
+            for f, pair in TRANSFER.items()
+            for priced in [["--budget", "90k params"] if (program, f) == ("experts", "--exponent-on") else []]
+        }
+        for program in ("sparsity", "experts")
+    }
+    return found
+
+
+def flags_of(command) -> set[str]:
+    """Flags that the parser of a command has, beside those of input and output."""
+    parser = argparse.ArgumentParser()
+    cli_plan.register(parser.add_subparsers())
+    for word in command:
+        parser = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[word]
+    own = {a.option_strings[-1] for a in parser._actions if a.option_strings}
+    return own - {"--help", "--output", "--overwrite", "--rule", "--program"}
+
+
+@pytest.mark.parametrize("kind", ["sparsity", "experts", "ranks", "joint", "sweep"])
+def test_every_flag_of_plan_has_a_cell_under_every_rule(tables, kind):
+    for rule, row in tables[kind].items():
+        extra = {"--rule"} if kind == "sweep" else set()
+        assert set(row) == flags_of(["plan", kind]) | extra, rule
+        assert set(row.values()) <= {"heard", "refused"}
+
+
+def test_every_flag_of_transfer_has_a_cell(tables):
+    for row in tables["transfer"].values():
+        assert set(row) == flags_of(["transfer"]) - {"--program"}
+
+
+def test_the_rules_that_read_nothing_refuse_everything(tables):
+    for kind, rule, heard in (
+        ("sparsity", "uniform", {"--sparsity", "--max-sparsity", "--min-sparsity", "--exclude", "--fix"}),
+        ("experts", "mola-2468", {"--total", "--flops-fraction", "--budget", "--min-experts", "--max-experts", "--router",
+                                  "--expert-rank", "--latency", "--fix"}),
+        ("ranks", "by-rank", {"--mean-rank", "--params", "--budget", "--multiple", "--min-rank", "--max-rank", "--latency",
+                              "--fix", "--damping"}),
+    ):  # fmt: skip
+        assert {f for f, what in tables[kind][rule].items() if what == "heard"} == heard
+
+
+# --- score ------------------------------------------------------------------------------------------------------------------
+
+# An option of an estimator's own: a value that shows, and what must be given with it for that.
+OWN = {
+    "fisher-diagonal": {"groups": (2, {})}, "fisher-gram": {"sketch": (2, {}), "replicates": (3, {}), "max_bytes": (1, {})},
+    "fisher-mc": {"draws": (2, {}), "max_bytes": (1, {})},
+    "kfac": {"labels": ("data", {}), "draws": (2, {}), "groups": (2, {"batch_size": 1})},
+    "ekfac": {"labels": ("data", {}), "draws": (2, {}), "groups": (2, {"batch_size": 1})},
+    "ggn": {"steps": (2, {}), "tolerance": (0.5, {}), "floor": (True, {"batch_size": 1})},
+    "hessian": {"steps": (3, {}), "tolerance": (0.9, {"absolute": True}), "absolute": (True, {})}, "nystrom": {"rank": (3, {})},
+    "adapter": {"rank": (2, {}), "scaling": (2.0, {"damping_unit": "absolute", "damping": 0.1}), "replicates": (3, {})},
+    "rank-gain": {"largest": (3, {}), "curvature": ("none", {})},
+    "layerif": {"validation": ("other", {}), "mode": ("parity", {}), "aggregation": ("positive", {}), "divisor": (2.0, {}),
+                "memory": (1, {}), "sketch": (2, {})},
+    "outlier-ratio": {"multiple": (2.0, {})}, "spectral-tail": {"method": ("mid", {}), "lower_bound": ("corrected", {})},
+}  # fmt: skip
+VALUES = {"damping": 0.7, "damping_unit": "absolute", "batch_size": 1, "seed": 5}
+WITH = {"damping_unit": {"damping": 0.7}}
+QUICK = {"ggn": {"steps": 3}, "nystrom": {"rank": 4}}  # few steps show as much
+PASSES = ("batch_size", "max_bytes", "memory")  # decide how many passes there are, and no number
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A small model, text, and a counter of forward passes."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=41, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=32, initializer_range=0.3, sliding_window=None, attn_implementation="eager",
+    )  # fmt: skip
+    model = MistralForCausalLM(config).double().eval()
+    ids = torch.randint(3, 41, (8, 7), generator=torch.Generator().manual_seed(1))
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    return model, CalibrationSet(input_ids=ids), CalibrationSet(input_ids=ids.flip(1)[:3]), passes
+
+
+def scored(tiny, name, **options):
+    """A record without provenance, and how many forward passes it took."""
+    model, data, other, passes = tiny
+    options = {**(QUICK.get(name, {}) if "tolerance" not in options else {}), **options}
+    if options.get("validation") == "other":
+        options["validation"] = other
+    passes.clear()
+    found = score(model, data, partition(model), name, **options)
+    record = dataclasses.replace(found, versions={}, model={}, data={}, seed=0, damping=(0.0,) * len(found.damping), unit="")
+    extra = {k: v for k, v in found.extra.items() if k not in ("draws", "rank", "scaling", "mode", "multiple", "method")}
+    return json.loads(json.dumps(dataclasses.replace(record, extra=extra).to_dict(), default=str)), len(passes)
+
+
+def score_cell(tiny, name, option, value, more) -> str:
+    try:
+        with_it, passes = scored(tiny, name, **{**more, option: value})
+    except InvalidInput as error:
+        if "does not read" not in str(error) and "what Lanczos on one block does not know" not in str(error):
+            raise
+        return "refused"
+    without, before = scored(tiny, name, **more)
+    changed = passes != before if option in PASSES else with_it != without
+    assert changed, f"{name} ignores {option}"
+    return "heard"
+
+
+@pytest.fixture(scope="module")
+def score_tables(tiny):
+    found = {}
+    for name, one in estimators().items():
+        row = {}
+        for option in SHARED:
+            if option not in one.options:
+                row[option] = score_cell(tiny, name, option, VALUES[option], {})
+                assert row[option] == "refused"
+                continue
+            more = {"sketch": 2} if (name, option) == ("layerif", "seed") else WITH.get(option, {})
+            row[option] = score_cell(tiny, name, option, VALUES[option], more)
+        own = [o for o in one.options if o not in SHARED]
+        assert set(own) == set(OWN.get(name, {})), f"{name}: say in OWN how each of {own} shows"
+        for option in own:
+            value, more = OWN[name][option]
+            row[option] = score_cell(tiny, name, option, value, more)
+        row["excess"] = excess_cell(tiny, name)
+        found[name] = row
+    return found
+
+
+def excess_cell(tiny, name) -> str:
+    model, data, _, _ = tiny
+    more = {"batch_size": 1} if name in ("gradient-norm", "kfac", "ekfac", "rank-gain") else {}
+    found = score(model, data, partition(model), name, **more)
+    try:
+        less = subtract_floor(found)
+    except InvalidInput:
+        return "refused"
+    assert less.gain != found.gain
+    if "increments" in found.extra:
+        assert less.extra["increments"] != found.extra["increments"]
+    return "heard"
+
+
+def test_every_option_of_score_is_heard_or_refused_by_every_estimator(score_tables):
+    for name, row in score_tables.items():
+        assert set(row.values()) <= {"heard", "refused"}, name
+    for name in ("layerif", "spectral-tail", "ablation", "gradient-norm", "fisher-trace", "outlier-ratio", "block-influence"):
+        assert score_tables[name]["damping"] == score_tables[name]["damping_unit"] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("kfac", {"labels": "data", "draws": 2}), ("ekfac", {"labels": "data", "seed": 2}),
+        ("rank-gain", {"curvature": "none", "damping": 1.0}), ("rank-gain", {"curvature": "none", "seed": 1}),
+        ("layerif", {"seed": 1}), ("layerif", {"sketch": 2, "memory": 9}), ("fisher-gram", {"sketch": 2, "max_bytes": 9}),
+        ("spectral-tail", {"method": "mid", "lower_bound": "corrected"}),
+    ],
+)  # fmt: skip
+def test_options_that_another_one_silences_are_refused(tiny, name, options):
+    with pytest.raises(InvalidInput):
+        scored(tiny, name, **options)
+
+
+# --- score, the flags beside those of estimators -----------------------------------------------------------------------------
+
+SCORE_FLAGS = {
+    "--data": ("--data", "more.txt"), "--samples": ("--samples", "5"), "--length": ("--length", "7"), "--seed": ("--seed", "4"),
+    "--dtype": ("--dtype", "bfloat16"), "--revision": ("--revision", "x"), "--device": ("--device", "nowhere"),
+    "--by": ("--by", "linear"), "--include": ("--include", "mlp"), "--exclude": ("--exclude", "mlp"),
+    "--validation": ("--validation", "more.txt"), "--stage": ("--stage", "stage"), "--import": ("--import", "own.csv"),
+    "--orientation": ("--orientation", "redundancy"), "--set": ("--set", "nothing=1"), "--four-bit": ("--four-bit",),
+}  # fmt: skip
+COLUMNS = {"gradient-norm": ("--estimator", "gradient-norm"), "layerif": ("--estimator", "layerif"),
+           "spectral-tail": ("--estimator", "spectral-tail"), "--import": ("--import", "own.csv")}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def flag_table(tiny, tokenizer, tmp_path_factory):
+    from layerbudget.cli import main
+
+    folder = tmp_path_factory.mktemp("score")
+    model = type(tiny[0])(type(tiny[0].config)(**{**tiny[0].config.to_dict(), "vocab_size": 96})).eval()
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for name, shift in (("text", 0), ("more", 3)):
+        (folder / f"{name}.txt").write_text("".join(chr(33 + (7 * i * i + shift * i) % 80) for i in range(900)))
+    (folder / "own.csv").write_text("name,score\n" + "".join(f"{b.name},{i + 1}\n" for i, b in enumerate(partition(model))))
+    (folder / "linear.csv").write_text("name,score\n" + "".join(f"{b.name},1\n" for b in partition(model, "linear")))
+
+    def run(*words):
+        out = folder / "scores.json"
+        out.unlink(missing_ok=True)
+        words = [str(folder / w) if (folder / w).exists() or w == "stage" else w for w in words]
+        rc = main(["score", str(folder / "model"), *words, "-o", str(out), "--quiet"])
+        if rc:
+            return rc
+        record = json.loads(out.read_text())
+        record.pop("versions")
+        return record
+
+    def text(column, *own):
+        defaults = {"--data": "text.txt", "--samples": "9", "--length": "6"}
+        left = {} if column in ("spectral-tail", "--import") else {k: v for k, v in defaults.items() if k not in own}
+        return [w for pair in left.items() for w in pair]
+
+    table = {}
+    for column, words in COLUMNS.items():
+        table[column] = {}
+        plain = run(*words, *text(column))
+        assert isinstance(plain, dict), column
+        for flag, own in SCORE_FLAGS.items():
+            if flag == column:
+                table[column][flag] = "heard"
+                continue
+            if (flag, column) == ("--by", "--import"):
+                own, words = own, ("--import", "linear.csv")
+            found = run(*words, *text(column, *own), *own)
+            if flag == "--stage" and found != 2:
+                assert found == plain and list((folder / "stage" / "results").iterdir())
+                table[column][flag] = "heard"
+                continue
+            assert found != plain, f"score {column} ignores {flag}"
+            table[column][flag] = "refused" if found == 2 else "heard"
+            words = COLUMNS[column]
+    return table
+
+
+def test_flags_of_score_are_heard_or_refused(flag_table, capsys):
+    refused = {column: {f for f, what in row.items() if what == "refused"} for column, row in flag_table.items()}
+    local = {"--revision", "--device", "--four-bit", "--set"}  # no hub here, no such device, no bitsandbytes, no such option
+    assert refused["gradient-norm"] == local | {"--validation", "--orientation", "--import"}
+    assert refused["layerif"] == local | {"--orientation", "--import"}
+    text = {"--data", "--samples", "--length", "--seed", "--validation"}
+    assert refused["spectral-tail"] == local | text | {"--orientation", "--import"}
+    assert refused["--import"] == local | text | {"--stage", "--dtype"}
+
+
+def render(tables, score_tables, flag_table) -> str:
+    """The page."""
+    lines = [
+        "# Options, heard or refused", "",
+        "Every option under every rule and estimator: **heard** (a test shows that it changes the result or makes it "
+        "impossible, or for batch sizes and memory the number of passes) or *refused* with a sentence. This page is written by "
+        "`tests/test_options.py`.", "",
+    ]  # fmt: skip
+    for kind, rows in tables.items():
+        title = {"sweep": "plan sweep --kind", "transfer": "transfer --program"}.get(kind, f"plan {kind} --rule")
+        lines += [f"## `{title}`", "", *_grid(rows), ""]
+    shared = {n: {o: w for o, w in r.items() if o in (*SHARED, "excess")} for n, r in score_tables.items()}
+    lines += ["## `score --estimator`", "", *_grid(shared, "--"), ""]
+    lines += [
+        "On the command line `--seed` also draws the text. Flags beside those of estimators, for an estimator of text, one "
+        "with validation text, one that reads weights, and imported scores (`--revision`, `--device`, `--four-bit`: of a "
+        "local folder, a device that is not there, without bitsandbytes):", "", *_grid(flag_table), "",
+    ]  # fmt: skip
+    lines += ["Options of one estimator only (`--set NAME=VALUE`), all of them heard:", ""]
+    for name, row in score_tables.items():
+        own = [f"`{o}`" for o in row if o not in (*SHARED, "excess")]
+        lines += [f"- `{name}`: {', '.join(own)}"] if own else []
+    return "\n".join(lines) + "\n"
+
+
+def _grid(rows, prefix="") -> list[str]:
+    names = list(rows)
+    flags = list(dict.fromkeys(f for row in rows.values() for f in row))
+    head = "| | " + " | ".join(f"`{n}`" for n in names) + " |"
+    word = {"heard": "**heard**", "refused": "*refused*"}
+    body = [
+        f"| `{prefix}{f.replace('_', '-')}` | " + " | ".join(word[rows[n][f]] for n in names) + " |" for f in flags
+    ]  # fmt: skip
+    return [head, "|---" * (len(names) + 1) + "|", *body]
+
+
+def test_the_page_is_current(tables, score_tables, flag_table):
+    text = render(tables, score_tables, flag_table)
+    if os.environ.get("LAYERBUDGET_WRITE"):
+        PAGE.write_text(text, encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == text, "LAYERBUDGET_WRITE=1 pytest tests/test_options.py writes it anew"

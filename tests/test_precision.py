@@ -1,0 +1,135 @@
+"""What changes a number belongs to the identity of what is kept: another precision is never answered with the old numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from layerbudget.blocks import partition
+from layerbudget.cli import main
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.errors import ModelMismatch
+from layerbudget.loading import load_model
+from layerbudget.planning import plan_sparsity
+from layerbudget.provenance import computation, versions
+from layerbudget.pruning.prune import prune
+from layerbudget.scores.estimators import estimators
+from layerbudget.scores.gain import score
+from layerbudget.scores.record import Scores
+
+
+@pytest.fixture
+def saved(saved_model, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(40 + (7 * i * i + 3 * i) % 70) for i in range(900)))
+    return str(saved_model("llama")), ["--data", str(text), "--samples", "4", "--length", "12", "--quiet"]
+
+
+def scored(saved, out, *more):
+    model, text = saved
+    assert main(["score", model, *text, "-o", str(out), *more]) == 0
+    return Scores.load(out)
+
+
+@pytest.mark.parametrize("estimator", ["gradient-norm", "kfac"])
+def test_a_stage_of_bfloat16_does_not_answer_float32(saved, tmp_path, estimator):
+    """The files were byte for byte the same."""
+    found = {}
+    for dtype in ("bfloat16", "float32", "bfloat16"):
+        again = scored(
+            saved, tmp_path / f"{dtype}-{len(found)}.json", "--dtype", dtype, "--stage", str(tmp_path / "stage"),
+            "--estimator", estimator,
+        )  # fmt: skip
+        alone = scored(saved, tmp_path / f"alone-{dtype}-{len(found)}.json", "--dtype", dtype, "--estimator", estimator)
+        assert again.gain == alone.gain and again.model["computation"]["dtype"] == dtype
+        found.setdefault(dtype, again.gain)
+        assert found[dtype] == again.gain
+    assert found["float32"] != found["bfloat16"]
+
+
+def test_rows_of_another_precision_are_refused(saved, tmp_path, capsys):
+    """``fisher-gram`` keeps parts of its work; it cannot go on from those of another precision."""
+    model, text = saved
+    stage = ["--stage", str(tmp_path / "stage")]
+    scored(saved, tmp_path / "a.json", "--dtype", "bfloat16", *stage)
+    assert main(["score", model, *text, *stage, "-o", str(tmp_path / "b.json")]) == 2
+    assert "another computation" in capsys.readouterr().err and not (tmp_path / "b.json").exists()
+
+
+def tiny():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.3
+    )
+    return LlamaForCausalLM(config).eval(), CalibrationSet(input_ids=torch.randint(3, 61, (6, 9)))
+
+
+CHANGES = {
+    "dtype": lambda model: model.to(torch.bfloat16),
+    "attention": lambda model: (setattr(model.config, "_attn_implementation", "eager"), model)[1],
+}
+
+
+@pytest.mark.parametrize("what", [*CHANGES, "autocast", "matmul"])
+def test_every_part_of_a_computation_is_part_of_the_request(what, tmp_path):
+    model, data = tiny()
+    first = computation(model)
+    score(model, data, partition(model), "gradient-norm", stage=tmp_path)
+    before = torch.get_float32_matmul_precision()
+    try:
+        if what in CHANGES:
+            model = CHANGES[what](model)
+        if what == "matmul":
+            torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
+            now = computation(model)
+            assert now != first and {k for k in now if now[k] != first[k]} == {what}
+            score(model, data, partition(model), "gradient-norm", stage=tmp_path)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(list((tmp_path / "results").iterdir())) == 2
+
+
+def test_every_estimator_says_how_it_computed():
+    model, data = tiny()
+    for name in estimators():
+        own = {"steps": 2} if name == "ggn" else {"rank": 2} if name == "nystrom" else {}
+        found = score(model, data, partition(model), name, **own)
+        assert found.model["computation"] == computation(model), name
+        assert {"torch", "transformers", "numpy"} <= set(found.versions)
+
+
+def test_a_pruning_is_not_resumed_in_another_precision(saved, tmp_path, capsys):
+    """4,762 entries of the mask were of the other precision."""
+    model, text = saved
+    scores = scored(saved, tmp_path / "s.json")
+    plan_sparsity(scores, sparsity=0.5).save(tmp_path / "plan.json")
+    command = ["prune", model, str(tmp_path / "plan.json"), *text, "--resume", str(tmp_path / "kept")]
+    stop = load_model(model)
+    plan = plan_sparsity(scores, sparsity=0.5)
+    data = CalibrationSet(input_ids=torch.randint(3, 90, (4, 12)))
+
+    def crash(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(stop, plan, data, method="wanda", resume=tmp_path / "kept", progress=crash)
+    with pytest.raises(ModelMismatch, match="precision|dtype|computation"):
+        prune(load_model(model, dtype="bfloat16"), plan, data, method="wanda", resume=tmp_path / "kept")
+    assert main([*command, "--dtype", "bfloat16", "-o", str(tmp_path / "out")]) == 2
+    assert "another" in capsys.readouterr().err.lower() and not (tmp_path / "out").exists()
+    resumed, whole = load_model(model), load_model(model)
+    prune(resumed, plan, data, method="wanda", resume=tmp_path / "kept")
+    prune(whole, plan, data, method="wanda")
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), whole.parameters(), strict=True))
+
+
+def test_versions_are_of_what_is_installed():
+    assert versions(["torch", "no-such-package"])["torch"] == torch.__version__.split("+")[0] or "+" in torch.__version__
+    assert "no-such-package" not in versions(["no-such-package"])
+    json.dumps(versions())
