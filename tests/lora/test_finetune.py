@@ -249,10 +249,29 @@ def test_an_interrupted_seed_resumes_to_the_same_result(make, encoder, tokenizer
     assert list((tmp_path / "cut" / "seed-0" / "checkpoints").glob("checkpoint-*"))
     resumed = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "cut", resume=True, **settings)
     assert resumed["metrics"] == whole["metrics"]
+    losses = [json.loads((tmp_path / d / "seed-0" / "result.json").read_text())["training_loss"] for d in ("whole", "cut")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)  # the Trainer's own mean is over the resumed steps, divided by all
     from safetensors.torch import load_file
 
     files = [load_file(tmp_path / d / "seed-0" / "adapter" / "adapter_model.safetensors") for d in ("whole", "cut")]
     assert all(torch.equal(files[0][k], files[1][k]) for k in files[0])
+
+
+@pytest.mark.parametrize("change", ["dtype", "bf16", "unnamed"])
+def test_seeds_of_two_precisions_are_not_averaged(make, encoder, tokenizer, task, tmp_path, change):
+    plan = make.linears(make.bert(2), lambda n: 2 if "attention" in n else 0)
+    quick = Protocol(lr=1e-3, epochs=1, batch=16)
+    load = classifier_loader(encoder, 2)
+    finetune(load, tokenizer, plan, task, tmp_path / "out", protocol=quick, seeds=[0])
+    if change == "dtype":
+        load = classifier_loader(encoder, 2, dtype="bfloat16")
+    if change == "unnamed":  # a function that says nothing of what it loads
+        half = classifier_loader(encoder, 2, dtype="bfloat16")
+        load = lambda seed: half(seed)  # noqa: E731
+    settings = {"protocol": quick, "seeds": [0, 1], "bf16": change == "bf16", "resume": True}
+    with pytest.raises(AlreadyExists, match="another bf16" if change == "bf16" else "another base"):
+        finetune(load, tokenizer, plan, task, tmp_path / "out", **settings)
+    assert not (tmp_path / "out" / "seed-1").exists()
 
 
 def test_a_causal_lm_is_trained_with_experts_and_judged_by_likelihood(make, tokenizer, task, tmp_path):
@@ -337,7 +356,7 @@ def test_repeated_seeds_and_an_unfinished_run_of_another_protocol_are_refused(ma
 
     with pytest.raises(KeyboardInterrupt):
         finetune(*arguments, protocol=QUICK, callbacks=stop)
-    with pytest.raises(AlreadyExists, match="another plan, task or protocol"):
+    with pytest.raises(AlreadyExists, match="another protocol"):
         finetune(*arguments, protocol=Protocol(lr=1e-3, epochs=1), resume=True)
 
 

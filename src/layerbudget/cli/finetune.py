@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from ..lora.protocol import ALPHA_POLICIES, DEVICES, STARTS
-from .shared import named_values, progress_bar
+from .shared import named_values, progress_bar, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -58,7 +58,7 @@ def register(subparsers: Any) -> None:
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
-    from ..data.tasks import load_task
+    from ..data.tasks import NAMES, load_task
     from ..lora.base import classifier_loader
     from ..lora.compare import compare, read_result
     from ..lora.finetune import finetune
@@ -66,6 +66,8 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 
     if arguments.against:
         read_result(arguments.against)  # before the training
+    if arguments.task not in NAMES:
+        refuse(arguments, ("data_dir",), "a task in a file of its own")
     plan = _validated_plan(arguments)
     task = load_task(arguments.task, arguments.data_dir).limited(arguments.train_rows)
     named = ("epochs", "lr", "batch", "accumulation", "balance", "start", "alpha_policy")
@@ -143,3 +145,7 @@ def _show(console: Any, result: dict[str, Any]) -> None:
             error = "-" if m["stderr"] is None else f"{m['stderr']:.4f}"
             table.add_row(split, name, f"{m['value']:.4f}", error)
     console.print(table)
+    for split, seeds in result["one_class"].items():
+        if seeds:
+            which = ", ".join(map(str, seeds))
+            console.print(f"{split}: every row got the same label with seed {which}; the accuracy is that label's share.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,25 @@ from ..loading import four_bit_config, resolve
 from .protocol import DEVICES
 
 Loader = Callable[[int], nn.Module]
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedLoader:
+    """``seed -> model`` that can say what it loads before it does.
+
+    Attributes:
+        load: The loader.
+        settings: Precision and revision of the base: a part of the identity of what is trained on it.
+    """
+
+    load: Loader
+    settings: Mapping[str, Any]
+
+    def __call__(self, seed: int) -> nn.Module:
+        """The model of that seed."""
+        return self.load(seed)
+
+
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -33,7 +53,7 @@ def device_named(name: str) -> torch.device:
 
 def classifier_loader(
     name: str, labels: int, *, dtype: str = "float32", device: str = "cpu", revision: str | None = None, four_bit: bool = False
-) -> Loader:
+) -> NamedLoader:
     """``seed -> model``: a causal LM as it is, any other checkpoint with a fresh classification head.
 
     Args:
@@ -51,7 +71,7 @@ def classifier_loader(
 
     if dtype not in PRECISIONS:
         raise InvalidInput(f"dtype is {dtype!r}.", f"Bases are held in {' or '.join(PRECISIONS)}.", "Use bfloat16.")
-    place, where = device_named(device), resolve(name)
+    place, where = device_named(device), resolve(name, revision)
     options: dict[str, Any] = {"dtype": PRECISIONS[dtype], "revision": revision}
     if four_bit:
         options |= {"quantization_config": four_bit_config(PRECISIONS[dtype]), "device_map": {"": place.type}}
@@ -66,4 +86,4 @@ def classifier_loader(
             model = AutoModelForSequenceClassification.from_pretrained(where, num_labels=labels, **options)
         return model if four_bit else model.to(place)
 
-    return load
+    return NamedLoader(load, {"dtype": dtype, "quantised": four_bit, "revision": revision})

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from ..data.examples import Task
 from ..errors import AlreadyExists, InvalidInput
 from ..evaluation import statistics
 from ..plan import Plan
+from ..provenance import computation, versions
 from ..records import dumps, write_text
 from .adapt import started
-from .base import Loader
+from .base import Loader, NamedLoader
 from .protocol import Protocol
 from .ranks import fold_scales
 from .rows import Rows, is_causal
@@ -97,25 +98,59 @@ def train_one(
     set_seed(seed)
     trainer = Trainer(
         model=model, args=arguments, train_dataset=rows.encoded(task.train), data_collator=rows.collate,
-        callbacks=[BalanceScale(), *callbacks],
+        callbacks=[BalanceScale(), _logging_before_saving()(), *callbacks],
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)  # it writes to stdout, which belongs to --json
     for callback in callbacks:
         if hasattr(callback, "attach"):
             callback.attach(trainer)
     checkpoints = list((folder / "checkpoints").glob("checkpoint-*"))
-    outcome = trainer.train(resume_from_checkpoint=True if resume and checkpoints else None)
+    trainer.train(resume_from_checkpoint=True if resume and checkpoints else None)
     if protocol.alpha_policy != "constant-ratio":
         fold_scales(model, protocol.ratio)  # what is saved has one scale, as servers assume
     model.save_pretrained(str(folder / "adapter"))
-    result: dict[str, Any] = {"seed": seed, "training_loss": outcome.training_loss, "steps": trainer.state.global_step}
-    result["metrics"], result["predictions"] = {}, {}
+    result: dict[str, Any] = {
+        "seed": seed,
+        "training_loss": mean_loss(trainer.state.log_history),
+        "steps": trainer.state.global_step,
+    }
+    result["metrics"], result["predictions"], result["one_class"] = {}, {}, {}
     for split, examples in task.evaluation.items():
         with torch.autocast(device.type, torch.bfloat16, enabled=half and not bf16):
             predicted = rows.predict(model, examples)
         result["predictions"][split] = predicted.tolist()
         result["metrics"][split] = metrics_of([e.label for e in examples], predicted, len(task.labels))
+        same = len(examples) > 1 and len(set(predicted.tolist())) == 1
+        result["one_class"][split] = task.labels[int(predicted[0])] if same else None
     return result
+
+
+def _logging_before_saving() -> type:
+    """A callback that logs the loss of every step before a checkpoint is saved, so that a resumed run knows all of them."""
+    from transformers import TrainerCallback
+
+    class LogBeforeSaving(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            control.should_log = True
+            return control
+
+    return LogBeforeSaving
+
+
+def mean_loss(history: Sequence[Mapping[str, Any]]) -> float:
+    """Mean loss over all steps from a Trainer's log, whose entries are means over the steps since the entry before.
+
+    The Trainer's own figure counts only the steps since the last resume.
+
+    >>> mean_loss([{"loss": 4.0, "step": 10}, {"loss": 1.0, "step": 15}, {"train_loss": 9.0, "step": 15}])
+    3.0
+    """
+    total, before = 0.0, 0
+    for entry in history:
+        if "loss" in entry:
+            total += float(entry["loss"]) * (entry["step"] - before)
+            before = entry["step"]
+    return total / max(before, 1)
 
 
 def metrics_of(labels: Sequence[int], predicted: Sequence[int], classes: int) -> dict[str, float]:
@@ -165,10 +200,10 @@ def finetune(
         values by seed; trained parameters; the plan's and the task's digests.
 
     Raises:
-        AlreadyExists: ``out`` holds results and neither ``resume`` nor ``overwrite`` is set, or an unfinished run of another
-            plan, task or protocol.
-        InvalidInput: A seed is named twice, ``resume`` and ``overwrite`` together, gradients as the start of experts, or
-            several processes.
+        AlreadyExists: ``out`` holds results and neither ``resume`` nor ``overwrite`` is set, or seeds of another plan, task,
+            protocol, precision or version.
+        InvalidInput: A seed is named twice, ``resume`` and ``overwrite`` together, a number of the protocol that the plan
+            does not read, or several processes.
         CoverageError: The recount differs from the plan.
     """
     out = Path(out)
@@ -176,6 +211,7 @@ def finetune(
         raise InvalidInput(
             f"The seeds are {list(seeds)}.", "At least one, each once: a repeated run is no sample.", "Drop some."
         )
+    protocol.check(plan.kind)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidInput(
             f"This is one of {os.environ['WORLD_SIZE']} processes; finetune trains in one.", "",
@@ -187,7 +223,11 @@ def finetune(
         raise AlreadyExists(
             f"{out} holds results already.", "", "Pass --resume to continue them, --overwrite, or choose another folder."
         )
-    identity = {"plan": plan.digest, "task": task.digest, "protocol": dataclasses.asdict(protocol)}
+    identity = {
+        "plan": plan.digest, "task": task.digest, "protocol": dataclasses.asdict(protocol), "bf16": bf16,
+        "base": dict(load.settings) if isinstance(load, NamedLoader) else computation(load(seeds[0])),
+        "versions": versions(("torch", "transformers", "peft")),
+    }  # fmt: skip
     with _replaced(out) if overwrite else contextlib.nullcontext():
         return _over_seeds(
             load, tokenizer, plan, task, out, protocol, seeds, identity, callbacks=callbacks, progress=progress, resume=resume,
@@ -209,6 +249,7 @@ def _over_seeds(
             write_text(folder / "identity.json", dumps({"schema_version": 1, "identity": identity}), overwrite=True)
             plain = load(seed)
             rows = Rows(task, tokenizer, causal=is_causal(plain), cutoff=protocol.cutoff, on_prompt=protocol.on_prompt)
+            protocol.check(plan.kind, causal=rows.causal)
             model = started(plain, plan, protocol, rows, task)
             record = train_one(model, rows, task, protocol, seed, folder, callbacks=list(callbacks()), **options)
             record["identity"] = identity
@@ -221,6 +262,7 @@ def _over_seeds(
     summary = {
         "schema_version": 1, "task": task.name, "metric": task.metric, "kind": plan.kind, "rule": plan.rule,
         "trained_parameters": trained, "seeds": list(seeds), "identity": identity, "metrics": _summary(results),
+        "one_class": _one_class(results),
     }  # fmt: skip
     write_text(out / "result.json", dumps(summary), overwrite=True)
     labels = {split: [e.label for e in rows] for split, rows in task.evaluation.items()}
@@ -264,17 +306,27 @@ def _kept(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """Record of a finished seed; ``None`` where there is none, or an unfinished one of the same run.
 
     Raises:
-        AlreadyExists: The folder belongs to another plan, task or protocol.
+        AlreadyExists: The folder belongs to another plan, task, protocol, precision or version; says which.
     """
-    record = None
+    record, wanted = None, json.loads(dumps(identity))
     for name in ("identity.json", "result.json"):
         if (folder / name).is_file():
             record = json.loads((folder / name).read_text(encoding="utf-8"))
-            if record["identity"] != json.loads(dumps(identity)):
+            differing = [key for key in wanted if record["identity"].get(key) != wanted[key]]
+            if differing:
                 raise AlreadyExists(
-                    f"{folder} holds a run of another plan, task or protocol.", "", "Choose another output folder."
+                    f"{folder} holds a run with another {' and '.join(differing)}.",
+                    "Seeds are continued, and averaged, only with the same plan, task, protocol, base and versions.",
+                    "Choose another output folder.",
                 )
     return record if (folder / "result.json").is_file() else None
+
+
+def _one_class(results: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """Seeds, by split, whose model gave every row the same label: its accuracy is that label's share."""
+    return {
+        split: [r["seed"] for r in results if r.get("one_class", {}).get(split) is not None] for split in results[0]["metrics"]
+    }
 
 
 def _summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -69,6 +69,24 @@ class Protocol:
                 f"A batch of {self.batch} does not split into {self.accumulation} parts.", "", "Choose a divisor of the batch."
             )
 
+    def check(self, kind: str, *, causal: bool | None = None) -> None:
+        """Refuse numbers that a plan of this kind, or a head of this kind, does not read.
+
+        Args:
+            kind: ``ranks`` or ``experts``.
+            causal: Whether a language model is trained (else a classification head), where that is known.
+
+        Raises:
+            InvalidInput: Names the first one that differs from its default.
+        """
+        unread = {"ranks": ("alpha", "top_k", "balance"), "experts": ("ratio", "alpha_policy", "start")}.get(kind, ())
+        unread += () if causal in (None, True) else ("on_prompt",)
+        own = {f.name: f.default for f in dataclasses.fields(self)}
+        for name in unread:
+            if getattr(self, name) != own[name]:
+                who = "A classification head" if name == "on_prompt" else f"A plan of {kind}"
+                raise InvalidInput(f"{who} does not read {name}.", "It would have no effect.", "Leave it out.")
+
     def changed(self, values: Mapping[str, Any]) -> Protocol:
         """Another protocol with these numbers.
 
