@@ -27,7 +27,8 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments.console.print(demo_table(result))
     arguments.console.print(result["verdict"])
     arguments.console.print(
-        f"{result['seconds']:.0f} s, {result['peak_memory_mib']:.0f} MiB. Results are in {arguments.out}: "
-        "scores.json, plan.json, result.json, overview.png, pruned/ (a transformers checkpoint)."
+        f"{result['seconds']:.0f} s, {result['peak_memory_mib']:.0f} MiB. Results are in {arguments.out}: scores.json, "
+        f"plan.json (the {result['saved']['model']} at {result['saved']['target']:.0%}, the best of the table), pruned/ "
+        "(its model, a transformers checkpoint), result.json, overview.png."
     )
     return result

@@ -70,6 +70,8 @@ def run_demo(
 ) -> dict[str, Any]:
     """Run the main job and write ``scores.json``, ``plan.json``, ``result.json``, ``overview.png`` and ``pruned/``.
 
+    Plan and model that are saved are the ones with the lowest held-out perplexity at the first target.
+
     Raises:
         AlreadyExists: ``out`` holds files and ``overwrite`` is false.
     """
@@ -95,6 +97,7 @@ def run_demo(
     rows = [_row("dense", None, 0.0, dense, None)]
     tick()
     plans: dict[tuple[float, str], Plan] = {}
+    kept: tuple[float, str, Plan, Any, Any] | None = None
     for target in TARGETS:
         base: Evaluation | None = None
         for rule, label in RULES.items():
@@ -103,7 +106,9 @@ def run_demo(
                 some = data.select(slice(0, MEASURED))
                 plan, _ = calibrate(model, some, blocks, sparsity=target, max_sparsity=cap, method="wanda")
             else:
-                plan = plan_sparsity(scores, sparsity=target, max_sparsity=cap, rule=rule, seed=seed)
+                plan = plan_sparsity(
+                    scores, sparsity=target, max_sparsity=cap, rule=rule, seed=seed if rule == "permuted" else None
+                )
             plans[target, rule] = plan
             pruned = copy.deepcopy(model)
             receipt = prune(pruned, plan, data, method="wanda")
@@ -111,12 +116,12 @@ def run_demo(
             found = perplexity(pruned, held_out)
             base = base or found
             rows.append(_row(label, target, receipt.sparsity, found, base))
-            if (target, rule) == (TARGETS[0], "mdl"):
-                plan.save(out / "plan.json", overwrite=True)
-                save_pruned(pruned, tokenizer, plan, receipt, out / "pruned", overwrite=True)
+            if target == TARGETS[0] and (kept is None or found.value < kept[0]):
+                kept = (found.value, label, plan, pruned, receipt)
             tick()
     result = {
-        "rows": rows, "verdict": verdict(rows), "seconds": time.perf_counter() - began, "peak_memory_mib": peak_memory_mib(),
+        "saved": _saved(out, tokenizer, kept), "rows": rows, "verdict": verdict(rows),
+        "seconds": time.perf_counter() - began, "peak_memory_mib": peak_memory_mib(),
         "method": "wanda", "data": data.describe(), "missing_modules": data.missing, "seed": seed, "output": str(out),
     }  # fmt: skip
     write_text(out / "result.json", dumps(result), overwrite=True)
@@ -125,6 +130,16 @@ def run_demo(
     except MissingDependency as error:
         logger.warning("There is no overview.png: %s", error)  # the numbers are there
     return result
+
+
+def _saved(out: Path, tokenizer: Any, kept: tuple[float, str, Plan, Any, Any] | None) -> dict[str, Any]:
+    """Write the plan and the model with the lowest perplexity at the first target, and say which they are."""
+    if kept is None:
+        raise ValueError("no model was pruned")
+    _, label, plan, pruned, receipt = kept
+    plan.save(out / "plan.json", overwrite=True)
+    save_pruned(pruned, tokenizer, plan, receipt, out / "pruned", overwrite=True)
+    return {"model": label, "target": TARGETS[0], "rule": plan.rule}
 
 
 def _row(label: str, target: float | None, sparsity: float, found: Evaluation, base: Evaluation | None) -> dict[str, Any]:

@@ -1,0 +1,29 @@
+"""The demo at a small size: what it saves is what it recommends."""
+
+import json
+
+import pytest
+
+from layerbudget.blocks import partition
+from layerbudget.cli import main
+from layerbudget.demo import run as demo
+from layerbudget.loading import load_model
+from layerbudget.plan import Plan
+from layerbudget.pruning.receipt import recount
+
+
+def test_the_best_row_is_the_one_that_is_saved(tmp_path, monkeypatch, capsys):
+    """It recommended the calibrated plan and saved the curvature plan and its model."""
+    for name, value in {"SAMPLES": 6, "LENGTH": 24, "WINDOWS": 6, "MEASURED": 3}.items():
+        monkeypatch.setattr(demo, name, value)
+    assert main(["demo", "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    rows = [r for r in result["rows"] if r["target"] == demo.TARGETS[0]]
+    best = min(rows, key=lambda r: r["perplexity"])
+    plan = Plan.load(tmp_path / "out" / "plan.json")
+    assert len(rows) == len(demo.RULES) and result["saved"]["model"] == best["model"] == demo.RULES[plan.rule]
+    assert best["model"] in said and "the best of the table" in said
+    model = load_model(str(tmp_path / "out" / "pruned"))
+    assert recount(model, partition(model))["zeros"] == plan.counts.sum()
+    assert best["sparsity"] == pytest.approx(plan.counts.sum() / sum(b.numel for b in plan.blocks))
