@@ -20,7 +20,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from layerbudget.scores import loss as L
+from layerbudget.running import loss as L
 from layerbudget.scores.curvature import common
 from layerbudget.scores.gain import score
 

@@ -46,7 +46,7 @@ def measure(blocks: int, kind: str, limit: float) -> dict[str, Any]:
     shapes = np.resize(np.array([8192.0] * 4 + [15104.0] * 3), blocks)
     w, c = rng.gamma(2.0, 1.0, blocks), shapes if kind == "parameters" else rng.random(blocks) + 0.5
     budget = 8.0 * float(c.sum())
-    solution = allocate(w, c, budget, upper=float(STEPS), rule="exactly")
+    solution = allocate(w, c, budget, upper=float(STEPS), spend="exactly")
     start, rounds = time.process_time(), 0
     while time.process_time() - start < 0.5:
         found, rounds = round_capacity(solution), rounds + 1

@@ -106,7 +106,7 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
         if rule in ("gain", "gain-absolute", "permuted", "permuted-absolute"):
             weights = scores_for(bench, form, rule, cache).weights()
             weights = weights[order_of(weights.size, seed)] if rule.startswith("permuted") else weights
-            solution = allocate(weights, cost, options.rank * cost.sum(), upper=4.0 * options.rank, rule="exactly")
+            solution = allocate(weights, cost, options.rank * cost.sum(), upper=4.0 * options.rank, spend="exactly")
             counts = round_capacity(solution).counts
         elif rule.startswith("by-rank"):
             kind = "by-rank-permuted" if rule.endswith("permuted") else "by-rank"
@@ -115,7 +115,7 @@ def plan_for(bench, form: str, rule: str, seed: int, options: argparse.Namespace
             if rule == "by-rank-shuffled":
                 counts = shuffled(counts, cost, seed)
         elif rule == "equal-parameters":
-            counts = round_capacity(allocate(np.ones(len(cost)), cost, options.rank * cost.sum(), rule="exactly")).counts
+            counts = round_capacity(allocate(np.ones(len(cost)), cost, options.rank * cost.sum(), spend="exactly")).counts
         unit, spent = "parameters", int(cost @ counts)
     else:
         total = options.experts * len(blocks)
@@ -152,7 +152,7 @@ def expert_counts(bench, rule: str, seed: int, layers: int, total: int, cache: d
         return rules.layerif_experts(scores.values(), total)
     weights = scores.weights()
     weights = weights[order_of(weights.size, seed)] if rule.startswith("permuted") else weights
-    return round_capacity(allocate(weights, np.ones(layers), total, base=1.0, rule="exactly")).counts
+    return round_capacity(allocate(weights, np.ones(layers), total, base=1.0, spend="exactly")).counts
 
 
 def adapted(bench, form: str, rule: str, seed: int, options: argparse.Namespace, cache: dict):

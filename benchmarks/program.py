@@ -96,7 +96,7 @@ def measure(size: int, seconds: float, with_clarabel: bool) -> list[dict[str, An
     budgets = {"allocation": 0.5 * float(c.sum()), "sparsity": 0.4 * float(c.sum())}
     ours = {
         "allocation": lambda: allocate(w, c, budgets["allocation"]),
-        "sparsity": lambda: sparsify(w, c, budgets["sparsity"], max_sparsity=0.6, rule="exactly"),
+        "sparsity": lambda: sparsify(w, c, budgets["sparsity"], max_sparsity=0.6, spend="exactly"),
     }
     theirs = {
         "allocation": lambda: bisect_allocation(w, c, budgets["allocation"]),

@@ -75,7 +75,7 @@ def ours(method, model, ids, ratio, *, parity=False, batch_size=8, true_sequenti
     from layerbudget.blocks import describe, partition
     from layerbudget.data.calibration import CalibrationSet
     from layerbudget.plan import Plan, PlanBlock
-    from layerbudget.pruning.prune import prune
+    from layerbudget.pruning.apply import prune
 
     blocks = tuple(
         PlanBlock(

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from layerbudget.blocks import describe, partition
+from layerbudget.damage.by_curves import plan_by_curves
+from layerbudget.damage.measure import damage_curves
 from layerbudget.data.text import calibration
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.planning import plan_sparsity
-from layerbudget.pruning.calibrate import calibrate
-from layerbudget.pruning.measure import damage_curves
-from layerbudget.pruning.prune import prune
+from layerbudget.pruning.apply import prune
 from layerbudget.scores.gain import score
 
 RESULTS = Path(__file__).parent / "results"
@@ -93,7 +93,7 @@ class Bench:
             by = "linear" if "Linear" in rule else "layer"
             start, spent = self.measured(method, by, seed)
             started = time.process_time()
-            plan, curves = calibrate(
+            plan, curves = plan_by_curves(
                 self.model, self.calibration(seed), self.blocks[by], sparsity=sparsity, max_sparsity=cap, method=method,
                 iterations=self.a.iterations if by == "layer" or rule == AGAIN else 0, batch_size=8, start=start,
                 measure_batches=self.a.measure_batches,

@@ -60,7 +60,7 @@ def main() -> None:
         permuted = [
             plan_ranks(truth, mean_rank=rank, rule="by-rank-permuted", seed=s, min_rank=0).counts for s in range(a.draws)
         ]
-        logged = round_capacity(allocate(truth.weights(), cost, rank * cost.sum(), rule="exactly")).counts
+        logged = round_capacity(allocate(truth.weights(), cost, rank * cost.sum(), spend="exactly")).counts
         plans = {"uniform": [np.full(len(blocks), rank)], "curves permuted": permuted}
         plans[f"one gain per matrix, log utility, {a.truth} sequences"] = [logged]
         plans |= {f"by rank, {n} sequences": [by_rank(scores, rank) for scores in found] for n, found in small.items()}

@@ -24,7 +24,7 @@ from torch import nn
 
 from layerbudget import blocks as model_blocks
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.scores import loss as L
+from layerbudget.running import loss as L
 from layerbudget.scores.curvature import common, gram, kronecker, products
 from layerbudget.scores.gain import score
 

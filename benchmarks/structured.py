@@ -27,11 +27,10 @@ from layerbudget.errors import UnknownStructure
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.loading import load_model, load_tokenizer
 from layerbudget.planning import plan_sparsity
-from layerbudget.pruning.attention import find_attention
-from layerbudget.pruning.mlp import find_mlp
-from layerbudget.pruning.prune import prune
+from layerbudget.pruning.apply import prune
 from layerbudget.pruning.recovery import recover
-from layerbudget.pruning.structured import (
+from layerbudget.shrinking.attention import find_attention
+from layerbudget.shrinking.checkpoint import (
     apply_depth,
     apply_structured,
     crossed_curves,
@@ -42,6 +41,7 @@ from layerbudget.pruning.structured import (
     remove_heads,
     save_smaller,
 )
+from layerbudget.shrinking.mlp import find_mlp
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -24,7 +24,7 @@ def main() -> None:
     arguments = parser.parse_args()
     weights = np.array([0.06, 0.11, 0.10, 0.15, 0.19, 0.16, 0.12, 0.07, 0.03, 0.01])
     cost = np.array([1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0])
-    solution = allocate(weights, cost, arguments.budget, rule="exactly")
+    solution = allocate(weights, cost, arguments.budget, spend="exactly")
     counts = round_capacity(solution)
     print(solution)
     print(counts)

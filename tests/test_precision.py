@@ -14,7 +14,7 @@ from layerbudget.errors import ModelMismatch
 from layerbudget.loading import load_model
 from layerbudget.planning import plan_sparsity
 from layerbudget.provenance import computation, versions
-from layerbudget.pruning.prune import prune
+from layerbudget.pruning.apply import prune
 from layerbudget.scores.estimators import estimators
 from layerbudget.scores.gain import score
 from layerbudget.scores.record import Scores

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import warnings
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from .errors import CorruptFile, InvalidInput, LayerbudgetError, ModelMismatch
-from .records import SCHEMA_VERSION, digest, dumps, read_json, write_text
+from .errors import InvalidInput, ModelMismatch
+from .kinds import KINDS
+from .records import Block, Record, digest
 
-KINDS = ("sparsity", "experts", "ranks", "joint")
+_WERE_RULES = {"structured": "measured", "depth": "greedy"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,13 +35,19 @@ class PlanBlock:
     numel: int
     modules: tuple[str, ...]
 
+    @classmethod
+    def of(cls, block: Block, value: float, count: int) -> PlanBlock:
+        """What a block of a model gets."""
+        names = tuple(m.name for m in block.modules)
+        return cls(name=block.name, value=float(value), count=int(count), numel=block.numel, modules=names)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Record):
     """A decision for every block.
 
     Attributes:
@@ -53,6 +61,8 @@ class Plan:
         scores_digest: Content hash of the scores file, null for rules that use none.
     """
 
+    what: ClassVar[str] = "plan"
+
     kind: str
     rule: str
     model: Mapping[str, Any]
@@ -64,8 +74,7 @@ class Plan:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InvalidInput(f"A plan cannot be of kind {self.kind!r}.", f"Kinds are {', '.join(KINDS)}.", "")
+        KINDS.find(self.kind)
         names = [b.name for b in self.blocks]
         if not names or len(set(names)) != len(names):
             raise InvalidInput(
@@ -103,10 +112,9 @@ class Plan:
         return {m: b for b in self.blocks for m in b.modules}
 
     def to_lora_config(self, **options: Any) -> Any:
-        """Turn a plan of ranks into a ``peft.LoraConfig``: :func:`layerbudget.lora.ranks.to_lora_config`."""
-        from .lora.ranks import to_lora_config
-
-        return to_lora_config(self, **options)
+        """Deprecated: use :func:`layerbudget.to_lora_config`."""
+        warnings.warn("Plan.to_lora_config is layerbudget.to_lora_config(plan) now.", DeprecationWarning, stacklevel=2)
+        return importlib.import_module(".lora.ranks", __package__).to_lora_config(self, **options)
 
     def validate(self, model: Mapping[str, Any]) -> None:
         """Refuse a model that the plan was not made for.
@@ -127,40 +135,22 @@ class Plan:
                 "Score this model and plan again, or use the model that the plan names.",
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form (the file ``plan.json``)."""
-        record: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            record[field.name] = [b.to_dict() for b in value] if field.name == "blocks" else value
-        return record
-
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Rebuild a plan from its JSON form."""
-        fields = {f.name: record[f.name] for f in dataclasses.fields(cls) if f.name in record}
-        fields["blocks"] = tuple(
+        blocks = tuple(
             PlanBlock(**{**b, "value": float(b["value"]), "count": int(b["count"]), "modules": tuple(b["modules"])})
             for b in record["blocks"]
         )
-        return cls(**fields)
+        return super().from_dict({**record, **_kind_of(record), "blocks": blocks})
 
-    def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
-        """Write ``plan.json`` atomically."""
-        return write_text(path, dumps(self.to_dict()), overwrite=overwrite)
 
-    @classmethod
-    def load(cls, path: Path | str) -> Plan:
-        """Read ``plan.json``.
-
-        Raises:
-            NotFound: No such file.
-            CorruptFile: Not a plan file.
-        """
-        record = read_json(path, "plan")
-        try:
-            return cls.from_dict(record)
-        except LayerbudgetError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptFile(f"{path} is not a plan file ({error!r}).", "", "Make it again.") from error
+def _kind_of(record: Mapping[str, Any]) -> dict[str, str]:
+    """Kind and rule; smaller shapes were sparsity plans by their rule before they were kinds of their own."""
+    kind, rule = record["kind"], record["rule"]
+    if kind == "sparsity" and rule in _WERE_RULES:
+        warnings.warn(
+            f"This plan says kind {kind}, rule {rule}; save it again as kind {rule}.", DeprecationWarning, stacklevel=4
+        )
+        return {"kind": rule, "rule": _WERE_RULES[rule]}
+    return {"kind": kind, "rule": rule}

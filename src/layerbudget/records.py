@@ -11,9 +11,9 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from .errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
+from .errors import AlreadyExists, CorruptFile, InvalidInput, LayerbudgetError, NotFound
 
 SCHEMA_VERSION = 1
 
@@ -161,7 +161,7 @@ def check_writable(path: Path) -> None:
         raise InvalidInput(f"{path} cannot be written: no file can be made in {folder}.", "", "Choose another output.")
 
 
-def read_json(path: Path | str, kind: str) -> dict[str, Any]:
+def read_json(path: Path | str, kind: str, command: str | None = None) -> dict[str, Any]:
     """Read one of this package's JSON files.
 
     Raises:
@@ -170,7 +170,9 @@ def read_json(path: Path | str, kind: str) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        raise NotFound(f"There is no {kind} file at {path}.", "", f"Check the path, or make one first (layerbudget {kind}).")
+        raise NotFound(
+            f"There is no {kind} file at {path}.", "", f"Check the path, or make one first (layerbudget {command or kind})."
+        )
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -181,6 +183,54 @@ def read_json(path: Path | str, kind: str) -> dict[str, Any]:
             f"{path} has schema version {version}.", f"This release reads version {SCHEMA_VERSION}.", f"Make the {kind} again."
         )
     return record
+
+
+class Record:
+    """What a dataclass needs to be one of this package's JSON files; its fields are the file's keys.
+
+    Attributes:
+        what: The word for such a file.
+        command: The command that makes one, where it is another word.
+    """
+
+    what: ClassVar[str] = "record"
+    command: ClassVar[str | None] = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, the content of the file."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        parts = {k: [b.to_dict() for b in v] if k == "blocks" and isinstance(v, tuple) else v for k, v in fields.items()}
+        return {"schema_version": SCHEMA_VERSION, **parts}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """Rebuild the record from its JSON form; keys that this release does not know are left out."""
+        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        return cls(**{k: v for k, v in record.items() if k in known})
+
+    def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
+        """Write the file, atomically.
+
+        Raises:
+            AlreadyExists: The file exists with another content and ``overwrite`` is false.
+        """
+        return write_text(path, dumps(self.to_dict()), overwrite=overwrite)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read the file.
+
+        Raises:
+            NotFound: No such file.
+            CorruptFile: Not such a file.
+        """
+        record = read_json(path, cls.what, cls.command)
+        try:
+            return cls.from_dict(record)
+        except LayerbudgetError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptFile(f"{path} is not a {cls.what} file ({error!r}).", "", "Make it again.") from error
 
 
 def check_fraction(value: float, name: str, *, low: float = 0.0, high: float = 1.0) -> float:

@@ -192,9 +192,9 @@ class GainTracker(TrainerCallback):
         """What keeping the first plan loses under the present weights, and how many whole units would move."""
         planned = self._planned if self._planned is not None else weights
         budget = float(self.budget) if self.budget is not None else 5.0 * len(weights) * float(np.mean(self.cost))
-        transfer = transfer_allocation(planned, weights, self.cost, budget, exponent=self.exponent, rule="exactly")
+        transfer = transfer_allocation(planned, weights, self.cost, budget, exponent=self.exponent, spend="exactly")
         counts = [
-            round_capacity(allocate(w, self.cost, budget, exponent=self.exponent, rule="exactly")).counts  # type: ignore[attr-defined]
+            round_capacity(allocate(w, self.cost, budget, exponent=self.exponent, spend="exactly")).counts  # type: ignore[attr-defined]
             for w in (planned, weights)
         ]
         moved = int(np.abs(counts[0] - counts[1]).sum() // 2)

@@ -9,7 +9,7 @@ from layerbudget.configurations import blocks_from_config
 from layerbudget.costs import rank_parameters
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch
 from layerbudget.planning import plan_again, plan_experts, plan_joint, plan_ranks, plan_sparsity, split_joint
-from layerbudget.planning.capacity import smallest_sides
+from layerbudget.planning.terms import smallest_sides
 from layerbudget.scores.record import Scores
 
 CONFIG = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}

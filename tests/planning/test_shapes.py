@@ -110,7 +110,11 @@ def test_prices_and_the_json_round_trip(unit, tmp_path):
     again = Plan.load(tmp_path / "plan.json")
     assert again == plan and again.digest == plan.digest
     assert plan.counts.sum() * {"flops": 2, "params": 1, "bytes": 4}[unit] == plan.budget["spent"]
-    assert diff_plans(plan, again)["same"] and "structured" in explain_plan(plan)["sentences"][0]
+    assert (
+        diff_plans(plan, again)["same"]
+        and plan.kind == "structured"
+        and "measured decides removed" in explain_plan(plan)["sentences"][0]
+    )
 
 
 def test_attention_scores_make_heads_worth_more_at_long_context():

@@ -25,7 +25,7 @@ MISTRAL_N, MISTRAL_C, MISTRAL_BASE = 218_103_808.0, 1_310_720.0, 13_958_643_712
 
 
 def test_water_level_by_hand():
-    s = allocate([4.0, 2.0, 1.0], 1.0, 4.0, rule="exactly")
+    s = allocate([4.0, 2.0, 1.0], 1.0, 4.0, spend="exactly")
     assert s.value.tolist() == [3.0, 1.0, 0.0] and s.status == "binding" and s.inert == ("alpha", "gamma")
     assert s.multiplier_interval == (s.multiplier, s.multiplier)
     assert s.at_lower.tolist() == [False, False, True]
@@ -36,10 +36,10 @@ def test_plain_bisection_agrees(k, rng):
     w, c, u = rng.random(k) + 0.01, rng.random(k) + 0.1, rng.random(k) * 9
     budget = 0.4 * (c @ u)
     t = dense_bisection(lambda t: c @ np.clip(t * w / c - 1, 0, u), budget, 1e-6, 1e6)
-    assert np.allclose(allocate(w, c, budget, upper=u, rule="exactly").value, np.clip(t * w / c - 1, 0, u), atol=1e-12)
+    assert np.allclose(allocate(w, c, budget, upper=u, spend="exactly").value, np.clip(t * w / c - 1, 0, u), atol=1e-12)
     n, m = c * 100, u / 9
     t = dense_bisection(lambda t: n @ np.clip(t * n / (2 * w), 0, m), 0.3 * (n @ m), 1e-9, 1e6)
-    s = sparsify(w, n, 0.3 * (n @ m), max_sparsity=m, rule="exactly")
+    s = sparsify(w, n, 0.3 * (n @ m), max_sparsity=m, spend="exactly")
     assert np.allclose(s.value, np.clip(t * n / (2 * w), 0, m), atol=1e-12)
 
 
@@ -58,14 +58,14 @@ def test_clarabel_agrees(seed):
     a, g = 0.5 / c.mean(), 0.9 / q.mean()
     problem = cp.Problem(cp.Minimize(a * (c @ e) - g * (q @ cp.log1p(e))), [constraint, e >= 0, e <= upper])
     problem.solve(solver=cp.CLARABEL)
-    s = allocate(q, c, budget, upper=upper, rule=rule)
+    s = allocate(q, c, budget, upper=upper, spend=rule)
     assert s.primal == pytest.approx(problem.value, rel=1e-6, abs=1e-6) and s.primal <= problem.value + 1e-6
     assert np.allclose(s.value, e.value, atol=2e-3)
     r = cp.Variable(k)
     target = 0.4 * c.sum()
     problem = cp.Problem(cp.Minimize(2 * (q / q.mean()) @ cp.square(r)), [c @ r == target, r >= 0, r <= 0.6])
     problem.solve(solver=cp.CLARABEL)
-    s = sparsify(q, c, target, max_sparsity=0.6, bits=0.0, rule="exactly")
+    s = sparsify(q, c, target, max_sparsity=0.6, bits=0.0, spend="exactly")
     assert s.primal == pytest.approx(problem.value, rel=1e-6) and np.allclose(s.value, r.value, atol=1e-3)
 
 
@@ -90,12 +90,12 @@ def test_literal_constants_of_the_paper_are_degenerate_and_say_so(rng):
     q = rng.random(32)
     q /= q.sum()
     s = allocate(q, MISTRAL_C, 0.0276 * MISTRAL_BASE, units="literal")
-    assert s.status == "degenerate" and not s.value.any() and "rule='exactly'" in s.message
+    assert s.status == "degenerate" and not s.value.any() and "spend='exactly'" in s.message
     assert set(s.inert) >= {"alpha", "gamma", "weights"}
     s = sparsify(q, MISTRAL_N, sparsity=0.5, max_sparsity=0.51, units="literal")
-    assert s.status == "degenerate" and (s.value == 0.51).all() and "rule='exactly'" in s.message
+    assert s.status == "degenerate" and (s.value == 0.51).all() and "spend='exactly'" in s.message
     assert s.spent / (32 * MISTRAL_N) == pytest.approx(0.51)
-    s = sparsify(q, MISTRAL_N, sparsity=0.5, max_sparsity=0.51, units="literal", rule="exactly")
+    s = sparsify(q, MISTRAL_N, sparsity=0.5, max_sparsity=0.51, units="literal", spend="exactly")
     assert s.status == "binding" and s.spent / (32 * MISTRAL_N) == pytest.approx(0.5) and s.multiplier < 0
 
 
@@ -103,16 +103,16 @@ def test_statuses(rng):
     q = rng.random(6) + 0.5
     assert allocate(q, 1.0, 1000.0).status == "slack" and allocate(q, 1.0, 1000.0).multiplier == 0
     assert allocate(q, 1.0, 1000.0, upper=0.01).status == "saturated"
-    assert allocate(q, 1.0, 12.0, upper=2.0, rule="exactly").status == "saturated"
+    assert allocate(q, 1.0, 12.0, upper=2.0, spend="exactly").status == "saturated"
     assert sparsify(q, 10.0, sparsity=0.6, max_sparsity=0.6).status == "saturated"
     slack = sparsify(q, 10.0, sparsity=0.01, max_sparsity=1.0, bits=1.0)
-    assert slack.status == "slack" and slack.slack > 0 and "rule='exactly'" in slack.message
-    for s in (slack, allocate(q, 1.0, 1000.0), allocate(q, 1.0, 9.0, rule="exactly")):
+    assert slack.status == "slack" and slack.slack > 0 and "spend='exactly'" in slack.message
+    for s in (slack, allocate(q, 1.0, 1000.0), allocate(q, 1.0, 9.0, spend="exactly")):
         assert s.message and s.certificate()["status"] == s.status
 
 
 def test_plateau_returns_all_multipliers():
-    s = allocate([100.0, 1e-6], 1.0, 2.0, upper=[2.0, 1.0], rule="exactly")
+    s = allocate([100.0, 1e-6], 1.0, 2.0, upper=[2.0, 1.0], spend="exactly")
     low, high = s.multiplier_interval
     assert s.value.tolist() == [2.0, 0.0] and high > 100 * low + 1 and low < s.multiplier < high
     assert s.gap <= 1e-12 and s.kkt_residual <= 1e-12
@@ -123,31 +123,31 @@ def test_six_hundred_decades(k, rng):
     q = 10.0 ** rng.uniform(-300, 300, k)
     s = allocate(q, rng.random(k) * 1e9 + 1e6, 4e9 * k, upper=9.0)
     assert s.gap <= 1e-9 and s.kkt_residual <= 1e-9
-    full = allocate(q, 1.0, 8.5 * k, upper=9.0, rule="exactly")
+    full = allocate(q, 1.0, 8.5 * k, upper=9.0, spend="exactly")
     assert full.spent == pytest.approx(8.5 * k) and full.kkt_residual <= 1e-9
     assert (np.diff(full.value[np.argsort(q)]) >= -1e-12).all()
 
 
 def test_zero_weights_get_nothing_until_everybody_else_is_full():
-    assert allocate([1.0, 0.0], 1.0, 3.0, rule="exactly", upper=[5.0, 5.0]).value == pytest.approx([3.0, 0.0], abs=1e-12)
-    assert allocate([1.0, 0.0], 1.0, 7.0, rule="exactly", upper=[5.0, 5.0]).value == pytest.approx([5.0, 2.0])
-    assert sparsify([1.0, 0.0], 1.0, 0.5, max_sparsity=0.9, rule="exactly").value == pytest.approx([0.0, 0.5], abs=1e-12)
+    assert allocate([1.0, 0.0], 1.0, 3.0, spend="exactly", upper=[5.0, 5.0]).value == pytest.approx([3.0, 0.0], abs=1e-12)
+    assert allocate([1.0, 0.0], 1.0, 7.0, spend="exactly", upper=[5.0, 5.0]).value == pytest.approx([5.0, 2.0])
+    assert sparsify([1.0, 0.0], 1.0, 0.5, max_sparsity=0.9, spend="exactly").value == pytest.approx([0.0, 0.5], abs=1e-12)
 
 
 def test_base_and_floor_differ():
-    based = allocate([1.0, 1.0], 1.0, 6.0, base=1.0, rule="exactly")
-    floored = allocate([5.0, 1.0], 1.0, 6.0, lower=1.0, rule="exactly")
+    based = allocate([1.0, 1.0], 1.0, 6.0, base=1.0, spend="exactly")
+    floored = allocate([5.0, 1.0], 1.0, 6.0, lower=1.0, spend="exactly")
     assert based.value == pytest.approx([3.0, 3.0]) and floored.value == pytest.approx([5.0, 1.0])
-    assert allocate([5.0, 1.0], 1.0, 8.0, base=1.0, rule="exactly").value == pytest.approx([20 / 3, 4 / 3])
+    assert allocate([5.0, 1.0], 1.0, 8.0, base=1.0, spend="exactly").value == pytest.approx([20 / 3, 4 / 3])
 
 
 def test_custom_functions_equal_the_built_in_ones(rng):
     q, c = rng.random(9) + 0.1, rng.random(9) + 0.5
     mine = Custom(np.log1p, lambda x: 1 / (1 + x), lambda p: 1 / p - 1, name="mine")
-    a, b = (allocate(q, c, 20.0, utility=f, upper=8.0, rule="exactly") for f in (mine, "log"))
+    a, b = (allocate(q, c, 20.0, utility=f, upper=8.0, spend="exactly") for f in (mine, "log"))
     assert np.allclose(a.value, b.value, rtol=1e-12) and a.primal == pytest.approx(b.primal)
     mine = Custom(lambda x: x * x, lambda x: 2 * x, lambda p: p / 2)
-    a, b = (sparsify(q, c, sparsity=0.4, penalty=f, rule="exactly") for f in (mine, "quadratic"))
+    a, b = (sparsify(q, c, sparsity=0.4, penalty=f, spend="exactly") for f in (mine, "quadratic"))
     assert np.allclose(a.value, b.value, rtol=1e-12)
     with pytest.raises(InvalidInput, match="inverse"):
         Custom(np.log1p, lambda x: 1 / (1 + x), lambda p: 1 / p)
@@ -165,7 +165,7 @@ def test_utilities_are_consistent(function):
 
 def test_calibrated_curves_are_followed_and_capped():
     curves = CalibratedPenalty([0.2, 0.4, 0.6], [[1.0, 2.0, 3.0], [0.1, 0.9, 9.0]])
-    s = sparsify([1.0, 1.0], 100.0, 70, max_sparsity=1.0, penalty=curves, rule="exactly")
+    s = sparsify([1.0, 1.0], 100.0, 70, max_sparsity=1.0, penalty=curves, spend="exactly")
     assert s.value == pytest.approx([0.3, 0.4]) and s.kkt_residual == 0
     with pytest.raises(InfeasibleBudget):
         sparsify([1.0, 1.0], 100.0, 121, max_sparsity=1.0, penalty=curves)
@@ -189,12 +189,12 @@ def test_calibrated_curves_are_followed_and_capped():
         (lambda: allocate([1, 1], [1, np.nan], 1), NotFinite),
         (lambda: allocate([1, 1], 1, np.nan), NotFinite),
         (lambda: allocate([1, 1], 1, 1, base=1), InfeasibleBudget),
-        (lambda: allocate([1, 1], 1, 9, upper=2, rule="exactly"), InfeasibleBudget),
+        (lambda: allocate([1, 1], 1, 9, upper=2, spend="exactly"), InfeasibleBudget),
         (lambda: allocate([1, 1], 1, 9, lower=3, upper=2), InfeasibleBudget),
         (lambda: allocate([1, 1], 1, 1, rule="maybe"), InvalidInput),
         (lambda: sparsify([1, 1], [5, 0], 1), InvalidCost),
         (lambda: sparsify([1, 1], 5, sparsity=0.9), InfeasibleBudget),
-        (lambda: sparsify([1, 1], 5, sparsity=0.1, min_sparsity=0.3, rule="exactly"), InfeasibleBudget),
+        (lambda: sparsify([1, 1], 5, sparsity=0.1, min_sparsity=0.3, spend="exactly"), InfeasibleBudget),
         (lambda: sparsify([1, 1], 5), InvalidInput),
         (lambda: sparsify([1, 1], 5, 1, max_sparsity=1.5), InvalidInput),
         (lambda: sparsify([1, 1], 5, 1, penalty="cubic"), InvalidInput),
@@ -210,7 +210,7 @@ def test_bad_input_is_named_with_range_and_remedy(call, kind):
 
 
 def test_solutions_are_frozen_and_survive_pickling():
-    s = allocate([2.0, 1.0], 1.0, 3.0, rule="exactly")
+    s = allocate([2.0, 1.0], 1.0, 3.0, spend="exactly")
     with pytest.raises(AttributeError):
         s.multiplier = 0.0
     with pytest.raises(ValueError):
@@ -236,7 +236,7 @@ def test_the_walk_falls_back_on_the_median_knot(rng, monkeypatch):
     monkeypatch.setattr(dual, "_median_knot", lambda *a: calls.append(1) or real(*a))
     for k in (60, 300, 4000):
         q = 10.0 ** rng.uniform(-200, 200, k)
-        s = allocate(q, rng.random(k) + 0.1, 3.0 * k * rng.random(), upper=rng.random(k) * 9 + 4, rule="exactly")
+        s = allocate(q, rng.random(k) + 0.1, 3.0 * k * rng.random(), upper=rng.random(k) * 9 + 4, spend="exactly")
         assert s.gap <= 1e-9 and s.kkt_residual <= 1e-9 and abs(s.slack) <= 1e-12 * s.budget
     assert calls
 

@@ -13,7 +13,7 @@ from layerbudget.program import CalibratedPenalty, allocate, solve_joint, sparsi
 
 BAR = 1e-9
 LENGTHS = [pytest.param(300, id="300"), pytest.param(10_000, id="10000", marks=pytest.mark.slow)]
-EXACT = {"rule": "exactly"}
+EXACT = {"spend": "exactly"}
 
 
 def certified(s, exact):
@@ -48,17 +48,17 @@ def test_allocation(examples):
         options = {"base": base, "lower": lower, "upper": upper, "exponent": float(rng.choice([1.0, 1.0, 0.5, 2.0, 3.0]))}
         options["exponent_on"] = str(rng.choice(["density", "block"]))
         for rule in ("exactly", "at_most"):
-            s = allocate(q, c, budget, rule=rule, **options)
+            s = allocate(q, c, budget, spend=rule, **options)
             certified(s, rule == "exactly")
             assert s.spent - budget <= 1e-12 * (budget + c.sum())
             assert rule == "exactly" or s.multiplier >= 0
         shuffled = rng.permutation(q.size)
         upper_shuffled = None if upper is None else upper[shuffled]
         t = allocate(
-            q[shuffled], c[shuffled], budget, rule="at_most", **{**options, "lower": lower[shuffled], "upper": upper_shuffled}
+            q[shuffled], c[shuffled], budget, spend="at_most", **{**options, "lower": lower[shuffled], "upper": upper_shuffled}
         )
         assert same(t.value, s.value[shuffled], c[shuffled], budget + c.sum())
-        scaled = allocate(q * 8.0, c * 0.25, budget * 0.25, rule="at_most", **options)
+        scaled = allocate(q * 8.0, c * 0.25, budget * 0.25, spend="at_most", **options)
         assert same(scaled.value, s.value, c, budget + c.sum())
 
     run(examples, check)
@@ -75,7 +75,7 @@ def test_sparsity(examples):
             "exponent_on": str(rng.choice(["density", "block"])),
         }
         for rule in ("exactly", "at_least"):
-            s = sparsify(q, n, target, min_sparsity=low, max_sparsity=high, rule=rule, bits=float(rng.random() * 3), **options)
+            s = sparsify(q, n, target, min_sparsity=low, max_sparsity=high, spend=rule, bits=float(rng.random() * 3), **options)
             certified(s, rule == "exactly")
             assert s.spent >= target * (1 - 1e-12)
             assert rule == "exactly" or s.multiplier >= 0
@@ -100,7 +100,7 @@ def test_joint(examples):
         least, most = -savings.sum() * 0.6, c.sum() * 9
         budget = least + (0.02 + 0.96 * i["part"]) * (most - least)
         for rule in ("exactly", "at_most"):
-            s = solve_joint(q, c, savings, budget, max_sparsity=0.6, upper=9.0, rule=rule, gamma=float(rng.random() + 0.1))
+            s = solve_joint(q, c, savings, budget, max_sparsity=0.6, upper=9.0, spend=rule, gamma=float(rng.random() + 0.1))
             assert s.gap <= BAR and s.kkt_residual <= BAR, repr(s)
             net = c @ s.capacity - savings @ s.sparsity
             assert net <= budget + 1e-9 * (abs(budget) + c @ s.capacity)
@@ -121,7 +121,7 @@ def test_calibrated(examples):
         curves = CalibratedPenalty(ratios, losses)
         target = i["part"] * float(n @ curves.limit)
         for rule in ("exactly", "at_least"):
-            s = sparsify(np.ones(k), n, target, max_sparsity=1.0, penalty=curves, rule=rule, bits=float(rng.random()))
+            s = sparsify(np.ones(k), n, target, max_sparsity=1.0, penalty=curves, spend=rule, bits=float(rng.random()))
             certified(s, rule == "exactly")
 
     run(examples, check)
@@ -132,7 +132,7 @@ def test_other_utilities(utility):
     def check(i):
         q, c = np.clip(i["q"], i["q"].max() * 1e-6, None), i["size"]
         upper = 1.0 + i["high"] * 20
-        s = allocate(q, c, (0.05 + 0.9 * i["part"]) * (c @ upper), upper=upper, utility=utility, rule="exactly")
+        s = allocate(q, c, (0.05 + 0.9 * i["part"]) * (c @ upper), upper=upper, utility=utility, spend="exactly")
         certified(s, True)
 
     run(60, check)
@@ -143,7 +143,7 @@ def test_other_penalties(penalty):
     def check(i):
         q, n = np.clip(i["q"], i["q"].max() * 1e-6, None), i["size"]
         high = 0.2 + i["high"] * 0.7
-        s = sparsify(q, n, (0.02 + 0.96 * i["part"]) * (n @ high), max_sparsity=high, penalty=penalty, rule="exactly")
+        s = sparsify(q, n, (0.02 + 0.96 * i["part"]) * (n @ high), max_sparsity=high, penalty=penalty, spend="exactly")
         certified(s, True)
 
     run(60, check)

@@ -31,7 +31,7 @@ def draw(rng):
     base = float(rng.integers(0, 2)) if (low >= 1).all() else 0.0
     most = float(cost @ np.minimum(top, 8.0))
     budget = float(cost @ low) + rng.random() ** 2 * max(most - float(cost @ low), 0.0)
-    options = {"base": base, "lower": low, "upper": top, "rule": ("exactly", "at_most")[rng.integers(2)], "alpha": 0.01}
+    options = {"base": base, "lower": low, "upper": top, "spend": ("exactly", "at_most")[rng.integers(2)], "alpha": 0.01}
     utility = ("log", "power", "saturating")[rng.integers(3)]
     try:
         s = allocate(rng.random(k) ** 3 + 1e-3, cost, budget, utility=utility, **options)
@@ -70,6 +70,6 @@ def test_random_roundings_keep_the_budget_and_their_certificate(count):
 
 @pytest.mark.parametrize("method", ["floor", "largest-remainder"])
 def test_floors_that_exceed_the_optimum_are_paid_by_the_others(method):
-    s = allocate([4.45, 4.45, 1.1, 1.1], 1.0, 7.0, rule="exactly")
+    s = allocate([4.45, 4.45, 1.1, 1.1], 1.0, 7.0, spend="exactly")
     r = round_capacity(s, method=method, minimum=1)
     assert r.spent <= 7 and r.counts.min() == 1 and (r.gap > 0 or r.value == pytest.approx(r.bound))

@@ -39,7 +39,7 @@ def test_brute_force(seed):
 
 
 def test_unit_costs_spend_everything_and_floor_does_not(rng):
-    s = allocate(rng.random(32), 1.0, 160, base=1.0, rule="exactly")
+    s = allocate(rng.random(32), 1.0, 160, base=1.0, spend="exactly")
     exact, floor = round_capacity(s), round_capacity(s, method="floor")
     assert exact.spent == 160 and exact.method == "greedy" and exact.exact
     assert 160 - floor.spent >= 8 and floor.gap > 0 and floor.value < exact.value <= exact.optimum
@@ -48,20 +48,20 @@ def test_unit_costs_spend_everything_and_floor_does_not(rng):
 
 def test_ranks_in_eights_and_minimum(rng):
     cost = rng.integers(5, 19, 100) * 1024.0
-    s = allocate(rng.random(100), cost, 16 * cost.sum(), rule="exactly", upper=64.0)
+    s = allocate(rng.random(100), cost, 16 * cost.sum(), spend="exactly", upper=64.0)
     r = round_capacity(s, multiple=8, minimum=8)
     assert r.counts.min() == 8 and r.counts.max() <= 64 and not (r.counts % 8).any()
     assert r.exact and r.spent <= s.budget and s.budget - r.spent < cost.max() * 8
 
 
 def test_many_blocks_have_a_proven_gap(rng):
-    s = allocate(rng.random(3000), rng.random(3000) + 1, 5000.0, rule="exactly")
+    s = allocate(rng.random(3000), rng.random(3000) + 1, 5000.0, spend="exactly")
     r = round_capacity(s, method="greedy")
     assert 0 <= r.gap < 1e-3 and r.spent <= 5000 * (1 + 1e-12) and r.value <= r.bound <= r.optimum + 1e-9
 
 
 def test_impossible_floors():
-    s = allocate([1.0, 1.0], 1.0, 10.0, rule="exactly")
+    s = allocate([1.0, 1.0], 1.0, 10.0, spend="exactly")
     with pytest.raises(InfeasibleBudget):
         round_capacity(s, minimum=6)
     with pytest.raises(InfeasibleBudget):
@@ -135,7 +135,7 @@ def test_patterns(seed):
     rng = np.random.default_rng(seed)
     k, m = int(rng.integers(1, 5)), int(rng.integers(1, 5))
     n = rng.integers(1, 7, k).astype(float)
-    s = sparsify(rng.random(k) + 0.01, n, rng.random() * n.sum(), max_sparsity=1.0, rule="exactly")
+    s = sparsify(rng.random(k) + 0.01, n, rng.random() * n.sum(), max_sparsity=1.0, spend="exactly")
     counts, gap = round_pattern(s, m)
     options = (np.array(x) / m for x in itertools.product(range(m + 1), repeat=k))
     best = min(s.program.scale @ x**2 for x in options if n @ x >= s.budget * (1 - 1e-9))
@@ -148,11 +148,11 @@ def test_parameters_sum_to_the_total_and_respect_caps(rng):
         n = rng.integers(1, 1000, 9)
         caps = np.full(9, 0.7)
         total = int(rng.integers(0, np.floor(caps * n).sum() + 1))
-        s = sparsify(rng.random(9) + 0.01, n, min(total, float(0.7 * n.sum())), max_sparsity=0.7, rule="exactly")
+        s = sparsify(rng.random(9) + 0.01, n, min(total, float(0.7 * n.sum())), max_sparsity=0.7, spend="exactly")
         counts = round_parameters(s.value, n, total, caps)
         assert counts.sum() == total and (counts <= np.floor(caps * n * (1 + 1e-15))).all() and (counts >= 0).all()
 
 
 def test_a_multiple_that_is_no_whole_number_is_refused():
     with pytest.raises(InvalidInput, match="multiple"):
-        round_capacity(allocate([4.0, 2.0, 1.0], 1.0, 6, rule="exactly"), multiple=0.5)
+        round_capacity(allocate([4.0, 2.0, 1.0], 1.0, 6, spend="exactly"), multiple=0.5)

@@ -43,7 +43,7 @@ def test_allocations_under_every_utility(utility):
             low = rng.random(k) * rng.integers(0, 2)
             budget = float(cost @ low) + float(rng.random() * 8)
             chain(transfer_allocation(
-                q, r, cost, budget, exponent=exponent, exponent_on=on, rule=rule, utility=utility, lower=low,
+                q, r, cost, budget, exponent=exponent, exponent_on=on, spend=rule, utility=utility, lower=low,
                 alpha=float(rng.random()),
             ))  # fmt: skip
 
@@ -59,7 +59,7 @@ def test_prunings_under_every_penalty(penalty):
             try:
                 chain(transfer_sparsity(
                     q, r, numel, sparsity=0.1 + 0.4 * rng.random(), penalty=penalty, exponent=exponent, exponent_on=on,
-                    rule=rule, min_sparsity=low, max_sparsity=high, bits=float(rng.choice([0.0, 1.0, 16.0])),
+                    spend=rule, min_sparsity=low, max_sparsity=high, bits=float(rng.choice([0.0, 1.0, 16.0])),
                 ))  # fmt: skip
             except InfeasibleBudget:
                 assert (low > 0).any()
@@ -68,7 +68,7 @@ def test_prunings_under_every_penalty(penalty):
 def test_the_example_that_broke_the_bound():
     t = transfer_sparsity([1, 2], [2, 1], 1.0, sparsity=0.2, max_sparsity=0.9, penalty="power")
     assert 0.011 < t.regret <= t.sharp_bound <= t.bound
-    chain(transfer_allocation([0.0, 2, 1], [1.0, 2, 4], 1.0, 4.0, exponent=0, rule="exactly"))
+    chain(transfer_allocation([0.0, 2, 1], [1.0, 2, 4], 1.0, 4.0, exponent=0, spend="exactly"))
 
 
 def test_measured_curves_have_no_bound_and_custom_functions_need_a_modulus():
@@ -89,7 +89,7 @@ def test_measured_curves_have_no_bound_and_custom_functions_need_a_modulus():
 def test_relative_regret_is_unmoved_by_what_is_inert():
     """Under a budget that is met exactly neither the price of capacity nor the bits of a parameter move the plan."""
     pair = ([4.0, 2, 1], [1.0, 2, 4])
-    shares = [transfer_allocation(*pair, 1.0, 4.0, alpha=a, rule="exactly").relative_regret for a in (0, 0.25, 0.5, 5)]
+    shares = [transfer_allocation(*pair, 1.0, 4.0, alpha=a, spend="exactly").relative_regret for a in (0, 0.25, 0.5, 5)]
     assert np.ptp(shares) < 1e-12 and 0 < shares[0] < 1
     more = [transfer_sparsity(*pair, 1.0, sparsity=0.3, bits=b).relative_regret for b in (0, 1, 16, 64)]
     assert np.ptp(more) < 1e-12 and more[0] > 0
@@ -98,7 +98,7 @@ def test_relative_regret_is_unmoved_by_what_is_inert():
 
 def test_relative_regret_in_words():
     """The share of the utility of B's own plan that A's plan misses; by what share A's plan does more damage."""
-    t = transfer_allocation([4.0, 2, 1], [1.0, 2, 4], 1.0, 4.0, rule="exactly")
+    t = transfer_allocation([4.0, 2, 1], [1.0, 2, 4], 1.0, 4.0, spend="exactly")
     worth = lambda x: float(np.array([1.0, 2, 4]) @ np.log1p(x))  # noqa: E731
     assert t.relative_regret == pytest.approx(1 - worth(t.source.value) / worth(t.target.value))
     s = transfer_sparsity([4.0, 2, 1], [1.0, 2, 4], 1.0, sparsity=0.3)

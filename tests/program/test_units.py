@@ -24,7 +24,7 @@ def test_counts_are_the_best_of_all_combinations(seed, penalty):
     target = float(rng.uniform(0.2, 1.0) * (top * each).sum())
     if target == 0:
         pytest.skip("no unit may go")
-    solution = sparsify(w, n, target, max_sparsity=caps, penalty=penalty, rule="exactly")
+    solution = sparsify(w, n, target, max_sparsity=caps, penalty=penalty, spend="exactly")
     counts, gap = round_units(solution, units)
     p = solution.program
 

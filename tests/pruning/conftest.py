@@ -9,7 +9,7 @@ import transformers
 from layerbudget.blocks import describe, partition
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.pruning.select import share
+from layerbudget.treatments.select import share
 
 COMMON = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from layerbudget.blocks import layers
-from layerbudget.pruning.prune import prune
+from layerbudget.pruning.apply import prune
 from layerbudget.pruning.receipt import recount
-from layerbudget.pruning.walk import Walk, inference
+from layerbudget.running.modes import inference
+from layerbudget.running.walk import Walk
 
 NAMES = [
     "llama", "llama-tied", "mistral", "mistral-sliding", "gemma", "gemma2", "gemma3", "qwen2", "qwen3", "phi3", "opt", "gpt2",

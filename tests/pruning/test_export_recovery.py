@@ -9,10 +9,11 @@ import torch
 
 from layerbudget.blocks import weight_of
 from layerbudget.errors import AlreadyExists, CurvatureFailure, InvalidInput, NotFound
+from layerbudget.pruning.apply import prune
 from layerbudget.pruning.export import pack, recipe, unpack, write_recipe
-from layerbudget.pruning.prune import prune, recount, save_pruned
+from layerbudget.pruning.receipt import recount
 from layerbudget.pruning.recovery import merge_keeping_zeros, recover
-from layerbudget.pruning.save import check_output
+from layerbudget.pruning.save import check_output, save_pruned
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

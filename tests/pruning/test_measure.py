@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from layerbudget.blocks import describe, partition
+from layerbudget.damage.by_curves import plan_by_curves
+from layerbudget.damage.curves import Curves
+from layerbudget.damage.measure import damage_curves, plan_damage
 from layerbudget.errors import InvalidInput
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.planning import plan_sparsity
-from layerbudget.pruning.calibrate import calibrate
-from layerbudget.pruning.curves import Curves
-from layerbudget.pruning.measure import damage_curves, plan_damage
-from layerbudget.pruning.prune import prune
+from layerbudget.pruning.apply import prune
 
 
 def only(model, chosen, ratio):
@@ -83,7 +83,7 @@ def test_calibration_protects_the_block_that_matters(kit):
     with torch.no_grad():
         for w in (model.model.layers[1].self_attn.o_proj.weight, model.model.layers[1].mlp.down_proj.weight):
             w.mul_(0.02)
-    plan, curves = calibrate(model, data, sparsity=0.5, iterations=1, batch_size=8)
+    plan, curves = plan_by_curves(model, data, sparsity=0.5, iterations=1, batch_size=8)
     assert len(curves) == 2
     assert plan.sparsity == pytest.approx(0.5, abs=1e-4)
     assert int(np.argmax(plan.values)) == 1
@@ -122,8 +122,8 @@ def test_damage_of_a_plan_is_that_of_pruning_by_it(kit, method):
 
 def test_a_step_is_taken_only_as_far_as_the_whole_plan_gains(kit):
     model, data = kit.build("llama"), kit.tokens()
-    start, _ = calibrate(model, data, sparsity=0.6, iterations=0, batch_size=8)
-    plan, curves = calibrate(model, data, sparsity=0.6, iterations=3, trust=0.3, batch_size=8)
+    start, _ = plan_by_curves(model, data, sparsity=0.6, iterations=0, batch_size=8)
+    plan, curves = plan_by_curves(model, data, sparsity=0.6, iterations=3, trust=0.3, batch_size=8)
     damage, _ = plan_damage(model, data, partition(model), [start, plan], batch_size=8)
     assert damage[1] <= damage[0] and plan.extra["damage"] == pytest.approx(damage[1], rel=1e-5)
     assert sum(b.count for b in plan.blocks) == sum(b.count for b in start.blocks)

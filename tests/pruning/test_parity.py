@@ -7,10 +7,10 @@ import torch
 
 from layerbudget.blocks import weight_of
 from layerbudget.errors import CurvatureFailure
-from layerbudget.pruning.magnitude import magnitude_mask
-from layerbudget.pruning.prune import prune
-from layerbudget.pruning.sparsegpt import inverse_factor, reference_factor, sparsegpt_update
-from layerbudget.pruning.wanda import wanda_mask
+from layerbudget.pruning.apply import prune
+from layerbudget.treatments.magnitude import magnitude_mask
+from layerbudget.treatments.sparsegpt import inverse_factor, reference_factor, sparsegpt_update
+from layerbudget.treatments.wanda import wanda_mask
 
 
 def problem(rows=6, columns=20, seed=0):

@@ -13,10 +13,11 @@ import transformers
 from layerbudget.blocks import weight_of
 from layerbudget.errors import AlreadyExists, InvalidInput, ModelMismatch
 from layerbudget.plan import Plan
-from layerbudget.pruning.prune import clear_checkpoints, prune
+from layerbudget.pruning.apply import prune
 from layerbudget.pruning.receipt import Receipt, recount
+from layerbudget.pruning.resume import clear_checkpoints
 from layerbudget.pruning.save import read_metadata, save_pruned
-from layerbudget.pruning.walk import Walk
+from layerbudget.running.walk import Walk
 
 
 def state(model):

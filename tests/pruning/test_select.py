@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerbudget.errors import InvalidInput
-from layerbudget.pruning.select import (
+from layerbudget.treatments.select import (
     check_group,
     kth_value,
     parse_pattern,

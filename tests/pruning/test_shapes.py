@@ -16,7 +16,7 @@ from layerbudget.costs import base_amount
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownStructure
 from layerbudget.loading import load_model
 from layerbudget.plan import Plan
-from layerbudget.pruning.structured import (
+from layerbudget.shrinking.checkpoint import (
     apply_structured,
     check_exportable,
     find_parts,
@@ -213,7 +213,7 @@ def test_command_line(folder, capsys):
 
     assert plan_it("--save", "25% flops", "--even") == 0
     made = json.loads(capsys.readouterr().out)
-    assert made["rule"] == "structured" and made["budget"]["spent"] >= made["budget"]["limit"]
+    assert made["kind"] == "structured" and made["budget"]["spent"] >= made["budget"]["limit"]
     assert main(["prune", model, plan, "-o", out, *text]) == 0
     done = json.loads(capsys.readouterr().out)
     assert done["saved"] == done["planned"] == made["budget"]["spent"]

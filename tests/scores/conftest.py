@@ -9,7 +9,7 @@ from torch import nn
 
 from layerbudget import blocks as B
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.scores import loss as L
+from layerbudget.running import loss as L
 
 VOCAB = 37
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from layerbudget.errors import CoverageError, InvalidInput, UnknownStructure
-from layerbudget.scores import hooks
-from layerbudget.scores import loss as L
+from layerbudget.running import loss as L
+from layerbudget.running import sites as hooks
 from layerbudget.scores.curvature import gram
 from layerbudget.scores.estimators import estimators
 from layerbudget.scores.gain import score

@@ -6,8 +6,8 @@ import torch
 
 from layerbudget.blocks import is_conv1d, weight_of
 from layerbudget.errors import CoverageError, InvalidInput
+from layerbudget.running import loss as L
 from layerbudget.scores import adapter_space
-from layerbudget.scores import loss as L
 from layerbudget.scores.curvature import kronecker
 from layerbudget.scores.gain import score
 

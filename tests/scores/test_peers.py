@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from layerbudget.scores import loss as L
+from layerbudget.running import loss as L
 from layerbudget.scores.curvature.products import BlockProducts
 from layerbudget.scores.gain import score
 

@@ -6,7 +6,7 @@ import torch
 
 from layerbudget.blocks import weight_of
 from layerbudget.errors import InvalidInput
-from layerbudget.scores import loss as L
+from layerbudget.running import loss as L
 from layerbudget.scores.curvature import krylov
 from layerbudget.scores.curvature.products import BlockProducts
 from layerbudget.scores.gain import score

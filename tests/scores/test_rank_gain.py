@@ -7,7 +7,7 @@ import torch
 from layerbudget.blocks import is_conv1d, partition, weight_of
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
 from layerbudget.planning import explain_plan, plan_ranks
-from layerbudget.scores import loss as L
+from layerbudget.running import loss as L
 from layerbudget.scores.curvature.kronecker import build
 from layerbudget.scores.gain import score
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from layerbudget.blocks import partition
 from layerbudget.errors import InvalidInput
+from layerbudget.running.loss import FeatureSet
 from layerbudget.scores.certificate import (
     Solved,
     _row,
@@ -20,7 +21,6 @@ from layerbudget.scores.certificate import (
 from layerbudget.scores.curvature.fisher import score_gram
 from layerbudget.scores.curvature.ggn import score_ggn
 from layerbudget.scores.curvature.products import BlockProducts
-from layerbudget.scores.loss import FeatureSet
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerbudget.doctor import Finding, double_backward_attention, examine
+from layerbudget.doctor import Finding, diagnose, double_backward_attention
 from layerbudget.errors import InvalidInput
 
 
@@ -31,7 +31,7 @@ def state(model):
 def test_healthy_models_have_no_warning(request, family, data):
     model = request.getfixturevalue(family)
     before = state(model)
-    diagnosis = examine(model, None, data)
+    diagnosis = diagnose(model, None, data)
     assert not [f for f in diagnosis.findings if f.severity in ("warning", "problem")], str(diagnosis)
     assert {f.check for f in diagnosis.findings} >= {
         "weights",
@@ -48,16 +48,16 @@ def test_healthy_models_have_no_warning(request, family, data):
 def test_nan_weights(mistral, data):
     with torch.no_grad():
         mistral.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
-    diagnosis = examine(mistral, None, data)
+    diagnosis = diagnose(mistral, None, data)
     assert "up_proj" in found(diagnosis, "weights", "problem")[0].what and not diagnosis.ok
 
 
 def test_half_precision_is_named(mistral, data):
-    assert "bfloat16" in found(examine(mistral.bfloat16(), None, data), "weights", "note")[0].what
+    assert "bfloat16" in found(diagnose(mistral.bfloat16(), None, data), "weights", "note")[0].what
 
 
 def test_active_dropout(gpt2, data):
-    diagnosis = examine(gpt2.train(), None, data)
+    diagnosis = diagnose(gpt2.train(), None, data)
     assert "dropout" in found(diagnosis, "mode", "warning")[0].what and gpt2.training
     assert not found(diagnosis, "determinism", "warning")  # the check itself runs in evaluation mode
 
@@ -65,25 +65,25 @@ def test_active_dropout(gpt2, data):
 def test_randomness_that_evaluation_mode_leaves_on(mistral, data):
     norm = mistral.model.norm
     norm.forward = lambda x: type(norm).forward(norm, x + 0.1 * torch.randn_like(x))
-    assert found(examine(mistral, None, data), "determinism", "warning")
+    assert found(diagnose(mistral, None, data), "determinism", "warning")
 
 
 def test_sensitivity_to_padding(mistral, data):
     """A layer that averages over positions, padding included."""
     layer = mistral.model.layers[0]
     layer.forward = lambda h, **k: type(layer).forward(layer, h, **k) + h.mean(1, keepdim=True)
-    warning = found(examine(mistral, None, data), "padding", "warning")[0]
+    warning = found(diagnose(mistral, None, data), "padding", "warning")[0]
     assert "equal length" in warning.remedy
 
 
 def test_absolute_positions_with_left_padding_are_fine_when_positions_are_given(gpt2, data):
-    assert found(examine(gpt2, None, data), "padding", "ok")
+    assert found(diagnose(gpt2, None, data), "padding", "ok")
 
 
 def test_fused_attention_is_switched_and_restored(build, data):
     model = build.mistral(attn_implementation="sdpa")
-    assert "math kernel" in found(examine(model, None, data), "attention", "note")[0].remedy
-    assert found(examine(build.mistral(attn_implementation="eager"), None, data), "attention", "ok")
+    assert "math kernel" in found(diagnose(model, None, data), "attention", "note")[0].remedy
+    assert found(diagnose(build.mistral(attn_implementation="eager"), None, data), "attention", "ok")
 
     def second_derivative():
         p = model.model.layers[0].self_attn.q_proj.weight
@@ -110,20 +110,20 @@ def test_other_attention_becomes_eager_and_comes_back_after_an_exception(mistral
 
 def test_tied_layers_and_tied_head(build, data):
     model = build.mistral(tie_word_embeddings=True)
-    assert "lm_head" in found(examine(model, None, data), "ties", "note")[0].what
+    assert "lm_head" in found(diagnose(model, None, data), "ties", "note")[0].what
     model.model.layers[1].mlp = model.model.layers[0].mlp
-    assert found(examine(model, None, data), "ties", "warning")
+    assert found(diagnose(model, None, data), "ties", "warning")
 
 
 def test_matrices_outside_every_block(mistral, data):
     mistral.model.layers[0].extra = nn.Parameter(torch.zeros(5, 5))
-    warning = found(examine(mistral, None, data), "coverage", "warning")[0]
+    warning = found(diagnose(mistral, None, data), "coverage", "warning")[0]
     assert "extra" in warning.what and "%" in warning.what
 
 
 def test_layer_that_does_not_run(mistral, data):
     mistral.model.layers[1].forward = lambda h, **k: h
-    assert any("did not run" in f.what for f in found(examine(mistral, None, data), "coverage", "warning"))
+    assert any("did not run" in f.what for f in found(diagnose(mistral, None, data), "coverage", "warning"))
 
 
 class Words:
@@ -140,36 +140,36 @@ class Words:
 def test_doubled_beginning(mistral, data):
     doubled = dataclasses.replace(data, input_ids=data.input_ids.clone())
     doubled.input_ids[2, :2] = 1
-    diagnosis = examine(mistral, Words(), doubled)
+    diagnosis = diagnose(mistral, Words(), doubled)
     assert "1 of 6" in found(diagnosis, "tokens", "warning")[0].what
     assert found(diagnosis, "tokens", "note")
-    assert not found(examine(mistral, Words(), data), "tokens", "warning")
-    assert "does not add" in found(examine(mistral, Words(adds=False), data), "tokens", "note")[0].what
-    assert any("padding" in f.what for f in found(examine(mistral, Words(pad=None), data), "tokens", "note"))
+    assert not found(diagnose(mistral, Words(), data), "tokens", "warning")
+    assert "does not add" in found(diagnose(mistral, Words(adds=False), data), "tokens", "note")[0].what
+    assert any("padding" in f.what for f in found(diagnose(mistral, Words(pad=None), data), "tokens", "note"))
 
 
 def test_foreign_token_ids_and_long_samples(mistral, build, data):
     foreign = dataclasses.replace(data, input_ids=data.input_ids + 60)
-    assert "embeddings" in found(examine(mistral, None, foreign), "tokens", "problem")[0].what
-    assert "64" in found(examine(mistral, None, build.data(length=80)), "tokens", "warning")[0].what
+    assert "embeddings" in found(diagnose(mistral, None, foreign), "tokens", "problem")[0].what
+    assert "64" in found(diagnose(mistral, None, build.data(length=80)), "tokens", "warning")[0].what
 
 
 def test_costs_grow_with_the_data_and_name_the_estimator(mistral, build):
-    small, large = (examine(mistral, None, build.data(samples=n), estimator="layerif") for n in (4, 400))
+    small, large = (diagnose(mistral, None, build.data(samples=n), estimator="layerif") for n in (4, 400))
     assert [e.estimator for e in small.efforts] == ["layerif"]
     assert large.efforts[0].memory > small.efforts[0].memory
     assert large.efforts[0].seconds / large.sample.seconds == pytest.approx(
         100 * small.efforts[0].seconds / small.sample.seconds
     )
     with pytest.raises(InvalidInput, match="cost model"):
-        examine(mistral, None, build.data(), estimator="magic")
+        diagnose(mistral, None, build.data(), estimator="magic")
 
 
 def test_activation_bytes_are_what_autograd_keeps(data):
     """One Linear and a loss on known shapes: the input of the Linear is kept."""
     from layerbudget.blocks import partition
     from layerbudget.doctor.effort import time_pass
-    from layerbudget.scores.loss import Batch
+    from layerbudget.running.loss import Batch
 
     model = nn.Sequential(nn.Linear(1000, 10, bias=False))
     batch = Batch(
@@ -182,27 +182,27 @@ def test_activation_bytes_are_what_autograd_keeps(data):
 
 def test_too_little_memory_is_a_problem(monkeypatch, mistral, data):
     monkeypatch.setattr("layerbudget.doctor.diagnosis.available_memory", lambda device: 100)
-    diagnosis = examine(mistral, None, data)
+    diagnosis = diagnose(mistral, None, data)
     assert found(diagnosis, "memory", "problem") and "GiB" in str(diagnosis)
 
 
 def test_without_data_a_stand_in_is_timed(mistral):
-    diagnosis = examine(mistral)
+    diagnosis = diagnose(mistral)
     assert diagnosis.samples == 128 and diagnosis.length == 64 and diagnosis.sample.seconds > 0
 
 
 def test_a_model_that_is_no_language_model_gets_findings_not_a_crash():
-    diagnosis = examine(nn.Sequential(nn.Linear(3, 3)))
+    diagnosis = diagnose(nn.Sequential(nn.Linear(3, 3)))
     assert all(isinstance(f, Finding) for f in diagnosis.findings)
     assert found(diagnosis, "coverage", "warning")
 
 
 def test_padding_on_the_wrong_side_of_the_data_is_a_warning(bert, data):
     """The pooler of an encoder reads the first position."""
-    assert found(examine(bert, None, data), "padding", "note")
+    assert found(diagnose(bert, None, data), "padding", "note")
     mask = torch.ones_like(data.input_ids)
     mask[0, :3] = 0
-    assert found(examine(bert, None, dataclasses.replace(data, attention_mask=mask)), "padding", "warning")
+    assert found(diagnose(bert, None, dataclasses.replace(data, attention_mask=mask)), "padding", "warning")
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from layerbudget.blocks import partition, weight_of
 from layerbudget.errors import CoverageError
+from layerbudget.running.loss import FeatureSet
 from layerbudget.scores.gain import score
-from layerbudget.scores.loss import FeatureSet
 
 SIGNALS = ("fisher-trace", "outlier-ratio", "spectral-tail", "ablation", "block-influence", "layerif")
 OPTIONS = {"outlier-ratio": {"multiple": 2.0}}

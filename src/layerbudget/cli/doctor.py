@@ -23,12 +23,12 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Examine the model and print findings and costs; exit code 1 where something will fail."""
     from rich.table import Table
 
-    from ..doctor import examine
+    from ..doctor import diagnose
     from ..doctor.diagnosis import duration
     from .shared import batch_of, load
 
     model, tokenizer, data = load(arguments)
-    diagnosis = examine(model, tokenizer, data, estimator=arguments.estimator, batch_size=batch_of(arguments))
+    diagnosis = diagnose(model, tokenizer, data, estimator=arguments.estimator, batch_size=batch_of(arguments))
     table = Table("check", "", "finding", "what to do", box=None, pad_edge=False)
     for f in diagnosis.findings:
         table.add_row(f.check, f"[{_STYLES[f.severity]}]{f.severity}[/]", f.what, f.remedy)

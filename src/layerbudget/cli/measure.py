@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..treatments.treatment import TREATMENTS
 from .shared import add_data_options, batch_of, load, progress_bar
 
 
@@ -16,7 +17,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--by", default="layer", help="layer, linear (better, about three times the passes), or a regular expression"
     )
-    parser.add_argument("--method", choices=("magnitude", "wanda", "sparsegpt"), default="wanda")
+    parser.add_argument("--method", choices=TREATMENTS.names(), default="wanda")
     parser.add_argument("--metric", choices=("kl", "loss"), default="kl")
     parser.add_argument("--sparsity", type=float, default=0.5, help="target around which is measured (default %(default)s)")
     parser.add_argument("--max-sparsity", type=float, default=0.9)
@@ -29,7 +30,7 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure, plan, write both files."""
     from ..blocks import partition
-    from ..pruning.calibrate import calibrate
+    from ..damage.by_curves import plan_by_curves
     from ..records import check_fraction, check_output, dumps, write_text
     from ..report.tables import plan_table
 
@@ -39,7 +40,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         check_output(path, overwrite=arguments.overwrite)
     model, _, data = load(arguments)
     with progress_bar(arguments, f"measuring {arguments.method}, blocks") as progress:
-        plan, curves = calibrate(
+        plan, curves = plan_by_curves(
             model, data, partition(model, arguments.by), sparsity=arguments.sparsity, max_sparsity=arguments.max_sparsity,
             method=arguments.method, metric=arguments.metric, iterations=arguments.iterations,
             batch_size=batch_of(arguments), progress=progress,

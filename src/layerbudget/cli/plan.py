@@ -12,13 +12,13 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..plan import Plan
-from ..planning.rule import rules_of
-from ..program.rounding import METHODS
-from ..program.utilities import PENALTIES, UTILITIES
+from ..planning.rule import OPTIONS, rules_of
 from ..records import to_jsonable
-from . import structured
+from . import compare, structured
 from .files import Leaves, load_scores, need_scores, read_curves, read_fixed, read_latency, say, show_table
-from .shared import named_values
+from .shared import add_out, named_values
+
+_WEIGHTS = ("exponent", "exponent_on", "damping", "smoothing")
 
 
 def register(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
@@ -30,33 +30,36 @@ def register(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()
     _register_ranks(verbs)
     _register_joint(verbs)
     structured.register(verbs)
-    _register_compare(verbs)
-    _register_transfer(Leaves(subparsers, parents))
+    compare.register(verbs)
+    compare.register_transfer(Leaves(subparsers, parents))
 
 
 def _scores_argument(p: argparse.ArgumentParser) -> None:
     p.add_argument("scores", metavar="SCORES", help="scores.json; for rules without scores a model's config.json will do")
 
 
-def _shared(p: argparse.ArgumentParser, kind: str | None) -> None:
-    """Options of rules; what is not given is not passed on, so that a rule can refuse what it does not read."""
-    if kind is not None:
-        rules = rules_of(kind)
-        p.add_argument("--rule", default=next(iter(rules)), help="; ".join(f"{n}: {r.summary}" for n, r in rules.items()))
-        p.add_argument("--seed", type=int, help="seed of the permuted controls (default: 0)")
-        p.add_argument(
-            "--set", dest="own", action="append", default=[], metavar="NAME=VALUE", help="an option of a rule of your own"
-        )
-    p.add_argument("--exponent", type=float, help="exponent of the weights (paper: beta, kappa; default: the rule's)")
-    p.add_argument("--exponent-on", choices=("density", "block"), help="default: density")
-    p.add_argument("--damping", type=float, help="row of the scores (default: the middle one)")
-    p.add_argument("--smoothing", type=float, help="added to every score, in units of the mean score (default: 0)")
-    _output(p)
+def _rules(p: argparse.ArgumentParser, kind: str) -> None:
+    """``--rule`` and a flag for every shared option that some rule of this kind reads; a rule refuses what it does not."""
+    rules = rules_of(kind)
+    p.add_argument("--rule", default=next(iter(rules)), help="; ".join(f"{n}: {r.summary}" for n, r in rules.items()))
+    p.add_argument(
+        "--set", dest="own", action="append", default=[], metavar="NAME=VALUE", help="an option of a rule of your own"
+    )
+    for name in OPTIONS:
+        readers = [n for n, r in rules.items() if name in r.options]
+        if readers:
+            add_option(p, name, f"read by {', '.join(readers)}")
+    add_out(p)
 
 
-def _output(p: argparse.ArgumentParser) -> None:
-    p.add_argument("-o", "--output", default=None, metavar="PLAN", help="write plan.json")
-    p.add_argument("--overwrite", action="store_true", help="replace an existing output")
+def add_option(p: argparse.ArgumentParser, name: str, who: str = "") -> None:
+    """A flag for a shared option of rules; what is not given is not passed on."""
+    option, flag = OPTIONS[name], f"--{name.replace('_', '-')}"
+    text = "; ".join(filter(None, (option.help, f"default: {option.default}" if option.default else "", who)))
+    if option.type is bool:
+        p.add_argument(flag, action="store_true", help=text)
+    else:
+        p.add_argument(flag, type=option.type, choices=option.choices or None, help=text)
 
 
 def _register_sparsity(verbs: Any) -> None:
@@ -65,13 +68,10 @@ def _register_sparsity(verbs: Any) -> None:
     p.add_argument("--sparsity", type=float, default=0.5, help="global sparsity (default: 0.5)")
     p.add_argument("--max-sparsity", type=float, help="cap per block (default: 0.7, and always room above the target)")
     p.add_argument("--min-sparsity", type=float, default=0.0)
-    p.add_argument("--penalty", choices=tuple(PENALTIES), help="default: quadratic")
     p.add_argument("--curves", default=None, metavar="FILE", help="measured damage: {block: [ratios, losses]}")
-    p.add_argument("--width", type=float, default=None, help="width of the maps of layerif, alphapruning and owl")
-    p.add_argument("--parity", action="store_true", help="those maps exactly as published")
     p.add_argument("--exclude", default=None, metavar="REGEX", help="blocks that stay dense")
     p.add_argument("--fix", action="append", default=[], metavar="BLOCK=SPARSITY")
-    _shared(p, "sparsity")
+    _rules(p, "sparsity")
     p.set_defaults(handler=run_sparsity)
 
 
@@ -86,9 +86,8 @@ def _register_experts(verbs: Any) -> None:
     p.add_argument("--max-experts", type=int, default=None)
     p.add_argument("--expert-rank", type=int, default=8)
     p.add_argument("--router", action="store_true", help="count router outputs in the cost")
-    p.add_argument("--parity", action="store_true", help="AlphaLoRA exactly as published")
     _capacity(p)
-    _shared(p, "experts")
+    _rules(p, "experts")
     p.set_defaults(handler=run_experts)
 
 
@@ -103,14 +102,11 @@ def _register_ranks(verbs: Any) -> None:
     p.add_argument("--min-rank", type=int, default=1)
     p.add_argument("--max-rank", type=int, default=None)
     _capacity(p)
-    _shared(p, "ranks")
+    _rules(p, "ranks")
     p.set_defaults(handler=run_ranks)
 
 
 def _capacity(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--utility", choices=tuple(UTILITIES), help="default: log")
-    p.add_argument("--spend", choices=("exactly", "at_most"), help="default: exactly")
-    p.add_argument("--method", choices=METHODS, help="how counts are rounded (default: auto)")
     p.add_argument("--latency", default=None, metavar="FILE", help="seconds per unit of capacity: {block: seconds}")
     p.add_argument("--fix", action="append", default=[], metavar="BLOCK=COUNT")
 
@@ -125,43 +121,10 @@ def _register_joint(verbs: Any) -> None:
     p.add_argument("--gamma", type=float, default=0.9, help="weight of adapting")
     p.add_argument("--eta", type=float, default=2.0, help="weight of damage")
     p.add_argument("--spend", choices=("exactly", "at_most"), default="exactly")
-    _shared(p, None)
+    for name in _WEIGHTS:
+        add_option(p, name)
+    add_out(p)
     p.set_defaults(handler=run_joint)
-
-
-def _register_compare(verbs: Any) -> None:
-    p = verbs.add_parser("diff", help="what differs between two plans")
-    p.add_argument("first", metavar="PLAN")
-    p.add_argument("second", metavar="PLAN")
-    p.set_defaults(handler=run_diff)
-    p = verbs.add_parser("explain", help="say what a plan does and what it rests on")
-    p.add_argument("plan", metavar="PLAN")
-    p.set_defaults(handler=run_explain)
-    p = verbs.add_parser("sweep", help="a grid of budgets and exponents in one call")
-    _scores_argument(p)
-    p.add_argument("--kind", choices=("sparsity", "experts", "ranks"), default="sparsity")
-    p.add_argument("--budgets", type=float, nargs="+", required=True, help="sparsities, totals or mean ranks")
-    p.add_argument("--exponents", type=float, nargs="+", help="exponents of the weights (default: the rule's)")
-    p.add_argument("--rule", default="mdl", help="a rule of that kind of plan, such as by-rank (default: mdl)")
-    p.add_argument("--max-sparsity", type=float, default=None)
-    p.add_argument("--damping", type=float, default=None)
-    p.add_argument("--smoothing", type=float)
-    p.set_defaults(handler=run_sweep)
-
-
-def _register_transfer(subparsers: Any) -> None:
-    p = subparsers.add_parser("transfer", help="what a plan made on one task costs on another")
-    p.add_argument("source", metavar="SOURCE", help="scores.json that the plan is made from")
-    p.add_argument("target", metavar="TARGET", help="scores.json of the task that it is used on")
-    p.add_argument("--program", choices=("sparsity", "experts"), default="sparsity")
-    p.add_argument("--sparsity", type=float, help="global sparsity of the sparsity program (default: 0.5)")
-    p.add_argument("--max-sparsity", type=float, help="its cap (default: 0.7, and always room above the target)")
-    p.add_argument("--budget", help="budget of the experts program (default: 160 experts)")
-    p.add_argument("--exponent", type=float, default=1.0)
-    p.add_argument("--exponent-on", choices=("density", "block"), default="density")
-    p.add_argument("--damping", type=float, default=None)
-    p.add_argument("--smoothing", type=float, default=0.0)
-    p.set_defaults(handler=run_transfer)
 
 
 def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
@@ -170,8 +133,7 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
 
     plan = plan_sparsity(
         load_scores(a.scores), sparsity=a.sparsity, max_sparsity=a.max_sparsity, min_sparsity=a.min_sparsity,
-        penalty=_penalty(a), width=a.width, parity=a.parity, exclude=a.exclude,
-        fixed=read_fixed(a.fix), **_weights(a), **_rule_options(a),
+        exclude=a.exclude, fixed=read_fixed(a.fix), **{**_rule_options(a), "penalty": _penalty(a)},
     )  # fmt: skip
     return _finish(a, plan)
 
@@ -182,8 +144,7 @@ def run_experts(a: argparse.Namespace) -> dict[str, Any]:
 
     plan = plan_experts(
         load_scores(a.scores), total=a.total, budget=a.budget, flops_fraction=a.flops_fraction, min_experts=a.min_experts,
-        max_experts=a.max_experts, expert_rank=a.expert_rank, router=a.router, parity=a.parity,
-        **_weights(a), **_rule_options(a), **_capacity_options(a),
+        max_experts=a.max_experts, expert_rank=a.expert_rank, router=a.router, **_rule_options(a), **_capacity_options(a),
     )  # fmt: skip
     return _finish(a, plan)
 
@@ -197,7 +158,7 @@ def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
         say(a, ["These scores hold the gain of every further rank: --rule by-rank plans with it, without a surrogate utility."])
     plan = plan_ranks(
         scores, mean_rank=a.mean_rank, budget=a.budget or a.params, multiple=a.multiple,
-        min_rank=a.min_rank, max_rank=a.max_rank, **_weights(a), **_rule_options(a), **_capacity_options(a),
+        min_rank=a.min_rank, max_rank=a.max_rank, **_rule_options(a), **_capacity_options(a),
     )  # fmt: skip
     return _finish(a, plan)
 
@@ -208,64 +169,9 @@ def run_joint(a: argparse.Namespace) -> dict[str, Any]:
 
     plan = plan_joint(
         need_scores(a.scores), budget=a.budget, capacity=a.capacity, expert_rank=a.expert_rank, gamma=a.gamma, eta=a.eta,
-        max_sparsity=a.max_sparsity, spend=a.spend, **{k: v for k, v in _weights(a).items() if v is not None},
+        max_sparsity=a.max_sparsity, spend=a.spend, **{k: getattr(a, k) for k in _WEIGHTS if getattr(a, k) is not None},
     )  # fmt: skip
     return _finish(a, plan)
-
-
-def run_diff(a: argparse.Namespace) -> dict[str, Any]:
-    """``plan diff``."""
-    from ..planning import diff_plans
-
-    result = diff_plans(Plan.load(a.first), Plan.load(a.second))
-    rows = [(r["name"], r["first"], r["second"], r["difference"], r["count_difference"]) for r in result["blocks"]]
-    show_table(
-        a, f"{result['rules'][0]} against {result['rules'][1]}", ("block", "first", "second", "difference", "count"), rows
-    )
-    say(a, [f"{result['moved']:g} units change hands; rank correlation {result['rank_correlation']:.3f}."])
-    return result
-
-
-def run_explain(a: argparse.Namespace) -> dict[str, Any]:
-    """``plan explain``."""
-    from ..planning import explain_plan
-
-    result = explain_plan(Plan.load(a.plan))
-    say(a, result["sentences"])
-    return result
-
-
-def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
-    """``plan sweep``."""
-    from ..planning import sweep
-
-    options: dict[str, Any] = {"damping": a.damping, "smoothing": a.smoothing, "rule": a.rule}
-    if a.kind != "sparsity" and a.max_sparsity is not None:
-        raise InvalidInput(f"--max-sparsity has no meaning for --kind {a.kind}.", "", "Leave it out.")
-    if a.kind == "sparsity" and a.max_sparsity is not None:
-        options["max_sparsity"] = a.max_sparsity
-    budgets = [int(b) for b in a.budgets] if a.kind == "experts" else a.budgets
-    result = sweep(need_scores(a.scores), kind=a.kind, budgets=budgets, exponents=a.exponents, **options)
-    names = ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")
-    show_table(a, f"{a.kind}: predicted value by budget and exponent", names, [[r[n] for n in names] for r in result["rows"]])
-    return result
-
-
-def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
-    """``transfer``."""
-    from ..planning import transfer_scores
-
-    found = transfer_scores(
-        need_scores(a.source), need_scores(a.target), program=a.program, sparsity=a.sparsity, max_sparsity=a.max_sparsity,
-        budget=a.budget, **_weights(a),
-    )  # fmt: skip
-    result = {"program": a.program, **found.to_dict()}
-    show_table(a, "transfer", ("quantity", "value"), [(k, v) for k, v in result.items() if k != "program"])
-    return to_jsonable(result)
-
-
-def _weights(a: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(a, name) for name in ("exponent", "exponent_on", "damping", "smoothing")}
 
 
 def _rule_options(a: argparse.Namespace) -> dict[str, Any]:
@@ -276,7 +182,7 @@ def _rule_options(a: argparse.Namespace) -> dict[str, Any]:
         raise InvalidInput(
             f"--set {double} has a flag of its own.", "--set is for options of a rule of your own.", f"Use {flag}."
         )
-    return {"rule": a.rule, "seed": a.seed, **own}
+    return {"rule": a.rule, **{name: getattr(a, name) for name in OPTIONS if hasattr(a, name)}, **own}
 
 
 def _penalty(a: argparse.Namespace) -> Any:
@@ -297,22 +203,19 @@ def _capacity_options(a: argparse.Namespace) -> dict[str, Any]:
         raise InvalidInput(f"--fix {broken}={fixed[broken]:g} is no whole number.", "", "Ranks and experts are counted.")
     latency = read_latency(a.latency) if a.latency else None
     return {
-        "utility": a.utility,
-        "spend": a.spend,
-        "method": a.method,
         "latency": latency,
         "fixed": {k: int(v) for k, v in fixed.items()},
     }
 
 
 def _finish(a: argparse.Namespace, plan: Plan) -> dict[str, Any]:
-    if a.output:
-        plan.save(a.output, overwrite=a.overwrite)
+    if a.out:
+        plan.save(a.out, overwrite=a.overwrite)
     from ..planning import explain_plan
 
     extra = plan.extra.get("capacity", {}).get("counts", {})
     head = ("block", "value", "count", "parameters") + (("capacity",) if extra else ())
     rows = [(b.name, b.value, b.count, b.numel) + ((extra[b.name],) if extra else ()) for b in plan.blocks]
     show_table(a, f"{plan.kind} by {plan.rule}", head, rows)
-    say(a, explain_plan(plan)["sentences"] + ([f"Written to {a.output}."] if a.output else []))
+    say(a, explain_plan(plan)["sentences"] + ([f"Written to {a.out}."] if a.out else []))
     return to_jsonable(plan.to_dict())

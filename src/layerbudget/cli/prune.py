@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .shared import DATA, add_data_options, progress_bar, refuse
+from ..treatments.treatment import TREATMENTS, find_treatment
+from .shared import DATA, add_data_options, named_values, progress_bar, refuse
 from .structured import SMALLER, prune_smaller
 
 
@@ -14,7 +15,11 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("prune")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     parser.add_argument("plan", metavar="PLAN", help="plan.json of kind sparsity, structured or depth, made for this model")
-    parser.add_argument("--method", choices=("magnitude", "wanda", "sparsegpt"), help="not for smaller shapes (default: wanda)")
+    parser.add_argument("--method", choices=TREATMENTS.names(), help="not for smaller shapes (default: wanda)")
+    parser.add_argument(
+        "--set", dest="own", action="append", default=[], metavar="NAME=VALUE",
+        help="an option of the method, for example --set damping=0.1 (may be repeated)",
+    )  # fmt: skip
     add_data_options(parser)
     parser.add_argument(
         "--pattern", metavar="N:M", help="zero n of every m inputs; n:8 with a literal n lets each block differ"
@@ -33,22 +38,23 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prune, recount, save, and say what is smaller and what is not."""
     from ..plan import Plan
-    from ..pruning.prune import clear_checkpoints, prune
-    from ..pruning.runtime import runtime_box
+    from ..pruning.apply import prune
+    from ..pruning.resume import clear_checkpoints
     from ..pruning.save import check_output, save_pruned
+    from ..report.runtime import runtime_box
 
     plan = Plan.load(arguments.plan)
-    _refuse_unread(arguments, plan.rule)
+    _refuse_unread(arguments, plan.kind)
     check_output(arguments.out, overwrite=arguments.overwrite)
-    model, tokenizer, data = _load(arguments, plan.rule)
-    if plan.rule in SMALLER:
+    model, tokenizer, data = _load(arguments, plan.kind)
+    if plan.kind in SMALLER:
         return prune_smaller(arguments, plan, model, tokenizer, data)
     method = arguments.method or "wanda"
     with progress_bar(arguments, f"prune by {method}") as progress:
         receipt = prune(
             model, plan, data, method, arguments.batch_size, arguments.parity, arguments.pattern, progress,
             true_sequential=arguments.true_sequential, store=arguments.store, resume=arguments.resume,
-            autocast=arguments.autocast,
+            autocast=arguments.autocast, **named_values(arguments.own),
         )  # fmt: skip
     out = save_pruned(model, tokenizer, plan, receipt, arguments.out, overwrite=arguments.overwrite)
     if arguments.resume:
@@ -66,24 +72,29 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 _PASSES = ("true_sequential", "autocast", "store", "resume")
 
 
-def _refuse_unread(arguments: argparse.Namespace, rule: str) -> None:
-    """Refuse what the plan's rule, or the method, would ignore.
+def _refuse_unread(arguments: argparse.Namespace, kind: str) -> None:
+    """Refuse what the plan's kind, or the method, would ignore.
 
     Raises:
         InvalidInput: Names the flag.
     """
-    if rule in SMALLER:
-        refuse(arguments, ("method", "pattern", "parity", *_PASSES), f"a plan of rule {rule}")
-    if rule == "depth" or arguments.method == "magnitude":
-        refuse(arguments, (*DATA, *_PASSES), "magnitude" if arguments.method == "magnitude" else "a plan of rule depth")
+    if kind in SMALLER:
+        refuse(arguments, ("method", "pattern", "parity", "own", *_PASSES), f"a plan of kind {kind}")
+    if kind == "depth" or _blind(arguments):
+        refuse(arguments, (*DATA, *_PASSES), arguments.method or f"a plan of kind {kind}")
 
 
-def _load(arguments: argparse.Namespace, rule: str) -> tuple[Any, Any, Any]:
+def _blind(arguments: argparse.Namespace) -> bool:
+    """Whether the method reads no data."""
+    return find_treatment(arguments.method or "wanda").statistic == "none"
+
+
+def _load(arguments: argparse.Namespace, kind: str) -> tuple[Any, Any, Any]:
     from ..errors import BadModel
     from ..loading import load_model, load_tokenizer
     from .shared import load
 
-    if rule == "structured" or (rule != "depth" and arguments.method != "magnitude"):
+    if kind == "structured" or (kind != "depth" and not _blind(arguments)):
         return load(arguments)
     try:
         tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)

@@ -120,7 +120,7 @@ def _sampling(chosen: Estimator, options: dict[str, Any]) -> bool:
 
 def _masked(data: Any, tokenizer: Any, seed: int) -> Any:
     from ..errors import InvalidInput
-    from ..scores.loss import mask_tokens
+    from ..running.loss import mask_tokens
 
     if tokenizer.mask_token_id is None:
         raise InvalidInput(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,22 @@ def add_data_options(parser: argparse.ArgumentParser, *, samples: int = 128, len
     parser.add_argument("--dtype", help="precision in which the model is loaded (default float32)")
     parser.add_argument("--revision", help="hub revision of the model")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default cpu)")
+
+
+class _Renamed(argparse.Action):
+    """An old spelling of a flag: kept for one release, hidden, with a warning."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        """Store under the new name."""
+        warnings.warn(f"{option_string} is --{self.dest} now.", FutureWarning, stacklevel=2)
+        setattr(namespace, self.dest, values)
+
+
+def add_out(parser: argparse.ArgumentParser, default: str | None = None, what: str = "plan.json", **options: Any) -> None:
+    """``-o``, ``--out`` and ``--overwrite``."""
+    parser.add_argument("-o", "--out", default=default, metavar="PLAN", help=f"write {what}", **options)
+    parser.add_argument("--output", dest="out", action=_Renamed, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
 
 
 def refuse(arguments: argparse.Namespace, names: Sequence[str], what: str) -> None:

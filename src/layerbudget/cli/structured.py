@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..plan import Plan
-from .shared import add_data_options, batch_of, load, progress_bar, refuse
+from .shared import add_data_options, add_out, batch_of, load, progress_bar, refuse
 
 SMALLER = ("structured", "depth")
 
@@ -29,7 +29,7 @@ def register(verbs: Any) -> None:
     p.add_argument("--points", type=int, default=4, help="numbers of units measured per layer and kind (default: %(default)s)")
     p.add_argument("--trials", type=int, default=8, help="plans that are measured as a whole (default: %(default)s)")
     add_data_options(p, samples=16)
-    p.add_argument("-o", "--output", default=None, metavar="PLAN", help="write plan.json")
+    add_out(p)
     p.set_defaults(handler=run)
 
 
@@ -38,11 +38,11 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     from pathlib import Path
 
     from ..errors import AlreadyExists, InvalidInput
-    from ..pruning.shapes import plan_structured
     from ..records import to_jsonable
+    from ..shrinking.shapes import plan_structured
 
-    if a.output and Path(a.output).exists() and not a.overwrite:
-        raise AlreadyExists(f"{a.output} exists already.", "", "Choose another file or pass --overwrite.")
+    if a.out and Path(a.out).exists() and not a.overwrite:
+        raise AlreadyExists(f"{a.out} exists already.", "", "Choose another file or pass --overwrite.")
     if a.depth < 0:
         raise InvalidInput(f"--depth is {a.depth}.", "It must be at least 0.", "Leave it out to keep all layers.")
     kinds = tuple(k.strip() for k in a.kinds.split(","))
@@ -55,8 +55,8 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
             max_removed=a.max_removed, depth=a.depth, even=a.even, context=a.context, points=a.points,
             trials=a.trials, batch_size=batch_of(a), progress=progress,
         )  # fmt: skip
-    if a.output:
-        plan.save(a.output, overwrite=a.overwrite)
+    if a.out:
+        plan.save(a.out, overwrite=a.overwrite)
     _show(a, plan)
     return to_jsonable(plan.to_dict())
 
@@ -77,7 +77,7 @@ def _show(a: argparse.Namespace, plan: Plan) -> None:
     left = [s for s in shapes.values() if s["layer"] not in gone]
     if any(len({s["removed"] for s in left if s["kind"] == k}) > 1 for k in ("heads", "mlp")):
         lines.append("Layers differ: the model works in memory, a plain config cannot describe it. --even plans one that can.")
-    say(a, lines + ([f"Written to {a.output}."] if a.output else []))
+    say(a, lines + ([f"Written to {a.out}."] if a.out else []))
 
 
 def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any, data: Any) -> dict[str, Any]:
@@ -86,11 +86,11 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
     Raises:
         UnknownStructure: A plain config cannot describe the result; nothing is written.
     """
-    from ..pruning.runtime import runtime_box
-    from ..pruning.structured import apply_depth, apply_structured, check_exportable, save_smaller
+    from ..report.runtime import runtime_box
+    from ..shrinking.checkpoint import apply_depth, apply_structured, check_exportable, save_smaller
 
     before = sum(p.numel() for p in model.parameters())
-    if plan.rule == "depth":
+    if plan.kind == "depth":
         apply_depth(model, plan)
         done: dict[str, Any] = {"unit": "parameters", "saved": int(plan.counts.sum()), "planned": int(plan.counts.sum())}
     else:
@@ -103,5 +103,5 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
         f"Removed {done['saved']:.6g} {done['unit']} (planned {done['planned']:.6g}); parameters {before} -> {after} "
         f"({after / before:.3f}x, embeddings included); saved to {out}."
     )
-    a.console.print(runtime_box(plan.rule))
+    a.console.print(runtime_box(plan.kind))
     return {**done, "parameters_before": before, "parameters_after": after, "output": str(out)}

@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 
 from ..blocks import partition
+from ..damage.by_curves import plan_by_curves
 from ..data.text import calibration
 from ..errors import AlreadyExists, MissingDependency
 from ..evaluation.perplexity import Evaluation, evaluation_set, perplexity
 from ..loading import load_model, load_tokenizer
 from ..plan import Plan
 from ..planning import plan_sparsity
-from ..pruning.calibrate import calibrate
-from ..pruning.prune import prune, save_pruned
+from ..pruning.apply import prune
+from ..pruning.save import save_pruned
 from ..records import dumps, write_text
 from ..report.figures import overview
 from ..scores.gain import score
@@ -104,7 +105,7 @@ def run_demo(
             cap = min(1.0, target + MAX_SPARSITY_ABOVE_TARGET)
             if rule == "calibrated":
                 some = data.select(slice(0, MEASURED))
-                plan, _ = calibrate(model, some, blocks, sparsity=target, max_sparsity=cap, method="wanda")
+                plan, _ = plan_by_curves(model, some, blocks, sparsity=target, max_sparsity=cap, method="wanda")
             else:
                 plan = plan_sparsity(
                     scores, sparsity=target, max_sparsity=cap, rule=rule, seed=seed if rule == "permuted" else None

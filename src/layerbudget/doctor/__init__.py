@@ -1,6 +1,6 @@
-"""Preflight: examine a model before GPU hours are spent."""
+"""Preflight: a model is looked at before GPU hours are spent."""
 
 from .checks import Finding
-from .diagnosis import Diagnosis, double_backward_attention, examine
+from .diagnosis import Diagnosis, diagnose, double_backward_attention
 
-__all__ = ["Diagnosis", "Finding", "double_backward_attention", "examine"]
+__all__ = ["Diagnosis", "Finding", "double_backward_attention", "diagnose"]

@@ -25,7 +25,7 @@ from .effort import Effort, Pass, available_memory, efforts, time_pass
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Diagnosis", "Effort", "Finding", "Pass", "double_backward_attention", "examine"]
+__all__ = ["Diagnosis", "Effort", "Finding", "Pass", "double_backward_attention", "diagnose"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def double_backward_attention(model: nn.Module) -> Iterator[str]:
             choose(own)
 
 
-def examine(
+def diagnose(
     model: nn.Module,
     tokenizer: Any = None,
     data: CalibrationSet | None = None,

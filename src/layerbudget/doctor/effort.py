@@ -13,8 +13,8 @@ from torch import nn
 
 from ..blocks import weight_of
 from ..records import Block
-from ..scores.hooks import prepared
-from ..scores.loss import Batch, logits_of, summed_loss
+from ..running.loss import Batch, logits_of, summed_loss
+from ..running.modes import prepared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

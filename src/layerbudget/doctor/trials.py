@@ -18,8 +18,9 @@ from ..blocks import weight_of
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..records import Block
-from ..scores.hooks import Collector, prepared
-from ..scores.loss import Batch, batches, head_of, logits_of, summed_loss
+from ..running.loss import Batch, batches, head_of, logits_of, summed_loss
+from ..running.modes import prepared
+from ..running.sites import Collector
 from .checks import Finding
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}

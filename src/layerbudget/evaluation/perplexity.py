@@ -23,6 +23,8 @@ from torch import nn
 from ..data.calibration import CalibrationSet
 from ..data.text import calibration, check_sizes, read_documents, token_stream
 from ..errors import BadModel, InvalidInput, NotEnoughText
+from ..running.divergence import next_tokens, sequence_losses
+from ..running.modes import inference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,6 @@ def evaluation_set(source: str, tokenizer: Any, *, length: int = 256, windows: i
     return CalibrationSet(input_ids=ids, source=source, missing=missing)
 
 
-@torch.no_grad()
 def perplexity(
     model: nn.Module,
     data: CalibrationSet,
@@ -97,24 +98,19 @@ def perplexity(
             "Cut the text with evaluation_set, or drop the padded rows.",
         )
     device = next(model.parameters()).device
-    training = model.training
-    model.eval()
     losses: list[np.ndarray] = []
-    try:
+    with inference(model):
         for done, batch in enumerate(data.batches(batch_size, device)):
-            output = model(**batch, use_cache=False)
+            output = model(**batch)
             logits = getattr(output, "logits", None)
             if logits is None or logits.ndim != 3:
                 raise BadModel(
                     f"{type(model).__name__} gives no token logits.", "", "Perplexity needs a causal language model."
                 )
-            target = batch["input_ids"][:, 1:]
-            nll = nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), target.flatten(), reduction="none")
-            losses.append(nll.view(target.shape).double().mean(dim=1).cpu().numpy())
+            targets = next_tokens(batch["input_ids"], None)
+            losses.append((sequence_losses(logits[:, :-1].float(), targets) / targets.shape[1]).cpu().numpy())
             if progress:
                 progress(min(data.samples, (done + 1) * batch_size), data.samples)
-    finally:
-        model.train(training)
     rows = np.concatenate(losses)
     if not np.isfinite(rows).all():
         raise BadModel("The model's loss is not finite on this text.", "", "Check the weights (layerbudget doctor).")

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..costs import UNITS, rank_parameters
+from ..costs import UNITS, Budget, rank_parameters
 from ..errors import InvalidInput, ModelMismatch
 from ..plan import Plan
 from ..scores.record import Scores
-from .capacity import plan_experts, plan_ranks
+from .capacity import decide
 from .rule import find_rule
-
-# What a plan records of the options of its maker; the budget is taken from the plan itself.
-_SHARED = ("fixed", "bytes_per_parameter", "latency")
-_CAPACITY: Mapping[str, tuple[str, ...]] = {
-    "ranks": ("multiple", "min_rank", "max_rank", *_SHARED),
-    "experts": ("min_experts", "lower", "max_experts", "expert_rank", "router", *_SHARED),
-}
-_FLOOR = {"ranks": "min_rank", "experts": "lower"}
-_CAP = {"ranks": "max_rank", "experts": "max_experts"}
+from .terms import Terms
 
 
 def plan_again(
@@ -50,25 +41,22 @@ def plan_again(
         ModelMismatch: Scores of other blocks.
         InfeasibleBudget: The floors cost more than the budget.
     """
-    if plan.kind not in _CAPACITY:
+    if plan.kind not in ("ranks", "experts"):
         raise InvalidInput(f"A plan of kind {plan.kind!r} cannot be made again.", "Ranks and experts can.", "Plan anew.")
     if scores.names != plan.names:
         raise ModelMismatch(
             f"The plan has {len(plan.blocks)} blocks and the scores {len(scores.names)}, not the same ones.", "",
             "Score the blocks of the plan.",
         )  # fmt: skip
-    hyper = plan.hyperparameters
-    options: dict[str, Any] = {name: hyper[name] for name in _CAPACITY[plan.kind] if hyper.get(name) is not None}
-    floor = options.get(_FLOOR[plan.kind], 0.0) if hyper else np.minimum(plan.counts, 1)
-    options[_FLOOR[plan.kind]] = np.maximum(np.array(floor, dtype=float), lower)
+    held = plan.hyperparameters
+    terms = Terms.of(plan) if held else Terms(kind=plan.kind, floor=np.minimum(plan.counts, 1))
+    terms = dataclasses.replace(terms, floor=np.maximum(np.array(terms.floor, dtype=float), lower))
     if upper is not None:
-        options[_CAP[plan.kind]] = np.minimum(np.array(options.get(_CAP[plan.kind], np.inf), dtype=float), upper)
+        cap = np.inf if terms.cap is None else np.array(terms.cap, dtype=float)
+        terms = dataclasses.replace(terms, cap=np.minimum(cap, upper))
     chosen = find_rule(plan.kind, rule or _rule_for(plan, scores))
-    options |= {name: hyper[name] for name in chosen.options if hyper.get(name) is not None}
-    budget = _budget(plan, scores)
-    if plan.kind == "ranks":
-        return plan_ranks(scores, rule=chosen.name, budget=budget, **options)
-    return plan_experts(scores, rule=chosen.name, budget=budget, **options)
+    given = {name: held[name] for name in chosen.options if held.get(name) is not None}
+    return decide(scores, terms, _budget(plan, scores), chosen.name, given)
 
 
 def _rule_for(plan: Plan, scores: Scores) -> str:
@@ -77,9 +65,9 @@ def _rule_for(plan: Plan, scores: Scores) -> str:
     return plan.rule if plan.rule in (*names, "mdl") or by_rank else "mdl"
 
 
-def _budget(plan: Plan, scores: Scores) -> str:
+def _budget(plan: Plan, scores: Scores) -> Budget:
     unit, limit = plan.budget.get("unit"), plan.budget.get("limit")
     if unit in UNITS and limit is not None and plan.hyperparameters:
-        return f"{float(limit)!r} {'s' if unit == 'latency' else unit}"
+        return Budget(amount=float(limit), unit=unit, text=str(plan.budget.get("text", "")))
     cost = rank_parameters(scores.blocks) if plan.kind == "ranks" else np.ones(len(plan.blocks))
-    return f"{float(cost @ plan.counts)!r} {'params' if plan.kind == 'ranks' else 'experts'}"
+    return Budget(amount=float(cost @ plan.counts), unit="params" if plan.kind == "ranks" else "experts", text="as it was")

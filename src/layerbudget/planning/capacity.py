@@ -8,21 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..costs import Budget, amount_of, parse_budget, rank_parameters, unit_cost
+from ..costs import Budget, parse_budget, rank_parameters
 from ..errors import InvalidInput
 from ..plan import Plan
-from ..program.inputs import Vector, bound_vector, number
 from ..program.utilities import Function
 from ..records import Block
 from ..scores.record import Scores
-from .common import blocks_of, make_plan, matching, record_of, recorded
-from .rule import Decision, Problem, find_rule
+from .common import blocks_of, make_plan, recorded
+from .rule import Decision, find_rule
 from .rules.capacity import in_proportion
-
-# Options of the price, and the units of budgets that read them.
-_PRICING: Mapping[str, tuple[str, ...]] = {
-    "latency": ("latency",), "bytes_per_parameter": ("bytes",), "router": ("params", "bytes", "flops"),
-}  # fmt: skip
+from .terms import Terms
 
 
 def plan_experts(
@@ -89,30 +84,14 @@ def plan_experts(
         UnknownUnit: A budget in an unknown or unpriced unit.
         InfeasibleBudget: The budget is below the minimum, or cannot be spent under the caps.
     """
-    wanted = _one_budget({"total": total, "budget": budget, "flops_fraction": flops_fraction}, "experts")
-    blocks = blocks_of(scores)
-    pricing = {"router": router, "bytes_per_parameter": bytes_per_parameter, "latency": latency}
-    cost, limit = _priced(blocks, wanted, pricing, capacity="experts", expert_rank=expert_rank)
-    low = np.full(len(blocks), 1.0) * bound_vector(min_experts, len(blocks), "min_experts", 0.0)
-    high = np.full(len(blocks), 1.0) * bound_vector(max_experts, len(blocks), "max_experts", np.inf)
-    base = low.copy()
-    low = np.maximum(low, bound_vector(lower, len(blocks), "lower", 0.0))
-    held = _pin(blocks, low, high, fixed)
-    base[held] = np.minimum(base, low)[held]
-    problem = Problem(
-        kind="experts", blocks=blocks, scores=record_of(scores), amount=cost, target=limit, low=low, high=high, held=held,
-        base=base,
+    wanted = one_budget({"total": total, "budget": budget, "flops_fraction": flops_fraction}, "experts")
+    terms = Terms(
+        kind="experts", base=min_experts, floor=lower, cap=max_experts, expert_rank=expert_rank, router=router,
+        bytes_per_parameter=bytes_per_parameter, latency=latency, fixed=fixed,
     )  # fmt: skip
-    given: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend}
-    given |= {"method": method, "damping": damping, "smoothing": smoothing, "seed": seed, "parity": parity, **own}
-    hyper = {
-        "min_experts": min_experts,
-        "lower": lower,
-        "max_experts": max_experts,
-        "expert_rank": expert_rank,
-        **_read(pricing),
-    }
-    return _decided(scores, problem, rule, given, wanted, {**hyper, "fixed": dict(fixed or {})})
+    given = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend, "method": method}
+    given |= {"damping": damping, "smoothing": smoothing, "seed": seed, "parity": parity, **own}
+    return decide(scores, terms, wanted, rule, given)
 
 
 def plan_ranks(
@@ -171,33 +150,40 @@ def plan_ranks(
         UnknownUnit: A budget in an unknown or unpriced unit.
         InfeasibleBudget: The budget is below the minimum ranks, or cannot be spent under the caps.
     """
-    blocks = blocks_of(scores)
-    wanted = _one_budget({"mean_rank": mean_rank, "budget": budget}, "params")
+    wanted = one_budget({"mean_rank": mean_rank, "budget": budget}, "params")
     if mean_rank is not None:
-        wanted = Budget(amount=mean_rank * float(rank_parameters(blocks).sum()), unit="params", text=f"mean rank {mean_rank:g}")
-    pricing = {"bytes_per_parameter": bytes_per_parameter, "latency": latency}
-    cost, limit = _priced(blocks, wanted, pricing)
-    sides = smallest_sides(blocks)
-    low = np.minimum(sides, bound_vector(min_rank, len(blocks), "min_rank", 0.0))
-    high = np.minimum(sides, bound_vector(max_rank, len(blocks), "max_rank", np.inf))
-    held = _pin(blocks, low, high, fixed, sides)
-    problem = Problem(
-        kind="ranks", blocks=blocks, scores=record_of(scores), amount=cost, target=limit, low=low, high=high, held=held,
-        multiple=multiple,
+        everywhere = float(rank_parameters(blocks_of(scores)).sum())
+        wanted = Budget(amount=mean_rank * everywhere, unit="params", text=f"mean rank {mean_rank:g}")
+    terms = Terms(
+        kind="ranks", floor=min_rank, cap=max_rank, multiple=multiple, bytes_per_parameter=bytes_per_parameter,
+        latency=latency, fixed=fixed,
     )  # fmt: skip
-    given: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend}
-    given |= {"method": method, "damping": damping, "smoothing": smoothing, "seed": seed, **own}
-    hyper = {"mean_rank": mean_rank, "multiple": multiple, "min_rank": min_rank, "max_rank": max_rank, **_read(pricing)}
-    return _decided(scores, problem, rule, given, wanted, {**hyper, "fixed": dict(fixed or {})})
+    given = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend, "method": method}
+    given |= {"damping": damping, "smoothing": smoothing, "seed": seed, **own}
+    return decide(scores, terms, wanted, rule, given, {"mean_rank": mean_rank})
 
 
-def _decided(
-    scores: Scores | Sequence[Block], problem: Problem, rule: str, given: Mapping[str, Any], wanted: Budget,
-    hyper: Mapping[str, Any],
+def decide(
+    scores: Scores | Sequence[Block], terms: Terms, wanted: Budget, rule: str, given: Mapping[str, Any],
+    record: Mapping[str, Any] | None = None,
 ) -> Plan:  # fmt: skip
-    """Let the rule decide, and bind its decision into a plan."""
-    chosen = find_rule(problem.kind, rule)
+    """Let a rule decide under terms and a budget, and bind its decision into a plan.
+
+    Args:
+        scores: Scores, or blocks alone for rules that need none.
+        terms: What binds the plan.
+        wanted: The budget.
+        rule: Name of the rule.
+        given: Options for it; None means not given.
+        record: What the plan shall record beside terms and options.
+
+    Raises:
+        InvalidInput: An option that the rule does not read, or a decision that is none.
+        InfeasibleBudget: The budget is below the floors, or cannot be spent under the caps.
+    """
+    chosen = find_rule(terms.kind, rule)
     options = chosen.heard(given)
+    problem = terms.problem(scores, wanted)
     decision: Decision = chosen.decide(problem, options)
     if decision.counts is None:
         value = np.asarray(decision.value, dtype=np.float64)
@@ -207,43 +193,17 @@ def _decided(
             )
         decision = in_proportion(problem, value)
     counts = np.asarray(decision.counts)
-    record = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
-    return make_plan(
-        scores, problem.kind, rule, decision.value, counts, record, {**hyper, **recorded(options)}, decision.solution,
-        decision.extra,
-    )  # fmt: skip
+    budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
+    hyper = {**(record or {}), **terms.record(), **recorded(options)}
+    return make_plan(scores, terms.kind, rule, decision.value, counts, budget, hyper, decision.solution, decision.extra)
 
 
-def smallest_sides(blocks: Sequence[Block]) -> Vector:
-    """Largest rank that makes sense per block: the smallest side of its matrices, shape ``(K,)``."""
-    return np.array([min(min(m.d_in, m.d_out) for m in b.modules) for b in blocks], dtype=np.float64)
-
-
-def _read(pricing: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the price that were given."""
-    return {name: value for name, value in pricing.items() if value is not None and value is not False}
-
-
-def _priced(blocks: Sequence[Block], wanted: Budget, pricing: Mapping[str, Any], **capacity: Any) -> tuple[Vector, float]:
-    """Cost per unit of every block, and the budget, in its unit.
+def one_budget(given: Mapping[str, Any], default: str) -> Budget:
+    """The one budget that was given.
 
     Raises:
-        InvalidInput: An option that budgets in this unit do not read.
+        InvalidInput: None was, or several.
     """
-    given = _read(pricing)
-    for name in given:
-        if wanted.unit not in _PRICING[name]:
-            raise InvalidInput(
-                f"{name} has no meaning for a budget in {wanted.unit}.",
-                f"Budgets in {' or '.join(_PRICING[name])} read it.",
-                f"Leave {name} out, or state the budget in another unit.",
-            )
-    cost = unit_cost(blocks, wanted.unit, **capacity, **given)
-    size = {"bytes_per_parameter": given["bytes_per_parameter"]} if "bytes_per_parameter" in given and wanted.relative else {}
-    return cost, number(amount_of(wanted, blocks, **size), "budget")
-
-
-def _one_budget(given: Mapping[str, Any], default: str) -> Budget:
     named = {k: v for k, v in given.items() if v is not None}
     if len(named) != 1:
         raise InvalidInput(
@@ -255,26 +215,3 @@ def _one_budget(given: Mapping[str, Any], default: str) -> Budget:
     if name == "flops_fraction":
         return Budget(amount=float(value), unit="flops", relative=True, text=f"{float(value):.4%} flops")
     return parse_budget(value, default=default)
-
-
-def _pin(
-    blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, int] | None, sides: Vector | None = None
-) -> np.ndarray:
-    """Pin fixed blocks between equal bounds, in place; return the mask of them.
-
-    Raises:
-        InvalidInput: A count that is no whole number of zero or more, or a rank above the smallest side of its block.
-    """
-    held = np.zeros(len(blocks), dtype=bool)
-    for pattern, value in (fixed or {}).items():
-        found = matching(blocks, pattern)
-        if number(value, f"the fixed count of {pattern}") != int(value):
-            raise InvalidInput(f"{pattern} is fixed at {value}.", "Ranks and experts are counted.", "Give a whole number.")
-        if sides is not None and (sides[found] < value).any():
-            k = found[int(np.argmin(sides[found]))]
-            raise InvalidInput(
-                f"{blocks[k].name} is fixed at rank {value}; its smallest side is {sides[k]:g}.", "", "Fix a smaller rank."
-            )
-        low[found] = high[found] = float(value)
-        held[found] = True
-    return held

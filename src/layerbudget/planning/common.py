@@ -53,10 +53,7 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """Bind a decision into a plan."""
     record = record_of(scores)
-    rows = tuple(
-        PlanBlock(name=b.name, value=float(v), count=int(c), numel=b.numel, modules=tuple(m.name for m in b.modules))
-        for b, v, c in zip(blocks_of(scores), value, counts, strict=True)
-    )
+    rows = tuple(PlanBlock.of(b, v, c) for b, v, c in zip(blocks_of(scores), value, counts, strict=True))
     return Plan(
         kind=kind,
         rule=rule,

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import ModelMismatch
+from ..kinds import KINDS
 from ..plan import Plan
 from ..program.inputs import Vector, choice
 from ..program.transfer import spearman
 from ..scores.record import Scores
-from .capacity import plan_experts, plan_ranks
 from .rules.by_rank import increments_of
 from .serving import serving_hint
-from .sparsity import plan_sparsity
-
-_MAKERS: dict[str, tuple[Callable[..., Plan], str]] = {
-    "sparsity": (plan_sparsity, "sparsity"),
-    "experts": (plan_experts, "total"),
-    "ranks": (plan_ranks, "mean_rank"),
-}
 
 
 def diff_plans(first: Plan, second: Plan) -> dict[str, Any]:
@@ -67,7 +60,7 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
     """
     order = np.argsort(plan.values, kind="stable")
     name, value = plan.names, plan.values
-    word = {"sparsity": "sparsity", "joint": "sparsity", "ranks": "rank", "experts": "experts"}[plan.kind]
+    word = KINDS.find(plan.kind).decides
     spent, limit, unit = float(plan.budget["spent"]), float(plan.budget["limit"]), plan.budget.get("unit")
     sentences = [f"The rule {plan.rule} decides {word} for {len(name)} blocks and uses {spent:.6g} of {limit:.6g} {unit}."]
     equal = float(np.ptp(value)) <= 1e-9 * float(np.abs(value).max(initial=0.0))
@@ -171,16 +164,17 @@ def sweep(
         compared; under the rule ``by-rank`` it is the measured gain of the ranks that are bought. ``front`` marks rows that
         no other row beats in both spending and value.
     """
-    maker, argument = _MAKERS[choice(kind, "kind", tuple(_MAKERS))]
+    what = KINDS.find(choice(kind, "kind", tuple(n for n, k in KINDS.all().items() if k.make)))
+    maker = what.door("make")
     damping, smoothing = options.get("damping"), options.get("smoothing") or 0.0
     q = scores.weights(damping, smoothing=smoothing)
     rows = []
     for budget in budgets:
         for exponent in exponents or (None,):
-            plan = maker(scores, **{argument: budget}, exponent=exponent, **options)
+            plan = maker(scores, **{what.budget: budget}, exponent=exponent, **options)
             worth = increments_of(scores, damping) if plan.rule.startswith("by-rank") else None
             rows.append(_row(plan, budget, plan.hyperparameters.get("exponent"), q, worth))
-    better = -1.0 if kind == "sparsity" else 1.0
+    better = -1.0 if what.harms else 1.0
     points = np.array([[r["spent"] * -better, r["value"] * better] for r in rows])
     for i, row in enumerate(rows):
         at_least = (points >= points[i]).all(1) & (points > points[i]).any(1)
@@ -191,11 +185,12 @@ def sweep(
 def _row(
     plan: Plan, budget: float, exponent: float | None, q: Vector, worth: Sequence[Sequence[float]] | None
 ) -> dict[str, Any]:
-    value = plan.counts / np.array([b.numel for b in plan.blocks]) if plan.kind == "sparsity" else plan.counts
+    harms = KINDS.find(plan.kind).harms
+    value = plan.counts / np.array([b.numel for b in plan.blocks]) if harms else plan.counts
     if worth is not None:
         predicted = sum(sum(row[:n]) for row, n in zip(worth, plan.counts, strict=True))
     else:
-        predicted = q @ value**2 if plan.kind == "sparsity" else q @ np.log1p(value)
+        predicted = q @ value**2 if harms else q @ np.log1p(value)
     c = plan.certificate
     if worth is not None:
         price = plan.extra["rounding"]["price"]

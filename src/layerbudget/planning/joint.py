@@ -17,8 +17,8 @@ from ..program.inputs import Vector, bound_vector, choice
 from ..program.joint import JointSolution, solve_joint
 from ..program.rounding import Rounded, round_capacity
 from ..scores.record import Scores
-from .capacity import smallest_sides
 from .common import make_plan
+from .terms import smallest_sides
 
 
 def plan_joint(
@@ -89,7 +89,7 @@ def plan_joint(
     bounds: dict[str, Any] = {"lower": lower, "upper": upper}
     solution = solve_joint(
         q, cost, numel * bytes_per_parameter, limit, prune_exponent=prune_exponent, eta=eta, max_sparsity=max_sparsity,
-        min_sparsity=min_sparsity, rule=spend, **shared, **bounds,
+        min_sparsity=min_sparsity, spend=spend, **shared, **bounds,
     )  # fmt: skip
     caps = np.full(numel.size, 1.0) * bound_vector(max_sparsity, numel.size, "max_sparsity", 1.0)
     wish = float(numel @ solution.sparsity)
@@ -133,8 +133,8 @@ def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend:
     spare = min(left, float(cost @ solution.capacity) + float(cost.min()))
     if spend == "exactly" and (solution.capacity < options["upper"]).any():
         most = float(cost @ options["upper"])
-        return round_capacity(allocate(q, cost, min(spare, most), rule="exactly", **options))
-    return round_capacity(allocate(q, cost, spare, rule="at_most", **options))
+        return round_capacity(allocate(q, cost, min(spare, most), spend="exactly", **options))
+    return round_capacity(allocate(q, cost, spare, spend="at_most", **options))
 
 
 def split_joint(plan: Plan) -> tuple[Plan, Plan]:

@@ -27,15 +27,45 @@ import numpy as np
 
 from ..errors import InvalidInput
 from ..program.inputs import Vector
+from ..program.rounding import METHODS
 from ..program.solution import Solution
+from ..program.utilities import PENALTIES, UTILITIES
 from ..records import Block
 from ..scores.record import Scores
 
-# Options that several rules share, with their defaults; a rule's own options come with the rule.
-DEFAULTS: Mapping[str, Any] = {
-    "exponent": 1.0, "exponent_on": "density", "penalty": "quadratic", "utility": "log", "spend": "exactly", "method": "auto",
-    "damping": None, "smoothing": 0.0, "seed": 0, "width": None, "parity": False,
-}  # fmt: skip
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option that several rules share.
+
+    Attributes:
+        default: Where neither user nor rule says otherwise.
+        help: A line for the command line, whose flags are made from this table.
+        type: Of its value.
+        choices: Its values, where they are words.
+    """
+
+    default: Any
+    help: str
+    type: Callable[[str], Any] = float
+    choices: tuple[str, ...] = ()
+
+
+# A rule's own options come with the rule.
+OPTIONS: Mapping[str, Option] = {
+    "exponent": Option(default=1.0, help="exponent of the weights (paper: beta, kappa)"),
+    "exponent_on": Option(default="density", choices=("density", "block"), type=str, help="what the exponent is applied to"),
+    "penalty": Option(default="quadratic", choices=tuple(PENALTIES), type=str, help="penalty of a sparsity"),
+    "utility": Option(default="log", choices=tuple(UTILITIES), type=str, help="utility of capacity"),
+    "spend": Option(default="exactly", choices=("exactly", "at_most"), type=str, help="how much of the budget is spent"),
+    "method": Option(default="auto", choices=METHODS, type=str, help="how counts are rounded"),
+    "damping": Option(default=None, help="row of the scores; the middle one"),
+    "smoothing": Option(default=0.0, help="added to every score, in units of the mean score"),
+    "seed": Option(default=0, type=int, help="of the controls"),
+    "width": Option(default=None, help="width of the published maps"),
+    "parity": Option(default=False, type=bool, help="published rules exactly as published"),
+}
+DEFAULTS: Mapping[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

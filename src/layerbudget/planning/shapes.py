@@ -125,7 +125,7 @@ def _plan(
     parts, gone = problem.parts, found.dropped
     spent = sum(problem.whole[p.name] if p.layer in gone else problem.each[p.name] * found.counts[p.name] for p in parts)
     return Plan(
-        kind="sparsity", rule="structured", model=dict(model), blocks=tuple(_block(p, found) for p in parts),
+        kind="structured", rule="measured", model=dict(model), blocks=tuple(_block(p, found) for p in parts),
         budget={**budget, "limit": problem.target, "spent": spent}, hyperparameters=to_jsonable(hyper),
         certificate=to_jsonable(found.solution.certificate()) if found.solution is not None else {},
         extra=to_jsonable({
@@ -218,7 +218,7 @@ def _relax(problem: _Problem, free: Sequence[Part], need: float) -> tuple[Soluti
     n = np.array([problem.each[p.name] for p in free]) * units
     caps = np.array([problem.top[p.name] for p in free]) / units
     most = float(np.dot(n, caps))
-    solution = sparsify(np.ones(len(free)), n, min(need, most), max_sparsity=caps, penalty=curves, rule="exactly")
+    solution = sparsify(np.ones(len(free)), n, min(need, most), max_sparsity=caps, penalty=curves, spend="exactly")
     return solution, units
 
 

@@ -74,7 +74,7 @@ def transfer_scores(
             "Score both tasks with one model and one partition.",
         )
     q, r = source.weights(damping, smoothing=smoothing), target.weights(damping, smoothing=smoothing)
-    shared: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "rule": "exactly"}
+    shared: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "spend": "exactly"}
     if program == "sparsity":
         share = 0.5 if sparsity is None else sparsity
         cap = default_cap(share) if max_sparsity is None else max_sparsity

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import InfeasibleBudget
-from .inputs import Vector, bound_vector, choice, cost_vector, filled, is_constant, number, weight_vector
+from .inputs import Vector, bound_vector, choice, cost_vector, filled, is_constant, number, renamed, weight_vector
 from .separable import Program, solve
 from .solution import Solution
 from .utilities import Function, resolve
@@ -22,6 +22,7 @@ _ROUNDING = 1e-12
 _NAMES = ("alpha", "gamma")
 
 
+@renamed("rule", "spend")
 def allocate(
     weights: ArrayLike,
     cost: ArrayLike,
@@ -35,7 +36,7 @@ def allocate(
     lower: ArrayLike = 0.0,
     upper: ArrayLike | None = None,
     utility: str | Function = "log",
-    rule: str = "at_most",
+    spend: str = "at_most",
     units: str = "relative",
 ) -> Solution:
     r"""Divide a budget over blocks so that the last unit is worth the same everywhere.
@@ -56,7 +57,7 @@ def allocate(
         lower: Smallest capacity. upper: Largest capacity (none by default).
         upper: See ``lower``.
         utility: ``log``, ``power``, ``saturating`` or an object of :mod:`layerbudget.program.utilities`.
-        rule: ``at_most`` (the theorem, lambda >= 0) or ``exactly`` (spend all of it, lambda > -alpha).
+        spend: ``at_most`` (the theorem, lambda >= 0) or ``exactly`` (spend all of it, lambda > -alpha).
         units: ``relative`` measures costs and weights in units of their means, so that alpha and gamma have a meaning;
             ``literal`` takes the numbers as they are, as the paper's text does.
 
@@ -68,14 +69,14 @@ def allocate(
         DegenerateScores: All weights are zero.
         InfeasibleBudget: The budget is below what base and floors cost, or (``exactly``) above what the caps can take.
 
-    >>> allocate([4.0, 2.0, 1.0], cost=1.0, budget=4.0, rule="exactly").value
+    >>> allocate([4.0, 2.0, 1.0], cost=1.0, budget=4.0, spend="exactly").value
     array([3., 1., 0.])
     """
     q, w_low, w_high = weight_vector(weights)
     k = q.size
     c = cost_vector(cost, k)
     total = number(budget, "budget")
-    choice(rule, "rule", ("at_most", "exactly"))
+    choice(spend, "spend", ("at_most", "exactly"))
     choice(units, "units", ("relative", "literal"))
     alpha, gamma = number(alpha, "alpha"), number(gamma, "gamma", positive=True)
     f = resolve(utility, concave=True)
@@ -83,13 +84,13 @@ def allocate(
     w = weigh(q, c, number(exponent, "exponent"), exponent_on, w_low, literal=units == "literal")
     floor, low, high = _bounds(base, lower, upper, k)
     paid = 0.0 if isinstance(floor, float) else float(np.dot(c, floor))
-    target = _feasible_target(c, total, paid, low, high, exactly=rule == "exactly")
+    target = _feasible_target(c, total, paid, low, high, exactly=spend == "exactly")
     if units == "relative":
         alpha, gamma = alpha * k / float(np.add.reduce(c)), gamma * k / float(np.add.reduce(w))
     program = Program(
         sign=-1, function=f, scale=w, factor=gamma, amount=c, price=alpha, low=low, high=high, base=floor, budget=total,
-        target=target, exact_budget=rule == "exactly", names=_NAMES, weights=q,
-        settings=(exponent, exponent_on, rule, units),
+        target=target, exact_budget=spend == "exactly", names=_NAMES, weights=q,
+        settings=(exponent, exponent_on, spend, units),
     )  # fmt: skip
     return solve(program)
 
@@ -154,7 +155,7 @@ def _feasible_target(c: Vector, total: float, paid: float, low: Vector, high: Ve
         if total > most * (1.0 + _ROUNDING):
             raise InfeasibleBudget(
                 f"The caps can take {most:g} and the budget {total:g} is to be spent exactly.",
-                f"Under rule='exactly' it must lie in [{least:g}, {most:g}].",
+                f"Under spend='exactly' it must lie in [{least:g}, {most:g}].",
                 "Raise the caps, lower the budget, or spend at most the budget (at_most).",
             )
         return min(max(total, least), most) - paid

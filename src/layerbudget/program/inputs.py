@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,6 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import DegenerateScores, InvalidCost, InvalidInput, LengthMismatch, NegativeValue, NotFinite
 
 Vector = NDArray[np.float64]
+P = ParamSpec("P")
+T = TypeVar("T")
 LARGE = 2048
 
 
@@ -143,3 +147,19 @@ def _vector(values: ArrayLike, name: str, size: int | None = None) -> Vector:
         wanted = "a non-empty vector" if size is None else f"{size} values, one per block"
         raise LengthMismatch(f"{name} has shape {v.shape}.", f"It needs {wanted}.", "Give one value per block, in block order.")
     return v
+
+
+def renamed(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Take a keyword under its old name too, with a warning, for one release."""
+
+    def around(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*arguments: P.args, **keywords: P.kwargs) -> T:
+            if old in keywords:
+                warnings.warn(f"{function.__name__}({old}=) is {new}= now.", DeprecationWarning, stacklevel=2)
+                keywords[new] = keywords.pop(old)
+            return function(*arguments, **keywords)
+
+        return call
+
+    return around

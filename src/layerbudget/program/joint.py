@@ -19,7 +19,7 @@ from .allocation import _bounds as _capacity_bounds
 from .allocation import weigh
 from .calibrated import CalibratedPenalty
 from .dual import monotone_root
-from .inputs import Vector, choice, cost_vector, number, weight_vector
+from .inputs import Vector, choice, cost_vector, number, renamed, weight_vector
 from .separable import Program, stationarity
 from .solution import Solution
 from .sparsity import _bounds as _sparsity_bounds
@@ -61,6 +61,7 @@ class JointProgram:
         return float(np.dot(self.adapt.amount, e + self.adapt.base)) - float(np.dot(self.prune.amount, rho))
 
 
+@renamed("rule", "spend")
 def solve_joint(
     weights: ArrayLike,
     cost: ArrayLike,
@@ -81,7 +82,7 @@ def solve_joint(
     min_sparsity: ArrayLike = 0.0,
     utility: str | Function = "log",
     penalty: str | Function = "quadratic",
-    rule: str = "at_most",
+    spend: str = "at_most",
 ) -> JointSolution:
     """Decide capacities and sparsities under one budget.
 
@@ -105,7 +106,7 @@ def solve_joint(
         min_sparsity: Floor per block.
         utility: phi.
         penalty: psi; smooth ones only.
-        rule: ``at_most`` (lambda >= 0) or ``exactly`` (lambda > -alpha).
+        spend: ``at_most`` (lambda >= 0) or ``exactly`` (lambda > -alpha).
 
     Returns:
         The solution with ``capacity`` and ``sparsity``.
@@ -115,11 +116,11 @@ def solve_joint(
         InvalidInput: An input outside its domain.
         DegenerateScores: All weights are zero.
 
-    >>> s = solve_joint([1.0, 3.0], 10.0, 100.0, -20.0, rule="exactly")
+    >>> s = solve_joint([1.0, 3.0], 10.0, 100.0, -20.0, spend="exactly")
     >>> bool(abs(10 * s.capacity.sum() - 100 * s.sparsity.sum() + 20) < 1e-9)
     True
     """
-    choice(rule, "rule", ("at_most", "exactly"))
+    choice(spend, "spend", ("at_most", "exactly"))
     choice(exponent_on, "exponent_on", ("density", "block"))
     q, q_low, _ = weight_vector(weights)
     k = q.size
@@ -132,8 +133,8 @@ def solve_joint(
     price = number(alpha, "alpha") * k / float(np.add.reduce(a))
     floor, low, high = _capacity_bounds(base, lower, upper, k)
     rho = dict(zip(("low", "high"), _sparsity_bounds(min_sparsity, max_sparsity, k), strict=True))
-    total, exactly = _net_budget(budget), rule == "exactly"
-    shared = {"budget": total, "target": total, "exact_budget": exactly, "names": (), "weights": q, "settings": (rule,)}
+    total, exactly = _net_budget(budget), spend == "exactly"
+    shared = {"budget": total, "target": total, "exact_budget": exactly, "names": (), "weights": q, "settings": (spend,)}
     phi, psi = resolve(utility, concave=True), _smooth(penalty)
     adapt = Program(sign=-1, function=phi, scale=w, amount=a, price=price, low=low, high=high, base=floor, **shared)
     prune = Program(sign=1, function=psi, scale=v, amount=s, price=0.0, base=0.0, **rho, **shared)
@@ -174,8 +175,8 @@ def _check(program: JointProgram, *, exactly: bool) -> None:
     if exactly and total > most + room:
         raise InfeasibleBudget(
             f"The net budget {total:g} cannot be used up: full capacity without pruning takes {most:g}.",
-            f"Under rule='exactly' it must lie in [{least:g}, {most:g}].",
-            "Raise the caps, or use rule='at_most'.",
+            f"Under spend='exactly' it must lie in [{least:g}, {most:g}].",
+            "Raise the caps, or use spend='at_most'.",
         )
 
 

@@ -37,7 +37,7 @@ class Program:
         base: What is added to x to give the decision (and is paid from the budget), shape ``(K,)`` or 0.0.
         budget: Right-hand side for ``x + base``.
         target: Right-hand side for ``x`` alone.
-        exact_budget: True for the rule ``exactly``.
+        exact_budget: True for ``spend='exactly'``.
         names: Names of the parameters that cancel when the budget binds.
         weights: The weights as given, before exponents.
         settings: Everything else that the record should keep.

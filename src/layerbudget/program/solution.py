@@ -24,7 +24,7 @@ class Solution:
         status: ``binding``, ``slack``, ``saturated`` or ``degenerate``; :attr:`message` says it in a sentence. An infeasible
             program never yields a solution: it raises :class:`layerbudget.errors.InfeasibleBudget`.
         multiplier: lambda, utility (or penalty) per unit of budget; zero where the budget does not bind, and possibly
-            negative under the ``exactly`` rule.
+            negative under ``spend='exactly'``.
         multiplier_interval: All lambda that certify the same decision; one point unless it lies on a plateau.
         shadow_price: ``alpha + lambda`` or ``b + lambda``: utility per unit of budget at the margin.
         primal, dual: Objective at the decision, and the dual function at lambda, computed from lambda alone.
@@ -37,7 +37,7 @@ class Solution:
         program: The program that was solved, in the form that rounding and transfer use.
 
     >>> from layerbudget.program import allocate
-    >>> allocate([2.0, 1.0], cost=[1.0, 1.0], budget=4, rule="exactly").value
+    >>> allocate([2.0, 1.0], cost=[1.0, 1.0], budget=4, spend="exactly").value
     array([3., 1.])
     """
 
@@ -113,18 +113,18 @@ def explain_status(s: Solution) -> str:
     text = STATUSES[s.status]
     if s.status == "degenerate" and s.program.sign < 0:
         text += (
-            " No block earns more than its base. Use rule='exactly' to spend the budget, or units='relative' "
+            " No block earns more than its base. Use spend='exactly' to spend the budget, or units='relative' "
             "so that costs and weights are compared on one scale."
         )
     elif s.status == "degenerate":
         text += (
             f" The bits saved outweigh the penalty everywhere, so {s.spent:.6g} parameters go instead of the {s.budget:.6g} "
-            "asked for. Use rule='exactly' to prune what was asked for."
+            "asked for. Use spend='exactly' to prune what was asked for."
         )
     elif s.status == "slack" and s.program.sign < 0:
-        text += f" {s.slack:.6g} of {s.budget:.6g} is left; rule='exactly' spends it."
+        text += f" {s.slack:.6g} of {s.budget:.6g} is left; spend='exactly' spends it."
     elif s.status == "slack":
-        text += f" {s.slack:.6g} more than the {s.budget:.6g} asked for is pruned; rule='exactly' stops there."
+        text += f" {s.slack:.6g} more than the {s.budget:.6g} asked for is pruned; spend='exactly' stops there."
     elif s.status == "saturated":
         text += " Raise the cap, or lower the budget to leave a choice."
     return text

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from ..errors import InfeasibleBudget, InvalidInput, LengthMismatch
 from .allocation import weigh
 from .calibrated import CalibratedPenalty
-from .inputs import Vector, bound_vector, choice, cost_vector, filled, number, weight_vector
+from .inputs import Vector, bound_vector, choice, cost_vector, filled, number, renamed, weight_vector
 from .separable import Program, solve
 from .solution import Solution
 from .utilities import Function, resolve
@@ -24,6 +24,7 @@ _ROUNDING = 1e-12
 _NAMES = ("bits", "eta")
 
 
+@renamed("rule", "spend")
 def sparsify(
     weights: ArrayLike,
     numel: ArrayLike,
@@ -37,7 +38,7 @@ def sparsify(
     bits: float = 16.0,
     eta: float = 2.0,
     penalty: str | Function = "quadratic",
-    rule: str = "at_least",
+    spend: str = "at_least",
     units: str = "relative",
 ) -> Solution:
     r"""Choose each block's sparsity so that the last pruned parameter hurts the same everywhere.
@@ -58,7 +59,7 @@ def sparsify(
         eta: See ``bits``.
         penalty: ``quadratic``, ``log-barrier``, ``power``, ``exponential``, an object of
             :mod:`layerbudget.program.utilities`, or a :class:`layerbudget.program.calibrated.CalibratedPenalty`.
-        rule: ``at_least`` (the theorem, lambda >= 0) or ``exactly`` (prune S and no more, lambda > -b).
+        spend: ``at_least`` (the theorem, lambda >= 0) or ``exactly`` (prune S and no more, lambda > -b).
         units: ``relative`` measures sizes and weights in units of their means; ``literal`` takes them as they are.
 
     Returns:
@@ -69,21 +70,21 @@ def sparsify(
         DegenerateScores: All weights are zero.
         InfeasibleBudget: S is above what the caps allow, or (``exactly``) below what the floors demand.
 
-    >>> sparsify([1.0, 2.0], [100, 100], 75, max_sparsity=0.8, rule="exactly").value
+    >>> sparsify([1.0, 2.0], [100, 100], 75, max_sparsity=0.8, spend="exactly").value
     array([0.5 , 0.25])
     """
     q, w_low, _ = weight_vector(weights)
     k = q.size
     n = cost_vector(numel, k, "numel")
     target = _pruned(pruned_parameters, sparsity, n)
-    choice(rule, "rule", ("at_least", "exactly"))
+    choice(spend, "spend", ("at_least", "exactly"))
     choice(units, "units", ("relative", "literal"))
     bits, eta = number(bits, "bits"), number(eta, "eta", positive=True)
     low, high = _bounds(min_sparsity, max_sparsity, k)
     f = resolve(penalty, concave=False)
     if isinstance(f, CalibratedPenalty):
         high = _measured(f, low, high)
-    exactly = rule == "exactly"
+    exactly = spend == "exactly"
     target = _feasible_target(n, target, low, high, exactly=exactly)
     choice(exponent_on, "exponent_on", ("density", "block"))
     w = weigh(q, n, number(exponent, "exponent"), exponent_on, w_low, literal=units == "literal")
@@ -91,7 +92,7 @@ def sparsify(
         bits, eta = bits * k / float(np.add.reduce(n)), eta * k / float(np.add.reduce(w))
     program = Program(
         sign=1, function=f, scale=w, factor=eta, amount=n, price=bits, low=low, high=high, base=0.0, budget=target,
-        target=target, exact_budget=exactly, names=_NAMES, weights=q, settings=(exponent, exponent_on, rule, units),
+        target=target, exact_budget=exactly, names=_NAMES, weights=q, settings=(exponent, exponent_on, spend, units),
     )  # fmt: skip
     return solve(program)
 
@@ -146,7 +147,7 @@ def _feasible_target(n: Vector, target: float, low: Vector, high: Vector, *, exa
     if exactly and target < least * (1.0 - _ROUNDING):
         raise InfeasibleBudget(
             f"{target:g} parameters are to go and the floors alone prune {least:g}.",
-            f"Under rule='exactly' the global sparsity must lie in [{least / everything:.4g}, {most / everything:.4g}].",
-            "Lower min_sparsity, or use rule='at_least'.",
+            f"Under spend='exactly' the global sparsity must lie in [{least / everything:.4g}, {most / everything:.4g}].",
+            "Lower min_sparsity, or use spend='at_least'.",
         )
     return min(max(target, least), most) if exactly else min(target, most)

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from ..errors import LengthMismatch
 from .allocation import allocate
 from .dual import piecewise_root
-from .inputs import Vector, cost_vector, weight_vector
+from .inputs import Vector, cost_vector, renamed, weight_vector
 from .separable import Program
 from .solution import Solution
 from .sparsity import sparsify
@@ -68,9 +68,10 @@ class Transfer:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("source", "target")}
 
 
+@renamed("rule", "spend")
 def transfer_allocation(
     source: ArrayLike, target: ArrayLike, cost: ArrayLike, budget: float, *, exponent: float = 1.0,
-    exponent_on: str = "density", alpha: float = 0.5, gamma: float = 0.9, rule: str = "at_most", **options: Any,
+    exponent_on: str = "density", alpha: float = 0.5, gamma: float = 0.9, spend: str = "at_most", **options: Any,
 ) -> Transfer:  # fmt: skip
     """Transfer of an allocation from the weights ``source`` to the weights ``target``.
 
@@ -83,7 +84,7 @@ def transfer_allocation(
         exponent_on: ``density`` or ``block``.
         alpha: Price.
         gamma: Weight of the utility.
-        rule: ``at_most`` or ``exactly``.
+        spend: ``at_most`` or ``exactly``.
         **options: ``base``, ``lower``, ``upper``, ``utility``.
 
     Returns:
@@ -93,21 +94,22 @@ def transfer_allocation(
         LengthMismatch: Two vectors of different length.
         InvalidInput, InfeasibleBudget, DegenerateScores: As the program raises them; a utility without a modulus.
 
-    >>> t = transfer_allocation([1.0, 2.0], [2.0, 1.0], 1.0, 4.0, rule="exactly")
+    >>> t = transfer_allocation([1.0, 2.0], [2.0, 1.0], 1.0, 4.0, spend="exactly")
     >>> 0 <= t.regret <= t.sharp_bound <= t.bound
     True
     """
     q, r = _pair(source, target)
     c = cost_vector(cost, q.size)
-    fixed: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "rule": rule, "units": "literal", **options}
+    fixed: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "spend": spend, "units": "literal", **options}
     fixed |= {"alpha": alpha / float(c.mean()), "gamma": gamma * _unit(c, exponent, exponent_on)}
     a, b = allocate(q, c, budget, **fixed), allocate(r, c, budget, **fixed)
     return _transfer(a, b, (q, r), c, fixed["gamma"], exponent, exponent_on)
 
 
+@renamed("rule", "spend")
 def transfer_sparsity(
     source: ArrayLike, target: ArrayLike, numel: ArrayLike, pruned_parameters: float | None = None, *,
-    exponent: float = 1.0, exponent_on: str = "density", bits: float = 16.0, eta: float = 2.0, rule: str = "exactly",
+    exponent: float = 1.0, exponent_on: str = "density", bits: float = 16.0, eta: float = 2.0, spend: str = "exactly",
     **options: Any,
 ) -> Transfer:  # fmt: skip
     """Transfer of a sparsity plan from the weights ``source`` to the weights ``target``.
@@ -121,7 +123,7 @@ def transfer_sparsity(
         exponent_on: ``density`` or ``block``.
         bits: b.
         eta: Weight of the penalty.
-        rule: ``at_least`` or ``exactly``.
+        spend: ``at_least`` or ``exactly``.
         **options: ``sparsity``, ``min_sparsity``, ``max_sparsity``, ``penalty``.
 
     Returns:
@@ -137,7 +139,7 @@ def transfer_sparsity(
     """
     q, r = _pair(source, target)
     n = cost_vector(numel, q.size, "numel")
-    fixed: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "rule": rule, "units": "literal", **options}
+    fixed: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "spend": spend, "units": "literal", **options}
     fixed |= {"bits": bits / float(n.mean()), "eta": eta * _unit(n, exponent, exponent_on)}
     a, b = sparsify(q, n, pruned_parameters, **fixed), sparsify(r, n, pruned_parameters, **fixed)
     return _transfer(a, b, (q, r), n, fixed["eta"], exponent, exponent_on)

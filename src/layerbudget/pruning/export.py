@@ -18,8 +18,7 @@ import torch
 from ..errors import AlreadyExists, InvalidInput, NotFound
 from ..plan import Plan
 from ..records import write_text
-
-MODIFIERS = {"wanda": "WandaPruningModifier", "sparsegpt": "SparseGPTModifier", "magnitude": "MagnitudePruningModifier"}
+from ..treatments.treatment import TREATMENTS, find_treatment
 
 
 def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None, digits: int = 4) -> str:
@@ -36,10 +35,12 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None, dig
     Raises:
         InvalidInput: Another kind of plan, or ``magnitude`` (that modifier needs a training schedule).
     """
-    if plan.kind != "sparsity" or method not in ("wanda", "sparsegpt"):
+    modifier = find_treatment(method).modifier
+    if plan.kind != "sparsity" or modifier is None:
+        known = " and ".join(name for name, t in TREATMENTS.all().items() if t.modifier)
         raise InvalidInput(
             f"A recipe for method {method!r} and a plan of kind {plan.kind} cannot be written.",
-            "Methods are wanda and sparsegpt, the kind is sparsity.",
+            f"Methods are {known}, the kind is sparsity.",
             "Prune with layerbudget instead.",
         )
     groups: dict[float, list[str]] = {}
@@ -51,7 +52,7 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None, dig
         lines += [
             f"prune_{i}_stage:",
             f"  prune_{i}_modifiers:",
-            f"    {MODIFIERS[method]}:",
+            f"    {modifier}:",
             f"      sparsity: {ratio}",
             f"      mask_structure: {json.dumps(pattern or '0:0')}",
             f"      targets: {json.dumps(modules)}",

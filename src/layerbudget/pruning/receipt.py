@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -13,11 +12,11 @@ from torch import nn
 from ..blocks import weight_of
 from ..errors import CoverageError
 from ..plan import PlanBlock
-from ..records import SCHEMA_VERSION, Block, dumps, read_json, write_text
+from ..records import Block, Record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Receipt:
+class Receipt(Record):
     """The record of one pruning run.
 
     Attributes:
@@ -36,6 +35,9 @@ class Receipt:
         versions: Of Python, torch and transformers.
     """
 
+    what: ClassVar[str] = "receipt"
+    command: ClassVar[str] = "prune"
+
     method: str
     settings: Mapping[str, Any]
     plan_digest: str
@@ -50,24 +52,10 @@ class Receipt:
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form (the file ``receipt.json``)."""
-        return {"schema_version": SCHEMA_VERSION, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
-
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Receipt:
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Rebuild a receipt from its JSON form."""
-        fields = {f.name: record[f.name] for f in dataclasses.fields(cls)}
-        return cls(**{**fields, "notes": tuple(record["notes"])})
-
-    def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
-        """Write ``receipt.json`` atomically."""
-        return write_text(path, dumps(self.to_dict()), overwrite=overwrite)
-
-    @classmethod
-    def load(cls, path: Path | str) -> Receipt:
-        """Read ``receipt.json``."""
-        return cls.from_dict(read_json(path, "receipt"))
+        return super().from_dict({**record, "notes": tuple(record["notes"])})
 
 
 def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def save_pruned(
         model: The pruned model.
         tokenizer: Saved beside it where it is not None.
         plan: The plan that was applied.
-        receipt: What :func:`layerbudget.pruning.prune.prune` returned.
+        receipt: What :func:`layerbudget.pruning.apply.prune` returned.
         out_dir: Must not exist, or be empty.
         overwrite: Replace a folder that an earlier call wrote (it holds a ``receipt.json``).
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from ..blocks import partition
 from ..errors import MissingDependency
+from ..running.loss import FeatureSet
 from ..scores.gain import score
-from ..scores.loss import FeatureSet
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0, 2.0)
 PROXIES = ("layerif_style", "diag_fisher", "grad_norm")

@@ -60,7 +60,7 @@ def recompute_sparsity(name: str) -> dict[str, Any]:
     q, n = np.array(task["influence_scores"]), np.full(record["blocks"], float(record["numel_per_block"]))
     s = sparsify(
         q, n, sparsity=0.5, max_sparsity=want["max_sparsity"], exponent=want["exponent"], bits=BITS, eta=ETA,
-        rule="exactly", units="literal",
+        spend="exactly", units="literal",
     )  # fmt: skip
     truth = np.empty_like(q)
     truth[order] = want["ratios_file_order"]

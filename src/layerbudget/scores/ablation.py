@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..blocks import is_conv1d, layers, weight_of
+from ..blocks import is_conv1d, weight_of
 from ..errors import CoverageError, InvalidInput, UnknownStructure
 from ..records import Block
+from ..running.divergence import sequence_losses
+from ..running.loss import IGNORE, Batch, Data, batches, logits_of
+from ..running.modes import inference
+from ..running.replay import Replay, Trace
 from .curvature.common import Progress, Ticker, check_inputs, record
-from .hooks import prepared
-from .loss import IGNORE, Batch, Data, batches, logits_of
 from .record import Scores
-
-
-def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum the token losses of each sequence, shape ``(B,)``, float64."""
-    flat = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="none")
-    return flat.reshape(len(targets), -1).double().sum(1)
 
 
 def ratio_of_sums(values: np.ndarray, counts: np.ndarray) -> tuple[float, float | None]:
@@ -49,96 +44,30 @@ def over_sequences(
     return record(model, data, blocks, estimator, gain=(gain,), standard_error=(error,), unit=unit, orientation="gain")
 
 
-def _first(output: Any) -> torch.Tensor:
-    return output if isinstance(output, torch.Tensor) else output[0]
-
-
-def _like(hidden: torch.Tensor, output: Any) -> Any:
-    return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
-
-
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    return args[0] if args else kwargs["hidden_states"]
-
-
-class _Trace:
-    """What each layer was given and returned in one clean forward pass."""
-
-    def __init__(self, stack: Sequence[nn.Module]) -> None:
-        self.inputs: list[Any] = [None] * len(stack)
-        self.outputs: list[Any] = [None] * len(stack)
-        self.stack = stack
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Keep what every layer is given and returns while the model runs."""
-
-        def listen(i: int) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-                self.inputs[i], self.outputs[i] = _hidden(args, kwargs), output
-
-            return hook
-
-        handles = []
-        try:
-            for i, layer in enumerate(self.stack):
-                handles.append(layer.register_forward_hook(listen(i), with_kwargs=True))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextlib.contextmanager
-    def resuming(self, start: int) -> Iterator[None]:
-        """Make layers before ``start`` free and start there from the recorded clean input."""
-
-        def stand_in(i: int) -> Callable[..., Any]:
-            return lambda *args, **kwargs: self.outputs[i]
-
-        try:
-            for i in range(start):
-                self.stack[i].forward = stand_in(i)  # type: ignore[method-assign]
-            yield
-        finally:
-            for i in range(start):
-                del self.stack[i].forward
-
-
 @contextlib.contextmanager
-def _without(model: nn.Module, block: Block, trace: _Trace, whole: dict[str, int]) -> Iterator[None]:
-    """Skip a whole layer (its residual stream passes through), or silence single matrices (they output zero)."""
-    handles = []
-    layer = whole.get(block.name)
-    try:
-        if layer is not None:
-            module, output = trace.stack[layer], trace.outputs[layer]
-            module.forward = lambda *args, **kwargs: _like(_hidden(args, kwargs), output)  # type: ignore[method-assign]
-        else:
-            for matrix in block.modules:
-                owner, _ = weight_of(model, matrix.name, packed=True)
-                handles.append(owner.register_forward_hook(lambda m, i, out: torch.zeros_like(out)))
+def _without(model: nn.Module, block: Block) -> Iterator[None]:
+    """Silence the matrices of a block: they output zero."""
+    with contextlib.ExitStack() as stack:
+        for matrix in block.modules:
+            owner, _ = weight_of(model, matrix.name, packed=True)
+            stack.callback(owner.register_forward_hook(lambda m, i, out: torch.zeros_like(out)).remove)
         yield
-    finally:
-        if layer is not None:
-            del trace.stack[layer].forward
-        for handle in handles:
-            handle.remove()
 
 
-def _places(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[nn.Module], dict[str, int], dict[str, int]]:
-    """Return the layer stack, the first layer that each block touches, and the blocks that are whole layers."""
+def _replay(model: nn.Module) -> Replay | None:
+    """The model layer by layer, where it has one list of layers."""
     try:
-        named = layers(model)
+        return Replay(model)
     except UnknownStructure:
-        named = []
-    index = {name: i for i, (name, _) in enumerate(named)}
-    first, whole = {}, {}
-    for block in blocks:
-        touched = [i for name, i in index.items() if any(m.name.startswith(name + ".") for m in block.modules)]
-        first[block.name] = min(touched, default=0)
-        if block.name in index:
-            whole[block.name] = index[block.name]
-    return [layer for _, layer in named], first, whole
+        return None
+
+
+def _first_layer(replay: Replay, block: Block) -> int:
+    """The first layer that a block touches."""
+    touched = (
+        i for i, (name, _) in enumerate(replay.layers) if any(m.name.startswith(f"{name}.") for m in block.modules)
+    )  # fmt: skip
+    return min(touched, default=0)
 
 
 def _refuse_fused(model: nn.Module, blocks: Sequence[Block]) -> None:
@@ -157,15 +86,20 @@ def _refuse_fused(model: nn.Module, blocks: Sequence[Block]) -> None:
             )
 
 
-def _increases(model: nn.Module, batch: Batch, blocks: Sequence[Block], places: Any) -> tuple[np.ndarray, np.ndarray]:
+def _increases(model: nn.Module, batch: Batch, blocks: Sequence[Block], replay: Replay | None) -> tuple[np.ndarray, np.ndarray]:
     """Loss increase per block and sequence, ``(K, B)``, and target tokens per sequence, ``(B,)``."""
-    stack, first, whole = places
-    trace = _Trace(stack)
+    trace = Trace([layer for _, layer in replay.layers] if replay else [])
     with trace.recording():
         clean = sequence_losses(logits_of(model, batch), batch.targets)
     rows = []
+    whole = {name: i for i, (name, _) in enumerate(replay.layers)} if replay else {}
     for block in blocks:
-        with trace.resuming(first[block.name]), _without(model, block, trace, whole):
+        with contextlib.ExitStack() as stack:
+            if block.name not in whole:
+                stack.enter_context(_without(model, block))
+            if replay is not None:  # the layers below are as they were; a layer that is left out passes its input on
+                start = _first_layer(replay, block)
+                stack.enter_context(replay.begin(start + (block.name in whole), trace.inputs[start]))
             rows.append(sequence_losses(logits_of(model, batch), batch.targets) - clean)
     counts = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1)
     return torch.stack(rows).cpu().numpy(), counts.cpu().numpy()
@@ -202,12 +136,14 @@ def ablation(
         CoverageError: A block of fused experts that is not a whole layer.
     """
     check_inputs(data, batch_size)
-    places, tick = _places(model, blocks), Ticker(progress, data.samples)
-    _refuse_fused(model, [b for b in blocks if b.name not in places[2]])
+    replay, tick = _replay(model), Ticker(progress, data.samples)
+    _refuse_fused(model, [b for b in blocks if replay is None or b.name not in dict(replay.layers)])
     increases, counts = [], []
-    with prepared(model), torch.no_grad():
+    with inference(model):
         for batch in batches(model, data, batch_size):
-            rows, n = _increases(model, batch, blocks, places)
+            if replay is not None and not increases:
+                replay.probe(batch.kwargs)
+            rows, n = _increases(model, batch, blocks, replay)
             increases.append(rows)
             counts.append(n)
             tick(batch.size)
@@ -215,12 +151,12 @@ def ablation(
     return over_sequences(model, data, blocks, "ablation", rows, n, unit="nats of average loss")
 
 
-def _distances(trace: _Trace, chosen: Sequence[int], batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+def _distances(trace: Trace, chosen: Sequence[int], batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Sum over real tokens of ``1 - cos(in, out)`` per layer and sequence, ``(K, B)``, and the token counts, ``(B,)``."""
     mask = batch.kwargs.get("attention_mask")
     rows = []
     for i in chosen:
-        a, b = trace.inputs[i], _first(trace.outputs[i])
+        a, b = trace.inputs[i], trace.outputs[i]
         distance = 1.0 - F.cosine_similarity(a.double(), b.double(), dim=-1)
         rows.append((distance if mask is None else distance * mask).sum(1))
     n = mask.sum(1) if mask is not None else torch.full((batch.size,), trace.inputs[chosen[0]].shape[1])
@@ -250,7 +186,8 @@ def block_influence(
         InvalidInput: A block is not a whole layer.
         UnknownStructure: The model has no head.
     """
-    stack, _, whole = _places(model, blocks)
+    replay = _replay(model)
+    whole = {name: i for i, (name, _) in enumerate(replay.layers)} if replay else {}
     partial = [b.name for b in blocks if b.name not in whole]
     if partial:
         raise InvalidInput(
@@ -261,9 +198,9 @@ def block_influence(
     check_inputs(data, batch_size)
     tick = Ticker(progress, data.samples)
     sums, counts = [], []
-    with prepared(model), torch.no_grad():
+    with inference(model):
         for batch in batches(model, data, batch_size):
-            trace = _Trace(stack)
+            trace = Trace([layer for _, layer in replay.layers])
             with trace.recording():
                 logits_of(model, batch)
             rows, n = _distances(trace, [whole[b.name] for b in blocks], batch)

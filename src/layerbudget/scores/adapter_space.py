@@ -17,9 +17,9 @@ from torch import nn
 
 from ..errors import CoverageError, InvalidInput
 from ..records import Block
+from ..running.loss import Data, token_count
+from ..running.sites import Collector, Site
 from .curvature import common, fisher, gram
-from .hooks import Collector, Site
-from .loss import Data, token_count
 from .record import Scores
 
 

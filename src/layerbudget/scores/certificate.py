@@ -28,11 +28,11 @@ from torch import nn
 from ..blocks import is_conv1d, weight_of
 from ..errors import InvalidInput, MissingDependency
 from ..records import Block
+from ..running.loss import Data, logits_of, summed_loss, token_count
 from .curvature.common import Progress, Ticker, check_damping, check_inputs
 from .curvature.gram import chunks, collect_rows, gram
 from .curvature.krylov import lanczos
 from .curvature.products import BlockProducts
-from .loss import Data, logits_of, summed_loss, token_count
 
 CURVATURES = ("fisher", "diagonal", "ggn", "hessian")
 DAMPINGS = (0.1, 1.0, 10.0)

@@ -16,10 +16,10 @@ from .. import blocks as model_blocks
 from ..errors import InvalidInput
 from ..provenance import computation, versions
 from ..records import Block
+from ..running.loss import Data
 from . import stages
 from .curvature.common import Progress
 from .estimators import find_estimator
-from .loss import Data
 from .record import Scores
 
 

@@ -20,11 +20,11 @@ from torch import nn
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..records import Block
+from ..running.loss import IGNORE, Batch, batches, logits_of
+from ..running.sites import Collector
 from .curvature.common import Progress, Ticker, check_inputs, record
 from .curvature.gram import Rows, chunks, gram
 from .datainf import AGGREGATIONS, Influence, aggregate, influence_table
-from .hooks import Collector
-from .loss import IGNORE, Batch, batches, logits_of
 from .record import Scores
 
 MODES = ("parity", "clean")

@@ -13,9 +13,9 @@ from torch import nn
 from ..blocks import is_conv1d, weight_of
 from ..errors import CoverageError, InvalidInput
 from ..records import Block
+from ..running.loss import Data, FeatureSet, pad_right
+from ..running.modes import prepared
 from .curvature.common import Progress, Ticker, check_inputs, record
-from .hooks import prepared
-from .loss import Data, FeatureSet, pad_right
 from .record import Scores
 
 

@@ -22,10 +22,10 @@ from torch import nn
 
 from ..errors import CoverageError, InvalidInput
 from ..records import Block
+from ..running.loss import Data, token_count
+from ..running.sites import Collector, Site
 from .curvature import common
 from .curvature.kronecker import Kronecker, build
-from .hooks import Collector, Site
-from .loss import Data, token_count
 from .record import Scores
 
 CURVATURES = ("none", "kfac")

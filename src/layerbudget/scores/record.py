@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from ..errors import CorruptFile, DegenerateScores, InvalidInput, LayerbudgetError
-from ..records import SCHEMA_VERSION, Block, digest, dumps, read_json, write_text
+from ..errors import DegenerateScores, InvalidInput
+from ..records import Block, Record, digest
 
 Table = tuple[tuple[float | None, ...], ...]
 
@@ -29,7 +28,7 @@ def _table(rows: Any, shape: tuple[int, int], name: str) -> Table:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scores:
+class Scores(Record):
     """Layer scores for D dampings and K blocks.
 
     Attributes:
@@ -46,6 +45,9 @@ class Scores:
         model: ``{id, revision, digest}``.  data: ``{source, samples, length, digest}``.
         seed: Seed of whatever was random.  versions: Package versions.  extra: Estimator-specific results.
     """
+
+    what: ClassVar[str] = "scores"
+    command: ClassVar[str] = "score"
 
     estimator: str
     blocks: tuple[Block, ...]
@@ -148,41 +150,10 @@ class Scores:
         s = s + smoothing * s.mean()
         return s / s.sum()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form (the file ``scores.json``)."""
-        record: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            record[field.name] = [b.to_dict() for b in value] if field.name == "blocks" else value
-        return record
-
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Scores:
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Rebuild a record from its JSON form."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        fields = {k: v for k, v in record.items() if k in known}
-        fields["blocks"] = tuple(Block.from_dict(b) for b in record["blocks"])
-        return cls(**fields)
-
-    def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
-        """Write ``scores.json`` atomically."""
-        return write_text(path, dumps(self.to_dict()), overwrite=overwrite)
-
-    @classmethod
-    def load(cls, path: Path | str) -> Scores:
-        """Read ``scores.json``.
-
-        Raises:
-            NotFound: No such file.
-            CorruptFile: Not a scores file.
-        """
-        record = read_json(path, "score")
-        try:
-            return cls.from_dict(record)
-        except LayerbudgetError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptFile(f"{path} is not a scores file ({error!r}).", "", "Make it again.") from error
+        return super().from_dict({**record, "blocks": tuple(Block.from_dict(b) for b in record["blocks"])})
 
     @classmethod
     def from_values(cls, values: Mapping[str, float], blocks: Sequence[Block], **fields: Any) -> Scores:

@@ -24,8 +24,8 @@ from .. import blocks as model_blocks
 from ..errors import InvalidInput, ModelMismatch, NotFound
 from ..provenance import computation, versions
 from ..records import Block, digest, dumps, read_json, write_text
+from ..running.loss import Data, FeatureSet
 from .curvature import common, gram
-from .loss import Data, FeatureSet
 from .record import Scores
 
 

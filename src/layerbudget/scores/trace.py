@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from ..records import Block
+from ..running.loss import IGNORE, Data
+from ..running.sites import Collector, Site
 from .ablation import over_sequences
 from .curvature.common import Progress, Ticker, backward, check_inputs, walk
-from .hooks import Collector, Site
-from .loss import IGNORE, Data
 from .record import Scores
 
 

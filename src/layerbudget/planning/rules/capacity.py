@@ -27,7 +27,7 @@ def allocated(problem: Problem, weights: Vector, *, method: str = "auto", spend:
     """
     base = 0.0 if problem.base is None else problem.base
     solution = allocate(
-        weights, problem.amount, problem.target, rule=spend, base=base, lower=problem.low, upper=problem.high, **options
+        weights, problem.amount, problem.target, spend=spend, base=base, lower=problem.low, upper=problem.high, **options
     )
     rounded = round_capacity(solution, method=method, multiple=problem.multiple)
     return Decision(

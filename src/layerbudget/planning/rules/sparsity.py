@@ -17,7 +17,7 @@ _READS = ("exponent", "exponent_on", "damping", "smoothing", "penalty")
 
 def _solve(problem: Problem, weights: Any, **options: Any) -> Decision:
     solution = sparsify(
-        weights, problem.amount, problem.target, max_sparsity=problem.high, min_sparsity=problem.low, rule="exactly", **options
+        weights, problem.amount, problem.target, max_sparsity=problem.high, min_sparsity=problem.low, spend="exactly", **options
     )
     return Decision(value=solution.value, solution=solution)
 

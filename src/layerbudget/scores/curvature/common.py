@@ -13,8 +13,8 @@ from ... import blocks as model_blocks
 from ...errors import CurvatureFailure, InvalidInput
 from ...provenance import computation, versions
 from ...records import Block
-from ..hooks import Collector
-from ..loss import Batch, Data, batches, logits_of, summed_loss
+from ...running.loss import Batch, Data, batches, logits_of, summed_loss
+from ...running.sites import Collector
 from ..record import Scores
 
 SWEEPS = {

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ...records import Block
-from ..hooks import Collector, Site
-from ..loss import Data
+from ...running.loss import Data
+from ...running.sites import Collector, Site
 from ..record import Scores
 from . import common
 from .gram import token_counts

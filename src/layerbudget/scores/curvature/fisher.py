@@ -19,8 +19,8 @@ from torch import nn
 
 from ...errors import InvalidInput
 from ...records import Block
+from ...running.loss import Data, token_count
 from .. import noise
-from ..loss import Data, token_count
 from ..record import Scores
 from . import common
 from .gram import chunks, collect_rows, gram, gram_matrices, token_counts

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...errors import InvalidInput
 from ...records import Block
-from ..loss import Data
+from ...running.loss import Data
 from ..record import Scores
 from . import common
 from .krylov import Tridiagonal, lanczos

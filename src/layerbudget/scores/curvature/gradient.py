@@ -10,8 +10,8 @@ from torch import nn
 
 from ...blocks import weight_of
 from ...records import Block
-from ..hooks import prepared
-from ..loss import IGNORE, Data, batches, logits_of, summed_loss
+from ...running.loss import IGNORE, Data, batches, logits_of, summed_loss
+from ...running.modes import prepared
 from ..record import Scores
 from . import common
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ...records import Block
-from ..hooks import Collector, Site
-from ..loss import IGNORE, Data, sampled_targets, targets_of
+from ...running.loss import IGNORE, Data, sampled_targets, targets_of
+from ...running.sites import Collector, Site
 from . import common
 
 _CHUNK = 1 << 16

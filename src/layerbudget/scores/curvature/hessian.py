@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from ...records import Block
-from ..loss import Data
+from ...running.loss import Data
 from ..record import Scores
 from . import common
 from .ggn import absolute_damping, lanczos_values

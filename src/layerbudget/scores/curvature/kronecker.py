@@ -10,8 +10,8 @@ from torch import nn
 
 from ...errors import CoverageError, InvalidInput
 from ...records import Block
-from ..hooks import Collector, Site
-from ..loss import Batch, Data, sampled_targets, token_count
+from ...running.loss import Batch, Data, sampled_targets, token_count
+from ...running.sites import Collector, Site
 from . import common
 
 _PANEL = 128

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...records import Block
-from ..loss import Data
+from ...running.loss import Data
 from ..record import Scores
 from . import common
 from .products import BlockProducts

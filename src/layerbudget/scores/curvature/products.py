@@ -7,36 +7,19 @@ derivatives of attention, which the fused kernels lack: the math kernel is used 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.autograd.forward_ad as fwad
 from torch import nn
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...blocks import layers, weight_of
 from ...errors import CurvatureFailure, UnknownStructure
 from ...records import Block
-from ..hooks import prepared
-from ..loss import IGNORE, Batch, Data, batches, logits_of, summed_loss, token_count
-
-
-@contextlib.contextmanager
-def twice_differentiable(model: nn.Module) -> Iterator[None]:
-    """Use attention that can be differentiated twice; the model's own choice comes back at the end."""
-    config = getattr(model, "config", None)
-    own = getattr(config, "_attn_implementation", None)
-    switch = own not in (None, "eager", "sdpa") and hasattr(model, "set_attn_implementation")
-    try:
-        if switch:
-            model.set_attn_implementation("eager")
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        if switch:
-            model.set_attn_implementation(own)
+from ...running.loss import IGNORE, Batch, Data, batches, logits_of, summed_loss, token_count
+from ...running.modes import prepared, twice_differentiable
+from ...running.replay import Replay
 
 
 class BlockProducts:
@@ -57,8 +40,9 @@ class BlockProducts:
         self.names, self.parameters = _names(model, block)
         self.shapes = [p.shape for p in self.parameters]
         self.batches: list[Batch] = list(batches(model, data, batch_size))
-        self._prefix = _front_layers(model, block)
-        self._cache: list[Any] = []
+        self._replay = Replay(model) if (front := _front_layers(model, block)) else None
+        self._start = front
+        self._cache: list[torch.Tensor] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> BlockProducts:
@@ -140,35 +124,19 @@ class BlockProducts:
                 return logits_of(self.model, self.batches[i])
             return _Functional(self.model, duals).logits(self.batches[i])
 
-    @contextlib.contextmanager
-    def _skip_front(self, i: int) -> Iterator[None]:
-        if not self._prefix:
-            yield
-            return
+    def _skip_front(self, i: int) -> contextlib.AbstractContextManager[None]:
+        """Begin at the block's own layer, from what the layers in front of it gave once."""
+        if self._replay is None:
+            return contextlib.nullcontext()
         if len(self._cache) <= i:
-            self._fill_cache()
-        saved = [vars(layer).get("forward") for layer in self._prefix]
-        try:
-            for layer in self._prefix[:-1]:
-                layer.forward = _identity
-            last = self._cache[i]
-            self._prefix[-1].forward = lambda *a, **k: last
-            yield
-        finally:
-            for layer, own in zip(self._prefix, saved, strict=True):
-                del layer.forward
-                if own is not None:
-                    layer.forward = own
+            self._fill_cache(self._replay)
+        return self._replay.begin(self._start, self._cache[i])
 
     @torch.no_grad()
-    def _fill_cache(self) -> None:
-        self._cache.clear()
-        handle = self._prefix[-1].register_forward_hook(lambda m, a, out: self._cache.append(_detached(out)))
-        try:
-            for b in self.batches:
-                logits_of(self.model, b)
-        finally:
-            handle.remove()
+    def _fill_cache(self, replay: Replay) -> None:
+        replay.probe(self.batches[0].kwargs)
+        with replay.end(self._start - 1):
+            self._cache = [replay.run(b.kwargs).detach() for b in self.batches]
 
 
 class _Functional:
@@ -184,14 +152,6 @@ class _Functional:
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _identity(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return hidden
-
-
-def _detached(out: Any) -> Any:
-    return tuple(o.detach() if isinstance(o, torch.Tensor) else o for o in out) if isinstance(out, tuple) else out.detach()
-
-
 def _flat(grads: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in zip(grads, like, strict=True)])
 
@@ -202,18 +162,17 @@ def _names(model: nn.Module, block: Block) -> tuple[list[str], list[nn.Parameter
     return [names[id(p)] for p in parameters], parameters
 
 
-def _front_layers(model: nn.Module, block: Block) -> list[nn.Module]:
-    """Layers that run before the first one that holds a matrix of the block."""
+def _front_layers(model: nn.Module, block: Block) -> int:
+    """How many layers run before the first one that holds a matrix of the block; 0 where that is not known."""
     try:
         stack = layers(model)
     except UnknownStructure:
-        return []
+        return 0
     owners = [i for i, (name, _) in enumerate(stack) for m in block.modules if m.name.startswith(name + ".")]
     if not owners or len(owners) < len(block.modules):
-        return []
-    front = [layer for _, layer in stack[: min(owners)]]
-    inside = {id(p) for layer in front for p in layer.parameters()}
-    return [] if any(id(weight_of(model, m.name)[1]) in inside for m in block.modules) else front
+        return 0
+    inside = {id(p) for _, layer in stack[: min(owners)] for p in layer.parameters()}
+    return 0 if any(id(weight_of(model, m.name)[1]) in inside for m in block.modules) else min(owners)
 
 
 def check_finite(value: float, block: Block, what: str) -> float:

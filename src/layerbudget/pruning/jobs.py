@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +12,34 @@ from torch import nn
 from ..blocks import partition
 from ..errors import InvalidInput, ModelMismatch, UnknownBlock
 from ..plan import Plan, PlanBlock
-from ..records import Module
-from .select import check_group, parse_pattern, share
+from ..treatments.select import check_group, parse_pattern, share
+from ..treatments.treating import Job
+from ..treatments.treatment import Level, Treatment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Everything beside plan and data that decides the masks, or where the work happens."""
 
-    method: str
+    treatment: Treatment
+    own: Mapping[str, Any]
     batch_size: int
     parity: bool
     pattern: str | None
     true_sequential: bool
-    damping: float
     store: str
     folder: Path | None
     autocast: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """The part that belongs into a receipt."""
-        record = dataclasses.asdict(self)
-        record.pop("folder")
-        return record
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("treatment", "own", "folder"):
+            del shared[name]
+        return {"method": self.treatment.name, **shared, **self.own}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """What one weight matrix loses."""
-
-    module: Module
-    count: int
-    ratio: float | None
-    pattern: tuple[int, int] | None
-
-    @property
-    def idle(self) -> bool:
-        """Nothing to do (the references prune one weight even at ratio zero, parity keeps that)."""
-        return self.count == 0 and self.ratio is None
-
-
-def plan_tasks(model: nn.Module, plan: Plan, options: Options) -> dict[str, Task]:
+def plan_jobs(model: nn.Module, plan: Plan, options: Options) -> dict[str, Job]:
     """Split the plan over the model's matrices.
 
     Raises:
@@ -62,7 +50,7 @@ def plan_tasks(model: nn.Module, plan: Plan, options: Options) -> dict[str, Task
     known = {m.name: m for b in partition(model, "linear") for m in b.modules}
     zeroed, group = parse_pattern(options.pattern) if options.pattern else (None, 0)
     per_block = _zeroed_per_block(plan, zeroed, group) if group else {}
-    tasks: dict[str, Task] = {}
+    jobs: dict[str, Job] = {}
     for block in plan.blocks:
         missing = [m for m in block.modules if m not in known]
         if missing:
@@ -83,13 +71,13 @@ def plan_tasks(model: nn.Module, plan: Plan, options: Options) -> dict[str, Task
         else:
             counts = share(block.count, [m.numel for m in modules])
         for m, count in zip(modules, counts, strict=True):
-            tasks[m.name] = Task(
-                module=m,
-                count=count,
+            level = Level(
+                zeros=count,
                 ratio=block.value if options.parity and not group else None,
                 pattern=(per_block[block.name], group) if group else None,
             )
-    return tasks
+            jobs[m.name] = Job(module=m, level=level)
+    return jobs
 
 
 def _zeroed_per_block(plan: Plan, zeroed: int | None, group: int) -> dict[str, int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .select import smallest, smallest_per_group, threshold_inclusive
+from .treatment import Level, Treatment
 
 
 def magnitude_mask(
@@ -28,3 +31,15 @@ def magnitude_mask(
     if ratio is not None:
         return threshold_inclusive(scores, int(scores.numel() * ratio))
     return smallest(scores.float(), count)
+
+
+class Magnitude(Treatment):
+    """The smallest weights of the matrix go."""
+
+    name, summary = "magnitude", "the smallest weights of each matrix go; needs no data"
+    modifier = None  # llm-compressor's modifier needs a training schedule
+
+    def apply(self, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
+        """See :meth:`Treatment.apply`."""
+        mask = magnitude_mask(weight, level.zeros, ratio=level.ratio, pattern=level.pattern)
+        return weight.masked_fill(mask, 0)

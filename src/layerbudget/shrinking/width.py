@@ -11,9 +11,10 @@ from torch import nn
 from ..blocks import is_conv1d, layers
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
+from ..running.inputs import gram_of
+from ..running.modes import inference
+from ..running.walk import Walk
 from .mlp import Mlp, check_layers, find_mlp, keep_units, set_width
-from .statistics import gram_of
-from .walk import Walk, inference
 
 Progress = Callable[[int, int], None]
 

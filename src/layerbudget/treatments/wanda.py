@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .select import row_counts, smallest_per_group, smallest_per_row
+from .treatment import Level, Treatment
 
 
 def wanda_scores(weight: torch.Tensor, moment: torch.Tensor | None) -> torch.Tensor:
@@ -48,3 +49,20 @@ def wanda_mask(
     else:
         counts = row_counts(scores, count)
     return smallest_per_row(scores, counts)
+
+
+class Wanda(Treatment):
+    """Row by row, the smallest ``|W_ij| * ||X_j||`` go."""
+
+    name, summary, statistic = "wanda", "in every row the smallest weight times input norm go", "diagonal"
+    modifier = "WandaPruningModifier"
+    nested = True
+
+    def apply(self, weight: torch.Tensor, prepared: torch.Tensor | None, level: Level) -> torch.Tensor:
+        """See :meth:`Treatment.apply`; by magnitude where no token was seen."""
+        mask = wanda_mask(weight, prepared, level.zeros, ratio=level.ratio, pattern=level.pattern)
+        return weight.masked_fill(mask, 0)
+
+    def order(self, weight: torch.Tensor, prepared: torch.Tensor | None) -> torch.Tensor:
+        """See :meth:`Treatment.order`."""
+        return wanda_scores(weight, prepared)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from ..blocks import is_conv1d, weight_of
 from ..errors import CoverageError
 from ..records import Block
+from .modes import prepared
 
 
 @dataclasses.dataclass(eq=False)
@@ -195,28 +196,3 @@ class Collector:
 
 def _require_grad(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     return output if output.requires_grad else output.detach().requires_grad_(True)
-
-
-@contextlib.contextmanager
-def prepared(model: nn.Module) -> Iterator[None]:
-    """Evaluate deterministically (no dropout, no cache); put modes, gradients and flags back at the end."""
-    modes = [(m, m.training) for m in model.modules()]
-    flags = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-    config = getattr(model, "config", None)
-    cache = getattr(config, "use_cache", None)
-    try:
-        model.eval()
-        for p, _, _ in flags:
-            p.grad = None
-        if cache:
-            config.use_cache = False
-        with torch.enable_grad():
-            yield
-    finally:
-        for m, mode in modes:
-            m.training = mode
-        for p, flag, grad in flags:
-            p.requires_grad_(flag)
-            p.grad = grad
-        if cache:
-            config.use_cache = cache

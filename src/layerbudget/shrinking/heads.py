@@ -24,10 +24,11 @@ from torch import nn
 from ..blocks import is_conv1d, layers
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
+from ..running.inputs import gram_of
+from ..running.modes import inference
+from ..running.walk import Walk
 from .attention import Attention, channels, expressible, find_attention, keep_heads, set_heads
 from .mlp import check_layers
-from .statistics import gram_of
-from .walk import Walk, inference
 
 CRITERIA = ("surgeon", "alone", "wanda")
 UNITS = ("auto", "groups", "queries")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
 from torch import nn
 
 from ..blocks import describe, layers, partition
 from ..data.calibration import CalibrationSet
 from ..errors import InfeasibleBudget, InvalidInput, UnknownBlock
 from ..plan import Plan, PlanBlock
-from .walk import Walk, inference
+from ..running.divergence import Meter
+from ..running.modes import inference
+from ..running.replay import Replay
+from ..running.walk import Walk
 
 Progress = Callable[[int, int], None]
 
@@ -66,32 +67,13 @@ def drop_damage(
     with inference(model):
         walk = Walk(model, data, batch_size=batch_size)
         walk.capture()
-        clean = []
-        for batch in range(walk.batches):
-            hidden = walk.store.get(batch)
-            for i in range(len(walk)):
-                hidden = walk.forward(i, batch, hidden)
-            clean.append(hidden)
+        meter = Meter(walk)
         for i, (name, _) in enumerate(walk.layers):
             if names is None or name in names:
-                found = [_skipped(walk, i, b, clean[b]) for b in range(walk.batches)]
-                out[name] = sum(total for total, _ in found) / sum(count for _, count in found)
-            walk.position = i
+                out[name] = meter.damage(i + 1)
             walk.advance()
         walk.close()
     return out
-
-
-def _skipped(walk: Walk, index: int, batch: int, final: torch.Tensor) -> tuple[float, float]:
-    """KL when block ``index`` is an identity, summed over real tokens (over sequences for a classifier), and their number."""
-    hidden = walk.store.get(batch)
-    last = index + 1 == len(walk)
-    logits = walk.head(batch, hidden).logits if last else walk.tail(index + 1, batch, hidden).logits
-    now, clean = (torch.log_softmax(x.float(), -1) for x in (logits, walk.head(batch, final).logits))
-    each = (clean.exp() * (clean - now)).sum(-1)
-    mask = None if now.ndim == 2 else walk.token_mask(batch)
-    real = torch.ones_like(each) if mask is None else mask.to(each)
-    return float((each * real).sum()), float(real.sum())
 
 
 def plan_depth(
@@ -107,7 +89,7 @@ def plan_depth(
         progress: Called with (chosen, remove).
 
     Returns:
-        A sparsity plan with ratios 0 and 1 (the cap is 1).
+        A plan of kind ``depth``: values 0 and 1.
 
     Raises:
         InfeasibleBudget: As many layers as the model has, or more.
@@ -119,57 +101,23 @@ def plan_depth(
         )
     gone: list[str] = []
     rounds: list[dict[str, float]] = []
-    with _skipping(model) as skip:
-        for _ in range(remove):
+    replay = Replay(model)
+    with inference(model):
+        replay.probe(next(data.select(slice(0, 1)).batches(1, next(model.parameters()).device)))
+    for _ in range(remove):
+        with replay.without(gone):
             found = drop_damage(model, data, [n for n in names if n not in gone], batch_size=batch_size)
-            rounds.append(found)
-            gone.append(min(found, key=lambda n: found[n]))
-            skip(gone[-1])
-            if progress:
-                progress(len(gone), remove)
-    blocks = tuple(
-        PlanBlock(
-            name=b.name, value=float(b.name in gone), count=b.numel * (b.name in gone), numel=b.numel,
-            modules=tuple(m.name for m in b.modules),
-        )
-        for b in partition(model)
-    )  # fmt: skip
+        rounds.append(found)
+        gone.append(min(found, key=lambda n: found[n]))
+        if progress:
+            progress(len(gone), remove)
+    blocks = tuple(PlanBlock.of(b, float(b.name in gone), b.numel * (b.name in gone)) for b in partition(model))
     spent = sum(b.count for b in blocks)
     return Plan(
-        kind="sparsity", rule="depth", model=describe(model), blocks=blocks,
+        kind="depth", rule="greedy", model=describe(model), blocks=blocks,
         budget={"unit": "parameters", "limit": spent, "spent": spent}, hyperparameters={"remove": remove, "cap": 1.0},
         extra={"removed": gone, "damage": rounds},
     )  # fmt: skip
-
-
-class _skipping:  # noqa: N801
-    """Layers as identities while a plan is made; all put back at the end."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.held = model, dict[nn.Module, Any]()
-
-    def __enter__(self) -> Callable[[str], None]:
-        probe = Walk(self.model, CalibrationSet(input_ids=torch.ones(1, 2, dtype=torch.long)), batch_size=1)
-        with inference(self.model):
-            probe.capture()
-        self.shape = probe._shape
-        return self.skip
-
-    def skip(self, name: str) -> None:
-        layer = self.model.get_submodule(name)
-        self.held[layer] = layer.__dict__.get("forward")
-
-        def identity(*arguments: Any, **keywords: Any) -> Any:
-            return self.shape(arguments[0] if arguments else keywords["hidden_states"])
-
-        layer.forward = identity
-
-    def __exit__(self, *_: object) -> None:
-        for layer, forward in self.held.items():
-            if forward is None:
-                layer.__dict__.pop("forward", None)
-            else:
-                layer.forward = forward
 
 
 def apply_depth(model: nn.Module, plan: Plan) -> nn.Module:

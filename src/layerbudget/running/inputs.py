@@ -14,7 +14,8 @@ from torch import nn
 from ..blocks import weight_of
 from ..errors import CoverageError
 from ..records import Module
-from .walk import StopForward, Walk
+from .replay import StopForward
+from .walk import Walk
 
 PANEL = 256
 
@@ -66,7 +67,7 @@ class Statistic:
             self.value += columns.matmul(columns.t())
 
 
-class Collector:
+class InputStatistics:
     """Gather statistics for the matrices of one block.
 
     Args:
@@ -201,6 +202,6 @@ def _expert_inner(owner: nn.Module, x: torch.Tensor, expert: int) -> torch.Tenso
 def gram_of(model: nn.Module, walk: Walk, consumer: str, width: int) -> torch.Tensor:
     """``sum x x'`` over the calibration tokens at one matrix of the walk's current layer (upper triangle)."""
     module = Module(name=consumer, d_in=width, d_out=model.get_submodule(consumer).weight.numel() // width)
-    collector = Collector(model, [module], "gram")
-    collector.run(walk)
-    return collector.found[consumer][0].value
+    statistics = InputStatistics(model, [module], "gram")
+    statistics.run(walk)
+    return statistics.found[consumer][0].value

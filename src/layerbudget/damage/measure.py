@@ -1,12 +1,13 @@
 """Penalties calibrated to the pruner: prune one block at a time and look at the model's output.
 
 The clean prefix of every block is kept, so a measurement runs only the blocks from the pruned one to the end. Block
-errors do not add up; :func:`layerbudget.pruning.calibrate.calibrate` therefore measures again around the first plan, with
+errors do not add up; :func:`layerbudget.damage.by_curves.plan_by_curves` therefore measures again around the first plan, with
 every other block pruned as planned.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,15 +18,16 @@ from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..records import Block
+from ..running.divergence import Meter
+from ..running.inputs import Statistic
+from ..running.modes import inference
+from ..running.walk import Walk
+from ..treatments.select import share
+from ..treatments.treating import Found, Job, Treating
+from ..treatments.treatment import Level, find_treatment
 from .curves import Curves
-from .meter import Meter, Originals
-from .prune import apply_task
-from .select import share
-from .statistics import Collector, Statistic
-from .tasks import Options, Task
-from .walk import Walk, inference
+from .originals import Originals
 
-METRICS = ("kl", "loss")
 Progress = Callable[[int, int], None]
 
 
@@ -63,34 +65,34 @@ def damage_curves(
     Raises:
         InvalidInput: Unknown method or metric, ratios that do not increase within [0, 1], or a block that spans layers.
     """
-    if metric not in METRICS or method not in ("magnitude", "wanda", "sparsegpt"):
-        raise InvalidInput(f"There is no metric {metric!r} with method {method!r}.", f"Metrics are {', '.join(METRICS)}.", "")
+    treating = Treating(model, find_treatment(method))
     blocks = tuple(blocks) if blocks is not None else partition(model)
     wanted = {b.name: tuple(ratios[b.name] if isinstance(ratios, Mapping) else ratios) for b in blocks}
     for name, chosen in wanted.items():
         _check_ratios(name, chosen)
-    options = _options(method, batch_size)
+    others = _counts(around) if around is not None else {}
     damage: dict[str, tuple[float, ...]] = {}
     with inference(model):
         walk = Walk(model, data, batch_size=batch_size)
         _check_places(blocks, [name for name, _ in walk.layers])
         walk.capture()
         meter = Meter(walk, metric, measure_batches)
-        dense = Originals(model, blocks) if around is not None else None
+        held = Originals(model, blocks if around is not None else [])
         try:
             if around is not None:
-                _prune_all(model, walk, blocks, _counts(around), options)
+                treat_all(walk, treating, blocks, others)
                 walk.capture()
             for i, (name, _) in enumerate(walk.layers):
-                mine = [b for b in blocks if b.modules[0].name.startswith(f"{name}.")]
-                damage |= _one_layer(model, walk, meter, mine, wanted, options, dense, _counts(around) if around else {})
+                mine = _in_layer(blocks, name)
+                own = held if around is not None else Originals(model, mine)
+                bench = _Bench(walk=walk, meter=meter, treating=treating, held=own, others=others)
+                damage |= bench.curves(i, mine, wanted)
                 walk.position = i
                 walk.advance()
                 if progress:
                     progress(i + 1, len(walk))
         finally:
-            if dense is not None:
-                dense.restore([m.name for b in blocks for m in b.modules])
+            held.restore()
             walk.close()
     ordered = {b.name: damage[b.name] for b in blocks}
     return Curves(
@@ -119,91 +121,73 @@ def _check_places(blocks: Sequence[Block], names: Sequence[str]) -> None:
             )
 
 
-def _options(method: str, batch_size: int) -> Options:
-    return Options(
-        method=method, batch_size=batch_size, parity=False, pattern=None, true_sequential=False, damping=0.01,
-        store="device", folder=None,
-    )  # fmt: skip
-
-
 def _counts(plan: Plan) -> dict[str, int]:
     return {b.name: b.count for b in plan.blocks}
 
 
-def _tasks(block: Block, count: int) -> list[Task]:
-    counts = share(count, [m.numel for m in block.modules])
-    return [Task(module=m, count=c, ratio=None, pattern=None) for m, c in zip(block.modules, counts, strict=True)]
+def _in_layer(blocks: Sequence[Block], name: str) -> list[Block]:
+    """Blocks that lie in a layer."""
+    return [b for b in blocks if b.modules[0].name.startswith(f"{name}.")]
 
 
-def _collect(model: nn.Module, walk: Walk, blocks: Sequence[Block], options: Options) -> dict[str, list[Statistic]]:
-    if options.method == "magnitude" or not blocks:
-        return {}
-    kind = "diagonal" if options.method == "wanda" else "gram"
-    collector = Collector(model, [m for b in blocks for m in b.modules], kind)
-    collector.run(walk)
-    return collector.found
+def jobs_of(blocks: Sequence[Block], counts: Mapping[str, int]) -> list[Job]:
+    """What the matrices of some blocks lose, in proportion to their size."""
+    return [
+        Job(module=m, level=Level(zeros=c))
+        for b in blocks
+        for m, c in zip(b.modules, share(counts[b.name], [m.numel for m in b.modules]), strict=True)
+    ]
 
 
-def _prune_all(model: nn.Module, walk: Walk, blocks: Sequence[Block], counts: Mapping[str, int], options: Options) -> None:
+def treat_all(walk: Walk, treating: Treating, blocks: Sequence[Block], counts: Mapping[str, int]) -> None:
+    """Treat the whole model, each layer with the inputs that the treated layers below it give."""
     for i, (name, _) in enumerate(walk.layers):
-        mine = [b for b in blocks if b.modules[0].name.startswith(f"{name}.")]
         walk.position = i
-        _prune_blocks(model, mine, counts, _collect(model, walk, mine, options), options, {})
+        treating.layer(walk, jobs_of(_in_layer(blocks, name), counts))
         walk.advance()
 
 
-def _prune_blocks(
-    model: nn.Module,
-    blocks: Sequence[Block],
-    counts: Mapping[str, int],
-    found: Mapping[str, list[Statistic]],
-    options: Options,
-    cache: dict[Statistic, Any],
-) -> None:
-    for block in blocks:
-        for task in _tasks(block, counts[block.name]):
-            if not task.idle:
-                apply_task(model, task, found.get(task.module.name), options, cache)
+@dataclasses.dataclass(kw_only=True)
+class _Bench:
+    """A layer under trial: damage of its blocks one by one.
 
+    Attributes:
+        others: What the other blocks lose meanwhile; empty: they are dense.
+    """
 
-def _one_layer(
-    model: nn.Module,
-    walk: Walk,
-    meter: Meter,
-    blocks: Sequence[Block],
-    wanted: Mapping[str, Sequence[float]],
-    options: Options,
-    dense: Originals | None,
-    planned: Mapping[str, int],
-) -> dict[str, tuple[float, ...]]:
-    """Curves of the blocks of one layer. With a plan around, the layer is dense for statistics and pruned otherwise."""
-    index = next((i for i, (n, _) in enumerate(walk.layers) if blocks and blocks[0].modules[0].name.startswith(f"{n}.")), 0)
-    walk.position = index
-    names = [m.name for b in blocks for m in b.modules]
-    held = dense or Originals(model, blocks)
-    held.restore(names)
-    found = _collect(model, walk, blocks, options)
-    out: dict[str, tuple[float, ...]] = {}
-    cache: dict[Statistic, Any] = {}
-    try:
-        for block in blocks:
-            own = [m.name for m in block.modules]
-            if dense is not None:
-                others = [b for b in blocks if b is not block]
-                held.restore(names)
-                _prune_blocks(model, others, planned, found, options, cache)
-            rows = []
-            for ratio in wanted[block.name]:
-                held.restore(own)
-                _prune_blocks(model, [block], {block.name: round(ratio * block.numel)}, found, options, cache)
-                rows.append(meter.damage(index))
-            held.restore(own)
-            out[block.name] = tuple(rows)
-    finally:
-        held.restore(names)
-    if dense is not None:
-        _prune_blocks(model, blocks, planned, found, options, cache)
-    return out
+    walk: Walk
+    meter: Meter
+    treating: Treating
+    held: Originals
+    others: Mapping[str, int]
+
+    def curves(
+        self, index: int, blocks: Sequence[Block], wanted: Mapping[str, Sequence[float]]
+    ) -> dict[str, tuple[float, ...]]:
+        """Damage of every block of layer ``index`` at its ratios. Statistics are those of the dense layer."""
+        self.walk.position = index
+        names = [m.name for b in blocks for m in b.modules]
+        self.held.restore(names)
+        statistics = self.treating.collect(self.walk, [m for b in blocks for m in b.modules])
+        found = {} if statistics is None else statistics.found
+        made: dict[Statistic, Any] = {}
+        out: dict[str, tuple[float, ...]] = {}
+        try:
+            for block in blocks:
+                rest = [b for b in blocks if b is not block] if self.others else []
+                self.held.restore(names)
+                self.treating.jobs(jobs_of(rest, self.others), found, made)
+                out[block.name] = tuple(self._trial(index, block, ratio, found, made) for ratio in wanted[block.name])
+        finally:
+            self.held.restore(names)
+        if self.others:
+            self.treating.jobs(jobs_of(blocks, self.others), found, made)
+        return out
+
+    def _trial(self, index: int, block: Block, ratio: float, found: Found, made: dict[Statistic, Any]) -> float:
+        self.held.restore([m.name for m in block.modules])
+        self.treating.jobs(jobs_of([block], {block.name: round(ratio * block.numel)}), found, made)
+        return self.meter.damage(index)
 
 
 def plan_damage(
@@ -232,7 +216,7 @@ def plan_damage(
     Returns:
         Damage per plan in nats per token, and the forwards of one block on one batch that it took.
     """
-    options, values = _options(method, batch_size), []
+    treating, values = Treating(model, find_treatment(method)), []
     with inference(model):
         walk = Walk(model, data, batch_size=batch_size)
         held = Originals(model, blocks)
@@ -241,10 +225,10 @@ def plan_damage(
             meter = Meter(walk, metric, measure_batches)
             for plan in plans:
                 walk.capture()
-                _prune_all(model, walk, blocks, _counts(plan), options)
+                treat_all(walk, treating, blocks, _counts(plan))
                 values.append(meter.reached())
-                held.restore([m.name for b in blocks for m in b.modules])
+                held.restore()
         finally:
-            held.restore([m.name for b in blocks for m in b.modules])
+            held.restore()
             walk.close()
     return values, walk.forwards

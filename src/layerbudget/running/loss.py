@@ -150,7 +150,7 @@ def targets_of(model: nn.Module, data: Data) -> torch.Tensor:
         raise InvalidInput(
             f"{type(model).__name__} needs labels and the data has none.",
             "One class per sequence for a classification head; masked tokens for a masked LM.",
-            "Give labels, or use layerbudget.scores.loss.mask_tokens for a masked LM.",
+            "Give labels, or use layerbudget.running.loss.mask_tokens for a masked LM.",
         )
     else:
         targets = labels

@@ -15,13 +15,15 @@ from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput, UnknownStructure
 from ..plan import Plan
 from ..planning.parts import KINDS, Part, amount
+from ..running.divergence import kl_sum
+from ..running.inputs import gram_of
+from ..running.modes import inference
+from ..running.walk import Walk
 from .attention import find_attention
 from .depth import drop_layers
 from .heads import follow_heads
 from .mlp import find_mlp
 from .parts import cut, find_parts, inner_width, where_is
-from .statistics import gram_of
-from .walk import Walk, inference
 from .width import follow_width
 
 Progress = Callable[[int, int], None]
@@ -54,13 +56,13 @@ def apply_structured(
         ModelMismatch: The plan belongs to another model.
         CoverageError: The recount differs from the plan.
     """
-    shapes = plan.extra.get("shapes")
-    if not shapes:
+    if plan.kind != "structured":
         raise InvalidInput(
-            f"A plan of rule {plan.rule!r} holds no shapes.",
+            f"A plan of kind {plan.kind!r} holds no shapes.",
             "Shapes are planned by plan_structured.",
-            "Use prune or apply_depth.",
+            "Use apply_plan, which takes every kind.",
         )
+    shapes = plan.extra["shapes"]
     plan.validate(describe(model))
     hyper = plan.hyperparameters
     parts = {p.name: p for p in find_parts(model, kinds=(), by=hyper["by"], multiple=hyper["multiple"])}
@@ -187,16 +189,12 @@ def measure_plan(
     total = tokens = 0.0
     with inference(model):
         test = data if held_out is None else held_out
-        clean = [model(**b).logits for b in test.batches(batch_size, _device(model))]
+        clean = [torch.log_softmax(model(**b).logits.float(), -1) for b in test.batches(batch_size, _device(model))]
         with preserved(model):
             apply_structured(model, plan, data, damping=damping, batch_size=batch_size)
             for batch, before in zip(test.batches(batch_size, _device(model)), clean, strict=True):
-                p, q = (torch.log_softmax(x.float(), -1) for x in (before, model(**batch).logits))
-                each = (p.exp() * (p - q)).sum(-1)
-                mask = batch.get("attention_mask")
-                mask = torch.ones_like(each) if mask is None or mask.shape != each.shape else mask.to(each.dtype)
-                total += float((each * mask).sum())
-                tokens += float(mask.sum())
+                each, count = kl_sum(model(**batch).logits, before, batch.get("attention_mask"))
+                total, tokens = total + each, tokens + count
     return total / tokens
 
 

@@ -17,13 +17,13 @@ from ..blocks import layers
 from ..errors import UnknownStructure
 from ..plan import Plan
 from ..provenance import versions
+from ..pruning.save import add_metadata, new_folder
 from ..records import SCHEMA_VERSION, dumps, write_text
 from .attention import Attention, expressible, find_attention
 from .depth import apply_depth, drop_damage, drop_layers, plan_depth
 from .heads import remove_heads
 from .mlp import Mlp, find_mlp
 from .parts import find_parts
-from .save import add_metadata, new_folder
 from .shapes import crossed_curves, plan_structured, shape_curves
 from .shrink import apply_structured
 from .width import narrow
@@ -96,7 +96,7 @@ def save_smaller(
         tokenizer: Saved beside it where it is not None.
         out_dir: Must not exist, or be empty.
         plan: Written beside it as ``plan.json``.
-        record: What :func:`layerbudget.pruning.shapes.apply_structured` recounted; written as ``receipt.json``.
+        record: What :func:`layerbudget.shrinking.shapes.apply_structured` recounted; written as ``receipt.json``.
         overwrite: Replace a folder that an earlier call wrote (it holds a ``receipt.json``).
 
     Raises:
@@ -111,7 +111,7 @@ def save_smaller(
         if plan is not None:
             plan.save(temporary / "plan.json")
             for file in temporary.glob("*.safetensors"):
-                add_metadata(file, {"layerbudget_plan": plan.digest, "layerbudget_method": plan.rule})
+                add_metadata(file, {"layerbudget_plan": plan.digest, "layerbudget_method": plan.kind})
         if record is not None:
             digest = {"plan_digest": plan.digest} if plan is not None else {}
             content = {"schema_version": SCHEMA_VERSION, **digest, **record, "versions": versions()}

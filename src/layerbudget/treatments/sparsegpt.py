@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from ..errors import CurvatureFailure
+from .magnitude import Magnitude
 from .select import share, smallest, smallest_per_group, threshold_inclusive
+from .treatment import Level, Treatment
 
 COLUMNS = 128
 INNER = 16
@@ -145,3 +149,25 @@ def _compensate(
         if high < width:
             block[high:].addmm_(upper[low:high, high:].T, errors[low:high], alpha=-1)
     return errors
+
+
+class SparseGPT(Treatment):
+    """Weights go block by block of columns, and the later columns make up for them."""
+
+    name, summary, statistic = "sparsegpt", "the others make up for what goes, by second moments of the inputs", "gram"
+    options: ClassVar = {"damping": 0.01}
+    modifier = "SparseGPTModifier"
+
+    def prepare(
+        self, moment: torch.Tensor, *, parity: bool = False, damping: float = 0.01
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factor of the damped inverse, and the inputs that were never active."""
+        return (reference_factor if parity else inverse_factor)(moment, damping)
+
+    def apply(
+        self, weight: torch.Tensor, prepared: tuple[torch.Tensor, torch.Tensor] | None, level: Level, *, damping: float = 0.01
+    ) -> torch.Tensor:
+        """See :meth:`Treatment.apply`; by magnitude where no token was seen."""
+        if prepared is None:
+            return Magnitude().apply(weight, None, level)
+        return sparsegpt_update(weight, *prepared, level.zeros, ratio=level.ratio, pattern=level.pattern)

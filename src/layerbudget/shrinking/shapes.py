@@ -16,15 +16,16 @@ from ..plan import Plan
 from ..planning.parts import KINDS, Part
 from ..planning.shapes import shape_plans
 from ..records import to_jsonable
+from ..running.divergence import Meter
+from ..running.inputs import gram_of
+from ..running.modes import inference
+from ..running.walk import Walk
 from .attention import Attention, expressible, find_attention
 from .depth import plan_depth
 from .heads import unit_of
-from .meter import Meter
 from .mlp import Mlp
 from .parts import cut, find_parts, inner_width, where_is
 from .shrink import measure_plan
-from .statistics import gram_of
-from .walk import Walk, inference
 
 _NEAR = 2.0  # plans whose predicted damage is beyond this multiple of the least are not measured
 Progress = Callable[[int, int], None]
@@ -148,7 +149,7 @@ def plan_structured(
             the better plan. Only ``groups`` make the key-value cache smaller.
         multiple: Channels of one MLP unit.
         max_removed: Largest share of the units of one part.
-        depth: So many whole layers may go, chosen one after the other by :func:`layerbudget.pruning.depth.plan_depth`.
+        depth: So many whole layers may go, chosen one after the other by :func:`layerbudget.shrinking.depth.plan_depth`.
         even: The same number in all layers, so that a plain config can describe the model and the checkpoint can be saved.
         context: Mean number of tokens attended to, where attention scores shall count in the FLOPs; 0 counts matrices only.
         curves: From :func:`shape_curves`, where they were measured before (for the same ``by`` and ``multiple``).

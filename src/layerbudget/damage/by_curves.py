@@ -21,7 +21,7 @@ Progress = Callable[[int, int], None]
 STEPS = (0.0, 0.5, 1.0)
 
 
-def calibrate(
+def plan_by_curves(
     model: nn.Module,
     data: CalibrationSet,
     blocks: Sequence[Block] | None = None,

@@ -1,0 +1,110 @@
+"""Kinds of plan as data: what a block gets, what its count counts, which way it cuts, and the doors that lead to and from it.
+
+Doors are ``module:function`` strings that are opened when they are used: a plan knows nothing of the rooms that apply it.
+No torch here. A kind of one's own is one object::
+
+    from layerbudget.kinds import KINDS, Kind
+
+    KINDS.add("windows", Kind(
+        name="windows", decides="attention window", counts="tokens", apply="my_package.windows:apply",
+        summary="a sliding window for every layer",
+    ))
+
+or comes with a package that names its module in the entry-point group ``layerbudget.kinds``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from .errors import InvalidInput
+from .registry import Registry
+
+Door = str | Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of plan.
+
+    Attributes:
+        name: What files and users write.
+        decides: What a block gets, in a sentence ("decides sparsity for 12 blocks").
+        counts: What the whole number of a block counts.
+        summary: A line for the help.
+        harms: Whether more of it costs quality, so that what matters gets less of it (sparsity), or helps (ranks).
+        make: ``(scores, **{budget: ...}, **options) -> Plan``, for sweeps.
+        budget: Name of that function's budget.
+        apply: ``(model, plan, ...)``: how a model gets what the plan says.
+    """
+
+    name: str
+    decides: str
+    counts: str
+    summary: str = ""
+    harms: bool = False
+    make: Door | None = None
+    budget: str = "budget"
+    apply: Door | None = None
+
+    def door(self, which: str) -> Callable[..., Any]:
+        """Open ``make`` or ``apply``.
+
+        Raises:
+            InvalidInput: This kind has no such door.
+        """
+        where = getattr(self, which)
+        if where is None:
+            raise InvalidInput(f"A plan of kind {self.name} cannot be {which.rstrip('ey')}ed by one call.", "", self.summary)
+        if not isinstance(where, str):
+            return where
+        module, function = where.split(":")
+        return getattr(importlib.import_module(module, __package__), function)
+
+
+KINDS: Registry[Kind] = Registry("kind of plan", group="layerbudget.kinds")
+for _kind in (
+    Kind(
+        name="sparsity", decides="sparsity", counts="pruned parameters", harms=True, budget="sparsity",
+        make=".planning.sparsity:plan_sparsity", apply=".pruning.apply:prune", summary="a sparsity for every block",
+    ),
+    Kind(
+        name="structured", decides="removed parameters", counts="removed parameters", harms=True,
+        apply=".shrinking.shrink:apply_structured", summary="heads, MLP widths and layers to remove: smaller matrices",
+    ),
+    Kind(
+        name="depth", decides="removal", counts="removed parameters", harms=True, apply=".shrinking.depth:apply_depth",
+        summary="whole layers to remove",
+    ),
+    Kind(
+        name="experts", decides="experts", counts="experts of every matrix", budget="total",
+        make=".planning.capacity:plan_experts", apply=".lora.mixtures:add_experts", summary="LoRA experts for every block",
+    ),
+    Kind(
+        name="ranks", decides="rank", counts="rank of every matrix", budget="mean_rank",
+        make=".planning.capacity:plan_ranks", apply=".lora.ranks:add_ranks", summary="a LoRA rank for every block",
+    ),
+    Kind(
+        name="joint", decides="sparsity", counts="pruned parameters", harms=True,
+        summary="one byte budget for pruning and adapting; split_joint gives the two plans that are applied",
+    ),
+):  # fmt: skip
+    KINDS.add(_kind.name, _kind)
+
+
+def apply_plan(model: Any, plan: Any, *arguments: Any, **options: Any) -> Any:
+    """Give a model what a plan of any kind says: ``prune``, ``apply_structured``, ``add_ranks``, ..., by the plan's kind.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        *arguments: Passed on.
+        **options: Passed on.
+
+    Raises:
+        InvalidInput: A kind that is applied in more than one step.
+    """
+    return KINDS.find(plan.kind).door("apply")(model, plan, *arguments, **options)

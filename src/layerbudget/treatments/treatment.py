@@ -1,0 +1,170 @@
+"""What a treatment is: what it needs to know of a matrix's inputs, and what the matrix becomes at a level. No torch here.
+
+A treatment of one's own is a class with one method::
+
+    from layerbudget.treatments import Level, Treatment, treatment
+
+    @treatment("random", summary="any weights go")
+    class Random(Treatment):
+        options = {"seed": 0}
+
+        def apply(self, weight, prepared, level, *, seed):
+            order = torch.randperm(weight.numel(), generator=torch.Generator().manual_seed(seed))
+            return weight.flatten().index_fill(0, order[: level.zeros], 0).reshape(weight.shape)
+
+The decorator registers it; so does an entry point of the group ``layerbudget.treatments`` that names its module.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from ..errors import InvalidInput
+from ..registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+STATISTICS = ("none", "diagonal", "gram")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Level:
+    """How far a treatment goes on one matrix.
+
+    Attributes:
+        zeros: Entries that become zero, exactly.
+        pattern: ``(zeroed, group)``: so many of every group of consecutive inputs.
+        ratio: Parity with a reference implementation, whose counts are off by one and take ties along; the ratio as it gets it.
+    """
+
+    zeros: int
+    pattern: tuple[int, int] | None = None
+    ratio: float | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to do (the references prune one weight even at ratio zero, parity keeps that)."""
+        return self.zeros == 0 and self.ratio is None
+
+
+class Treatment(abc.ABC):
+    """What one matrix can become.
+
+    Attributes:
+        name: What users write (set by the registry).
+        summary: A line for the help.
+        statistic: What it must know of the inputs ``x`` of a matrix: ``none``, ``diagonal`` (``sum x_j^2``) or ``gram``
+            (``sum x x'``, upper triangle).
+        options: Options that it reads, with their defaults; others are refused.
+        modifier: Name of the modifier of llm-compressor that does the same, where there is one.
+        nested: Whether :meth:`order` tells the entries apart: what goes at one level goes at every higher one.
+    """
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    statistic: ClassVar[str] = "none"
+    options: ClassVar[Mapping[str, Any]] = {}
+    modifier: ClassVar[str | None] = None
+    nested: ClassVar[bool] = False
+
+    def prepare(self, moment: torch.Tensor, *, parity: bool = False, **options: Any) -> Any:
+        """What :meth:`apply` needs of the statistic, made once for all matrices that read the same input.
+
+        Args:
+            moment: ``(d_in,)`` or ``(d_in, d_in)``, see ``statistic``.
+            parity: As a reference implementation makes it, bit for bit.
+            **options: Of the treatment.
+        """
+        return moment
+
+    @abc.abstractmethod
+    def apply(self, weight: torch.Tensor, prepared: Any, level: Level, **options: Any) -> torch.Tensor:
+        """The matrix after the treatment.
+
+        Args:
+            weight: ``(d_out, d_in)``; not changed.
+            prepared: From :meth:`prepare`; None where no token reached the matrix, or none is needed.
+            level: How far.
+            **options: Of the treatment.
+
+        Returns:
+            ``(d_out, d_in)``.
+        """
+
+    def order(self, weight: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """Scores of the entries, ``(d_out, d_in)``: within a row the smallest go first. For nested treatments."""
+        raise NotImplementedError(f"{self.name} does not rank entries")
+
+    def size(self, numel: int, level: Level, *, itemsize: int = 2) -> int:
+        """Bytes of the treated matrix as it is stored: a bit mask and the values that are left, or densely where less.
+
+        Args:
+            numel: Entries of the matrix.
+            level: How far.
+            itemsize: Bytes of one value.
+        """
+        return min(numel * itemsize, -(-numel // 8) + (numel - level.zeros) * itemsize)
+
+    def heard(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All options, those given (not None, not False) in the place of the defaults.
+
+        Raises:
+            InvalidInput: One that the treatment does not read.
+        """
+        named = {name: value for name, value in given.items() if value is not None and value is not False}
+        for name in named:
+            if name not in self.options:
+                raise InvalidInput(
+                    f"The method {self.name} does not read {name}.",
+                    f"It reads {', '.join(self.options)}." if self.options else "It has no options.",
+                    "Leave it out.",
+                )
+        return {**self.options, **named}
+
+
+TREATMENTS: Registry[type[Treatment]] = Registry(
+    "pruning method",
+    group="layerbudget.treatments",
+    home=__package__,
+    own={
+        "magnitude": ".magnitude:Magnitude",
+        "wanda": ".wanda:Wanda",
+        "sparsegpt": ".sparsegpt:SparseGPT",
+        "n:m": ".n_of_m:NofM",
+    },
+)
+Some = TypeVar("Some", bound=type[Treatment])
+
+
+def treatment(name: str, *, summary: str = "") -> Callable[[Some], Some]:
+    """Register a class as a treatment; a name that is taken is replaced.
+
+    Raises:
+        InvalidInput: A class that names no known statistic.
+    """
+
+    def add(made: Some) -> Some:
+        if made.statistic not in STATISTICS:
+            raise InvalidInput(
+                f"{name} needs the statistic {made.statistic!r}.",
+                f"Statistics are {', '.join(STATISTICS)}.",
+                "Use one of those.",
+            )
+        made.name, made.summary = name, summary or made.summary
+        TREATMENTS.add(name, made)
+        return made
+
+    return add
+
+
+def find_treatment(name: str) -> Treatment:
+    """A treatment by name.
+
+    Raises:
+        InvalidInput: There is none of that name.
+    """
+    return TREATMENTS.find(name)()
