@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, a tiny tokenizer, and the folder of benchmark data."""
+"""What tests share beside the zoo: a tiny tokenizer, saved models, and the folder of benchmark data."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-from layerbudget.records import Block, Module
-from layerbudget.scores.record import Scores
+from tests import zoo
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,55 +19,15 @@ SHARED = Path(os.environ.get("LAYERBUDGET_SHARED", Path(__file__).resolve().pare
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
+    """The folder of benchmark data."""
     if not (SHARED / "data").is_dir():
         pytest.skip("the folder of benchmark data (shared/data beside the checkout, or LAYERBUDGET_SHARED) is absent")
     return SHARED / "data"
 
 
-_COMMON = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64,
-    bos_token_id=0, eos_token_id=1, pad_token_id=2,
-)  # fmt: skip
-
-
-def tiny_config(kind: str):
-    import transformers as t
-
-    grouped = {**_COMMON, "num_key_value_heads": 2}
-    makers = {
-        "llama": lambda: t.LlamaConfig(**grouped),
-        "mistral": lambda: t.MistralConfig(**grouped, sliding_window=None),
-        "mistral-sliding": lambda: t.MistralConfig(**grouped, sliding_window=8),
-        "gemma": lambda: t.GemmaConfig(**grouped, head_dim=8),
-        "qwen2": lambda: t.Qwen2Config(**grouped),
-        "opt": lambda: t.OPTConfig(**{**_COMMON, "ffn_dim": 48, "word_embed_proj_dim": 32}),
-        "gpt2": lambda: t.GPT2Config(
-            vocab_size=96, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1
-        ),
-        "mixtral": lambda: t.MixtralConfig(**grouped, num_local_experts=4, num_experts_per_tok=2),
-        "bert": lambda: t.BertConfig(**_COMMON),
-    }
-    return makers[kind]()
-
-
-def tiny_model(kind: str, seed: int = 0):
-    import transformers as t
-
-    torch.manual_seed(seed)
-    config = tiny_config(kind)
-    if kind == "bert":
-        return t.BertForMaskedLM(config).eval()
-    return t.AutoModelForCausalLM.from_config(config).eval()
-
-
 @pytest.fixture(scope="session")
-def make_model():
-    return tiny_model
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory):
-    """A byte-level tokenizer of 96 tokens with a beginning-of-text token."""
+def tokenizer():
+    """A tokenizer of single letters, 96 tokens, with a beginning-of-text token; for ``zoo.speaker``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -86,29 +44,67 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def saved_model(tmp_path, tokenizer):
+    """A function that saves a model with its tokenizer and returns the folder."""
+
     def save(kind: str) -> Path:
         folder = tmp_path / kind
-        tiny_model(kind).save_pretrained(folder)
+        zoo.speaker(kind).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return folder
 
     return save
 
 
-def make_scores(values, sizes=None, **fields) -> Scores:
-    """A score record over invented layers, one matrix each."""
-    sizes = sizes if sizes is not None else [64] * len(values)
-    blocks = [
-        Block(name=f"model.layers.{i}", modules=(Module(name=f"model.layers.{i}.mlp", d_in=64, d_out=int(d)),))
-        for i, d in enumerate(sizes)
-    ]
-    return Scores.from_values({b.name: float(v) for b, v in zip(blocks, values, strict=True)}, blocks, **fields)
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a saved tiny Llama, its tokenizer of words, and a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    zoo.build("llama").save_pretrained(tmp_path / "model")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(" ".join(f"w{(7 * i * i + 3 * i) % 97}" for i in range(400)))
+    return tmp_path
 
 
 @pytest.fixture
-def scores_of():
-    """The function above."""
-    return make_scores
+def mistral():
+    """A Mistral of three layers that matter."""
+    return zoo.mistral()
+
+
+@pytest.fixture
+def gpt2():
+    """A GPT-2, whose matrices are Conv1D."""
+    return zoo.tiny("gpt2", seed=1, attention="sdpa", vocab_size=61, n_positions=32, n_embd=24, initializer_range=0.12)
+
+
+@pytest.fixture
+def gemma():
+    """A Gemma with wide heads."""
+    return zoo.tiny("gemma", seed=4, attention="sdpa", vocab_size=61, hidden_size=24, intermediate_size=40,
+                    num_attention_heads=2, num_key_value_heads=1, head_dim=16, initializer_range=0.12)  # fmt: skip
+
+
+@pytest.fixture
+def bert():
+    """A BERT with a head of three classes."""
+    return zoo.tiny("bert-classifier", seed=2, attention="sdpa", vocab_size=61, hidden_size=24, intermediate_size=40,
+                    max_position_embeddings=32, num_labels=3, initializer_range=0.12)  # fmt: skip
+
+
+@pytest.fixture
+def data():
+    """Tokens for the models above."""
+    return zoo.text()
+
+
+@pytest.fixture
+def padded():
+    """The same with rows of different lengths."""
+    return zoo.text(padded=True)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests import zoo
 from torch import nn
 
 from layerbudget.blocks import check_finite, describe, fingerprint, layers, partition, weight_of
@@ -23,8 +24,8 @@ EXPECTED = {  # matrices per layer, prunable parameters per layer, computed by h
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_partition_by_layer_counts_prunable_parameters(make_model, kind):
-    model = make_model(kind)
+def test_partition_by_layer_counts_prunable_parameters(kind):
+    model = zoo.speaker(kind)
     blocks = partition(model)
     matrices, numel = EXPECTED[kind]
     assert len(blocks) == 3
@@ -35,8 +36,8 @@ def test_partition_by_layer_counts_prunable_parameters(make_model, kind):
 
 
 @pytest.mark.parametrize("kind", [*EXPECTED, "mixtral"])
-def test_every_named_matrix_is_found_again_with_its_shape(make_model, kind):
-    model = make_model(kind)
+def test_every_named_matrix_is_found_again_with_its_shape(kind):
+    model = zoo.speaker(kind)
     for block in partition(model, "linear"):
         (module,) = block.modules
         assert block.name == module.name
@@ -44,16 +45,16 @@ def test_every_named_matrix_is_found_again_with_its_shape(make_model, kind):
         assert weight.numel() == module.numel
 
 
-def test_fused_experts_count_every_copy_but_only_active_flops(make_model):
-    block = partition(make_model("mixtral"))[0]
+def test_fused_experts_count_every_copy_but_only_active_flops():
+    block = partition(zoo.speaker("mixtral"))[0]
     experts = [m for m in block.modules if "experts" in m.name]
     assert {m.copies for m in experts} == {4}
     assert sum(m.numel for m in experts) == 4 * 3 * 32 * 48
     assert sum(m.flops_per_token for m in experts) == 2 * 2 * 3 * 32 * 48
 
 
-def test_include_exclude_and_pattern(make_model):
-    model = make_model("llama")
+def test_include_exclude_and_pattern():
+    model = zoo.speaker("llama")
     assert {m.name.rsplit(".", 1)[1] for b in partition(model, include="mlp") for m in b.modules} == {
         "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
@@ -91,41 +92,41 @@ def test_two_stacks_are_refused_by_layer_but_not_by_linear():
     assert partition(model, "linear")
 
 
-def test_tied_weights_are_counted_once(make_model):
-    model = make_model("llama")
+def test_tied_weights_are_counted_once():
+    model = zoo.speaker("llama")
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     blocks = partition(model)
     assert "model.layers.0.mlp.up_proj" in [m.name for m in blocks[0].modules]
     assert "model.layers.2.mlp.up_proj" not in [m.name for m in blocks[2].modules]
 
 
-def test_a_head_tied_to_the_embedding_is_never_prunable(make_model):
-    model = make_model("gpt2")
+def test_a_head_tied_to_the_embedding_is_never_prunable():
+    model = zoo.speaker("gpt2")
     assert model.lm_head.weight is model.transformer.wte.weight
     assert not [b for b in partition(model, "linear") if "lm_head" in b.name]
 
 
-def test_bad_expressions(make_model):
+def test_bad_expressions():
     with pytest.raises(InvalidInput, match="not a regular expression"):
-        partition(make_model("llama"), include="(")
+        partition(zoo.speaker("llama"), include="(")
     with pytest.raises(UnknownBlock, match="No weight matrix is left"):
-        partition(make_model("llama"), include="nothing")
+        partition(zoo.speaker("llama"), include="nothing")
     with pytest.raises(UnknownBlock, match="no weight matrix 'model.nope'"):
-        weight_of(make_model("llama"), "model.nope")
+        weight_of(zoo.speaker("llama"), "model.nope")
 
 
-def test_fingerprint_sees_a_changed_weight_and_survives_a_cast(make_model):
-    model = make_model("llama")
+def test_fingerprint_sees_a_changed_weight_and_survives_a_cast():
+    model = zoo.speaker("llama")
     before = fingerprint(model)
-    assert fingerprint(make_model("llama").to(torch.bfloat16)) == before
+    assert fingerprint(zoo.speaker("llama").to(torch.bfloat16)) == before
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
     assert fingerprint(model) != before
     assert describe(model)["digest"] == fingerprint(model)
 
 
-def test_nan_weights_are_named(make_model):
-    model = make_model("llama")
+def test_nan_weights_are_named():
+    model = zoo.speaker("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(BadModel, match=r"model.layers.1.mlp.up_proj.weight holds 1 values"):
@@ -192,24 +193,24 @@ def packed(model):
     return model
 
 
-def test_a_quantised_model_is_known_by_its_skeleton(make_model):
-    plain, held = make_model("llama"), packed(make_model("llama"))
+def test_a_quantised_model_is_known_by_its_skeleton():
+    plain, held = zoo.speaker("llama"), packed(zoo.speaker("llama"))
     a, b = describe(plain), describe(held)
     assert not a["quantised"] and b["quantised"] and a["digest"] != b["digest"] and a["skeleton"] == b["skeleton"]
-    assert describe(packed(make_model("llama")))["digest"] == b["digest"]
+    assert describe(packed(zoo.speaker("llama")))["digest"] == b["digest"]
     rows = (PlanBlock(name="q", value=1.0, count=1, numel=4, modules=("q",)),)
     plan = Plan(kind="ranks", rule="uniform", blocks=rows, budget={"unit": "params", "limit": 1, "spent": 1}, model=a)
     plan.validate(b)
     dataclasses.replace(plan, model=b).validate(a)
-    other = make_model("llama")
+    other = zoo.speaker("llama")
     with torch.no_grad():
         next(p for n, p in other.named_parameters() if n.endswith("norm.weight")).add_(1.0)
     with pytest.raises(ModelMismatch):
         plan.validate(describe(packed(other)))
 
 
-def test_quantised_values_are_not_read(make_model):
-    model = packed(make_model("llama"))
+def test_quantised_values_are_not_read():
+    model = packed(zoo.speaker("llama"))
     name = partition(model, "linear")[0].modules[0].name
     with pytest.raises(CoverageError, match="is quantised"):
         weight_of(model, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests import zoo
 from torch import nn
 
 from layerbudget.lora.experts import ExpertsConfig, ExpertsLinear, forms
@@ -35,34 +36,34 @@ def compare(first, second, tolerance):
 
 @pytest.mark.parametrize("experts", [2, 5, 8, 10])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_layer_equals_definition(make, experts, dtype, tolerance):
+def test_layer_equals_definition(experts, dtype, tolerance):
     layer = module(experts, dtype=dtype)
     x = torch.randn(2, 7, 12, dtype=dtype, requires_grad=True)
     a, b, router = (layer.get_submodule(f"lora_experts_{n}.default").weight for n in ("A", "B", "router"))
-    expected = layer.base_layer(x) + make.oracle(x, a, b, router, 3, 2, 2.0)
+    expected = layer.base_layer(x) + zoo.mixture(x, a, b, router, 3, 2, 2.0)
     compare([layer(x)], [expected], tolerance)
     compare(gradients(layer(x), layer, x), gradients(expected, layer, x), tolerance)
 
 
 @pytest.mark.parametrize("experts", [2, 8])
 @pytest.mark.parametrize("form", ["grouped", "loop"])
-def test_other_forms_equal_definition(make, experts, form):
+def test_other_forms_equal_definition(experts, form):
     layer = module(experts, dtype=torch.float64)
     x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
     a, b, router = (layer.get_submodule(f"lora_experts_{n}.default").weight for n in ("A", "B", "router"))
     gate = route(x @ router.T, 2)
     update = grouped(x, a, b, gate, 2, 2.0) if form == "grouped" else loop(x, a, b, gate, 2.0)
-    expected = make.oracle(x, a, b, router, 3, 2, 2.0)
+    expected = zoo.mixture(x, a, b, router, 3, 2, 2.0)
     compare([update], [expected], 1e-12)
     compare(gradients(update, layer, x), gradients(expected, layer, x), 1e-12)
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 9])
-def test_top_k(make, top_k):
+def test_top_k(top_k):
     layer = module(4, top_k=top_k, dtype=torch.float64)
     x = torch.randn(5, 12, dtype=torch.float64)
     a, b, router = (layer.get_submodule(f"lora_experts_{n}.default").weight for n in ("A", "B", "router"))
-    compare([layer(x)], [layer.base_layer(x) + make.oracle(x, a, b, router, 3, top_k, 2.0)], 1e-12)
+    compare([layer(x)], [layer.base_layer(x) + zoo.mixture(x, a, b, router, 3, top_k, 2.0)], 1e-12)
 
 
 def test_a_hook_or_a_wrapper_sees_the_leaves():

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from tests import zoo
 from torch import nn
 
 from layerbudget.errors import InvalidInput
@@ -36,8 +37,8 @@ def logits_of(model, **batch):
         return model(input_ids=ids(), **batch).logits
 
 
-def test_counts_land_where_planned(make):
-    model = get_peft_model(make.mistral(), config_for(make.mistral()))
+def test_counts_land_where_planned():
+    model = get_peft_model(zoo.adaptable(), config_for(zoo.adaptable()))
     found = {n: m for n, m in model.named_modules() if isinstance(m, ExpertsLinear)}
     assert len(found) == 3 * 7 and not any(".layers.2." in n for n in found)
     for name, module in found.items():
@@ -47,12 +48,12 @@ def test_counts_land_where_planned(make):
     assert all("lora_experts_" in n for n, p in model.named_parameters() if p.requires_grad)
 
 
-def test_starts_equal_to_the_base_and_disables(make):
-    base = make.mistral()
+def test_starts_equal_to_the_base_and_disables():
+    base = zoo.adaptable()
     expected = logits_of(base)
-    model = get_peft_model(make.mistral(), config_for(base)).eval()
+    model = get_peft_model(zoo.adaptable(), config_for(base)).eval()
     assert torch.equal(logits_of(model), expected)
-    make.perturb(model)
+    zoo.perturb(model)
     assert not torch.allclose(logits_of(model), expected, atol=1e-3)
     with model.disable_adapter():
         assert torch.equal(logits_of(model), expected)
@@ -73,13 +74,13 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize("kind", ["lm", "classifier"])
-def test_save_and_load_in_a_fresh_process(make, tmp_path, kind):
-    base = make.mistral() if kind == "lm" else make.bert()
+def test_save_and_load_in_a_fresh_process(tmp_path, kind):
+    base = zoo.adaptable() if kind == "lm" else zoo.classifier()
     base.save_pretrained(tmp_path / "base")
     options = {} if kind == "lm" else {"task_type": "SEQ_CLS", "modules_to_save": ["pooler"]}
     model = get_peft_model(base, config_for(base, [2, 1, 0, 5], **options)).eval()
-    make.perturb(model)
-    make.perturb(model, "modules_to_save", scale=0.2)
+    zoo.perturb(model)
+    zoo.perturb(model, "modules_to_save", scale=0.2)
     model.save_pretrained(tmp_path / "adapter")
     stored = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert stored["peft_type"] == "LORA_EXPERTS"
@@ -88,20 +89,20 @@ def test_save_and_load_in_a_fresh_process(make, tmp_path, kind):
     assert torch.equal(torch.load(tmp_path / "out.pt"), logits_of(model))
 
 
-def test_transformers_loads_the_adapter_too(make, tmp_path):
-    model = get_peft_model(make.mistral(), config_for(make.mistral())).eval()
-    make.perturb(model)
+def test_transformers_loads_the_adapter_too(tmp_path):
+    model = get_peft_model(zoo.adaptable(), config_for(zoo.adaptable())).eval()
+    zoo.perturb(model)
     model.save_pretrained(tmp_path)
-    other = make.mistral()
+    other = zoo.adaptable()
     other.load_adapter(str(tmp_path))
     assert torch.equal(logits_of(other), logits_of(model))
 
 
-def test_second_adapter_delete_copy_and_low_memory_load(make, tmp_path):
-    model = get_peft_model(make.mistral(), config_for(make.mistral())).eval()
-    make.perturb(model)
+def test_second_adapter_delete_copy_and_low_memory_load(tmp_path):
+    model = get_peft_model(zoo.adaptable(), config_for(zoo.adaptable())).eval()
+    zoo.perturb(model)
     first = logits_of(model)
-    model.add_adapter("other", config_for(make.mistral(), [1, 1, 4, 2]))
+    model.add_adapter("other", config_for(zoo.adaptable(), [1, 1, 4, 2]))
     model.set_adapter("other")
     assert not torch.allclose(logits_of(model), first)
     twin = copy.deepcopy(model)
@@ -110,36 +111,40 @@ def test_second_adapter_delete_copy_and_low_memory_load(make, tmp_path):
     model.delete_adapter("other")
     assert torch.equal(logits_of(model), first)
     model.save_pretrained(tmp_path)
-    light = PeftModel.from_pretrained(make.mistral(), tmp_path, low_cpu_mem_usage=True, adapter_name="renamed").eval()
+    light = PeftModel.from_pretrained(zoo.adaptable(), tmp_path, low_cpu_mem_usage=True, adapter_name="renamed").eval()
     assert torch.equal(logits_of(light), first)
 
 
-def test_merging_is_exact_for_one_expert_and_refused_for_more(make):
+def test_merging_is_exact_for_one_expert_and_refused_for_more():
     counts = [1, 1, 0, 1]
-    model = get_peft_model(make.mistral().double(), config_for(make.mistral(), counts)).double().eval()
-    make.perturb(model)
+    model = get_peft_model(zoo.adaptable().double(), config_for(zoo.adaptable(), counts)).double().eval()
+    zoo.perturb(model)
     expected = logits_of(model)
     model.merge_adapter()
     assert (logits_of(model) - expected).abs().max() < 1e-12
     model.unmerge_adapter()
     assert (logits_of(model) - expected).abs().max() < 1e-12
     assert (logits_of(model.merge_and_unload()) - expected).abs().max() < 1e-12
-    mixture = get_peft_model(make.mistral(), config_for(make.mistral()))
+    mixture = get_peft_model(zoo.adaptable(), config_for(zoo.adaptable()))
     before = {n: p.clone() for n, p in mixture.named_parameters()}
     with pytest.raises(InvalidInput, match="depends on the token"):
         mixture.merge_and_unload()
     assert all(torch.equal(before[n], p) for n, p in mixture.named_parameters())
 
 
-def test_padding_does_not_move_the_balance_gradient(make):
+def test_padding_does_not_move_the_balance_gradient():
     """Left-over padding columns change neither the outputs of real tokens nor the router's balance gradient.
 
     In float64: the perturbed model amplifies float32 rounding a thousandfold, and kernels differ between processors.
     """
 
     def gradient(padding):
-        model = get_peft_model(make.bert(), config_for(make.bert(), [3, 3, 3, 3], balance_coefficient=1.0)).train().double()
-        make.perturb(model)
+        model = (
+            get_peft_model(zoo.classifier(), config_for(zoo.classifier(), [3, 3, 3, 3], balance_coefficient=1.0))
+            .train()
+            .double()
+        )
+        zoo.perturb(model)
         batch = torch.cat([ids(), torch.zeros(3, padding, dtype=torch.long)], 1)
         mask = torch.cat([torch.ones(3, 9, dtype=torch.long), torch.zeros(3, padding, dtype=torch.long)], 1)
         model(input_ids=batch, attention_mask=mask).logits.mul(0).sum().backward()
@@ -152,10 +157,10 @@ def test_padding_does_not_move_the_balance_gradient(make):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_changes_no_gradient(make, reentrant):
+def test_gradient_checkpointing_changes_no_gradient(reentrant):
     def gradients(checkpoint):
-        model = get_peft_model(make.mistral(), config_for(make.mistral(), balance_coefficient=0.1)).train()
-        make.perturb(model)
+        model = get_peft_model(zoo.adaptable(), config_for(zoo.adaptable(), balance_coefficient=0.1)).train()
+        zoo.perturb(model)
         if checkpoint:
             model.enable_input_require_grads()
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -166,22 +171,22 @@ def test_gradient_checkpointing_changes_no_gradient(make, reentrant):
     assert all(torch.equal(plain[n], checkpointed[n]) for n in plain)
 
 
-def test_bf16_base_and_autocast_stay_close_to_float32(make):
-    model = get_peft_model(make.mistral(), config_for(make.mistral(), [1, 1, 1, 1])).eval()
-    make.perturb(model, scale=0.1)
+def test_bf16_base_and_autocast_stay_close_to_float32():
+    model = get_peft_model(zoo.adaptable(), config_for(zoo.adaptable(), [1, 1, 1, 1])).eval()
+    zoo.perturb(model, scale=0.1)
     expected = logits_of(model)
     with torch.autocast("cpu", torch.bfloat16):
         low = logits_of(model)
     assert (low.float() - expected).norm() / expected.norm() < 0.05
-    half = get_peft_model(make.mistral().bfloat16(), config_for(make.mistral(), [2, 2, 2, 2]))
+    half = get_peft_model(zoo.adaptable().bfloat16(), config_for(zoo.adaptable(), [2, 2, 2, 2]))
     assert {p.dtype for n, p in half.named_parameters() if p.requires_grad} == {torch.float32}
     half(input_ids=ids(), labels=ids()).loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in half.parameters() if p.requires_grad)
 
 
-def test_unknown_module_kind_is_refused_by_name(make):
+def test_unknown_module_kind_is_refused_by_name():
     with pytest.raises(InvalidInput, match="embed_tokens is a Embedding"):
-        get_peft_model(make.mistral(), ExpertsConfig(target_modules=["embed_tokens"], experts=2))
+        get_peft_model(zoo.adaptable(), ExpertsConfig(target_modules=["embed_tokens"], experts=2))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from peft import get_peft_model
+from tests import zoo
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -32,9 +33,9 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def trainer(make, folder, steps, accumulation=1, batch=4, rate=1e-2, callbacks=(), **options):
-    model = get_peft_model(make.mistral(2), experts_for(make.mistral(2), [3, 2], **options))
-    make.perturb(model, scale=0.1)
+def trainer(folder, steps, accumulation=1, batch=4, rate=1e-2, callbacks=(), **options):
+    model = get_peft_model(zoo.adaptable(2), experts_for(zoo.adaptable(2), [3, 2], **options))
+    zoo.perturb(model, scale=0.1)
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=batch, learning_rate=rate, report_to=[],
         gradient_accumulation_steps=accumulation, save_steps=2, logging_steps=1, seed=3, use_cpu=True, disable_tqdm=True,
@@ -47,27 +48,27 @@ def weights(model):
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
-def test_trainer_learns_and_resumes_to_the_same_weights(make, tmp_path):
-    whole = trainer(make, tmp_path / "whole", 4)
+def test_trainer_learns_and_resumes_to_the_same_weights(tmp_path):
+    whole = trainer(tmp_path / "whole", 4)
     start = weights(whole.model)
     whole.train()
     assert all(not torch.equal(start[n], p) for n, p in weights(whole.model).items())
     losses = [row["loss"] for row in whole.state.log_history if "loss" in row]
     assert losses[-1] < losses[0]
-    resumed = trainer(make, tmp_path / "whole", 4)
+    resumed = trainer(tmp_path / "whole", 4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     expected = weights(whole.model)
     assert all(torch.equal(expected[n], p) for n, p in weights(resumed.model).items())
 
 
-def test_accumulation_leaves_the_balance_weight_as_it_is(make, tmp_path):
+def test_accumulation_leaves_the_balance_weight_as_it_is(tmp_path):
     """The balance term moves the router as much for one batch of 8 as for 4 accumulated batches of 2."""
 
     def movement(accumulation, callbacks):
         moved = []
         for coefficient in (0.0, 50.0):
             run = trainer(
-                make, tmp_path / f"{accumulation}{coefficient}{len(callbacks)}", 1, accumulation, 8 // accumulation, 2.0,
+                tmp_path / f"{accumulation}{coefficient}{len(callbacks)}", 1, accumulation, 8 // accumulation, 2.0,
                 callbacks, balance_coefficient=coefficient,
             )  # fmt: skip
             start = weights(run.model)
@@ -133,13 +134,13 @@ def test_two_processes_agree_with_one(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-def test_four_bit_base_trains(make, tmp_path):
+def test_four_bit_base_trains(tmp_path):
     from transformers import BitsAndBytesConfig, MistralForCausalLM
 
-    make.mistral(2, hidden_size=128, intermediate_size=128, head_dim=32, num_key_value_heads=4).save_pretrained(tmp_path)
+    zoo.adaptable(2, hidden_size=128, intermediate_size=128, head_dim=32, num_key_value_heads=4).save_pretrained(tmp_path)
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     base = MistralForCausalLM.from_pretrained(tmp_path, quantization_config=four_bit, device_map={"": "cpu"})
     model = get_peft_model(base, experts_for(base, [3, 2]))
-    make.perturb(model, scale=0.1)
+    zoo.perturb(model, scale=0.1)
     model(input_ids=Rows().ids[:2], labels=Rows().ids[:2]).loss.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests import zoo
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -51,14 +52,14 @@ QUICK = Protocol(lr=2e-2, epochs=10, batch=16, warmup=2, cutoff=48)
 
 
 @pytest.fixture
-def encoder(make, tokenizer, tmp_path):
-    make.bert(2).save_pretrained(tmp_path / "bert")
+def encoder(tokenizer, tmp_path):
+    zoo.classifier(2).save_pretrained(tmp_path / "bert")
     tokenizer.save_pretrained(tmp_path / "bert")
     return str(tmp_path / "bert")
 
 
-def test_a_head_learns_and_the_results_are_kept(make, encoder, tokenizer, task, tmp_path):
-    plan = make.linears(make.bert(2), lambda n: 4 if "attention" in n else 0)
+def test_a_head_learns_and_the_results_are_kept(encoder, tokenizer, task, tmp_path):
+    plan = zoo.linears(zoo.classifier(2), lambda n: 4 if "attention" in n else 0)
     out = tmp_path / "out"
     result = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, out, protocol=QUICK, seeds=[0, 1])
     accuracy = result["metrics"]["held_out"]["accuracy"]
@@ -75,7 +76,7 @@ def test_a_head_learns_and_the_results_are_kept(make, encoder, tokenizer, task, 
     assert (out / "seed-0" / "result.json").stat().st_mtime_ns == before
     with pytest.raises(AlreadyExists, match="--resume"):
         finetune(classifier_loader(encoder, 2), tokenizer, plan, task, out, protocol=QUICK)
-    other = make.linears(make.bert(2), lambda n: 2 if "attention" in n else 0)
+    other = zoo.linears(zoo.classifier(2), lambda n: 2 if "attention" in n else 0)
     with pytest.raises(AlreadyExists, match="another plan"):
         finetune(classifier_loader(encoder, 2), tokenizer, other, task, out, protocol=QUICK, resume=True)
 
@@ -91,9 +92,9 @@ def test_a_head_learns_and_the_results_are_kept(make, encoder, tokenizer, task, 
         compare(out, tmp_path)
 
 
-def test_the_protocol_sets_how_the_scale_follows_the_rank(make, encoder):
+def test_the_protocol_sets_how_the_scale_follows_the_rank(encoder):
     """A rank of 2 and one of 8 under rsLoRA differ by a factor of two in scale, under one ratio not at all."""
-    plan = make.linears(make.bert(2), lambda n: 2 if "query" in n else 8)
+    plan = zoo.linears(zoo.classifier(2), lambda n: 2 if "query" in n else 8)
     for policy, quotient in (("rslora", 2.0), ("constant-alpha", 4.0), ("constant-ratio", 1.0)):
         model = adapt(classifier_loader(encoder, 2)(0), plan, Protocol(alpha_policy=policy, ratio=3))
         layers = [m for m in model.modules() if hasattr(m, "lora_A") and "default" in m.lora_A]
@@ -101,14 +102,14 @@ def test_the_protocol_sets_how_the_scale_follows_the_rank(make, encoder):
         assert scales.keys() == {2, 8} and scales[2] / scales[8] == pytest.approx(quotient), policy
         assert scales[8] <= 3 <= scales[2]
     with pytest.raises(InvalidInput, match="All experts have one rank"):
-        adapt(make.bert(2), dataclasses.replace(plan, kind="experts"), Protocol(alpha_policy="rslora"))
+        adapt(zoo.classifier(2), dataclasses.replace(plan, kind="experts"), Protocol(alpha_policy="rslora"))
     with pytest.raises(InvalidInput, match="one of constant-ratio"):
         Protocol(alpha_policy="linear")
 
 
-def test_a_base_in_bfloat16_trains_in_float32_and_checkpointing_changes_nothing(make, encoder, tokenizer, task, tmp_path):
+def test_a_base_in_bfloat16_trains_in_float32_and_checkpointing_changes_nothing(encoder, tokenizer, task, tmp_path):
     """Adapters and head of a half-precision base stay float32; recomputed activations give the same adapter."""
-    plan = make.linears(make.bert(2), lambda n: 4 if "attention" in n else 0)
+    plan = zoo.linears(zoo.classifier(2), lambda n: 4 if "attention" in n else 0)
     load = classifier_loader(encoder, 2, dtype="bfloat16", device="auto")
     half = dataclasses.replace(QUICK, epochs=6)
     found = finetune(load, tokenizer, plan, task, tmp_path / "half", protocol=half)
@@ -139,7 +140,7 @@ def test_a_protocol_is_changed_by_name_and_type():
             Protocol().changed(values)
 
 
-def test_where_and_how_the_base_is_held_is_checked(encoder, monkeypatch, tmp_path, make, tokenizer, task):
+def test_where_and_how_the_base_is_held_is_checked(encoder, monkeypatch, tmp_path, tokenizer, task):
     for options in ({"device": "tpu"}, {"dtype": "float16"}):
         with pytest.raises(InvalidInput, match="one of auto, cpu, cuda|float32 or bfloat16"):
             classifier_loader(encoder, 2, **options)
@@ -148,13 +149,15 @@ def test_where_and_how_the_base_is_held_is_checked(encoder, monkeypatch, tmp_pat
             classifier_loader(encoder, 2, device="cuda")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InvalidInput, match="one of 2 processes"):
-        finetune(classifier_loader(encoder, 2), tokenizer, make.linears(make.bert(2), 2), task, tmp_path / "x", protocol=QUICK)
+        finetune(
+            classifier_loader(encoder, 2), tokenizer, zoo.linears(zoo.classifier(2), 2), task, tmp_path / "x", protocol=QUICK
+        )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-def test_the_head_of_an_encoder_in_four_bits_is_trained(make, tokenizer, task, tmp_path):
-    encoder = make.bert(2, hidden_size=64, intermediate_size=128)
-    plan = make.linears(encoder, lambda n: 4 if "attention" in n else 0)
+def test_the_head_of_an_encoder_in_four_bits_is_trained(tokenizer, task, tmp_path):
+    encoder = zoo.classifier(2, hidden_size=64, intermediate_size=128)
+    plan = zoo.linears(encoder, lambda n: 4 if "attention" in n else 0)
     encoder.save_pretrained(tmp_path / "bert")
     load = classifier_loader(str(tmp_path / "bert"), 2, dtype="bfloat16", four_bit=True)
     found = finetune(load, tokenizer, plan, task, tmp_path / "out", protocol=QUICK)
@@ -165,9 +168,9 @@ def test_the_head_of_an_encoder_in_four_bits_is_trained(make, tokenizer, task, t
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("start", ["default", "gradients"])
-def test_a_base_in_four_bits_is_fine_tuned(make, tokenizer, task, tmp_path, start):
-    big = make.mistral(2, hidden_size=128, intermediate_size=128, head_dim=32, num_key_value_heads=4)
-    plan = make.linears(big, lambda n: 4 if n.endswith(("q_proj", "down_proj")) else 0)
+def test_a_base_in_four_bits_is_fine_tuned(tokenizer, task, tmp_path, start):
+    big = zoo.adaptable(2, hidden_size=128, intermediate_size=128, head_dim=32, num_key_value_heads=4)
+    plan = zoo.linears(big, lambda n: 4 if n.endswith(("q_proj", "down_proj")) else 0)
     big.save_pretrained(tmp_path / "lm")
     load = classifier_loader(str(tmp_path / "lm"), 2, dtype="bfloat16", four_bit=True)
     quick = Protocol(lr=1e-2, epochs=1, batch=16, warmup=2, cutoff=48, start=start)
@@ -176,10 +179,10 @@ def test_a_base_in_four_bits_is_fine_tuned(make, tokenizer, task, tmp_path, star
     assert found["trained_parameters"] == 2 * 4 * (2 * 128 + 2 * 128)
 
 
-def test_a_start_in_the_gradients_directions(make, encoder, tokenizer, task):
+def test_a_start_in_the_gradients_directions(encoder, tokenizer, task):
     """Rows of A are the top right singular vectors of the task's gradient, taken independently by autograd; B is zero."""
     load = classifier_loader(encoder, 2)
-    plan = make.linears(make.bert(2), lambda n: 4 if "attention" in n else 0)
+    plan = zoo.linears(zoo.classifier(2), lambda n: 4 if "attention" in n else 0)
     rows = Rows(task, tokenizer, causal=False, cutoff=16)
     protocol = Protocol(start="gradients")
     model = started(load(0), plan, protocol, rows, task)
@@ -201,8 +204,8 @@ def test_a_start_in_the_gradients_directions(make, encoder, tokenizer, task):
         Protocol(start="svd")
 
 
-def test_overwriting_removes_earlier_results_and_nothing_else(make, encoder, tokenizer, task, tmp_path):
-    plan = make.linears(make.bert(2), lambda n: 2 if "attention" in n else 0)
+def test_overwriting_removes_earlier_results_and_nothing_else(encoder, tokenizer, task, tmp_path):
+    plan = zoo.linears(zoo.classifier(2), lambda n: 2 if "attention" in n else 0)
     out = tmp_path / "out"
     quick = {"protocol": Protocol(lr=1e-3, epochs=1, batch=32)}
     load = classifier_loader(encoder, 2)
@@ -227,7 +230,7 @@ def test_overwriting_removes_earlier_results_and_nothing_else(make, encoder, tok
     assert left == ["labels.json", "notes.txt", "result.json", "seed-2", "seed-of-doubt"]
 
 
-def test_an_interrupted_seed_resumes_to_the_same_result(make, encoder, tokenizer, task, tmp_path):
+def test_an_interrupted_seed_resumes_to_the_same_result(encoder, tokenizer, task, tmp_path):
     """Training stopped at half leaves a checkpoint; resuming gives the predictions and weights of an undisturbed run."""
     from transformers import TrainerCallback
 
@@ -239,7 +242,7 @@ def test_an_interrupted_seed_resumes_to_the_same_result(make, encoder, tokenizer
         def on_save(self, args, state, control, **kwargs):
             return control
 
-    plan = make.linears(make.bert(2), lambda n: 4 if "attention" in n else 0)
+    plan = zoo.linears(zoo.classifier(2), lambda n: 4 if "attention" in n else 0)
     settings = {"protocol": QUICK, "seeds": [0]}
     whole = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "whole", **settings)
     with pytest.raises(KeyboardInterrupt):
@@ -258,8 +261,8 @@ def test_an_interrupted_seed_resumes_to_the_same_result(make, encoder, tokenizer
 
 
 @pytest.mark.parametrize("change", ["dtype", "bf16", "unnamed"])
-def test_seeds_of_two_precisions_are_not_averaged(make, encoder, tokenizer, task, tmp_path, change):
-    plan = make.linears(make.bert(2), lambda n: 2 if "attention" in n else 0)
+def test_seeds_of_two_precisions_are_not_averaged(encoder, tokenizer, task, tmp_path, change):
+    plan = zoo.linears(zoo.classifier(2), lambda n: 2 if "attention" in n else 0)
     quick = Protocol(lr=1e-3, epochs=1, batch=16)
     load = classifier_loader(encoder, 2)
     finetune(load, tokenizer, plan, task, tmp_path / "out", protocol=quick, seeds=[0])
@@ -274,10 +277,10 @@ def test_seeds_of_two_precisions_are_not_averaged(make, encoder, tokenizer, task
     assert not (tmp_path / "out" / "seed-1").exists()
 
 
-def test_a_causal_lm_is_trained_with_experts_and_judged_by_likelihood(make, tokenizer, task, tmp_path):
-    model = make.mistral(2, eos_token_id=2, bos_token_id=None)
+def test_a_causal_lm_is_trained_with_experts_and_judged_by_likelihood(tokenizer, task, tmp_path):
+    model = zoo.adaptable(2, eos_token_id=2, bos_token_id=None)
     model.save_pretrained(tmp_path / "lm")
-    plan = make.layers(model, [2, 3])
+    plan = zoo.layers(model, [2, 3])
     protocol = Protocol(lr=2e-2, epochs=8, batch=16, warmup=2, cutoff=48, balance=0.001)
     load = classifier_loader(str(tmp_path / "lm"), 2)
     result = finetune(load, tokenizer, plan, task, tmp_path / "out", protocol=protocol)
@@ -309,13 +312,13 @@ def test_prompt_and_answer_of_a_causal_row(tokenizer, task):
     assert short["input_ids"][-answered:] == row["input_ids"][-answered:]
 
 
-def test_a_plan_of_a_bare_encoder_fits_the_model_with_a_head(make):
+def test_a_plan_of_a_bare_encoder_fits_the_model_with_a_head():
     from transformers import BertModel
 
-    bare = BertModel(make.bert(2).config)
-    plan = make.layers(bare, [2, 1])
+    bare = BertModel(zoo.classifier(2).config)
+    plan = zoo.layers(bare, [2, 1])
     assert plan.blocks[0].modules[0].startswith("encoder.layer.0.")
-    model = make.bert(2)
+    model = zoo.classifier(2)
     assert fit_names(plan, model).blocks[0].modules[0].startswith("bert.encoder.layer.0.")
     adapted = adapt(model, plan, Protocol())
     assert any("pooler.modules_to_save" in n for n, p in adapted.named_parameters() if p.requires_grad)
@@ -330,8 +333,8 @@ def test_the_papers_protocol_and_impossible_ones():
         Protocol(batch=10, accumulation=3)
 
 
-def test_accumulation_with_a_head_is_refused(make, encoder, tokenizer, task, tmp_path):
-    plan = make.linears(make.bert(2), 2)
+def test_accumulation_with_a_head_is_refused(encoder, tokenizer, task, tmp_path):
+    plan = zoo.linears(zoo.classifier(2), 2)
     with pytest.raises(InvalidInput, match="classification head"):
         finetune(
             classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "x", protocol=Protocol(batch=16, accumulation=2)
@@ -345,8 +348,8 @@ def test_an_answer_as_long_as_the_cutoff_leaves_no_prompt(tokenizer, task, spare
     assert len(row["input_ids"]) == answered + max(spare, 0)
 
 
-def test_repeated_seeds_and_an_unfinished_run_of_another_protocol_are_refused(make, encoder, tokenizer, task, tmp_path):
-    plan = make.linears(make.bert(2), lambda n: 4 if "attention" in n else 0)
+def test_repeated_seeds_and_an_unfinished_run_of_another_protocol_are_refused(encoder, tokenizer, task, tmp_path):
+    plan = zoo.linears(zoo.classifier(2), lambda n: 4 if "attention" in n else 0)
     arguments = (classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "out")
     with pytest.raises(InvalidInput, match=r"seeds are \[0, 0\]"):
         finetune(*arguments, protocol=QUICK, seeds=[0, 0])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.blocks import partition
 from layerbudget.data.calibration import CalibrationSet
@@ -15,9 +16,9 @@ from layerbudget.scores.gain import score
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 
-def test_a_plan_made_in_one_precision_serves_the_other(make, tmp_path):
+def test_a_plan_made_in_one_precision_serves_the_other(tmp_path):
     """Scores of a 4-bit base rank matrices as those of the plain one do; either plan fits either model, and no other model."""
-    make.mistral(2, hidden_size=128, intermediate_size=128, head_dim=32, num_key_value_heads=4).save_pretrained(tmp_path)
+    zoo.adaptable(2, hidden_size=128, intermediate_size=128, head_dim=32, num_key_value_heads=4).save_pretrained(tmp_path)
     data, plans = CalibrationSet(input_ids=torch.randint(3, 61, (8, 12), generator=torch.Generator().manual_seed(0))), []
     for four_bit in (False, True):
         model = load_model(str(tmp_path), four_bit=four_bit)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.errors import BadModel, NotFound
@@ -21,41 +22,41 @@ def ids():
 
 
 @pytest.fixture
-def saved(make, tmp_path):
+def saved(tmp_path):
     """Logits of an adapted model and the folder of its adapter, for ranks and for experts."""
     found = {}
     for kind in ("ranks", "experts"):
-        base = make.mistral().double()
+        base = zoo.adaptable().double()
         if kind == "ranks":
-            model = add_ranks(base, make.linears(base, lambda n: 3 if "proj" in n else 0))
+            model = add_ranks(base, zoo.linears(base, lambda n: 3 if "proj" in n else 0))
         else:
-            model = add_experts(base, make.layers(base, [2] * base.config.num_hidden_layers))
+            model = add_experts(base, zoo.layers(base, [2] * base.config.num_hidden_layers))
         model = model.double().eval()
-        make.perturb(model)
+        zoo.perturb(model)
         with torch.no_grad():
             found[kind] = model(input_ids=ids()).logits
         model.save_pretrained(tmp_path / kind)
     return tmp_path, found
 
 
-def test_a_saved_adapter_computes_the_same_and_ranks_merge(saved, make):
+def test_a_saved_adapter_computes_the_same_and_ranks_merge(saved):
     folder, expected = saved
     for kind, logits in expected.items():
         for merge in (False, True) if kind == "ranks" else (False,):
-            model = load_adapter(make.mistral().double(), folder / kind, merge=merge).double()
+            model = load_adapter(zoo.adaptable().double(), folder / kind, merge=merge).double()
             assert not model.training
             with torch.no_grad():
                 assert torch.allclose(model(input_ids=ids()).logits, logits, atol=1e-12), (kind, merge)
             assert hasattr(model, "peft_config") != merge
     with pytest.raises(BadModel, match="cannot be merged"):
-        load_adapter(make.mistral(), folder / "experts", merge=True)
+        load_adapter(zoo.adaptable(), folder / "experts", merge=True)
 
 
-def test_a_trained_head_is_loaded_onto_a_base_in_half_precision(make, tmp_path):
-    make.bert(2).save_pretrained(tmp_path / "bert")
+def test_a_trained_head_is_loaded_onto_a_base_in_half_precision(tmp_path):
+    zoo.classifier(2).save_pretrained(tmp_path / "bert")
     load = classifier_loader(str(tmp_path / "bert"), 2)
-    model = adapt(load(0), make.linears(make.bert(2), lambda n: 2 if "attention" in n else 0), Protocol())
-    make.perturb(model)
+    model = adapt(load(0), zoo.linears(zoo.classifier(2), lambda n: 2 if "attention" in n else 0), Protocol())
+    zoo.perturb(model)
     model.save_pretrained(tmp_path / "adapter")
     half = load_adapter(classifier_loader(str(tmp_path / "bert"), 2, dtype="bfloat16")(1), tmp_path / "adapter")
     whole = load_adapter(load(1), tmp_path / "adapter")
@@ -66,15 +67,15 @@ def test_a_trained_head_is_loaded_onto_a_base_in_half_precision(make, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys")
-def test_what_does_not_fit_is_refused(saved, make, tmp_path):
+def test_what_does_not_fit_is_refused(saved, tmp_path):
     folder, _ = saved
-    for base in (make.mistral(1), make.mistral(hidden_size=48, head_dim=12), make.bert(2)):
+    for base in (zoo.adaptable(1), zoo.adaptable(hidden_size=48, head_dim=12), zoo.classifier(2)):
         with pytest.raises(BadModel, match="does not fit|no place"):
             load_adapter(base, folder / "ranks")
     (tmp_path / "run" / "seed-0").mkdir(parents=True)
     (folder / "ranks").rename(tmp_path / "run" / "seed-0" / "adapter")
     with pytest.raises(NotFound, match=r"Point to .*seed-0"):
-        load_adapter(make.mistral(), tmp_path / "run")
+        load_adapter(zoo.adaptable(), tmp_path / "run")
     place = tmp_path / "run" / "seed-0" / "adapter"
     tensors = load_file(place / "adapter_model.safetensors")
     save_file(
@@ -82,10 +83,10 @@ def test_what_does_not_fit_is_refused(saved, make, tmp_path):
         place / "adapter_model.safetensors",
     )
     with pytest.raises(BadModel, match="have no place"):
-        load_adapter(make.mistral(), place)
+        load_adapter(zoo.adaptable(), place)
     (place / "adapter_model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(BadModel, match="does not fit"):
-        load_adapter(make.mistral(), place)
+        load_adapter(zoo.adaptable(), place)
 
 
 def test_perplexity_with_an_adapter(tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests import zoo
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,41 +14,41 @@ from layerbudget.lora.experts.balance import Routing
 from layerbudget.lora.mixtures import adapted_experts, add_experts, expert_costs, to_experts_config
 
 
-def test_a_layers_count_goes_to_each_of_its_modules(make):
-    model = make.mistral()
-    plan = make.layers(model, [2, 0, 1, 5])
+def test_a_layers_count_goes_to_each_of_its_modules():
+    model = zoo.adaptable()
+    plan = zoo.layers(model, [2, 0, 1, 5])
     adapted = add_experts(model, plan, lora_alpha=16)
     expected = {m: b.count for b in plan.blocks for m in b.modules if b.count}
     assert adapted_experts(adapted) == expected
-    shapes = {n: (m.in_features, m.out_features) for n, m in make.mistral().named_modules() if isinstance(m, nn.Linear)}
+    shapes = {n: (m.in_features, m.out_features) for n, m in zoo.adaptable().named_modules() if isinstance(m, nn.Linear)}
     planned = sum(expert_costs({n: shapes[n]}, 8, e)["parameters"] for n, e in expected.items())
     assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == planned
 
 
-def test_works_for_an_encoder_with_a_head(make):
-    model = make.bert()
-    plan = make.layers(model, [3, 1, 2, 0])
+def test_works_for_an_encoder_with_a_head():
+    model = zoo.classifier()
+    plan = zoo.layers(model, [3, 1, 2, 0])
     adapted = add_experts(model, plan, task_type="SEQ_CLS", modules_to_save=["pooler"])
     trained = {n for n, p in adapted.named_parameters() if p.requires_grad}
     assert any("pooler" in n for n in trained) and any("classifier" in n for n in trained)
     assert adapted(input_ids=torch.randint(3, 61, (2, 5)), labels=torch.tensor([0, 1])).loss.requires_grad
 
 
-def test_a_configuration_that_misses_a_module_is_refused_with_the_name(make):
-    model = make.mistral()
-    plan = make.layers(model, [2, 2, 2, 2])
+def test_a_configuration_that_misses_a_module_is_refused_with_the_name():
+    model = zoo.adaptable()
+    plan = zoo.layers(model, [2, 2, 2, 2])
     config = to_experts_config(plan)
     del config.experts_pattern["model\\.layers\\.2\\.mlp\\.up_proj"]
     with pytest.raises(CoverageError, match=r"model\.layers\.2\.mlp\.up_proj was not adapted; the plan gives it experts 2"):
         add_experts(model, plan, config=config)
 
 
-def test_another_kind_and_an_empty_plan_are_refused(make):
-    model = make.mistral()
+def test_another_kind_and_an_empty_plan_are_refused():
+    model = zoo.adaptable()
     with pytest.raises(InvalidInput, match="kind 'ranks'"):
-        to_experts_config(make.linears(model, 2))
+        to_experts_config(zoo.linears(model, 2))
     with pytest.raises(InvalidInput, match="zero experts"):
-        to_experts_config(make.layers(model, [0, 0, 0, 0]))
+        to_experts_config(zoo.layers(model, [0, 0, 0, 0]))
 
 
 @pytest.mark.parametrize("experts", [1, 2, 8])

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from tests import zoo
 from torch import nn
 
 from layerbudget.data.calibration import CalibrationSet
@@ -29,26 +30,26 @@ def ids():
     return torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(2))
 
 
-def test_every_module_gets_its_rank_and_the_count_is_the_plan(make):
-    model = make.mistral()
-    plan = make.linears(model, ranks_of)
+def test_every_module_gets_its_rank_and_the_count_is_the_plan():
+    model = zoo.adaptable()
+    plan = zoo.linears(model, ranks_of)
     adapted = add_ranks(model, plan)
     expected = {b.name: b.count for b in plan.blocks if b.count}
     assert adapted_ranks(adapted) == expected
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    shapes = {n: m for n, m in make.mistral().named_modules() if n in expected}
+    shapes = {n: m for n, m in zoo.adaptable().named_modules() if n in expected}
     assert trained == sum(r * (shapes[n].in_features + shapes[n].out_features) for n, r in expected.items())
     assert not any(b.name in adapted_ranks(adapted) for b in plan.blocks if b.count == 0)
 
 
 @pytest.mark.parametrize(("policy", "power"), [("constant-ratio", 0.0), ("rslora", 0.5), ("constant-alpha", 1.0)])
-def test_alpha_policies_give_the_stated_scale(make, policy, power):
+def test_alpha_policies_give_the_stated_scale(policy, power):
     """Scale = ratio (mean rank / rank)^power, or alpha / rank^power where an alpha is given."""
-    plan = make.linears(make.mistral(), ranks_of)
+    plan = zoo.linears(zoo.adaptable(), ranks_of)
     ranks = [b.count for b in plan.blocks if b.count]
     mean = sum(ranks) / len(ranks)
     for options, common in (({"ratio": 3.0}, 3.0 * mean**power), ({"alpha": 16.0}, 16.0)):
-        adapted = add_ranks(make.mistral(), plan, alpha_policy=policy, **options)
+        adapted = add_ranks(zoo.adaptable(), plan, alpha_policy=policy, **options)
         layers = [m for m in adapted.modules() if hasattr(m, "lora_A") and "default" in m.lora_A]
         assert len(layers) == len(ranks)
         for module in layers:
@@ -58,22 +59,22 @@ def test_alpha_policies_give_the_stated_scale(make, policy, power):
 
 
 @pytest.mark.parametrize("policy", ["rslora", "constant-alpha"])
-def test_a_uniform_plan_has_one_scale_under_every_policy(make, policy):
-    model = add_ranks(make.mistral(), make.linears(make.mistral(), 6), alpha_policy=policy, ratio=1.5)
+def test_a_uniform_plan_has_one_scale_under_every_policy(policy):
+    model = add_ranks(zoo.adaptable(), zoo.linears(zoo.adaptable(), 6), alpha_policy=policy, ratio=1.5)
     assert {round(m.scaling["default"], 9) for m in model.modules() if hasattr(m, "lora_A") and "default" in m.lora_A} == {1.5}
 
 
 @pytest.mark.parametrize("policy", ["rslora", "constant-alpha"])
-def test_folded_scales_are_one_and_change_nothing(make, policy, tmp_path):
-    model = add_ranks(make.mistral().double(), make.linears(make.mistral(), ranks_of), alpha_policy=policy).double().eval()
-    make.perturb(model)
+def test_folded_scales_are_one_and_change_nothing(policy, tmp_path):
+    model = add_ranks(zoo.adaptable().double(), zoo.linears(zoo.adaptable(), ranks_of), alpha_policy=policy).double().eval()
+    zoo.perturb(model)
     with torch.no_grad():
         expected = model(input_ids=ids()).logits
     fold_scales(model, 1.5)
     layers = [m for m in model.modules() if hasattr(m, "lora_A") and "default" in m.lora_A]
     assert {m.scaling["default"] for m in layers} == {1.5}
     model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(make.mistral().double(), tmp_path).double().eval()
+    loaded = PeftModel.from_pretrained(zoo.adaptable().double(), tmp_path).double().eval()
     config = loaded.peft_config["default"]
     assert not config.use_rslora and config.lora_alpha == 1.5 * config.r
     for again in (model, loaded):
@@ -84,21 +85,21 @@ def test_folded_scales_are_one_and_change_nothing(make, policy, tmp_path):
         fold_scales(model, 0.0)
 
 
-def test_ten_layers_and_more_are_not_confused(make):
-    model = make.mistral(12, hidden_size=16, intermediate_size=16, head_dim=4)
-    plan = make.linears(model, lambda n: 1 + int(n.split(".")[2]) if n.endswith("q_proj") else 0)
+def test_ten_layers_and_more_are_not_confused():
+    model = zoo.adaptable(12, hidden_size=16, intermediate_size=16, head_dim=4)
+    plan = zoo.linears(model, lambda n: 1 + int(n.split(".")[2]) if n.endswith("q_proj") else 0)
     assert adapted_ranks(add_ranks(model, plan))["model.layers.11.self_attn.q_proj"] == 12
 
 
-def test_saved_and_loaded_ranks_are_the_same_and_merge_exactly(make, tmp_path):
-    base = make.mistral().double()
-    plan = make.linears(base, ranks_of)
+def test_saved_and_loaded_ranks_are_the_same_and_merge_exactly(tmp_path):
+    base = zoo.adaptable().double()
+    plan = zoo.linears(base, ranks_of)
     model = add_ranks(base, plan).double().eval()
-    make.perturb(model)
+    zoo.perturb(model)
     with torch.no_grad():
         expected = model(input_ids=ids()).logits
     model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(make.mistral().double(), tmp_path).double().eval()
+    loaded = PeftModel.from_pretrained(zoo.adaptable().double(), tmp_path).double().eval()
     assert adapted_ranks(loaded) == adapted_ranks(model)
     with torch.no_grad():
         # PEFT stores adapters as they are; the logits must not move by one bit
@@ -117,16 +118,16 @@ def rename(plan, old, new):
     return dataclasses.replace(plan, blocks=blocks)
 
 
-def test_a_typo_is_refused_with_the_name(make):
-    model = make.mistral()
-    plan = rename(make.linears(model, ranks_of), "layers.1.self_attn.q_proj", "layers.1.self_attn.q_porj")
+def test_a_typo_is_refused_with_the_name():
+    model = zoo.adaptable()
+    plan = rename(zoo.linears(model, ranks_of), "layers.1.self_attn.q_proj", "layers.1.self_attn.q_porj")
     with pytest.raises(UnknownBlock, match=r"model\.layers\.1\.self_attn\.q_porj"):
         add_ranks(model, plan)
 
 
-def test_a_typo_in_a_pattern_of_ones_own_is_refused_with_the_name(make):
-    model = make.mistral()
-    plan = make.linears(model, ranks_of)
+def test_a_typo_in_a_pattern_of_ones_own_is_refused_with_the_name():
+    model = zoo.adaptable()
+    plan = zoo.linears(model, ranks_of)
     config = to_lora_config(plan)
     config.rank_pattern = {k.replace("q_proj", "q_porj"): v for k, v in config.rank_pattern.items()}
     with pytest.warns(RuntimeWarning, match="did not match"):
@@ -151,7 +152,7 @@ def test_a_fused_projection_is_refused_with_the_name():
         add_ranks(model, plan)
 
 
-def test_fused_experts_are_refused_with_the_name(make):
+def test_fused_experts_are_refused_with_the_name():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     model = MixtralForCausalLM(
@@ -161,13 +162,13 @@ def test_fused_experts_are_refused_with_the_name(make):
         )
     )  # fmt: skip
     with pytest.raises(CoverageError, match=r"layers\.0\.mlp\.experts\.\w+ is a parameter .* several experts"):
-        add_ranks(model, make.linears(model, 2))
+        add_ranks(model, zoo.linears(model, 2))
 
 
-def test_a_tied_module_is_refused_with_the_name(make):
+def test_a_tied_module_is_refused_with_the_name():
     from layerbudget.plan import Plan, PlanBlock
 
-    model = make.mistral(tie_word_embeddings=True)
+    model = zoo.adaptable(tie_word_embeddings=True)
     plan = Plan(
         kind="ranks", rule="by-hand", model={}, budget={},
         blocks=(PlanBlock(name="lm_head", value=2.0, count=2, numel=1, modules=("lm_head",)),),
@@ -176,49 +177,49 @@ def test_a_tied_module_is_refused_with_the_name(make):
         add_ranks(model, plan)
 
 
-def test_another_model_another_kind_and_an_empty_plan_are_refused(make):
-    model = make.mistral()
-    plan = make.linears(model, ranks_of)
+def test_another_model_another_kind_and_an_empty_plan_are_refused():
+    model = zoo.adaptable()
+    plan = zoo.linears(model, ranks_of)
     with pytest.raises(ModelMismatch):
-        add_ranks(make.mistral(num_hidden_layers=3), plan)
+        add_ranks(zoo.adaptable(num_hidden_layers=3), plan)
     with pytest.raises(InvalidInput, match="kind 'experts'"):
-        to_lora_config(make.layers(model, [1, 1, 1, 1]))
+        to_lora_config(zoo.layers(model, [1, 1, 1, 1]))
     with pytest.raises(InvalidInput, match="zero"):
-        to_lora_config(make.linears(model, 0))
+        to_lora_config(zoo.linears(model, 0))
     with pytest.raises(InvalidInput, match="alpha_policy"):
         to_lora_config(plan, alpha_policy="other")
 
 
-def test_conv1d_of_gpt2_is_counted_in_the_right_direction(make):
+def test_conv1d_of_gpt2_is_counted_in_the_right_direction():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16))
-    plan = make.linears(model, 3)
+    plan = zoo.linears(model, 3)
     adapted = add_ranks(model, plan, fan_in_fan_out=True)
     assert set(adapted_ranks(adapted).values()) == {3}
 
 
-def test_serving_hint(make):
-    model = make.mistral()
-    hint = serving_hint(make.linears(model, lambda n: 20 if n.endswith("q_proj") else 4))
+def test_serving_hint():
+    model = zoo.adaptable()
+    hint = serving_hint(zoo.linears(model, lambda n: 20 if n.endswith("q_proj") else 4))
     assert (hint.max_rank, hint.vllm_max_lora_rank) == (20, 32)
     assert hint.padded_share == pytest.approx(1 - (20 + 6 * 4) / (7 * 32))
-    assert serving_hint(make.linears(model, 600)).vllm_max_lora_rank is None
-    assert any("--max-lora-rank 8;" in s for s in explain_plan(make.linears(model, 8))["sentences"])
+    assert serving_hint(zoo.linears(model, 600)).vllm_max_lora_rank is None
+    assert any("--max-lora-rank 8;" in s for s in explain_plan(zoo.linears(model, 8))["sentences"])
     with pytest.raises(InvalidInput, match="Ranks have a serving hint"):
-        serving_hint(dataclasses.replace(make.linears(model, 8), kind="experts"))
-    config = to_lora_config(make.linears(model, ranks_of))
+        serving_hint(dataclasses.replace(zoo.linears(model, 8), kind="experts"))
+    config = to_lora_config(zoo.linears(model, ranks_of))
     assert config.r == 8 and config.lora_alpha / config.r == 2.0
 
 
-def test_gradient_directions_start_at_the_base_and_capture_the_gradient(make):
-    model = make.mistral()
+def test_gradient_directions_start_at_the_base_and_capture_the_gradient():
+    model = zoo.adaptable()
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n]
     gradients = accumulated_gradients(model, CalibrationSet(input_ids=ids()), names)
-    plain = make.mistral()
+    plain = zoo.adaptable()
     with torch.no_grad():
         before = plain(input_ids=ids()).logits
-    adapted = add_ranks(plain, make.linears(make.mistral(), 4))
+    adapted = add_ranks(plain, zoo.linears(zoo.adaptable(), 4))
     initialise_from_gradients(adapted, gradients)
     with torch.no_grad():
         assert torch.equal(adapted(input_ids=ids()).logits, before)
@@ -229,14 +230,14 @@ def test_gradient_directions_start_at_the_base_and_capture_the_gradient(make):
         assert captured == pytest.approx(torch.linalg.svdvals(gradients[name].double())[:4].square().sum().item(), rel=1e-4)
 
 
-def test_a_module_without_a_gradient_is_named(make):
-    adapted = get_peft_model(make.mistral(), to_lora_config(make.linears(make.mistral(), 2)))
+def test_a_module_without_a_gradient_is_named():
+    adapted = get_peft_model(zoo.adaptable(), to_lora_config(zoo.linears(zoo.adaptable(), 2)))
     with pytest.raises(CoverageError, match="no gradient for model.layers.0"):
         initialise_from_gradients(adapted, {})
 
 
-def test_dora_is_counted_by_its_ranks(make):
-    model = make.mistral()
-    plan = make.linears(model, ranks_of)
+def test_dora_is_counted_by_its_ranks():
+    model = zoo.adaptable()
+    plan = zoo.linears(model, ranks_of)
     adapted = add_ranks(model, plan, use_dora=True)
     assert adapted_ranks(adapted) == {b.name: b.count for b in plan.blocks if b.count}

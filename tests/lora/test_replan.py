@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import PeftModel
+from tests import zoo
 
 from layerbudget.errors import CoverageError, InvalidInput
 from layerbudget.lora.mixtures import adapted_experts, add_experts
@@ -18,13 +19,13 @@ def ids():
     return torch.randint(3, 61, (4, 9), generator=torch.Generator().manual_seed(2))
 
 
-def trained(make, kind="ranks", steps=4):
-    model = make.mistral(2)
+def trained(kind="ranks", steps=4):
+    model = zoo.adaptable(2)
     if kind == "ranks":
-        plan = make.linears(model, lambda n: 4 if "attn" in n else 0)
+        plan = zoo.linears(model, lambda n: 4 if "attn" in n else 0)
         adapted = add_ranks(model, plan)
     else:
-        plan = make.layers(model, [3, 3])
+        plan = zoo.layers(model, [3, 3])
         adapted = add_experts(model, plan, rank=2)
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
     step(adapted, optimizer, steps)
@@ -43,8 +44,8 @@ def output(model):
         return model(input_ids=ids()).logits
 
 
-def test_growing_ranks_changes_nothing_and_then_trains(make, tmp_path):
-    model, optimizer, plan = trained(make)
+def test_growing_ranks_changes_nothing_and_then_trains(tmp_path):
+    model, optimizer, plan = trained()
     name = "model.layers.0.self_attn.q_proj"
     module = model.get_submodule(f"base_model.model.{name}")
     before, a = output(model), module.lora_A["default"].weight.detach().clone()
@@ -58,12 +59,12 @@ def test_growing_ranks_changes_nothing_and_then_trains(make, tmp_path):
     step(model, optimizer, 2)
     assert module.lora_B["default"].weight[:, 4:].abs().max() > 0
     model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(make.mistral(2), tmp_path).eval()
+    loaded = PeftModel.from_pretrained(zoo.adaptable(2), tmp_path).eval()
     assert torch.equal(output(loaded), output(model)) and adapted_ranks(loaded)[name] == 7
 
 
-def test_shrinking_keeps_the_strongest_ranks_and_their_state(make):
-    model, optimizer, _ = trained(make)
+def test_shrinking_keeps_the_strongest_ranks_and_their_state():
+    model, optimizer, _ = trained()
     name = "model.layers.1.self_attn.v_proj"
     module = model.get_submodule(f"base_model.model.{name}")
     a, b = (getattr(module, f"lora_{x}")["default"].weight.detach().clone() for x in "AB")
@@ -76,23 +77,23 @@ def test_shrinking_keeps_the_strongest_ranks_and_their_state(make):
     step(model, optimizer)
 
 
-def test_experts_grow_and_shrink_with_their_routers(make, tmp_path):
-    model, optimizer, plan = trained(make, "experts")
+def test_experts_grow_and_shrink_with_their_routers(tmp_path):
+    model, optimizer, plan = trained("experts")
     counts = {m: (2 if i == 0 else 5) for i, b in enumerate(plan.blocks) for m in b.modules}
     resize(model, optimizer, counts)
     assert adapted_experts(model) == counts
     step(model, optimizer, 2)
     model.save_pretrained(tmp_path)
-    assert torch.equal(output(PeftModel.from_pretrained(make.mistral(2), tmp_path).eval()), output(model))
+    assert torch.equal(output(PeftModel.from_pretrained(zoo.adaptable(2), tmp_path).eval()), output(model))
     with pytest.raises(InvalidInput, match="keeps its router"):
         resize(model, optimizer, {plan.blocks[0].modules[0]: 1})
 
 
-def test_tracked_gain_is_the_diagonal_formula_and_refuses_what_has_no_state(make):
-    model, optimizer, _ = trained(make, steps=1)
+def test_tracked_gain_is_the_diagonal_formula_and_refuses_what_has_no_state():
+    model, optimizer, _ = trained(steps=1)
     gains = tracked_gains(model, optimizer, damping=0.5)
     # after one step m equals the gradient and v its square, so that the sum runs over g^2 / (g^2 + tau)
-    fresh = add_ranks(make.mistral(2), make.linears(make.mistral(2), lambda n: 4 if "attn" in n else 0))
+    fresh = add_ranks(zoo.adaptable(2), zoo.linears(zoo.adaptable(2), lambda n: 4 if "attn" in n else 0))
     torch.manual_seed(0)
     squares = {}
     for name, parameter in model.named_parameters():
@@ -109,10 +110,10 @@ def test_tracked_gain_is_the_diagonal_formula_and_refuses_what_has_no_state(make
         resize(model, optimizer, {"model.layers.0.mlp.up_proj": 2})
 
 
-def test_replanning_keeps_the_budget_and_follows_the_gain(make):
-    model, optimizer, plan = trained(make)
+def test_replanning_keeps_the_budget_and_follows_the_gain():
+    model, optimizer, plan = trained()
     names = [b.name for b in plan.blocks if b.count]
-    shapes = {n: (m.in_features, m.out_features) for n, m in make.mistral(2).named_modules() if n in names}
+    shapes = {n: (m.in_features, m.out_features) for n, m in zoo.adaptable(2).named_modules() if n in names}
     gains = {n: (11.0, 1.0) if n.endswith("v_proj") else (2.0, 1.0) for n in names}
     new = replanned(plan, gains, shapes)
     budget = sum(4 * sum(shapes[n]) for n in names)
@@ -122,11 +123,11 @@ def test_replanning_keeps_the_budget_and_follows_the_gain(make):
     assert min(new.values()) >= 1
 
 
-def test_the_callback_replans_once_inside_the_trainer(make, tmp_path):
+def test_the_callback_replans_once_inside_the_trainer(tmp_path):
     from transformers import Trainer, TrainingArguments
 
-    model = make.mistral(2)
-    plan = make.linears(model, lambda n: 4 if "attn" in n else 0)
+    model = zoo.adaptable(2)
+    plan = zoo.linears(model, lambda n: 4 if "attn" in n else 0)
     adapted = add_ranks(model, plan)
     callback = Replan(plan, fraction=0.4)
     arguments = TrainingArguments(
@@ -145,9 +146,9 @@ def test_the_callback_replans_once_inside_the_trainer(make, tmp_path):
         callback.on_train_begin(SimpleNamespace(world_size=2), trainer.state, trainer.control)
 
 
-def test_replanning_experts_leaves_a_block_with_one_expert_alone(make):
-    model = make.mistral(2)
-    plan = make.layers(model, [1, 5])
+def test_replanning_experts_leaves_a_block_with_one_expert_alone():
+    model = zoo.adaptable(2)
+    plan = zoo.layers(model, [1, 5])
     adapted = add_experts(model, plan, rank=2)
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
     step(adapted, optimizer, 2)
@@ -161,8 +162,8 @@ def test_replanning_experts_leaves_a_block_with_one_expert_alone(make):
     assert replanned(plan, dict.fromkeys(gains, (float("nan"), 0.0)), shapes, 2) == new
 
 
-def test_the_largest_rank_of_the_configuration_follows(make):
-    model, optimizer, plan = trained(make)
+def test_the_largest_rank_of_the_configuration_follows():
+    model, optimizer, plan = trained()
     names = [b.name for b in plan.blocks if b.count]
     resize(model, optimizer, {n: 9 if i == 0 else 2 for i, n in enumerate(names)})
     config = model.peft_config["default"]

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tests import zoo
 
 from layerbudget.configurations import blocks_from_config
 from layerbudget.costs import rank_parameters
@@ -22,17 +23,17 @@ def scored(rng, by="layer"):
     return Scores.from_values({b.name: float(v) for b, v in zip(blocks, values, strict=True)}, blocks)
 
 
-def test_the_constraints_of_the_issue(scores_of):
+def test_the_constraints_of_the_issue():
     """Re-planned ranks were [4, 8, 13, 39]: no cap, no multiple, nothing fixed."""
-    first = plan_ranks(scores_of([30, 30, 6.5, 6.5]), mean_rank=16, multiple=8, max_rank=24, fixed={"model.layers.3": 8})
-    again = plan_again(first, scores_of([1, 2, 30, 90]))
+    first = plan_ranks(zoo.scores([30, 30, 6.5, 6.5]), mean_rank=16, multiple=8, max_rank=24, fixed={"model.layers.3": 8})
+    again = plan_again(first, zoo.scores([1, 2, 30, 90]))
     assert again.counts[3] == 8 and again.counts.max() <= 24 and not (again.counts % 8).any()
     assert again.budget["unit"] == first.budget["unit"] and again.budget["limit"] == first.budget["limit"]
 
 
-def test_unchanged_scores_change_nothing(scores_of):
+def test_unchanged_scores_change_nothing():
     """Experts moved from [8, 6, 4, 2] to [9, 6, 4, 1] under the same gains."""
-    scores = scores_of([9.0, 5.0, 2.0, 0.5])
+    scores = zoo.scores([9.0, 5.0, 2.0, 0.5])
     plan = plan_experts(scores, total=20, exponent=0.7, min_experts=1)
     assert plan_again(plan, scores).counts.tolist() == plan.counts.tolist()
 
@@ -85,28 +86,28 @@ def test_random_plans_made_again(kind, count):
             assert again.hyperparameters[name] == plan.hyperparameters[name] == asked[name]
 
 
-def test_floors_and_caps_come_on_top(scores_of):
-    plan = plan_ranks(scores_of([30, 30, 6.5, 6.5]), mean_rank=16, min_rank=2, max_rank=40)
-    again = plan_again(plan, scores_of([1, 1, 1, 90]), lower=[0, 6, 0, 0], upper=[100, 100, 3, 20])
+def test_floors_and_caps_come_on_top():
+    plan = plan_ranks(zoo.scores([30, 30, 6.5, 6.5]), mean_rank=16, min_rank=2, max_rank=40)
+    again = plan_again(plan, zoo.scores([1, 1, 1, 90]), lower=[0, 6, 0, 0], upper=[100, 100, 3, 20])
     assert again.counts[1] >= 6 and again.counts[2] <= 3 and again.counts[3] <= 20 and again.counts.min() >= 2
 
 
-def test_refusals(scores_of):
-    plan = plan_ranks(scores_of([3, 2, 1]), mean_rank=4)
+def test_refusals():
+    plan = plan_ranks(zoo.scores([3, 2, 1]), mean_rank=4)
     with pytest.raises(ModelMismatch, match="not the same"):
-        plan_again(plan, scores_of([3, 2, 1, 1]))
+        plan_again(plan, zoo.scores([3, 2, 1, 1]))
     with pytest.raises(InvalidInput, match="cannot be made again"):
-        plan_again(plan_sparsity(scores_of([3, 2, 1]), sparsity=0.5), scores_of([3, 2, 1]))
+        plan_again(plan_sparsity(zoo.scores([3, 2, 1]), sparsity=0.5), zoo.scores([3, 2, 1]))
     with pytest.raises(InfeasibleBudget):
-        plan_again(plan, scores_of([3, 2, 1]), lower=50)
+        plan_again(plan, zoo.scores([3, 2, 1]), lower=50)
 
 
-def test_a_plan_made_by_hand_keeps_what_its_counts_cost(scores_of):
-    plan = plan_ranks(scores_of([3, 2, 1]), mean_rank=4)
+def test_a_plan_made_by_hand_keeps_what_its_counts_cost():
+    plan = plan_ranks(zoo.scores([3, 2, 1]), mean_rank=4)
     bare = dataclasses.replace(plan, hyperparameters={}, budget={"unit": "hand"})
-    again = plan_again(bare, scores_of([1, 2, 9]))
+    again = plan_again(bare, zoo.scores([1, 2, 9]))
     assert again.budget["unit"] == "params" and again.counts.min() >= 1
-    assert again.budget["spent"] <= float(rank_parameters(scores_of([3, 2, 1]).blocks) @ plan.counts)
+    assert again.budget["spent"] <= float(rank_parameters(zoo.scores([3, 2, 1]).blocks) @ plan.counts)
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -136,18 +137,18 @@ def test_random_joint_plans(count):
         assert (pruned.counts <= np.floor(0.7 * scores.numel)).all() and added.counts.tolist() == counts.tolist()
 
 
-def test_ranks_of_a_joint_plan_fit_their_matrices(scores_of):
+def test_ranks_of_a_joint_plan_fit_their_matrices():
     """Four blocks of 64 x 64 had rank 361."""
     with pytest.raises(InfeasibleBudget):
-        plan_joint(scores_of([30, 30, 6.5, 6.5]), budget="200 KB")
-    plan = plan_joint(scores_of([30, 30, 6.5, 6.5]), budget="200 KB", spend="at_most")
+        plan_joint(zoo.scores([30, 30, 6.5, 6.5]), budget="200 KB")
+    plan = plan_joint(zoo.scores([30, 30, 6.5, 6.5]), budget="200 KB", spend="at_most")
     assert max(plan.extra["capacity"]["counts"].values()) <= 64
     with pytest.raises(InvalidInput, match="Experts have one"):
-        plan_joint(scores_of([3, 2]), budget="1 KB", expert_rank=4)
+        plan_joint(zoo.scores([3, 2]), budget="1 KB", expert_rank=4)
 
 
-def test_ranks_above_a_side_are_refused(scores_of):
+def test_ranks_above_a_side_are_refused():
     with pytest.raises((InvalidInput, InfeasibleBudget)):
-        plan_ranks(scores_of([3, 2]), mean_rank=65)
+        plan_ranks(zoo.scores([3, 2]), mean_rank=65)
     with pytest.raises((InvalidInput, InfeasibleBudget)):
-        plan_ranks(scores_of([3, 2]), mean_rank=8, fixed={"model.layers.0": 65})
+        plan_ranks(zoo.scores([3, 2]), mean_rank=8, fixed={"model.layers.0": 65})

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tests import zoo
 
 from layerbudget.blocks import partition
 from layerbudget.errors import InvalidInput
@@ -24,7 +25,7 @@ def own():
         RULES[kind] = before.get(kind, {})
 
 
-def test_a_rule_of_ones_own(own, scores_of):
+def test_a_rule_of_ones_own(own):
     @rule("sparsity", "later", summary="grows with depth", slope=0.2)
     def later(problem, options):
         return Decision(value=problem.share + options["slope"] * np.linspace(-1, 1, len(problem.blocks)))
@@ -34,7 +35,7 @@ def test_a_rule_of_ones_own(own, scores_of):
         return Decision(value=(np.arange(len(problem.blocks)) == 0) * 8.0, extra={"said": options["damping"]})
 
     assert "later" in rules_of("sparsity") and "later" not in rules_of("ranks")
-    scores = scores_of([3, 2, 1, 1])
+    scores = zoo.scores([3, 2, 1, 1])
     plan = plan_sparsity(scores, sparsity=0.5, rule="later", fixed={"model.layers.0": 0.3})
     assert (
         plan.rule == "later" and plan.budget["spent"] == plan.budget["limit"] and plan.values[0] == pytest.approx(0.3, abs=1e-3)
@@ -54,8 +55,8 @@ def test_a_rule_of_ones_own(own, scores_of):
         find_rule("sparsity", "x")
 
 
-def test_options_that_are_not_read_are_not_recorded(scores_of):
-    for plan in (plan_sparsity(scores_of([3, 2]), rule="uniform"), plan_experts(scores_of([3, 2]), total=8, rule="uniform")):
+def test_options_that_are_not_read_are_not_recorded():
+    for plan in (plan_sparsity(zoo.scores([3, 2]), rule="uniform"), plan_experts(zoo.scores([3, 2]), total=8, rule="uniform")):
         recorded = set(plan.hyperparameters)
         assert not recorded & {"exponent", "penalty", "utility", "spend", "method", "smoothing", "damping", "seed"}
 
@@ -70,14 +71,14 @@ def test_options_that_are_not_read_are_not_recorded(scores_of):
         (plan_ranks, {"mean_rank": 4, "rule": "uniform", "utility": "power"}),
     ],
 )  # fmt: skip
-def test_options_under_rules_that_do_not_read_them(scores_of, maker, options):
+def test_options_under_rules_that_do_not_read_them(maker, options):
     with pytest.raises(InvalidInput, match="does not read"):
-        maker(scores_of([3, 2, 1, 1]), **options)
+        maker(zoo.scores([3, 2, 1, 1]), **options)
 
 
-def test_the_excess_of_a_rank_gain_moves_a_plan_by_rank(scores_of):
+def test_the_excess_of_a_rank_gain_moves_a_plan_by_rank():
     """The increments were left as they are, so the excess planned as the raw gain."""
-    scores, curve = scores_of([3.0, 2.0]), np.linspace(2, 0.1, 16)
+    scores, curve = zoo.scores([3.0, 2.0]), np.linspace(2, 0.1, 16)
     floors = [np.full(16, 0.05).tolist(), np.full(16, 0.9).tolist()]
     extra = {"increments": [[curve.tolist(), curve.tolist()]], "increments_floor": [floors]}
     raw = dataclasses.replace(scores, extra=extra, noise_floor=((0.1, 1.5),))
@@ -88,9 +89,9 @@ def test_the_excess_of_a_rank_gain_moves_a_plan_by_rank(scores_of):
     assert all(np.diff(row).max() <= 1e-12 and min(row) >= 0 for row in less.extra["increments"][0])
 
 
-def test_a_target_equal_to_its_cap_is_feasible_and_the_default_cap_has_room(scores_of):
+def test_a_target_equal_to_its_cap_is_feasible_and_the_default_cap_has_room():
     """``--sparsity 0.7`` was refused: 11469 parameters are to go and the caps allow 11468.8."""
-    scores = scores_of([30, 30, 6.5, 6.5])
+    scores = zoo.scores([30, 30, 6.5, 6.5])
     for target in (0.7, 0.71, 0.9, 0.99):
         plan = plan_sparsity(scores, sparsity=target)
         assert plan.counts.sum() == pytest.approx(target * scores.numel.sum(), abs=1) and np.ptp(plan.values) > 0
@@ -99,8 +100,8 @@ def test_a_target_equal_to_its_cap_is_feasible_and_the_default_cap_has_room(scor
     assert plan_sparsity(scores, sparsity=1.0).counts.sum() == scores.numel.sum()
 
 
-def test_an_estimator_of_ones_own(make_model):
-    model = make_model("llama")
+def test_an_estimator_of_ones_own():
+    model = zoo.speaker("llama")
     try:
 
         @registry.estimator("weight-norm", summary="squared norm of the weights", data=False)

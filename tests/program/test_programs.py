@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest_program import dense_bisection
+from tests.instances import dense_bisection
 
 from layerbudget.errors import (
     DegenerateScores,

@@ -5,8 +5,8 @@ The short versions run always; the ones marked slow draw 10,000 instances per pr
 
 import numpy as np
 import pytest
-from conftest_program import instances
 from hypothesis import given, settings
+from tests.instances import instances
 
 from layerbudget.errors import InfeasibleBudget
 from layerbudget.program import CalibratedPenalty, allocate, solve_joint, sparsify

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.blocks import weight_of
 from layerbudget.errors import AlreadyExists, CurvatureFailure, InvalidInput, NotFound
@@ -17,9 +18,9 @@ from layerbudget.pruning.save import check_output, save_pruned
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_recovery_lowers_the_loss_and_keeps_every_zero(kit, name):
-    model, data = kit.build(name), kit.tokens(samples=8)
-    plan = kit.plan(model)
+def test_recovery_lowers_the_loss_and_keeps_every_zero(name):
+    model, data = zoo.build(name), zoo.tokens(samples=8)
+    plan = zoo.plan(model)
     prune(model, plan, data, "wanda", 4)
     masks = {m: weight_of(model, m)[1] == 0 for b in plan.blocks for m in b.modules}
     others = {k: v.clone() for k, v in model.state_dict().items() if k.removesuffix(".weight") not in masks}
@@ -38,10 +39,10 @@ def test_recovery_lowers_the_loss_and_keeps_every_zero(kit, name):
     assert loss < found.losses[0] - 0.5 * (found.losses[0] - found.losses[-1])
 
 
-def test_merging_any_lora_with_zeros_kept(kit):
+def test_merging_any_lora_with_zeros_kept():
     peft = pytest.importorskip("peft")
-    model = kit.build("llama")
-    plan = kit.plan(model)
+    model = zoo.build("llama")
+    plan = zoo.plan(model)
     prune(model, plan, method="magnitude")
     masks = {m: weight_of(model, m)[1] == 0 for b in plan.blocks for m in b.modules}
     dense = copy.deepcopy(model)
@@ -56,9 +57,9 @@ def test_merging_any_lora_with_zeros_kept(kit):
         merge_keeping_zeros(dense)
 
 
-def test_packing_is_lossless_and_smaller(kit, tmp_path):
-    model = kit.build("llama").to(torch.bfloat16)
-    plan = kit.plan(model, sparsity=0.7, spread=0.0)
+def test_packing_is_lossless_and_smaller(tmp_path):
+    model = zoo.build("llama").to(torch.bfloat16)
+    plan = zoo.plan(model, sparsity=0.7, spread=0.0)
     receipt = prune(model, plan, method="magnitude")
     out = save_pruned(model, None, plan, receipt, tmp_path / "out")
     sizes = pack(out, tmp_path / "packed.safetensors")
@@ -73,10 +74,10 @@ def test_packing_is_lossless_and_smaller(kit, tmp_path):
         pack(tmp_path / "nothing", tmp_path / "x.safetensors")
 
 
-def test_recipe_has_one_modifier_per_distinct_ratio(kit, tmp_path):
+def test_recipe_has_one_modifier_per_distinct_ratio(tmp_path):
     yaml = pytest.importorskip("yaml")
-    model = kit.build("llama")
-    plan = kit.plan(model)
+    model = zoo.build("llama")
+    plan = zoo.plan(model)
     stages = yaml.safe_load(recipe(plan, "sparsegpt"))
     assert len(stages) == 3
     seen = []
@@ -88,25 +89,25 @@ def test_recipe_has_one_modifier_per_distinct_ratio(kit, tmp_path):
         assert chosen["sparsity"] == pytest.approx(block.count / block.numel, abs=1e-4)
         seen += chosen["targets"]
     assert sorted(seen) == sorted(m for b in plan.blocks for m in b.modules)
-    assert len(yaml.safe_load(recipe(kit.plan(model, spread=0.0), "wanda"))) == 1
+    assert len(yaml.safe_load(recipe(zoo.plan(model, spread=0.0), "wanda"))) == 1
     with pytest.raises(InvalidInput, match="magnitude"):
         recipe(plan, "magnitude")
     assert write_recipe(plan, tmp_path / "recipe.yaml").read_text().count("WandaPruningModifier") == 3
 
 
-def test_a_recovery_that_diverges_leaves_the_model_as_it_was(kit):
-    model = kit.build("llama")
-    prune(model, kit.plan(model), kit.tokens(samples=8), "wanda", 4)
+def test_a_recovery_that_diverges_leaves_the_model_as_it_was():
+    model = zoo.build("llama")
+    prune(model, zoo.plan(model), zoo.tokens(samples=8), "wanda", 4)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(CurvatureFailure, match="loss is"):
-        recover(model, kit.tokens(samples=8), learning_rate=1e30, steps=10)
+        recover(model, zoo.tokens(samples=8), learning_rate=1e30, steps=10)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_packing_that_is_cut_short_leaves_no_file(kit, tmp_path, monkeypatch):
-    model = kit.build("llama")
-    plan = kit.plan(model)
-    save_pruned(model, None, plan, prune(model, plan, kit.tokens(), "magnitude"), tmp_path / "out")
+def test_packing_that_is_cut_short_leaves_no_file(tmp_path, monkeypatch):
+    model = zoo.build("llama")
+    plan = zoo.plan(model)
+    save_pruned(model, None, plan, prune(model, plan, zoo.tokens(), "magnitude"), tmp_path / "out")
 
     def full(tensors, path, metadata):
         path.write_bytes(b"half of it")

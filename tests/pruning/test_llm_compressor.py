@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.blocks import weight_of
 from layerbudget.pruning.export import recipe
@@ -11,15 +12,15 @@ from layerbudget.pruning.export import recipe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
-def test_every_modifier_of_the_recipe_takes_effect(kit, tmp_path, method):
+def test_every_modifier_of_the_recipe_takes_effect(tmp_path, method):
     pytest.importorskip("llmcompressor")
     datasets = pytest.importorskip("datasets")
     from llmcompressor import oneshot
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    model, data = kit.build("llama"), kit.tokens()
-    plan = kit.plan(model)
+    model, data = zoo.build("llama"), zoo.tokens()
+    plan = zoo.plan(model)
     model.save_pretrained(tmp_path / "dense")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     (tmp_path / "recipe.yaml").write_text(recipe(plan, method))

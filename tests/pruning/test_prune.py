@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 import transformers
+from tests import zoo
 
 from layerbudget.blocks import weight_of
 from layerbudget.errors import AlreadyExists, InvalidInput, ModelMismatch
@@ -29,19 +30,19 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_the_place_of_activations_changes_nothing(kit, tmp_path, where):
+def test_the_place_of_activations_changes_nothing(tmp_path, where):
     results = []
     for store in ("device", where):
-        model = kit.build("llama")
-        prune(model, kit.plan(model), kit.tokens(), "sparsegpt", 4, store=store, folder=tmp_path)
+        model = zoo.build("llama")
+        prune(model, zoo.plan(model), zoo.tokens(), "sparsegpt", 4, store=store, folder=tmp_path)
         results.append(state(model))
     assert same(*results)
     assert not list(tmp_path.iterdir())
 
 
-def test_wanda_by_the_definition(kit):
+def test_wanda_by_the_definition():
     """First block against a dense computation: metric |W| * norm of inputs, rows equal to within one."""
-    model, data = kit.build("llama"), kit.tokens()
+    model, data = zoo.build("llama"), zoo.tokens()
     captured = {}
     name = "model.layers.0.mlp.down_proj"
     handle = weight_of(model, name)[0].register_forward_pre_hook(lambda m, a: captured.update(x=a[0].clone()))
@@ -50,7 +51,7 @@ def test_wanda_by_the_definition(kit):
     handle.remove()
     w = weight_of(model, name)[1].detach().clone()
     metric = w.abs() * captured["x"].reshape(-1, w.shape[1]).norm(dim=0)
-    plan = kit.plan(model)
+    plan = zoo.plan(model)
     receipt = prune(model, plan, data, "wanda", 3)
     zero = weight_of(model, name)[1] == 0
     per_row = zero.sum(1)
@@ -60,23 +61,23 @@ def test_wanda_by_the_definition(kit):
         assert set(metric[r].argsort()[: per_row[r]].tolist()) == set(torch.nonzero(zero[r]).flatten().tolist())
 
 
-def test_padding_is_not_counted(kit):
+def test_padding_is_not_counted():
     """Padded calibration rows and the same rows without padding give the same masks."""
-    padded = kit.tokens(samples=1, padded=True)
+    padded = zoo.tokens(samples=1, padded=True)
     real = int(padded.attention_mask.sum())
     short = dataclasses.replace(padded, input_ids=padded.input_ids[:, :real], attention_mask=None)
     masks = []
     for data in (padded, short):
-        model = kit.build("llama")
-        prune(model, kit.plan(model), data, "wanda", 4)
+        model = zoo.build("llama")
+        prune(model, zoo.plan(model), data, "wanda", 4)
         masks.append({k: v == 0 for k, v in model.state_dict().items()})
     assert same(*masks)
 
 
-def test_true_sequential_sees_pruned_inputs(kit):
-    plain, sequential = kit.build("llama"), kit.build("llama")
-    one = prune(plain, kit.plan(plain), kit.tokens(), "sparsegpt", 4)
-    two = prune(sequential, kit.plan(sequential), kit.tokens(), "sparsegpt", 4, true_sequential=True)
+def test_true_sequential_sees_pruned_inputs():
+    plain, sequential = zoo.build("llama"), zoo.build("llama")
+    one = prune(plain, zoo.plan(plain), zoo.tokens(), "sparsegpt", 4)
+    two = prune(sequential, zoo.plan(sequential), zoo.tokens(), "sparsegpt", 4, true_sequential=True)
     assert one.sparsity == two.sparsity
     q, down = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
     assert torch.equal(weight_of(plain, q)[1], weight_of(sequential, q)[1])
@@ -84,9 +85,9 @@ def test_true_sequential_sees_pruned_inputs(kit):
     assert two.forwards > one.forwards
 
 
-def test_an_interrupted_run_continues(kit, tmp_path):
-    whole = kit.build("llama")
-    prune(whole, kit.plan(whole), kit.tokens(), "sparsegpt", 4)
+def test_an_interrupted_run_continues(tmp_path):
+    whole = zoo.build("llama")
+    prune(whole, zoo.plan(whole), zoo.tokens(), "sparsegpt", 4)
 
     class Interrupted(RuntimeError):
         pass
@@ -95,73 +96,73 @@ def test_an_interrupted_run_continues(kit, tmp_path):
         if done == 2:
             raise Interrupted
 
-    model = kit.build("llama")
-    plan = kit.plan(model)
+    model = zoo.build("llama")
+    plan = zoo.plan(model)
     with pytest.raises(Interrupted):
-        prune(model, plan, kit.tokens(), "sparsegpt", 4, progress=stop, resume=tmp_path / "state")
+        prune(model, plan, zoo.tokens(), "sparsegpt", 4, progress=stop, resume=tmp_path / "state")
     with pytest.raises(ModelMismatch, match="another plan"):
-        fresh = kit.build("llama")
-        prune(fresh, plan, kit.tokens(), "wanda", 4, resume=tmp_path / "state")
-    again = kit.build("llama")
-    prune(again, plan, kit.tokens(), "sparsegpt", 4, resume=tmp_path / "state")
+        fresh = zoo.build("llama")
+        prune(fresh, plan, zoo.tokens(), "wanda", 4, resume=tmp_path / "state")
+    again = zoo.build("llama")
+    prune(again, plan, zoo.tokens(), "sparsegpt", 4, resume=tmp_path / "state")
     assert same(state(whole), state(again))
-    once_more = kit.build("llama")  # saving failed, say: nothing is computed twice
-    prune(once_more, plan, kit.tokens(), "sparsegpt", 4, resume=tmp_path / "state")
+    once_more = zoo.build("llama")  # saving failed, say: nothing is computed twice
+    prune(once_more, plan, zoo.tokens(), "sparsegpt", 4, resume=tmp_path / "state")
     assert same(state(whole), state(once_more))
     clear_checkpoints(tmp_path / "state")
     assert not (tmp_path / "state").exists()
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
-def test_n_of_m(kit, method):
-    model = kit.build("llama")
-    receipt = prune(model, kit.plan(model, spread=0), kit.tokens(), method, 4, pattern="2:4")
+def test_n_of_m(method):
+    model = zoo.build("llama")
+    receipt = prune(model, zoo.plan(model, spread=0), zoo.tokens(), method, 4, pattern="2:4")
     assert receipt.sparsity == 0.5
     for name in receipt.modules:
         w = weight_of(model, name)[1]
         assert bool(((w.reshape(-1, 4) == 0).sum(1) == 2).all())
-    model = kit.build("llama")
-    receipt = prune(model, kit.plan(model), kit.tokens(), method, 4, pattern="n:8")
+    model = zoo.build("llama")
+    receipt = prune(model, zoo.plan(model), zoo.tokens(), method, 4, pattern="n:8")
     assert [round(b["sparsity"] * 8) for b in receipt.blocks.values()] == [2, 4, 6]
     with pytest.raises(InvalidInput, match="n:4"):
-        model = kit.build("llama")
-        prune(model, kit.plan(model), kit.tokens(), method, 4, pattern="2:4")
+        model = zoo.build("llama")
+        prune(model, zoo.plan(model), zoo.tokens(), method, 4, pattern="2:4")
 
 
-def test_refusals(kit):
-    model = kit.build("llama")
-    plan = kit.plan(model)
+def test_refusals():
+    model = zoo.build("llama")
+    plan = zoo.plan(model)
     with pytest.raises(InvalidInput, match="calibration data"):
         prune(model, plan)
     with pytest.raises(InvalidInput, match="obs"):
-        prune(model, plan, kit.tokens(), "obs")
+        prune(model, plan, zoo.tokens(), "obs")
     with pytest.raises(InvalidInput, match="tape"):
-        Walk(model, kit.tokens(), store="tape")
-    other = kit.build("mistral", hidden_size=16)
+        Walk(model, zoo.tokens(), store="tape")
+    other = zoo.build("mistral", hidden_size=16)
     with pytest.raises(ModelMismatch):
-        prune(other, plan, kit.tokens())
+        prune(other, plan, zoo.tokens())
 
 
-def test_zeros_that_were_there_are_noted_not_hidden(kit):
-    model = kit.build("llama")
+def test_zeros_that_were_there_are_noted_not_hidden():
+    model = zoo.build("llama")
     weight_of(model, "model.layers.0.mlp.up_proj")[1].data.zero_()
-    receipt = prune(model, kit.plan(model), kit.tokens(), "wanda", 4)
+    receipt = prune(model, zoo.plan(model), zoo.tokens(), "wanda", 4)
     assert any("model.layers.0.mlp.up_proj" in n for n in receipt.notes)
     assert receipt.sparsity > receipt.planned
 
 
-def test_model_is_left_as_it_was_found(kit):
-    model = kit.build("llama").train()
+def test_model_is_left_as_it_was_found():
+    model = zoo.build("llama").train()
     model.config.use_cache = True
-    prune(model, kit.plan(model), kit.tokens(), "wanda", 4)
+    prune(model, zoo.plan(model), zoo.tokens(), "wanda", 4)
     assert model.training and model.config.use_cache
     assert all(not m._forward_hooks and not m._forward_pre_hooks and "forward" not in m.__dict__ for m in model.modules())
 
 
-def test_saved_checkpoint_is_plain(kit, tmp_path):
-    model = kit.build("llama")
-    plan = kit.plan(model)
-    receipt = prune(model, plan, kit.tokens(), "wanda", 4)
+def test_saved_checkpoint_is_plain(tmp_path):
+    model = zoo.build("llama")
+    plan = zoo.plan(model)
+    receipt = prune(model, plan, zoo.tokens(), "wanda", 4)
     out = save_pruned(model, None, plan, receipt, tmp_path / "out")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert same(state(model), state(loaded))
@@ -183,24 +184,24 @@ def test_saved_checkpoint_is_plain(kit, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
-def test_batch_size_and_half_precision(kit):
+def test_batch_size_and_half_precision():
     masks = []
     for batch in (1, 6):
-        model = kit.build("mixtral")
-        prune(model, kit.plan(model), kit.tokens(), "wanda", batch)
+        model = zoo.build("mixtral")
+        prune(model, zoo.plan(model), zoo.tokens(), "wanda", batch)
         masks.append({k: v == 0 for k, v in model.state_dict().items()})
     assert same(*masks)
-    model = kit.build("llama").to(torch.bfloat16)
-    plan = kit.plan(model)
-    receipt = prune(copy.deepcopy(model), plan, kit.tokens(), "sparsegpt", 4)
+    model = zoo.build("llama").to(torch.bfloat16)
+    plan = zoo.plan(model)
+    receipt = prune(copy.deepcopy(model), plan, zoo.tokens(), "sparsegpt", 4)
     assert receipt.sparsity == plan.sparsity
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
-def test_half_precision_forwards_keep_the_count_and_nearly_all_entries(kit, method):
-    exact, fast = kit.build("llama"), kit.build("llama")
+def test_half_precision_forwards_keep_the_count_and_nearly_all_entries(method):
+    exact, fast = zoo.build("llama"), zoo.build("llama")
     before = state(exact)
-    receipts = [prune(m, kit.plan(m), kit.tokens(), method, 4, autocast=a) for m, a in ((exact, None), (fast, "bfloat16"))]
+    receipts = [prune(m, zoo.plan(m), zoo.tokens(), method, 4, autocast=a) for m, a in ((exact, None), (fast, "bfloat16"))]
     assert receipts[0].planned == receipts[1].planned and receipts[0].sparsity == receipts[1].sparsity
     assert receipts[1].settings["autocast"] == "bfloat16"
     names = list(receipts[0].modules)
@@ -212,20 +213,20 @@ def test_half_precision_forwards_keep_the_count_and_nearly_all_entries(kit, meth
         assert all(torch.equal(w[w != 0], b[w != 0]) for w, b in kept)
 
 
-def test_precisions_that_cannot_be_are_refused(kit):
-    model = kit.build("llama")
+def test_precisions_that_cannot_be_are_refused():
+    model = zoo.build("llama")
     before = state(model)
     with pytest.raises(InvalidInput, match="int8"):
-        prune(model, kit.plan(model), kit.tokens(), autocast="int8")
+        prune(model, zoo.plan(model), zoo.tokens(), autocast="int8")
     with pytest.raises(InvalidInput, match="parity"):
-        prune(model, kit.plan(model), kit.tokens(), parity=True, autocast="bfloat16")
+        prune(model, zoo.plan(model), zoo.tokens(), parity=True, autocast="bfloat16")
     assert same(before, state(model))
 
 
-def test_clearing_removes_the_checkpoints_and_nothing_of_the_users(kit, tmp_path):
+def test_clearing_removes_the_checkpoints_and_nothing_of_the_users(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    model = kit.build("llama")
-    prune(model, kit.plan(model), kit.tokens(), "wanda", 4, resume=tmp_path)
+    model = zoo.build("llama")
+    prune(model, zoo.plan(model), zoo.tokens(), "wanda", 4, resume=tmp_path)
     assert len(list(tmp_path.glob("block-*"))) > 1  # they wait until the caller has saved
     clear_checkpoints(tmp_path)
     assert [f.name for f in tmp_path.iterdir()] == ["thesis.tex"]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.errors import CoverageError, InvalidInput, UnknownStructure
 from layerbudget.running import loss as L
@@ -17,8 +18,8 @@ TOLERANCE = {"mlp": 1e-11, "gpt2": 1e-10}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gram_gain_and_floor_equal_the_dense_solve(zoo, name):
-    model, data = zoo.model(name), zoo.data(name)
+def test_gram_gain_and_floor_equal_the_dense_solve(name):
+    model, data = zoo.dense(name), zoo.labelled(name)
     blocks = zoo.partition(model, name)
     scores = score(model, data, blocks, batch_size=4, replicates=4)
     rows, n = zoo.rows(model, data, blocks), L.token_count(model, data)
@@ -36,8 +37,8 @@ def test_gram_gain_and_floor_equal_the_dense_solve(zoo, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_diagonal_gain_and_floor_equal_the_dense_sum(zoo, name):
-    model, data = zoo.model(name), zoo.data(name)
+def test_diagonal_gain_and_floor_equal_the_dense_sum(name):
+    model, data = zoo.dense(name), zoo.labelled(name)
     blocks = zoo.partition(model, name)
     scores = score(model, data, blocks, "fisher-diagonal", batch_size=4, damping=[0.01, 1.0])
     n = L.token_count(model, data)
@@ -59,8 +60,8 @@ def test_diagonal_gain_and_floor_equal_the_dense_sum(zoo, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradient_norm_is_that_of_autograd_and_its_unbiased_form_drops_the_diagonal(zoo, name):
-    model, data = zoo.model(name), zoo.data(name)
+def test_gradient_norm_is_that_of_autograd_and_its_unbiased_form_drops_the_diagonal(name):
+    model, data = zoo.dense(name), zoo.labelled(name)
     blocks = zoo.partition(model, name)
     scores = score(model, data, blocks, "gradient-norm", batch_size=1)
     rows, n = zoo.rows(model, data, blocks), L.token_count(model, data)
@@ -72,8 +73,8 @@ def test_gradient_norm_is_that_of_autograd_and_its_unbiased_form_drops_the_diago
         assert scores.extra["unbiased"][k] == pytest.approx(off, rel=1e-6)
 
 
-def test_the_floor_is_the_mean_gain_under_random_signs(zoo):
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+def test_the_floor_is_the_mean_gain_under_random_signs():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     blocks = zoo.partition(model, "mistral")
     scores = score(model, data, blocks, damping=0.3)
     s, n = zoo.rows(model, data, blocks)[0], L.token_count(model, data)
@@ -84,7 +85,7 @@ def test_the_floor_is_the_mean_gain_under_random_signs(zoo):
     assert scores.extra["null_deviation"][0][0] == pytest.approx(values.std(), rel=1e-5)
 
 
-def test_cross_fit_equals_the_dense_form(zoo):
+def test_cross_fit_equals_the_dense_form():
     from layerbudget.scores import noise
 
     s = torch.randn(6, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).numpy()
@@ -94,7 +95,7 @@ def test_cross_fit_equals_the_dense_form(zoo):
     assert noise.cross_fit(s @ s.T, tokens, mask, np.array([0.2]))[0] == pytest.approx(dense, rel=1e-10)
 
 
-def test_bootstrap_weights_equal_repeated_rows(zoo):
+def test_bootstrap_weights_equal_repeated_rows():
     from layerbudget.scores import noise
 
     s = np.random.default_rng(0).normal(size=(5, 9))
@@ -106,25 +107,25 @@ def test_bootstrap_weights_equal_repeated_rows(zoo):
     assert noise.gain_of(s @ s.T, weights, tokens, np.array([0.1]))[0] == pytest.approx(dense, rel=1e-10)
 
 
-def test_same_seed_gives_the_same_bytes(zoo, tmp_path):
-    model, data = zoo.model("mistral", torch.float32), zoo.data("mistral")
+def test_same_seed_gives_the_same_bytes(tmp_path):
+    model, data = zoo.dense("mistral", torch.float32), zoo.labelled("mistral")
     blocks = zoo.partition(model, "mistral")
     for name, own in (("fisher-gram", {"seed": 3}), ("kfac", {"seed": 3}), ("fisher-diagonal", {}), ("gradient-norm", {})):
         paths = [score(model, data, blocks, name, **own).save(tmp_path / f"{name}.{i}.json") for i in range(2)]
         assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
-def test_fp32_agrees_with_fp64(zoo):
-    data = zoo.data("mistral")
-    double, single = zoo.model("mistral"), zoo.model("mistral", torch.float32)
+def test_fp32_agrees_with_fp64():
+    data = zoo.labelled("mistral")
+    double, single = zoo.dense("mistral"), zoo.dense("mistral", torch.float32)
     blocks = zoo.partition(double, "mistral")
     a = score(double, data, blocks, damping=[0.01, 1.0])
     b = score(single, data, blocks, damping=[0.01, 1.0])
     assert zoo.relative(b.gain, a.gain) < 1e-5
 
 
-def test_several_passes_equal_one(zoo):
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+def test_several_passes_equal_one():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     blocks = zoo.partition(model, "mistral")
     one, _ = gram.gram_matrices(model, data, blocks)
     many, _ = gram.gram_matrices(model, data, blocks, max_bytes=1)
@@ -132,8 +133,8 @@ def test_several_passes_equal_one(zoo):
 
 
 @pytest.mark.parametrize("name", ("mistral", "mixtral"))
-def test_full_rank_sketch_is_exact_and_a_small_one_is_near(zoo, name):
-    model, data = zoo.model(name), zoo.data(name, samples=8, length=20)
+def test_full_rank_sketch_is_exact_and_a_small_one_is_near(name):
+    model, data = zoo.dense(name), zoo.labelled(name, samples=8, length=20)
     blocks = zoo.partition(model, name)
     exact, _ = gram.gram_matrices(model, data, blocks)
     full, _ = gram.gram_matrices(model, data, blocks, sketch=(64, 64))
@@ -143,8 +144,8 @@ def test_full_rank_sketch_is_exact_and_a_small_one_is_near(zoo, name):
     assert 0 < error < 0.5
 
 
-def test_hooks_and_flags_are_restored_after_an_exception(zoo):
-    model, data = zoo.model("mistral").train(), zoo.data("mistral")
+def test_hooks_and_flags_are_restored_after_an_exception():
+    model, data = zoo.dense("mistral").train(), zoo.labelled("mistral")
     blocks = zoo.partition(model, "mistral")
     next(iter(model.parameters())).grad = torch.ones_like(next(iter(model.parameters())))
 
@@ -160,8 +161,8 @@ def test_hooks_and_flags_are_restored_after_an_exception(zoo):
     assert all(p.requires_grad == f and p.grad is g for p, (f, g) in zip(model.parameters(), before, strict=True))
 
 
-def test_a_matrix_that_never_runs_is_refused(zoo):
-    model, data = zoo.model("mlp"), zoo.data("mlp")
+def test_a_matrix_that_never_runs_is_refused():
+    model, data = zoo.dense("mlp"), zoo.labelled("mlp")
     model.extra = torch.nn.Linear(3, 3).double()
     model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))
     blocks = zoo.partition(model, "mlp")
@@ -169,10 +170,10 @@ def test_a_matrix_that_never_runs_is_refused(zoo):
         score(model, data, blocks)
 
 
-def test_errors_say_what_to_do(zoo):
+def test_errors_say_what_to_do():
     from transformers import BertConfig, BertModel
 
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     blocks = zoo.partition(model, "mistral")
     for bad in ({"damping": -1.0}, {"damping": [0.1, 0.1]}, {"damping_unit": "x"}, {"batch_size": 0}, {"estimator": "nope"}):
         with pytest.raises(InvalidInput):
@@ -181,17 +182,17 @@ def test_errors_say_what_to_do(zoo):
     with pytest.raises(UnknownStructure, match="head"):
         score(bare, data, zoo.partition(bare, "bert"))
     with pytest.raises(InvalidInput, match="labels"):
-        score(zoo.model("bert"), data, zoo.partition(zoo.model("bert"), "bert"))
+        score(zoo.dense("bert"), data, zoo.partition(zoo.dense("bert"), "bert"))
 
 
-def test_the_verdict_warns_when_gain_and_excess_disagree_and_the_floor_can_be_taken_off(zoo):
+def test_the_verdict_warns_when_gain_and_excess_disagree_and_the_floor_can_be_taken_off():
     from layerbudget.scores import noise
 
     z, n = np.array([9.0, 8.0, 3.0]), 16
     assert "use the excess" in noise.verdict(n, z, 0.9, 0.8, 4.0, -0.3)
     assert "about 100 sequences" in noise.verdict(n, z * 0, 0.9, 0.2, 99.5, 1.0)
     assert "no ranking" in noise.verdict(n, z[:1], 0.9, float("nan"), 4.0, float("nan"))
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     scores = score(model, data, zoo.partition(model, "mistral"), damping=[0.5])
     bare = noise.subtract_floor(scores)
     assert np.allclose(bare.gain, scores.extra["excess"], rtol=1e-12)
@@ -210,7 +211,7 @@ def test_random_gradients_have_no_excess_on_average():
     assert abs(np.mean(found["cross_fit"])) < 0.1 * np.mean(found["gain"])
 
 
-def test_gain_and_floor_of_a_subset_are_those_of_its_own_gram(zoo):
+def test_gain_and_floor_of_a_subset_are_those_of_its_own_gram():
     from layerbudget.scores import noise
 
     s = np.random.default_rng(1).normal(size=(8, 20))
@@ -220,15 +221,15 @@ def test_gain_and_floor_of_a_subset_are_those_of_its_own_gram(zoo):
     assert np.allclose(noise.floor_of(s @ s.T, keep, tokens, tau), [own.null(t)[0] for t in tau])
 
 
-def test_no_grad_around_a_score_does_not_matter(zoo):
-    model, data = zoo.model("mlp"), zoo.data("mlp")
+def test_no_grad_around_a_score_does_not_matter():
+    model, data = zoo.dense("mlp"), zoo.labelled("mlp")
     blocks = zoo.partition(model, "mlp")
     with torch.no_grad():
         inside = [score(model, data, blocks, name).gain for name in ("fisher-gram", "gradient-norm", "ggn")]
     assert inside == [score(model, data, blocks, name).gain for name in ("fisher-gram", "gradient-norm", "ggn")]
 
 
-def test_heads_without_a_suitable_loss_are_refused(zoo):
+def test_heads_without_a_suitable_loss_are_refused():
     from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 
     small = {"vocab_size": 37, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -241,14 +242,14 @@ def test_heads_without_a_suitable_loss_are_refused(zoo):
 
 
 @pytest.mark.parametrize("estimator", estimators())
-def test_an_option_that_the_estimator_does_not_have_is_refused(zoo, estimator):
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+def test_an_option_that_the_estimator_does_not_have_is_refused(estimator):
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     with pytest.raises(InvalidInput, match="does not read drawz"):
         score(model, data, zoo.partition(model, "mistral"), estimator, drawz=4)
 
 
-def test_ekfac_has_the_options_of_kfac(zoo):
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+def test_ekfac_has_the_options_of_kfac():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     assert (
         score(model, data, zoo.partition(model, "mistral"), "ekfac", draws=2, damping=1.0)
         .extra["curvature"]
@@ -256,15 +257,15 @@ def test_ekfac_has_the_options_of_kfac(zoo):
     )
 
 
-def test_a_sketch_without_sides_is_refused(zoo):
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+def test_a_sketch_without_sides_is_refused():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     with pytest.raises(InvalidInput, match="sketch"):
         score(model, data, zoo.partition(model, "mistral"), sketch=0)
 
 
-def test_gradient_norm_adds_up_in_half_precision(zoo):
+def test_gradient_norm_adds_up_in_half_precision():
     """512 equal batches: a bfloat16 sum stops growing at 256 times its summand."""
-    model, data = zoo.model("mistral", torch.bfloat16), zoo.data("mistral", samples=1, padded=False)
+    model, data = zoo.dense("mistral", torch.bfloat16), zoo.labelled("mistral", samples=1, padded=False)
     blocks = zoo.partition(model, "mistral")
     many = data.select([0] * 512)
     one, all_ = (score(model, d, blocks, "gradient-norm", batch_size=1).values() for d in (data, many))

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.scores.gain import score
@@ -19,9 +20,9 @@ def values(name, model, data, blocks, **more):
 
 
 @pytest.fixture(scope="module")
-def case(zoo):
-    model = zoo.model("mistral")
-    return model, zoo.data("mistral"), zoo.partition(model, "mistral")
+def case():
+    model = zoo.dense("mistral")
+    return model, zoo.labelled("mistral"), zoo.partition(model, "mistral")
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +58,9 @@ def test_padding_tokens_do_not_matter(case, reference, name):
 
 @pytest.mark.parametrize("reentrant", (True, False))
 @pytest.mark.parametrize("name", ("fisher-gram", "fisher-diagonal"))
-def test_gradient_checkpointing_does_not_matter(zoo, case, reference, name, reentrant):
+def test_gradient_checkpointing_does_not_matter(case, reference, name, reentrant):
     _, data, blocks = case
-    model = zoo.model("mistral")
+    model = zoo.dense("mistral")
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert np.allclose(values(name, model, data, blocks), reference[name], rtol=1e-8)
     for layer in model.model.layers:  # the library runs in eval mode, which switches it off: checkpoint by hand as well
@@ -71,9 +72,9 @@ def test_gradient_checkpointing_does_not_matter(zoo, case, reference, name, reen
 
 
 @pytest.mark.parametrize("name", ("fisher-gram", "kfac", "ggn", "hessian"))
-def test_attention_kernel_does_not_matter(zoo, case, name):
+def test_attention_kernel_does_not_matter(case, name):
     model, data, blocks = case
-    other = zoo.model("mistral")
+    other = zoo.dense("mistral")
     other.set_attn_implementation("sdpa")
     more = {"damping": [3.0]}
     a = score(model, data, blocks[:2], name, **more).gain
@@ -82,24 +83,24 @@ def test_attention_kernel_does_not_matter(zoo, case, name):
 
 
 @pytest.mark.parametrize("name", ("fisher-gram", "kfac", "gradient-norm"))
-def test_bf16_is_near_fp32(zoo, name):
+def test_bf16_is_near_fp32(name):
     """Within 10 % on a random tiny model, whose weights themselves move by the cast."""
-    data = zoo.data("mistral")
-    single = zoo.model("mistral", torch.float32)
-    rounded = zoo.model("mistral", torch.bfloat16)
+    data = zoo.labelled("mistral")
+    single = zoo.dense("mistral", torch.float32)
+    rounded = zoo.dense("mistral", torch.bfloat16)
     blocks = zoo.partition(single, "mistral")
     a, b = values(name, single, data, blocks), values(name, rounded, data, blocks)
     assert np.abs(b / a - 1).max() < 0.1
 
 
-def test_training_mode_and_dropout_do_not_matter(zoo):
-    model, data = zoo.model("gpt2"), zoo.data("gpt2")
+def test_training_mode_and_dropout_do_not_matter():
+    model, data = zoo.dense("gpt2"), zoo.labelled("gpt2")
     blocks = zoo.partition(model, "gpt2")
     quiet = values("fisher-gram", model, data, blocks)
     assert np.array_equal(values("fisher-gram", model.train(), data, blocks), quiet) and model.training
 
 
-def test_linear_blocks_add_up_to_the_layer_gram(zoo, case):
+def test_linear_blocks_add_up_to_the_layer_gram(case):
     from layerbudget.blocks import partition
     from layerbudget.scores.curvature import gram
 
@@ -112,8 +113,8 @@ def test_linear_blocks_add_up_to_the_layer_gram(zoo, case):
         assert np.allclose(parts[mine].sum(0), whole[k], rtol=1e-10)
 
 
-def test_a_weight_shared_by_two_layers_gets_both_gradients(zoo):
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+def test_a_weight_shared_by_two_layers_gets_both_gradients():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     blocks = zoo.partition(model, "mistral")
     assert len(blocks[2].modules) == len(blocks[0].modules) - 1

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.blocks import is_conv1d, weight_of
 from layerbudget.errors import CoverageError, InvalidInput
@@ -45,7 +46,7 @@ def plain_factors(model, data, names, targets):
     return {k: v / positions for k, v in a.items()}, {k: v / n for k, v in g.items()}
 
 
-def matrices(zoo, model, data, block, targets=None):
+def matrices(model, data, block, targets=None):
     """Per-sequence gradients ``(n, d_out, d_in)`` of every matrix of a block."""
     rows, offset, out = zoo.rows(model, data, [block], targets)[0], 0, {}
     for m in block.modules:
@@ -58,13 +59,13 @@ def matrices(zoo, model, data, block, targets=None):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("corrected", (False, True))
-def test_gain_equals_the_dense_kronecker_solve(zoo, name, corrected):
-    model, data = zoo.model(name), zoo.data(name)
+def test_gain_equals_the_dense_kronecker_solve(name, corrected):
+    model, data = zoo.dense(name), zoo.labelled(name)
     block = zoo.partition(model, name)[1]
     targets, n = sampled(model, data), L.token_count(model, data)
     scores = score(model, data, [block], "ekfac" if corrected else "kfac", batch_size=4, damping=[0.01, 0.5])
     a, g = plain_factors(model, data, [m.name for m in block.modules], targets)
-    true, drawn = matrices(zoo, model, data, block), matrices(zoo, model, data, block, targets)
+    true, drawn = matrices(model, data, block), matrices(model, data, block, targets)
     for i in range(2):
         tau, total = scores.extra["absolute_damping"][i][0], 0.0
         for m in block.modules:
@@ -81,9 +82,9 @@ def test_gain_equals_the_dense_kronecker_solve(zoo, name, corrected):
         assert scores.noise_floor[i][0] > 0 and scores.standard_error[i][0] > 0
 
 
-def test_sampled_label_fisher_has_the_trace_of_the_ggn(zoo):
+def test_sampled_label_fisher_has_the_trace_of_the_ggn():
     """Traces of the Fisher with sampled labels and of the GGN agree within the error of the draws: the scale is right."""
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     blocks, n = zoo.partition(model, "mistral")[:1], L.token_count(model, data)
     traces = np.array([float(zoo.rows(model, data, blocks, sampled(model, data, s))[0].square().sum()) / n for s in range(60)])
     logits_trace = 0.0
@@ -105,8 +106,8 @@ def test_sampled_label_fisher_has_the_trace_of_the_ggn(zoo):
     assert mc.extra["trace"][0] == pytest.approx(logits_trace, rel=0.25)
 
 
-def test_monte_carlo_gain_equals_the_dense_solve(zoo):
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+def test_monte_carlo_gain_equals_the_dense_solve():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     blocks, n = zoo.partition(model, "mistral")[:2], L.token_count(model, data)
     scores = score(model, data, blocks, "fisher-mc", draws=2, damping=[0.05])
     true = zoo.rows(model, data, blocks)
@@ -117,22 +118,22 @@ def test_monte_carlo_gain_equals_the_dense_solve(zoo):
         assert scores.gain[0][k] == pytest.approx(truth, rel=1e-5)
 
 
-def test_fused_experts_are_refused_by_name(zoo):
-    model, data = zoo.model("mixtral"), zoo.data("mixtral")
+def test_fused_experts_are_refused_by_name():
+    model, data = zoo.dense("mixtral"), zoo.labelled("mixtral")
     with pytest.raises(CoverageError, match="experts"):
         score(model, data, zoo.partition(model, "mixtral"), "kfac")
 
 
-def test_floor_is_zero_when_all_groups_agree(zoo):
-    data = zoo.data("mlp", samples=2)
+def test_floor_is_zero_when_all_groups_agree():
+    data = zoo.labelled("mlp", samples=2)
     same = data.select([0, 0, 0, 0])
-    model = zoo.model("mlp")
+    model = zoo.dense("mlp")
     scores = score(model, same, zoo.partition(model, "mlp"), "kfac", batch_size=1)
     assert np.max(scores.noise_floor) < 1e-20 and np.max(scores.standard_error) < 1e-10 and np.min(scores.gain) > 0
 
 
-def test_factors_share_inputs(zoo):
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+def test_factors_share_inputs():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     built = kronecker.build(model, data, zoo.partition(model, "mistral"))
     layer = "model.layers.0"
     assert built.a[f"{layer}.self_attn.q_proj"] is built.a[f"{layer}.self_attn.v_proj"]
@@ -140,8 +141,8 @@ def test_factors_share_inputs(zoo):
 
 
 @pytest.mark.parametrize("name", ("mistral", "gpt2"))
-def test_adapter_gain_is_the_gain_of_b_in_a_model_with_adapters(zoo, name):
-    model, data = zoo.model(name), zoo.data(name)
+def test_adapter_gain_is_the_gain_of_b_in_a_model_with_adapters(name):
+    model, data = zoo.dense(name), zoo.labelled(name)
     block, rank = zoo.partition(model, name)[1], 3
     scores = score(model, data, [block], "adapter", rank=rank, damping=[0.1], seed=5)
     b, handles = [], []
@@ -161,11 +162,11 @@ def test_adapter_gain_is_the_gain_of_b_in_a_model_with_adapters(zoo, name):
 
 
 @pytest.mark.parametrize("name", ("mistral", "gpt2", "bert"))
-def test_accumulated_gradients_are_those_of_autograd(zoo, name):
-    model, data = zoo.model(name), zoo.data(name)
+def test_accumulated_gradients_are_those_of_autograd(name):
+    model, data = zoo.dense(name), zoo.labelled(name)
     block = zoo.partition(model, name)[0]
     got = adapter_space.accumulated_gradients(model, data, [m.name for m in block.modules], batch_size=4)
-    truth, n = matrices(zoo, model, data, block), L.token_count(model, data)
+    truth, n = matrices(model, data, block), L.token_count(model, data)
     for m in block.modules:
         assert torch.allclose(got[m.name], truth[m.name].sum(0) / n, rtol=1e-8, atol=1e-12)
     u, s, v = adapter_space.truncated(got, 64)[m.name]
@@ -173,8 +174,8 @@ def test_accumulated_gradients_are_those_of_autograd(zoo, name):
 
 
 @pytest.mark.parametrize("estimator", ["adapter", "fisher-gram", "fisher-diagonal", "kfac"])
-def test_median_damping_is_one_damping_for_all_blocks(zoo, estimator):
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+def test_median_damping_is_one_damping_for_all_blocks(estimator):
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     blocks = zoo.partition(model, "mistral")
     relative = score(model, data, blocks, estimator, damping=[1.0], damping_unit="median")
     tau = float(np.median(relative.extra["largest_eigenvalue"]))
@@ -183,8 +184,8 @@ def test_median_damping_is_one_damping_for_all_blocks(zoo, estimator):
     assert np.allclose(relative.values(), absolute.values(), rtol=1e-9)
 
 
-def test_adapter_gains_take_one_damping_unless_told_otherwise(zoo):
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+def test_adapter_gains_take_one_damping_unless_told_otherwise():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     blocks = zoo.partition(model, "mistral")
     default = score(model, data, blocks, "adapter")
     assert default.damping_unit == "median" and default.damping[default.index(None)] == 1.0

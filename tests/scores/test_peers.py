@@ -2,20 +2,21 @@
 
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.running import loss as L
 from layerbudget.scores.curvature.products import BlockProducts
 from layerbudget.scores.gain import score
 
 
-def test_ekfac_equals_kronfluence(zoo, tmp_path):
+def test_ekfac_equals_kronfluence(tmp_path):
     """Per-module ``g'(EK-FAC + tau)^-1 g``, empirical labels on both sides, to 1e-5."""
     pytest.importorskip("kronfluence")
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task
 
-    model, data = zoo.model("mistral", torch.float32), zoo.data("mistral", samples=8, length=12, padded=False)
+    model, data = zoo.dense("mistral", torch.float32), zoo.labelled("mistral", samples=8, length=12, padded=False)
     blocks, n = zoo.partition(model, "mistral"), 8
     tokens = L.token_count(model, data)
     tau = 1e-3
@@ -55,9 +56,9 @@ def test_ekfac_equals_kronfluence(zoo, tmp_path):
 
 
 @pytest.mark.parametrize("index", (0, 2))
-def test_ggn_products_equal_curvlinops(zoo, index):
+def test_ggn_products_equal_curvlinops(index):
     curvlinops = pytest.importorskip("curvlinops")
-    model, data = zoo.model("mistral"), zoo.data("mistral", samples=3, length=7, padded=False)
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral", samples=3, length=7, padded=False)
     block = zoo.partition(model, "mistral")[index]
     v = torch.randn(block.numel, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with BlockProducts(model, data, block, 3) as p:

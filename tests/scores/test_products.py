@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.blocks import weight_of
 from layerbudget.errors import InvalidInput
@@ -47,15 +48,15 @@ def dense_hessian(model, data, block):
     return torch.stack(rows).detach().double()
 
 
-def small(zoo, name):
-    model = zoo.model(name)
-    data = zoo.data(name, samples=4 if name == "mlp" else 2, length=5)
+def small(name):
+    model = zoo.dense(name)
+    data = zoo.labelled(name, samples=4 if name == "mlp" else 2, length=5)
     return model, data, zoo.partition(model, name)[1]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ggn_products_and_bracket_against_the_dense_matrix(zoo, name):
-    model, data, block = small(zoo, name)
+def test_ggn_products_and_bracket_against_the_dense_matrix(name):
+    model, data, block = small(name)
     dense = dense_ggn(model, data, block)
     with BlockProducts(model, data, block, 1) as p:
         v = torch.randn(p.numel, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -71,8 +72,8 @@ def test_ggn_products_and_bracket_against_the_dense_matrix(zoo, name):
 
 
 @pytest.mark.parametrize("name", ("mlp", "mistral", "gpt2"))
-def test_bracket_contains_the_truth_after_every_product(zoo, name):
-    model, data, block = small(zoo, name)
+def test_bracket_contains_the_truth_after_every_product(name):
+    model, data, block = small(name)
     dense = dense_ggn(model, data, block)
     with BlockProducts(model, data, block, 2) as p:
         g = p.gradient()
@@ -84,8 +85,8 @@ def test_bracket_contains_the_truth_after_every_product(zoo, name):
 
 
 @pytest.mark.parametrize("name", ("mlp", "mistral", "gpt2"))
-def test_hessian_products_against_the_dense_matrix_and_indefiniteness_is_named(zoo, name):
-    model, data, block = small(zoo, name)
+def test_hessian_products_against_the_dense_matrix_and_indefiniteness_is_named(name):
+    model, data, block = small(name)
     dense = dense_hessian(model, data, block)
     with BlockProducts(model, data, block, 1) as p:
         v = torch.randn(p.numel, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -104,23 +105,23 @@ def test_hessian_products_against_the_dense_matrix_and_indefiniteness_is_named(z
     assert both.gain[0][0] == pytest.approx(zoo.gain(g, magnitude, 0.3 * high), rel=2e-2)
 
 
-def test_last_linear_layer_has_equal_hessian_and_ggn(zoo):
-    model, data = zoo.model("mlp"), zoo.data("mlp")
+def test_last_linear_layer_has_equal_hessian_and_ggn():
+    model, data = zoo.dense("mlp"), zoo.labelled("mlp")
     block = zoo.partition(model, "mlp")[-1]
     a, b = (score(model, data, [block], name, tolerance=1e-9, steps=40) for name in ("ggn", "hessian"))
     assert zoo.relative(a.gain, b.gain) < 1e-6
 
 
-def test_nystrom_overestimates_and_is_exact_at_full_rank(zoo):
-    model, data, block = small(zoo, "mlp")
+def test_nystrom_overestimates_and_is_exact_at_full_rank():
+    model, data, block = small("mlp")
     truth = score(model, data, [block], "ggn", tolerance=1e-10, damping=[0.1, 1e-3], damping_unit="absolute")
     low, full = (score(model, data, [block], "nystrom", rank=r, damping=[0.1, 1e-3], damping_unit="absolute") for r in (3, 64))
     assert all(lo >= t * (1 - 1e-9) for lo, t in zip(np.ravel(low.gain), np.ravel(truth.gain), strict=True))
     assert zoo.relative(full.gain, truth.gain) < 1e-6
 
 
-def test_floor_of_the_ggn_is_a_quadratic_form_of_the_gradient_difference(zoo):
-    model, data, block = small(zoo, "mlp")
+def test_floor_of_the_ggn_is_a_quadratic_form_of_the_gradient_difference():
+    model, data, block = small("mlp")
     scores = score(model, data, [block], "ggn", floor=True, batch_size=1, damping=[0.1], tolerance=1e-10)
     rows, n = zoo.rows(model, data, [block])[0], L.token_count(model, data)
     d = (rows[0::2].sum(0) - rows[1::2].sum(0)) / n
@@ -129,15 +130,15 @@ def test_floor_of_the_ggn_is_a_quadratic_form_of_the_gradient_difference(zoo):
 
 
 @pytest.mark.parametrize("name", ["mlp", "mistral", "gpt2"])
-def test_the_eigenvalue_that_sets_the_damping_is_settled(zoo, name):
-    model, data, block = small(zoo, name)
+def test_the_eigenvalue_that_sets_the_damping_is_settled(name):
+    model, data, block = small(name)
     true = float(np.linalg.eigvalsh(np.asarray(dense_ggn(model, data, block)))[-1])
     scores = score(model, data, [block], "ggn", batch_size=2, damping=[1.0])
     assert scores.extra["largest_eigenvalue"][0] == pytest.approx(true, rel=0.02)
 
 
-def test_products_restore_the_model_and_its_attention(zoo):
-    model, data = zoo.model("mistral").train(), zoo.data("mistral")
+def test_products_restore_the_model_and_its_attention():
+    model, data = zoo.dense("mistral").train(), zoo.labelled("mistral")
     block = zoo.partition(model, "mistral")[2]
     with pytest.raises(RuntimeError, match="stop"), BlockProducts(model, data, block, 2) as p:
         p.gradient()
@@ -149,15 +150,15 @@ def test_products_restore_the_model_and_its_attention(zoo):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_mean_damping_is_refused_by_krylov_estimators(zoo):
-    model, data, block = small(zoo, "mlp")
+def test_mean_damping_is_refused_by_krylov_estimators():
+    model, data, block = small("mlp")
     with pytest.raises(InvalidInput, match="trace"):
         score(model, data, [block], "ggn", damping_unit="mean")
 
 
 @pytest.mark.parametrize("estimator", ("ggn", "hessian", "nystrom"))
-def test_a_dead_block_has_no_gain_and_no_steps_are_refused(zoo, estimator):
-    model, data = zoo.model("mlp"), zoo.data("mlp")
+def test_a_dead_block_has_no_gain_and_no_steps_are_refused(estimator):
+    model, data = zoo.dense("mlp"), zoo.labelled("mlp")
     with torch.no_grad():
         model[4].weight.zero_()
     blocks = zoo.partition(model, "mlp")

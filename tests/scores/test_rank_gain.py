@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.blocks import is_conv1d, partition, weight_of
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
@@ -25,8 +26,8 @@ def plain_gradient(model, data, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_increments_are_squared_singular_values(zoo, name):
-    model, data = zoo.model(name), zoo.data(name)
+def test_increments_are_squared_singular_values(name):
+    model, data = zoo.dense(name), zoo.labelled(name)
     blocks = partition(model, "linear")
     scores = score(model, data, blocks, "rank-gain", curvature="none", batch_size=4, largest=5)
     for k in (0, len(blocks) - 1):
@@ -37,9 +38,9 @@ def test_increments_are_squared_singular_values(zoo, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_together_are_the_gain_under_the_damped_factors(zoo, name):
+def test_all_ranks_together_are_the_gain_under_the_damped_factors(name):
     """``sum_i sigma_i^2 = g'((A + aI) (x) (S + sI))^-1 g``, by a dense Kronecker solve."""
-    model, data = zoo.model(name), zoo.data(name)
+    model, data = zoo.dense(name), zoo.labelled(name)
     blocks = partition(model, "linear")
     scores = score(model, data, blocks, "rank-gain", damping=[0.1, 2.0], batch_size=4)
     factors = build(model, data, blocks)
@@ -56,9 +57,9 @@ def test_all_ranks_together_are_the_gain_under_the_damped_factors(zoo, name):
         assert sum(scores.extra["increments"][row][0]) == pytest.approx(dense, rel=1e-6)
 
 
-def test_no_update_of_that_rank_lowers_the_quadratic_model_more(zoo):
+def test_no_update_of_that_rank_lowers_the_quadratic_model_more():
     """Alternating exact minimisation over B and A from many starts reaches ``-zeta^2(r)/2`` and never goes below."""
-    model, data = zoo.model("mlp"), zoo.data("mlp")
+    model, data = zoo.dense("mlp"), zoo.labelled("mlp")
     block = partition(model, "linear")[:1]
     scores = score(model, data, block, "rank-gain", damping=[0.3])
     factors = build(model, data, block)
@@ -81,8 +82,8 @@ def test_no_update_of_that_rank_lowers_the_quadratic_model_more(zoo):
         assert min(reached) >= best * (1 + 1e-9)
 
 
-def test_halves_measure_the_noise(zoo):
-    model, data = zoo.model("mistral"), zoo.data("mistral", samples=6)
+def test_halves_measure_the_noise():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral", samples=6)
     blocks = partition(model, "linear")[:2]
     scores = score(model, data, blocks, "rank-gain", curvature="none")
     parts = [data.select([0, 2, 4]), data.select([1, 3, 5])]
@@ -94,8 +95,8 @@ def test_halves_measure_the_noise(zoo):
         assert scores.noise_floor[0][k] == pytest.approx(float((even - odd).square().sum()), rel=1e-6)
 
 
-def test_a_plan_by_rank_spends_the_budget_where_further_ranks_pay(zoo):
-    model, data = zoo.model("mistral"), zoo.data("mistral")
+def test_a_plan_by_rank_spends_the_budget_where_further_ranks_pay():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     blocks = partition(model, "linear", exclude="lm_head")
     scores = score(model, data, blocks, "rank-gain")
     plan = plan_ranks(scores, mean_rank=3, rule="by-rank")
@@ -123,11 +124,11 @@ def test_a_plan_by_rank_spends_the_budget_where_further_ranks_pay(zoo):
         plan_ranks(score(model, data, blocks, "gradient-norm"), mean_rank=3, rule="by-rank")
 
 
-def test_what_no_adapter_fits_and_impossible_options_are_refused(zoo):
-    model, data = zoo.model("mixtral"), zoo.data("mixtral")
+def test_what_no_adapter_fits_and_impossible_options_are_refused():
+    model, data = zoo.dense("mixtral"), zoo.labelled("mixtral")
     with pytest.raises(CoverageError, match="experts"):
         score(model, data, zoo.partition(model, "mixtral"), "rank-gain")
-    dense = zoo.model("mistral")
+    dense = zoo.dense("mistral")
     for wrong in ({"curvature": "ggn"}, {"largest": 0}):
         with pytest.raises(InvalidInput):
             score(dense, data, partition(dense, "linear"), "rank-gain", **wrong)

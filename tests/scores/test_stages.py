@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput, ModelMismatch, NotFound
@@ -12,9 +13,9 @@ from layerbudget.scores.gain import score
 
 
 @pytest.fixture
-def case(zoo):
-    model = zoo.model("mistral")
-    return model, zoo.data("mistral", samples=9), zoo.partition(model, "mistral")
+def case():
+    model = zoo.dense("mistral")
+    return model, zoo.labelled("mistral", samples=9), zoo.partition(model, "mistral")
 
 
 @pytest.mark.parametrize("sketch", (None, 6))

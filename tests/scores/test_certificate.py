@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 from torch import nn
 
 from layerbudget.blocks import partition
@@ -64,8 +65,8 @@ def test_every_number_equals_its_dense_version(net, curvature):
         assert row["predicted"] == pytest.approx(float(g @ d / 2 - d @ d), rel=1e-6)
 
 
-def test_gains_are_those_of_the_estimators(mistral, build):
-    data, blocks = build.data(samples=8, length=12), partition(mistral)
+def test_gains_are_those_of_the_estimators(mistral):
+    data, blocks = zoo.text(samples=8, length=12), partition(mistral)
     own = direct_check(mistral, data, blocks, damping=[0.1, 1.0])
     scores = score_gram(mistral, data, blocks, damping=[0.1, 1.0])
     assert np.array([r["gain"] for r in own]).reshape(3, 2).T == pytest.approx(np.array(scores.gain), rel=1e-4)
@@ -74,40 +75,40 @@ def test_gains_are_those_of_the_estimators(mistral, build):
     assert [r["gain"] for r in ggn] == pytest.approx(list(score_ggn(mistral, data, blocks, **options).gain[0]), rel=5e-3)
 
 
-def test_expansion_holds_within_the_remainder(mistral, build):
+def test_expansion_holds_within_the_remainder(mistral):
     """actual = predicted + gap + R, and |R| is of the size that M says."""
-    data = build.data(samples=8, length=12)
+    data = zoo.text(samples=8, length=12)
     for row in direct_check(mistral, data, partition(mistral), curvature="ggn", damping=[0.3, 3.0]):
         remainder = row["actual"] - row["predicted"] - row["curvature_gap"]
         assert abs(remainder) <= 1.5 * row["lipschitz"] / 6 * row["step_norm"] ** 3 + 2e-6
 
 
-def test_large_damping_makes_prediction_and_loss_agree(mistral, build):
-    rows = direct_check(mistral, build.data(samples=8, length=12), partition(mistral), curvature="fisher", damping=[300.0])
+def test_large_damping_makes_prediction_and_loss_agree(mistral):
+    rows = direct_check(mistral, zoo.text(samples=8, length=12), partition(mistral), curvature="fisher", damping=[300.0])
     for row in rows:
         assert row["actual"] == pytest.approx(-row["gain"], rel=0.05)  # first order: the whole gain, half of it damping bias
         assert row["predicted"] == pytest.approx(row["actual"], rel=0.05)
 
 
-def test_conv1d_steps_are_the_right_way_round(gpt2, build):
+def test_conv1d_steps_are_the_right_way_round(gpt2):
     """With the transpose forgotten the step would not be a descent direction."""
-    rows = direct_check(gpt2, build.data(samples=8, length=12), partition(gpt2), damping=[100.0])
+    rows = direct_check(gpt2, zoo.text(samples=8, length=12), partition(gpt2), damping=[100.0])
     assert all(row["actual"] == pytest.approx(-row["gain"], rel=0.1) for row in rows)
 
 
-def test_weights_come_back_bit_for_bit(mistral, build, monkeypatch):
+def test_weights_come_back_bit_for_bit(mistral, monkeypatch):
     before = {k: v.clone() for k, v in mistral.state_dict().items()}
-    direct_check(mistral, build.data(samples=4), partition(mistral), damping=[1.0])
+    direct_check(mistral, zoo.text(samples=4), partition(mistral), damping=[1.0])
     assert all(torch.equal(before[k], v) for k, v in mistral.state_dict().items())
     monkeypatch.setattr("layerbudget.scores.curvature.products.BlockProducts.hessian", lambda self, v: v.missing)
     with pytest.raises(AttributeError):
-        direct_check(mistral, build.data(samples=4), partition(mistral), damping=[1.0])
+        direct_check(mistral, zoo.text(samples=4), partition(mistral), damping=[1.0])
     assert all(torch.equal(before[k], v) for k, v in mistral.state_dict().items())
 
 
-def test_negative_curvature_is_named(mistral, build):
+def test_negative_curvature_is_named(mistral):
     rows = direct_check(
-        mistral, build.data(samples=4), partition(mistral), curvature="hessian", damping=[1e-6], damping_unit="absolute"
+        mistral, zoo.text(samples=4), partition(mistral), curvature="hessian", damping=[1e-6], damping_unit="absolute"
     )
     assert {r["status"] for r in rows} == {"negative curvature"}
 

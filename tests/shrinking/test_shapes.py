@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 import transformers
+from tests import zoo
 
 from layerbudget.blocks import layers, partition
 from layerbudget.cli import main
@@ -53,8 +54,8 @@ def frozen(model):
 
 
 @pytest.mark.parametrize("name", [*WITH_BOTH, "bert", "roberta-classifier"])
-def test_planned_flops_are_the_recounted_flops(kit, name):
-    model, data = kit.build(name), kit.tokens()
+def test_planned_flops_are_the_recounted_flops(name):
+    model, data = zoo.build(name), zoo.tokens()
     before = base_amount(partition(model), "flops")
     weights = frozen(model)
     plan = plan_structured(model, data, "20% flops", multiple=4, points=2)
@@ -68,22 +69,22 @@ def test_planned_flops_are_the_recounted_flops(kit, name):
 
 
 @pytest.mark.parametrize("unit", ["params", "bytes"])
-def test_other_units_and_long_contexts_recount_too(kit, unit):
-    model, data = kit.build("gemma"), kit.tokens()
+def test_other_units_and_long_contexts_recount_too(unit):
+    model, data = zoo.build("gemma"), zoo.tokens()
     shapes = [p.numel() for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
     plan = plan_structured(model, data, f"20% {unit}", multiple=4, points=2)
     assert plan.budget["base"] == sum(shapes) * (4 if unit == "bytes" else 1)
     apply_structured(model, plan, data)
-    long = plan_structured(kit.build("gemma"), data, "20% flops", context=4096, multiple=4, points=2)
+    long = plan_structured(zoo.build("gemma"), data, "20% flops", context=4096, multiple=4, points=2)
     removed = sum(s["removed"] for s in long.extra["shapes"].values() if s["kind"] == "heads")
     assert removed and long.budget["base"] == 2 * sum(shapes) + 4 * 4096 * 32 * 3
-    apply_structured(kit.build("gemma"), long, data)
+    apply_structured(zoo.build("gemma"), long, data)
 
 
 @pytest.mark.parametrize(("name", "by"), [("llama", "groups"), ("llama", "queries"), ("gpt2", "groups"), ("bert", "groups")])
-def test_curves_are_the_damage_of_what_is_then_removed(kit, name, by):
+def test_curves_are_the_damage_of_what_is_then_removed(name, by):
     """Applying one measured point gives exactly the KL divergence that was measured."""
-    model, data = kit.build(name), kit.tokens()
+    model, data = zoo.build(name), zoo.tokens()
     parts = find_parts(model, by=by, multiple=8)
     curves = shape_curves(model, data, parts, max_removed=0.5, points=2)
     batch = next(data.batches(len(data)))
@@ -104,9 +105,9 @@ def test_curves_are_the_damage_of_what_is_then_removed(kit, name, by):
         assert damage[-1] > 0
 
 
-def test_idle_heads_and_units_are_what_goes(kit):
+def test_idle_heads_and_units_are_what_goes():
     """One layer's second group and another layer's last half of the MLP do nothing: exactly they are planned away."""
-    model, data = kit.build("llama"), kit.tokens()
+    model, data = zoo.build("llama"), zoo.tokens()
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight[:, 16:] = 0
         model.model.layers[2].mlp.down_proj.weight[:, 24:] = 0
@@ -122,8 +123,8 @@ def test_idle_heads_and_units_are_what_goes(kit):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma", "qwen3", "mistral-sliding"])
-def test_even_plans_with_depth_load_in_plain_transformers(kit, name, tmp_path):
-    model, data = kit.build(name), kit.tokens()
+def test_even_plans_with_depth_load_in_plain_transformers(name, tmp_path):
+    model, data = zoo.build(name), zoo.tokens()
     with torch.no_grad():
         for module in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
             module.weight.mul_(1e-3)
@@ -140,20 +141,20 @@ def test_even_plans_with_depth_load_in_plain_transformers(kit, name, tmp_path):
     assert Plan.load(tmp_path / "out" / "plan.json") == plan
 
 
-def test_even_plans_keep_the_heads_that_a_config_cannot_lose(kit):
-    data = kit.tokens()
+def test_even_plans_keep_the_heads_that_a_config_cannot_lose():
+    data = zoo.tokens()
     for name in ("gpt2", "opt", "bert"):
-        model = kit.build(name)
+        model = zoo.build(name)
         plan = plan_structured(model, data, "15% flops", even=True, multiple=4, points=2)
         assert not any(s["removed"] for s in plan.extra["shapes"].values() if s["kind"] == "heads")
         apply_structured(model, plan, data)
         check_exportable(model)
         with pytest.raises(UnknownStructure, match="No smaller number of heads.*Remove MLP units"):
-            plan_structured(kit.build(name), data, "15% flops", kinds=("heads",), even=True)
+            plan_structured(zoo.build(name), data, "15% flops", kinds=("heads",), even=True)
 
 
-def test_the_plan_that_is_best_as_a_whole_is_kept_and_its_damage_is_the_real_one(kit):
-    model, data = kit.build("llama"), kit.tokens()
+def test_the_plan_that_is_best_as_a_whole_is_kept_and_its_damage_is_the_real_one():
+    model, data = zoo.build("llama"), zoo.tokens()
     weights, config = frozen(model), model.config.to_dict()
     plan = plan_structured(model, data, "30% flops", depth=1, even=True, multiple=4, points=2)
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items()) and model.config.to_dict() == config
@@ -174,17 +175,17 @@ def test_the_plan_that_is_best_as_a_whole_is_kept_and_its_damage_is_the_real_one
     assert first.extra["measured"] is None and first.extra["predicted"] == min(c[2] for c in seen)
 
 
-def test_mixtures_lose_heads_and_keep_their_experts(kit):
-    model, data = kit.build("mixtral"), kit.tokens()
+def test_mixtures_lose_heads_and_keep_their_experts():
+    model, data = zoo.build("mixtral"), zoo.tokens()
     plan = plan_structured(model, data, "5% flops", kinds=("heads",), points=1)
     assert any(b.name.endswith(".rest") and b.count == 0 for b in plan.blocks)
     apply_structured(model, plan, data)
     with pytest.raises(UnknownStructure, match="no plain MLP"):
-        plan_structured(kit.build("mixtral"), data, "5% flops")
+        plan_structured(zoo.build("mixtral"), data, "5% flops")
 
 
-def test_refusals(kit, tmp_path):
-    model, data = kit.build("llama"), kit.tokens()
+def test_refusals(tmp_path):
+    model, data = zoo.build("llama"), zoo.tokens()
     weights = frozen(model)
     with pytest.raises(InfeasibleBudget, match="save at most"):
         plan_structured(model, data, "90% flops", points=1)
@@ -197,9 +198,9 @@ def test_refusals(kit, tmp_path):
     with pytest.raises(CoverageError, match="were planned"):
         apply_structured(copy.deepcopy(model), dataclasses.replace(plan, extra={**plan.extra, "shapes": shapes}), data)
     with pytest.raises(InvalidInput, match="holds no shapes"):
-        apply_structured(model, kit.plan(model), data)
+        apply_structured(model, zoo.plan(model), data)
     with pytest.raises(ModelMismatch):
-        apply_structured(kit.build("llama", num_hidden_layers=2), plan, data)
+        apply_structured(zoo.build("llama", num_hidden_layers=2), plan, data)
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
 
 
@@ -234,8 +235,8 @@ def test_command_line(folder, capsys):
     assert not (folder / "uneven").exists()
 
 
-def test_depth_plans_really_remove_layers_from_the_command_line(kit, folder, capsys):
-    plan_depth(load_model(str(folder / "model")), kit.tokens(), remove=1).save(folder / "depth.json")
+def test_depth_plans_really_remove_layers_from_the_command_line(folder, capsys):
+    plan_depth(load_model(str(folder / "model")), zoo.tokens(), remove=1).save(folder / "depth.json")
     assert (
         main(
             [

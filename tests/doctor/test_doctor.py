@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from tests import zoo
 from torch import nn
 
 from layerbudget.doctor import Finding, diagnose, double_backward_attention
@@ -80,10 +81,10 @@ def test_absolute_positions_with_left_padding_are_fine_when_positions_are_given(
     assert found(diagnose(gpt2, None, data), "padding", "ok")
 
 
-def test_fused_attention_is_switched_and_restored(build, data):
-    model = build.mistral(attn_implementation="sdpa")
+def test_fused_attention_is_switched_and_restored(data):
+    model = zoo.mistral()
     assert "math kernel" in found(diagnose(model, None, data), "attention", "note")[0].remedy
-    assert found(diagnose(build.mistral(attn_implementation="eager"), None, data), "attention", "ok")
+    assert found(diagnose(zoo.mistral(attn_implementation="eager"), None, data), "attention", "ok")
 
     def second_derivative():
         p = model.model.layers[0].self_attn.q_proj.weight
@@ -108,8 +109,8 @@ def test_other_attention_becomes_eager_and_comes_back_after_an_exception(mistral
     assert mistral.config._attn_implementation == "flex_attention"
 
 
-def test_tied_layers_and_tied_head(build, data):
-    model = build.mistral(tie_word_embeddings=True)
+def test_tied_layers_and_tied_head(data):
+    model = zoo.mistral(tie_word_embeddings=True)
     assert "lm_head" in found(diagnose(model, None, data), "ties", "note")[0].what
     model.model.layers[1].mlp = model.model.layers[0].mlp
     assert found(diagnose(model, None, data), "ties", "warning")
@@ -148,21 +149,21 @@ def test_doubled_beginning(mistral, data):
     assert any("padding" in f.what for f in found(diagnose(mistral, Words(pad=None), data), "tokens", "note"))
 
 
-def test_foreign_token_ids_and_long_samples(mistral, build, data):
+def test_foreign_token_ids_and_long_samples(mistral, data):
     foreign = dataclasses.replace(data, input_ids=data.input_ids + 60)
     assert "embeddings" in found(diagnose(mistral, None, foreign), "tokens", "problem")[0].what
-    assert "64" in found(diagnose(mistral, None, build.data(length=80)), "tokens", "warning")[0].what
+    assert "64" in found(diagnose(mistral, None, zoo.text(length=80)), "tokens", "warning")[0].what
 
 
-def test_costs_grow_with_the_data_and_name_the_estimator(mistral, build):
-    small, large = (diagnose(mistral, None, build.data(samples=n), estimator="layerif") for n in (4, 400))
+def test_costs_grow_with_the_data_and_name_the_estimator(mistral):
+    small, large = (diagnose(mistral, None, zoo.text(samples=n), estimator="layerif") for n in (4, 400))
     assert [e.estimator for e in small.efforts] == ["layerif"]
     assert large.efforts[0].memory > small.efforts[0].memory
     assert large.efforts[0].seconds / large.sample.seconds == pytest.approx(
         100 * small.efforts[0].seconds / small.sample.seconds
     )
     with pytest.raises(InvalidInput, match="cost model"):
-        diagnose(mistral, None, build.data(), estimator="magic")
+        diagnose(mistral, None, zoo.text(), estimator="magic")
 
 
 def test_activation_bytes_are_what_autograd_keeps(data):
@@ -206,7 +207,7 @@ def test_padding_on_the_wrong_side_of_the_data_is_a_warning(bert, data):
 
 
 @pytest.fixture
-def folder(tmp_path, build):
+def folder(tmp_path):
     """A model and a byte-level tokenizer as save_pretrained leaves them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast

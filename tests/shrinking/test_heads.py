@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 import transformers
+from tests import zoo
 
 from layerbudget.blocks import is_conv1d, layers
 from layerbudget.errors import InvalidInput, UnknownStructure
@@ -48,10 +49,10 @@ def output_weight(model, attention):
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", [*EXPLICIT, *DERIVED])
-def test_removed_heads_equal_masked_heads(kit, name, padded):
+def test_removed_heads_equal_masked_heads(name, padded):
     """Different heads in every layer: a whole group, a query head of each group, nothing."""
-    model = kit.build(name)
-    batch = next(kit.tokens(padded=padded).batches(6))
+    model = zoo.build(name)
+    batch = next(zoo.tokens(padded=padded).batches(6))
     grouped = attentions(model)[0].per_group == 2
     wanted = [[2, 3], [0, 3] if grouped else [0, 2, 3], [0, 1, 2, 3]]
     kept = list(zip(attentions(model), wanted, strict=True))
@@ -67,8 +68,8 @@ def test_removed_heads_equal_masked_heads(kit, name, padded):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert", "gemma"])
-def test_removing_nothing_changes_nothing(kit, name):
-    model, data = kit.build(name), kit.tokens()
+def test_removing_nothing_changes_nothing(name):
+    model, data = zoo.build(name), zoo.tokens()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     config = model.config.to_dict()
     assert set(remove_heads(model, data, 0.0).values()) == {4}
@@ -79,8 +80,8 @@ def test_removing_nothing_changes_nothing(kit, name):
 @pytest.mark.parametrize("refit", [True, False])
 @pytest.mark.parametrize("criterion", ["surgeon", "alone", "wanda"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert", "gemma"])
-def test_heads_that_nobody_reads_go_without_any_change(kit, name, criterion, refit):
-    model, data = kit.build(name), kit.tokens()
+def test_heads_that_nobody_reads_go_without_any_change(name, criterion, refit):
+    model, data = zoo.build(name), zoo.tokens()
     batch = next(data.batches(len(data)))
     for layer, a in enumerate(attentions(model)):
         idle = torch.arange(a.per_group) + a.per_group * (layer % a.groups)
@@ -95,9 +96,9 @@ def test_heads_that_nobody_reads_go_without_any_change(kit, name, criterion, ref
         torch.testing.assert_close(model(**batch).logits, before, rtol=1e-5, atol=1e-5)
 
 
-def test_refit_is_the_least_squares_optimum_and_copies_cost_nothing(kit):
+def test_refit_is_the_least_squares_optimum_and_copies_cost_nothing():
     """One of two query heads that repeat each other can go: the other one takes over."""
-    model, data = kit.build("llama"), kit.tokens(samples=12)
+    model, data = zoo.build("llama"), zoo.tokens(samples=12)
     batch = next(data.batches(len(data)))
     for a in attentions(model):
         q = model.get_submodule(a.producers[0]).weight.data
@@ -112,8 +113,8 @@ def test_refit_is_the_least_squares_optimum_and_copies_cost_nothing(kit):
         assert (plain(**batch).logits - before).abs().max() > 0.1
 
 
-def test_scores_are_the_change_of_the_output(kit):
-    a = dataclasses.replace(attentions(kit.build("opt"))[0], heads=4, groups=4, head_dim=3)
+def test_scores_are_the_change_of_the_output():
+    a = dataclasses.replace(attentions(zoo.build("opt"))[0], heads=4, groups=4, head_dim=3)
     torch.manual_seed(1)
     x, w = torch.randn(200, 12).double() @ torch.randn(12, 12).double(), torch.randn(5, 12).double()
     h = x.T @ x
@@ -134,8 +135,8 @@ def test_scores_are_the_change_of_the_output(kit):
 
 @pytest.mark.parametrize("name", EXPLICIT)
 @pytest.mark.parametrize("by", ["groups", "queries"])
-def test_even_heads_load_in_plain_transformers(kit, name, by, tmp_path):
-    model, data = kit.build(name), kit.tokens()
+def test_even_heads_load_in_plain_transformers(name, by, tmp_path):
+    model, data = zoo.build(name), zoo.tokens()
     assert set(remove_heads(model, data, 0.5, by=by).values()) == {2}
     batch = next(data.batches(2))
     save_smaller(model, None, tmp_path / "out")
@@ -151,8 +152,8 @@ def test_even_heads_load_in_plain_transformers(kit, name, by, tmp_path):
 
 
 @pytest.mark.parametrize("name", DERIVED)
-def test_families_that_derive_the_head_size_are_not_exported_and_the_reason_is_said(kit, name, tmp_path):
-    model, data = kit.build(name), kit.tokens()
+def test_families_that_derive_the_head_size_are_not_exported_and_the_reason_is_said(name, tmp_path):
+    model, data = zoo.build(name), zoo.tokens()
     assert expressible(model, attentions(model)[0]) is None
     remove_heads(model, data, 0.5)
     with torch.no_grad():
@@ -162,15 +163,15 @@ def test_families_that_derive_the_head_size_are_not_exported_and_the_reason_is_s
     assert not (tmp_path / "out").exists()
 
 
-def test_refusals(kit):
-    data = kit.tokens()
+def test_refusals():
+    data = zoo.tokens()
     with pytest.raises(UnknownStructure, match="normalises over all heads"):
-        remove_heads(kit.build("olmo2"), data, 0.5)
-    odd = kit.build("llama")
+        remove_heads(zoo.build("olmo2"), data, 0.5)
+    odd = zoo.build("llama")
     odd.model.layers[1].self_attn.o_proj = torch.nn.Identity()
     with pytest.raises(UnknownStructure, match="layers.1 .LlamaDecoderLayer. has no attention of a known layout"):
         remove_heads(odd, data, 0.5)
-    model = kit.build("llama")
+    model = zoo.build("llama")
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(InvalidInput, match=r"\[0, 1\)"):
         remove_heads(model, data, 1.0)
@@ -188,20 +189,20 @@ def test_refusals(kit):
         check_exportable(model)
 
 
-def test_three_heads_that_llama_refuses_are_refused_before_saving(kit, tmp_path):
+def test_three_heads_that_llama_refuses_are_refused_before_saving(tmp_path):
     """Llama's own config demands that the hidden size is a multiple of the number of heads, even with an explicit head size."""
-    model = kit.build("llama", num_key_value_heads=4)
-    remove_heads(model, kit.tokens(), 0.25)
+    model = zoo.build("llama", num_key_value_heads=4)
+    remove_heads(model, zoo.tokens(), 0.25)
     with pytest.raises(UnknownStructure, match="not a multiple of the number of attention heads"):
         save_smaller(model, None, tmp_path / "out")
-    mistral = kit.build("mistral", num_key_value_heads=4)
-    remove_heads(mistral, kit.tokens(), 0.25)
+    mistral = zoo.build("mistral", num_key_value_heads=4)
+    remove_heads(mistral, zoo.tokens(), 0.25)
     save_smaller(mistral, None, tmp_path / "out")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").num_attention_heads == 3
 
 
-def test_generation_with_a_cache_works_after_uneven_removal(kit):
-    model, data = kit.build("llama"), kit.tokens()
+def test_generation_with_a_cache_works_after_uneven_removal():
+    model, data = zoo.build("llama"), zoo.tokens()
     remove_heads(model, data, {"model.layers.0": 0.5}, by="groups")
     ids = data.input_ids[:2]
     with torch.no_grad():

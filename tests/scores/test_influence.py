@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.blocks import partition
 from layerbudget.errors import InvalidInput
@@ -46,18 +47,18 @@ def plain_tables(model, train, validation, parity, include):
 
 
 @pytest.mark.parametrize("mode", ["parity", "clean"])
-def test_equals_the_loop_over_pairs(mistral, build, mode):
+def test_equals_the_loop_over_pairs(mistral, mode):
     mistral = mistral.double()
-    train, validation = build.data(samples=7, padded=True), build.data(samples=3, seed=9, padded=True)
+    train, validation = zoo.text(samples=7, padded=True), zoo.text(samples=3, seed=9, padded=True)
     expected = plain_tables(mistral, train, validation, mode == "parity", "self_attn" if mode == "parity" else "proj")
     found = influence(mistral, train, validation, partition(mistral), mode=mode, batch_size=4)
     for name, table in expected.items():
         assert found[name].table == pytest.approx(table, rel=1e-6, abs=1e-6 * np.abs(table).max())
 
 
-def test_padding_counts_only_in_parity_mode(mistral, build):
+def test_padding_counts_only_in_parity_mode(mistral):
     """Garbage under the mask changes the parity result and nothing else."""
-    train, validation = build.data(samples=5, padded=True), build.data(samples=2, seed=9)
+    train, validation = zoo.text(samples=5, padded=True), zoo.text(samples=2, seed=9)
     garbage = dataclasses.replace(train, input_ids=torch.where(train.attention_mask.bool(), train.input_ids, 7))
     change = {}
     for mode in ("parity", "clean"):
@@ -69,16 +70,16 @@ def test_padding_counts_only_in_parity_mode(mistral, build):
 
 
 @pytest.mark.parametrize("mode", ["parity", "clean"])
-def test_batch_size_and_memory_do_not_matter(mistral, build, mode):
-    train, validation = build.data(samples=7, padded=True), build.data(samples=3, seed=9)
+def test_batch_size_and_memory_do_not_matter(mistral, mode):
+    train, validation = zoo.text(samples=7, padded=True), zoo.text(samples=3, seed=9)
     options = {"validation": validation, "mode": mode}
     a = score_layerif(mistral, train, partition(mistral), batch_size=1, **options).values()
     b = score_layerif(mistral, train, partition(mistral), batch_size=5, memory=1, **options).values()
     assert a == pytest.approx(b, rel=1e-4)
 
 
-def test_a_full_width_sketch_is_exact_and_a_wider_one_closer(mistral, build):
-    train, validation = build.data(samples=12), build.data(samples=6, seed=9)
+def test_a_full_width_sketch_is_exact_and_a_wider_one_closer(mistral):
+    train, validation = zoo.text(samples=12), zoo.text(samples=6, seed=9)
     blocks = partition(mistral)
     exact = influence(mistral, train, validation, blocks)[blocks[0].name]
     found = {r: influence(mistral, train, validation, blocks, sketch=r)[blocks[0].name].table for r in (4, 16, 64)}
@@ -104,17 +105,17 @@ def test_sign_of_the_aggregations():
     assert aggregate(table, "all") == 3.0 and aggregate(table, "positive") == 6.0
 
 
-def test_helpful_copies_raise_the_score(mistral, build):
+def test_helpful_copies_raise_the_score(mistral):
     """Training on the validation text itself is helpful in every layer: its scores are positive."""
-    data = build.data(samples=4)
+    data = zoo.text(samples=4)
     scores = score_layerif(mistral, data, partition(mistral), validation=data)
     assert (scores.values() > 0).all()
 
 
-def test_influence_is_the_change_of_the_validation_loss(mistral, build):
+def test_influence_is_the_change_of_the_validation_loss(mistral):
     """A step along the averaged inverse times a sample's gradient changes the validation loss by the influence: sign, size."""
     mistral = mistral.double()
-    train, validation = build.data(samples=5), build.data(samples=1, seed=9)
+    train, validation = zoo.text(samples=5), zoo.text(samples=1, seed=9)
     block = partition(mistral)[1]
     found = influence(mistral, train, validation, [block], mode="clean")[block.name]
     parameters = [mistral.get_submodule(m.name).weight for m in block.modules]
@@ -142,15 +143,15 @@ def test_influence_is_the_change_of_the_validation_loss(mistral, build):
         assert (change[0] - change[1]) / 2 / rate == pytest.approx(found.table[0, k], rel=0.02)
 
 
-def test_without_validation_the_last_seventh_is_held_out(mistral, build):
-    data = build.data(samples=14)
+def test_without_validation_the_last_seventh_is_held_out(mistral):
+    data = zoo.text(samples=14)
     scores = score_layerif(mistral, data, partition(mistral))
     same = score_layerif(mistral, data.select(slice(0, 12)), partition(mistral), validation=data.select(slice(12, 14)))
     assert scores.extra["train_samples"] == 12 and np.array_equal(scores.values(), same.values())
 
 
-def test_gpt2_has_attention_by_another_name(gpt2, build):
-    scores = score_layerif(gpt2, build.data(), partition(gpt2), mode="parity")
+def test_gpt2_has_attention_by_another_name(gpt2):
+    scores = score_layerif(gpt2, zoo.text(), partition(gpt2), mode="parity")
     assert all("attn" in name for name in scores.extra["lambda"])
 
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
+from tests import zoo
 
 from layerbudget.blocks import layers
 from layerbudget.data.calibration import CalibrationSet
@@ -40,8 +41,8 @@ def skip_reference(model, index, batch):
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, "mixtral", "bert"])
-def test_dropped_layer_equals_skipped_layer_and_loads_again(kit, name, tmp_path):
-    model, data = kit.build(name), kit.tokens()
+def test_dropped_layer_equals_skipped_layer_and_loads_again(name, tmp_path):
+    model, data = zoo.build(name), zoo.tokens()
     batch = next(data.batches(len(data)))
     wanted = skip_reference(model, 1, batch)
     smaller = drop_layers(copy.deepcopy(model), [layers(model)[1][0]])
@@ -55,8 +56,8 @@ def test_dropped_layer_equals_skipped_layer_and_loads_again(kit, name, tmp_path)
         torch.testing.assert_close(loaded(**batch).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_depth_plan_removes_the_layer_that_does_nothing(kit):
-    model, data = kit.build("llama"), kit.tokens()
+def test_depth_plan_removes_the_layer_that_does_nothing():
+    model, data = zoo.build("llama"), zoo.tokens()
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight.mul_(1e-3)
         model.model.layers[1].mlp.down_proj.weight.mul_(1e-3)
@@ -75,8 +76,8 @@ def test_depth_plan_removes_the_layer_that_does_nothing(kit):
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, "bert"])
-def test_narrow_models_load_and_compute(kit, name, tmp_path):
-    model, data = kit.build(name), kit.tokens(samples=12)
+def test_narrow_models_load_and_compute(name, tmp_path):
+    model, data = zoo.build(name), zoo.tokens(samples=12)
     widths = narrow(model, data, 0.25, multiple=4)
     assert len(set(widths.values())) == 1
     batch = next(data.batches(2))
@@ -87,9 +88,9 @@ def test_narrow_models_load_and_compute(kit, name, tmp_path):
         torch.testing.assert_close(loaded(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_units_that_are_copies_cost_nothing(kit):
+def test_units_that_are_copies_cost_nothing():
     """An MLP whose second half repeats its first half can lose half of its units without any change."""
-    model, data = kit.build("llama"), kit.tokens(samples=12)
+    model, data = zoo.build("llama"), zoo.tokens(samples=12)
     with torch.no_grad():
         for layer in model.model.layers:
             for w in (layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight):
@@ -101,14 +102,14 @@ def test_units_that_are_copies_cost_nothing(kit):
         torch.testing.assert_close(model(data.input_ids).logits, before, rtol=2e-2, atol=2e-2)
 
 
-def test_refusals(kit, tmp_path):
-    model, data = kit.build("llama"), kit.tokens()
+def test_refusals(tmp_path):
+    model, data = zoo.build("llama"), zoo.tokens()
     with pytest.raises(UnknownBlock, match="model.layers.9"):
         drop_layers(model, ["model.layers.9"])
     with pytest.raises(InfeasibleBudget, match="Remove fewer"):
         plan_depth(model, data, remove=3)
     with pytest.raises(UnknownStructure, match="experts"):
-        narrow(kit.build("mixtral"), data, 0.5)
+        narrow(zoo.build("mixtral"), data, 0.5)
     narrow(model, data, {"model.layers.0": 0.5})
     with torch.no_grad():
         assert torch.isfinite(model(data.input_ids).logits).all()
@@ -117,16 +118,16 @@ def test_refusals(kit, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_fractions_for_layers_that_are_not_there_are_refused(kit):
-    model = kit.build("llama")
+def test_fractions_for_layers_that_are_not_there_are_refused():
+    model = zoo.build("llama")
     for remove in (remove_heads, narrow):
         with pytest.raises(UnknownBlock, match="layers.99"):
-            remove(model, kit.tokens(), {"model.layers.99": 0.5})
+            remove(model, zoo.tokens(), {"model.layers.99": 0.5})
 
 
-def test_damage_is_per_token_and_not_per_sequence(kit):
+def test_damage_is_per_token_and_not_per_sequence():
     """With rows of different lengths the two are different quantities; everything else averages over tokens."""
-    model, data = kit.build("llama"), kit.tokens(samples=4)
+    model, data = zoo.build("llama"), zoo.tokens(samples=4)
     mask = (torch.arange(16)[None] < torch.tensor([3, 5, 9, 16])[:, None]).long()
     padded = CalibrationSet(input_ids=data.input_ids * mask, attention_mask=mask)
     damage = drop_damage(model, padded, batch_size=2)
@@ -141,8 +142,8 @@ def test_damage_is_per_token_and_not_per_sequence(kit):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_does_not_count_in_the_damage_of_a_dropped_layer(kit, side):
-    model, data = kit.build("llama"), kit.tokens(samples=4)
+def test_padding_does_not_count_in_the_damage_of_a_dropped_layer(side):
+    model, data = zoo.build("llama"), zoo.tokens(samples=4)
     plain = drop_damage(model, data)
     filler, blank = torch.full((4, 5), 3), torch.zeros(4, 5, dtype=torch.long)
     join = (lambda x, p: torch.cat([p, x], 1)) if side == "left" else (lambda x, p: torch.cat([x, p], 1))

@@ -101,7 +101,7 @@ def test_fused_experts(mixtral, data):
         values(mixtral, data, "outlier-ratio")
 
 
-def test_plain_classifier(build):
+def test_plain_classifier():
     """An MLP on features, one block per Linear: ablation zeroes a layer's output, bias included."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(

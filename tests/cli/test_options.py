@@ -28,7 +28,7 @@ from layerbudget.scores.gain import score
 from layerbudget.scores.noise import subtract_floor
 from layerbudget.scores.record import Scores
 
-PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 CONFIG = {
     "hidden_size": 32,
     "intermediate_size": 96,
@@ -223,7 +223,7 @@ def flags_of(command) -> set[str]:
     for word in command:
         parser = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[word]
     own = {a.option_strings[-1] for a in parser._actions if a.option_strings}
-    return own - {"--help", "--output", "--overwrite", "--rule", "--program"}
+    return own - {"--help", "--out", "--output", "--overwrite", "--rule", "--program"}
 
 
 @pytest.mark.parametrize("kind", ["sparsity", "experts", "ranks", "joint", "sweep"])

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -96,8 +97,8 @@ def test_without_adam_the_tracker_keeps_its_own_means(mistral, data, tmp_path):
     assert tracker._own and len(tracker.history) == 2
 
 
-def test_training_is_not_changed(build, data, tmp_path):
-    models = [build.mistral(), build.mistral()]
+def test_training_is_not_changed(data, tmp_path):
+    models = [zoo.mistral(), zoo.mistral()]
     train(models[0], data, tmp_path, GainTracker(every=1, path=tmp_path / "log.jsonl"))
     rows = [{"input_ids": ids, "labels": ids} for ids in data.input_ids]
     arguments = TrainingArguments(

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from rich.console import Console
+from tests import zoo
 
 from layerbudget.cli import plan as cli_plan
 from layerbudget.cli import reproduce as cli_reproduce
@@ -34,9 +35,9 @@ def run():
 
 
 @pytest.fixture
-def files(scores_of, rng, tmp_path):
+def files(rng, tmp_path):
     for name in ("a", "b"):
-        scores_of(rng.random(8) + 0.1, [64] * 8).save(tmp_path / f"{name}.json")
+        zoo.scores(rng.random(8) + 0.1, [64] * 8).save(tmp_path / f"{name}.json")
     config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
@@ -114,8 +115,8 @@ def test_released(run):
     assert result["all_counts_equal"] and "32/32" in shown and "file order" in shown
 
 
-def test_mistakes(run, files, scores_of):
-    scores_of(np.ones(3)).save(files / "other.json")
+def test_mistakes(run, files):
+    zoo.scores(np.ones(3)).save(files / "other.json")
     for words, kind in (
         (("plan", "explain", files / "nothing.json"), NotFound),
         (("plan", "sparsity", files / "a.json", "--fix", "x"), InvalidInput),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.blocks import weight_of
 from layerbudget.errors import CurvatureFailure
@@ -88,10 +89,10 @@ def test_reference_rules_are_off_by_one_and_take_ties():
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
-def test_parity_mode_counts_as_the_references_do(kit, method):
-    model = kit.build("llama")
-    plan = kit.plan(model, spread=0.0)
-    receipt = prune(model, plan, kit.tokens(), method, parity=True)
+def test_parity_mode_counts_as_the_references_do(method):
+    model = zoo.build("llama")
+    plan = zoo.plan(model, spread=0.0)
+    receipt = prune(model, plan, zoo.tokens(), method, parity=True)
     for name, record in receipt.modules.items():
         w = weight_of(model, name)[1]
         blocks = -(-w.shape[1] // 128)

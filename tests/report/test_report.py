@@ -2,6 +2,7 @@ import io
 
 import pytest
 from rich.console import Console
+from tests import zoo
 
 from layerbudget.errors import CorruptFile, NotFound
 from layerbudget.planning import plan_sparsity
@@ -16,8 +17,8 @@ ROWS = [
 ]
 
 
-def test_page_holds_scores_plan_results_and_figures(tmp_path, scores_of):
-    scores = scores_of([1.0, 2.0, 3.0])
+def test_page_holds_scores_plan_results_and_figures(tmp_path):
+    scores = zoo.scores([1.0, 2.0, 3.0])
     plan = plan_sparsity(scores, sparsity=0.5)
     scores.save(tmp_path / "scores.json")
     plan.save(tmp_path / "plan.json")
@@ -35,18 +36,18 @@ def test_page_of_an_empty_folder_is_refused(tmp_path):
         build_page(tmp_path)
 
 
-def test_figures_are_written_and_deterministic(tmp_path, scores_of):
-    plan = plan_sparsity(scores_of([1.0, 2.0, 3.0]), sparsity=0.5)
+def test_figures_are_written_and_deterministic(tmp_path):
+    plan = plan_sparsity(zoo.scores([1.0, 2.0, 3.0]), sparsity=0.5)
     for name in ("a", "b"):
         figure = new_figure(4, 3)
         draw_plans(figure.subplots(), [plan])
         save_figure(figure, tmp_path / f"{name}.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    assert damping_sweep(scores_of([1.0, 2.0]), tmp_path / "sweep.png").stat().st_size > 1000
+    assert damping_sweep(zoo.scores([1.0, 2.0]), tmp_path / "sweep.png").stat().st_size > 1000
 
 
-def test_a_page_passes_over_other_json_and_names_what_does_not_parse(tmp_path, scores_of):
-    scores_of([1.0, 2.0, 3.0]).save(tmp_path / "scores.json")
+def test_a_page_passes_over_other_json_and_names_what_does_not_parse(tmp_path):
+    zoo.scores([1.0, 2.0, 3.0]).save(tmp_path / "scores.json")
     (tmp_path / "number.json").write_text("5")
     assert "model.layers.2" in build_page(tmp_path)
     (tmp_path / "broken.json").write_text("nothing")
@@ -64,8 +65,8 @@ def test_a_figure_that_fails_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tables_show_whole_names_of_layers_on_a_narrow_terminal(scores_of):
-    scores = scores_of([1.0] * 12)
+def test_tables_show_whole_names_of_layers_on_a_narrow_terminal():
+    scores = zoo.scores([1.0] * 12)
     for table in (scores_table(scores), plan_table(plan_sparsity(scores, sparsity=0.5))):
         out = io.StringIO()
         Console(file=out, width=52).print(table)

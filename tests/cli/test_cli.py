@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.cli import main
 
@@ -83,8 +84,8 @@ def test_mistakes_are_one_sentence_and_leave_nothing(saved_model, tmp_path):
     assert list(work.iterdir()) == []
 
 
-def test_nan_weights_are_refused_by_name(tmp_path, make_model, tokenizer):
-    model = make_model("llama")
+def test_nan_weights_are_refused_by_name(tmp_path, tokenizer):
+    model = zoo.speaker("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
     model.save_pretrained(tmp_path / "nan")
@@ -100,11 +101,11 @@ def test_json_keeps_stdout_to_one_document(saved_model, tmp_path):
     assert "perplexity on stdlib" in done.stderr
 
 
-def test_a_long_path_is_printed_whole_and_as_it_is(scores_of, tmp_path, capsys, monkeypatch):
+def test_a_long_path_is_printed_whole_and_as_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     path = tmp_path / "a folder [bold] with a name" / "that is longer than the terminal is wide" / "page.html"
     path.parent.mkdir(parents=True)
-    scores_of([3.0, 1.0]).save(tmp_path / "scores.json")
+    zoo.scores([3.0, 1.0]).save(tmp_path / "scores.json")
     assert main(["report", str(tmp_path), "-o", str(path)]) == 0
     assert f"written to {path}" in capsys.readouterr().out.splitlines()
 
@@ -165,8 +166,8 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(saved_model,
     assert "perplexity" not in done.stdout and "exists already" in done.stderr
 
 
-def test_a_file_that_the_system_refuses_and_an_unknown_option_are_one_sentence(scores_of, tmp_path, capsys):
-    scores_of([1.0, 2.0, 3.0]).save(tmp_path / "s.json")
+def test_a_file_that_the_system_refuses_and_an_unknown_option_are_one_sentence(tmp_path, capsys):
+    zoo.scores([1.0, 2.0, 3.0]).save(tmp_path / "s.json")
     (tmp_path / "file").write_text("")
     assert main(["plan", "sparsity", str(tmp_path / "s.json"), "-o", str(tmp_path / "file" / "p.json")]) == 2
     assert "choose another one" in " ".join(capsys.readouterr().err.split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.loading import load_model
@@ -12,8 +13,8 @@ from layerbudget.pruning.receipt import recount
 
 
 @pytest.fixture
-def saved(kit, folder):
-    kit.plan(load_model(str(folder / "model"))).save(folder / "plan.json")
+def saved(folder):
+    zoo.plan(load_model(str(folder / "model"))).save(folder / "plan.json")
     return folder
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
+from tests import conftest
 
 from layerbudget.data.tasks import load_task
 from layerbudget.errors import CorruptFile, InvalidInput, NotEnoughText, NotFound
 
-SHARED = Path(os.environ.get("LAYERBUDGET_SHARED", Path(__file__).resolve().parents[1].parent / "shared")) / "data"
+SHARED = conftest.SHARED / "data"
 COUNTS = {
     "cola": (8551, {"in_domain": 527, "out_of_domain": 516}, 2, "matthews"),
     "mrpc": (3668, {"dev": 408}, 2, "f1"),

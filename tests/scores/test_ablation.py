@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import zoo
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from layerbudget.blocks import layers, partition
@@ -65,9 +66,9 @@ def test_encoder_with_classes(bert, data):
     assert scores.values()[2] == pytest.approx(losses[0] - losses[1], abs=1e-6)
 
 
-def test_standard_error_is_that_of_independent_sequences(mistral, build):
+def test_standard_error_is_that_of_independent_sequences(mistral):
     """Ratio estimator against a bootstrap over sequences."""
-    data = build.data(samples=40, length=12, padded=True)
+    data = zoo.text(samples=40, length=12, padded=True)
     scores = ablation(mistral, data, partition(mistral))
     rng = np.random.default_rng(0)
     rows = [ablation(mistral, data.select([i]), partition(mistral)).values() for i in range(40)]

@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
@@ -78,8 +79,8 @@ def test_errors_say_how_much_there_was(tmp_path, tokenizer):
         read_documents("no-such-owner/no-such-dataset")
 
 
-def test_perplexity_equals_a_plain_loop_and_ignores_batch_size(make_model, tokenizer):
-    model = make_model("llama")
+def test_perplexity_equals_a_plain_loop_and_ignores_batch_size(tokenizer):
+    model = zoo.speaker("llama")
     data = evaluation_set("stdlib", tokenizer, length=16, windows=7)
     total = 0.0
     for row in data.input_ids:
@@ -106,10 +107,10 @@ def test_harness_reads_local_rows(shared_data):
 
 
 @pytest.mark.slow
-def test_tasks_run_through_the_harness(shared_data, make_model, tokenizer):
+def test_tasks_run_through_the_harness(shared_data, tokenizer):
     from layerbudget.evaluation.harness import LOCAL, evaluate_tasks
 
-    model = make_model("llama")
+    model = zoo.speaker("llama")
     model.config.max_position_embeddings = 2048
     rows = evaluate_tasks(model, tokenizer, list(LOCAL), data_dir=shared_data, limit=4)
     assert set(rows) == set(LOCAL)
@@ -140,10 +141,10 @@ def test_a_named_column_is_read_or_refused_never_replaced():
         column_texts(rows, "bodyy", "mine", None)
 
 
-def test_perplexity_refuses_padding(make_model):
+def test_perplexity_refuses_padding():
     ids = torch.randint(3, 90, (2, 8))
     mask = torch.ones_like(ids)
-    assert perplexity(make_model("llama"), CalibrationSet(input_ids=ids, attention_mask=mask)).windows == 2
+    assert perplexity(zoo.speaker("llama"), CalibrationSet(input_ids=ids, attention_mask=mask)).windows == 2
     mask[1, 5:] = 0
     with pytest.raises(InvalidInput, match="padding"):
-        perplexity(make_model("llama"), CalibrationSet(input_ids=ids, attention_mask=mask))
+        perplexity(zoo.speaker("llama"), CalibrationSet(input_ids=ids, attention_mask=mask))

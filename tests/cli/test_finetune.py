@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests import zoo
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -13,15 +14,15 @@ from layerbudget.cli import main
 
 
 @pytest.fixture
-def setting(make, tmp_path):
+def setting(tmp_path):
     """A saved encoder with its tokenizer, a plan of ranks for it, and a file of labelled rows."""
     vocabulary = {w: i for i, w in enumerate(["<pad>", "<unk>", "good", "bad", "film"])}
     tok = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tok.pre_tokenizer = pre_tokenizers.Whitespace()
-    model = make.bert(2)
+    model = zoo.classifier(2)
     model.save_pretrained(tmp_path / "model")
     PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<pad>", unk_token="<unk>").save_pretrained(tmp_path / "model")
-    make.linears(model, lambda n: 2 if "attention" in n else 0).save(tmp_path / "plan.json")
+    zoo.linears(model, lambda n: 2 if "attention" in n else 0).save(tmp_path / "plan.json")
     rows = [{"text": f"film {('bad', 'good')[i % 2]} {i}", "label": i % 2} for i in range(60)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return tmp_path
@@ -63,16 +64,16 @@ def test_numbers_of_the_protocol_and_the_base(setting, capsys):
     assert not (setting / "x").exists()
 
 
-def test_mistakes_end_in_one_sentence(setting, make, capsys):
-    other = make.bert(3)
-    make.linears(other, 2).save(setting / "other.json")
+def test_mistakes_end_in_one_sentence(setting, capsys):
+    other = zoo.classifier(3)
+    zoo.linears(other, 2).save(setting / "other.json")
     sparsity = json.loads((setting / "plan.json").read_text()) | {"kind": "sparsity"}
     (setting / "sparsity.json").write_text(json.dumps(sparsity))
     stranger = json.loads((setting / "plan.json").read_text())
     stranger["blocks"][0] |= {"name": "bert.encoder.layer.0.attention.self.querry"}
     stranger["blocks"][0]["modules"] = ["bert.encoder.layer.0.attention.self.querry"]
     stranger["blocks"][0]["count"] = 2
-    stranger["model"] = describe(make.bert(2))
+    stranger["model"] = describe(zoo.classifier(2))
     (setting / "stranger.json").write_text(json.dumps(stranger))
     for plan, said in (
         ("other.json", "was made for"), ("sparsity.json", "kind 'sparsity'"), ("none.json", "There is no plan file"),

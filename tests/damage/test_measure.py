@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.blocks import describe, partition
 from layerbudget.damage.by_curves import plan_by_curves
@@ -39,8 +40,8 @@ def kl(model, pruned, data):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
-def test_curves_equal_pruning_one_block_and_comparing_outputs(kit, name, method):
-    model, data = kit.build(name), kit.tokens()
+def test_curves_equal_pruning_one_block_and_comparing_outputs(name, method):
+    model, data = zoo.build(name), zoo.tokens()
     before = copy.deepcopy(model.state_dict())
     curves = damage_curves(model, data, ratios=(0.4, 0.8), method=method, batch_size=4)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -51,9 +52,9 @@ def test_curves_equal_pruning_one_block_and_comparing_outputs(kit, name, method)
             assert curves.damage[block.name][j] == pytest.approx(kl(model, pruned, data), rel=1e-3), i
 
 
-def test_around_a_plan_the_middle_point_is_the_plan_itself(kit):
-    model, data = kit.build("llama"), kit.tokens()
-    plan = kit.plan(model)
+def test_around_a_plan_the_middle_point_is_the_plan_itself():
+    model, data = zoo.build("llama"), zoo.tokens()
+    plan = zoo.plan(model)
     before = copy.deepcopy(model.state_dict())
     ratios = {b.name: (b.value - 0.1, b.value, b.value + 0.1) for b in plan.blocks}
     curves = damage_curves(model, data, ratios=ratios, around=plan, batch_size=4)
@@ -65,8 +66,8 @@ def test_around_a_plan_the_middle_point_is_the_plan_itself(kit):
 
 
 @pytest.mark.parametrize("batch_size", [6, 1])
-def test_loss_metric_counts_real_tokens_only(kit, batch_size):
-    model, data = kit.build("llama"), kit.tokens(padded=True)
+def test_loss_metric_counts_real_tokens_only(batch_size):
+    model, data = zoo.build("llama"), zoo.tokens(padded=True)
     curves = damage_curves(model, data, ratios=(0.9,), metric="loss", batch_size=batch_size)
     block = partition(model)[0].name
     pruned = copy.deepcopy(model)
@@ -77,9 +78,9 @@ def test_loss_metric_counts_real_tokens_only(kit, batch_size):
     assert curves.damage[block][0] == pytest.approx(float(losses[1] - losses[0]), rel=1e-3)
 
 
-def test_calibration_protects_the_block_that_matters(kit):
+def test_calibration_protects_the_block_that_matters():
     """A block whose output is scaled down hardly matters: it must take most of the pruning, and the KL must fall."""
-    model, data = kit.build("llama"), kit.tokens(samples=8)
+    model, data = zoo.build("llama"), zoo.tokens(samples=8)
     with torch.no_grad():
         for w in (model.model.layers[1].self_attn.o_proj.weight, model.model.layers[1].mlp.down_proj.weight):
             w.mul_(0.02)
@@ -88,7 +89,7 @@ def test_calibration_protects_the_block_that_matters(kit):
     assert plan.sparsity == pytest.approx(0.5, abs=1e-4)
     assert int(np.argmax(plan.values)) == 1
     found = {}
-    for name, p in (("calibrated", plan), ("uniform", kit.plan(model, spread=0))):
+    for name, p in (("calibrated", plan), ("uniform", zoo.plan(model, spread=0))):
         pruned = copy.deepcopy(model)
         receipt = prune(pruned, p, data, "wanda", 8)
         assert receipt.sparsity == pytest.approx(0.5, abs=1e-4)
@@ -108,10 +109,10 @@ def test_smoothed_curves_pass_through_the_points():
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda"])
-def test_damage_of_a_plan_is_that_of_pruning_by_it(kit, method):
-    model, data = kit.build("llama"), kit.tokens()
+def test_damage_of_a_plan_is_that_of_pruning_by_it(method):
+    model, data = zoo.build("llama"), zoo.tokens()
     before = copy.deepcopy(model.state_dict())
-    plans = [kit.plan(model, spread=s) for s in (0.0, 0.3)]
+    plans = [zoo.plan(model, spread=s) for s in (0.0, 0.3)]
     found, forwards = plan_damage(model, data, partition(model), plans, method=method, batch_size=4)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and forwards > 0
     for plan, damage in zip(plans, found, strict=True):
@@ -120,8 +121,8 @@ def test_damage_of_a_plan_is_that_of_pruning_by_it(kit, method):
         assert damage == pytest.approx(kl(model, pruned, data), rel=1e-3)
 
 
-def test_a_step_is_taken_only_as_far_as_the_whole_plan_gains(kit):
-    model, data = kit.build("llama"), kit.tokens()
+def test_a_step_is_taken_only_as_far_as_the_whole_plan_gains():
+    model, data = zoo.build("llama"), zoo.tokens()
     start, _ = plan_by_curves(model, data, sparsity=0.6, iterations=0, batch_size=8)
     plan, curves = plan_by_curves(model, data, sparsity=0.6, iterations=3, trust=0.3, batch_size=8)
     damage, _ = plan_damage(model, data, partition(model), [start, plan], batch_size=8)
@@ -131,33 +132,33 @@ def test_a_step_is_taken_only_as_far_as_the_whole_plan_gains(kit):
 
 
 @pytest.mark.parametrize("ratios", [(0.7, 0.3), (0.3, 0.3), (0.3, 1.2), ()])
-def test_ratios_that_do_not_increase_are_refused_before_anything_is_measured(kit, ratios):
-    model = kit.build("llama")
+def test_ratios_that_do_not_increase_are_refused_before_anything_is_measured(ratios):
+    model = zoo.build("llama")
     with pytest.raises(InvalidInput, match="ncrease within"):
-        damage_curves(model, kit.tokens(), ratios=ratios)
+        damage_curves(model, zoo.tokens(), ratios=ratios)
     with pytest.raises(InvalidInput):
         Curves(ratios={"a": ratios}, damage={"a": tuple(ratios)}, metric="kl", method="wanda")
 
 
-def test_a_block_that_spans_layers_is_refused(kit):
-    model = kit.build("llama")
+def test_a_block_that_spans_layers_is_refused():
+    model = zoo.build("llama")
     with pytest.raises(InvalidInput, match="within one layer"):
-        damage_curves(model, kit.tokens(), partition(model, "q_proj|down_proj"))
+        damage_curves(model, zoo.tokens(), partition(model, "q_proj|down_proj"))
 
 
-def test_blocks_may_be_measured_at_ratios_of_their_own(kit):
-    model = kit.build("llama")
+def test_blocks_may_be_measured_at_ratios_of_their_own():
+    model = zoo.build("llama")
     blocks = partition(model)
     ratios = {b.name: (0.3, 0.5 + 0.1 * i) for i, b in enumerate(blocks)}
-    curves = damage_curves(model, kit.tokens(), ratios=ratios, batch_size=4)
+    curves = damage_curves(model, zoo.tokens(), ratios=ratios, batch_size=4)
     plan = plan_sparsity(blocks, sparsity=0.5, max_sparsity=0.9, penalty=curves.penalty())
     assert plan.counts.sum() == round(0.5 * sum(b.numel for b in blocks))
     assert all(b.value <= ratios[b.name][-1] + 1e-9 for b in plan.blocks)
 
 
 @pytest.mark.parametrize("around", [False, True])
-def test_an_interrupted_measurement_leaves_the_model_as_it_was(kit, around):
-    model = kit.build("llama")
+def test_an_interrupted_measurement_leaves_the_model_as_it_was(around):
+    model = zoo.build("llama")
     before = {k: v.clone() for k, v in model.state_dict().items()}
     calls = []
 
@@ -168,5 +169,5 @@ def test_an_interrupted_measurement_leaves_the_model_as_it_was(kit, around):
 
     model.lm_head.register_forward_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        damage_curves(model, kit.tokens(), batch_size=4, around=kit.plan(model) if around else None)
+        damage_curves(model, zoo.tokens(), batch_size=4, around=zoo.plan(model) if around else None)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tests import zoo
 
 from layerbudget.blocks import layers
 from layerbudget.pruning.apply import prune
@@ -21,8 +22,8 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("padded", [False, True])
-def test_walk_gives_every_block_the_inputs_that_the_model_gives_it(kit, name, padded):
-    model, data = kit.build(name), kit.tokens(padded=padded)
+def test_walk_gives_every_block_the_inputs_that_the_model_gives_it(name, padded):
+    model, data = zoo.build(name), zoo.tokens(padded=padded)
     seen = {}
     handles = [
         layer.register_forward_pre_hook(
@@ -49,10 +50,10 @@ def test_walk_gives_every_block_the_inputs_that_the_model_gives_it(kit, name, pa
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
-def test_recount_equals_plan(kit, name, method):
-    model, data = kit.build(name), kit.tokens()
+def test_recount_equals_plan(name, method):
+    model, data = zoo.build(name), zoo.tokens()
     before = copy.deepcopy(model.state_dict())
-    plan = kit.plan(model)
+    plan = zoo.plan(model)
     receipt = prune(model, plan, data, method, 4)
     found = recount(model, plan.blocks)
     assert {b.name: b.count for b in plan.blocks} == {n: r["zeros"] for n, r in found["blocks"].items()}
@@ -66,9 +67,9 @@ def test_recount_equals_plan(kit, name, method):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
-def test_linear_granularity(kit, name, method):
-    model = kit.build(name)
-    plan = kit.plan(model, by="linear")
-    prune(model, plan, kit.tokens(), method, 4)
+def test_linear_granularity(name, method):
+    model = zoo.build(name)
+    plan = zoo.plan(model, by="linear")
+    prune(model, plan, zoo.tokens(), method, 4)
     found = recount(model, plan.blocks)
     assert {b.name: b.count for b in plan.blocks} == {n: r["zeros"] for n, r in found["blocks"].items()}

@@ -1,0 +1,266 @@
+"""The zoo: tiny models of many architectures, tokens, plans by hand, and the plainest dense versions of what is tested.
+
+Imported normally: ``from tests import zoo``. Every model is random and made by :func:`tiny`; the other makers only say how
+large its weights are, so that what a test looks at (masks, gains, adapters) is not lost in the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+from layerbudget import blocks as B
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.plan import Plan, PlanBlock
+from layerbudget.records import Block, Module
+from layerbudget.running import loss as L
+from layerbudget.scores.record import Scores
+from layerbudget.treatments.select import share
+
+# --- models ------------------------------------------------------------------------------------------------------------------
+
+PLAIN = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GROUPED = {**PLAIN, "num_key_value_heads": 2}
+HEADS, SLIDE = {"head_dim": 8}, {"sliding_window": 8}
+GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+CAUSAL, MASKED, CLASSES = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
+ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", CAUSAL, GROUPED),
+    "llama-tied": ("LlamaConfig", CAUSAL, {**GROUPED, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", CAUSAL, {**GROUPED, "sliding_window": None}),
+    "mistral-sliding": ("MistralConfig", CAUSAL, {**GROUPED, **SLIDE}),
+    "gemma": ("GemmaConfig", CAUSAL, {**GROUPED, **HEADS}),
+    "gemma2": ("Gemma2Config", CAUSAL, {**GROUPED, **HEADS, **SLIDE}),
+    "gemma3": ("Gemma3TextConfig", CAUSAL, {**GROUPED, **HEADS, **SLIDE}),
+    "qwen2": ("Qwen2Config", CAUSAL, GROUPED),
+    "qwen3": ("Qwen3Config", CAUSAL, {**GROUPED, **HEADS}),
+    "phi3": ("Phi3Config", CAUSAL, GROUPED),
+    "opt": ("OPTConfig", CAUSAL, {**PLAIN, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "gpt2": ("GPT2Config", CAUSAL, GPT2),
+    "gpt-neox": ("GPTNeoXConfig", CAUSAL, PLAIN),
+    "olmo2": ("Olmo2Config", CAUSAL, GROUPED),
+    "starcoder2": ("Starcoder2Config", CAUSAL, GROUPED),
+    "mixtral": ("MixtralConfig", CAUSAL, {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "bert": ("BertConfig", MASKED, PLAIN),
+    "bert-classifier": ("BertConfig", CLASSES, PLAIN),
+    "roberta-classifier": ("RobertaConfig", CLASSES, PLAIN),
+}
+
+
+def tiny(name: str, *, seed: int = 0, attention: str = "eager", **changes: Any) -> Any:
+    """A random model of an architecture, initialised as transformers does it."""
+    config_name, auto, fields = ARCHITECTURES[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, config_name)(**{**fields, "attn_implementation": attention, **changes})
+    return getattr(transformers, auto).from_config(config).eval()
+
+
+def build(name: str, **changes: Any) -> Any:
+    """Weights so large that activations differ between inputs: for masks and damage."""
+    model = tiny(name, **changes)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim >= 2:
+                p.normal_(0, 0.2)
+    return model
+
+
+_SMALL = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2,
+          "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {**_SMALL, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 4,
+                            "tie_word_embeddings": True}),
+    "gemma": ("gemma", {**_SMALL, "num_key_value_heads": 1}),
+    "gpt2": ("gpt2", {"vocab_size": 37, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": None, "eos_token_id": None}),
+    "bert": ("bert-classifier", {**_SMALL, "num_labels": 3, "pad_token_id": 0}),
+    "bert-mlm": ("bert", {**_SMALL, "pad_token_id": 0}),
+    "mixtral": ("mixtral", {**_SMALL, "intermediate_size": 12, "num_key_value_heads": 1, "num_local_experts": 3,
+                            "experts_implementation": "eager"}),
+}  # fmt: skip
+DENSE = (*_DENSE, "mlp")
+
+
+def dense(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A model so small that its curvature can be written down, in float64: for oracles."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        model: Any = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 5))
+    else:
+        model = tiny(_DENSE[name][0], **_DENSE[name][1])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * (0.15 if p.ndim > 1 else 0.05))
+    return model.to(dtype).eval()
+
+
+def mistral(layers: int = 3, *, seed: int = 0, **changes: Any) -> Any:
+    """A Mistral whose layers matter."""
+    sizes = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": layers}
+    return tiny("mistral", seed=seed, attention="sdpa", **{**sizes, "initializer_range": 0.12, **changes})
+
+
+def adaptable(layers: int = 4, **changes: Any) -> Any:
+    """A Mistral for adapters."""
+    sizes = {"vocab_size": 61, "num_hidden_layers": layers, "head_dim": 8}
+    return tiny("mistral", seed=1, attention="sdpa", **{**sizes, **changes})
+
+
+def classifier(layers: int = 4, **changes: Any) -> Any:
+    """A BERT with a head of two classes, without dropout."""
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 2}
+    return tiny(
+        "bert-classifier", seed=1, attention="sdpa", **{"vocab_size": 61, "num_hidden_layers": layers, **quiet, **changes}
+    )
+
+
+# --- data --------------------------------------------------------------------------------------------------------------------
+
+
+def tokens(samples: int = 6, length: int = 16, seed: int = 0, padded: bool = False, vocabulary: int = 97) -> CalibrationSet:
+    """Random tokens; padded: rows of different lengths, padding on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, vocabulary, (samples, length), generator=generator)
+    mask = None
+    if padded:
+        mask = (torch.arange(length)[None] < torch.arange(length // 2, length // 2 + samples)[:, None]).long()
+        ids = ids * mask
+    return CalibrationSet(input_ids=ids, attention_mask=mask)
+
+
+def labelled(name: str, samples: int = 6, length: int = 9, *, padded: bool = True) -> Any:
+    """Data for a model of :func:`dense`."""
+    g = torch.Generator().manual_seed(1)
+    if name == "mlp":
+        return L.FeatureSet(
+            inputs=torch.randn(samples, 6, generator=g, dtype=torch.float64),
+            labels=torch.randint(0, 5, (samples,), generator=g),
+        )
+    ids = torch.randint(3, 37, (samples, length), generator=g)
+    mask = torch.ones_like(ids)
+    if padded:
+        for i in range(samples):
+            mask[i, length - i % 4 :] = 0
+        ids = torch.where(mask.bool(), ids, 0)
+    labels = torch.randint(0, 3, (samples,), generator=g) if name == "bert" else None
+    data = CalibrationSet(input_ids=ids, attention_mask=mask if padded else None, labels=labels)
+    return L.mask_tokens(data, 1, fraction=0.4) if name == "bert-mlm" else data
+
+
+# --- oracles -----------------------------------------------------------------------------------------------------------------
+
+
+def partition(model: nn.Module, name: str) -> tuple[Block, ...]:
+    """Blocks of a model of :func:`dense`."""
+    return B.partition(model, by="linear" if name == "mlp" else "layer")
+
+
+def rows(model: nn.Module, data: Any, blocks: Sequence[Block], targets: Any = None) -> list[torch.Tensor]:
+    """Per block: ``(n, p)`` gradients of the summed sequence loss, one sequence at a time, by plain autograd."""
+    parameters = [[B.weight_of(model, m.name)[1] for m in b.modules] for b in blocks]
+    out: list[list[torch.Tensor]] = [[] for _ in blocks]
+    for i, batch in enumerate(L.batches(model, data, 1)):
+        wanted = batch.targets if targets is None else targets[i : i + 1]
+        loss = L.summed_loss(L.logits_of(model, batch), wanted)
+        grads = iter(torch.autograd.grad(loss, [p for group in parameters for p in group], allow_unused=True))
+        for k, group in enumerate(parameters):
+            parts = [next(grads) for _ in group]
+            flat = [(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in zip(parts, group, strict=True)]
+            out[k].append(torch.cat(flat))
+    return [torch.stack(each).double() for each in out]
+
+
+def gain(g: torch.Tensor, c: torch.Tensor, tau: float) -> float:
+    """``g'(C + tau I)^-1 g`` by a dense solve."""
+    return float(g @ torch.linalg.solve(c + tau * torch.eye(len(g), dtype=c.dtype), g))
+
+
+def relative(a: Any, b: Any) -> float:
+    """Largest relative difference."""
+    return float(np.max(np.abs(np.asarray(a) - np.asarray(b)) / np.maximum(np.abs(np.asarray(b)), 1e-300)))
+
+
+def mixture(x, a, b, router, rank, top_k, scale):
+    """A mixture of LoRA experts by its definition, one token and one chosen expert at a time."""
+    found = []
+    for token in x.reshape(-1, x.shape[-1]):
+        p = torch.softmax(router @ token, 0)
+        best = torch.topk(p, min(top_k, len(p))).indices.tolist()
+        total = sum(p[e] for e in best)
+        y = torch.zeros(b.shape[0], dtype=x.dtype)
+        for e in best:
+            part = slice(e * rank, (e + 1) * rank)
+            y = y + p[e] / total * scale * (b[:, part] @ (a[part] @ token))
+        found.append(y)
+    return torch.stack(found).reshape(*x.shape[:-1], b.shape[0])
+
+
+def perturb(model: nn.Module, needle: str = "lora_", scale: float = 0.3, seed: int = 5) -> None:
+    """Move adapters away from their zero start, the same way for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if needle in name:
+                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(scale * drawn.to(parameter.dtype))
+
+
+# --- plans and scores by hand ------------------------------------------------------------------------------------------------
+
+
+def plan(model: nn.Module, sparsity: float = 0.5, by: str = "layer", spread: float = 0.2, **filters: Any) -> Plan:
+    """A sparsity plan with ratios that differ between blocks and an exact total."""
+    blocks = B.partition(model, by, **filters)
+    tilt = [sparsity + spread * ((i % 3) - 1) for i in range(len(blocks))]
+    counts = [min(b.numel, round(t * b.numel)) for b, t in zip(blocks, tilt, strict=True)]
+    if spread == 0:
+        counts = share(round(sparsity * sum(b.numel for b in blocks)), [b.numel for b in blocks])
+    chosen = tuple(PlanBlock.of(b, c / b.numel, c) for b, c in zip(blocks, counts, strict=True))
+    return _by_hand(model, "sparsity", chosen, "parameters")
+
+
+def layers(model: nn.Module, counts: Sequence[int], kind: str = "experts") -> Plan:
+    """A plan with one block per layer, in the order of the layers."""
+    chosen = tuple(PlanBlock.of(b, c, c) for b, c in zip(B.partition(model, "layer"), counts, strict=True))
+    return _by_hand(model, kind, chosen)
+
+
+def linears(model: nn.Module, counts: int | Callable[[str], int], kind: str = "ranks") -> Plan:
+    """A plan with one block per Linear; ``counts`` is a function of the name or a number."""
+    blocks = B.partition(model, "linear")
+    chosen = [counts(b.name) if callable(counts) else counts for b in blocks]
+    return _by_hand(model, kind, tuple(PlanBlock.of(b, c, c) for b, c in zip(blocks, chosen, strict=True)))
+
+
+def _by_hand(model: nn.Module, kind: str, blocks: tuple[PlanBlock, ...], unit: str = "count") -> Plan:
+    spent = sum(b.count for b in blocks)
+    budget = {"unit": unit, "limit": spent, "spent": spent}
+    return Plan(kind=kind, rule="by-hand", model=B.describe(model), blocks=blocks, budget=budget)
+
+
+def scores(values: Sequence[float], sizes: Sequence[int] | None = None, **fields: Any) -> Scores:
+    """A score record over invented layers, one matrix each."""
+    sizes = sizes if sizes is not None else [64] * len(values)
+    blocks = [
+        Block(name=f"model.layers.{i}", modules=(Module(name=f"model.layers.{i}.mlp", d_in=64, d_out=int(d)),))
+        for i, d in enumerate(sizes)
+    ]
+    return Scores.from_values({b.name: float(v) for b, v in zip(blocks, values, strict=True)}, blocks, **fields)
+
+
+def text(samples: int = 6, length: int = 10, seed: int = 3, padded: bool = False) -> CalibrationSet:
+    """Tokens of :func:`mistral`."""
+    return tokens(samples, length, seed, padded, vocabulary=61)
+
+
+def speaker(name: str, seed: int = 0) -> Any:
+    """A model whose tokens are those of the ``tokenizer`` fixture."""
+    own = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1}
+    return tiny(name, seed=seed, attention="sdpa", **own, **({} if name == "gpt2" else {"pad_token_id": 2}))
