@@ -43,7 +43,7 @@ lint: install
 	$(BIN)/mypy
 
 docs: install
-	$(BIN)/python docs/build.py
+	$(BIN)/sphinx-build -W --keep-going -q -b html -d docs/_build/doctrees docs site
 
 clean:
 	rm -rf $(VENV) $(OUT) build dist src/*.egg-info

@@ -6,13 +6,16 @@ import dataclasses
 import importlib
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from .errors import InvalidInput, ModelMismatch
 from .kinds import KINDS
 from .records import Block, Record, digest
+
+if TYPE_CHECKING:
+    from typing import Self
 
 _WERE_RULES = {"structured": "measured", "depth": "greedy"}
 

@@ -11,9 +11,12 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import AlreadyExists, CorruptFile, InvalidInput, LayerbudgetError, NotFound
+
+if TYPE_CHECKING:
+    from typing import Self
 
 SCHEMA_VERSION = 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from ..blocks import weight_of
 from ..errors import CoverageError
 from ..plan import PlanBlock
 from ..records import Block, Record
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

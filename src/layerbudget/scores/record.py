@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from ..errors import DegenerateScores, InvalidInput
 from ..records import Block, Record, digest
+
+if TYPE_CHECKING:
+    from typing import Self
 
 Table = tuple[tuple[float | None, ...], ...]
 

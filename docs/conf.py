@@ -1,0 +1,70 @@
+"""Sphinx settings. ``make docs`` builds strictly: a broken reference or an unknown role fails."""
+
+from __future__ import annotations
+
+import layerbudget
+
+project, author = "layerbudget", "The layerbudget authors"
+release = version = layerbudget.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["dollarmath", "amsmath", "deflist"]
+myst_heading_anchors = 3
+myst_dmath_double_inline = True
+autosummary_generate = True
+autosummary_ignore_module_all = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+napoleon_use_rtype = False
+autodoc_mock_imports = ["bitsandbytes"]
+templates_path = ["_templates"]
+exclude_patterns = ["_build/html", "_build/doctrees", "_templates"]
+html_theme = "furo"
+html_title = "layerbudget"
+html_math_renderer = "mathml"
+nitpicky = True  # every role must lead somewhere; names of other libraries are not looked up
+nitpick_ignore = [("py:obj", "layerbudget.registry.T")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|numpy|np|transformers|peft|collections|abc|typing|argparse|safetensors|nn|rich|pathlib)(\..*)?"),
+]
+
+
+def visit_math(self, node) -> None:
+    """Inline mathematics as MathML, which browsers draw without a script."""
+    from latex2mathml.converter import convert
+
+    self.body.append(convert(node.astext()))
+    raise_skip()
+
+
+def visit_math_block(self, node) -> None:
+    """Displayed mathematics as MathML."""
+    from latex2mathml.converter import convert
+
+    self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    raise_skip()
+
+
+def raise_skip() -> None:
+    """The node is done."""
+    from docutils.nodes import SkipNode
+
+    raise SkipNode
+
+
+def resolve(app, env, node, content):
+    """A bare name leads to the one object of this package that is called so, whichever file it is in."""
+    from sphinx.util.nodes import make_refnode
+
+    target = node.get("reftarget", "")
+    found = {n: o for n, o in env.domains["py"].objects.items() if n.endswith(f".{target}") and not o.aliased}
+    homes = [n for n in found if not any(n != m and m.count(".") > n.count(".") for m in found)] or list(found)
+    if node.get("refdomain") != "py" or not homes:
+        return None
+    entry = found[homes[0]]
+    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content)
+
+
+def setup(app) -> None:
+    """Register the renderer and the resolver."""
+    app.connect("missing-reference", resolve)
+    app.add_html_math_renderer("mathml", inline_renderers=(visit_math, None), block_renderers=(visit_math_block, None))
