@@ -36,6 +36,13 @@ def test_every_public_name_resolves():
         assert getattr(layerbudget, name) is not None
 
 
+def test_editors_and_type_checkers_see_every_public_name():
+    tree = ast.parse((SRC / "__init__.py").read_text())
+    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    seen = [(n.level, n.module, a.name, a.asname) for n in block.body for a in n.names]
+    assert sorted(seen) == sorted((1, module, name, name) for name, module in layerbudget._PUBLIC.items())
+
+
 def test_no_print_no_bare_except_no_assert():
     for file in SRC.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

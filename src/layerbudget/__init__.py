@@ -9,7 +9,48 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and type checkers know it
+    from .blocks import partition as partition
+    from .configurations import blocks_from_config as blocks_from_config
+    from .damage.by_curves import plan_by_curves as plan_by_curves
+    from .damage.measure import damage_curves as damage_curves
+    from .data.calibration import CalibrationSet as CalibrationSet
+    from .data.text import calibration as calibration
+    from .doctor import diagnose as diagnose
+    from .evaluation.perplexity import evaluation_set as evaluation_set
+    from .evaluation.perplexity import perplexity as perplexity
+    from .kinds import apply_plan as apply_plan
+    from .loading import load_model as load_model
+    from .loading import load_tokenizer as load_tokenizer
+    from .lora.mixtures import add_experts as add_experts
+    from .lora.ranks import add_ranks as add_ranks
+    from .lora.ranks import to_lora_config as to_lora_config
+    from .plan import Plan as Plan
+    from .planning import diff_plans as diff_plans
+    from .planning import explain_plan as explain_plan
+    from .planning import plan_again as plan_again
+    from .planning import plan_experts as plan_experts
+    from .planning import plan_joint as plan_joint
+    from .planning import plan_ranks as plan_ranks
+    from .planning import plan_sparsity as plan_sparsity
+    from .planning import sweep as sweep
+    from .planning import transfer_scores as transfer_scores
+    from .pruning.apply import prune as prune
+    from .pruning.receipt import recount as recount
+    from .pruning.recovery import recover as recover
+    from .pruning.save import save_pruned as save_pruned
+    from .scores.certificate import certify_ranking as certify_ranking
+    from .scores.certificate import direct_check as direct_check
+    from .scores.gain import score as score
+    from .scores.importing import import_scores as import_scores
+    from .scores.record import Scores as Scores
+    from .shrinking.depth import plan_depth as plan_depth
+    from .shrinking.heads import remove_heads as remove_heads
+    from .shrinking.shapes import plan_structured as plan_structured
+    from .shrinking.shrink import apply_structured as apply_structured
+    from .tracker import GainTracker as GainTracker
 
 __version__ = "0.1.0"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -19,10 +19,36 @@ from torch.nn.modules.conv import _ConvNd
 from .errors import BadModel, CoverageError, InvalidInput, UnknownBlock, UnknownStructure
 from .records import Block, Module, natural_key
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
 
-def is_conv1d(module: nn.Module) -> bool:
+
+def is_conv1d(module: nn.Module) -> TypeGuard[Conv1D]:
     """Whether a module is transformers' ``Conv1D`` (a Linear with a transposed weight)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def matrix_of(module: nn.Module) -> torch.Tensor:
+    """Weight of a Linear or ``Conv1D`` as a ``(d_out, d_in)`` view, outside autograd."""
+    weight = cast(nn.Parameter, module.weight)
+    return weight.data.T if is_conv1d(module) else weight.data
+
+
+def config_of(model: nn.Module) -> Any:
+    """A model's configuration, whose fields differ by family."""
+    return model.config
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """Every configuration that a module of the model holds, once."""
+    held = [config_of(m) for m in model.modules() if hasattr(m, "config")]
+    return list({id(config): config for config in held}.values())
+
+
+def pretrained(model: nn.Module) -> PreTrainedModel:
+    """The same model, as the type whose methods transformers gives to all of them."""
+    return cast("PreTrainedModel", model)
 
 
 def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
@@ -54,7 +80,7 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{name}.{i}", layer) for i, layer in enumerate(stack)]
 
 
-def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, nn.Parameter, Module]]:
+def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, torch.Tensor, Module]]:
     """Weight matrices below ``root``: (full name, owner, parameter, shape record)."""
     for name, module in root.named_modules():
         full = ".".join(part for part in (prefix, name) if part)
@@ -176,7 +202,7 @@ def _group(name: str, block_name: str, by: str) -> str | None:
     return found.group(1) if found.groups() and found.group(1) is not None else found.group(0)
 
 
-def _embedding_weights(model: nn.Module) -> list[nn.Parameter]:
+def _embedding_weights(model: nn.Module) -> list[torch.Tensor]:
     return [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
 
 

@@ -66,7 +66,7 @@ class Registry(Generic[T]):
         if isinstance(item, str):
             module, attribute = item.split(":")
             item = self._items[name] = getattr(importlib.import_module(module, self.home), attribute)
-        return item  # type: ignore[return-value]
+        return item
 
     def _load(self) -> None:
         """Import what installed packages bring, once."""

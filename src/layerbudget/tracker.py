@@ -133,12 +133,14 @@ class GainTracker(TrainerCallback):
             return
         self._steps += 1
         means, squares, gradients = [], [], []
-        for p in (p for group in self._groups for p in group if p.grad is not None):
+        for p in (p for group in self._groups for p in group):
+            if p.grad is None:
+                continue
             if p not in self._own:
                 self._own[p] = (torch.zeros_like(p, dtype=torch.float32), torch.zeros_like(p, dtype=torch.float32))
             means.append(self._own[p][0])
             squares.append(self._own[p][1])
-            gradients.append(p.grad.float())  # type: ignore[union-attr]
+            gradients.append(p.grad.float())
         torch._foreach_lerp_(means, gradients, 1 - self.decay)
         torch._foreach_lerp_(squares, torch._foreach_mul(gradients, gradients), 1 - self.decay)
 
@@ -194,7 +196,7 @@ class GainTracker(TrainerCallback):
         budget = float(self.budget) if self.budget is not None else 5.0 * len(weights) * float(np.mean(self.cost))
         transfer = transfer_allocation(planned, weights, self.cost, budget, exponent=self.exponent, spend="exactly")
         counts = [
-            round_capacity(allocate(w, self.cost, budget, exponent=self.exponent, spend="exactly")).counts  # type: ignore[attr-defined]
+            round_capacity(allocate(w, self.cost, budget, exponent=self.exponent, spend="exactly")).counts
             for w in (planned, weights)
         ]
         moved = int(np.abs(counts[0] - counts[1]).sum() // 2)

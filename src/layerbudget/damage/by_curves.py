@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from torch import nn
 
 from ..blocks import describe, partition
@@ -63,7 +65,7 @@ def plan_by_curves(
     """
     blocks = tuple(blocks) if blocks is not None else partition(model)
     ratios = sorted({min(max_sparsity, max(0.02, round(sparsity + s, 4))) for s in spread})
-    common = {
+    common: dict[str, Any] = {
         "method": method, "metric": metric, "batch_size": batch_size, "measure_batches": measure_batches, "progress": progress,
     }  # fmt: skip
     curves = [start or damage_curves(model, data, blocks, ratios=ratios, **common)]
@@ -97,6 +99,6 @@ def _between(here: Plan, there: Plan, step: float) -> Plan:
     return dataclasses.replace(here, blocks=tuple(blocks), certificate={})
 
 
-def _solve(model, blocks, sparsity, low, high, curves) -> Plan:  # type: ignore[no-untyped-def]
+def _solve(model: nn.Module, blocks: Sequence[Block], sparsity: float, low: ArrayLike, high: ArrayLike, curves: Curves) -> Plan:
     plan = plan_sparsity(blocks, sparsity=sparsity, min_sparsity=low, max_sparsity=high, penalty=curves.penalty())
     return dataclasses.replace(plan, rule="calibrated", model=describe(model))

@@ -82,8 +82,8 @@ class CalibrationSet:
 
     def select(self, rows: slice | torch.Tensor | list[int]) -> CalibrationSet:
         """Return the same set restricted to some rows."""
-        pick = {k: getattr(self, k) for k in ("input_ids", "attention_mask", "labels")}
-        return dataclasses.replace(self, **{k: None if v is None else v[rows] for k, v in pick.items()})
+        mask, labels = (None if v is None else v[rows] for v in (self.attention_mask, self.labels))
+        return dataclasses.replace(self, input_ids=self.input_ids[rows], attention_mask=mask, labels=labels)
 
     def batches(self, size: int, device: torch.device | str = "cpu") -> Iterator[dict[str, torch.Tensor]]:
         """Yield keyword arguments for ``model(**batch)`` (without labels), ``size`` sequences at a time."""

@@ -14,6 +14,8 @@ from .examples import Example, Task
 
 HEADER = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 LETTERS = "ABCDEFGHIJ"
+SentenceRow = tuple[str, str | None, int]  # text, pair, label
+ChoiceRow = tuple[str, list[str], int, str]  # question, options, index of the answer, context
 
 
 def instruct(instruction: str) -> str:
@@ -55,7 +57,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def known_label(value: object, known: Mapping[object, int], where: str) -> int:
+def known_label(value: object, known: Mapping[Any, int], where: str) -> int:
     """Index of a label value; text is compared as it is written, without regard to case and spaces around it.
 
     Raises:
@@ -74,15 +76,16 @@ def known_label(value: object, known: Mapping[object, int], where: str) -> int:
         ) from error
 
 
-BINARY: Mapping[object, int] = {"0": 0, "1": 1, 0: 0, 1: 1}
+BINARY: Mapping[Any, int] = {"0": 0, "1": 1, 0: 0, 1: 1}
 
 
 def _sentence_task(
-    name: str, metric: str, labels: Sequence[str], question: Callable[[str, str | None], str], rows: Mapping[str, Iterable]
-) -> Task:
+    name: str, metric: str, labels: Sequence[str], question: Callable[[str, str | None], str],
+    rows: Mapping[str, Iterable[SentenceRow]],
+) -> Task:  # fmt: skip
     """Build a task whose rows are ``(text, pair, label)``."""
 
-    def example(row: tuple[str, str | None, int]) -> Example:
+    def example(row: SentenceRow) -> Example:
         text, pair, label = row
         return Example(text=text, pair=pair, label=label, prompt=instruct(question(text, pair)), choices=len(labels))
 
@@ -94,7 +97,7 @@ def _sentence_task(
 
 
 def _cola(folder: Path) -> Task:
-    def rows(pattern: str):
+    def rows(pattern: str) -> list[SentenceRow]:
         path = _open(folder, pattern, f"raw/{pattern}")
         table = enumerate(_table(path, 4, header=False), 1)
         return [(r[3], None, known_label(r[1], BINARY, f"{path}, row {i}")) for i, r in table]
@@ -108,7 +111,7 @@ def _cola(folder: Path) -> Task:
 
 
 def _mrpc(folder: Path) -> Task:
-    def rows(name: str):
+    def rows(name: str) -> list[SentenceRow]:
         path = _open(folder, name)
         return [
             (r[3], r[4], known_label(r[0], BINARY, f"{path}, row {i}")) for i, r in enumerate(_table(path, 5, header=True), 1)
@@ -124,7 +127,7 @@ def _mrpc(folder: Path) -> Task:
 def _rte(folder: Path) -> Task:
     index = {"not_entailment": 0, "entailment": 1}
 
-    def rows(name: str):
+    def rows(name: str) -> list[SentenceRow]:
         path = _open(folder, name)
         return [
             (r[1], r[2], known_label(r[3], index, f"{path}, row {i}")) for i, r in enumerate(_table(path, 4, header=True), 1)
@@ -137,7 +140,7 @@ def _rte(folder: Path) -> Task:
     )  # fmt: skip
 
 
-def _choice_task(name: str, splits: dict[str, list[tuple[str, list[str], int, str]]]) -> Task:
+def _choice_task(name: str, splits: dict[str, list[ChoiceRow]]) -> Task:
     """Build a task whose rows are ``(question, options, index of the answer, context)``."""
     most = max((len(options) for rows in splits.values() for _, options, _, _ in rows), default=0)
 
@@ -152,7 +155,7 @@ def _choice_task(name: str, splits: dict[str, list[tuple[str, list[str], int, st
     return Task(name=name, labels=letters, answers=answers, metric="accuracy", train=made.pop("train"), evaluation=made)
 
 
-def _options(path: Path) -> list[tuple[str, list[str], int, str]]:
+def _options(path: Path) -> list[ChoiceRow]:
     rows = []
     for number, row in enumerate(_lines(path), 1):
         if "answerKey" not in row:
@@ -184,7 +187,7 @@ def _scienceqa(folder: Path) -> Task:
         problems = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise CorruptFile(f"{path} is not JSON ({error}).", "", "Repair the file.") from error
-    splits: dict[str, list] = {"train": [], "val": [], "test": []}
+    splits: dict[str, list[ChoiceRow]] = {"train": [], "val": [], "test": []}
     for name, problem in problems.items():
         if problem.get("image") is None:
             answer = known_label(problem["answer"], {i: i for i in range(len(problem["choices"]))}, f"{path}, problem {name}")
@@ -227,7 +230,7 @@ def from_file(path: Path) -> Task:
     if not 2 <= len(values) <= 50:
         raise InvalidInput(f"{path} has {len(values)} distinct labels.", "Between 2 and 50 can be told apart.", "Group them.")
     pair = next((c for c in ("pair", "sentence2") if c in columns), None)
-    splits: dict[str, list] = {"train": [], "held_out": []}
+    splits: dict[str, list[SentenceRow]] = {"train": [], "held_out": []}
     for r in rows:
         held = int(hashlib.sha256(str(r[text]).encode()).hexdigest(), 16) % 10 == 0
         row = (str(r[text]), str(r[pair]) if pair and r.get(pair) is not None else None, values.index(str(r[label])))

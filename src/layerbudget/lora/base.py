@@ -80,6 +80,7 @@ def classifier_loader(
 
     def load(seed: int) -> nn.Module:
         set_seed(seed)
+        model: nn.Module
         if causal:
             model = AutoModelForCausalLM.from_pretrained(where, **options)
         else:

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -32,12 +32,16 @@ from .protocol import Protocol
 from .ranks import fold_scales
 from .rows import Rows, is_causal
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
 logger = logging.getLogger(__name__)
 
 
 def _arguments(
     folder: Path, protocol: Protocol, seed: int, steps: int, *, cpu: bool, bf16: bool, checkpointing: bool, quiet: bool
-):  # fmt: skip
+) -> TrainingArguments:  # fmt: skip
     from transformers import TrainingArguments
 
     options: dict[str, Any] = {}
@@ -108,7 +112,7 @@ def train_one(
     trainer.train(resume_from_checkpoint=True if resume and checkpoints else None)
     if protocol.alpha_policy != "constant-ratio":
         fold_scales(model, protocol.ratio)  # what is saved has one scale, as servers assume
-    model.save_pretrained(str(folder / "adapter"))
+    cast("PeftModel", model).save_pretrained(str(folder / "adapter"))
     result: dict[str, Any] = {
         "seed": seed,
         "training_loss": mean_loss(trainer.state.log_history),
@@ -125,12 +129,14 @@ def train_one(
     return result
 
 
-def _logging_before_saving() -> type:
+def _logging_before_saving() -> type[TrainerCallback]:
     """A callback that logs the loss of every step before a checkpoint is saved, so that a resumed run knows all of them."""
     from transformers import TrainerCallback
 
     class LogBeforeSaving(TrainerCallback):
-        def on_epoch_end(self, args, state, control, **kwargs):
+        def on_epoch_end(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        ) -> TrainerControl:
             control.should_log = True
             return control
 
@@ -153,7 +159,7 @@ def mean_loss(history: Sequence[Mapping[str, Any]]) -> float:
     return total / max(before, 1)
 
 
-def metrics_of(labels: Sequence[int], predicted: Sequence[int], classes: int) -> dict[str, float]:
+def metrics_of(labels: Sequence[int], predicted: statistics.Labels, classes: int) -> dict[str, float]:
     """Accuracy and Matthews correlation, and F1 of the second label where there are two."""
     values = {"accuracy": statistics.accuracy(labels, predicted), "matthews": statistics.matthews(labels, predicted)}
     return {**values, "f1": statistics.f1(labels, predicted)} if classes == 2 else values

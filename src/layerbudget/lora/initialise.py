@@ -19,7 +19,7 @@ from ..data.calibration import CalibrationSet
 from ..data.examples import Example
 from ..errors import CoverageError
 from .rows import Rows
-from .targets import base_name
+from .targets import base_name, leaf
 
 START_SAMPLES = 128
 
@@ -47,7 +47,7 @@ def initialise_from_gradients(
         plain = base_name(name)
         if plain not in gradients:
             raise CoverageError(f"There is no gradient for {plain}.", "", "Accumulate gradients for every module of the plan.")
-        a = module.lora_A[adapter_name].weight
+        a = leaf(module.lora_A, adapter_name).weight
         _, _, right = torch.linalg.svd(gradients[plain].double(), full_matrices=False)
         rows = right[: a.shape[0]] * norm
         with torch.no_grad():
@@ -77,6 +77,8 @@ def task_gradients(
 
     chosen = np.random.default_rng(0).permutation(len(examples))[:samples]
     batch = rows.collate(rows.encoded([examples[i] for i in chosen]))
-    kept = {k: v for k, v in batch.items() if k in ("input_ids", "attention_mask", "labels")}
+    data = CalibrationSet(
+        source=rows.task.name, input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]
+    )
     model.eval()
-    return accumulated_gradients(model, CalibrationSet(source=rows.task.name, **kept), list(modules))
+    return accumulated_gradients(model, data, list(modules))

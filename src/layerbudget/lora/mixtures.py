@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -10,8 +10,13 @@ from ..errors import InvalidInput
 from ..plan import Plan
 from . import targets
 
+if TYPE_CHECKING:
+    from peft import PeftModel
 
-def to_experts_config(plan: Plan, *, rank: int | None = None, top_k: int = 2, **options: Any):
+    from .experts import ExpertsConfig
+
+
+def to_experts_config(plan: Plan, *, rank: int | None = None, top_k: int = 2, **options: Any) -> ExpertsConfig:
     """Turn a plan of experts into an ``ExpertsConfig``: one escaped full name per module.
 
     Args:
@@ -49,14 +54,14 @@ def adapted_experts(model: nn.Module, adapter_name: str = "default") -> dict[str
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, ExpertsLinear) and adapter_name in module.lora_experts_A:
-            stacked = module.lora_experts_A[adapter_name].weight.shape[0]
+            stacked = targets.leaf(module.lora_experts_A, adapter_name).weight.shape[0]
             found[targets.base_name(name)] = stacked // module.lora_experts_r[adapter_name]
     return found
 
 
 def add_experts(
     model: nn.Module, plan: Plan, *, adapter_name: str = "default", config: Any = None, validate: bool = True, **options: Any
-):
+) -> PeftModel:
     """Adapt a model by a plan of experts, and count again.
 
     Args:
@@ -105,7 +110,7 @@ def expert_costs(
     >>> expert_costs({"m": (512, 512)}, rank=8, experts=8)["flops_dense"]
     139264
     """
-    total = dict.fromkeys(("parameters", "flops_dense", "flops_top_k", "flops_paper", "flops_merged"), 0)
+    total: dict[str, float] = dict.fromkeys(("parameters", "flops_dense", "flops_top_k", "flops_paper", "flops_merged"), 0)
     chosen = min(top_k, experts)
     for d_in, d_out in shapes.values():
         unit = rank * (d_in + d_out)

@@ -79,8 +79,10 @@ class Protocol:
         Raises:
             InvalidInput: Names the first one that differs from its default.
         """
-        unread = {"ranks": ("alpha", "top_k", "balance"), "experts": ("ratio", "alpha_policy", "start")}.get(kind, ())
-        unread += () if causal in (None, True) else ("on_prompt",)
+        by_kind: dict[str, tuple[str, ...]] = {
+            "ranks": ("alpha", "top_k", "balance"), "experts": ("ratio", "alpha_policy", "start"),
+        }  # fmt: skip
+        unread = (*by_kind.get(kind, ()), *(() if causal in (None, True) else ("on_prompt",)))
         own = {f.name: f.default for f in dataclasses.fields(self)}
         for name in unread:
             if getattr(self, name) != own[name]:

@@ -17,7 +17,7 @@ with the rank (every rank adds a step of its own), with ``rslora`` by its root, 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from ..errors import CoverageError, InvalidInput
 from ..plan import Plan
 from . import targets
 from .protocol import ALPHA_POLICIES
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
 
 
 def to_lora_config(
@@ -36,7 +39,7 @@ def to_lora_config(
     alpha: float | None = None,
     dropout: float = 0.0,
     **options: Any,
-):
+) -> LoraConfig:
     """Turn a plan of ranks into a ``peft.LoraConfig``.
 
     Every module is named by its escaped full name, once, with its own rank and alpha: PEFT saves patterns with sorted keys and
@@ -89,13 +92,13 @@ def adapted_ranks(model: nn.Module, adapter_name: str = "default") -> dict[str, 
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and adapter_name in module.lora_A:
-            found[targets.base_name(name)] = module.lora_A[adapter_name].weight.shape[0]
+            found[targets.base_name(name)] = targets.leaf(module.lora_A, adapter_name).weight.shape[0]
     return found
 
 
 def add_ranks(
     model: nn.Module, plan: Plan, *, adapter_name: str = "default", config: Any = None, validate: bool = True, **options: Any
-):
+) -> PeftModel:
     """Adapt a model by a plan of ranks, and count again.
 
     Args:
@@ -149,13 +152,13 @@ def fold_scales(model: nn.Module, ratio: float = 2.0, adapter_name: str = "defau
 
     if not 0 < ratio < math.inf:
         raise InvalidInput(f"ratio is {ratio}.", "It must be positive.", "")
-    config = model.peft_config[adapter_name]
+    config = targets.adapter_config(model, adapter_name)
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer) or adapter_name not in module.lora_A:
             continue
         rank = module.r[adapter_name]
         with torch.no_grad():
-            module.lora_B[adapter_name].weight.mul_(module.scaling[adapter_name] / ratio)
+            targets.leaf(module.lora_B, adapter_name).weight.mul_(module.scaling[adapter_name] / ratio)
         module.scaling[adapter_name], module.lora_alpha[adapter_name] = ratio, ratio * rank
         module.use_rslora[adapter_name] = False
         config.alpha_pattern[targets.pattern(targets.base_name(name))] = ratio * rank

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..errors import CoverageError, InvalidInput
 from ..plan import Plan, PlanBlock
@@ -83,7 +83,7 @@ def resize(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[s
         InvalidInput: A count below one, or experts of a module that has no router (or would need to lose it).
         CoverageError: A module without an adapter.
     """
-    modules = {targets.base_name(n): m for n, m in model.named_modules()}
+    modules: dict[str, Any] = {targets.base_name(n): m for n, m in model.named_modules()}
     leaves = adapter_leaves(model, adapter)
     for name, count in counts.items():
         if name not in leaves:
@@ -103,11 +103,11 @@ def resize(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[s
         _resize_one(leaves[name], optimizer, count, unit)
         if routed:
             module.lora_experts_count[adapter] = count
-            module.lora_experts_top_k[adapter] = min(model.peft_config[adapter].top_k, count)
+            module.lora_experts_top_k[adapter] = min(targets.adapter_config(model, adapter).top_k, count)
         else:
             _rescale(module, adapter, count)
-    _rewrite_config(model.peft_config[adapter], counts, modules, adapter)
-    _rewrite_largest(model.peft_config[adapter], leaves)
+    _rewrite_config(targets.adapter_config(model, adapter), counts, modules, adapter)
+    _rewrite_largest(targets.adapter_config(model, adapter), leaves)
 
 
 def _rescale(module: Any, adapter: str, rank: int) -> None:
@@ -231,7 +231,7 @@ class Replan(TrainerCallback):
         """Remember the trainer, whose optimiser is resized."""
         self.trainer = trainer
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuse several processes: parameters that take another shape leave the reducer of the others waiting."""
         if args.world_size > 1:
             raise InvalidInput(
@@ -240,7 +240,9 @@ class Replan(TrainerCallback):
                 "Train in one process, or plan before and leave --replan out.",
             )
 
-    def on_step_end(self, args, state, control, model=None, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         """Re-plan when the fraction is reached."""
         if self.counts is not None or state.global_step < self.fraction * state.max_steps:
             return

@@ -7,7 +7,7 @@ weight an adapter on one side only. So names are checked before, and parameters 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -73,7 +73,8 @@ def check(model: nn.Module, plan: Plan, counts: Mapping[str, int], *, validate: 
         if isinstance(module, nn.Linear):
             shapes[name] = (module.in_features, module.out_features)
         elif is_conv1d(module):
-            shapes[name] = tuple(module.weight.shape)
+            d_in, d_out = module.weight.shape
+            shapes[name] = (d_in, d_out)
         else:
             raise CoverageError(
                 f"{name} is a {type(module).__name__}.",
@@ -163,6 +164,16 @@ def recount(found: Mapping[str, int], expected: Mapping[str, int], unit: str) ->
                 f"{len(expected)} modules are planned, {len(found)} were adapted.",
                 "Use the patterns of to_lora_config or to_experts_config unchanged.",
             )
+
+
+def leaf(holder: nn.ModuleDict, adapter: str) -> nn.Linear:
+    """One adapter's matrix among those that an adapted module holds."""
+    return cast(nn.Linear, holder[adapter])
+
+
+def adapter_config(model: nn.Module, adapter: str) -> Any:
+    """Configuration of one adapter of a ``PeftModel``, whose fields differ by method."""
+    return cast(Any, model).peft_config[adapter]
 
 
 def base_name(name: str) -> str:

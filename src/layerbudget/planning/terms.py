@@ -88,7 +88,7 @@ class Terms:
                     f"Budgets in {' or '.join(_PRICING[name])} read it.",
                     f"Leave {name} out, or state the budget in another unit.",
                 )
-        size = {"capacity": "experts", "expert_rank": self.expert_rank} if self.kind == "experts" else {}
+        size: dict[str, Any] = {"capacity": "experts", "expert_rank": self.expert_rank} if self.kind == "experts" else {}
         cost = unit_cost(blocks, wanted.unit, **size, **given)
         own = "bytes_per_parameter" in given and wanted.relative
         scale = {"bytes_per_parameter": given["bytes_per_parameter"]} if own else {}

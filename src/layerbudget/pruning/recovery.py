@@ -33,6 +33,8 @@ class MaskedLowRank(nn.Module):
         generator: Source of the random ``A``.
     """
 
+    mask: torch.Tensor
+
     def __init__(self, weight: torch.Tensor, rank: int, scale: float, generator: torch.Generator) -> None:
         super().__init__()
         rows, columns = weight.shape

@@ -45,11 +45,11 @@ class Resume:
 
     def load(self, model: nn.Module, index: int, names: Sequence[str]) -> bool:
         """Put back the weights of a finished block; false when it is not finished."""
-        if self.folder is None or not self._file(index).exists():
+        if self.folder is None or not _file(self.folder, index).exists():
             return False
         from safetensors.torch import load_file
 
-        held = load_file(self._file(index))
+        held = load_file(_file(self.folder, index))
         for name in names:
             weight_of(model, name)[1].data.copy_(held[name])
         return True
@@ -61,12 +61,13 @@ class Resume:
         from safetensors.torch import save_file
 
         tensors: dict[str, torch.Tensor] = {n: weight_of(model, n)[1].detach().cpu().contiguous() for n in names}
-        temporary = self._file(index).with_suffix(".part")
+        temporary = _file(self.folder, index).with_suffix(".part")
         save_file(tensors, temporary)
-        os.replace(temporary, self._file(index))
+        os.replace(temporary, _file(self.folder, index))
 
-    def _file(self, index: int) -> Path:
-        return self.folder / f"block-{index}.safetensors"
+
+def _file(folder: Path, index: int) -> Path:
+    return folder / f"block-{index}.safetensors"
 
 
 def clear_checkpoints(folder: Path | str) -> None:

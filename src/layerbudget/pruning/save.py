@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ..blocks import pretrained
 from ..errors import AlreadyExists, CorruptFile
 from ..plan import Plan
 from ..records import check_writable
@@ -43,7 +44,7 @@ def save_pruned(
         AlreadyExists: The folder exists and is not empty (with ``overwrite``: and is none of ours).
     """
     with new_folder(out_dir, overwrite=overwrite) as temporary:
-        model.save_pretrained(temporary)
+        pretrained(model).save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         plan.save(temporary / "plan.json")

@@ -55,14 +55,18 @@ def _plain(axes: Any, title: str) -> None:
     axes.tick_params(labelsize=8)
 
 
+def _vector(row: Sequence[float | None], missing: float = np.nan) -> np.ndarray:
+    return np.array([missing if v is None else v for v in row], dtype=np.float64)
+
+
 def draw_gains(axes: Any, scores: Scores, damping: float | None = None) -> None:
     """Bars of the scores with standard errors, and the noise floor of each block as a line."""
     row = scores.index(damping)
-    gain = np.array([np.nan if v is None else v for v in scores.gain[row]], dtype=float)
-    error = np.array([0.0 if v is None else v for v in scores.standard_error[row]], dtype=float)
+    gain = _vector(scores.gain[row])
+    error = _vector(scores.standard_error[row], missing=0.0)
     x = np.arange(len(gain))
     axes.bar(x, gain, color=ACCENT, yerr=error, error_kw={"lw": 0.8, "ecolor": INK})
-    floor = np.array([np.nan if v is None else v for v in scores.noise_floor[row]], dtype=float)
+    floor = _vector(scores.noise_floor[row])
     if np.isfinite(floor).any():
         axes.hlines(floor, x - 0.4, x + 0.4, color=ALERT, lw=1.5, label="noise floor")
         axes.legend(fontsize=8, frameon=False)
@@ -110,7 +114,7 @@ def damping_sweep(scores: Scores, path: Path | str) -> Path:
     """Share of every block against the damping: where lines cross, the ranking depends on the damping."""
     figure = new_figure(7, 4.2)
     axes = figure.subplots()
-    table = np.array([[np.nan if v is None else v for v in row] for row in scores.gain], dtype=float)
+    table = np.stack([_vector(row) for row in scores.gain])
     share = table / np.nansum(table, axis=1, keepdims=True)
     for k, name in enumerate(scores.names):
         axes.plot(scores.damping, share[:, k], marker="o", ms=3, lw=1.2, label=name.rsplit(".", 1)[-1])

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,31 +40,32 @@ class Statistic:
 
     def add(self, x: torch.Tensor) -> None:
         """Add tokens, shape ``(tokens, d_in)``."""
-        if self.value is None:
+        value = self.value
+        if value is None:
             shape = (x.shape[1],) if self.kind == "diagonal" else (x.shape[1], x.shape[1])
-            self.value = torch.zeros(shape, dtype=torch.float32, device=x.device)
+            self.value = value = torch.zeros(shape, dtype=torch.float32, device=x.device)
         x = x.to(torch.float32)
         with torch.autocast(x.device.type, enabled=False):  # forwards may run in half precision, sums never
             if self.parity:
-                self._add_running(x)
+                self._add_running(value, x)
             elif self.kind == "diagonal":
-                self.value += torch.linalg.vector_norm(x, dim=0).square_()
+                value += torch.linalg.vector_norm(x, dim=0).square_()
             else:
                 for a in range(0, x.shape[1], PANEL):
                     b = min(a + PANEL, x.shape[1])
-                    self.value[a:b, a:].addmm_(x[:, a:b].T, x[:, a:])
+                    value[a:b, a:].addmm_(x[:, a:b].T, x[:, a:])
         self.rows += x.shape[0]
         self.sequences += 1
 
-    def _add_running(self, x: torch.Tensor) -> None:
+    def _add_running(self, value: torch.Tensor, x: torch.Tensor) -> None:
         """One sequence, as the references add it (so that float32 rounding is theirs)."""
         n, columns = self.sequences, x.T
-        self.value *= n / (n + 1)
+        value *= n / (n + 1)
         if self.kind == "diagonal":
-            self.value += torch.norm(columns, p=2, dim=1) ** 2 / (n + 1)
+            value += torch.norm(columns, p=2, dim=1) ** 2 / (n + 1)
         else:
             columns = math.sqrt(2 / (n + 1)) * columns
-            self.value += columns.matmul(columns.t())
+            value += columns.matmul(columns.t())
 
 
 class InputStatistics:
@@ -189,7 +190,7 @@ def _check_experts(owner: nn.Module, wanted: dict[str, Module]) -> None:
         )
 
 
-def _expert_inner(owner: nn.Module, x: torch.Tensor, expert: int) -> torch.Tensor:
+def _expert_inner(owner: Any, x: torch.Tensor, expert: int) -> torch.Tensor:
     """Input of one expert's down projection, for the tokens routed to it."""
     bias = getattr(owner, "gate_up_proj_bias", None)
     inner = nn.functional.linear(x, owner.gate_up_proj[expert], None if bias is None else bias[expert])
@@ -201,7 +202,7 @@ def _expert_inner(owner: nn.Module, x: torch.Tensor, expert: int) -> torch.Tenso
 
 def gram_of(model: nn.Module, walk: Walk, consumer: str, width: int) -> torch.Tensor:
     """``sum x x'`` over the calibration tokens at one matrix of the walk's current layer (upper triangle)."""
-    module = Module(name=consumer, d_in=width, d_out=model.get_submodule(consumer).weight.numel() // width)
+    module = Module(name=consumer, d_in=width, d_out=weight_of(model, consumer)[1].numel() // width)
     statistics = InputStatistics(model, [module], "gram")
     statistics.run(walk)
-    return statistics.found[consumer][0].value
+    return cast(torch.Tensor, statistics.found[consumer][0].value)  # only an expert can have seen no token

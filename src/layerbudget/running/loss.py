@@ -161,16 +161,17 @@ def targets_of(model: nn.Module, data: Data) -> torch.Tensor:
 
 def pad_right(data: Data) -> Data:
     """Move padding behind the tokens of every sequence, so that positions start at 0 and no row attends to nothing."""
-    mask = None if isinstance(data, FeatureSet) else data.attention_mask
+    if isinstance(data, FeatureSet):
+        return data
+    mask, labels = data.attention_mask, data.labels
     if mask is None or bool((mask[:, 1:] <= mask[:, :-1]).all()):
         return data
     order = torch.argsort(mask, dim=1, descending=True, stable=True)
-    token_labels = data.labels is not None and data.labels.ndim == 2
     return dataclasses.replace(
         data,
         input_ids=data.input_ids.gather(1, order),
         attention_mask=mask.gather(1, order),
-        labels=data.labels.gather(1, order) if token_labels else data.labels,
+        labels=labels.gather(1, order) if labels is not None and labels.ndim == 2 else labels,
     )
 
 
@@ -191,6 +192,7 @@ def batches(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
     targets = targets_of(model, data)
     for start in range(0, data.samples, size):
         rows = slice(start, min(start + size, data.samples))
+        args: tuple[torch.Tensor, ...]
         if isinstance(data, FeatureSet):
             args, kwargs, content = (data.inputs[rows].to(device),), {}, data.inputs[rows]
         else:

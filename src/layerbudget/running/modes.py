@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..blocks import pretrained
+
 
 @contextlib.contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
@@ -66,9 +68,9 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
     switch = own not in (None, "eager", "sdpa") and hasattr(model, "set_attn_implementation")
     try:
         if switch:
-            model.set_attn_implementation("eager")
+            pretrained(model).set_attn_implementation("eager")
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        if switch:
-            model.set_attn_implementation(own)
+        if switch and own is not None:
+            pretrained(model).set_attn_implementation(own)

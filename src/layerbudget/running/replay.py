@@ -34,7 +34,7 @@ def replaced(replacements: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
     """Temporarily give modules another ``forward`` (hooks of the module, and of accelerate, stay in place)."""
     previous = {m: m.__dict__.get("forward") for m in replacements}
     for module, forward in replacements.items():
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
     try:
         yield
     finally:

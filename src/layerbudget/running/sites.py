@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import is_conv1d, weight_of
+from ..blocks import is_conv1d, pretrained, weight_of
 from ..errors import CoverageError
 from ..records import Block
 from .modes import prepared
@@ -61,7 +61,7 @@ def tracked(model: nn.Module, blocks: Sequence[Block]) -> tuple[dict[nn.Module, 
                 names[id(parameter)] = record.name
             else:
                 direct[record.name] = parameter
-    hooked = {
+    hooked: dict[nn.Module, str] = {
         module: names[id(module.weight)]
         for module in model.modules()
         if (isinstance(module, nn.Linear) or is_conv1d(module)) and id(module.weight) in names
@@ -106,7 +106,7 @@ class Collector:
                 handle = module.register_forward_hook(self._hook(name))
                 self._stack.callback(handle.remove)
             if any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules()):
-                handle = self.model.get_input_embeddings().register_forward_hook(_require_grad)
+                handle = pretrained(self.model).get_input_embeddings().register_forward_hook(_require_grad)
                 self._stack.callback(handle.remove)
             self._stack = self._stack.pop_all()
         return self

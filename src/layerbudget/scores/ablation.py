@@ -138,7 +138,8 @@ def ablation(
     check_inputs(data, batch_size)
     replay, tick = _replay(model), Ticker(progress, data.samples)
     _refuse_fused(model, [b for b in blocks if replay is None or b.name not in dict(replay.layers)])
-    increases, counts = [], []
+    increases: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
     with inference(model):
         for batch in batches(model, data, batch_size):
             if replay is not None and not increases:
@@ -187,7 +188,8 @@ def block_influence(
         UnknownStructure: The model has no head.
     """
     replay = _replay(model)
-    whole = {name: i for i, (name, _) in enumerate(replay.layers)} if replay else {}
+    stack = replay.layers if replay else []
+    whole = {name: i for i, (name, _) in enumerate(stack)}
     partial = [b.name for b in blocks if b.name not in whole]
     if partial:
         raise InvalidInput(
@@ -200,7 +202,7 @@ def block_influence(
     sums, counts = [], []
     with inference(model):
         for batch in batches(model, data, batch_size):
-            trace = Trace([layer for _, layer in replay.layers])
+            trace = Trace([layer for _, layer in stack])
             with trace.recording():
                 logits_of(model, batch)
             rows, n = _distances(trace, [whole[b.name] for b in blocks], batch)

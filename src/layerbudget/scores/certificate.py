@@ -111,6 +111,8 @@ def _krylov_steps(p: BlockProducts, curvature: str, damping: Sequence[float], un
 def _ordered(model: nn.Module, block: Block, step: Step) -> Step:
     """Reorder a step from gradients ``(d_out, d_in)`` to parameters (Conv1D stores the transpose)."""
     (tau, (flat, status)), parts = step, []
+    if flat is None:
+        return step
     for m, part in zip(block.modules, flat.split([m.numel for m in block.modules]), strict=True):
         owner, _ = weight_of(model, m.name)
         parts.append(part.view(m.d_out, m.d_in).t().reshape(-1) if is_conv1d(owner) else part)

@@ -43,7 +43,7 @@ def corrected(mean: torch.Tensor, square: torch.Tensor, betas: tuple[float, floa
     return Moments(mean=mean.float() / (1 - b1**t), square=square.float() / (1 - b2**t), noise=noise)
 
 
-def optimizer_moments(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> list[Moments]:
+def optimizer_moments(optimizer: Any, parameters: Sequence[torch.Tensor]) -> list[Moments]:
     """Moments of those parameters of which an Adam-type optimiser keeps them."""
     betas = {id(p): g.get("betas", (0.9, 0.999)) for g in optimizer.param_groups for p in g["params"]}
     found = []

@@ -187,23 +187,24 @@ def subtract_floor(scores: Scores) -> Scores:
     Raises:
         InvalidInput: The estimator has no noise floor.
     """
-    if any(f is None for row in scores.noise_floor or () for f in row):
+    floors = [[f for f in row if f is not None] for row in scores.noise_floor]
+    if any(len(row) < len(scores.blocks) for row in floors):
         raise InvalidInput(
             f"{scores.estimator} has no noise floor to subtract.",
             "fisher-gram, fisher-diagonal, kfac, ekfac and rank-gain have one.",
             "Score with estimator='fisher-gram'.",
         )  # fmt: skip
-    gain = [
-        [None if g is None else g - f for g, f in zip(row, floors, strict=True)]
-        for row, floors in zip(scores.gain, scores.noise_floor or (), strict=True)
-    ]
+    gain = tuple(
+        tuple(None if g is None else g - f for g, f in zip(row, floor, strict=True))
+        for row, floor in zip(scores.gain, floors, strict=True)
+    )
     extra = {**scores.extra, "floor_subtracted": True}
     if "increments" in extra:
         extra["increments"] = [
-            [falling(np.subtract(row, lower).tolist()) for row, lower in zip(rows, floors, strict=True)]
-            for rows, floors in zip(extra["increments"], extra.pop("increments_floor"), strict=True)
+            [falling(np.subtract(row, lower).tolist()) for row, lower in zip(rows, lowers, strict=True)]
+            for rows, lowers in zip(extra["increments"], extra.pop("increments_floor"), strict=True)
         ]
-    return dataclasses.replace(scores, gain=gain, noise_floor=None, extra=extra)
+    return dataclasses.replace(scores, gain=gain, noise_floor=(), extra=extra)
 
 
 def summarise(

@@ -14,7 +14,7 @@ the linearised loss loses per unit of norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -155,7 +155,7 @@ def _halves(
     return {name: value / n for name, value in sums.items()}
 
 
-def _whitening(kronecker: Kronecker | None, damping: float):
+def _whitening(kronecker: Kronecker | None, damping: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """``(name, matrix) -> (S + s I)^-1/2 matrix (A + a I)^-1/2`` in the factors' eigenbases, which change no singular value."""
     if kronecker is None:
         return lambda name, matrix: matrix

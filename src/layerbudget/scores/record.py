@@ -57,9 +57,9 @@ class Scores(Record):
     gain: Table
     damping: tuple[float, ...] = (0.0,)
     damping_unit: str = "none"
-    standard_error: Table | None = None
-    noise_floor: Table | None = None
-    status: tuple[tuple[str, ...], ...] | None = None
+    standard_error: Table = ()
+    noise_floor: Table = ()
+    status: tuple[tuple[str, ...], ...] = ()
     unit: str = "nats of average loss"
     orientation: str = "gain"
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -77,8 +77,11 @@ class Scores(Record):
         if self.orientation not in ("gain", "redundancy"):
             raise InvalidInput(f"orientation is {self.orientation!r}.", "It is 'gain' or 'redundancy'.", "")
         shape = (len(self.damping), len(self.blocks))
-        for field in ("gain", "standard_error", "noise_floor"):
-            object.__setattr__(self, field, _table(getattr(self, field), shape, field))
+        object.__setattr__(self, "gain", _table(self.gain, shape, "gain"))
+        for field in ("standard_error", "noise_floor"):
+            given = getattr(self, field)
+            unknown = isinstance(given, tuple) and not given
+            object.__setattr__(self, field, _table(None if unknown else given, shape, field))
         status = self.status or tuple(("ok",) * shape[1] for _ in range(shape[0]))
         if len(status) != shape[0] or any(len(row) != shape[1] for row in status):
             raise InvalidInput("status has another shape than the gains.", f"It needs {shape[0]} x {shape[1]} words.", "")

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from ..blocks import is_conv1d, layers
+from ..blocks import config_of, is_conv1d, layers, matrix_of
 from ..errors import UnknownStructure
 from .mlp import inputs_of, put_weight, take_outputs
 
@@ -110,8 +110,8 @@ def _count(outputs: list[int], inputs: int, head_dim: int, layout: str) -> tuple
 def _check(attention: Attention, owner: nn.Module, inputs: int) -> None:
     """Refuse what would compute something else with fewer heads."""
     a, why = attention, ""
-    norms = [n for n, m in owner.named_children() if "norm" in n and getattr(m, "weight", None) is not None]
-    across = [n for n in norms if owner.get_submodule(n).weight.numel() != a.head_dim]
+    norms = {n: getattr(m, "weight", None) for n, m in owner.named_children() if "norm" in n}
+    across = [n for n, weight in norms.items() if weight is not None and weight.numel() != a.head_dim]
     if not a.head_dim or a.heads * a.head_dim != inputs or a.groups < 1 or a.heads % a.groups:
         why = f"reads {inputs} channels, which are not {a.heads} query heads of {a.head_dim} in {a.groups} groups"
     elif across:
@@ -149,8 +149,7 @@ def keep_heads(model: nn.Module, attention: Attention, keep: torch.Tensor, weigh
             "Remove whole groups, or as many query heads from every group.",
         )
     if weight is None:
-        module = model.get_submodule(a.consumer)
-        weight = (module.weight.data.T if is_conv1d(module) else module.weight.data)[:, channels(keep, a.head_dim)]
+        weight = matrix_of(model.get_submodule(a.consumer))[:, channels(keep, a.head_dim)]
     width = a.heads * a.head_dim
     if a.layout == "separate":
         rows = [channels(keep, a.head_dim), *(channels(groups, a.head_dim),) * 2]
@@ -161,7 +160,7 @@ def keep_heads(model: nn.Module, attention: Attention, keep: torch.Tensor, weigh
         rows = [channels(keep, 3 * a.head_dim)]
     for name, chosen in zip(a.producers, rows, strict=True):
         module = model.get_submodule(name)
-        take_outputs(module, chosen.to(module.weight.device))
+        take_outputs(module, chosen.to(matrix_of(module).device))
     put_weight(model.get_submodule(a.consumer), weight)
     new = dataclasses.replace(a, heads=len(keep), groups=len(groups))
     _set_owner(model.get_submodule(a.owner), a, new)
@@ -181,8 +180,9 @@ def _set_owner(owner: nn.Module, old: Attention, new: Attention) -> None:
         if isinstance(getattr(owner, name, None), int) and getattr(owner, name) == before:
             setattr(owner, name, after)
     if old.layout == "stacked" and hasattr(getattr(owner, "config", None), "num_key_value_heads"):
-        owner.config = copy.copy(owner.config)  # Phi-3 reads the counts of its layer from the config of all layers
-        owner.config.num_attention_heads, owner.config.num_key_value_heads = new.heads, new.groups
+        config = copy.copy(config_of(owner))  # Phi-3 reads the counts of its layer from the config of all layers
+        config.num_attention_heads, config.num_key_value_heads = new.heads, new.groups
+        owner.config = config
 
 
 def set_heads(config: Any, attention: Attention) -> None:
@@ -201,7 +201,7 @@ def expressible(model: nn.Module, attention: Attention) -> str | None:
     A one-layer model is built from the changed config on the meta device and its heads are looked at, so that the answer is
     that of the installed transformers.
     """
-    config = copy.deepcopy(model.config)
+    config = copy.deepcopy(config_of(model))
     name = type(config).__name__
     try:
         set_heads(config, attention)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..blocks import layers
+from ..blocks import config_of, layers, pretrained
 from ..errors import UnknownStructure
 from ..plan import Plan
 from ..provenance import versions
@@ -72,7 +72,7 @@ def _check_even(model: nn.Module, what: str, field: str, values: list[int]) -> N
     if len(set(values)) > 1:
         raise UnknownStructure(
             f"The {what} have {field} {min(values)} to {max(values)}.",
-            f"{type(model.config).__name__} has one {_ONE[field]} for all layers, so transformers could not load the "
+            f"{type(config_of(model)).__name__} has one {_ONE[field]} for all layers, so transformers could not load the "
             "checkpoint; the model works in memory.",
             f"Give all layers the same (about {round(sum(values) / len(values))} costs the same): plan with even=True.",
         )
@@ -105,7 +105,7 @@ def save_smaller(
     """
     check_exportable(model)
     with new_folder(out_dir, overwrite=overwrite) as temporary:
-        model.save_pretrained(temporary)
+        pretrained(model).save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         if plan is not None:

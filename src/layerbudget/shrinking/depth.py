@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
-from ..blocks import describe, layers, partition
+from ..blocks import configs_of, describe, layers, partition
 from ..data.calibration import CalibrationSet
 from ..errors import InfeasibleBudget, InvalidInput, UnknownBlock
 from ..plan import Plan, PlanBlock
@@ -40,10 +41,11 @@ def drop_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
     parent = model.get_submodule(stack.rsplit(".", 1)[0]) if "." in stack else model
     setattr(parent, stack.rsplit(".", 1)[-1], nn.ModuleList(layer for _, layer in kept))
     for new, (_, layer) in enumerate(kept):
-        for module in layer.modules():
+        modules: Iterator[Any] = layer.modules()
+        for module in modules:
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.layer_idx = new
-    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+    for config in configs_of(model):
         if getattr(config, "num_hidden_layers", None) == len(known):
             types = getattr(config, "layer_types", None)
             config.num_hidden_layers = len(kept)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..blocks import is_conv1d, layers
+from ..blocks import config_of, layers, matrix_of
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..running.inputs import gram_of
@@ -144,8 +144,7 @@ def cut_heads(
         return attention
     h = (gram.triu() + gram.triu(1).T).double()
     h.diagonal().add_(damping * float(h.diagonal().mean()) + 1e-12)
-    module = model.get_submodule(attention.consumer)
-    weight = (module.weight.data.T if is_conv1d(module) else module.weight.data).double()
+    weight = matrix_of(model.get_submodule(attention.consumer)).double()
     keep = choose_heads(weight, h, attention, units, by=by, criterion=criterion)
     columns = channels(keep, attention.head_dim)
     kept = torch.linalg.solve(h[columns][:, columns], h[columns] @ weight.T).T if refit else weight[:, columns]
@@ -220,8 +219,9 @@ def follow_heads(model: nn.Module, before: Sequence[Attention], after: Sequence[
     """Write the head counts into the config where they changed, all layers have the same and the config can say so."""
     old, new = ([(a.heads, a.groups, a.head_dim) for a in found] for found in (before, after))
     if old != new and len(set(new)) == 1 and expressible(model, after[0]) is None:
-        set_heads(model.config, after[0])
+        config, kind = config_of(model), type(config_of(model))
+        set_heads(config, after[0])
         for a in after:
             owner = model.get_submodule(a.owner)
-            if type(getattr(owner, "config", None)) is type(model.config):
-                owner.config = model.config
+            if type(getattr(owner, "config", None)) is kind:
+                owner.config = config

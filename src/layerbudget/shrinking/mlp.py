@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import is_conv1d
+from ..blocks import is_conv1d, matrix_of
 from ..errors import UnknownBlock, UnknownStructure
 
 # names of the producing matrices, of the consuming one, and how many inner vectors the producer stacks (gate and up in one)
@@ -45,7 +45,7 @@ class Mlp:
 
 def inputs_of(linear: nn.Module) -> int:
     """Inputs of a Linear or Conv1D."""
-    return int(linear.weight.shape[0] if is_conv1d(linear) else linear.weight.shape[1])
+    return int(matrix_of(linear).shape[1])
 
 
 def check_layers(fraction: object, known: Mapping[str, object]) -> None:
@@ -110,7 +110,7 @@ def keep_units(model: nn.Module, mlp: Mlp, keep: torch.Tensor, weight: torch.Ten
     put_weight(model.get_submodule(mlp.consumer), weight)
 
 
-def take_outputs(module: nn.Module, rows: torch.Tensor) -> None:
+def take_outputs(module: Any, rows: torch.Tensor) -> None:
     """Keep some outputs of a Linear or Conv1D, in the given order."""
     axis = 1 if is_conv1d(module) else 0
     module.weight = nn.Parameter(module.weight.data.index_select(axis, rows), module.weight.requires_grad)
@@ -119,14 +119,14 @@ def take_outputs(module: nn.Module, rows: torch.Tensor) -> None:
     _sizes(module)
 
 
-def put_weight(module: nn.Module, weight: torch.Tensor) -> None:
+def put_weight(module: Any, weight: torch.Tensor) -> None:
     """Give a Linear or Conv1D another ``(d_out, d_in)`` weight; precision and bias stay."""
     value = weight.to(module.weight.dtype)
     module.weight = nn.Parameter((value.T if is_conv1d(module) else value).contiguous(), module.weight.requires_grad)
     _sizes(module)
 
 
-def _sizes(module: nn.Module) -> None:
+def _sizes(module: Any) -> None:
     if is_conv1d(module):
         module.nx, module.nf = module.weight.shape
     else:

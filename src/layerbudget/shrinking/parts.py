@@ -48,7 +48,9 @@ def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "aut
                     raise
                 continue
             mine = [left.pop(n) for n in (*where.producers, where.consumer)]
-            shape = _heads(where, mine[0].d_in, mine[-1].d_out, by) if kind == "heads" else _mlp(where, mine, multiple)
+            shape = (
+                _heads(where, mine[0].d_in, mine[-1].d_out, by) if isinstance(where, Attention) else _mlp(where, mine, multiple)
+            )
             parts.append(_part(f"{name}.{kind}", name, kind, Block(name=name, modules=tuple(mine)), **shape))
         if left:
             parts.append(_part(f"{name}.rest", name, "rest", Block(name=name, modules=tuple(left.values()))))

@@ -83,7 +83,10 @@ def shape_curves(
             for part in (p for p in parts if p.layer == name and p.kind in kinds):
                 tries = _tries(min(int(max_removed * part.units + 1e-9), part.units - 1), points)
                 where = where_is(layer, part)
-                gram = gram_of(model, walk, where.consumer, inner_width(where)) if tries else None
+                if not tries:
+                    out[part.name] = ([], [])
+                    continue
+                gram = gram_of(model, walk, where.consumer, inner_width(where))
                 damage = []
                 for units in tries:
                     with _restored(model, where):
@@ -273,7 +276,7 @@ def _allowed(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str]) -> d
     first = next((p for p in parts if p.kind == "heads"), None)
     if first is None or "heads" not in kinds:
         return {}
-    a = where_is(layers(model)[0][1], first)
+    a = find_attention(layers(model)[0][1], first.layer)
     fits, why = set[int](), None
     for units in range(1, first.units):
         gone = units * (a.per_group if first.by == "groups" else a.groups)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import describe, layers
+from ..blocks import configs_of, describe, layers
 from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput, UnknownStructure
 from ..plan import Plan
@@ -154,17 +154,17 @@ def _sizes(layer: nn.Module, name: str) -> dict[str, int]:
 def preserved(model: nn.Module) -> Iterator[None]:
     """Put a model back as it was, whatever is removed from it inside; nothing is copied, for removal replaces parameters."""
     modules = [(m, dict(m.__dict__), dict(m._parameters), dict(m._modules)) for m in model.modules()]
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    fields = [(c, dict(c.__dict__)) for c in configs.values()]
+    fields = [(c, dict(c.__dict__)) for c in configs_of(model)]
     try:
         yield
     finally:
         for module, attributes, parameters, children in modules:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-            for kept, now in ((parameters, module._parameters), (children, module._modules)):
-                now.clear()
-                now.update(kept)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._modules.clear()
+            module._modules.update(children)
         for config, values in fields:
             config.__dict__.clear()
             config.__dict__.update(values)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..blocks import is_conv1d, layers
+from ..blocks import config_of, layers, matrix_of
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..running.inputs import gram_of
@@ -78,7 +78,7 @@ def follow_width(model: nn.Module, before: Sequence[int], after: Sequence[int]) 
         UnknownStructure: The config has no field for it.
     """
     if len(set(after)) == 1 and list(before) != list(after):
-        set_width(model.config, before[0], after[0])
+        set_width(config_of(model), before[0], after[0])
 
 
 def _width(mlp: Mlp, fraction: float, multiple: int) -> int:
@@ -91,8 +91,7 @@ def cut_units(model: nn.Module, mlp: Mlp, upper: torch.Tensor, width: int, dampi
     """Shrink one MLP to ``width`` units, given ``sum x x'`` of its inner units (upper triangle), in place."""
     h = (upper.triu() + upper.triu(1).T).double()
     h.diagonal().add_(damping * float(h.diagonal().mean()) + 1e-12)
-    module = model.get_submodule(mlp.consumer)
-    weight = (module.weight.data.T if is_conv1d(module) else module.weight.data).double()
+    weight = matrix_of(model.get_submodule(mlp.consumer)).double()
     keep = surgeon(weight, h, width)
     refit = torch.linalg.solve(h[keep][:, keep], h[keep] @ weight.T).T
     keep_units(model, mlp, keep, refit)

@@ -39,7 +39,7 @@ class Magnitude(Treatment):
     name, summary = "magnitude", "the smallest weights of each matrix go; needs no data"
     modifier = None  # llm-compressor's modifier needs a training schedule
 
-    def apply(self, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
+    def apply(self, weight: torch.Tensor, prepared: Any, level: Level, **options: Any) -> torch.Tensor:
         """See :meth:`Treatment.apply`."""
         mask = magnitude_mask(weight, level.zeros, ratio=level.ratio, pattern=level.pattern)
         return weight.masked_fill(mask, 0)

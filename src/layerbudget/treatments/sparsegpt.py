@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -104,7 +104,7 @@ def sparsegpt_update(
         columns = max(pattern[1], columns // pattern[1] * pattern[1])
     starts = list(range(0, work.shape[0], columns))
     widths = [min(columns, work.shape[0] - s) for s in starts]
-    counts = share(count, [w * work.shape[1] for w in widths]) if pattern is None and ratio is None else None
+    counts = share(count, [w * work.shape[1] for w in widths]) if pattern is None and ratio is None else []
     inner = columns if ratio is not None else INNER
     for i, (start, width) in enumerate(zip(starts, widths, strict=True)):
         stop = start + width
@@ -138,7 +138,7 @@ def _compensate(
     for low in range(0, width, inner):
         high = min(low + inner, width)
         for j in range(low, high):
-            if mask is None and j % pattern[1] == 0:
+            if pattern is not None and j % pattern[1] == 0:
                 group = slice(j, j + pattern[1])
                 scores = block[group].T ** 2 / upper.diagonal()[group][None] ** 2
                 chosen[group] = smallest_per_group(scores, *pattern).T
@@ -158,14 +158,12 @@ class SparseGPT(Treatment):
     options: ClassVar = {"damping": 0.01}
     modifier = "SparseGPTModifier"
 
-    def prepare(
-        self, moment: torch.Tensor, *, parity: bool = False, damping: float = 0.01
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepare(self, moment: torch.Tensor, *, parity: bool = False, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The factor of the damped inverse, and the inputs that were never active."""
-        return (reference_factor if parity else inverse_factor)(moment, damping)
+        return (reference_factor if parity else inverse_factor)(moment, options.get("damping", SparseGPT.options["damping"]))
 
     def apply(
-        self, weight: torch.Tensor, prepared: tuple[torch.Tensor, torch.Tensor] | None, level: Level, *, damping: float = 0.01
+        self, weight: torch.Tensor, prepared: tuple[torch.Tensor, torch.Tensor] | None, level: Level, **options: Any
     ) -> torch.Tensor:
         """See :meth:`Treatment.apply`; by magnitude where no token was seen."""
         if prepared is None:

@@ -100,13 +100,13 @@ class Treating:
         views = matrices(*weight_of(self.model, name))
         counts = share(job.level.zeros, [v.numel() for v in views])
         for i, (view, count) in enumerate(zip(views, counts, strict=True)):
-            found = statistics[i] if statistics else None
-            if self.treatment.statistic != "none" and (found is None or found.value is None):
+            found, prepared = statistics[i] if statistics else None, None
+            if found is not None and found.value is not None:
+                if found not in made:
+                    made[found] = self.treatment.prepare(found.value, parity=self.parity, **self.options)
+                prepared = made[found]
+            elif self.treatment.statistic != "none":
                 notes.append(f"{name}[{i}] saw no token; its weights were ranked by magnitude.")
-                found = None
-            if found is not None and found not in made:
-                made[found] = self.treatment.prepare(found.value, parity=self.parity, **self.options)
-            prepared = None if found is None else made[found]
             level = dataclasses.replace(job.level, zeros=count)
             view.copy_(self.treatment.apply(view, prepared, level, **self.options))
         return notes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .select import row_counts, smallest_per_group, smallest_per_row
@@ -58,7 +60,7 @@ class Wanda(Treatment):
     modifier = "WandaPruningModifier"
     nested = True
 
-    def apply(self, weight: torch.Tensor, prepared: torch.Tensor | None, level: Level) -> torch.Tensor:
+    def apply(self, weight: torch.Tensor, prepared: torch.Tensor | None, level: Level, **options: Any) -> torch.Tensor:
         """See :meth:`Treatment.apply`; by magnitude where no token was seen."""
         mask = wanda_mask(weight, prepared, level.zeros, ratio=level.ratio, pattern=level.pattern)
         return weight.masked_fill(mask, 0)

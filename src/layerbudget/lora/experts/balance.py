@@ -10,9 +10,11 @@ or where checkpointing runs the first pass without gradients.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 class Routing:
@@ -27,7 +29,7 @@ class Routing:
         self.mask: Tensor | None = None
         self.scale = 1.0
 
-    def observe(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+    def observe(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the adapted model: note the batch's padding mask."""
         mask = kwargs.get("attention_mask")
         self.mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
@@ -38,7 +40,7 @@ class Routing:
             return None
         return self.mask.reshape(-1).bool()
 
-    def __deepcopy__(self, memo: dict) -> Routing:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
         copy = Routing()
         copy.scale = self.scale
         memo[id(self)] = copy
@@ -70,12 +72,12 @@ class _Attach(torch.autograd.Function):
     """Identity on ``output``; in the backward pass ``loss`` receives the gradient one."""
 
     @staticmethod
-    def forward(ctx, output: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
         ctx.dtype, ctx.device = loss.dtype, loss.device
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Pass the gradient on, and one to the loss."""
         return gradient, torch.ones((), dtype=ctx.dtype, device=ctx.device)
 
@@ -88,7 +90,9 @@ def attach(output: Tensor, loss: Tensor) -> Tensor:
 class BalanceScale(TrainerCallback):
     """Divides the balance gradient by the accumulation steps, which the Trainer does not do for losses inside a model."""
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         """Read the accumulation steps."""
         module = getattr(model, "module", model)
         for tuner in (m for m in module.modules() if hasattr(m, "routing") and hasattr(m, "tuner_layer_cls")):

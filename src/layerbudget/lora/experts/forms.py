@@ -14,6 +14,7 @@ experts that were not chosen:  ``y_t = scale * sum_e gate_{t,e} B_e A_e x_t``.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +71,12 @@ class _GatedProduct(torch.autograd.Function):
         return F.linear(hidden * spread(gate, rank, hidden.dtype), b)
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
         hidden, gate, b, ctx.rank = inputs
         ctx.save_for_backward(hidden, gate, b)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Gradients of ``hidden``, ``gate`` and ``b`` from that of the product."""
         hidden, gate, b = ctx.saved_tensors
         factor = spread(gate, ctx.rank, hidden.dtype)

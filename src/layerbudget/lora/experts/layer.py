@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -12,15 +12,17 @@ from torch.nn import functional as F
 
 from ...blocks import is_conv1d
 from ...errors import InvalidInput
+from ..targets import leaf
 from .balance import Routing, attach, balance_loss
 from .config import ExpertsConfig
 from .forms import fused, route, spread
 
 
-def shape_of(base: nn.Module) -> tuple[int, int] | None:
+def shape_of(base: Any) -> tuple[int, int] | None:
     """``(d_in, d_out)`` of a base layer that can be adapted, else ``None`` (quantised Linears included)."""
     if is_conv1d(base):
-        return tuple(base.weight.shape)
+        d_in, d_out = base.weight.shape
+        return d_in, d_out
     if hasattr(base, "in_features") and hasattr(base, "out_features"):
         return base.in_features, base.out_features
     return None
@@ -37,7 +39,7 @@ class ExpertsLayer(BaseTunerLayer):
 
     def __init__(self, base_layer: nn.Module, routing: Routing) -> None:
         self.base_layer = base_layer
-        self.d_in, self.d_out = shape_of(self.get_base_layer())
+        self.d_in, self.d_out = cast(tuple[int, int], shape_of(self.get_base_layer()))  # the tuner refuses what has none
         self.routing = routing
         self.lora_experts_A = nn.ModuleDict()
         self.lora_experts_B = nn.ModuleDict()
@@ -70,13 +72,13 @@ class ExpertsLayer(BaseTunerLayer):
 
     def reset(self, adapter_name: str, init_weights: bool = True) -> None:
         """Initialise as published: uniform in ``1/sqrt(d_in)`` for A and the router, zero for B."""
-        nn.init.kaiming_uniform_(self.lora_experts_A[adapter_name].weight, a=math.sqrt(5))
+        nn.init.kaiming_uniform_(leaf(self.lora_experts_A, adapter_name).weight, a=math.sqrt(5))
         if adapter_name in self.lora_experts_router:
-            nn.init.kaiming_uniform_(self.lora_experts_router[adapter_name].weight, a=math.sqrt(5))
+            nn.init.kaiming_uniform_(leaf(self.lora_experts_router, adapter_name).weight, a=math.sqrt(5))
         if init_weights:
-            nn.init.zeros_(self.lora_experts_B[adapter_name].weight)
+            nn.init.zeros_(leaf(self.lora_experts_B, adapter_name).weight)
         else:
-            nn.init.kaiming_uniform_(self.lora_experts_B[adapter_name].weight, a=math.sqrt(5))
+            nn.init.kaiming_uniform_(leaf(self.lora_experts_B, adapter_name).weight, a=math.sqrt(5))
 
 
 def _plain(*leaves: nn.Module) -> bool:
@@ -95,13 +97,13 @@ class ExpertsLinear(nn.Module, ExpertsLayer):
 
     def _project(self, x: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
         """Rank space ``(..., E r)`` and router logits ``(..., E)``, from one product where nothing stands between."""
-        a, router = self.lora_experts_A[name], self.lora_experts_router[name] if name in self.lora_experts_router else None
-        dropout = self.lora_experts_dropout[name] if name in self.lora_experts_dropout else None
-        dropping = dropout is not None and self.training
+        a = leaf(self.lora_experts_A, name)
+        router = leaf(self.lora_experts_router, name) if name in self.lora_experts_router else None
+        dropout = self.lora_experts_dropout[name] if name in self.lora_experts_dropout and self.training else None
         if router is None:
-            return a(dropout(x) if dropping else x), None
-        if dropping or not _plain(a, router):
-            return a(dropout(x) if dropping else x), router(x)
+            return a(x if dropout is None else dropout(x)), None
+        if dropout is not None or not _plain(a, router):
+            return a(x if dropout is None else dropout(x)), router(x)
         # One pass over the input for both: the second pass, forward and backward, is most of what a router costs.
         both = F.linear(x, torch.cat([a.weight, router.weight]))
         return both.split([a.out_features, router.out_features], dim=-1)
@@ -109,12 +111,12 @@ class ExpertsLinear(nn.Module, ExpertsLayer):
     def _update(self, x: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
         """Update ``(..., d_out)`` of one adapter and its balance loss, where there is one to take."""
         scale = self.lora_experts_scale[name]
-        x = self._cast_input_dtype(x, self.lora_experts_A[name].weight.dtype)
+        x = self._cast_input_dtype(x, leaf(self.lora_experts_A, name).weight.dtype)
         hidden, logits = self._project(x, name)
         if logits is None:
             return self.lora_experts_B[name](hidden * scale), None
         gate = route(logits, self.lora_experts_top_k[name])
-        b, rank = self.lora_experts_B[name], self.lora_experts_r[name]
+        b, rank = leaf(self.lora_experts_B, name), self.lora_experts_r[name]
         if _plain(b):
             update = fused(hidden, gate, b.weight, rank, scale)
         else:
@@ -152,7 +154,7 @@ class ExpertsLinear(nn.Module, ExpertsLayer):
                 "Only modules with one expert, and plain LoRA ranks, can be merged.",
                 "Keep the adapter beside the model, or plan ranks instead of experts.",
             )
-        a, b = self.lora_experts_A[adapter].weight, self.lora_experts_B[adapter].weight
+        a, b = leaf(self.lora_experts_A, adapter).weight, leaf(self.lora_experts_B, adapter).weight
         delta = (b @ a) * self.lora_experts_scale[adapter]
         return delta.T if is_conv1d(self.get_base_layer()) else delta
 
@@ -167,18 +169,21 @@ class ExpertsLinear(nn.Module, ExpertsLayer):
         for name in check_adapters_to_merge(self, adapter_names) or ():
             if name not in self.lora_experts_A:
                 continue
-            weight = self.get_base_layer().weight
+            weight = self._base_weight()
             merged = weight.data + self.get_delta_weight(name).to(weight.dtype)
             if safe_merge and not torch.isfinite(merged).all():
                 raise InvalidInput(f"Merging adapter {name!r} gives weights that are not finite.", "", "Retrain the adapter.")
             weight.data = merged
             self.merged_adapters.append(name)
 
+    def _base_weight(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.get_base_layer().weight)
+
     def unmerge(self) -> None:
         """Take merged updates out of the base weight again."""
         while self.merged_adapters:
             name = self.merged_adapters.pop()
-            weight = self.get_base_layer().weight
+            weight = self._base_weight()
             weight.data -= self.get_delta_weight(name).to(weight.dtype)
 
     def __repr__(self) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
+from peft.config import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import CoverageError, InvalidInput
 from .balance import Routing
@@ -21,7 +22,7 @@ class ExpertsModel(BaseTuner):
 
     prefix = PREFIX
     tuner_layer_cls = ExpertsLayer
-    target_module_mapping = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    target_module_mapping = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # type: ignore[assignment]  # as PEFT's own do
 
     @property
     def routing(self) -> Routing:
@@ -30,7 +31,7 @@ class ExpertsModel(BaseTuner):
             self.__dict__["_routing"] = Routing()
         return self.__dict__["_routing"]
 
-    def _create_and_replace(
+    def _create_and_replace(  # type: ignore[override]  # PEFT calls it with the configuration of this tuner only
         self,
         config: ExpertsConfig,
         adapter_name: str,
@@ -61,7 +62,7 @@ class ExpertsModel(BaseTuner):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Add the experts of one adapter, and divide its balance coefficient so that a layer counts once."""
         super().inject_adapter(model, adapter_name, *args, **kwargs)
-        coefficient = self.peft_config[adapter_name].balance_coefficient
+        coefficient = cast(ExpertsConfig, self.peft_config[adapter_name]).balance_coefficient
         groups: dict[str, list[ExpertsLinear]] = {}
         for name, module in model.named_modules():
             if isinstance(module, ExpertsLinear) and adapter_name in module.lora_experts_router:
@@ -86,19 +87,26 @@ class ExpertsModel(BaseTuner):
                     "Keep the adapter beside the model, or plan ranks instead of experts.",
                 )
 
-    def _pre_injection_hook(self, model: nn.Module, config: ExpertsConfig, adapter_name: str) -> None:
+    def _pre_injection_hook(self, model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
         """Watch the calls of the model itself: not every wrapper of PEFT calls the tuner's forward."""
         model.register_forward_pre_hook(self.routing.observe, with_kwargs=True)
 
-    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:
-        model = super()._unload_and_optionally_merge(*args, **kwargs)
+    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:  # type: ignore[override]  # PEFT's says None
+        model: nn.Module = super()._unload_and_optionally_merge(*args, **kwargs)  # type: ignore[assignment]
         for key, hook in list(model._forward_pre_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), Routing):
                 del model._forward_pre_hooks[key]
         return model
 
     @classmethod
-    def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Tensor]:
         """Select the adapter's tensors, also where FSDP wrapped nested units.
 
         Raises:

@@ -48,13 +48,14 @@ class Rows:
         self.sketch, self.seed, self.dtype, self.device = sketch, seed, dtype, device
         self.place: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         self.values: list[torch.Tensor] = []
-        self.start, self._written = 0, set()
+        self.start = 0
+        self._written: set[str] = set()
         self._maps: dict[tuple[str, int, int], torch.Tensor] = {}
         for k, block in enumerate(blocks):
             width = 0
             for m in block.modules:
-                shape = (m.d_out, m.d_in) if sketch is None else (min(sketch[0], m.d_out), min(sketch[1], m.d_in))
-                shape = shape if m.copies == 1 else (m.copies, *shape)
+                sides = (m.d_out, m.d_in) if sketch is None else (min(sketch[0], m.d_out), min(sketch[1], m.d_in))
+                shape = sides if m.copies == 1 else (m.copies, *sides)
                 self.place[m.name] = (k, width, shape)
                 width += int(np.prod(shape))
             self.values.append(torch.zeros(samples, width, dtype=dtype, device=device))

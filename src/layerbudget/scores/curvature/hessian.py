@@ -6,7 +6,7 @@ the smallest safe damping. ``absolute=True`` uses ``|H|`` instead, which always 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import nn
@@ -109,7 +109,7 @@ def _status(name: str, smallest: float, tau: float) -> str:
     return "ok"
 
 
-def _settled(values: Sequence[float], unit: str, tolerance: float, absolute: bool):
+def _settled(values: Sequence[float], unit: str, tolerance: float, absolute: bool) -> Callable[[Tridiagonal], bool]:
     last: list[np.ndarray] = []
 
     def stop(run: Tridiagonal) -> bool:
