@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import layerbudget
 
 project, author = "layerbudget", "The layerbudget authors"
@@ -22,7 +24,7 @@ html_theme = "furo"
 html_title = "layerbudget"
 html_math_renderer = "mathml"
 nitpicky = True  # every role must lead somewhere; names of other libraries are not looked up
-nitpick_ignore = [("py:obj", "layerbudget.registry.T")]
+nitpick_ignore = [("py:obj", "layerbudget.registry.T")]  # a type variable
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|np|transformers|peft|collections|abc|typing|argparse|safetensors|nn|rich|pathlib)(\..*)?"),
 ]
@@ -64,7 +66,23 @@ def resolve(app, env, node, content):
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content)
 
 
+def keep_equations(app, what, name, obj, options, lines) -> None:
+    """Indented equations in docstrings are shown as they are written, not as quotations."""
+    out, sections = [], re.compile(r"(Args|Returns|Raises|Attributes|Yields|Note|Examples?):$")
+    for i, line in enumerate(lines):
+        if sections.match(line):
+            out += lines[i:]
+            break
+        before = next((x for x in reversed(lines[:i]) if x.strip()), "")
+        opens = line.startswith("    ") and i and not lines[i - 1].strip() and not before.startswith((" ", "-", "*", ".."))
+        if opens and not before.endswith("::") and not before[:1].isdigit():
+            out += ["::", ""]
+        out.append(line)
+    lines[:] = out
+
+
 def setup(app) -> None:
-    """Register the renderer and the resolver."""
+    """Register what is above."""
+    app.connect("autodoc-process-docstring", keep_equations, priority=100)
     app.connect("missing-reference", resolve)
     app.add_html_math_renderer("mathml", inline_renderers=(visit_math, None), block_renderers=(visit_math_block, None))

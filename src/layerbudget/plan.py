@@ -115,7 +115,7 @@ class Plan(Record):
         return {m: b for b in self.blocks for m in b.modules}
 
     def to_lora_config(self, **options: Any) -> Any:
-        """Deprecated: use :func:`layerbudget.to_lora_config`."""
+        """Deprecated; use :func:`~layerbudget.lora.ranks.to_lora_config`."""
         warnings.warn("Plan.to_lora_config is layerbudget.to_lora_config(plan) now.", DeprecationWarning, stacklevel=2)
         return importlib.import_module(".lora.ranks", __package__).to_lora_config(self, **options)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..treatments.treatment import TREATMENTS
+from ..treatments.base import TREATMENTS
 from .shared import add_data_options, batch_of, load, progress_bar
 
 

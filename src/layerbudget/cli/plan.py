@@ -18,6 +18,7 @@ from . import compare, structured
 from .files import Leaves, load_scores, need_scores, read_curves, read_fixed, read_latency, say, show_table
 from .shared import add_out, named_values
 
+_TYPES = {"number": float, "whole": int, "word": str}
 _WEIGHTS = ("exponent", "exponent_on", "damping", "smoothing")
 
 
@@ -56,10 +57,10 @@ def add_option(p: argparse.ArgumentParser, name: str, who: str = "") -> None:
     """A flag for a shared option of rules; what is not given is not passed on."""
     option, flag = OPTIONS[name], f"--{name.replace('_', '-')}"
     text = "; ".join(filter(None, (option.help, f"default: {option.default}" if option.default else "", who)))
-    if option.type is bool:
+    if option.value == "flag":
         p.add_argument(flag, action="store_true", help=text)
     else:
-        p.add_argument(flag, type=option.type, choices=option.choices or None, help=text)
+        p.add_argument(flag, type=_TYPES[option.value], choices=option.choices or None, help=text)
 
 
 def _register_sparsity(verbs: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..treatments.treatment import TREATMENTS, find_treatment
+from ..treatments.base import TREATMENTS, find_treatment
 from .shared import DATA, add_data_options, named_values, progress_bar, refuse
 from .structured import SMALLER, prune_smaller
 

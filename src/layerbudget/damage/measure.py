@@ -22,9 +22,9 @@ from ..running.divergence import Meter
 from ..running.inputs import Statistic
 from ..running.modes import inference
 from ..running.walk import Walk
+from ..treatments.base import Level, find_treatment
 from ..treatments.select import share
 from ..treatments.treating import Found, Job, Treating
-from ..treatments.treatment import Level, find_treatment
 from .curves import Curves
 from .originals import Originals
 

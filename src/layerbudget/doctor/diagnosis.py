@@ -47,7 +47,7 @@ class Diagnosis:
 
     @property
     def worst(self) -> str:
-        """The gravest severity: ``ok``, ``note``, ``warning`` or ``problem``."""
+        """The gravest severity, one of ``ok``, ``note``, ``warning`` or ``problem``."""
         return max((f.severity for f in self.findings), key=checks.SEVERITIES.index, default="ok")
 
     @property

@@ -41,29 +41,31 @@ class Option:
     Attributes:
         default: Where neither user nor rule says otherwise.
         help: A line for the command line, whose flags are made from this table.
-        type: Of its value.
+        value: ``number``, ``whole`` (number), ``word`` or ``flag``.
         choices: Its values, where they are words.
     """
 
     default: Any
     help: str
-    type: Callable[[str], Any] = float
+    value: str = "number"
     choices: tuple[str, ...] = ()
 
 
 # A rule's own options come with the rule.
 OPTIONS: Mapping[str, Option] = {
     "exponent": Option(default=1.0, help="exponent of the weights (paper: beta, kappa)"),
-    "exponent_on": Option(default="density", choices=("density", "block"), type=str, help="what the exponent is applied to"),
-    "penalty": Option(default="quadratic", choices=tuple(PENALTIES), type=str, help="penalty of a sparsity"),
-    "utility": Option(default="log", choices=tuple(UTILITIES), type=str, help="utility of capacity"),
-    "spend": Option(default="exactly", choices=("exactly", "at_most"), type=str, help="how much of the budget is spent"),
-    "method": Option(default="auto", choices=METHODS, type=str, help="how counts are rounded"),
+    "exponent_on": Option(
+        default="density", choices=("density", "block"), value="word", help="what the exponent is applied to"
+    ),
+    "penalty": Option(default="quadratic", choices=tuple(PENALTIES), value="word", help="penalty of a sparsity"),
+    "utility": Option(default="log", choices=tuple(UTILITIES), value="word", help="utility of capacity"),
+    "spend": Option(default="exactly", choices=("exactly", "at_most"), value="word", help="how much of the budget is spent"),
+    "method": Option(default="auto", choices=METHODS, value="word", help="how counts are rounded"),
     "damping": Option(default=None, help="row of the scores; the middle one"),
     "smoothing": Option(default=0.0, help="added to every score, in units of the mean score"),
-    "seed": Option(default=0, type=int, help="of the controls"),
+    "seed": Option(default=0, value="whole", help="of the controls"),
     "width": Option(default=None, help="width of the published maps"),
-    "parity": Option(default=False, type=bool, help="published rules exactly as published"),
+    "parity": Option(default=False, value="flag", help="published rules exactly as published"),
 }
 DEFAULTS: Mapping[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 
@@ -217,7 +219,7 @@ def rule(
     Args:
         kind: ``sparsity``, ``experts`` or ``ranks``.
         name: What users write; a name that is taken is replaced.
-        reads: Shared options that it reads, see :data:`DEFAULTS`.
+        reads: Shared options that it reads, see ``OPTIONS``.
         summary: A line for the help.
         pattern: See :class:`Rule`.
         **own: Options of its own, with their defaults; a shared one among them gets another default.

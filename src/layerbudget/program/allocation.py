@@ -1,4 +1,4 @@
-r"""Capacity allocation by water-filling (paper section 4, Theorem 1; THEORY of this package section 3).
+r"""Capacity allocation by water-filling (paper section 4, Theorem 1; :doc:`/theory`, section 3).
 
     minimise   sum_k  alpha c_k e_k - gamma w_k phi(e_k)
     subject to sum_k  c_k e_k <= B,    0 <= e_k <= u_k                    phi(e) = log(1 + e)

@@ -1,4 +1,4 @@
-r"""One byte budget for adapting and pruning (THEORY section 5).
+r"""One byte budget for adapting and pruning (:doc:`/theory`, section 5).
 
     minimise   sum_k  alpha a_k e_k - gamma w_k phi(e_k) + eta v_k psi(rho_k)
     subject to sum_k a_k e_k - sum_k s_k rho_k <= M,    0 <= e_k <= u_k,   rho_min_k <= rho_k <= rho_max_k

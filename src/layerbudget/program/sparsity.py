@@ -1,4 +1,4 @@
-r"""Protected pruning: which parameters go, by water-filling from the other side (paper section 5; THEORY section 4).
+r"""Protected pruning: which parameters go, by water-filling from the other side (paper section 5; :doc:`/theory`, section 4).
 
     minimise   sum_k  b n_k (1 - rho_k) + eta w_k psi(rho_k)
     subject to sum_k  n_k rho_k >= S,   rho_min_k <= rho_k <= rho_max_k           psi(rho) = rho^2

@@ -16,8 +16,8 @@ from ..plan import Plan
 from ..provenance import computation, versions
 from ..running.modes import inference
 from ..running.walk import Walk, check_autocast
+from ..treatments.base import Treatment, find_treatment
 from ..treatments.treating import Job, Treating
-from ..treatments.treatment import Treatment, find_treatment
 from .jobs import Options, plan_jobs
 from .receipt import Receipt, check_recount, recount
 from .resume import Resume
@@ -51,7 +51,7 @@ def prune(
         model: Any transformers model with one list of layers. Changed in place; no copy is made.
         plan: A sparsity plan of this model, per block or per Linear.
         data: Calibration tokens; not needed for ``magnitude``.
-        method: ``magnitude``, ``wanda``, ``sparsegpt``, or a treatment of your own (:mod:`layerbudget.treatments.treatment`).
+        method: ``magnitude``, ``wanda``, ``sparsegpt``, or a treatment of your own (:mod:`layerbudget.treatments.base`).
         batch_size: Sequences per forward, 8 by default. Speed and memory only, up to rounding.
         parity: Reproduce the masks of the reference implementations (locuslab/wanda, IST-DASLab/sparsegpt): their
             counts are off by one and take ties along, their statistics are running means over single sequences.

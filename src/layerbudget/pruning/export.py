@@ -18,7 +18,7 @@ import torch
 from ..errors import AlreadyExists, InvalidInput, NotFound
 from ..plan import Plan
 from ..records import write_text
-from ..treatments.treatment import TREATMENTS, find_treatment
+from ..treatments.base import TREATMENTS, find_treatment
 
 
 def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None, digits: int = 4) -> str:

@@ -12,9 +12,9 @@ from torch import nn
 from ..blocks import partition
 from ..errors import InvalidInput, ModelMismatch, UnknownBlock
 from ..plan import Plan, PlanBlock
+from ..treatments.base import Level, Treatment
 from ..treatments.select import check_group, parse_pattern, share
 from ..treatments.treating import Job
-from ..treatments.treatment import Level, Treatment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 scikit-learn's digits, 8 linear layers of width 96, Adam at 1e-3, 40 epochs, batches of 128, three seeds; rank correlations over
 the layers between ``zeta_k^2(tau)`` and three proxies, mean and standard deviation (ddof 0) over seeds. It is the *corrected*
-version of that experiment, and its figures are not comparable with the paper's line by line: :data:`DIFFERENCES` says in what
+version of that experiment, and its figures are not comparable with the paper's line by line: ``DIFFERENCES`` says in what
 it departs from the released script. The script's "LayerIF-style" proxy is ``g'(0.01 I + G'G/n)^-1 g`` on 96 samples, not a
 train-validation influence; it is computed as such. The direct value is taken under the Hessian, as in the paper, and under
 the GGN. Where the Hessian is indefinite at a damping, the seed does not count for that damping.
@@ -46,7 +46,7 @@ DIFFERENCES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Hyperparameters of the experiment; sizes, rate, epochs and dampings are the released script's (:data:`DIFFERENCES`)."""
+    """Hyperparameters of the experiment; sizes, rate, epochs and dampings are the released script's (``DIFFERENCES``)."""
 
     width: int = 96
     layers: int = 8

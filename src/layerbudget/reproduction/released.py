@@ -28,7 +28,7 @@ _TRUE_COST_POSITIONS = {"cola": (0, 26, 28, 30, 31)}
 
 def released() -> dict[str, Any]:
     """The released figures and the recovered scores, as a record (read from the package)."""
-    text = resources.files(__package__).joinpath("data", "released_mistral7b.json").read_text(encoding="utf-8")
+    text = (resources.files(__package__) / "data" / "released_mistral7b.json").read_text(encoding="utf-8")
     return json.loads(text)
 
 

@@ -47,7 +47,7 @@ class FeatureSet:
 
     @property
     def length(self) -> int:
-        """One: a sample is one token."""
+        """Tokens of a sample, which is one."""
         return 1
 
     @property

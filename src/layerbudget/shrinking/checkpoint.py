@@ -96,7 +96,7 @@ def save_smaller(
         tokenizer: Saved beside it where it is not None.
         out_dir: Must not exist, or be empty.
         plan: Written beside it as ``plan.json``.
-        record: What :func:`layerbudget.shrinking.shapes.apply_structured` recounted; written as ``receipt.json``.
+        record: What :func:`layerbudget.shrinking.shrink.apply_structured` recounted; written as ``receipt.json``.
         overwrite: Replace a folder that an earlier call wrote (it holds a ``receipt.json``).
 
     Raises:

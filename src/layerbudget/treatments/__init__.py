@@ -1,5 +1,5 @@
 """What one weight matrix can become. A new treatment is a file here and a line in the table, or a decorator anywhere."""
 
-from .treatment import TREATMENTS, Level, Treatment, treatment
+from .base import TREATMENTS, Level, Treatment, treatment
 
 __all__ = ["TREATMENTS", "Level", "Treatment", "treatment"]

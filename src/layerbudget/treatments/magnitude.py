@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from .base import Level, Treatment
 from .select import smallest, smallest_per_group, threshold_inclusive
-from .treatment import Level, Treatment
 
 
 def magnitude_mask(

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import InvalidInput
+from .base import Level, Treatment, find_treatment
 from .select import check_group
-from .treatment import Level, Treatment, find_treatment
 
 
 class NofM(Treatment):

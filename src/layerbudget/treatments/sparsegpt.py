@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import CurvatureFailure
+from .base import Level, Treatment
 from .magnitude import Magnitude
 from .select import share, smallest, smallest_per_group, threshold_inclusive
-from .treatment import Level, Treatment
 
 COLUMNS = 128
 INNER = 16

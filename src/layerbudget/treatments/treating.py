@@ -13,8 +13,8 @@ from ..blocks import is_conv1d, weight_of
 from ..records import Module
 from ..running.inputs import InputStatistics, Statistic
 from ..running.walk import Walk
+from .base import Level, Treatment
 from .select import share
-from .treatment import Level, Treatment
 
 Found = Mapping[str, list[Statistic]]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from .base import Level, Treatment
 from .select import row_counts, smallest_per_group, smallest_per_row
-from .treatment import Level, Treatment
 
 
 def wanda_scores(weight: torch.Tensor, moment: torch.Tensor | None) -> torch.Tensor:

@@ -5,7 +5,7 @@
 
     zeta^2(tau) = (1/N) sum_j (u_j'1)^2 mu_j / (tau + mu_j),
 
-so only K is needed (THEORY.md section 1).
+so only K is needed (:doc:`/theory`, section 1).
 """
 
 from __future__ import annotations

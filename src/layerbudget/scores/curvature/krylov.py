@@ -36,18 +36,18 @@ class Tridiagonal:
 
     @property
     def largest(self) -> float:
-        """Largest Ritz value: a lower bound of the largest eigenvalue."""
+        """Largest Ritz value, a lower bound of the largest eigenvalue."""
         return float(self.ritz()[0][-1])
 
     @property
     def largest_error(self) -> float:
-        """Residual of the largest Ritz pair: an eigenvalue lies within this distance of it."""
+        """Residual of the largest Ritz pair; an eigenvalue lies within this distance of it."""
         t = np.diag(self.diagonal) + np.diag(self.off[:-1], 1) + np.diag(self.off[:-1], -1)
         return float(self.off[-1] * abs(np.linalg.eigh(t)[1][-1, -1]))
 
     @property
     def smallest(self) -> float:
-        """Smallest Ritz value: an upper bound of the smallest eigenvalue; negative proves indefiniteness."""
+        """Smallest Ritz value, an upper bound of the smallest eigenvalue; negative proves indefiniteness."""
         return float(self.ritz()[0][0])
 
     def gauss(self, tau: np.ndarray, *, absolute: bool = False) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Randomised Nystrom approximation of the GGN: ``C ~ Y (Omega'Y)^-1 Y'``, ``Y = C Omega``, Omega Gaussian of rank r.
 
-It never exceeds C, so the gain that it gives is an *over*estimate, by factors of 2 to 200 where r is below twice the effective
+It never exceeds C, so the gain that it gives is too large, by factors of 2 to 200 where r is below twice the effective
 dimension: ``zeta^2 ~ sum_j (u_j'g)^2/(lambda_j + tau) + (|g|^2 - |U'g|^2)/tau``. Prefer ``ggn`` for gains; the
 factor serves as a preconditioner.
 """

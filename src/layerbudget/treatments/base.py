@@ -2,7 +2,9 @@
 
 A treatment of one's own is a class with one method::
 
-    from layerbudget.treatments import Level, Treatment, treatment
+    from layerbudget.treatments import Level, Treatment
+
+    from layerbudget.treatments import base as treatment
 
     @treatment("random", summary="any weights go")
     class Random(Treatment):
