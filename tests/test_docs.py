@@ -10,27 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from layerbudget.kinds import KINDS
+from layerbudget.planning.rule import RULES, rules_of
+from layerbudget.scores.estimators import ESTIMATORS
+from layerbudget.treatments import TREATMENTS
+
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
 def registries():
     """Tables that are afterwards as they were."""
-    from layerbudget.kinds import KINDS
-    from layerbudget.planning.rule import RULES, rules_of
-    from layerbudget.scores import estimators
-    from layerbudget.treatments import TREATMENTS
-
-    held = (KINDS.names(), tuple(rules_of("sparsity")), tuple(estimators.estimators()), TREATMENTS.names())
-    yield
-    for name in set(KINDS.names()) - set(held[0]):
-        KINDS.drop(name)
-    for name in set(RULES["sparsity"]) - set(held[1]):
-        del RULES["sparsity"][name]
-    for name in set(estimators.estimators()) - set(held[2]):
-        del estimators._REGISTRY[name]
-    for name in set(TREATMENTS.names()) - set(held[3]):
-        TREATMENTS.drop(name)
+    rules_of("sparsity")
+    with ESTIMATORS.kept(), RULES["sparsity"].kept(), TREATMENTS.kept(), KINDS.kept():
+        yield
 
 
 def blocks_of(page: str) -> list[str]:

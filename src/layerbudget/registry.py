@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
 from .errors import InvalidInput
@@ -38,9 +39,16 @@ class Registry(Generic[T]):
         self._items[name] = item
         return item
 
-    def drop(self, name: str) -> None:
-        """Take an entry out."""
-        self._items.pop(name, None)
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, entries may come and go; afterwards the table is as it was."""
+        self._load()
+        held = dict(self._items)
+        try:
+            yield
+        finally:
+            self._items.clear()
+            self._items.update(held)
 
     def names(self) -> tuple[str, ...]:
         """All names, in the order in which they came."""

@@ -1,5 +1,6 @@
 """Rules and estimators of one's own: a function and a decorator; what they do not read is refused."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -19,10 +20,11 @@ from layerbudget.scores.record import Scores
 @pytest.fixture
 def own():
     """Rules that are gone after the test."""
-    before = {kind: dict(rules) for kind, rules in RULES.items()}
-    yield
-    for kind in RULES:
-        RULES[kind] = before.get(kind, {})
+    rules_of("sparsity")
+    with contextlib.ExitStack() as stack:
+        for kind in ("sparsity", "experts", "ranks"):
+            stack.enter_context(RULES[kind].kept())
+        yield
 
 
 def test_a_rule_of_ones_own(own):
@@ -102,7 +104,7 @@ def test_a_target_equal_to_its_cap_is_feasible_and_the_default_cap_has_room():
 
 def test_an_estimator_of_ones_own():
     model = zoo.speaker("llama")
-    try:
+    with registry.ESTIMATORS.kept():
 
         @registry.estimator("weight-norm", summary="squared norm of the weights", data=False)
         def weight_norm(model, data, blocks, *, power=2.0):
@@ -115,7 +117,5 @@ def test_an_estimator_of_ones_own():
         assert min(found.values()) > 0 and found.model["computation"]["dtype"] == "float32"
         with pytest.raises(InvalidInput, match="weight-norm does not read damping"):
             score(model, None, partition(model), "weight-norm", damping=0.1)
-    finally:
-        registry._REGISTRY.pop("weight-norm", None)
     with pytest.raises(InvalidInput, match="There is no estimator"):
         registry.find_estimator("weight-norm")

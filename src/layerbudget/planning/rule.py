@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import importlib.metadata
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from ..program.rounding import METHODS
 from ..program.solution import Solution
 from ..program.utilities import PENALTIES, UTILITIES
 from ..records import Block
+from ..registry import Registry
 from ..scores.record import Scores
 
 
@@ -208,7 +208,8 @@ class Rule:
         return {**known, **{name: v for name, v in given.items() if v is not None and name in known}}
 
 
-RULES: dict[str, dict[str, Rule]] = {}
+# One table per kind of plan; a kind of one's own gets a table with its first rule.
+RULES: dict[str, Registry[Rule]] = {}
 
 
 def rule(
@@ -235,7 +236,7 @@ def rule(
 
     def add(decide: Decide) -> Decide:
         made = Rule(kind=kind, name=name, decide=decide, reads=tuple(reads), own=own, summary=summary, pattern=pattern)
-        RULES.setdefault(kind, {})[name] = made
+        RULES.setdefault(kind, Registry("rule", group="layerbudget.rules")).add(name, made)
         return decide
 
     return add
@@ -243,16 +244,15 @@ def rule(
 
 @functools.cache
 def _load() -> None:
-    """Register the rules of this package, and those that installed packages bring."""
+    """Register the rules of this package."""
     importlib.import_module(".rules", __package__)
-    for entry in importlib.metadata.entry_points(group="layerbudget.rules"):
-        entry.load()
 
 
 def rules_of(kind: str) -> dict[str, Rule]:
     """Rules of a kind of plan by name, the default (``mdl``) first."""
     _load()
-    return {name: RULES[kind][name] for name in sorted(RULES[kind], key=lambda name: name != "mdl")}
+    known = RULES[kind].all() if kind in RULES else {}
+    return {name: known[name] for name in sorted(known, key=lambda name: name != "mdl")}
 
 
 def find_rule(kind: str, name: str) -> Rule:

@@ -17,14 +17,13 @@ functions are imported when they are used.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InvalidInput
+from ..registry import Registry
 from .record import Scores
 
 Call = Callable[..., Scores]
@@ -116,7 +115,7 @@ _OWN = (
     Estimator(name="ablation", home=".ablation:ablation", summary="loss increase without the block"),
     Estimator(name="block-influence", home=".ablation:block_influence", summary="ShortGPT's turn of the hidden states"),
 )  # fmt: skip
-_REGISTRY: dict[str, Estimator] = {e.name: e for e in _OWN}
+ESTIMATORS: Registry[Estimator] = Registry("estimator", group="layerbudget.estimators", own={e.name: e for e in _OWN})
 
 
 def estimator(name: str, *, summary: str = "", data: bool = True) -> Callable[[Call], Call]:
@@ -129,23 +128,15 @@ def estimator(name: str, *, summary: str = "", data: bool = True) -> Callable[[C
     """
 
     def add(call: Call) -> Call:
-        _REGISTRY[name] = Estimator(name=name, home=call, summary=summary, data=data)
+        ESTIMATORS.add(name, Estimator(name=name, home=call, summary=summary, data=data))
         return call
 
     return add
 
 
-@functools.cache
-def _load() -> None:
-    """Register the estimators that installed packages bring."""
-    for entry in importlib.metadata.entry_points(group="layerbudget.estimators"):
-        entry.load()
-
-
 def estimators() -> dict[str, Estimator]:
     """All estimators by name."""
-    _load()
-    return dict(_REGISTRY)
+    return ESTIMATORS.all()
 
 
 def find_estimator(name: str) -> Estimator:
@@ -154,7 +145,4 @@ def find_estimator(name: str) -> Estimator:
     Raises:
         InvalidInput: There is none.
     """
-    known = estimators()
-    if name not in known:
-        raise InvalidInput(f"There is no estimator {name!r}.", f"There are {', '.join(known)}.", "Choose one of those.")
-    return known[name]
+    return ESTIMATORS.find(name)
