@@ -52,38 +52,63 @@ def test_no_print_no_bare_except_no_assert():
             assert not isinstance(node, ast.Assert), where
 
 
+ROOMS = (
+    "errors", "records", "registry", "kinds", "costs", "configurations", "plan", "blocks", "provenance", "data", "loading", "running",
+    "program", "scores", "planning", "treatments", "damage", "pruning", "shrinking", "evaluation", "report", "lora", "tracker", "doctor",
+    "reproduction", "demo", "cli",
+)  # fmt: skip
+
+
+def imports_of(file: Path) -> set[str]:
+    """Modules of this package that a file imports, also inside functions; what serves type checkers only is left out."""
+    tree, parts = ast.parse(file.read_text()), file.relative_to(SRC).with_suffix("").parts
+    package = parts if parts[-1] == "__init__" else parts
+    found: set[str] = set()
+
+    def look(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            return
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*package[: len(package) - node.level], *(node.module or "").split(".")]
+            base = [p for p in base if p]
+            for name in node.names:
+                whole = [*base, name.name]
+                found.add("/".join(whole if is_module(whole) else base))
+        for child in ast.iter_child_nodes(node):
+            look(child)
+
+    look(tree)
+    return found
+
+
+def is_module(parts: list[str]) -> bool:
+    return SRC.joinpath(*parts).with_suffix(".py").is_file() or SRC.joinpath(*parts, "__init__.py").is_file()
+
+
+def names_and_imports() -> dict[str, set[str]]:
+    files = {"/".join(f.relative_to(SRC).with_suffix("").parts).removesuffix("/__init__"): f for f in SRC.rglob("*.py")}
+    return {name: imports_of(file) for name, file in files.items() if name not in ("__init__", "__main__")}
+
+
 def test_imports_flow_one_way():
-    """When it loads, a file imports only from files to its left; doors forward (Plan.to_lora_config) open inside functions."""
-    forbidden = {
-        "errors.py": {"records", "blocks", "scores", "program", "plan", "pruning", "lora", "evaluation", "report", "cli"},
-        "records.py": {"blocks", "scores", "program", "plan", "pruning", "lora", "evaluation", "report", "cli"},
-        "blocks.py": {"scores", "program", "plan", "planning", "pruning", "lora", "evaluation", "report", "cli"},
-        "plan.py": {"blocks", "pruning", "lora", "evaluation", "report", "cli", "loading"},
-    }
-    folders = {
-        "data": {"scores", "program", "plan", "planning", "pruning", "lora", "report", "cli"},
-        "program": {
-            "blocks",
-            "scores",
-            "plan",
-            "planning",
-            "pruning",
-            "lora",
-            "evaluation",
-            "report",
-            "cli",
-            "data",
-            "loading",
-        },
-        "scores": {"plan", "planning", "pruning", "lora", "evaluation", "report", "cli"},
-        "pruning": {"report", "cli"},
-        "lora": {"report", "cli"},
-        "report": {"cli"},
-    }
-    for file in SRC.rglob("*.py"):
-        relative = file.relative_to(SRC)
-        bad = forbidden.get(str(relative)) or folders.get(relative.parts[0], set())
-        depth = len(relative.parts)
-        for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.ImportFrom) and node.level == depth and node.module:
-                assert node.module.split(".")[0] not in bad, f"{relative}:{node.lineno} imports {node.module}"
+    """A file imports only from rooms before its own, in the order of :data:`ROOMS`, and from its own."""
+    for name, imported in names_and_imports().items():
+        room = name.split("/")[0]
+        for other in imported - {""}:
+            assert ROOMS.index(other.split("/")[0]) <= ROOMS.index(room), f"{name} imports {other}"
+
+
+def test_no_circle_between_files():
+    graph, done, path = names_and_imports(), set(), []
+
+    def visit(name: str) -> None:
+        assert name not in path, f"circle: {' -> '.join([*path[path.index(name) :], name])}"
+        if name in done or name not in graph:
+            return
+        path.append(name)
+        for other in graph[name]:
+            visit(other)
+        done.add(path.pop())
+
+    for name in graph:
+        visit(name)

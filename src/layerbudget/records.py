@@ -9,7 +9,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -89,6 +89,8 @@ def natural_key(name: str) -> tuple[Any, ...]:
 
 def to_jsonable(value: Any) -> Any:
     """Turn numpy scalars and arrays, tuples and dataclasses into plain JSON values; NaN and infinities become null."""
+    if isinstance(value, Result):
+        return {k: to_jsonable(v) for k, v in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_jsonable(value.to_dict() if hasattr(value, "to_dict") else dataclasses.asdict(value))
     if isinstance(value, Mapping):
@@ -234,6 +236,21 @@ class Record:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptFile(f"{path} is not a {cls.what} file ({error!r}).", "", "Make it again.") from error
+
+
+class Result(Mapping[str, Any]):
+    """What a dataclass needs to be read like the dictionary of its fields too: ``found.moved`` is ``found["moved"]``."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.__dict__:
+            raise KeyError(name)
+        return self.__dict__[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__dict__)
+
+    def __len__(self) -> int:
+        return len(self.__dict__)
 
 
 def check_fraction(value: float, name: str, *, low: float = 0.0, high: float = 1.0) -> float:

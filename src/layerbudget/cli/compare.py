@@ -59,7 +59,7 @@ def run_diff(a: argparse.Namespace) -> dict[str, Any]:
         a, f"{result['rules'][0]} against {result['rules'][1]}", ("block", "first", "second", "difference", "count"), rows
     )
     say(a, [f"{result['moved']:g} units change hands; rank correlation {result['rank_correlation']:.3f}."])
-    return result
+    return to_jsonable(result)
 
 
 def run_explain(a: argparse.Namespace) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def run_explain(a: argparse.Namespace) -> dict[str, Any]:
 
     result = explain_plan(Plan.load(a.plan))
     say(a, result["sentences"])
-    return result
+    return to_jsonable(result)
 
 
 def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     result = sweep(need_scores(a.scores), kind=a.kind, budgets=budgets, exponents=a.exponents, **options)
     names = ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")
     show_table(a, f"{a.kind}: predicted value by budget and exponent", names, [[r[n] for n in names] for r in result["rows"]])
-    return result
+    return to_jsonable(result)
 
 
 def run_transfer(a: argparse.Namespace) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
         done: dict[str, Any] = {"unit": "parameters", "saved": int(plan.counts.sum()), "planned": int(plan.counts.sum())}
     else:
         with progress_bar(a, "remove heads and widths, layers") as progress:
-            done = apply_structured(model, plan, data, batch_size=batch_of(a), progress=progress)
+            done = dict(apply_structured(model, plan, data, batch_size=batch_of(a), progress=progress))
     check_exportable(model)
     out = save_smaller(model, tokenizer, a.out, plan=plan, record=done, overwrite=a.overwrite)
     after = sum(p.numel() for p in model.parameters())

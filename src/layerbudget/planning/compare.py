@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,99 @@ from ..kinds import KINDS
 from ..plan import Plan
 from ..program.inputs import Vector, choice
 from ..program.transfer import spearman
+from ..records import Result
 from ..scores.record import Scores
 from .rules.by_rank import increments_of
 from .serving import serving_hint
 
 
-def diff_plans(first: Plan, second: Plan) -> dict[str, Any]:
-    """What differs between two plans for the same blocks.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PlanDifference(Result):
+    """What differs between two plans.
 
-    Returns:
-        ``{blocks: [{name, first, second, difference, count_difference}], moved, largest, rank_correlation, budgets, ...}``:
-        ``moved`` is half the sum of absolute differences of counts, what would have to change hands.
+    Attributes:
+        kind: Of both plans.
+        rules: Of the first and the second.
+        budgets: Of the first and the second.
+        moved: Half the sum of absolute differences of counts: what would have to change hands.
+        largest: The row of ``blocks`` that differs most.
+        rank_correlation: Spearman's, of the values.
+        same: Whether all counts are equal.
+        blocks: ``{name, first, second, difference, count_difference}`` by block.
+    """
+
+    kind: str
+    rules: tuple[str, str]
+    budgets: tuple[Mapping[str, Any], Mapping[str, Any]]
+    moved: float
+    largest: Mapping[str, Any]
+    rank_correlation: float
+    same: bool
+    blocks: Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Explanation(Result):
+    """A plan in words.
+
+    Attributes:
+        kind, rule, budget, certificate: The plan's own.
+        sentences: Budget, status, price, which blocks get most and least, and what had no influence.
+        most: Names of the blocks that get most, the first before.
+        least: Names of those that get least.
+    """
+
+    kind: str
+    rule: str
+    budget: Mapping[str, Any]
+    certificate: Mapping[str, Any]
+    sentences: Sequence[str]
+    most: Sequence[str]
+    least: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SweepRow(Result):
+    """One plan of a sweep.
+
+    Attributes:
+        budget: What was asked for.  exponent: Of the weights.  spent: Of the budget, in its unit.
+        value: Predicted penalty (kinds that harm) or utility, under one yardstick: the scores themselves, exponent 1; under
+            the rule ``by-rank`` the measured gain of the ranks that are bought.
+        status: Of the program.  shadow_price: Utility per unit of budget.
+        smallest, largest, spread: Of the values.
+        front: Whether no other row beats it in both spending and value.
+    """
+
+    budget: float
+    exponent: float | None
+    spent: float
+    value: float
+    status: str | None
+    shadow_price: float | None
+    smallest: float
+    largest: float
+    spread: float
+    front: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sweep(Result):
+    """A grid of plans.
+
+    Attributes:
+        kind: Of the plans.  budgets, exponents: The grid.
+        rows: One per plan.
+    """
+
+    kind: str
+    budgets: Sequence[float]
+    exponents: Sequence[float]
+    rows: Sequence[SweepRow]
+
+
+def diff_plans(first: Plan, second: Plan) -> PlanDifference:
+    """What differs between two plans for the same blocks.
 
     Raises:
         ModelMismatch: The plans name different blocks or are of different kinds.
@@ -40,24 +123,15 @@ def diff_plans(first: Plan, second: Plan) -> dict[str, Any]:
         {"name": n, "first": float(a), "second": float(b), "difference": float(d), "count_difference": int(c)}
         for n, a, b, d, c in zip(first.names, first.values, second.values, change, counts, strict=True)
     ]
-    return {
-        "kind": first.kind,
-        "rules": [first.rule, second.rule],
-        "budgets": [dict(first.budget), dict(second.budget)],
-        "moved": float(np.abs(counts).sum() / 2),
-        "largest": rows[int(np.argmax(np.abs(change)))],
-        "rank_correlation": spearman(first.values, second.values),
-        "same": bool((counts == 0).all()),
-        "blocks": rows,
-    }
+    return PlanDifference(
+        kind=first.kind, rules=(first.rule, second.rule), budgets=(dict(first.budget), dict(second.budget)),
+        moved=float(np.abs(counts).sum() / 2), largest=rows[int(np.argmax(np.abs(change)))],
+        rank_correlation=spearman(first.values, second.values), same=bool((counts == 0).all()), blocks=rows,
+    )  # fmt: skip
 
 
-def explain_plan(plan: Plan) -> dict[str, Any]:
-    """Say in sentences what a plan does and what it rests on.
-
-    Returns:
-        ``{sentences: [...], ...}``: budget, status, price, which blocks get most and least, and what had no influence.
-    """
+def explain_plan(plan: Plan) -> Explanation:
+    """Say in sentences what a plan does and what it rests on."""
     order = np.argsort(plan.values, kind="stable")
     name, value = plan.names, plan.values
     word = KINDS.find(plan.kind).decides
@@ -91,15 +165,10 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
     else:
         sentences.append("This rule solves no program, so there is no certificate.")
     sentences += _on_integers(plan) + _on_spread(plan) + _on_serving(plan)
-    return {
-        "kind": plan.kind,
-        "rule": plan.rule,
-        "budget": dict(plan.budget),
-        "certificate": dict(c),
-        "sentences": sentences,
-        "most": [name[i] for i in order[::-1][:5]],
-        "least": [name[i] for i in order[:5]],
-    }
+    return Explanation(
+        kind=plan.kind, rule=plan.rule, budget=dict(plan.budget), certificate=dict(c), sentences=sentences,
+        most=[name[i] for i in order[::-1][:5]], least=[name[i] for i in order[:5]],
+    )  # fmt: skip
 
 
 NEARLY_UNIFORM = 0.05
@@ -148,7 +217,7 @@ def sweep(
     budgets: Sequence[float],
     exponents: Sequence[float] | None = None,
     **options: Any,
-) -> dict[str, Any]:
+) -> Sweep:
     """Solve a whole grid of budgets and exponents.
 
     Args:
@@ -158,11 +227,6 @@ def sweep(
         exponents: Exponents of the weights; the rule's own by default. A rule that reads none refuses them.
         **options: Passed on to the ``plan_*`` function.
 
-    Returns:
-        ``{rows: [{budget, exponent, spent, value, front, status, shadow_price, smallest, largest, spread}]}``. ``value`` is the
-        predicted penalty (sparsity) or utility under one yardstick, the scores themselves (exponent 1), so that rows can be
-        compared; under the rule ``by-rank`` it is the measured gain of the ranks that are bought. ``front`` marks rows that
-        no other row beats in both spending and value.
     """
     what = KINDS.find(choice(kind, "kind", tuple(n for n, k in KINDS.all().items() if k.make)))
     maker = what.door("make")
@@ -175,16 +239,13 @@ def sweep(
             worth = increments_of(scores, damping) if plan.rule.startswith("by-rank") else None
             rows.append(_row(plan, budget, plan.hyperparameters.get("exponent"), q, worth))
     better = -1.0 if what.harms else 1.0
-    points = np.array([[r["spent"] * -better, r["value"] * better] for r in rows])
-    for i, row in enumerate(rows):
-        at_least = (points >= points[i]).all(1) & (points > points[i]).any(1)
-        row["front"] = not bool(at_least.any())
-    return {"kind": kind, "budgets": list(budgets), "exponents": list(exponents or ()), "rows": rows}
+    points = np.array([[r.spent * -better, r.value * better] for r in rows])
+    beaten = [((points >= p).all(1) & (points > p).any(1)).any() for p in points]
+    rows = [dataclasses.replace(row, front=not bool(b)) for row, b in zip(rows, beaten, strict=True)]
+    return Sweep(kind=kind, budgets=list(budgets), exponents=list(exponents or ()), rows=rows)
 
 
-def _row(
-    plan: Plan, budget: float, exponent: float | None, q: Vector, worth: Sequence[Sequence[float]] | None
-) -> dict[str, Any]:
+def _row(plan: Plan, budget: float, exponent: float | None, q: Vector, worth: Sequence[Sequence[float]] | None) -> SweepRow:
     harms = KINDS.find(plan.kind).harms
     value = plan.counts / np.array([b.numel for b in plan.blocks]) if harms else plan.counts
     if worth is not None:
@@ -195,14 +256,8 @@ def _row(
     if worth is not None:
         price = plan.extra["rounding"]["price"]
         c = {"status": "binding" if price else "slack", "shadow_price": price}
-    return {
-        "budget": budget,
-        "exponent": exponent,
-        "spent": float(plan.budget["spent"]),
-        "value": float(predicted),
-        "status": c.get("status"),
-        "shadow_price": c.get("shadow_price"),
-        "smallest": float(value.min()),
-        "largest": float(value.max()),
-        "spread": float(value.std()),
-    }
+    return SweepRow(
+        budget=budget, exponent=exponent, spent=float(plan.budget["spent"]), value=float(predicted), status=c.get("status"),
+        shadow_price=c.get("shadow_price"), smallest=float(value.min()), largest=float(value.max()),
+        spread=float(value.std()),
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import nn
 from ..blocks import weight_of
 from ..errors import CoverageError
 from ..plan import PlanBlock
-from ..records import Block, Record
+from ..records import Block, Record, Result
 
 if TYPE_CHECKING:
     from typing import Self
@@ -61,15 +61,28 @@ class Receipt(Record):
         return super().from_dict({**record, "notes": tuple(record["notes"])})
 
 
-def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Recount(Result):
+    """Zeros of a model's prunable weights.
+
+    Attributes:
+        numel, zeros, sparsity: In total.
+        blocks, modules: ``{name: {numel, zeros, sparsity}}``.
+    """
+
+    numel: int
+    zeros: int
+    sparsity: float
+    blocks: Mapping[str, Mapping[str, Any]]
+    modules: Mapping[str, Mapping[str, Any]]
+
+
+def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> Recount:
     """Count the zeros of a model's prunable weights.
 
     Args:
         model: The model.
         blocks: Blocks from :func:`layerbudget.blocks.partition`, or a plan's blocks.
-
-    Returns:
-        ``{"sparsity", "zeros", "numel", "blocks": {name: {numel, zeros, sparsity}}, "modules": {...}}``.
 
     Raises:
         UnknownBlock: The model lacks one of the matrices.
@@ -84,7 +97,7 @@ def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> dict[str, 
         names = [m if isinstance(m, str) else m.name for m in block.modules]
         by_block[block.name] = _count(*(sum(by_module[n][k] for n in names) for k in ("numel", "zeros")))
     total = _count(*(sum(b[k] for b in by_block.values()) for k in ("numel", "zeros")))
-    return {**total, "blocks": by_block, "modules": by_module}
+    return Recount(**total, blocks=by_block, modules=by_module)
 
 
 def _count(numel: int, zeros: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput, UnknownStructure
 from ..plan import Plan
 from ..planning.parts import KINDS, Part, amount
+from ..records import Result
 from ..running.divergence import kl_sum
 from ..running.inputs import gram_of
 from ..running.modes import inference
@@ -29,6 +30,28 @@ from .width import follow_width
 Progress = Callable[[int, int], None]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ShapeReceipt(Result):
+    """What became smaller, recounted on the result.
+
+    Attributes:
+        unit: Of the next four.
+        before, after, saved, planned: What the layers amount to.
+        parameters: ``{before, after}``.
+        layers: ``{name: {heads, groups, width}}``.
+        dropped: Layers that are gone.
+    """
+
+    unit: str
+    before: float
+    after: float
+    saved: float
+    planned: float
+    parameters: Mapping[str, int]
+    layers: Mapping[str, Mapping[str, int]]
+    dropped: Sequence[str]
+
+
 def apply_structured(
     model: nn.Module,
     plan: Plan,
@@ -37,7 +60,7 @@ def apply_structured(
     damping: float = 0.01,
     batch_size: int = 8,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> ShapeReceipt:
     """Remove what a plan says, in place, layer after layer with the pruned inputs, and recount.
 
     Args:
@@ -49,7 +72,7 @@ def apply_structured(
         progress: Called with (layers done, layers).
 
     Returns:
-        ``{unit, before, after, saved, planned, parameters, layers: {name: {heads, groups, width}}}``, recounted on the result.
+        The recount.
 
     Raises:
         InvalidInput: Not a plan of smaller shapes.
@@ -84,11 +107,11 @@ def apply_structured(
             f"{saved['amount']:g} {plan.budget['unit']} and {saved['parameters']} parameters went; "
             f"{planned['amount']:g} and {planned['parameters']} were planned.", "", "Report this.",
         )  # fmt: skip
-    return {
-        "unit": plan.budget["unit"], "before": before["amount"], "after": after["amount"], "saved": saved["amount"],
-        "planned": planned["amount"], "parameters": {"before": before["parameters"], "after": after["parameters"]},
-        "layers": {now[n]: _sizes(layer, n) for n, layer in layers(model)}, "dropped": list(plan.extra["dropped"]),
-    }  # fmt: skip
+    return ShapeReceipt(
+        unit=plan.budget["unit"], before=before["amount"], after=after["amount"], saved=saved["amount"],
+        planned=planned["amount"], parameters={"before": before["parameters"], "after": after["parameters"]},
+        layers={now[n]: _sizes(layer, n) for n, layer in layers(model)}, dropped=list(plan.extra["dropped"]),
+    )  # fmt: skip
 
 
 def _apply(
