@@ -15,7 +15,7 @@ from .kinds import KINDS
 from .records import Block, Record, digest
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
 
 _WERE_RULES = {"structured": "measured", "depth": "greedy"}
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .errors import AlreadyExists, CorruptFile, InvalidInput, LayerbudgetError, NotFound
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
 
 SCHEMA_VERSION = 1
 

@@ -15,7 +15,7 @@ from ..plan import PlanBlock
 from ..records import Block, Record, Result
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from ..errors import DegenerateScores, InvalidInput
 from ..records import Block, Record, digest
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
 
 Table = tuple[tuple[float | None, ...], ...]
 
