@@ -269,7 +269,11 @@ OWN = {
 VALUES = {"damping": 0.7, "damping_unit": "absolute", "batch_size": 1, "seed": 5}
 WITH = {"damping_unit": {"damping": 0.7}}
 QUICK = {"ggn": {"steps": 3}, "nystrom": {"rank": 4}}  # few steps show as much
-PASSES = ("batch_size", "max_bytes", "memory")  # decide how many passes there are, and no number
+WALKED = ("gradient-norm", "fisher-diagonal", "fisher-gram", "fisher-mc", "kfac", "ekfac", "adapter", "rank-gain", "layerif",
+          "fisher-trace")  # fmt: skip
+for _name in WALKED:
+    OWN[_name] = {**OWN.get(_name, {}), "walk": ("layers", {})}
+PASSES = ("batch_size", "max_bytes", "memory", "walk")  # decide how many passes there are, and no number
 
 
 @pytest.fixture(scope="module")

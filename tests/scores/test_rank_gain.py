@@ -9,8 +9,9 @@ from layerbudget.blocks import is_conv1d, partition, weight_of
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
 from layerbudget.planning import explain_plan, plan_ranks
 from layerbudget.running import loss as L
-from layerbudget.scores.curvature.kronecker import build
+from layerbudget.scores.curvature.kronecker import collect, factors_of
 from layerbudget.scores.gain import score
+from layerbudget.scores.rank_gain import damping_scale
 
 NAMES = ("mlp", "mistral", "gpt2", "bert")
 
@@ -23,6 +24,13 @@ def plain_gradient(model, data, name):
         total = total + torch.autograd.grad(L.summed_loss(L.logits_of(model, batch), batch.targets), weight)[0]
     gradient = total / L.token_count(model, data)
     return gradient.T if is_conv1d(owner) else gradient
+
+
+def factors(model, data, blocks):
+    """Sums of every matrix's factors, by name."""
+    found = {}
+    collect(model, data, blocks, factors_of(model, data, blocks, found.__setitem__, form="sums"))
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,14 +51,16 @@ def test_all_ranks_together_are_the_gain_under_the_damped_factors(name):
     model, data = zoo.dense(name), zoo.labelled(name)
     blocks = partition(model, "linear")
     scores = score(model, data, blocks, "rank-gain", damping=[0.1, 2.0], batch_size=4)
-    factors = build(model, data, blocks)
-    a = np.median([float(v[0].mean()) for v in factors.a.values()])
-    s = np.median([float(v[0].mean()) for v in factors.g.values()])
+    keys = [batch.keys[0] for batch in L.batches(model, data, 1)]
+    few = factors(model, data.select([int(np.argmin(keys))]), blocks)  # a quarter of six sequences
+    a = np.median([float(f.a.trace()) / len(f.a) for f in few.values()])
+    s = np.median([float(f.g.trace()) / len(f.g) for f in few.values()])
+    assert damping_scale(model, data, blocks) == pytest.approx((a, s), rel=1e-9)
     for row, damping in enumerate((0.1, 2.0)):
         block = blocks[0].modules[0].name
-        (la, qa), (ls, qs) = factors.a[block], factors.g[block]
-        left = qs @ torch.diag(ls + damping * s) @ qs.T
-        right = qa @ torch.diag(la + damping * a) @ qa.T
+        found = factors(model, data, blocks[:1])[block]
+        left = found.g + damping * s * torch.eye(len(found.g))
+        right = found.a + damping * a * torch.eye(len(found.a))
         g = plain_gradient(model, data, block).double().reshape(-1)
         dense = float(g @ torch.linalg.solve(torch.kron(left, right), g))
         assert scores.gain[row][0] == pytest.approx(dense, rel=1e-6)
@@ -62,10 +72,9 @@ def test_no_update_of_that_rank_lowers_the_quadratic_model_more():
     model, data = zoo.dense("mlp"), zoo.labelled("mlp")
     block = partition(model, "linear")[:1]
     scores = score(model, data, block, "rank-gain", damping=[0.3])
-    factors = build(model, data, block)
     name = block[0].modules[0].name
-    (la, qa), (ls, qs) = factors.a[name], factors.g[name]
-    right, left = qa @ torch.diag(la + 0.3 * la.mean()) @ qa.T, qs @ torch.diag(ls + 0.3 * ls.mean()) @ qs.T
+    found, (a, s) = factors(model, data, block)[name], damping_scale(model, data, block)
+    right, left = found.a + 0.3 * a * torch.eye(len(found.a)), found.g + 0.3 * s * torch.eye(len(found.g))
     g = plain_gradient(model, data, name).double()
     torch.manual_seed(0)
     for rank in (1, 2, 3):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +31,14 @@ class Site:
         a: Inputs ``(B, T, d_in)``.
         names: Weight matrices in order of their call.
         b: Output gradients by name, ``(B, T, d_out)``, as they arrive.
+        open: By name, the calls of this forward pass that are still to come: a matrix used twice has its gradient whole at 0.
     """
 
     a: torch.Tensor
     source: torch.Tensor
     names: list[str]
     b: dict[str, torch.Tensor]
+    open: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 Consumer = Callable[[Site], None]
@@ -75,8 +78,7 @@ class Collector:
     Args:
         model: The model.
         blocks: Whose weight matrices to watch.
-        consume: Called with a :class:`Site` once all its output gradients are there. ``open`` then counts, by name, the calls
-            of this forward pass that are still to come: a matrix used twice has its gradient whole at 0.
+        consume: Called with a :class:`Site` once all its output gradients are there.
         freeze: Switch off ``requires_grad`` of everything but directly read parameters.
     """
 
@@ -86,6 +88,7 @@ class Collector:
         self.seen: set[str] = set()
         self.open: dict[str, int] = {}
         self.size, self.length, self._retain = 1, 1, False
+        self.quiet = False  # run backwards without handing anything over
         self._pending: list[Site] = []
         self._stack = contextlib.ExitStack()
 
@@ -115,13 +118,23 @@ class Collector:
         self._pending.clear()
         self._stack.close()
 
-    def backward(self, loss: torch.Tensor, *, size: int, length: int, retain: bool = False) -> None:
-        """Run the backward pass of a summed loss over ``size`` sequences of ``length`` positions; deliver every site."""
+    def backward(
+        self, loss: torch.Tensor, *, size: int, length: int, retain: bool = False, gradient: torch.Tensor | None = None
+    ) -> None:
+        """Run the backward pass over ``size`` sequences of ``length`` positions; deliver every site.
+
+        Args:
+            loss: A summed loss, or hidden states whose gradient is given.
+            size: Sequences.
+            length: Positions of each.
+            retain: Keep the graph for another pass.
+            gradient: Of the hidden states.
+        """
         self.size, self.length, self._retain = size, length, retain
         for parameter in self.direct.values():
             parameter.grad = None
         if loss.requires_grad:
-            loss.backward(retain_graph=retain)
+            torch.autograd.backward(loss, gradient, retain_graph=retain)
         for site in [s for s in self._pending if s.b]:
             self._deliver(site)
         if not retain:
@@ -146,25 +159,31 @@ class Collector:
                 self._pending.append(site)
             site.names.append(name)
             self.open[name] = self.open.get(name, 0) + 1
-            output.register_hook(lambda grad: self._arrive(site, name, grad))
+            place = weakref.ref(output)
+            output.register_hook(lambda grad: self._arrive(site, name, grad, place))
             return None
 
         return forward
 
-    def _arrive(self, site: Site, name: str, grad: torch.Tensor) -> None:
+    def _arrive(self, site: Site, name: str, grad: torch.Tensor, place: Callable[[], torch.Tensor | None]) -> None:
+        output = place()
+        if output is not None and output.is_leaf:
+            output.grad = None  # or the next backward would add to the tensor that a consumer may have kept
         site.b[name] = grad.detach()
         if len(site.b) == len(site.names):
             self._deliver(site)
 
     def _deliver(self, site: Site) -> None:
         a = self._rows(site.a, site.names[0])
-        ready = Site(a=a, source=site.source, names=list(site.b), b={k: self._rows(v, k) for k, v in site.b.items()})
+        b = {k: self._rows(v, k) for k, v in site.b.items()}
+        ready = Site(a=a, source=site.source, names=list(site.b), b=b, open=self.open)
         for name in ready.names:
             self.open[name] -= 0 if self._retain else 1
         site.b = {}
         if not self._retain:
             site.a = site.source = site.a[:0]
-        self.consume(ready)
+        if not self.quiet:
+            self.consume(ready)
 
     def _rows(self, x: torch.Tensor, name: str) -> torch.Tensor:
         if self.size == 1:

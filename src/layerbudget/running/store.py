@@ -47,6 +47,19 @@ class Store:
             return torch.load(self._folder / f"{index}.pt", weights_only=True)
         return self._held[index]
 
+    def drop(self, index: int) -> None:
+        """Forget the activations of one batch."""
+        self._held.pop(index, None)
+        if self._folder is not None:
+            (self._folder / f"{index}.pt").unlink(missing_ok=True)
+
+    def move(self, index: int, to: int) -> None:
+        """Put the activations of one batch in the place of another's."""
+        if self._folder is not None:
+            (self._folder / f"{index}.pt").replace(self._folder / f"{to}.pt")
+        else:
+            self._held[to] = self._held.pop(index)
+
     def close(self) -> None:
         """Free the memory, or the disk."""
         self._held.clear()

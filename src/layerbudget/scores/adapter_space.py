@@ -11,32 +11,32 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..errors import CoverageError, InvalidInput
 from ..records import Block
+from ..running.backward import Feeding, feed
 from ..running.loss import Data, token_count
-from ..running.sites import Collector, Site
-from .curvature import common, fisher, gram
+from ..running.sites import Site, tracked
+from .curvature import common, fisher
+from .curvature.gram import real_type
+from .curvature.inner import InnerProducts
 from .record import Scores
 
 
-class _AdapterRows(gram.Rows):
+class _Started(InnerProducts):
     """Per-sequence gradients of B, ``S_i A'``, with an A of its own for every module."""
 
-    def __init__(self, blocks: Sequence[Block], samples: int, rank: int, dtype: torch.dtype, device: Any, seed: int) -> None:
-        super().__init__(blocks, samples, (1 << 40, rank), dtype, device, seed)
-        self.a = {m.name: start_matrix(m.name, m.d_in, rank, seed).to(dtype).to(device) for b in blocks for m in b.modules}
+    def __init__(self, *given: Any, starts: dict[str, torch.Tensor], rank: int, **named: Any) -> None:
+        super().__init__(*given, sides=lambda m: (m.d_out, min(rank, m.d_in)), **named)
+        self.starts = starts
 
-    def __call__(self, site: Site) -> None:
+    def take(self, site: Site) -> None:
+        """Every module's inputs in its own A."""
         for name in site.names:
-            own = Site(a=site.a.to(self.dtype) @ self.a[name].T, source=site.source, names=[name], b={name: site.b[name]})
-            super().__call__(own)
-
-    def _project(self, x: torch.Tensor, key: str, rank: int) -> torch.Tensor:
-        return x
+            own = site.a.to(self.dtype) @ self.starts[name].T
+            super().take(Site(a=own, source=site.source, names=[name], b={name: site.b[name]}))
 
 
 def start_matrix(name: str, d_in: int, rank: int, seed: int) -> torch.Tensor:
@@ -59,6 +59,7 @@ def score_adapter(
     rank: int = 8,
     scaling: float = 1.0,
     replicates: int = 50,
+    walk: str = "auto",
 ) -> Scores:
     """Gain of adding a rank-r LoRA adapter at every matrix of a block, empirical Fisher in the space of B.
 
@@ -75,6 +76,7 @@ def score_adapter(
         rank: r.
         scaling: LoRA's ``alpha/r``; matters with absolute damping only.
         replicates: Bootstrap replicates.
+        walk: ``whole`` graph, by ``layers``, or ``auto``.
 
     Returns:
         As :func:`layerbudget.scores.curvature.fisher.score_gram`, with ``estimator='adapter'``.
@@ -86,23 +88,38 @@ def score_adapter(
     common.check_arguments(damping, damping_unit, data, batch_size)
     if rank < 1 or data.samples < 2:
         raise InvalidInput(f"rank={rank} with {data.samples} sequences.", "At least rank 1 and two sequences.", "Use rank=8.")
-    parameter = next(model.parameters())
-    dtype = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
-    rows = _AdapterRows(blocks, data.samples, rank, dtype, parameter.device, seed)
-    tick, total = common.Ticker(progress, data.samples), 0.0
-    with Collector(model, blocks, rows) as collector:
-        _refuse_direct(collector.direct)
-        for batch, logits in common.walk(model, data, collector, batch_size, tick):
-            rows.begin(batch.rows.start)
-            total += common.backward(collector, batch, logits, batch.targets)
-        collector.check_coverage()
-    grams = np.stack([gram.gram(v) for v in rows.values]) * scaling**2
+    _refuse_direct(model, blocks)
+    dtype, device = real_type(model)
+    starts = {m.name: start_matrix(m.name, m.d_in, rank, seed).to(device, dtype) for b in blocks for m in b.modules}
+    rows = _Started(blocks, data.samples, data.length, dtype=dtype, device=device, starts=starts, rank=rank)
+    tick = common.Ticker(progress, data.samples)
+    total = feed(model, data, blocks, rows, batch_size=batch_size, walk=walk, tick=tick).loss
+    grams = rows.grams * scaling**2
     scores = fisher.from_grams(
         model, data, blocks, grams, damping=damping, damping_unit=damping_unit, seed=seed, sketch=None, replicates=replicates,
         loss=total,
     )  # fmt: skip
     extra = {**scores.extra, "curvature": "empirical Fisher of B at B=0", "rank": rank, "scaling": scaling}
     return dataclasses.replace(scores, estimator="adapter", extra=extra)
+
+
+class _Sums(Feeding):
+    """Gradients of the summed loss."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.found: dict[str, torch.Tensor] = {}
+
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        """One gradient per matrix."""
+        return sum(b.numel for b in blocks) * self.dtype.itemsize
+
+    def take(self, site: Site) -> None:
+        """Add ``B' A`` over all tokens."""
+        a = site.a.to(self.dtype).reshape(-1, site.a.shape[-1])
+        for name in site.names:
+            g = site.b[name].to(self.dtype).reshape(-1, site.b[name].shape[-1]).T @ a
+            self.found[name] = self.found[name].add_(g) if name in self.found else g
 
 
 def accumulated_gradients(
@@ -132,22 +149,11 @@ def accumulated_gradients(
     common.check_inputs(data, batch_size)
     blocks = [m if isinstance(m, Block) else _as_block(model, m) for m in modules]
     dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
-    sums: dict[str, torch.Tensor] = {}
-
-    def add(site: Site) -> None:
-        a = site.a.to(dtype).reshape(-1, site.a.shape[-1])
-        for name in site.names:
-            g = site.b[name].to(dtype).reshape(-1, site.b[name].shape[-1]).T @ a
-            sums[name] = sums[name].add_(g) if name in sums else g
-
-    tick = common.Ticker(progress, data.samples)
-    with Collector(model, blocks, add) as collector:
-        _refuse_direct(collector.direct)
-        for batch, logits in common.walk(model, data, collector, batch_size, tick):
-            common.backward(collector, batch, logits, batch.targets)
-        collector.check_coverage()
+    _refuse_direct(model, blocks)
+    sums = _Sums(dtype)
+    feed(model, data, blocks, sums, batch_size=batch_size, tick=common.Ticker(progress, data.samples))
     n = token_count(model, data)
-    return {m.name: sums[m.name] / n for b in blocks for m in b.modules}
+    return {m.name: sums.found[m.name] / n for b in blocks for m in b.modules}
 
 
 def truncated(gradients: dict[str, torch.Tensor], rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -169,16 +175,20 @@ def _as_block(model: nn.Module, name: str) -> Block:
     if isinstance(owner, nn.Linear):
         shape = (owner.out_features, owner.in_features)  # which a quantised parameter does not have
     if len(shape) != 2:
-        _refuse_direct({name: parameter})
+        raise _not_linear(name)
     return Block(name=name, modules=(Module(name=name, d_out=shape[0], d_in=shape[1]),))
 
 
-def _refuse_direct(direct: dict[str, nn.Parameter]) -> None:
-    if direct:
-        raise CoverageError(
-            f"{next(iter(direct))} is not a Linear, so no adapter goes there.", "Linear and Conv1D matrices have adapters.",
-            "Exclude the fused experts.",
-        )  # fmt: skip
+def _refuse_direct(model: nn.Module, blocks: Sequence[Block]) -> None:
+    for name in tracked(model, blocks)[1]:
+        raise _not_linear(name)
+
+
+def _not_linear(name: str) -> CoverageError:
+    return CoverageError(
+        f"{name} is not a Linear, so no adapter goes there.", "Linear and Conv1D matrices have adapters.",
+        "Exclude the fused experts.",
+    )  # fmt: skip
 
 
 __all__ = ["accumulated_gradients", "score_adapter", "start_matrix", "truncated"]

@@ -30,7 +30,8 @@ from ..errors import InvalidInput, MissingDependency
 from ..records import Block
 from ..running.loss import Data, logits_of, summed_loss, token_count
 from .curvature.common import Progress, Ticker, check_damping, check_inputs
-from .curvature.gram import chunks, collect_rows, gram
+from .curvature.gram import chunks, collect_rows
+from .curvature.inner import inner
 from .curvature.krylov import lanczos
 from .curvature.products import BlockProducts
 
@@ -46,7 +47,7 @@ def _positive(tau: float) -> float:
 
 def _fisher_steps(rows: torch.Tensor, tokens: int, damping: Sequence[float], unit: str) -> Iterator[Step]:
     """``d = -S'(K/N + tau I)^-1 1/N``: the step lies in the span of the n per-sequence gradients."""
-    k = gram(rows) / tokens
+    k = inner(rows) / tokens
     mu, u = np.linalg.eigh(k)
     scale = {"max": mu[-1], "mean": mu.clip(0).sum() / rows.shape[1], "absolute": 1.0}[unit]
     for tau in (_positive(d * float(scale)) for d in damping):
@@ -226,7 +227,7 @@ def direct_check(
     tokens = token_count(model, data)
     for run in runs:
         own = [blocks[k] for k in run]
-        rows = None if krylov else collect_rows(model, data, own, batch_size=batch_size)[0].values
+        rows = None if krylov else collect_rows(model, data, own, batch_size=batch_size, walk="whole").values
         for i, block in enumerate(own):
             with BlockProducts(model, data, block, batch_size) as p:
                 if rows is None:

@@ -8,6 +8,7 @@ Sources: DataInf (Kwon et al. 2024), LayerIF (Askari et al. 2025); the paper's `
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -20,10 +21,12 @@ from torch import nn
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..records import Block
-from ..running.loss import IGNORE, Batch, batches, logits_of
-from ..running.sites import Collector
+from ..running.backward import feed
+from ..running.loss import IGNORE, Batch, batches
+from ..running.sites import tracked
 from .curvature.common import Progress, Ticker, check_inputs, record
-from .curvature.gram import Rows, chunks, gram
+from .curvature.gram import Sketch, real_type
+from .curvature.inner import InnerProducts
 from .datainf import AGGREGATIONS, Influence, aggregate, influence_table
 from .record import Scores
 
@@ -41,8 +44,9 @@ def _parity_batches(model: nn.Module, data: CalibrationSet, size: int) -> Iterat
         yield Batch(rows=rows, args=(), kwargs=kwargs, targets=targets[rows].to(device), keys=())
 
 
-def _mean_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _mean_losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """``sum_i l_i`` of the batch, each ``l_i`` the mean token loss of its own sequence."""
+    targets = batch.targets
     losses = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="none")
     counts = (targets != IGNORE).reshape(len(targets), -1).sum(1).clamp_min(1)
     return (losses.reshape(len(targets), -1).sum(1) / counts).sum()
@@ -62,35 +66,36 @@ def _attention_only(blocks: Sequence[Block]) -> list[Block]:
     return kept
 
 
-def _collect(
+def _products(
     model: nn.Module,
     sets: Sequence[CalibrationSet],
     modules: Sequence[Block],
     *,
     parity: bool,
     batch_size: int,
+    memory: int,
     sketch: tuple[int, int] | None,
     seed: int,
+    walk: str,
     tick: Ticker,
-) -> Rows:
-    """Run one pass over both sets, keeping the gradient of every sample for each weight tensor (one block each)."""
-    parameter = next(model.parameters())
-    dtype = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
-    rows = Rows(modules, sum(s.samples for s in sets), sketch, dtype, parameter.device, seed)
-    offset = 0
-    with Collector(model, modules, rows) as collector:
-        size = 1 if collector.single else batch_size
-        for data in sets:
-            for batch in (_parity_batches if parity else batches)(model, data, size):
-                rows.begin(offset + batch.rows.start)
-                loss = _mean_losses(logits_of(model, batch), batch.targets)
-                collector.backward(loss, size=batch.size, length=data.length)
-                for name, p in collector.direct.items():
-                    rows.direct(name, p.grad)
-                tick(batch.size)
-            offset += data.samples
-        collector.check_coverage()
-    return rows
+) -> np.ndarray:
+    """Inner products of the gradients of every sample of both sets, for each weight tensor (one block each)."""
+    dtype, device = real_type(model)
+    maps = None if sketch is None else Sketch(sketch, seed)
+    total, length = sum(s.samples for s in sets), max(s.length for s in sets)
+    consumer = InnerProducts(
+        modules, total, length, (_mean_losses,), dtype=dtype, device=device, max_bytes=memory, project=maps,
+        sides=None if maps is None else maps.sides,
+    )  # fmt: skip
+    runs, offset = [], 0
+    size = 1 if tracked(model, modules)[1] else batch_size
+    for data in sets:
+        for batch in (_parity_batches if parity else batches)(model, data, size):
+            rows = slice(offset + batch.rows.start, offset + batch.rows.stop)
+            runs.append(dataclasses.replace(batch, rows=rows))
+        offset += data.samples
+    feed(model, runs, modules, consumer, walk=walk, tick=tick)
+    return consumer.grams
 
 
 def influence(
@@ -105,6 +110,7 @@ def influence(
     memory: int = 4 << 30,
     sketch: tuple[int, int] | int | None = None,
     seed: int = 0,
+    walk: str = "auto",
     progress: Progress | None = None,
 ) -> dict[str, Influence]:
     """Influence tables of all blocks: sums of :func:`influence_table` over the weight tensors of each.
@@ -119,9 +125,10 @@ def influence(
             sample and batches of many give the same numbers in both.
         divisor: DataInf's 10 in ``lambda``.
         batch_size: Samples per pass.
-        memory: Bytes for per-sample gradients. Where they do not fit, blocks are served in groups, one pass each.
+        memory: Bytes for per-sample gradients. Where they do not fit, matrices are served in groups, one pass each.
         sketch: ``r`` or ``(r_out, r_in)``: Kronecker sketch of every gradient, for models whose gradients do not fit.
         seed: Of the sketch.
+        walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits.
         progress: Called with sequences done and in total.
 
     Returns:
@@ -138,32 +145,21 @@ def influence(
     check_inputs(train, batch_size)
     chosen = _attention_only(blocks) if mode == "parity" else list(blocks)
     pair = (sketch, sketch) if isinstance(sketch, int) else sketch
-    width = 8 if next(model.parameters()).dtype == torch.float64 else 4
     n, total = train.samples, train.samples + validation.samples
-    runs = [list(range(len(chosen)))] if pair else list(chunks(chosen, total, width, int(memory)))
-    tick = Ticker(progress, total * len(runs))
+    modules = [Block(name=m.name, modules=(m,)) for b in chosen for m in b.modules]
+    products = _products(
+        model, (train, validation), modules, parity=mode == "parity", batch_size=batch_size, memory=int(memory), sketch=pair,
+        seed=seed, walk=walk, tick=Ticker(progress, total),
+    )  # fmt: skip
+    by_name = dict(zip([m.name for m in modules], products, strict=True))
     found: dict[str, Influence] = {}
-    for run in runs:
-        modules = [Block(name=m.name, modules=(m,)) for k in run for m in chosen[k].modules]
-        rows = _collect(
-            model,
-            (train, validation),
-            modules,
-            parity=mode == "parity",
-            batch_size=batch_size,
-            sketch=pair,
-            seed=seed,
-            tick=tick,
-        )
-        values = dict(zip([m.name for m in modules], rows.values, strict=True))
-        for block in (chosen[k] for k in run):
-            table, damping = np.zeros((validation.samples, n)), {}
-            for module in block.modules:
-                own = values[module.name]
-                products = gram(own, own[:n])
-                part, damping[module.name] = influence_table(products[:n], products[n:], module.numel, divisor=divisor)
-                table += part
-            found[block.name] = Influence(table=table, damping=damping)
+    for block in chosen:
+        table, damping = np.zeros((validation.samples, n)), {}
+        for module in block.modules:
+            own = by_name[module.name]
+            part, damping[module.name] = influence_table(own[:n, :n], own[n:, :n], module.numel, divisor=divisor)
+            table += part
+        found[block.name] = Influence(table=table, damping=damping)
     return found
 
 
@@ -193,6 +189,7 @@ def score_layerif(
     sketch: tuple[int, int] | int | None = None,
     batch_size: int = 8,
     seed: int | None = None,
+    walk: str = "auto",
     progress: Progress | None = None,
 ) -> Scores:
     """Score blocks by their aggregated training-to-validation influence; orientation ``gain``.
@@ -209,6 +206,7 @@ def score_layerif(
         sketch: Kronecker sketch, see :func:`influence`.
         batch_size: Samples per pass; the result does not depend on it.
         seed: Of the sketch, 0 by default.
+        walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits.
         progress: Called with sequences done and in total.
 
     Returns:
@@ -231,7 +229,7 @@ def score_layerif(
     train, held_out = _split(data, validation)
     found = influence(
         model, train, held_out, blocks, mode=mode, divisor=divisor, batch_size=batch_size,
-        memory=memory or (4 << 30), sketch=sketch, seed=seed or 0, progress=progress,
+        memory=memory or (4 << 30), sketch=sketch, seed=seed or 0, walk=walk, progress=progress,
     )  # fmt: skip
     gain = {way: tuple(aggregate(found[b.name].table, way) for b in blocks) for way in AGGREGATIONS}
     m = held_out.samples

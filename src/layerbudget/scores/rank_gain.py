@@ -14,7 +14,7 @@ the linearised loss loses per unit of norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,10 +22,13 @@ from torch import nn
 
 from ..errors import CoverageError, InvalidInput
 from ..records import Block
-from ..running.loss import Data, token_count
-from ..running.sites import Collector, Site
+from ..running.backward import Feeding, Loss, SampledLoss, feed
+from ..running.loss import Batch, Data, batches, token_count
+from ..running.sites import Site, tracked
 from .curvature import common
-from .curvature.kronecker import Kronecker, build
+from .curvature.gram import real_type
+from .curvature.kronecker import Sums, Tokens, collect, factors_of
+from .curvature.whitened import Spectrum, of_halves, whitened
 from .record import Scores
 
 CURVATURES = ("none", "kfac")
@@ -42,23 +45,25 @@ def score_rank_gain(
     progress: common.Progress | None = None,
     largest: int = 64,
     curvature: str = "kfac",
+    walk: str = "auto",
 ) -> Scores:
     """Squared singular values of every gradient, plain or whitened by K-FAC; partition by ``linear`` for ranks per matrix.
 
     The noise floor comes from two halves of the data, whose shares in ``G = G_1 + G_2`` have nearly the same expectation:
-    ``|G_1 - G_2|^2``, in the whitened space (K-FAC needs two batches for it).
+    ``|G_1 - G_2|^2``, in the whitened space.
 
     Args:
         model: The model.
         data: The calibration set, two sequences or more.
         blocks: K blocks. A block of several matrices gives every one of them the same rank; increments add up.
-        damping: With ``kfac`` only: a and s in units of the median over matrices of the factors' mean eigenvalues, 1 by
-            default.
+        damping: With ``kfac`` only: a and s in units of :func:`damping_scale`, the median over matrices of the factors' mean
+            eigenvalues, 1 by default.
         batch_size: Sequences per pass.
         seed: Of the sampled labels of K-FAC; 0 by default.
         progress: Called with sequences done and in total.
         largest: How many ranks per matrix are kept.
         curvature: ``kfac`` or ``none``.
+        walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits. By layers, one layer's factors exist at a time.
 
     Returns:
         ``gain`` sums all ranks; ``extra['increments']`` has, per damping and block, the gain of the first, second, ... rank;
@@ -83,93 +88,154 @@ def score_rank_gain(
         )
     seed = seed or 0
     values = (0.0,) if curvature == "none" else common.check_damping(damping, "absolute") or (1.0,)
-    tick, kronecker = common.Ticker(progress, data.samples), None
+    work = _Spectra(blocks, values, largest)
+    tick = common.Ticker(progress, data.samples)
     if curvature == "none":
-        halves = _halves(model, data, blocks, batch_size, tick)
+        halves = _Halves(model, data, work)
+        halves.refuse_direct(model, blocks)
+        feed(model, data, blocks, halves, batch_size=batch_size, walk=walk, tick=tick)
+        scale = None
     else:
-        kronecker = build(model, data, blocks, batch_size=batch_size, seed=seed, groups=2, tick=tick)
-        halves = {name: value / kronecker.tokens for name, value in kronecker.gradients.items()}
-    gain, floor = np.zeros((len(values), len(blocks))), np.zeros((len(values), len(blocks)))
-    increments: list[list[list[float]]] = [[] for _ in values]
-    noise: list[list[list[float] | None]] = [[] for _ in values]
-    for d, value in enumerate(values):
-        whiten = _whitening(kronecker, value)
-        for k, block in enumerate(blocks):
-            size = min(largest, *(min(m.d_in, m.d_out) for m in block.modules))
-            total, lower = torch.zeros(2, size, dtype=torch.float64)
-            for m in block.modules:
-                parts = [whiten(m.name, half.double()) for half in halves[m.name]]
-                whole = torch.stack(parts).sum(0)
-                gain[d, k] += float(whole.square().sum())
-                total += _squared(whole)[:size].cpu()
-                if len(parts) == 2:
-                    floor[d, k] += float((parts[0] - parts[1]).square().sum())
-                    lower += _squared(parts[0] - parts[1])[:size].cpu()
-                else:
-                    floor[d, k] = np.nan
-            increments[d].append(total.tolist())
-            noise[d].append(None if np.isnan(floor[d, k]) else lower.tolist())
+        scale = damping_scale(model, data, blocks, batch_size=batch_size, seed=seed, walk=walk)
+        factors = factors_of(
+            model, data, blocks, lambda name, found: work.add(name, found, scale), seed=seed, groups=2, interleaved=True
+        )
+        collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
     extra = {
         "curvature": "none" if curvature == "none" else "K-FAC, sampled labels",
         "tokens": token_count(model, data),
-        "increments": increments,
-        "increments_floor": noise,
-        "excess": (gain - floor).tolist(),
+        "increments": work.increments(0),
+        "increments_floor": work.increments(1),
+        "excess": (work.gain[0] - work.gain[1]).tolist(),
+        **({} if scale is None else {"damping_scale": {"inputs": scale[0], "outputs": scale[1]}}),
     }
     return common.record(
-        model, data, blocks, "rank-gain", gain=gain.tolist(), noise_floor=floor.tolist(), damping=values, seed=seed,
-        extra=extra, damping_unit="none" if curvature == "none" else "median",
+        model, data, blocks, "rank-gain", gain=work.gain[0].tolist(), noise_floor=work.gain[1].tolist(), damping=values,
+        seed=seed, extra=extra, damping_unit="none" if curvature == "none" else "median",
         unit="(nats per parameter)^2" if curvature == "none" else "nats of average loss",
     )  # fmt: skip
 
 
-def _halves(
-    model: nn.Module, data: Data, blocks: Sequence[Block], batch_size: int, tick: common.Ticker
-) -> dict[str, torch.Tensor]:
-    """Shares of the even and the odd sequences in the mean gradient, ``(2, d_out, d_in)`` by matrix; they add up to it."""
-    dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
-    sums: dict[str, torch.Tensor] = {}
-    first = 0
+class _Spectra:
+    """Sums and largest squared singular values by damping and block, matrix by matrix."""
 
-    def add(site: Site) -> None:
-        for name in site.names:
-            for half in (0, 1):
-                rows = slice((first + half) % 2, None, 2)
-                b, a = (x[rows].to(dtype).flatten(0, 1) for x in (site.b[name], site.a))
-                if name not in sums:
-                    sums[name] = torch.zeros(2, b.shape[1], a.shape[1], dtype=dtype, device=b.device)
-                sums[name][half] += b.T @ a
+    def __init__(self, blocks: Sequence[Block], values: Sequence[float], largest: int) -> None:
+        self.values, self.place = values, {m.name: k for k, b in enumerate(blocks) for m in b.modules}
+        self.gain = np.zeros((2, len(values), len(blocks)))
+        self.size = [min(largest, *(min(m.d_in, m.d_out) for m in b.modules)) for b in blocks]
+        self.ranks = [[[np.zeros(n) for n in self.size] for _ in values] for _ in range(2)]
 
-    with Collector(model, blocks, add) as collector:
-        if collector.direct:
+    def put(self, name: str, row: int, found: Sequence[Spectrum]) -> None:
+        """Add one matrix at one damping: the whole gradient's, then the noise's."""
+        k = self.place[name]
+        for side, (total, largest) in enumerate(found):
+            self.gain[side, row, k] += total
+            self.ranks[side][row][k] += largest[: self.size[k]].cpu().numpy()
+
+    def add(self, name: str, found: Sums | Tokens, scale: tuple[float, float]) -> None:
+        """Whiten one matrix at every damping."""
+        for row, value in enumerate(self.values):
+            self.put(name, row, whitened(found, value * scale[0], value * scale[1], self.size[self.place[name]]))
+
+    def increments(self, side: int) -> list[list[list[float]]]:
+        """Gain of every further rank by damping and block."""
+        return [[rank.tolist() for rank in row] for row in self.ranks[side]]
+
+
+class _Halves(Feeding):
+    """Shares of the even and the odd sequences in the mean gradient of every matrix."""
+
+    def __init__(self, model: nn.Module, data: Data, work: _Spectra) -> None:
+        self.dtype = real_type(model)[0]
+        self.tokens, self.work = token_count(model, data), work
+        self.sums: dict[str, torch.Tensor] = {}
+        self.first = 0
+
+    @staticmethod
+    def refuse_direct(model: nn.Module, blocks: Sequence[Block]) -> None:
+        """Refuse fused experts before anything runs."""
+        for name in tracked(model, blocks)[1]:
             raise CoverageError(
-                f"{next(iter(collector.direct))} is not a Linear, so no adapter goes there.",
+                f"{name} is not a Linear, so no adapter goes there.",
                 "Linear and Conv1D matrices have adapters.",
                 "Exclude the fused experts.",
             )
-        for batch, logits in common.walk(model, data, collector, batch_size, tick):
-            first = batch.rows.start
-            common.backward(collector, batch, logits, batch.targets)
-        collector.check_coverage()
-    n = token_count(model, data)
-    return {name: value / n for name, value in sums.items()}
+
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        """Two gradients per matrix."""
+        return 2 * sum(b.numel for b in blocks) * self.dtype.itemsize
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        """Remember where the batch begins."""
+        self.first = batch.rows.start
+
+    def take(self, site: Site) -> None:
+        """Add the sequences of each half."""
+        for name in site.names:
+            for half in (0, 1):
+                rows = slice((self.first + half) % 2, None, 2)
+                b, a = (x[rows].to(self.dtype).flatten(0, 1) for x in (site.b[name], site.a))
+                if name not in self.sums:
+                    self.sums[name] = torch.zeros(2, b.shape[1], a.shape[1], dtype=self.dtype, device=b.device)
+                self.sums[name][half] += b.T @ a
+
+    def close(self, names: Sequence[str]) -> bool:
+        """Singular values, matrix by matrix."""
+        for name in [n for n in names if n in self.sums]:
+            even, odd = self.sums.pop(name).double() / self.tokens
+            self.work.put(name, 0, of_halves([even, odd], self.work.size[self.work.place[name]]))
+        return False
 
 
-def _whitening(kronecker: Kronecker | None, damping: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """``(name, matrix) -> (S + s I)^-1/2 matrix (A + a I)^-1/2`` in the factors' eigenbases, which change no singular value."""
-    if kronecker is None:
-        return lambda name, matrix: matrix
-    a = damping * float(np.median([float(v[0].mean()) for v in kronecker.a.values()]))
-    s = damping * float(np.median([float(v[0].mean()) for v in kronecker.g.values()]))
+class _Traces(Feeding):
+    """Traces of every matrix's factors."""
 
-    def whiten(name: str, matrix: torch.Tensor) -> torch.Tensor:
-        left, right = (kronecker.g[name][0].clamp_min(0) + s), (kronecker.a[name][0].clamp_min(0) + a)
-        return kronecker.rotated(name, matrix) / torch.outer(left.sqrt(), right.sqrt())
+    losses: Sequence[Loss]
 
-    return whiten
+    def __init__(self, seed: int) -> None:
+        self.losses = (SampledLoss(seed + 1),)
+        self.a: dict[str, float] = {}
+        self.g: dict[str, float] = {}
+        self.positions: dict[str, float] = {}
+        self.mask: torch.Tensor | None = None
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        """Remember which tokens are real."""
+        self.mask = batch.kwargs.get("attention_mask")
+
+    def take(self, site: Site) -> None:
+        """Add the squares of a site."""
+        a = site.a
+        count = float(a.shape[0] * a.shape[1])
+        if self.mask is not None and self.mask.shape == a.shape[:2]:
+            a, count = a * self.mask[..., None], float(self.mask.sum())
+        square = float(torch.linalg.vector_norm(a.float() if a.dtype != torch.float64 else a).double().square())
+        for name in site.names:
+            b = site.b[name]
+            norm = torch.linalg.vector_norm(b.float() if b.dtype != torch.float64 else b).double()
+            self.a[name] = self.a.get(name, 0.0) + square
+            self.g[name] = self.g.get(name, 0.0) + float(norm.square())
+            self.positions[name] = self.positions.get(name, 0.0) + count
 
 
-def _squared(matrix: torch.Tensor) -> torch.Tensor:
-    """Squared singular values, descending: eigenvalues of the smaller Gram matrix, which costs a fraction of an SVD."""
-    gram = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
-    return torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
+def damping_scale(
+    model: nn.Module, data: Data, blocks: Sequence[Block], *, batch_size: int = 8, seed: int = 0, walk: str = "auto"
+) -> tuple[float, float]:
+    """Unit of the dampings: medians over matrices of the mean eigenvalues of A and of G, from a few of the sequences.
+
+    A walk settles one layer before it has seen the next, so the unit, which needs all of them, is found first, on a quarter of
+    the sequences and eight at most, chosen by their content so that their order does not matter: a unit, not an estimate.
+
+    Returns:
+        ``(a, s)``.
+    """
+    count = max(1, min(8, data.samples // 4))
+    keys = [key for batch in batches(model, data, batch_size) for key in batch.keys]
+    few = data.select(sorted(sorted(range(data.samples), key=keys.__getitem__)[:count]))
+    traces = _Traces(seed)
+    feed(model, few, blocks, traces, batch_size=batch_size, walk=walk)
+    tokens = float(token_count(model, few))
+    widths = {m.name: m for b in blocks for m in b.modules}
+    a = [traces.a[n] / traces.positions[n] / widths[n].d_in for n in traces.a]
+    g = [traces.g[n] / tokens / widths[n].d_out for n in traces.g]
+    return float(np.median(a)), float(np.median(g))

@@ -26,6 +26,7 @@ from ..provenance import computation, versions
 from ..records import Block, digest, dumps, read_json, write_text
 from ..running.loss import Data, FeatureSet
 from .curvature import common, gram
+from .curvature.inner import inner
 from .record import Scores
 
 
@@ -135,7 +136,7 @@ class Stage:
             a = self._pick(first, block, places[first])
             for second in names[s:]:
                 b = a if second == first else self._pick(second, block, places[second])
-                tile = gram.gram(a, b)
+                tile = inner(a, b)
                 rows, columns = [i for i, _ in places[first]], [i for i, _ in places[second]]
                 out[np.ix_(rows, columns)] = tile
                 out[np.ix_(columns, rows)] = tile.T
@@ -154,6 +155,7 @@ def gram_matrices(
     batch_size: int,
     sketch: tuple[int, int] | None,
     seed: int,
+    walk: str = "auto",
     progress: common.Progress | None = None,
 ) -> tuple[np.ndarray, int]:
     """Gram matrices of every block from a stage; sequences that it lacks are computed and stored first.
@@ -174,8 +176,8 @@ def gram_matrices(
     tick = common.Ticker(progress, len(missing))
     for start in range(0, len(missing), batch_size):
         part = missing[start : start + batch_size]
-        rows, _, _ = gram.collect_rows(
-            model, data.select(part), blocks, batch_size=batch_size, sketch=sketch, seed=seed, tick=tick
+        rows = gram.collect_rows(
+            model, data.select(part), blocks, batch_size=batch_size, sketch=sketch, seed=seed, walk=walk, tick=tick
         )
         stage.add([keys[i] for i in part], [v.cpu().numpy() for v in rows.values])
     have = stage.index()

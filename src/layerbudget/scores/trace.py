@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
 from ..records import Block
-from ..running.loss import IGNORE, Data
-from ..running.sites import Collector, Site
+from ..running.backward import Feeding, feed
+from ..running.loss import Batch, Data
+from ..running.sites import Site
 from .ablation import over_sequences
-from .curvature.common import Progress, Ticker, backward, check_inputs, walk
+from .curvature.common import Progress, Ticker, check_inputs
+from .curvature.gram import token_counts
 from .record import Scores
 
 
@@ -27,12 +30,35 @@ def square_norms(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (b.mT @ a).double().square().sum((1, 2))
 
 
+class _Norms(Feeding):
+    """Squared norms of the gradients, ``(K, n)``."""
+
+    def __init__(self, blocks: Sequence[Block], samples: int) -> None:
+        self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
+        self.table = np.zeros((len(blocks), samples))
+        self.rows = slice(0, 0)
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        """Remember whose gradients come."""
+        self.rows = batch.rows
+
+    def take(self, site: Site) -> None:
+        """Add the norms of a site's matrices."""
+        for name, b in site.b.items():
+            self.table[self.place[name], self.rows] += square_norms(site.a, b).cpu().numpy()
+
+    def direct(self, name: str, gradient: torch.Tensor) -> None:
+        """Add the norm of a gradient read from autograd."""
+        self.table[self.place[name], self.rows] += float(gradient.double().square().sum())
+
+
 def fisher_trace(
     model: nn.Module,
     data: Data,
     blocks: Sequence[Block],
     *,
     batch_size: int = 8,
+    walk: str = "auto",
     progress: Progress | None = None,
 ) -> Scores:
     """``tr F_k = (1/N) sum_i |s_i|^2``, ``s_i`` the gradient of the summed loss of sequence i in block k, N tokens.
@@ -45,30 +71,15 @@ def fisher_trace(
         data: Calibration set.
         blocks: Blocks to score.
         batch_size: Sequences per pass; the result does not depend on it.
+        walk: ``whole`` graph, by ``layers``, or ``auto``.
         progress: Called with sequences done and in total.
 
     Raises:
         CoverageError: A matrix of a block was never seen.
         UnknownStructure: The model has no head.
     """
-    place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
-    table = torch.zeros(len(blocks), data.samples, dtype=torch.float64)
-    counts = torch.zeros(data.samples, dtype=torch.float64)
-    rows = slice(0, 0)
-
-    def consume(site: Site) -> None:
-        for name, b in site.b.items():
-            table[place[name], rows] += square_norms(site.a, b).cpu()
-
     check_inputs(data, batch_size)
-    with Collector(model, blocks, consume) as collector:
-        for batch, logits in walk(model, data, collector, batch_size, Ticker(progress, data.samples)):
-            rows = batch.rows
-            backward(collector, batch, logits, batch.targets)
-            for name, parameter in collector.direct.items():
-                if parameter.grad is not None:
-                    table[place[name], rows] += parameter.grad.double().square().sum().cpu()
-            counts[rows] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().double()
-        collector.check_coverage()
-    unit = "nats^2 per parameter^2"
-    return over_sequences(model, data, blocks, "fisher-trace", table.numpy(), counts.numpy(), unit=unit)
+    norms = _Norms(blocks, data.samples)
+    feed(model, data, blocks, norms, batch_size=batch_size, walk=walk, tick=Ticker(progress, data.samples))
+    counts, unit = token_counts(model, data), "nats^2 per parameter^2"
+    return over_sequences(model, data, blocks, "fisher-trace", norms.table, counts, unit=unit)

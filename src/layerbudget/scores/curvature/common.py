@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from ... import blocks as model_blocks
-from ...errors import CurvatureFailure, InvalidInput
+from ...errors import InvalidInput
 from ...provenance import computation, versions
 from ...records import Block
-from ...running.loss import Batch, Data, batches, logits_of, summed_loss
-from ...running.sites import Collector
+from ...running.loss import Data
 from ..record import Scores
 
 SWEEPS = {
@@ -89,38 +87,6 @@ def record(model: nn.Module, data: Data, blocks: Sequence[Block], estimator: str
         versions=versions(),
         **fields,
     )
-
-
-def walk(
-    model: nn.Module, data: Data, collector: Collector, batch_size: int, progress: Callable[[int], None] | None = None
-) -> Iterator[tuple[Batch, torch.Tensor]]:
-    """Forward every batch inside an entered collector and yield it with its logits.
-
-    The caller takes whatever backward passes it needs through ``collector.backward``.
-    """
-    size = 1 if collector.single else batch_size
-    for batch in batches(model, data, size):
-        yield batch, logits_of(model, batch)
-        if progress is not None:
-            progress(batch.size)
-
-
-def backward(collector: Collector, batch: Batch, logits: torch.Tensor, targets: torch.Tensor, *, retain: bool = False) -> float:
-    """Run the backward pass of the summed loss of a batch; return the loss.
-
-    Raises:
-        CurvatureFailure: The loss is not finite.
-    """
-    loss = summed_loss(logits, targets)
-    if not bool(torch.isfinite(loss)):
-        raise CurvatureFailure(
-            f"The loss of sequences {batch.rows.start} to {batch.rows.stop - 1} is {float(loss.detach())}.",
-            "It must be finite.",
-            "Load the model in float32 or bfloat16, and look at those sequences.",
-        )
-    length = int(targets.shape[1]) if targets.ndim == 2 else int(next(iter(batch.kwargs.values()), targets[:, None]).shape[1])
-    collector.backward(loss, size=batch.size, length=length, retain=retain)
-    return float(loss.detach())
 
 
 def check_arguments(damping: float | Sequence[float] | None, unit: str, data: Data, batch_size: int) -> None:

@@ -9,57 +9,108 @@ import torch
 from torch import nn
 
 from ...records import Block
-from ...running.loss import Data
-from ...running.sites import Collector, Site
+from ...running.backward import Feeding, feed
+from ...running.loss import Batch, Data
+from ...running.sites import Site
 from ..record import Scores
 from . import common
-from .gram import token_counts
+from .gram import real_type, token_counts
 
 _PIECE = 1 << 15  # entries: what a sweep reads again and again fits into the second-level cache
 
 
-class _Sums:
-    """Sums of gradients and of their squares by weight matrix, in a few groups of sequences."""
+class _Diagonal(Feeding):
+    """Sums of gradients and of their squares by weight matrix, in a few groups of sequences; swept block by block.
 
-    def __init__(self, dtype: torch.dtype, groups: int, samples: int) -> None:
-        self.dtype, self.groups, self.samples = dtype, groups, samples
+    A block is swept, and its sums are forgotten, when its last matrix is whole; dampings that refer to all blocks wait.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], dtype: torch.dtype, groups: int, counts: np.ndarray,
+        damping: float | Sequence[float] | None, unit: str,
+    ) -> None:  # fmt: skip
+        self.blocks, self.dtype, self.groups, self.samples = blocks, dtype, groups, len(counts)
+        self.damping, self.unit, self.total = damping, unit, float(counts.sum())
+        owner = np.arange(self.samples) * groups // self.samples
+        self.tokens = np.array([counts[owner == g].sum() for g in range(groups)])
+        self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
+        self.waiting = [len(b.modules) for b in blocks]
         self.first: dict[str, torch.Tensor] = {}
         self.second: dict[str, torch.Tensor] = {}
-        self.start = 0
-        self.open: dict[str, int] = {}
+        self.largest, self.mean = np.zeros(len(blocks)), np.zeros(len(blocks))
+        self.swept: dict[int, np.ndarray] = {}
+        self.local = unit in ("max", "mean") or (unit == "absolute" and damping is not None)
         self._batch: dict[str, torch.Tensor] = {}
+        self._start = 0
 
-    def __call__(self, site: Site) -> None:
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        """Two sums per group."""
+        return 2 * self.groups * sum(b.numel for b in blocks) * self.dtype.itemsize
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        """Remember whose gradients come."""
+        self._start = batch.rows.start
+
+    def take(self, site: Site) -> None:
+        """Keep the gradients of the batch until all calls of a matrix have come."""
         a = site.a.to(self.dtype)
         for name in site.names:
-            b = site.b[name].to(self.dtype)
-            rows = torch.bmm(b.transpose(1, 2), a)
+            rows = torch.bmm(site.b[name].to(self.dtype).transpose(1, 2), a)
             rows = self._batch.pop(name) + rows if name in self._batch else rows
-            if self.open.get(name, 0) > 0:
+            if site.open.get(name, 0) > 0:
                 self._batch[name] = rows
             else:
                 self._add(name, rows)
 
-    def direct(self, name: str, grad: torch.Tensor | None) -> None:
+    def direct(self, name: str, gradient: torch.Tensor) -> None:
         """Take the gradient of a directly read parameter (one sequence per batch)."""
-        if grad is not None:
-            self._batch[name] = grad[None].to(self.dtype)
+        self._add(name, gradient[None].to(self.dtype))
 
-    def finish(self, size: int) -> None:
-        """Add what is left of the batch and move on."""
+    def finish(self, batch: Batch, loss: int) -> None:
+        """Add what is left of the batch."""
         for name, rows in self._batch.items():
             self._add(name, rows)
         self._batch.clear()
-        self.start += size
 
     def _add(self, name: str, rows: torch.Tensor) -> None:
         if name not in self.first:
             self.first[name] = rows.new_zeros(self.groups, *rows.shape[1:])
             self.second[name] = torch.zeros_like(self.first[name])
         for i, row in enumerate(rows):  # while they are in the cache
-            g = (self.start + i) * self.groups // self.samples
+            g = (self._start + i) * self.groups // self.samples
             self.first[name][g] += row
             self.second[name][g].addcmul_(row, row)
+
+    def close(self, names: Sequence[str]) -> bool:
+        """Sweep the blocks that are whole."""
+        for name in names:
+            if name not in self.place:
+                continue
+            k = self.place[name]
+            if name in self.second:
+                d = self.second[name].sum(0)
+                self.largest[k] = max(self.largest[k], float(d.max()) / self.total)
+                self.mean[k] += float(d.sum(dtype=torch.float64)) / self.total / self.blocks[k].numel
+            self.waiting[k] -= 1
+            if self.local and not self.waiting[k]:
+                own = slice(k, k + 1)
+                tau = common.resolve_damping(self.damping, self.unit, self.largest[own], self.mean[own])[1]
+                self._sweep(k, tau[:, 0])
+        return False
+
+    def _sweep(self, k: int, tau: np.ndarray) -> None:
+        found = np.zeros((2 + self.groups, len(tau)))
+        for name in [m.name for m in self.blocks[k].modules if m.name in self.first]:
+            found += _sweep(self.first.pop(name).flatten(1), self.second.pop(name).flatten(1), self.tokens, tau)
+        self.swept[k] = found
+
+    def settled(self) -> tuple[tuple[float, ...], np.ndarray]:
+        """Dampings, recorded and absolute; sweeps what waited for them."""
+        values, tau = common.resolve_damping(self.damping, self.unit, self.largest, self.mean)
+        for k in range(len(self.blocks)):
+            if k not in self.swept:
+                self._sweep(k, tau[:, k])
+        return values, tau
 
 
 def score_diagonal(
@@ -72,11 +123,13 @@ def score_diagonal(
     batch_size: int = 8,
     progress: common.Progress | None = None,
     groups: int = 4,
+    walk: str = "auto",
 ) -> Scores:
     """Gain under the diagonal empirical Fisher, ``sum_p g_p^2 / (D_p + tau)``.
 
     The noise floor is exact, ``(1/N) sum_p D_p/(D_p + tau)`` (random signs of the sequences' gradients), the standard error a
-    jackknife over ``groups`` groups of sequences. Memory: ``2 * groups`` times the blocks' parameters.
+    jackknife over ``groups`` groups of sequences. Memory: ``2 * groups`` times the blocks' parameters in the ``whole`` graph,
+    one layer's by ``layers`` (``walk``; ``auto`` takes the whole graph where it fits).
 
     Raises:
         CoverageError: A weight matrix was never seen.
@@ -85,19 +138,29 @@ def score_diagonal(
     common.check_damping(damping, damping_unit)
     common.check_inputs(data, batch_size)
     groups = max(1, min(groups, data.samples))
+    dtype, _ = real_type(model)
+    sums = _Diagonal(blocks, dtype, groups, token_counts(model, data), damping, damping_unit)
     tick = common.Ticker(progress, data.samples)
-    dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
-    sums = _Sums(dtype, groups, data.samples)
-    total = 0.0
-    with Collector(model, blocks, sums) as collector:
-        sums.open = collector.open
-        for batch, logits in common.walk(model, data, collector, batch_size, tick):
-            total += common.backward(collector, batch, logits, batch.targets)
-            for name, p in collector.direct.items():
-                sums.direct(name, p.grad)
-            sums.finish(batch.size)
-        collector.check_coverage()
-    return _record(model, data, blocks, sums, token_counts(model, data), damping, damping_unit, total)
+    total = feed(model, data, blocks, sums, batch_size=batch_size, walk=walk, tick=tick).loss
+    values, tau = sums.settled()
+    gain, floor, error = (np.zeros_like(tau) for _ in range(3))
+    for k in range(len(blocks)):
+        found = sums.swept[k]
+        gain[:, k], floor[:, k] = found[0], found[1] / sums.total
+        error[:, k] = np.sqrt((groups - 1) * np.var(found[2:], axis=0)) if groups > 1 else np.nan
+    extra = {
+        "curvature": "diagonal empirical Fisher",
+        "tokens": int(sums.total),
+        "mean_loss": total / sums.total,
+        "absolute_damping": tau.tolist(),
+        "largest_eigenvalue": sums.largest.tolist(),
+        "mean_eigenvalue": sums.mean.tolist(),
+        "excess": (gain - floor).tolist(),
+    }
+    return common.record(
+        model, data, blocks, "fisher-diagonal", gain=gain.tolist(), damping=values, damping_unit=damping_unit,
+        standard_error=error.tolist(), noise_floor=floor.tolist(), extra=extra,
+    )  # fmt: skip
 
 
 def _sweep(first: torch.Tensor, second: torch.Tensor, tokens: np.ndarray, tau: np.ndarray) -> np.ndarray:
@@ -128,45 +191,3 @@ def _sweep(first: torch.Tensor, second: torch.Tensor, tokens: np.ndarray, tau: n
                 if row == 0:
                     out[1, i] += float(torch.dot(d, inverse))
     return out
-
-
-def _record(
-    model: nn.Module,
-    data: Data,
-    blocks: Sequence[Block],
-    sums: _Sums,
-    counts: np.ndarray,
-    damping: float | Sequence[float] | None,
-    damping_unit: str,
-    total: float,
-) -> Scores:
-    n = float(counts.sum())
-    owner = np.arange(data.samples) * sums.groups // data.samples
-    group_tokens = np.array([counts[owner == g].sum() for g in range(sums.groups)])
-    matrices = [[m.name for m in b.modules if m.name in sums.first] for b in blocks]
-    totals = [[sums.second[name].sum(0) for name in names] for names in matrices]
-    largest = np.array([max((float(d.max()) for d in each), default=0.0) for each in totals]) / n
-    mean = np.array([sum(float(d.sum(dtype=torch.float64)) for d in each) for each in totals]) / n
-    mean /= np.array([b.numel for b in blocks])
-    del totals
-    values, tau = common.resolve_damping(damping, damping_unit, largest, mean)
-    gain, floor, error = (np.zeros_like(tau) for _ in range(3))
-    for k, names in enumerate(matrices):
-        found = np.zeros((2 + sums.groups, len(tau)))
-        for x in names:
-            found += _sweep(sums.first[x].flatten(1), sums.second[x].flatten(1), group_tokens, tau[:, k])
-        gain[:, k], floor[:, k] = found[0], found[1] / n
-        error[:, k] = np.sqrt((sums.groups - 1) * np.var(found[2:], axis=0)) if sums.groups > 1 else np.nan
-    extra = {
-        "curvature": "diagonal empirical Fisher",
-        "tokens": int(n),
-        "mean_loss": total / n,
-        "absolute_damping": tau.tolist(),
-        "largest_eigenvalue": largest.tolist(),
-        "mean_eigenvalue": mean.tolist(),
-        "excess": (gain - floor).tolist(),
-    }
-    return common.record(
-        model, data, blocks, "fisher-diagonal", gain=gain.tolist(), damping=values, damping_unit=damping_unit,
-        standard_error=error.tolist(), noise_floor=floor.tolist(), extra=extra,
-    )  # fmt: skip

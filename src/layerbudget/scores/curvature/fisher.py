@@ -14,16 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import nn
 
 from ...errors import InvalidInput
 from ...records import Block
+from ...running.backward import SampledLoss, data_loss, feed
 from ...running.loss import Data, token_count
 from .. import noise
 from ..record import Scores
 from . import common
-from .gram import chunks, collect_rows, gram, gram_matrices, token_counts
+from .gram import gram_matrices, real_type, token_counts
+from .inner import InnerProducts
 
 
 def score_gram(
@@ -39,6 +40,7 @@ def score_gram(
     sketch: tuple[int, int] | int | None = None,
     replicates: int = 50,
     max_bytes: int | None = None,
+    walk: str = "auto",
     stage: Path | str | None = None,
 ) -> Scores:
     """Gain under the empirical Fisher, ``zeta^2 = g'(S'S/N + tau I)^-1 g``, with floor, errors and verdict.
@@ -55,6 +57,7 @@ def score_gram(
         sketch: ``r`` or ``(r_out, r_in)``: Kronecker sketch, for models whose gradients do not fit.
         replicates: Bootstrap replicates.
         max_bytes: Memory for the gradients of one pass, 2 GiB by default; a sketch or a stage bounds it by itself.
+        walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits (:mod:`layerbudget.running.backward`).
         stage: Folder that keeps the rows of every sequence; only sequences that it lacks are computed.
 
     Returns:
@@ -77,7 +80,7 @@ def score_gram(
             "Leave it out.",
         )  # fmt: skip
     if stage is None:
-        grams, total = gram_matrices(
+        grams, fed = gram_matrices(
             model,
             data,
             blocks,
@@ -85,14 +88,16 @@ def score_gram(
             sketch=pair,
             seed=seed,
             max_bytes=max_bytes or (2 << 30),
+            walk=walk,
             progress=progress,
         )
+        total: float | None = fed.loss
     else:
         from .. import stages
 
         place = stages.Stage(stage, stages.identity(model, blocks, pair, seed))
         grams, _ = stages.gram_matrices(
-            place, model, data, blocks, batch_size=batch_size, sketch=pair, seed=seed, progress=progress
+            place, model, data, blocks, batch_size=batch_size, sketch=pair, seed=seed, walk=walk, progress=progress
         )
         total = None
     return from_grams(
@@ -151,6 +156,7 @@ def score_monte_carlo(
     progress: common.Progress | None = None,
     draws: int = 1,
     max_bytes: int = 2 << 30,
+    walk: str = "auto",
 ) -> Scores:
     """Gain under the Fisher with labels drawn from the model, R draws per token.
 
@@ -165,18 +171,15 @@ def score_monte_carlo(
     if draws < 1:
         raise InvalidInput(f"draws is {draws}.", "At least one draw per token is needed.", "Use draws=1.")
     tokens = float(token_count(model, data))
-    width = (8 if next(model.parameters()).dtype == torch.float64 else 4) * (1 + draws)
-    runs = list(chunks(blocks, data.samples, width, max_bytes))
-    tick = common.Ticker(progress, len(runs) * data.samples)
-    joint: dict[int, tuple[float, np.ndarray, np.ndarray]] = {}
-    for run in runs:
-        true, drawn, _ = collect_rows(
-            model, data, [blocks[k] for k in run], batch_size=batch_size, seed=seed, draws=draws, tick=tick
-        )
-        for j, k in enumerate(run):
-            g = true.values[j].sum(0, dtype=torch.float64)[None].to(true.dtype) / tokens
-            sampled = torch.cat([d.values[j] for d in drawn])
-            joint[k] = (float(gram(g)[0, 0]), gram(sampled, g)[:, 0], gram(sampled))
+    dtype, device = real_type(model)
+    products = InnerProducts(
+        blocks, data.samples, data.length, (data_loss, *(SampledLoss(seed + r) for r in range(1, draws + 1))), dtype=dtype,
+        device=device, max_bytes=max_bytes,
+    )  # fmt: skip
+    tick = common.Ticker(progress, data.samples)
+    feed(model, data, blocks, products, batch_size=batch_size, walk=walk, tick=tick)
+    n = data.samples
+    joint = [(float(k[:n, :n].sum()) / tokens**2, k[n:, :n].sum(1) / tokens, k[n:, n:]) for k in products.grams]
     scale = tokens * draws
     eigen = [np.linalg.eigh(joint[k][2] / scale) for k in range(len(blocks))]
     largest = np.array([max(float(mu[-1]), 0.0) for mu, _ in eigen])

@@ -1,8 +1,9 @@
 """Per-sequence gradients and their Gram matrices ``K = SS'``, exact or sketched.
 
-Rows ``s_i`` are gradients of the *summed* loss of sequence i. Exact rows are materialised for as many blocks at a time as
-fit in memory; the Kronecker sketch ``(B_i P_o)'(A_i P_i)`` keeps r_o x r_i numbers per sequence and matrix instead. The same
-place in every layer shares its Gaussian maps: each Gram matrix stays unbiased, and layers are compared under one draw.
+Rows ``s_i`` are gradients of the *summed* loss of sequence i. Gram matrices need no rows that outlive a matrix
+(:mod:`.inner`); rows are kept where they are stored or compared one by one. The Kronecker sketch ``(B_i P_o)'(A_i P_i)`` keeps
+r_o x r_i numbers per sequence and matrix. The same place in every layer shares its Gaussian maps: each Gram matrix stays
+unbiased, and layers are compared under one draw.
 """
 
 from __future__ import annotations
@@ -16,15 +17,44 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...records import Block
-from ...running.loss import IGNORE, Data, sampled_targets, targets_of
-from ...running.sites import Collector, Site
+from ...records import Block, Module
+from ...running.backward import Fed, Feeding, feed
+from ...running.loss import IGNORE, Batch, Data, targets_of
+from ...running.sites import Site
 from . import common
+from .inner import InnerProducts
 
-_CHUNK = 1 << 16
+
+class Sketch:
+    """Gaussian maps by place and width, drawn when they are first needed.
+
+    Args:
+        ranks: ``(r_out, r_in)``.
+        seed: Of the maps.
+    """
+
+    def __init__(self, ranks: tuple[int, int], seed: int) -> None:
+        self.ranks, self.seed = ranks, seed
+        self._maps: dict[tuple[str, int, int], torch.Tensor] = {}
+
+    def sides(self, module: Module) -> tuple[int, int]:
+        """Output and input width of a sketched gradient."""
+        return min(self.ranks[0], module.d_out), min(self.ranks[1], module.d_in)
+
+    def __call__(self, side: str, name: str, x: torch.Tensor) -> torch.Tensor:
+        """``x P`` for the ``in`` or ``out`` side of a matrix."""
+        rank, width = self.ranks[side == "in"], x.shape[-1]
+        if rank >= width:
+            return x
+        place = (re.sub(r"\d+", "#", f"{side}.{name}", count=1), width, rank)
+        if place not in self._maps:
+            digest = hashlib.sha256(f"{self.seed}.{place[0]}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            self._maps[place] = (torch.randn(width, rank, generator=generator) / rank**0.5).to(x.device, x.dtype)
+        return x @ self._maps[place]
 
 
-class Rows:
+class Rows(Feeding):
     """Per-sequence gradients of some blocks, ``(n, width)`` per block; exact or sketched.
 
     Args:
@@ -45,26 +75,29 @@ class Rows:
         device: torch.device,
         seed: int = 0,
     ) -> None:
-        self.sketch, self.seed, self.dtype, self.device = sketch, seed, dtype, device
+        self.sketch, self.dtype = None if sketch is None else Sketch(sketch, seed), dtype
         self.place: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         self.values: list[torch.Tensor] = []
         self.start = 0
         self._written: set[str] = set()
-        self._maps: dict[tuple[str, int, int], torch.Tensor] = {}
         for k, block in enumerate(blocks):
             width = 0
             for m in block.modules:
-                sides = (m.d_out, m.d_in) if sketch is None else (min(sketch[0], m.d_out), min(sketch[1], m.d_in))
+                sides = (m.d_out, m.d_in) if self.sketch is None else self.sketch.sides(m)
                 shape = sides if m.copies == 1 else (m.copies, *sides)
                 self.place[m.name] = (k, width, shape)
                 width += int(np.prod(shape))
             self.values.append(torch.zeros(samples, width, dtype=dtype, device=device))
 
-    def begin(self, start: int) -> None:
-        """Point at the first row of the next batch."""
-        self.start, self._written = start, set()
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        """All rows."""
+        return sum(v.nbytes for v in self.values)
 
-    def __call__(self, site: Site) -> None:
+    def begin(self, batch: Batch, loss: int) -> None:
+        """Point at the first row of the next batch."""
+        self.start, self._written = batch.rows.start, set()
+
+    def take(self, site: Site) -> None:
         """Write the gradients that a site of the current batch contributes."""
         a = site.a.to(self.dtype)
         projected: torch.Tensor | None = None
@@ -73,9 +106,9 @@ class Rows:
             b = site.b[name].to(self.dtype)
             left = a
             if self.sketch is not None:
-                b = self._project(b, f"out.{name}", self.sketch[0])
+                b = self.sketch("out", name, b)
                 if projected is None:
-                    projected = self._project(a, f"in.{site.names[0]}", self.sketch[1])
+                    projected = self.sketch("in", site.names[0], a)
                 left = projected
             rows = self.values[k][self.start : self.start + len(a), offset : offset + shape[0] * shape[1]]
             out = rows.view(len(a), *shape)
@@ -85,35 +118,14 @@ class Rows:
                 torch.bmm(b.transpose(1, 2), left, out=out)
             self._written.add(name)
 
-    def direct(self, name: str, grad: torch.Tensor | None) -> None:
+    def direct(self, name: str, gradient: torch.Tensor) -> None:
         """Write the gradient of a directly read parameter (one sequence per batch)."""
-        if grad is not None:
-            k, offset, _ = self.place[name]
-            grad = grad.to(self.dtype)
-            if self.sketch is not None:
-                grad = self._project(grad, f"in.{name}", self.sketch[1])
-                grad = self._project(grad.transpose(-1, -2), f"out.{name}", self.sketch[0])
-            self.values[k][self.start, offset : offset + grad.numel()] = grad.reshape(-1)
-
-    def _project(self, x: torch.Tensor, key: str, rank: int) -> torch.Tensor:
-        width = x.shape[-1]
-        if rank >= width:
-            return x
-        place = (re.sub(r"\d+", "#", key, count=1), width, rank)
-        if place not in self._maps:
-            digest = hashlib.sha256(f"{self.seed}.{place[0]}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-            self._maps[place] = (torch.randn(width, rank, generator=generator) / rank**0.5).to(self.device, self.dtype)
-        return x @ self._maps[place]
-
-
-def gram(rows: torch.Tensor, others: torch.Tensor | None = None) -> np.ndarray:
-    """``rows @ others'`` accumulated in float64 over column chunks, as numpy."""
-    others = rows if others is None else others
-    total = torch.zeros(len(rows), len(others), dtype=torch.float64, device=rows.device)
-    for start in range(0, rows.shape[1], _CHUNK):
-        total += rows[:, start : start + _CHUNK] @ others[:, start : start + _CHUNK].T
-    return total.cpu().numpy()
+        k, offset, _ = self.place[name]
+        gradient = gradient.to(self.dtype)
+        if self.sketch is not None:
+            gradient = self.sketch("in", name, gradient)
+            gradient = self.sketch("out", name, gradient.transpose(-1, -2))
+        self.values[k][self.start, offset : offset + gradient.numel()] = gradient.reshape(-1)
 
 
 def chunks(blocks: Sequence[Block], samples: int, bytes_each: int, limit: int) -> Iterator[list[int]]:
@@ -130,6 +142,12 @@ def chunks(blocks: Sequence[Block], samples: int, bytes_each: int, limit: int) -
     yield run
 
 
+def real_type(model: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """In what gradients are kept, at least float32, and where."""
+    parameter = next(model.parameters())
+    return parameter.dtype if parameter.dtype == torch.float64 else torch.float32, parameter.device
+
+
 def collect_rows(
     model: nn.Module,
     data: Data,
@@ -138,31 +156,18 @@ def collect_rows(
     batch_size: int,
     sketch: tuple[int, int] | None = None,
     seed: int = 0,
-    draws: int = 0,
+    walk: str = "auto",
     tick: Any = None,
-) -> tuple[Rows, list[Rows], float]:
-    """One pass: rows with the data's labels, rows with ``draws`` sampled label sets, and the summed loss.
+) -> Rows:
+    """One pass: the gradient of every sequence.
 
     Raises:
         CoverageError: A weight matrix was never seen, or sequences cannot be told apart.
     """
-    parameter = next(model.parameters())
-    dtype = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
-    true, *drawn = (Rows(blocks, data.samples, sketch, dtype, parameter.device, seed) for _ in range(1 + draws))
-    current = [true]
-    total = 0.0
-    with Collector(model, blocks, lambda site: current[0](site)) as collector:
-        for batch, logits in common.walk(model, data, collector, batch_size, tick):
-            for r, rows in enumerate((true, *drawn)):
-                targets = batch.targets if r == 0 else sampled_targets(logits, batch, seed + r)
-                current[0] = rows
-                rows.begin(batch.rows.start)
-                loss = common.backward(collector, batch, logits, targets, retain=r < draws)
-                total += loss if r == 0 else 0.0
-                for name, p in collector.direct.items():
-                    rows.direct(name, p.grad)
-        collector.check_coverage()
-    return true, drawn, total
+    dtype, device = real_type(model)
+    rows = Rows(blocks, data.samples, sketch, dtype, device, seed)
+    feed(model, data, blocks, rows, batch_size=batch_size, walk=walk, tick=tick)
+    return rows
 
 
 def gram_matrices(
@@ -174,8 +179,9 @@ def gram_matrices(
     sketch: tuple[int, int] | None = None,
     seed: int = 0,
     max_bytes: int = 2 << 30,
+    walk: str = "auto",
     progress: common.Progress | None = None,
-) -> tuple[np.ndarray, float]:
+) -> tuple[np.ndarray, Fed]:
     """Gram matrices of per-sequence gradients of every block.
 
     Args:
@@ -185,28 +191,26 @@ def gram_matrices(
         batch_size: Sequences per forward pass.
         sketch: ``(r_out, r_in)`` of the Kronecker sketch, or ``None`` for the exact matrix.
         seed: Of the sketch.
-        max_bytes: Memory for the gradients of one pass; more blocks than fit take more passes.
+        max_bytes: Memory for what one pass keeps; matrices that do not fit take one more.
+        walk: ``whole`` graph, by ``layers``, or ``auto``.
         progress: Called with sequences done and in total.
 
     Returns:
-        ``K`` of shape ``(K, n, n)``, entries ``s_i . s_j`` of gradients of the summed sequence loss, and the summed loss.
+        ``K`` of shape ``(K, n, n)``, entries ``s_i . s_j`` of gradients of the summed sequence loss, and what it took.
 
     Raises:
         CoverageError: A weight matrix was never seen, or sequences cannot be told apart.
     """
     common.check_inputs(data, batch_size)
-    width = 8 if next(model.parameters()).dtype == torch.float64 else 4
-    runs = [list(range(len(blocks)))] if sketch else list(chunks(blocks, data.samples, width, max_bytes))
-    tick = common.Ticker(progress, len(runs) * data.samples)
-    out = np.zeros((len(blocks), data.samples, data.samples))
-    total = 0.0
-    for run in runs:
-        rows, _, total = collect_rows(
-            model, data, [blocks[k] for k in run], batch_size=batch_size, sketch=sketch, seed=seed, tick=tick
-        )
-        for k, values in zip(run, rows.values, strict=True):
-            out[k] = gram(values)
-    return out, total
+    maps = None if sketch is None else Sketch(sketch, seed)
+    dtype, device = real_type(model)
+    consumer = InnerProducts(
+        blocks, data.samples, data.length, dtype=dtype, device=device, max_bytes=max_bytes, project=maps,
+        sides=None if maps is None else maps.sides,
+    )  # fmt: skip
+    tick = common.Ticker(progress, data.samples)
+    fed = feed(model, data, blocks, consumer, batch_size=batch_size, walk=walk, tick=tick)
+    return consumer.grams, fed
 
 
 def token_counts(model: nn.Module, data: Data) -> np.ndarray:

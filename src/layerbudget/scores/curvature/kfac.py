@@ -16,14 +16,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from ...errors import InvalidInput
 from ...records import Block
-from ...running.loss import Data
+from ...running.loss import Batch, Data, token_count
+from ...running.sites import Site
 from ..record import Scores
 from . import common
-from .kronecker import Kronecker, build
+from .kronecker import Factors, Sums, Tokens, collect, factors_of
+from .rotated import Rotated, basis, rotated, second_moments, token_basis
 
 
 def score_kfac(
@@ -39,6 +42,7 @@ def score_kfac(
     labels: str = "sampled",
     draws: int | None = None,
     groups: int = 4,
+    walk: str = "auto",
 ) -> Scores:
     """Gain under K-FAC with exact damping.
 
@@ -56,7 +60,9 @@ def score_kfac(
         progress: Called with sequences done and in total.
         labels: ``sampled`` from the model (the Fisher), or the ``data``'s own (the empirical Fisher).
         draws: Draws of sampled labels per token, 1 by default.
-        groups: Groups of sequences.
+        groups: Groups of sequences, one per sequence at most.
+        walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits. By layers one layer's factors exist at a time
+            (all of them with ``damping_unit='median'`` or the absolute default sweep, which wait for the last block).
 
     Returns:
         Gains per block; ``extra['by_module']`` has them per weight matrix.
@@ -65,7 +71,7 @@ def score_kfac(
         CoverageError: Fused experts, or a weight matrix that was never seen.
         InvalidInput: An argument outside its domain, or a seed or draws where no label is sampled.
     """
-    return _score(model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, False)
+    return _score(model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, walk, False)
 
 
 def score_ekfac(
@@ -81,6 +87,7 @@ def score_ekfac(
     labels: str = "sampled",
     draws: int | None = None,
     groups: int = 4,
+    walk: str = "auto",
 ) -> Scores:
     """Gain under EK-FAC: as :func:`score_kfac`, with eigenvalues replaced by exact second moments.
 
@@ -88,12 +95,115 @@ def score_ekfac(
         CoverageError: Fused experts, or a weight matrix that was never seen.
         InvalidInput: As :func:`score_kfac`.
     """
-    return _score(model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, True)
+    return _score(model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, walk, True)
+
+
+class _Settling:
+    """Quadratic forms block by block, as soon as a block's matrices are whole and its damping is known."""
+
+    def __init__(self, blocks: Sequence[Block], damping: float | Sequence[float] | None, unit: str, groups: int) -> None:
+        self.blocks, self.damping, self.unit, self.groups = blocks, damping, unit, groups
+        self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
+        self.waiting = [len(b.modules) for b in blocks]
+        self.held: list[dict[str, Rotated]] = [{} for _ in blocks]
+        self.largest, self.trace = np.zeros(len(blocks)), np.zeros(len(blocks))
+        self.forms: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self.local = unit in ("max", "mean") or (unit == "absolute" and damping is not None)
+
+    def add(self, name: str, found: Rotated) -> None:
+        """Take one matrix; settle its block if it was the last."""
+        k = self.place[name]
+        self.held[k][name] = found
+        self.largest[k] = max(self.largest[k], float(found.eigenvalues.max()) if found.eigenvalues.numel() else 0.0)
+        self.trace[k] += float(found.eigenvalues.sum())
+        self.waiting[k] -= 1
+        if self.local and not self.waiting[k]:
+            self._settle(k, self.dampings(k)[1][:, 0])
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Mean eigenvalue of every block."""
+        return self.trace / np.array([b.numel for b in self.blocks])
+
+    def dampings(self, k: int | None = None) -> tuple[tuple[float, ...], np.ndarray]:
+        """Recorded and absolute dampings, of all blocks or of one."""
+        own = slice(None) if k is None else slice(k, k + 1)
+        return common.resolve_damping(self.damping, self.unit, self.largest[own], self.mean[own])
+
+    def _settle(self, k: int, tau: np.ndarray) -> None:
+        for name, found in self.held[k].items():
+            self.forms[name] = found.forms(tau)
+        self.held[k] = {}
+
+    def finish(self) -> tuple[tuple[float, ...], np.ndarray]:
+        """Settle what waited for all blocks; the dampings."""
+        values, tau = self.dampings()
+        for k in range(len(self.blocks)):
+            self._settle(k, tau[:, k])
+        return values, tau
+
+
+class _Corrected(Factors):
+    """EK-FAC: sums take a second pass for the second moments in their eigenbasis; tokens have them already."""
+
+    again: dict[str, tuple[Sums, torch.Tensor]]
+    receive: Any
+    _rows: dict[str, torch.Tensor]
+    _second: bool
+
+    def prepare(self, receive: Any) -> None:
+        """Where finished matrices go."""
+        self.again, self.receive, self._second, self._rows = {}, receive, False, {}
+        self.settle = self._first
+
+    def _first(self, name: str, found: Sums | Tokens) -> None:
+        if isinstance(found, Tokens):
+            turned = rotated(found, self.groups)
+            turned.eigenvalues = second_moments(found, token_basis(found))
+            self.receive(name, turned)
+        else:
+            qg, qa = basis(found)
+            self.again[name] = (found, torch.zeros(len(qg), len(qa), dtype=torch.float64, device=qg.device))
+
+    def wants(self, loss: int) -> bool:
+        """The second pass reads drawn labels only."""
+        return not self._second or loss > 0 or self.own
+
+    def take(self, site: Site) -> None:
+        """Second pass: per-sequence gradients in the eigenbasis."""
+        if not self._second:
+            super().take(site)
+            return
+        for name in site.names:
+            if name not in self.again:
+                continue
+            qg, qa = (q.to(self.dtype) for q in basis(self.again[name][0]))
+            rows = torch.bmm((site.b[name].to(self.dtype) @ qg).transpose(1, 2), site.a.to(self.dtype) @ qa)
+            self._rows[name] = self._rows[name] + rows if name in self._rows else rows
+
+    def finish(self, batch: Batch, loss: int) -> None:
+        """Square the rows of the batch and add them up."""
+        for name, rows in self._rows.items():
+            self.again[name][1].add_(rows.square_().sum(0, dtype=torch.float64))
+        self._rows = {}
+
+    def close(self, names: Sequence[str]) -> bool:
+        """Ask for the second pass; settle after it."""
+        if not self._second:
+            super().close(names)
+            self._second = bool(self.again)
+            return self._second
+        for name, (found, moments) in self.again.items():
+            turned = rotated(found, self.groups)
+            turned.eigenvalues = moments / self._scale
+            self.receive(name, turned)
+        self.again, self._second = {}, False
+        return False
 
 
 def _score(
     model: nn.Module, data: Data, blocks: Sequence[Block], damping: float | Sequence[float] | None, damping_unit: str,
-    batch_size: int, seed: int | None, progress: common.Progress | None, labels: str, draws: int | None, groups: int,
+    batch_size: int, seed: int | None, progress: common.Progress | None, labels: str, draws: int | None, groups: int, walk: str,
     corrected: bool,
 ) -> Scores:  # fmt: skip
     common.check_arguments(damping, damping_unit, data, batch_size)
@@ -104,22 +214,21 @@ def _score(
             "Leave it out.",
         )
     seed, draws = seed or 0, 1 if draws is None else draws
-    tick = common.Ticker(progress, data.samples * (2 if corrected else 1))
-    kronecker = build(
-        model, data, blocks, batch_size=batch_size, seed=seed, labels=labels, draws=draws, groups=groups, corrected=corrected,
-        tick=tick,
+    settling = _Settling(blocks, damping, damping_unit, groups)
+    factors = factors_of(
+        model, data, blocks, lambda name, found: settling.add(name, rotated(found, factors.groups)), seed=seed, labels=labels,
+        draws=draws, groups=groups, kind=_Corrected if corrected else Factors,
     )  # fmt: skip
-    largest = np.array([max(float(kronecker.eigenvalues[m.name].max()) for m in b.modules) for b in blocks])
-    trace = np.array([sum(float(kronecker.eigenvalues[m.name].sum()) for m in b.modules) for b in blocks])
-    mean = trace / np.array([b.numel for b in blocks])
-    values, tau = common.resolve_damping(damping, damping_unit, largest, mean)
+    if isinstance(factors, _Corrected):
+        factors.prepare(settling.add)
+    tick = common.Ticker(progress, data.samples)
+    collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
+    values, tau = settling.finish()
     gain, floor, error = (np.zeros_like(tau) for _ in range(3))
-    by_module: dict[str, list[float]] = {}
     for k, block in enumerate(blocks):
         left_out: Any = 0.0
         for m in block.modules:
-            whole, noise, jack = _quadratic_forms(kronecker, m.name, tau[:, k])
-            by_module[m.name] = whole.tolist()
+            whole, noise, jack = settling.forms[m.name]
             gain[:, k] += whole
             floor[:, k] += noise
             left_out = left_out + jack
@@ -129,32 +238,15 @@ def _score(
     extra = {
         "curvature": f"{'EK-FAC' if corrected else 'K-FAC'}, {labels} labels"
         + (f", {draws} draws" if labels == "sampled" else ""),
-        "tokens": int(kronecker.tokens),
+        "tokens": token_count(model, data),
         "absolute_damping": tau.tolist(),
-        "largest_eigenvalue": largest.tolist(),
-        "mean_eigenvalue": mean.tolist(),
-        "trace": trace.tolist(),
+        "largest_eigenvalue": settling.largest.tolist(),
+        "mean_eigenvalue": settling.mean.tolist(),
+        "trace": settling.trace.tolist(),
         "excess": (gain - floor).tolist(),
-        "by_module": by_module,
+        "by_module": {m.name: settling.forms[m.name][0].tolist() for b in blocks for m in b.modules},
     }
     return common.record(
         model, data, blocks, "ekfac" if corrected else "kfac", gain=gain.tolist(), damping=values, damping_unit=damping_unit,
         standard_error=error.tolist(), noise_floor=floor.tolist(), seed=seed, extra=extra,
     )  # fmt: skip
-
-
-def _quadratic_forms(kronecker: Kronecker, name: str, tau: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gain ``(D,)``, noise floor ``(D,)`` and leave-one-group-out gains ``(D, J)`` of one matrix."""
-    parts = kronecker.rotated(name, kronecker.gradients[name]) / kronecker.tokens
-    count = len(parts)
-    whole = parts.sum(0)
-    spread = parts - whole / count
-    left_out = (whole - parts) * (count / max(count - 1, 1))
-    whole2, spread2, left2 = whole.square(), spread.square().sum(0), left_out.square()
-    gain, floor, jack = [], [], []
-    for t in tau:
-        inverse = 1.0 / (kronecker.eigenvalues[name] + float(t))
-        gain.append(float((whole2 * inverse).sum()))
-        floor.append(float((spread2 * inverse).sum()) * count / max(count - 1, 1))
-        jack.append((left2 * inverse).sum((1, 2)).tolist())
-    return np.array(gain), np.array(floor), np.array(jack)

@@ -1,209 +1,324 @@
-"""Kronecker factors of every weight matrix: sums, eigenbases and the corrected eigenvalues of EK-FAC."""
+r"""Kronecker factors of every weight matrix and its gradient, matrix by matrix, as sums or as the tokens themselves.
+
+``A = (1/P) sum_t a_t a_t'`` over P real positions, ``G = (1/N) sum_t b~_t b~_t'`` with the output gradients of the summed loss
+under drawn labels, and the gradient ``dW_j = sum_t b_t a_t'`` of every group j of sequences. Where there are fewer tokens than
+a matrix is wide, the tokens X (m x d_in), B~ and B (m x d_out) are kept instead of d_in x d_in and d_out x d_out sums, and
+whatever is asked of the factors is answered from m x m products: the factors' ranks cannot exceed m.
+
+A matrix is settled as soon as its batches are through, so a walk by layers never holds more than one layer's factors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import CoverageError, InvalidInput
-from ...records import Block
-from ...running.loss import Batch, Data, sampled_targets, token_count
-from ...running.sites import Collector, Site
-from . import common
+from ...records import Block, Module
+from ...running.backward import Feeding, Loss, SampledLoss, data_loss, feed
+from ...running.loss import Batch, Data, token_count
+from ...running.sites import Site, tracked
+from .gram import real_type
 
 _PANEL = 128
+FORMS = ("auto", "sums", "tokens")
+Cache = dict[str, Any]
 
 
-class _Factors:
-    """Sums of ``a a'`` (shared by matrices with one input), ``b b'`` and gradients by group of sequences."""
+@dataclasses.dataclass(eq=False)
+class Sums:
+    """One matrix by sums.
 
-    def __init__(self, dtype: torch.dtype, groups: int) -> None:
-        self.dtype, self.groups = dtype, groups
-        self.a: dict[str, torch.Tensor] = {}
-        self.g: dict[str, torch.Tensor] = {}
-        self.share: dict[str, str] = {}
-        self.gradient: dict[str, torch.Tensor] = {}
-        self.positions: dict[str, float] = {}
-        self.group, self.mode = 0, "both"
-        self.mask: torch.Tensor | None = None
+    Attributes:
+        a: ``(d_in, d_in)`` mean of ``a a'``, float64; matrices with one input share it.
+        g: ``(d_out, d_out)`` ``(1/N) sum b~ b~'``, float64.
+        parts: ``(J, d_out, d_in)`` gradients of the groups, divided by N.
+        cache: Of whatever is derived from ``a``, by name; shared as ``a`` is.
+    """
 
-    def __call__(self, site: Site) -> None:
+    a: torch.Tensor
+    g: torch.Tensor
+    parts: torch.Tensor
+    cache: Cache
+
+
+@dataclasses.dataclass(eq=False)
+class Tokens:
+    """One matrix by tokens, in the order in which they came.
+
+    Attributes:
+        x: ``(m, d_in)`` inputs; zero rows for padding.
+        b: ``(m, d_out)`` output gradients of the loss divided by N.
+        drawn: ``(R m, d_out)`` output gradients under drawn labels.
+        positions: P.
+        scale: ``N R``: ``G = drawn' drawn / scale``.
+        group: ``(m,)`` group of every token.
+        sequence: ``(m,)`` sequence of every token.
+        cache: As in :class:`Sums`.
+    """
+
+    x: torch.Tensor
+    b: torch.Tensor
+    drawn: torch.Tensor
+    positions: float
+    scale: float
+    group: torch.Tensor
+    sequence: torch.Tensor
+    cache: Cache
+
+
+Settle = Callable[[str, Sums | Tokens], None]
+
+
+@dataclasses.dataclass(eq=False)
+class _Input:
+    """What is kept of one input: panels of its second moment on and above the diagonal, or its rows."""
+
+    sums: torch.Tensor | None = None
+    rows: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    positions: float = 0.0
+
+
+@dataclasses.dataclass(eq=False)
+class _Output:
+    """What is kept of one matrix: sums of ``b~ b~'`` and gradients by group, or rows by loss."""
+
+    module: Module
+    tokens: bool
+    leader: str = ""
+    sums: torch.Tensor | None = None
+    parts: torch.Tensor | None = None
+    rows: dict[int, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
+    places: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # first sequence, sequences, length
+
+
+class Factors(Feeding):
+    """Collect the factors and gradients of every matrix; ``settle`` gets each as soon as it is whole.
+
+    Args:
+        blocks: Whose matrices.
+        samples: n sequences.
+        length: T.
+        tokens: N target tokens.
+        settle: Called once per matrix.
+        dtype: Of the sums and rows.
+        seed: Of the drawn labels.
+        labels: ``sampled`` from the model, or the ``data``'s own (empirical Fisher).
+        draws: Label draws per token.
+        groups: J groups of sequences, at most n.
+        interleaved: Sequence i belongs to group ``i mod J``, else to ``i J / n``.
+        form: ``sums``, ``tokens``, or ``auto``: whichever is smaller.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        samples: int,
+        length: int,
+        tokens: float,
+        settle: Settle,
+        *,
+        dtype: torch.dtype,
+        seed: int = 0,
+        labels: str = "sampled",
+        draws: int = 1,
+        groups: int = 4,
+        interleaved: bool = False,
+        form: str = "auto",
+    ) -> None:
+        if labels not in ("sampled", "data") or draws < 1 or form not in FORMS:
+            raise InvalidInput(
+                f"labels={labels!r}, draws={draws}, form={form!r}.",
+                f"labels is 'sampled' or 'data'; draws at least 1; form one of {', '.join(FORMS)}.",
+                "",
+            )
+        self.own = labels == "data"
+        self.losses: tuple[Loss, ...] = (data_loss, *(SampledLoss(seed + r + 1) for r in range(0 if self.own else draws)))
+        self.modules = {m.name: m for b in blocks for m in b.modules}
+        self.samples, self.length, self.total = samples, length, float(tokens)
+        self.settle, self.dtype, self.form = settle, dtype, form
+        self.groups, self.interleaved = max(1, min(groups, samples)), interleaved
+        self.inputs: dict[str, _Input] = {}
+        self.outputs: dict[str, _Output] = {}
+        self.leaders: dict[str, str] = {}
+        self._batch: Batch | None = None
+        self._loss = 0
+        self._fresh: set[str] = set()
+
+    def _by_tokens(self, m: Module) -> bool:
+        positions = self.samples * self.length
+        smaller = positions * (m.d_in + len(self.losses) * m.d_out) < m.d_in**2 + m.d_out**2
+        return self.form == "tokens" or (self.form == "auto" and smaller and positions <= max(m.d_in, m.d_out))
+
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        """Sums, or tokens, of all matrices."""
+        total, positions = 0, self.samples * self.length
+        for m in (m for b in blocks for m in b.modules):
+            if self._by_tokens(m):
+                total += positions * (m.d_in + len(self.losses) * m.d_out)
+            else:
+                total += 3 * (m.d_in**2 + m.d_out**2) + (1 + self.groups) * m.d_in * m.d_out
+        return total * self.dtype.itemsize
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        """Remember whose gradients come, and that their inputs have not been counted."""
+        self._batch, self._loss, self._fresh = batch, loss, set()
+
+    def take(self, site: Site) -> None:
+        """Add a site to the factors and to the gradients."""
         a = site.a.to(self.dtype)
-        flat = a.reshape(-1, a.shape[-1])
-        if self.mode in ("factors", "both"):
-            self._input(site, a)
+        leader = self.leaders.setdefault(site.names[0], site.names[0])
+        held = self.inputs.setdefault(leader, _Input())
         for name in site.names:
-            b = site.b[name].to(self.dtype).reshape(-1, site.b[name].shape[-1])
-            if self.mode in ("factors", "both"):
-                _accumulate(self.g, name, b)
-            if self.mode in ("gradient", "both"):
-                if name not in self.gradient:
-                    self.gradient[name] = b.new_zeros(self.groups, b.shape[1], flat.shape[1])
-                self.gradient[name][self.group].addmm_(b.T, flat)
+            self.leaders.setdefault(name, leader)
+            if name not in self.outputs:
+                module = self.modules[name]
+                by = all(self._by_tokens(self.modules[n]) for n in site.names)  # one input, one form
+                self.outputs[name] = _Output(module, by, leader)
+        if self._loss == len(self.losses) - 1:  # once per batch
+            self._input(held, a, self.outputs[site.names[0]].tokens)
+        for name in site.names:
+            self._output(self.outputs[name], a, site.b[name].to(self.dtype))
 
-    def _input(self, site: Site, a: torch.Tensor) -> None:
-        key = self.share.get(site.names[0], site.names[0])
-        if self.mask is not None and self.mask.shape == a.shape[:2]:
-            rows, count = a * self.mask[..., None], float(self.mask.sum())
+    def _input(self, held: _Input, a: torch.Tensor, tokens: bool) -> None:
+        mask = self._batch.kwargs.get("attention_mask") if self._batch is not None else None
+        if mask is not None and mask.shape == a.shape[:2]:
+            a, count = a * mask[..., None], float(mask.sum())
         else:
-            rows, count = a, float(a.shape[0] * a.shape[1])
-        _accumulate(self.a, key, rows.reshape(-1, rows.shape[-1]))
-        self.positions[key] = self.positions.get(key, 0.0) + count
-        for name in site.names:
-            self.share.setdefault(name, key)
+            count = float(a.shape[0] * a.shape[1])
+        rows = a.reshape(-1, a.shape[-1])
+        held.positions += count
+        if tokens:
+            held.rows.append(rows)
+        else:
+            held.sums = _accumulate(held.sums, rows)
+
+    def _output(self, held: _Output, a: torch.Tensor, b: torch.Tensor) -> None:
+        batch = self._batch
+        if batch is None:
+            return
+        rows, true = b.reshape(-1, b.shape[-1]), self._loss == 0
+        if held.tokens:
+            held.rows.setdefault(self._loss, []).append(rows)
+            if true:
+                held.places.append((batch.rows.start, b.shape[0], b.shape[1]))
+            return
+        if true:
+            if held.parts is None:
+                held.parts = rows.new_zeros(self.groups, rows.shape[1], a.shape[-1])
+            group = self._group(torch.arange(batch.rows.start, batch.rows.start + len(b)))
+            for j in group.unique().tolist():
+                chosen = slice(None) if bool((group == j).all()) else (group == j).to(b.device)
+                held.parts[j].addmm_(b[chosen].flatten(0, 1).T, a[chosen].flatten(0, 1))
+        if not true or self.own:
+            held.sums = _accumulate(held.sums, rows)
+
+    def direct(self, name: str, gradient: torch.Tensor) -> None:
+        """Refused: no factors are known.
+
+        Raises:
+            CoverageError: Always.
+        """
+        raise CoverageError(
+            f"K-FAC has no factors for {name}: it is not a Linear.",
+            "Every matrix must be a Linear or a Conv1D.",
+            "Use estimator='fisher-gram', or exclude the fused experts.",
+        )
+
+    def close(self, names: Sequence[str]) -> bool:
+        """Settle the matrices one by one, and forget them."""
+        caches: dict[str, Cache] = {}
+        moments: dict[str, torch.Tensor] = {}
+        for name in [n for n in names if n in self.outputs]:
+            held = self.outputs.pop(name)
+            entry = self.inputs[held.leader]
+            cache = caches.setdefault(held.leader, {})
+            if held.tokens:
+                if held.leader not in moments:
+                    moments[held.leader] = torch.cat(entry.rows)
+                    entry.rows = []
+                self.settle(name, self._tokens(held, entry, moments[held.leader], cache))
+            else:
+                if held.leader not in moments and entry.sums is not None:
+                    moments[held.leader] = symmetric(entry.sums) / entry.positions
+                    entry.sums = None
+                self.settle(name, self._sums(held, moments[held.leader], cache))
+        for leader in caches:
+            self.inputs.pop(leader, None)
+        return False
+
+    @property
+    def _scale(self) -> float:
+        return self.total * max(len(self.losses) - 1, 1)
+
+    def _sums(self, held: _Output, a: torch.Tensor, cache: Cache) -> Sums:
+        g, parts = held.sums, held.parts
+        if g is None or parts is None:
+            raise CoverageError(f"{held.module.name} has no gradient.", "", "Give data that reaches it.")
+        held.sums = held.parts = None
+        return Sums(a=a, g=symmetric(g) / self._scale, parts=parts / self.total, cache=cache)
+
+    def _tokens(self, held: _Output, entry: _Input, x: torch.Tensor, cache: Cache) -> Tokens:
+        b = torch.cat(held.rows.pop(0))
+        drawn = torch.cat([torch.cat(held.rows[i]) for i in sorted(held.rows)]) if held.rows else b
+        sequence = torch.cat([torch.arange(first, first + n).repeat_interleave(length) for first, n, length in held.places])
+        if len(x) != len(b):
+            raise CoverageError(
+                f"{held.module.name} ran on {len(b)} tokens, its input has {len(x)}.", "They share their input.",
+                "Exclude it, or use estimator='fisher-gram'.",
+            )  # fmt: skip
+        return Tokens(
+            x=x, b=b / self.total, drawn=drawn, positions=entry.positions, scale=self._scale,
+            group=self._group(sequence).to(x.device), sequence=sequence.to(x.device), cache=cache,
+        )  # fmt: skip
+
+    def _group(self, sequence: torch.Tensor) -> torch.Tensor:
+        return sequence % self.groups if self.interleaved else sequence * self.groups // self.samples
 
 
-def _accumulate(store: dict[str, torch.Tensor], key: str, rows: torch.Tensor) -> None:
-    """Add ``rows' rows``: panels on and above the diagonal only, which is all that :func:`_symmetric` reads."""
+def _accumulate(sums: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """Add ``rows' rows``: panels on and above the diagonal only, which is all that :func:`symmetric` reads."""
     width = rows.shape[1]
-    if key not in store:
-        store[key] = rows.new_zeros(width, width)
+    sums = rows.new_zeros(width, width) if sums is None else sums
     for low in range(0, width, _PANEL):
         high = min(low + _PANEL, width)
-        store[key][low:high, low:].addmm_(rows[:, low:high].T, rows[:, low:])
+        sums[low:high, low:].addmm_(rows[:, low:high].T, rows[:, low:])
+    return sums
 
 
-def _symmetric(panels: torch.Tensor) -> torch.Tensor:
+def symmetric(panels: torch.Tensor) -> torch.Tensor:
+    """The whole matrix in float64."""
     upper = panels.double().triu()
-    return upper + upper.triu(1).T
+    return upper.add_(upper.triu(1).T.clone())
 
 
-class Kronecker:
-    """Eigenbases, eigenvalues and gradients of every weight matrix, from one pass over the data."""
-
-    def __init__(self, factors: _Factors, tokens: float) -> None:
-        self.tokens, self.share = tokens, factors.share
-        eigen_a = {k: torch.linalg.eigh(_symmetric(v) / factors.positions[k]) for k, v in factors.a.items()}
-        self.a = {name: eigen_a[key] for name, key in factors.share.items()}
-        self.g = {name: torch.linalg.eigh(_symmetric(v) / tokens) for name, v in factors.g.items()}
-        self.gradients = factors.gradient
-        self.eigenvalues = {name: torch.outer(self.g[name][0].clamp_min(0), self.a[name][0].clamp_min(0)) for name in self.g}
-
-    def rotated(self, name: str, matrices: torch.Tensor) -> torch.Tensor:
-        """``Q_G' S Q_A`` of a stack of matrices."""
-        return self.g[name][1].T @ matrices.double() @ self.a[name][1]
-
-
-class _Lambda:
-    """Second pass of EK-FAC: sums of squared rotated per-sequence gradients."""
-
-    def __init__(self, kronecker: Kronecker, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.share = kronecker.share
-        self.qa = {n: v[1].to(dtype) for n, v in kronecker.a.items()}
-        self.qg = {n: v[1].to(dtype) for n, v in kronecker.g.items()}
-        self.sums: dict[str, torch.Tensor] = {}
-        self._batch: dict[str, torch.Tensor] = {}
-
-    def __call__(self, site: Site) -> None:
-        a = site.a.to(self.dtype) @ self.qa[site.names[0]]
-        for name in site.names:
-            b = site.b[name].to(self.dtype) @ self.qg[name]
-            rows = torch.bmm(b.transpose(1, 2), a)
-            self._batch[name] = self._batch[name] + rows if name in self._batch else rows
-
-    def finish(self) -> None:
-        """Square the rows of the batch and add them up."""
-        for name, rows in self._batch.items():
-            square = rows.square_().sum(0, dtype=torch.float64)
-            self.sums[name] = self.sums[name] + square if name in self.sums else square
-        self._batch.clear()
-
-
-def _check_options(labels: str, draws: int) -> None:
-    if labels not in ("sampled", "data") or draws < 1:
-        raise InvalidInput(f"labels={labels!r}, draws={draws}.", "labels is 'sampled' or 'data'; draws at least 1.", "")
-
-
-def build(
+def collect(
     model: nn.Module,
     data: Data,
     blocks: Sequence[Block],
+    consumer: Factors,
     *,
     batch_size: int = 8,
-    seed: int = 0,
-    labels: str = "sampled",
-    draws: int = 1,
-    groups: int = 4,
-    corrected: bool = False,
+    walk: str = "auto",
     tick: Any = None,
-) -> Kronecker:
-    """Kronecker factors, their eigendecompositions and the gradient of every weight matrix.
-
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: Whose matrices.
-        batch_size: Sequences per pass.
-        seed: Of the sampled labels.
-        labels: ``sampled`` from the model, or the ``data``'s own (empirical Fisher).
-        draws: Label draws per token.
-        groups: Groups of sequences in which gradients are kept, for errors.
-        corrected: A second pass replaces the eigenvalues by exact second moments (EK-FAC).
-        tick: Called with the sequences of every batch.
+) -> None:
+    """Feed the factors of every matrix; fused experts are refused before anything runs.
 
     Raises:
         CoverageError: Fused experts, or a weight matrix that was never seen.
-        InvalidInput: Options outside their domain.
     """
-    _check_options(labels, draws)
-    dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
-    groups = max(1, min(groups, -(-data.samples // batch_size)))
-    factors = _Factors(dtype, groups)
-    with Collector(model, blocks, factors) as collector:
-        if collector.direct:
-            raise CoverageError(
-                f"K-FAC has no factors for {next(iter(collector.direct))}: it is not a Linear.",
-                "Every matrix must be a Linear or a Conv1D.",
-                "Use estimator='fisher-gram', or exclude the fused experts.",
-            )
-        for batch, logits in common.walk(model, data, collector, batch_size, tick):
-            factors.group = batch.rows.start * groups // data.samples
-            factors.mask = batch.kwargs.get("attention_mask")
-            if labels == "data":
-                common.backward(collector, batch, logits, batch.targets)
-                continue
-            for r in range(draws):
-                factors.mode = "factors"
-                common.backward(collector, batch, logits, sampled_targets(logits, batch, seed + r + 1), retain=True)
-            factors.mode = "gradient"
-            common.backward(collector, batch, logits, batch.targets)
-        collector.check_coverage()
-    if labels == "sampled":
-        factors.g = {k: v / draws for k, v in factors.g.items()}
-    kronecker = Kronecker(factors, float(token_count(model, data)))
-    if corrected:
-        _correct(model, data, blocks, kronecker, batch_size, seed, labels, draws, tick)
-    return kronecker
+    for name in tracked(model, blocks)[1]:
+        consumer.direct(name, torch.empty(0))
+    feed(model, data, blocks, consumer, batch_size=batch_size, walk=walk, tick=tick)
 
 
-def _correct(
-    model: nn.Module,
-    data: Data,
-    blocks: Sequence[Block],
-    kronecker: Kronecker,
-    batch_size: int,
-    seed: int,
-    labels: str,
-    draws: int,
-    tick: Any,
-) -> None:
-    second = _Lambda(kronecker, next(iter(kronecker.gradients.values())).dtype)
-    with Collector(model, blocks, second) as collector:
-        for batch, logits in common.walk(model, data, collector, batch_size, tick):
-            for targets, last in _label_sets(logits, batch, labels, draws, seed):
-                common.backward(collector, batch, logits, targets, retain=not last)
-                second.finish()
-    scale = kronecker.tokens * (draws if labels == "sampled" else 1)
-    kronecker.eigenvalues = {k: v / scale for k, v in second.sums.items()}
-
-
-def _label_sets(logits: torch.Tensor, batch: Batch, labels: str, draws: int, seed: int) -> Iterator[tuple[torch.Tensor, bool]]:
-    if labels == "data":
-        yield batch.targets, True
-        return
-    for r in range(draws):
-        yield sampled_targets(logits, batch, seed + r + 1), r == draws - 1
+def factors_of(
+    model: nn.Module, data: Data, blocks: Sequence[Block], settle: Settle, *, kind: type[Factors] = Factors, **options: Any
+) -> Factors:
+    """A consumer for a model and its data; options of :class:`Factors`."""
+    tokens = float(token_count(model, data))
+    return kind(blocks, data.samples, data.length, tokens, settle, dtype=real_type(model)[0], **options)

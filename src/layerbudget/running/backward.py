@@ -1,0 +1,416 @@
+r"""Every weight matrix's inputs and output gradients, from the whole graph or by walking the layers from the last to the first.
+
+Whatever is measured about ``y_t = W a_t`` follows from its inputs a and the gradients ``b = dl/dy``. :func:`feed` hands both to
+a consumer, for one or several losses of every batch, in one of two ways:
+
+    whole    for every batch: forward, then one backward per loss through all layers
+    layers   forward:   keep every layer's inputs (on the device, in memory or on disk)
+             head:      gradient of every loss at the last layer's output
+             backward:  for every layer from the last: run it again with gradients on its *input* only, hand over (a, b) of its
+                        matrices, pass the input's gradient on
+
+Weights need no gradients of their own, so walking costs forward 1 + again 1 + input gradient 1: the 3 units of an ordinary
+forward and backward. Only one layer's graph exists at a time, a consumer that settles its sums when a layer is done needs no
+more memory than one layer does, and weights may come from disk layer by layer. Both ways give the same numbers up to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CoverageError, CurvatureFailure, InvalidInput, UnknownStructure
+from ..records import Block
+from .loss import Batch, Data, batches, logits_of, sampled_targets, summed_loss
+from .memory import fits_whole, room_for
+from .modes import inference
+from .replay import Replay
+from .sites import Collector, Site
+from .store import STORES, Store
+from .streaming import streamed
+
+logger = logging.getLogger(__name__)
+_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-4}
+WALKS = ("auto", "whole", "layers")
+Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
+
+
+def data_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """``sum_i l_i`` with the data's own labels."""
+    return summed_loss(logits, batch.targets)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledLoss:
+    """``sum_i l_i`` with labels drawn from the model, ``y ~ p(. | x)``; the same seed draws the same labels."""
+
+    seed: int
+
+    def __call__(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Draw and sum."""
+        return summed_loss(logits, sampled_targets(logits.detach(), batch, self.seed))
+
+
+class Feeding:
+    """What a consumer of :func:`feed` may override; :meth:`take` it must.
+
+    :meth:`open` names the matrices that are about to come: all of them in the whole graph, one layer's in a walk. Then, for
+    every batch and every loss that the consumer :meth:`wants`: :meth:`begin`, :meth:`take` for every
+    site, :meth:`direct` for every parameter that no Linear owns, :meth:`finish`. When all batches have been there,
+    :meth:`close` is told so, and may ask for one more pass over the same matrices.
+    """
+
+    losses: Sequence[Loss] = (data_loss,)
+
+    def wants(self, loss: int) -> bool:
+        """Whether the pass that is about to begin should deliver that loss (an index into ``losses``)."""
+        return True
+
+    def open(self, names: Sequence[str]) -> None:
+        """These matrices are about to come."""
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        """Sites of this batch and loss are about to come. A walk says so once per layer."""
+
+    def take(self, site: Site) -> None:
+        """Inputs and output gradients of some matrices."""
+        raise NotImplementedError
+
+    def direct(self, name: str, gradient: torch.Tensor) -> None:
+        """Gradient of a parameter that is read from autograd (fused experts; one sequence per batch)."""
+        raise CoverageError(
+            f"{name} is not a Linear.", "Linear and Conv1D matrices are known here.", "Exclude the fused experts."
+        )
+
+    def finish(self, batch: Batch, loss: int) -> None:
+        """All sites of this batch and loss have come (of one layer, in a walk)."""
+
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        """Memory that the sums over these blocks take in the whole graph, beside the graph itself."""
+        return 0
+
+    def close(self, names: Sequence[str]) -> bool:
+        """Settle these matrices; True asks for one more pass over them."""
+        return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fed:
+    """What feeding took.
+
+    Attributes:
+        way: ``whole`` or ``layers``.
+        loss: Sum of the first loss over all batches.
+        passes: Passes over every matrix's batches (1 unless the consumer asked for more).
+        reason: Why it was not done in the way that was asked for, or that ``auto`` prefers.
+    """
+
+    way: str
+    loss: float
+    passes: int = 1
+    reason: str = ""
+
+
+def feed(
+    model: nn.Module,
+    data: Data | Sequence[Batch],
+    blocks: Sequence[Block],
+    consumer: Feeding,
+    *,
+    batch_size: int = 8,
+    walk: str = "auto",
+    store: str | None = None,
+    folder: Path | str | None = None,
+    tick: Callable[[int], None] | None = None,
+) -> Fed:
+    """Hand the inputs and output gradients of the blocks' matrices to a consumer.
+
+    Args:
+        model: Any transformers model with a head, or a plain classifier.
+        data: What to run; or the batches themselves.
+        blocks: Whose matrices.
+        consumer: Takes the sites.
+        batch_size: Sequences per forward (one where parameters are read from autograd).
+        walk: ``whole``, ``layers``, or ``auto``: the whole graph where it fits in half of the free memory.
+        store: Where a walk keeps the layers' inputs: ``device``, ``cpu`` or ``disk``; the first that has room by default.
+        folder: Parent of the temporary folder for ``disk``.
+        tick: Called with the sequences of every batch, once per batch and pass.
+
+    Raises:
+        CoverageError: A weight matrix was never seen, sequences cannot be told apart; or ``layers`` for a model or blocks that
+            cannot be walked.
+        CurvatureFailure: A loss that is not finite.
+        InvalidInput: An unknown way or store.
+    """
+    if walk not in WALKS or store not in (None, *STORES):
+        raise InvalidInput(
+            f"walk={walk!r}, store={store!r}.", f"walk is one of {', '.join(WALKS)}; store one of {', '.join(STORES)}.", ""
+        )
+    with Collector(model, blocks, consumer.take) as collector:
+        if isinstance(data, Sequence):
+            runs = list(data)
+        else:
+            runs = list(batches(model, data, 1 if collector.single else batch_size))
+        way, reason = _way(model, collector, runs, walk, consumer.bytes(blocks))
+        if way == "whole":
+            fed = _whole(model, runs, collector, consumer, tick)
+        else:
+            fed = _Layers(model, runs, collector, consumer, store, folder, tick).run()
+        collector.check_coverage()
+    return dataclasses.replace(fed, reason=reason)
+
+
+def _way(model: nn.Module, collector: Collector, runs: Sequence[Batch], walk: str, state: int) -> tuple[str, str]:
+    """``whole`` or ``layers``, and why.
+
+    Raises:
+        CoverageError: ``layers`` was asked for and cannot be had.
+    """
+    if walk == "whole" or (walk == "auto" and not streamed(model) and fits_whole(model, runs, state)):
+        return "whole", ""
+    reason = _unwalkable(model, collector, runs)
+    if not reason:
+        return "layers", ""
+    if walk == "layers":
+        raise CoverageError(f"{type(model).__name__} cannot be walked layer by layer: {reason}.", "", "Use walk='whole'.")
+    logger.warning("%s cannot be walked layer by layer (%s): the whole graph is used.", type(model).__name__, reason)
+    return "whole", reason
+
+
+def _unwalkable(model: nn.Module, collector: Collector, runs: Sequence[Batch]) -> str:
+    """Why this model cannot be walked, or an empty string."""
+    try:
+        replay = Replay(model)
+    except UnknownStructure as error:
+        return str(error).splitlines()[0].rstrip(".")
+    if not runs or not runs[0].kwargs:
+        return "it takes no tokens"
+    inside = tuple(f"{name}." for name, _ in replay.layers)
+    outside = [n for n in [*collector.hooked.values(), *collector.direct] if not n.startswith(inside)]
+    if outside:
+        return f"{outside[0]} lies outside its layers"
+    try:
+        return unfaithful(replay, runs[0])
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        CoverageError,
+    ) as error:
+        return f"a layer does not run alone ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+
+
+def unfaithful(replay: Replay, batch: Batch) -> str:
+    """Run a piece of one sequence as a whole and layer by layer; say where they differ, or return an empty string.
+
+    Layers that share state (key and value caches, inputs per layer) are found this way, and gradients that flow beside the
+    hidden states as well.
+    """
+    tiny = {k: v[:1, : min(8, v.shape[1])] for k, v in batch.kwargs.items() if v.ndim == 2}
+    with inference(replay.model):
+        replay.probe(tiny)
+        expected = _logits(replay.model(**tiny))
+        hidden = replay.first_inputs(tiny)
+        for i in range(len(replay.layers)):
+            with replay.begin(i, hidden), replay.end(i):
+                found = replay.run(tiny)
+            if found is None or found.shape != hidden.shape:
+                return f"{replay.layers[i][0]} changes the shape of its hidden states"
+            hidden = found
+        with replay.begin(len(replay.layers), hidden):
+            found = _logits(replay.model(**tiny))
+    scale = float(expected.abs().max().clamp_min(1e-6))
+    if not float((found - expected).abs().max()) <= _CLOSE.get(hidden.dtype, 5e-2) * scale:
+        return "its layers give other values one at a time than all together: they share state"
+    return ""
+
+
+def _logits(output: Any) -> torch.Tensor:
+    return (output if isinstance(output, torch.Tensor) else output.logits).float()
+
+
+def _check(loss: torch.Tensor, batch: Batch) -> float:
+    value = float(loss.detach())
+    if not bool(torch.isfinite(loss.detach())):
+        raise CurvatureFailure(
+            f"The loss of sequences {batch.rows.start} to {batch.rows.stop - 1} is {value}.",
+            "It must be finite.",
+            "Load the model in float32 or bfloat16, and look at those sequences.",
+        )
+    return value
+
+
+def length_of(batch: Batch) -> int:
+    """Positions of a sequence in a batch."""
+    if batch.targets.ndim == 2:
+        return int(batch.targets.shape[1])
+    return int(next(iter(batch.kwargs.values()), batch.targets[:, None]).shape[1])
+
+
+def _whole(
+    model: nn.Module, runs: Sequence[Batch], collector: Collector, consumer: Feeding, tick: Callable[[int], None] | None
+) -> Fed:
+    """One forward per batch and one backward per loss, through all layers."""
+    names = [*dict.fromkeys(collector.hooked.values()), *collector.direct]
+    total, passes, more = 0.0, 0, True
+    consumer.open(names)
+    while more:
+        wanted = [i for i in range(len(consumer.losses)) if consumer.wants(i)]
+        for batch in runs:
+            logits = logits_of(model, batch)
+            for i in wanted:
+                loss = consumer.losses[i](logits, batch)
+                value = _check(loss, batch)
+                total += value if i == 0 and not passes else 0.0
+                consumer.begin(batch, i)
+                collector.backward(loss, size=batch.size, length=length_of(batch), retain=i != wanted[-1])
+                _directly(collector, consumer)
+                consumer.finish(batch, i)
+            if tick is not None:
+                tick(batch.size)
+        passes += 1
+        more = consumer.close(names)
+    return Fed(way="whole", loss=total, passes=passes)
+
+
+def _directly(collector: Collector, consumer: Feeding) -> None:
+    for name, parameter in collector.direct.items():
+        if parameter.grad is not None:
+            consumer.direct(name, parameter.grad)
+
+
+class _Layers:
+    """The walk: forwards once, then backwards with one layer's graph at a time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        runs: Sequence[Batch],
+        collector: Collector,
+        consumer: Feeding,
+        place: str | None,
+        folder: Path | str | None,
+        tick: Callable[[int], None] | None,
+    ) -> None:
+        self.model, self.runs, self.collector, self.consumer, self.tick = model, runs, collector, consumer, tick
+        self.replay = Replay(model)
+        self.count = len(self.replay.layers)
+        self.losses = len(consumer.losses)
+        place = place or room_for(model, runs, self.losses, self.count)
+        self.inputs, self.gradients = Store(place, folder), Store(place, folder)
+        self.first = self._lowest()
+        self._done = 0
+
+    def run(self) -> Fed:
+        """Walk both ways.
+
+        Raises:
+            CurvatureFailure: A loss that is not finite.
+        """
+        with contextlib.closing(self.inputs), contextlib.closing(self.gradients):
+            with torch.no_grad():
+                self._forward()
+            total = self._head()
+            passes = 1
+            for index in range(self.count - 1, self.first - 1, -1):
+                passes = max(passes, self._layer(index, propagate=index > self.first))
+        return Fed(way="layers", loss=total, passes=passes)
+
+    def _names(self, index: int) -> list[str]:
+        prefix = f"{self.replay.layers[index][0]}."
+        return [n for n in [*dict.fromkeys(self.collector.hooked.values()), *self.collector.direct] if n.startswith(prefix)]
+
+    def _lowest(self) -> int:
+        """The first layer with a matrix that is asked for: nothing below it is walked backwards."""
+        return min((i for i in range(self.count) if self._names(i)), default=0)
+
+    def _forward(self) -> None:
+        self.replay.probe(self.runs[0].kwargs)
+        for j, batch in enumerate(self.runs):
+            self.inputs.put(j, self.replay.first_inputs(batch.kwargs))
+        for i in range(self.count):
+            for j, batch in enumerate(self.runs):
+                with self.replay.begin(i, self.inputs.get(i * len(self.runs) + j)), self.replay.end(i):
+                    self.inputs.put((i + 1) * len(self.runs) + j, self.replay.run(batch.kwargs))
+                self._worked(batch.size)
+
+    def _head(self) -> float:
+        """Gradients of every loss at the last layer's output."""
+        total = 0.0
+        for j, batch in enumerate(self.runs):
+            hidden = self.inputs.get(self.count * len(self.runs) + j).detach().requires_grad_(True)
+            with self.replay.begin(self.count, hidden):
+                logits = logits_of(self.model, batch)
+            for i, function in enumerate(self.consumer.losses):
+                loss = function(logits, batch)
+                value = _check(loss, batch)
+                total += value if i == 0 else 0.0
+                gradient = torch.autograd.grad(loss, hidden, retain_graph=i < self.losses - 1)[0]
+                self.gradients.put(j * self.losses + i, gradient)
+            self.inputs.drop(self.count * len(self.runs) + j)
+        return total
+
+    def _layer(self, index: int, *, propagate: bool) -> int:
+        """One layer's passes; the last thing that its first pass does is to leave the gradients at its input."""
+        names, passes, more = self._names(index), 0, True
+        if names:
+            self.consumer.open(names)
+        while more:
+            wanted = [bool(names) and self.consumer.wants(i) for i in range(self.losses)]
+            for j, batch in enumerate(self.runs):
+                self._batch(index, j, batch, wanted, propagate=propagate and not passes)
+                self._worked(2 * batch.size if not passes else 0)
+            passes += 1
+            more = bool(names) and self.consumer.close(names)
+        for j in range(len(self.runs)):
+            self.inputs.drop(index * len(self.runs) + j)
+            for i in range(self.losses) if propagate else ():
+                self.gradients.move(self._aside(j, i), j * self.losses + i)
+        return passes
+
+    def _worked(self, units: int) -> None:
+        """Tell the progress: a layer's forward of one sequence is one unit, its backward two."""
+        if self.tick is None:
+            return
+        sequences = sum(b.size for b in self.runs)
+        before, self._done = self._done, self._done + units
+        whole = max(self.count + 2 * (self.count - self.first), 1)
+        self.tick(self._done // whole - before // whole if self._done < whole * sequences else sequences - before // whole)
+
+    def _aside(self, batch: int, loss: int) -> int:
+        """Where the gradients at the layer's input wait while its own are still needed."""
+        return (len(self.runs) + batch) * self.losses + loss
+
+    def _batch(self, index: int, j: int, batch: Batch, wanted: Sequence[bool], *, propagate: bool) -> None:
+        todo = [i for i in range(self.losses) if wanted[i] or propagate]
+        hidden = self.inputs.get(index * len(self.runs) + j).detach().to(self._device(batch)).requires_grad_(propagate)
+        self.collector.quiet = not any(wanted)
+        with self.replay.begin(index, hidden), self.replay.end(index):
+            output = self.replay.run(batch.kwargs)
+        for i in todo:
+            self.collector.quiet = not wanted[i]
+            if wanted[i]:
+                self.consumer.begin(batch, i)
+            hidden.grad = None
+            gradient = self.gradients.get(j * self.losses + i).to(output.device, output.dtype)
+            self.collector.backward(output, size=batch.size, length=length_of(batch), retain=i != todo[-1], gradient=gradient)
+            if wanted[i]:
+                _directly(self.collector, self.consumer)
+                self.consumer.finish(batch, i)
+            if propagate:
+                held = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
+                self.gradients.put(self._aside(j, i), held)
+        self.collector.quiet = False
+
+    @staticmethod
+    def _device(batch: Batch) -> torch.device:
+        return next(iter(batch.kwargs.values())).device

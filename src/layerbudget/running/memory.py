@@ -1,0 +1,65 @@
+"""Whether a computation fits: bytes free on a device, bytes that a backward through the whole graph needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .loss import Batch
+
+SHARE = 0.5  # of the free memory may be planned for; the rest is left to what the estimate does not know
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def free_bytes(device: torch.device | str = "cpu") -> int:
+    """Bytes that can be had on a device now; of the machine's memory, or of what its control group leaves."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        return int(torch.cuda.mem_get_info(place)[0])
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit = next((Path(p).read_text().strip() for p in _CGROUPS if Path(p).is_file()), "max")
+    if limit.isdigit():
+        free = min(free, max(int(limit) - int(psutil.Process().memory_info().rss), 0))
+    return free
+
+
+def hidden_bytes(model: nn.Module, runs: Sequence[Batch]) -> int:
+    """Bytes of the hidden states in front of one layer, for all batches."""
+    config = getattr(model, "config", None)
+    width = int(getattr(config, "hidden_size", None) or getattr(config, "n_embd", None) or getattr(config, "d_model", 0) or 0)
+    positions = sum(b.targets.numel() if b.targets.ndim == 2 else b.size * _length(b) for b in runs)
+    return positions * width * next(model.parameters()).element_size()
+
+
+def _length(batch: Batch) -> int:
+    return int(next(iter(batch.kwargs.values())).shape[1]) if batch.kwargs else 1
+
+
+def room_for(model: nn.Module, runs: Sequence[Batch], losses: int, layers: int) -> str:
+    """Where the layers' inputs go: the first of ``device``, ``cpu`` and ``disk`` that has room for them."""
+    need = hidden_bytes(model, runs) * (layers + 1 + 2 * losses)
+    device = next(iter(runs[0].kwargs.values())).device
+    if need < SHARE * free_bytes(device):
+        return "device"
+    return "cpu" if device.type != "cpu" and need < SHARE * free_bytes() else "disk"
+
+
+def graph_bytes(model: nn.Module, runs: Sequence[Batch]) -> int:
+    """Bytes that the whole graph of one batch keeps: about what goes into and comes out of every matrix, twice; and logits."""
+    parameter = next(model.parameters())
+    positions = max((b.size * _length(b) for b in runs), default=0)
+    wide = sum(sum(p.shape[-2:]) for p in model.parameters() if p.ndim >= 2)
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    vocabulary = 0 if output is None or getattr(output, "weight", None) is None else int(output.weight.shape[0])
+    return positions * (2 * wide * parameter.element_size() + 12 * vocabulary)
+
+
+def fits_whole(model: nn.Module, runs: Sequence[Batch], state: int) -> bool:
+    """Whether a graph of the whole model and ``state`` bytes beside it fit into half of what is free."""
+    device = next(iter(runs[0].kwargs.values())).device if runs and runs[0].kwargs else torch.device("cpu")
+    return graph_bytes(model, runs) + state < SHARE * free_bytes(device)

@@ -1,0 +1,137 @@
+r"""Singular values of a whitened gradient, ``(G + s I)^-1/2 dW (A + a I)^-1/2``, without an inverse square root.
+
+They are those of ``L_G^-1 dW L_A^-T`` with Cholesky factors ``G + s I = L_G L_G'`` and ``A + a I = L_A L_A'``: n^3/3 instead of
+the 10 n^3 of an eigendecomposition. From m tokens fewer than the matrix is wide, with ``dW = B'X``,
+
+    M_1 = B (G + s I)^-1 B' = (1/s) [B B' - C'(N s I + B~ B~')^-1 C],   C = B~ B',        (Woodbury)
+    M_2 = X (A + a I)^-1 X' = P K (K + P a I)^-1,                       K = X X',
+
+and the squared singular values are the eigenvalues of ``M_2^1/2 M_1 M_2^1/2``, m x m. The largest ones of a large matrix come
+from a block Krylov space (Musco and Musco 2015), grown until they stand still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...errors import CurvatureFailure
+from .kronecker import Sums, Tokens
+
+SMALL = 1024  # up to here the whole spectrum costs less than a search for its top
+_STEPS, _STILL = 12, 1e-5
+
+Spectrum = tuple[float, torch.Tensor]
+
+
+def whitened(found: Sums | Tokens, a: float, s: float, count: int) -> tuple[Spectrum, Spectrum]:
+    """Sum and largest of the squared singular values, of the whole gradient and of the difference of its two halves.
+
+    Args:
+        found: Factors and gradient of one matrix, in two groups.
+        a: Absolute damping of the inputs' factor.
+        s: Absolute damping of the outputs' factor.
+        count: How many to return, descending.
+
+    Raises:
+        CurvatureFailure: A damped factor that is not positive definite.
+    """
+    if isinstance(found, Tokens):
+        return _from_tokens(found, a, s, count)
+    left, right = _cholesky(found.g, s), found.cache.get(f"cholesky {a}")
+    if right is None:
+        right = found.cache[f"cholesky {a}"] = _cholesky(found.a, a)
+    halves = []
+    for part in found.parts:
+        inner = torch.linalg.solve_triangular(left, part.double(), upper=False)
+        halves.append(torch.linalg.solve_triangular(right, inner.T, upper=False).T)
+    return of_halves(halves, count)
+
+
+def of_halves(halves: list[torch.Tensor], count: int) -> tuple[Spectrum, Spectrum]:
+    """Sums and largest squared singular values of ``H_1 + H_2`` and ``H_1 - H_2``."""
+    return _spectrum(halves[0] + halves[1], count), _spectrum(halves[0] - halves[1], count)
+
+
+def _spectrum(matrix: torch.Tensor, count: int) -> Spectrum:
+    return float(matrix.square().sum()), largest_squared(matrix, count)[0]
+
+
+def _cholesky(matrix: torch.Tensor, damping: float) -> torch.Tensor:
+    damped = matrix.double().clone()
+    damped.diagonal().add_(damping)
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    if int(failed):
+        raise CurvatureFailure(
+            f"A Kronecker factor of width {len(matrix)} damped by {damping:.3g} is not positive definite.",
+            "Its damping must exceed rounding.",
+            "Raise damping.",
+        )
+    return factor
+
+
+def _from_tokens(found: Tokens, a: float, s: float, count: int) -> tuple[Spectrum, Spectrum]:
+    if "inputs" not in found.cache:
+        found.cache["inputs"] = torch.linalg.eigh((found.x @ found.x.T).double())
+    values, vectors = found.cache["inputs"]
+    values = values.clamp_min(0)
+    root = vectors * (found.positions * values / (values + found.positions * a)).sqrt()  # M_2 = root root'
+    bb = (found.b @ found.b.T).double()
+    cross = (found.drawn @ found.b.T).double()
+    solved = torch.linalg.solve_triangular(
+        _cholesky((found.drawn @ found.drawn.T).double(), found.scale * s), cross, upper=False
+    )
+    middle = (bb - solved.T @ solved) / s
+    out = []
+    sign = 1.0 - 2.0 * found.group.double()
+    for signs in (None, sign):
+        side = root if signs is None else root * signs[:, None]
+        product = side.T @ middle @ side
+        product = (product + product.T) / 2
+        found_values = torch.linalg.eigvalsh(product).flip(0).clamp_min(0)
+        out.append((float(product.trace()), _padded(found_values[:count], count)))
+    return out[0], out[1]
+
+
+def _padded(values: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.cat([values, values.new_zeros(count - len(values))]) if len(values) < count else values
+
+
+def largest_squared(matrix: torch.Tensor, count: int, *, seed: int = 0) -> tuple[torch.Tensor, float]:
+    """The ``count`` largest squared singular values, descending, and how much the last step still changed them (relative).
+
+    >>> values, error = largest_squared(torch.diag(torch.arange(5.0, 0, -1)), 2)
+    >>> values.tolist(), error
+    ([25.0, 16.0], 0.0)
+    """
+    matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    if matrix.shape[0] <= max(SMALL, 4 * count):
+        values = torch.linalg.eigvalsh((matrix @ matrix.T).double()).flip(0).clamp_min(0)
+        return values[:count], 0.0
+    return _krylov(lambda x: matrix @ (matrix.T @ x), matrix, count, seed)
+
+
+def _krylov(
+    apply: Callable[[torch.Tensor], torch.Tensor], matrix: torch.Tensor, count: int, seed: int
+) -> tuple[torch.Tensor, float]:
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.randn(matrix.shape[0], count + 8, generator=generator, dtype=torch.float64).to(matrix)
+    base = torch.linalg.qr(apply(block))[0]
+    latest, before, change = base, None, 1.0
+    for _ in range(_STEPS):
+        image = matrix.T @ base
+        values = torch.linalg.eigvalsh((image.T @ image).double()).flip(0)[:count].clamp_min(0)
+        if before is not None:
+            change = float(((values - before).abs() / values.clamp_min(1e-300)).max())
+            if change < _STILL:
+                break
+        before = values
+        if base.shape[1] + latest.shape[1] > matrix.shape[0]:
+            break
+        latest = apply(latest)
+        for _ in range(2):  # twice is enough
+            latest = latest - base @ (base.T @ latest)
+        latest = torch.linalg.qr(latest)[0]
+        base = torch.cat([base, latest], 1)
+    return values, change
