@@ -8,7 +8,7 @@ from tests import zoo
 
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.data.text import calibration, column_texts, read_documents, token_stream
+from layerbudget.data.text import calibration, column_rows, read_documents, token_stream
 from layerbudget.errors import InvalidInput, NotEnoughText, NotFound
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 
@@ -61,10 +61,12 @@ def test_local_files(tmp_path, tokenizer):
     assert len(calibration(f"{tmp_path / 'a.txt'},{tmp_path / 'c.parquet'}", tokenizer, samples=3, length=64)) == 3
 
 
-def test_errors_say_how_much_there_was(tmp_path, tokenizer):
+def test_errors_say_how_much_there_was(tmp_path, tokenizer, caplog):
     (tmp_path / "a.txt").write_text("x" * 99)
-    with pytest.raises(NotEnoughText, match=r"has 100 tokens, 4 samples of 32 tokens need 128. At most 3 samples"):
-        calibration(str(tmp_path / "a.txt"), tokenizer, samples=4, length=32)
+    assert len(calibration(str(tmp_path / "a.txt"), tokenizer, samples=4, length=32)) == 3
+    assert "has 100 tokens: 3 samples of 32 are used instead of 4" in caplog.text
+    with pytest.raises(NotEnoughText, match=r"has 100 tokens, one sample needs 101. Give more text, or a length up to 100"):
+        calibration(str(tmp_path / "a.txt"), tokenizer, samples=4, length=101)
     (tmp_path / "empty.txt").write_text("  \n")
     with pytest.raises(InvalidInput, match="holds no text"):
         calibration(str(tmp_path / "empty.txt"), tokenizer, samples=1, length=8)
@@ -135,10 +137,10 @@ def test_files_that_hold_no_text_are_named(tmp_path, name, content):
 
 def test_a_named_column_is_read_or_refused_never_replaced():
     rows = [{"body": "short", "text": "a longer text"}, {"body": None, "text": "x"}]
-    assert column_texts(rows, "body", "mine", None) == ["short"]
-    assert column_texts(rows, "", "mine", 1) == ["a longer text"]
+    assert column_rows(rows, "body", "mine", None) == ["short"]
+    assert column_rows(rows, "", "mine", 1) == ["a longer text"]
     with pytest.raises(InvalidInput, match="no column 'bodyy'"):
-        column_texts(rows, "bodyy", "mine", None)
+        column_rows(rows, "bodyy", "mine", None)
 
 
 def test_perplexity_refuses_padding():

@@ -7,10 +7,8 @@ random, seeded; evaluation takes its windows in order.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,9 @@ import torch
 from ..errors import InvalidInput, MissingDependency, NotEnoughText, NotFound
 from . import stdlib
 from .calibration import CalibrationSet
+from .dialogues import format_of
+from .encoding import encoded_set, text_of
+from .files import Row, is_local, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,6 @@ HUB_SHORT_NAMES = {
     "c4": ("allenai/c4", "en", "train", "validation", "text"),
     "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", "test", "text"),
 }
-TEXT_COLUMNS = ("text", "content", "document", "sentence", "question")
 
 
 def read_documents(source: str, *, group: str = "calibration", limit: int | None = None) -> tuple[list[str], tuple[str, ...]]:
@@ -48,7 +48,7 @@ def read_documents(source: str, *, group: str = "calibration", limit: int | None
         InvalidInput: A file without text, or of an unknown kind.
         MissingDependency: ``datasets`` or ``pyarrow`` is needed and not installed.
     """
-    if source == "stdlib" or source.startswith("stdlib:"):
+    if _is_stdlib(source):
         chosen = source.partition(":")[2] or group
         try:
             documents, missing = stdlib.read(chosen)
@@ -57,100 +57,28 @@ def read_documents(source: str, *, group: str = "calibration", limit: int | None
         if missing:
             logger.warning("This Python has no module %s: skipped.", ", ".join(missing))
         return [text for _, text in documents], tuple(missing)
+    rows = read_source(source, group, limit)
+    texts = [row if isinstance(row, str) else text_of(row, where) for row, where in rows]
+    return [t for t in texts if t.strip()], ()
+
+
+def _is_stdlib(source: str) -> bool:
+    return source == "stdlib" or source.startswith("stdlib:")
+
+
+def read_source(source: str, group: str, limit: int | None) -> list[tuple[Row, str]]:
+    """Rows of local files, folders or a hub dataset, each with where it comes from.
+
+    Raises:
+        NotFound, InvalidInput, MissingDependency: As :func:`read_documents`.
+    """
     parts = [p.strip() for p in source.split(",") if p.strip()]
-    if parts and all(_is_local(p) for p in parts):
-        return [text for part in parts for file in _expand(Path(part).expanduser()) for text in _read_file(file)], ()
-    return _read_hub(source, group, limit), ()
+    if parts and all(is_local(p) for p in parts):
+        return [found for part in parts for found in read_rows(part, group=group)]
+    return [(row, source) for row in _read_hub(source, group, limit)]
 
 
-def _is_local(name: str) -> bool:
-    return Path(name).expanduser().exists() or name.startswith(("/", "./", "../", "~")) or Path(name).suffix in _READERS
-
-
-def _expand(path: Path) -> list[Path]:
-    if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix in _READERS and f.is_file())
-        if not files:
-            raise NotFound(f"{path} holds no text file.", f"Known endings are {', '.join(_READERS)}.", "Name a file.")
-        return files
-    if not path.is_file():
-        raise NotFound(f"There is no text file {path}.", f"Known endings are {', '.join(_READERS)}.", "Check the path.")
-    if path.suffix not in _READERS:
-        raise InvalidInput(f"{path} ends with {path.suffix!r}.", f"Known endings are {', '.join(_READERS)}.", "Convert it.")
-    return [path]
-
-
-def _read_file(path: Path) -> list[str]:
-    texts = [t for t in _READERS[path.suffix](path) if t.strip()]
-    if not texts:
-        raise InvalidInput(f"{path} holds no text.", "At least one non-empty document is needed.", "Give another file.")
-    return texts
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path} is not UTF-8 ({error}).", "", "Convert it to UTF-8.") from error
-
-
-def _plain(path: Path) -> list[str]:
-    return [path.read_text(encoding="utf-8", errors="replace")]
-
-
-def _column(row: Any, path: object) -> str:
-    if not isinstance(row, dict):
-        raise InvalidInput(f"A row of {path} is {row!r:.40}.", "A row is a text or an object with one.", "Correct the file.")
-    for name in TEXT_COLUMNS:
-        if isinstance(row.get(name), str):
-            return row[name]
-    strings = [v for v in row.values() if isinstance(v, str)]
-    if strings:
-        return max(strings, key=len)
-    raise InvalidInput(f"A row of {path} has no text column.", f"Known names are {', '.join(TEXT_COLUMNS)}.", "Rename one.")
-
-
-def _json_lines(path: Path) -> list[str]:
-    texts = []
-    for number, line in enumerate(_text(path).split("\n"), 1):  # JSON strings may hold U+2028, at which splitlines() cuts
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InvalidInput(f"Line {number} of {path} is not JSON ({error}).", "", "Correct or drop the line.") from error
-        texts.append(row if isinstance(row, str) else _column(row, path))
-    return texts
-
-
-def _json(path: Path) -> list[str]:
-    try:
-        rows = json.loads(_text(path))
-    except json.JSONDecodeError:
-        return _json_lines(path)
-    rows = rows if isinstance(rows, list) else [rows]
-    return [row if isinstance(row, str) else _column(row, path) for row in rows]
-
-
-def _parquet(path: Path) -> list[str]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise MissingDependency("Parquet files need pyarrow.", "", "pip install pyarrow (datasets brings it).") from error
-    try:
-        rows = parquet.read_table(path).to_pylist()
-    except (ValueError, OSError) as error:
-        raise InvalidInput(f"{path} does not read as Parquet ({error}).", "", "Write the file again.") from error
-    return [_column(row, path) for row in rows]
-
-
-_READERS = {
-    ".txt": _plain, ".md": _plain, ".py": _plain, ".raw": _plain, ".tokens": _plain,
-    ".jsonl": _json_lines, ".json": _json, ".parquet": _parquet,
-}  # fmt: skip
-
-
-def _read_hub(source: str, group: str, limit: int | None) -> list[str]:
+def _read_hub(source: str, group: str, limit: int | None) -> list[Row]:
     try:
         import datasets
     except ImportError as error:
@@ -170,25 +98,27 @@ def _read_hub(source: str, group: str, limit: int | None) -> list[str]:
             "DATA is stdlib, c4, wikitext2, a hub dataset name[:config[:split[:column]]] or local files.",
             "Check the name, or give local .txt, .jsonl or .parquet files.",
         ) from error
-    return column_texts(rows, column, source, limit)
+    return column_rows(rows, column, source, limit)
 
 
-def column_texts(rows: Iterable[dict[str, Any]], column: str, source: str, limit: int | None) -> list[str]:
-    """Texts of one column (of the usual text column where none is named); empty and missing ones are left out.
+def column_rows(rows: Iterable[dict[str, Any]], column: str, source: str, limit: int | None) -> list[Row]:
+    """Conversations and the like as they are, else the texts of one column (of the usual text column where none is named).
+
+    Empty and missing texts are left out.
 
     Raises:
         InvalidInput: There is no such column.
     """
-    texts: list[str] = []
+    found: list[Row] = []
     for row in rows:
-        if column and column not in row:
-            raise InvalidInput(f"{source} has no column {column!r}.", f"It has {', '.join(row)}.", "Name one of those.")
-        text = row[column] if column else _column(row, source)
-        if isinstance(text, str) and text.strip():
-            texts.append(text)
-        if limit is not None and len(texts) >= limit:
+        if not column and format_of(row) is not None:
+            found.append(row)
+        else:
+            text = text_of(row, source, column)
+            found.extend([text] if text.strip() else [])
+        if limit is not None and len(found) >= limit:
             break
-    return texts
+    return found
 
 
 def token_stream(documents: Iterable[str], tokenizer: Any) -> np.ndarray:
@@ -212,50 +142,63 @@ def check_sizes(samples: int, length: int) -> None:
 
 
 def calibration(
-    source: str | Sequence[str],
+    source: str | Sequence[Row],
     tokenizer: Any,
     *,
-    samples: int = 128,
+    samples: int | None = 128,
     length: int = 256,
     seed: int = 0,
     group: str = "calibration",
     shuffle: bool = True,
 ) -> CalibrationSet:
-    """Cut a source into ``samples`` windows of ``length`` tokens.
+    """Cut a source into ``samples`` windows of ``length`` tokens; conversations and answers into rows of their own.
+
+    Rows of a fine-tuning format (:mod:`layerbudget.data.dialogues`) become one sample each, with the loss on the answers only.
+    Where there are fewer samples than asked for, all are used, and that is said.
 
     Args:
-        source: As in :func:`read_documents`, or a list of texts of your own.
+        source: As in :func:`read_documents`, or a list of texts or rows of your own.
         tokenizer: A transformers tokenizer.
-        samples: Number of windows.
+        samples: Number of windows; ``None`` for all there are.
         length: Tokens per window.
         seed: Seed of the draw (without replacement, windows do not overlap).
         group: ``calibration`` or ``evaluation``.
         shuffle: Draw at random; otherwise take the first windows in order.
 
     Raises:
-        NotEnoughText: The message says how much there was and is needed.
+        NotEnoughText: Not one sample; the message says how much there was.
         InvalidInput, NotFound, MissingDependency: As in :func:`read_documents`.
     """
-    check_sizes(samples, length)
-    if isinstance(source, str):
-        limit = 64 * samples if source not in ("stdlib",) else None
-        documents, missing = read_documents(source, group=group, limit=limit)
-        name = source
+    check_sizes(1 if samples is None else samples, length)
+    name: str = source if isinstance(source, str) else "own texts"
+    missing: tuple[str, ...] = ()
+    if not isinstance(source, str):
+        rows: list[tuple[Row, str]] = [(row, name) for row in source]
+    elif _is_stdlib(source):
+        documents, missing = read_documents(source, group=group)
+        rows = [(text, name) for text in documents]
     else:
-        documents, missing, name = list(source), (), "own texts"
-    stream = token_stream(documents, tokenizer)
+        rows = read_source(source, group, None if samples is None else 64 * samples)
+    if any(format_of(row) for row, _ in rows):
+        return encoded_set(rows, tokenizer, source=name, samples=samples, length=length, seed=seed, shuffle=shuffle)
+    documents = [text for text in (text_of(row, where) for row, where in rows) if text.strip()]
+    return _windows(token_stream(documents, tokenizer), name, samples, length, seed=seed, shuffle=shuffle, missing=missing)
+
+
+def _windows(
+    stream: np.ndarray, name: str, samples: int | None, length: int, *, seed: int, shuffle: bool, missing: tuple[str, ...]
+) -> CalibrationSet:
+    """Windows of a token stream; fewer than asked where there is no more text, which is said."""
     windows = len(stream) // length
-    if windows < samples:
+    if not windows:
         raise NotEnoughText(
-            f"{name} has {len(stream)} tokens, {samples} samples of {length} tokens need {samples * length}.",
-            f"At most {windows} samples of that length fit.",
-            f"Give more text, or --samples {max(1, windows)}."
-            if windows
-            else f"Give more text, or a length up to {len(stream) // samples} for {samples} samples.",
+            f"{name} has {len(stream)} tokens, one sample needs {length}.", "",
+            f"Give more text, or a length up to {len(stream)}.",
+        )  # fmt: skip
+    if samples is not None and windows < samples:
+        logger.warning(
+            "%s has %d tokens: %d samples of %d are used instead of %d.", name, len(stream), windows, length, samples
         )
-    rows = np.arange(windows)
-    if shuffle:
-        rows = np.random.default_rng(seed).permutation(windows)
-    rows = rows[:samples]
-    ids = torch.from_numpy(stream[: windows * length].reshape(windows, length)[rows])
+    order = np.random.default_rng(seed).permutation(windows) if shuffle else np.arange(windows)
+    ids = torch.from_numpy(stream[: windows * length].reshape(windows, length)[order[:samples]])
     return CalibrationSet(input_ids=ids, source=name, seed=seed, missing=missing)

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from ..data.calibration import CalibrationSet
-from ..data.text import calibration, check_sizes, read_documents, token_stream
-from ..errors import BadModel, InvalidInput, NotEnoughText
+from ..data.encoding import IGNORE
+from ..data.text import calibration
+from ..errors import BadModel, InvalidInput
 from ..running.divergence import next_tokens, sequence_losses
 from ..running.modes import inference
 
@@ -61,21 +61,12 @@ class Evaluation:
 def evaluation_set(source: str, tokenizer: Any, *, length: int = 256, windows: int | None = None) -> CalibrationSet:
     """The windows that :func:`perplexity` reads, in order; all of them when ``windows`` is ``None``.
 
+    Conversations and answers are rows of their own, of at most ``length`` tokens, read on the answers only.
+
     Raises:
         NotEnoughText: Less than one window.
     """
-    check_sizes(windows or 1, length)
-    if windows is not None:
-        return calibration(source, tokenizer, samples=windows, length=length, group="evaluation", shuffle=False)
-    documents, missing = read_documents(source, group="evaluation")
-    stream = token_stream(documents, tokenizer)
-    count = len(stream) // length
-    if not count:
-        raise NotEnoughText(
-            f"{source} has {len(stream)} tokens, one window needs {length}.", "", f"Use --length {max(2, len(stream))} or less."
-        )
-    ids = torch.from_numpy(stream[: count * length].reshape(count, length))
-    return CalibrationSet(input_ids=ids, source=source, missing=missing)
+    return calibration(source, tokenizer, samples=windows, length=length, group="evaluation", shuffle=False)
 
 
 def perplexity(
@@ -85,13 +76,13 @@ def perplexity(
     batch_size: int = 16,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Perplexity of a causal language model on the windows of ``data``.
+    """Perplexity of a causal language model on the windows of ``data``; with labels, on the labelled tokens.
 
     Raises:
         BadModel: The model gives no token logits, or logits that are not finite.
-        InvalidInput: Windows with padding.
+        InvalidInput: Windows with padding and no labels.
     """
-    if data.attention_mask is not None and not bool(data.attention_mask.all()):
+    if data.labels is None and data.attention_mask is not None and not bool(data.attention_mask.all()):
         raise InvalidInput(
             "The windows hold padding, whose predictions would count.",
             "Perplexity is defined on whole windows.",
@@ -99,6 +90,8 @@ def perplexity(
         )
     device = next(model.parameters()).device
     losses: list[np.ndarray] = []
+    wanted = next_tokens(data.input_ids if data.labels is None else data.labels, None)
+    counts = (wanted != IGNORE).sum(1).numpy()
     with inference(model):
         for done, batch in enumerate(data.batches(batch_size, device)):
             output = model(**batch)
@@ -107,20 +100,22 @@ def perplexity(
                 raise BadModel(
                     f"{type(model).__name__} gives no token logits.", "", "Perplexity needs a causal language model."
                 )
-            targets = next_tokens(batch["input_ids"], None)
-            losses.append((sequence_losses(logits[:, :-1].float(), targets) / targets.shape[1]).cpu().numpy())
+            targets = wanted[done * batch_size :][: len(logits)].to(device)
+            losses.append(sequence_losses(logits[:, :-1].float(), targets).cpu().numpy())
             if progress:
                 progress(min(data.samples, (done + 1) * batch_size), data.samples)
-    rows = np.concatenate(losses)
+    sums = np.concatenate(losses).astype(np.float64)
+    rows = sums / np.maximum(counts, 1)
     if not np.isfinite(rows).all():
         raise BadModel("The model's loss is not finite on this text.", "", "Check the weights (layerbudget doctor).")
-    mean = float(rows.mean())
-    spread = float(rows.std(ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else 0.0
+    mean = float(sums.sum() / counts.sum())
+    rest = (sums - mean * counts) / counts.mean()  # of a ratio of sums; with equal windows, of a mean
+    spread = float(rest.std(ddof=1) / math.sqrt(len(rest))) if len(rest) > 1 else 0.0
     value = math.exp(min(mean, 700.0))
     return Evaluation(
         value=value,
         standard_error=value * spread,
-        tokens=data.samples * (data.length - 1),
+        tokens=int(counts.sum()),
         length=data.length,
         windows=data.samples,
         source=data.source,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import InvalidInput
-from .loss import IGNORE
+from .loss import IGNORE, head_of
 from .walk import Walk
 
 METRICS = ("kl", "loss")
@@ -83,9 +83,18 @@ class Meter:
                 (now, count), (dense, _) = self._loss(logits, batch), self._dense[batch]
                 total, tokens = total + now - dense, tokens + count
             else:
-                each, count = kl_sum(logits, self._clean(batch), self.walk.token_mask(batch))
+                learned = self._answers(batch)
+                mask = self.walk.token_mask(batch) if learned is None else F.pad(learned[:, 1:] != IGNORE, (0, 1))
+                each, count = kl_sum(logits, self._clean(batch), mask)
                 total, tokens = total + each, tokens + count
         return total / tokens
+
+    def _answers(self, batch: int) -> torch.Tensor | None:
+        """Token labels of a batch, where the data has them for a causal LM: then only the answers are compared."""
+        labels, start = self.walk.data.labels, batch * self.walk.batch_size
+        if labels is None or labels.ndim != 2 or head_of(self.walk.model) != "causal":
+            return None
+        return labels[start : start + self.walk.sizes[batch]].to(self.walk.device)
 
     def _clean(self, batch: int) -> torch.Tensor:
         """The dense model's log-probabilities; kept where they are small, made again by the head where they are not."""
@@ -98,5 +107,9 @@ class Meter:
 
     def _loss(self, logits: torch.Tensor, batch: int) -> tuple[float, float]:
         """Summed loss in nats, and how many tokens were predicted."""
-        target = next_tokens(self.walk.inputs(batch)["input_ids"], self.walk.token_mask(batch))
+        learned = self._answers(batch)
+        if learned is None:
+            target = next_tokens(self.walk.inputs(batch)["input_ids"], self.walk.token_mask(batch))
+        else:
+            target = next_tokens(learned, None)
         return float(sequence_losses(logits[:, :-1].float(), target).sum()), float((target != IGNORE).sum())

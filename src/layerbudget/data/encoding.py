@@ -1,0 +1,198 @@
+"""Rows of text as tokens with a mask of what is learned: one reading for scoring, measuring, fine-tuning and evaluating.
+
+A row is tokenised whole, so that no boundary changes its tokens; a token is learned where it reaches into an answer. Rows
+longer than the limit lose their end, as in TRL; rows that keep no answer are left out, and both are counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import InvalidInput, NotEnoughText
+from .calibration import CalibrationSet
+from .dialogues import FORMATS, Dialogue, dialogue, format_of
+from .files import Row
+
+logger = logging.getLogger(__name__)
+
+IGNORE = -100
+TEXT_COLUMNS = ("text", "content", "document", "sentence", "question")
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """One row as tokens.
+
+    Attributes:
+        input_ids: Token ids.
+        labels: The same, -100 where no loss is taken.
+    """
+
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...]
+
+
+def text_of(row: Row, where: object, column: str = "") -> str:
+    """The text of a row: itself, a named column, a column with a usual name, or its longest text.
+
+    Raises:
+        InvalidInput: There is none.
+    """
+    if isinstance(row, str):
+        return row
+    if column and column not in row:
+        raise InvalidInput(f"{where} has no column {column!r}.", f"It has {', '.join(row)}.", "Name one of those.")
+    for name in (column,) if column else TEXT_COLUMNS:
+        if isinstance(row.get(name), str):
+            return str(row[name])
+    if column:
+        return ""
+    strings = [v for v in row.values() if isinstance(v, str)]
+    if strings:
+        return max(strings, key=len)
+    raise InvalidInput(
+        f"A row of {where} has no text column.", f"Known names are {', '.join(TEXT_COLUMNS)}; formats {', '.join(FORMATS)}.",
+        "Rename one.",
+    )  # fmt: skip
+
+
+def encode(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, everything: bool = False) -> list[Encoded]:
+    """Tokenise rows of one format; those that keep nothing to learn are left out, and said to be.
+
+    Args:
+        rows: Rows with the name of their file; conversations, prompts with answers, or plain texts (learned whole).
+        tokenizer: The model's tokenizer.
+        limit: Longest row in tokens; the rest is cut off.
+        everything: Learn prompts as well.
+
+    Raises:
+        InvalidInput: Rows of several formats, a row that does not parse, or a tokenizer that gives no places of its tokens.
+        NotEnoughText: No row keeps anything to learn.
+    """
+    kinds = {format_of(row) for row, _ in rows}
+    if len(kinds) > 1:
+        named = " and ".join(sorted(k or "text" for k in kinds))
+        raise InvalidInput(f"The rows are of several formats: {named}.", "All rows of one source have one.", "Split the files.")
+    kind = next(iter(kinds), None)
+    found, cut = [], 0
+    for row, where in rows:
+        if kind is not None and isinstance(row, dict):
+            made = dialogue(row, kind, tokenizer, where)
+        else:
+            text = text_of(row, where)
+            made = Dialogue(text, ((0, len(text)),), special=True, ended=True)
+        whole = _tokens(made, tokenizer, everything)
+        cut += len(whole.input_ids) > limit
+        kept = Encoded(whole.input_ids[:limit], whole.labels[:limit])
+        if any(v != IGNORE for v in kept.labels[1:]):
+            found.append(kept)
+    _say(len(rows), len(found), cut, limit)
+    return found
+
+
+def _tokens(made: Dialogue, tokenizer: Any, everything: bool) -> Encoded:
+    """Tokens of a text and the labels of those that reach into a learned span."""
+    if not getattr(tokenizer, "is_fast", False):
+        return _tokens_by_parts(made, tokenizer, everything)
+    coded = tokenizer(made.text, add_special_tokens=made.special, return_offsets_mapping=True, verbose=False)
+    ids, places = list(coded["input_ids"]), list(coded["offset_mapping"])
+    end = tokenizer.eos_token_id
+    appended = made.special and len(ids) > 1 and ids[-1] == end and places[-1][0] == places[-1][1]
+    if appended:
+        ids, places = ids[:-1], places[:-1]
+    learned = [everything or any(a < high and low < b for low, high in made.learned) for a, b in places]
+    if made.ended and end is not None:
+        ids, learned = [*ids, end], [*learned, True]
+    return Encoded(tuple(ids), tuple(i if on else IGNORE for i, on in zip(ids, learned, strict=True)))
+
+
+def _tokens_by_parts(made: Dialogue, tokenizer: Any, everything: bool) -> Encoded:
+    """The same for tokenizers that do not say where a token stands: prefixes are tokenised and counted, as TRL does."""
+
+    def count(text: str) -> list[int]:
+        ids = list(tokenizer(text, add_special_tokens=made.special, verbose=False)["input_ids"])
+        return ids[:-1] if made.special and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
+
+    ids = count(made.text)
+    learned = [everything] * len(ids)
+    for low, high in made.learned:
+        first, last = len(count(made.text[:low])), len(count(made.text[:high]))
+        learned[first:last] = [True] * (min(last, len(ids)) - first)
+    if made.ended and tokenizer.eos_token_id is not None:
+        ids, learned = [*ids, tokenizer.eos_token_id], [*learned, True]
+    return Encoded(tuple(ids), tuple(i if on else IGNORE for i, on in zip(ids, learned, strict=True)))
+
+
+def _say(given: int, kept: int, cut: int, limit: int) -> None:
+    if not kept:
+        raise NotEnoughText(
+            f"None of {given} rows keeps an answer within {limit} tokens.", "", "Allow longer rows, or shorten the prompts."
+        )
+    if cut:
+        gone = f"; {given - kept} of them kept no answer and are left out" if given > kept else ""
+        logger.warning("%d of %d rows are longer than %d tokens and lose their end%s.", cut, given, limit, gone)
+
+
+def padded(rows: Sequence[Encoded], pad: int, length: int | None = None) -> dict[str, torch.Tensor]:
+    """``input_ids``, ``attention_mask`` and ``labels`` of shape ``(rows, length)``, padding behind the tokens.
+
+    >>> padded([Encoded((5, 6), (-100, 6)), Encoded((7,), (7,))], pad=0)["input_ids"].tolist()
+    [[5, 6], [7, 0]]
+    """
+    length = length or max(len(r.input_ids) for r in rows)
+
+    def filled(values: Iterable[int], fill: int) -> list[int]:
+        have = list(values)
+        return have + [fill] * (length - len(have))
+
+    return {
+        "input_ids": torch.tensor([filled(r.input_ids, pad) for r in rows]),
+        "attention_mask": torch.tensor([filled([1] * len(r.input_ids), 0) for r in rows]),
+        "labels": torch.tensor([filled(r.labels, IGNORE) for r in rows]),
+    }
+
+
+def pad_of(tokenizer: Any) -> int:
+    """The token that padding is written with; it is masked, so any will do where there is none."""
+    pad = tokenizer.pad_token_id
+    return int(pad if pad is not None else (tokenizer.eos_token_id or 0))
+
+
+def encoded_set(
+    rows: Sequence[tuple[Row, str]], tokenizer: Any, *, source: str, samples: int | None, length: int, seed: int, shuffle: bool
+) -> CalibrationSet:
+    """A calibration set of whole rows: one row per sample, answers as labels.
+
+    Args:
+        rows: Rows with the name of their file.
+        tokenizer: The model's tokenizer.
+        source: What the user named.
+        samples: Rows wanted; all that there are where there are fewer, which is said; ``None``: all.
+        length: Longest row in tokens.
+        seed: Seed of the draw.
+        shuffle: Draw at random; otherwise the first rows.
+    """
+    found = encode(rows, tokenizer, limit=length)
+    order = np.random.default_rng(seed).permutation(len(found)) if shuffle else np.arange(len(found))
+    if samples is not None and len(found) < samples:
+        logger.warning("%s has %d rows; %d were asked for: all of them are used.", source, len(found), samples)
+    chosen = [found[int(i)] for i in order[:samples]]
+    made = padded(chosen, pad_of(tokenizer))
+    return CalibrationSet(
+        input_ids=made["input_ids"], attention_mask=made["attention_mask"], labels=made["labels"], source=source, seed=seed
+    )
+
+
+def digest_of(rows: Iterable[Encoded]) -> str:
+    """Content hash of tokens and labels, row by row."""
+    h = hashlib.sha256()
+    for row in rows:
+        h.update(repr((row.input_ids, row.labels)).encode())
+    return h.hexdigest()[:16]

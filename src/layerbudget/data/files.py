@@ -1,0 +1,129 @@
+"""Rows of local files: a text, or an object with named columns. What the columns mean is said elsewhere.
+
+A folder that ``datasets`` saved (``save_to_disk``) is read as what it is; of any other folder, every file with a known ending.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidInput, MissingDependency, NotFound
+
+Row = str | dict[str, Any]
+_SAVED = ("state.json", "dataset_dict.json")
+
+
+def is_local(name: str) -> bool:
+    """Whether a name means a file or folder here, not a hub dataset."""
+    return Path(name).expanduser().exists() or name.startswith(("/", "./", "../", "~")) or Path(name).suffix in READERS
+
+
+def read_rows(name: str, *, group: str = "calibration") -> Iterator[tuple[Row, str]]:
+    """Yield the rows of a file or folder, each with the name of its file.
+
+    Args:
+        name: A file, a folder of files, or a folder that ``datasets`` saved.
+        group: ``calibration`` or ``evaluation``: which split of a saved dataset that has several.
+
+    Raises:
+        NotFound: Nothing is there.
+        InvalidInput: An unknown ending, or content that does not parse.
+        MissingDependency: ``datasets`` or ``pyarrow`` is needed and not installed.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() and any((path / f).is_file() for f in _SAVED):
+        yield from ((row, str(path)) for row in _saved(path, group))
+        return
+    for file in _expand(path):
+        rows = READERS[file.suffix](file)
+        if not any(r.strip() if isinstance(r, str) else r for r in rows):
+            raise InvalidInput(f"{file} holds no text.", "At least one non-empty document is needed.", "Give another file.")
+        yield from ((row, str(file)) for row in rows)
+
+
+def _expand(path: Path) -> list[Path]:
+    known = f"Known endings are {', '.join(READERS)}."
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.suffix in READERS and f.is_file())
+        if not files:
+            raise NotFound(f"{path} holds no text file.", known, "Name a file.")
+        return files
+    if not path.is_file():
+        raise NotFound(f"There is no text file {path}.", known, "Check the path.")
+    if path.suffix not in READERS:
+        raise InvalidInput(f"{path} ends with {path.suffix!r}.", known, "Convert it.")
+    return [path]
+
+
+def _saved(path: Path, group: str) -> list[dict[str, Any]]:
+    """Rows of a dataset that ``save_to_disk`` wrote; of several splits the one that fits the purpose."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependency(f"{path} needs the package datasets.", "", "pip install datasets.") from error
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path} does not read as a saved dataset ({error}).", "", "Save it again.") from error
+    if isinstance(found, datasets.DatasetDict):
+        order = ("test", "validation", "train") if group == "evaluation" else ("train", "validation", "test")
+        split = next((s for s in order if s in found), next(iter(found)))
+        found = found[split]
+    return list(found.to_list())
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} is not UTF-8 ({error}).", "", "Convert it to UTF-8.") from error
+
+
+def _plain(path: Path) -> list[Row]:
+    return [path.read_text(encoding="utf-8", errors="replace")]
+
+
+def _row(row: Any, path: Path) -> Row:
+    if not isinstance(row, (str, dict)):
+        raise InvalidInput(f"A row of {path} is {row!r:.40}.", "A row is a text or an object with one.", "Correct the file.")
+    return row
+
+
+def _json_lines(path: Path) -> list[Row]:
+    rows = []
+    for number, line in enumerate(_text(path).split("\n"), 1):  # JSON strings may hold U+2028, at which splitlines() cuts
+        if not line.strip():
+            continue
+        try:
+            rows.append(_row(json.loads(line), path))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise InvalidInput(f"Line {number} of {path} is not JSON ({error}).", "", "Correct or drop the line.") from error
+    return rows
+
+
+def _json(path: Path) -> list[Row]:
+    try:
+        rows = json.loads(_text(path))
+    except (json.JSONDecodeError, RecursionError):
+        return _json_lines(path)
+    return [_row(row, path) for row in (rows if isinstance(rows, list) else [rows])]
+
+
+def _parquet(path: Path) -> list[Row]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise MissingDependency("Parquet files need pyarrow.", "", "pip install pyarrow (datasets brings it).") from error
+    try:
+        return list(parquet.read_table(path).to_pylist())
+    except (ValueError, OSError) as error:
+        raise InvalidInput(f"{path} does not read as Parquet ({error}).", "", "Write the file again.") from error
+
+
+READERS = {
+    ".txt": _plain, ".md": _plain, ".py": _plain, ".raw": _plain, ".tokens": _plain,
+    ".jsonl": _json_lines, ".json": _json, ".parquet": _parquet,
+}  # fmt: skip

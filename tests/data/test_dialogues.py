@@ -1,0 +1,168 @@
+"""What is learned of a conversation, a completion or an instruction: by hand, against TRL, and from every kind of file."""
+
+import json
+
+import pytest
+import torch
+from tests import zoo
+
+from layerbudget.blocks import partition
+from layerbudget.damage.measure import plan_damage
+from layerbudget.data.dialogues import dialogue, format_of
+from layerbudget.data.encoding import IGNORE, encode
+from layerbudget.data.text import calibration
+from layerbudget.errors import InvalidInput, NotEnoughText
+from layerbudget.evaluation.perplexity import evaluation_set, perplexity
+from layerbudget.planning import plan_sparsity
+from layerbudget.pruning.apply import prune
+from layerbudget.running.loss import targets_of
+
+TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+CHATML = TURNS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHAT = [
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"},
+    {"role": "user", "content": "and 3?"}, {"role": "assistant", "content": "seven"},
+]  # fmt: skip
+SHARED = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "four"}]
+ROWS = {
+    "messages": {"messages": CHAT},
+    "conversations": {"conversations": SHARED},
+    "prompt and completion": {"prompt": "2 + 2 =", "completion": " four"},
+    "instruction and output": {"instruction": "Add.", "input": "2 2", "output": "four"},
+}
+
+
+@pytest.fixture
+def chatty(tokenizer):
+    tokenizer.chat_template = CHATML
+    yield tokenizer
+    tokenizer.chat_template = None
+
+
+def learned(tokenizer, rows, **options):
+    """The text that is learned, row by row."""
+    return [tokenizer.decode([i for i in r.labels if i != IGNORE]) for r in encode(rows, tokenizer, limit=400, **options)]
+
+
+@pytest.mark.parametrize("kind", list(ROWS))
+def test_answers_are_learned_and_nothing_else(tokenizer, kind):
+    assert format_of(ROWS[kind]) == kind
+    said = learned(tokenizer, [(ROWS[kind], "here")])[0]
+    assert said in ("four</s>", " four</s>", "fourseven</s>")
+    everything = learned(tokenizer, [(ROWS[kind], "here")], everything=True)[0]
+    assert "2" in everything and len(everything) > len(said)
+
+
+def test_a_chat_template_is_followed_turn_by_turn(chatty):
+    made = dialogue(ROWS["messages"], "messages", chatty)
+    assert made.text == chatty.apply_chat_template(CHAT, tokenize=False) and not made.special
+    assert [made.text[a:b] for a, b in made.learned] == ["four</s>", "seven</s>"]
+    asked = dialogue({"prompt": CHAT[:2], "completion": CHAT[2:3]}, "prompt and completion", chatty)
+    assert [asked.text[a:b] for a, b in asked.learned] == ["four</s>"]
+    instructed = dialogue(ROWS["instruction and output"], "instruction and output", chatty)
+    assert instructed.text == "<|user|>Add.\n2 2</s><|assistant|>four</s>"
+
+
+def test_a_template_that_rewrites_earlier_turns_still_shows_the_answers(chatty):
+    chatty.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+        "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    made = dialogue(ROWS["messages"], "messages", chatty)
+    assert [made.text[a:b] for a, b in made.learned] == ["four", "<think></think>seven</s>"]
+    chatty.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    with pytest.raises(InvalidInput, match="cannot be found"):
+        dialogue(ROWS["messages"], "messages", chatty)
+    chatty.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InvalidInput, match="roles must alternate"):
+        dialogue(ROWS["messages"], "messages", chatty)
+
+
+def test_tokens_and_mask_are_trls(chatty, tmp_path):
+    """The same rows through TRL's own preparation: the same tokens, the same tokens learned."""
+    trl = pytest.importorskip("trl")
+    import datasets
+
+    rows = [{"prompt": CHAT[:2], "completion": CHAT[2:3]}, {"prompt": CHAT[:4], "completion": CHAT[4:]}]
+    plain = [ROWS["prompt and completion"], {"prompt": "one two", "completion": " three"}]
+    for kind in (rows, plain):
+        config = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=400)
+        trainer = trl.SFTTrainer(
+            model=zoo.speaker("llama"), args=config, train_dataset=datasets.Dataset.from_list(kind), processing_class=chatty
+        )
+        ours = encode([(r, "here") for r in kind], chatty, limit=400)
+        for mine, theirs in zip(ours, trainer.train_dataset, strict=True):
+            assert list(mine.input_ids) == theirs["input_ids"]
+            assert list(mine.labels) == theirs["labels"]
+
+
+def test_every_kind_of_file_gives_the_same_tokens(tmp_path, tokenizer):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"{i} + {i} =", "completion": f" {2 * i}"} for i in range(6)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "saved")
+    found = [
+        calibration(str(tmp_path / f), tokenizer, samples=4, length=32) for f in ("a.jsonl", "a.json", "a.parquet", "saved")
+    ]
+    assert len({d.digest for d in found}) == 1 and found[0].samples == 4
+    assert calibration(rows, tokenizer, samples=4, length=32).digest == found[0].digest
+
+
+def test_fewer_rows_than_asked_are_used_and_long_ones_cut_both_said(tmp_path, tokenizer, caplog):
+    rows = [{"prompt": "p" * 8, "completion": "c" * n} for n in (2, 3, 40)] + [{"prompt": "p" * 40, "completion": "c"}]
+    data = calibration(rows, tokenizer, samples=128, length=20)
+    assert data.samples == 3 and data.length == 20
+    assert "2 of 4 rows are longer than 20 tokens" in caplog.text and "1 of them kept no answer" in caplog.text
+    assert "3 rows; 128 were asked for" in caplog.text
+    with pytest.raises(NotEnoughText, match="keeps an answer within 6"):
+        calibration(rows, tokenizer, samples=2, length=6)
+    with pytest.raises(InvalidInput, match="several formats"):
+        calibration([rows[0], {"text": "x"}], tokenizer, samples=1, length=8)
+    with pytest.raises(InvalidInput, match="no answer"):
+        calibration([{"messages": CHAT[:2]}], tokenizer, samples=1, length=8)
+    with pytest.raises(InvalidInput, match="is no messages"):
+        calibration([{"messages": [{"rolle": "user"}]}], tokenizer, samples=1, length=8)
+
+
+def test_scores_and_losses_are_taken_on_answers_only(tokenizer):
+    """The perplexity of a file of answers is that of the answer tokens, one by one; padding changes nothing."""
+    model = zoo.speaker("llama")
+    rows = [{"prompt": "a b", "completion": " c"}, {"prompt": "abc", "completion": " d e f g"}]
+    data = evaluation_set_of(rows, tokenizer)
+    assert (targets_of(model, data) != IGNORE).sum() == 3 + 9
+    total = count = 0.0
+    for row in encode([(r, "") for r in rows], tokenizer, limit=64):
+        with torch.no_grad():
+            logp = model(torch.tensor([row.input_ids])).logits[0].double().log_softmax(-1)
+        for t, label in enumerate(row.labels[1:]):
+            if label != IGNORE:
+                total, count = total - float(logp[t, label]), count + 1
+    found = perplexity(model, data)
+    assert found.tokens == count == 12 and found.value == pytest.approx(torch.tensor(total / count).exp().item(), rel=1e-5)
+
+
+def evaluation_set_of(rows, tokenizer):
+    return calibration(rows, tokenizer, samples=None, length=64, group="evaluation", shuffle=False)
+
+
+def test_a_file_of_answers_is_an_evaluation_set(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"prompt": "a", "completion": w}) for w in ("bc", "de", "f")))
+    assert evaluation_set(str(tmp_path / "a.jsonl"), tokenizer, length=32).samples == 3
+
+
+def test_measuring_compares_the_answers_only(tokenizer):
+    """The damage of a treatment on rows with answers is the mean divergence over answer tokens."""
+    model, rows = zoo.speaker("llama"), [{"prompt": "p" * n, "completion": "abcd"} for n in (3, 9, 6)]
+    data = calibration(rows, tokenizer, samples=3, length=32)
+    blocks = partition(model)
+    plan = plan_sparsity(blocks, sparsity=0.5, rule="uniform")
+    kl, _ = plan_damage(model, data, blocks, [plan], method="magnitude")
+    pairs = {"input_ids": data.input_ids, "attention_mask": data.attention_mask}
+    with torch.no_grad():
+        before = model(**pairs).logits.double().log_softmax(-1)
+        prune(model, plan, None, "magnitude")
+        after = model(**pairs).logits.double().log_softmax(-1)
+    each = (before.exp() * (before - after)).sum(-1)[:, :-1]
+    assert kl[0] == pytest.approx(float(each[data.labels[:, 1:] != IGNORE].mean()), rel=2e-3)
