@@ -15,9 +15,16 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("finetune")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id: a causal LM or an encoder")
     parser.add_argument("plan", metavar="PLAN", help="plan.json of kind ranks or experts, made for this model")
-    parser.add_argument(
-        "--task", required=True, help="cola, mrpc, rte, commonsenseqa, openbookqa, scienceqa, or a .jsonl, .json or .csv file"
+    learned = parser.add_mutually_exclusive_group(required=True)
+    learned.add_argument(
+        "--data", metavar="DATA", help="text for a language model: rows of messages, conversations, prompt and completion, "
+        "instruction and output (loss on the answers), or text; a .jsonl, .json or .parquet file, a folder, a hub dataset",
+    )  # fmt: skip
+    learned.add_argument(
+        "--task", help="labels: cola, mrpc, rte, commonsenseqa, openbookqa, scienceqa, or a .jsonl, .json or .csv file"
     )
+    parser.add_argument("--held-out", metavar="DATA", help="with --data: held-out text (default: a tenth of the rows)")
+    parser.add_argument("--packing", action="store_true", help="with --data: several rows in one sequence, kept apart")
     parser.add_argument("--data-dir", metavar="DIR", help="folder with the task's original files")
     parser.add_argument("--preset", default="default", choices=("default", "paper"), help="training protocol")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -59,32 +66,39 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import NAMES, load_task
+    from ..data.texts import read_texts
+    from ..loading import load_tokenizer
     from ..lora.base import classifier_loader
     from ..lora.compare import compare, read_result
     from ..lora.finetune import finetune
-    from ..lora.protocol import PRESETS
 
     if arguments.against:
         read_result(arguments.against)  # before the training
     if arguments.task not in NAMES:
-        refuse(arguments, ("data_dir",), "a task in a file of its own")
-    plan = _validated_plan(arguments)
-    task = load_task(arguments.task, arguments.data_dir).limited(arguments.train_rows)
-    named = ("epochs", "lr", "batch", "accumulation", "balance", "start", "alpha_policy")
-    given = {k: getattr(arguments, k) for k in named if getattr(arguments, k) is not None}
-    protocol = dataclasses.replace(PRESETS[arguments.preset].changed(named_values(arguments.settings)), **given)
+        refuse(arguments, ("data_dir",), "a task in a file of its own" if arguments.task else "--data")
+    if arguments.task:
+        refuse(arguments, ("held_out", "packing"), "a labelled task")
+    plan, base = _validated_plan(arguments)
+    protocol = _protocol(arguments, base)
+    tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
+    task: Any
+    if arguments.task:
+        task = load_task(arguments.task, arguments.data_dir)
+    else:
+        task = read_texts(
+            arguments.data, tokenizer, limit=protocol.cutoff, everything=protocol.on_prompt, held_out=arguments.held_out
+        )
+    task = task.limited(arguments.train_rows)
     import transformers
-
-    from ..loading import load_tokenizer
 
     transformers.utils.logging.set_verbosity_error()  # the head's weights are missing from a bare encoder, as they should be
     with progress_bar(arguments, f"finetune on {task.name}, seeds") as progress:
         result = finetune(
             classifier_loader(
-                arguments.model, len(task.labels), dtype=arguments.dtype, device=arguments.device,
+                arguments.model, len(getattr(task, "labels", ())), dtype=arguments.dtype, device=arguments.device,
                 revision=arguments.revision, four_bit=arguments.four_bit,
             ),
-            load_tokenizer(arguments.model, revision=arguments.revision), plan, task, arguments.out, protocol=protocol,
+            tokenizer, plan, task, arguments.out, protocol=protocol,
             checkpointing=arguments.gradient_checkpointing, seeds=arguments.seeds, resume=arguments.resume,
             overwrite=arguments.overwrite, bf16=arguments.bf16, quiet=True,
             callbacks=_callbacks(arguments, plan), progress=progress,
@@ -99,8 +113,25 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**result, "output": arguments.out}
 
 
-def _validated_plan(arguments: argparse.Namespace) -> Any:
-    """Read the plan and refuse one that was made for another model."""
+LONGEST = 1024  # tokens of a row of text where no cutoff is named, as TRL has it
+
+
+def _protocol(arguments: argparse.Namespace, base: Any) -> Any:
+    """The preset with what was named; rows of text may be longer than labelled ones."""
+    from ..lora.protocol import PRESETS
+
+    named = ("epochs", "lr", "batch", "accumulation", "balance", "start", "alpha_policy")
+    given = {k: getattr(arguments, k) for k in named if getattr(arguments, k) is not None}
+    settings = named_values(arguments.settings)
+    if arguments.data and "cutoff" not in settings:
+        settings["cutoff"] = min(LONGEST, getattr(base.config, "max_position_embeddings", None) or LONGEST)
+    if arguments.packing:
+        given["packing"] = True
+    return dataclasses.replace(PRESETS[arguments.preset].changed(settings), **given)
+
+
+def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """Read the plan, refuse one that was made for another model, and return that model too."""
     from ..blocks import describe
     from ..errors import InvalidInput
     from ..loading import load_model
@@ -121,7 +152,7 @@ def _validated_plan(arguments: argparse.Namespace) -> Any:
         )
     base = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision)  # a cast keeps the digest
     plan.validate(describe(base, arguments.model))
-    return plan
+    return plan, base
 
 
 def _callbacks(arguments: argparse.Namespace, plan: Any) -> Any:
@@ -145,6 +176,8 @@ def _show(console: Any, result: dict[str, Any]) -> None:
             error = "-" if m["stderr"] is None else f"{m['stderr']:.4f}"
             table.add_row(split, name, f"{m['value']:.4f}", error)
     console.print(table)
+    if result["metric"] == "loss":
+        console.print(f"Loss in nats per learned token, {result['rows']['held_out']} rows held out; before: the base model.")
     for split, seeds in result["one_class"].items():
         if seeds:
             which = ", ".join(map(str, seeds))

@@ -4,8 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from typing import TypeVar
 
 from ..errors import InvalidInput
+
+Kept = TypeVar("Kept")
+
+
+def first_rows(rows: tuple[Kept, ...], n: int | None) -> tuple[Kept, ...]:
+    """At most ``n`` rows, the first ones of a fixed shuffle, in their own order; all where ``n`` is None.
+
+    Raises:
+        InvalidInput: Fewer than one.
+    """
+    if n is not None and n < 1:
+        raise InvalidInput(f"{n} rows are asked for.", "At least one is needed.", "Leave the limit out for all.")
+    if n is None or n >= len(rows):
+        return rows
+    order = sorted(range(len(rows)), key=lambda i: hashlib.sha256(f"{i}.{len(rows)}".encode()).digest())
+    return tuple(rows[i] for i in sorted(order[:n]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,15 +80,5 @@ class Task:
         Raises:
             InvalidInput: Fewer than one row.
         """
-        for n in (train, evaluation):
-            if n is not None and n < 1:
-                raise InvalidInput(f"{n} rows are asked for.", "At least one is needed.", "Leave the limit out for all.")
-
-        def first(rows: tuple[Example, ...], n: int | None) -> tuple[Example, ...]:
-            if n is None or n >= len(rows):
-                return rows
-            order = sorted(range(len(rows)), key=lambda i: hashlib.sha256(f"{i}.{len(rows)}".encode()).digest())
-            return tuple(rows[i] for i in sorted(order[:n]))
-
-        held = {k: first(v, evaluation) for k, v in self.evaluation.items()}
-        return dataclasses.replace(self, train=first(self.train, train), evaluation=held)
+        held = {k: first_rows(v, evaluation) for k, v in self.evaluation.items()}
+        return dataclasses.replace(self, train=first_rows(self.train, train), evaluation=held)

@@ -84,13 +84,13 @@ class Comparison:
     n: int
     detectable: float | None = None
 
-    def sentence(self, a: str, b: str, unit: str = "") -> str:
+    def sentence(self, a: str, b: str, unit: str = "", *, lower_is_better: bool = False) -> str:
         """Say the outcome in one sentence, a null with its power."""
         unit = f" {unit}" if unit else ""
         interval = f"95 % {self.low:+.4f} to {self.high:+.4f}"
         size = f"{a} - {b} = {self.difference:+.4f}{unit} ({interval}, p = {self.p:.2g}, n = {self.n})"
         if self.p < 0.05:
-            return f"{a} {'beats' if self.difference > 0 else 'is behind'} {b}: {size}."
+            return f"{a} {'beats' if (self.difference > 0) != lower_is_better else 'is behind'} {b}: {size}."
         power = f" A true difference of {self.detectable:.4f} would have been found 4 times in 5." if self.detectable else ""
         return f"{a} cannot be told from {b}: {size}.{power}"
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..data.examples import Task
+from ..data.texts import Texts
 from ..errors import InvalidInput
 from ..plan import Plan
 from .initialise import initialise_from_gradients, task_gradients
@@ -16,6 +17,7 @@ from .mixtures import add_experts
 from .protocol import Protocol
 from .ranks import add_ranks
 from .rows import Rows, is_causal
+from .text_rows import TextRows
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ def _in_float32(model: nn.Module) -> nn.Module:
     return model
 
 
-def started(plain: nn.Module, plan: Plan, protocol: Protocol, rows: Rows, task: Task) -> nn.Module:
+def started(plain: nn.Module, plan: Plan, protocol: Protocol, rows: Rows | TextRows, task: Task | Texts) -> nn.Module:
     """Adapt a model and give its adapters the protocol's start.
 
     Raises:

@@ -43,7 +43,7 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
 
     Returns:
         By split: ``seeds`` (paired t over shared seeds, the task's metric; null below two) and ``samples`` (McNemar over all
-        questions of the first shared seed), each with a sentence.
+        questions of the first shared seed; for text a paired t over its held-out rows), each with a sentence.
 
     Raises:
         NotFound, CorruptFile: A folder without results of fine-tuning.
@@ -61,17 +61,21 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
     labels = json.loads((folders[0] / "labels.json").read_text(encoding="utf-8"))
     runs = [[json.loads((f / f"seed-{s}" / "result.json").read_text(encoding="utf-8")) for s in shared] for f in folders]
     outcome: dict[str, Any] = {}
-    names = (a["rule"], b["rule"]) if a["rule"] != b["rule"] else (folders[0].name, folders[1].name)
+    one, other = (a["rule"], b["rule"]) if a["rule"] != b["rule"] else (folders[0].name, folders[1].name)
     for split, truth in labels.items():
         values = [[r["metrics"][split][a["metric"]] for r in side] for side in runs]
         over_seeds = statistics.paired_t(*values) if len(shared) > 1 else None
-        right = [np.asarray(side[0]["predictions"][split]) == np.asarray(truth) for side in runs]
-        over_samples = statistics.mcnemar(*right)
+        if a["metric"] == "loss":
+            over_samples, unit = statistics.paired_t(*([*side[0]["losses"][split]] for side in runs)), "nats per token of a row"
+        else:
+            right = [np.asarray(side[0]["predictions"][split]) == np.asarray(truth) for side in runs]
+            over_samples, unit = statistics.mcnemar(*right), "accuracy"
+        lower = a["metric"] == "loss"
         outcome[split] = {
             "metric": a["metric"],
-            "seeds": {**vars(over_seeds), "sentence": over_seeds.sentence(names[0], names[1], a["metric"])}
+            "seeds": {**vars(over_seeds), "sentence": over_seeds.sentence(one, other, a["metric"], lower_is_better=lower)}
             if over_seeds
             else None,
-            "samples": {**vars(over_samples), "sentence": over_samples.sentence(names[0], names[1], "accuracy")},
+            "samples": {**vars(over_samples), "sentence": over_samples.sentence(one, other, unit, lower_is_better=lower)},
         }
     return outcome

@@ -1,4 +1,4 @@
-"""Fine-tune ranks or experts by a plan on a labelled task, over seeds, and keep what paired tests need.
+"""Fine-tune ranks or experts by a plan on a labelled task or on text, over seeds, and keep what paired tests need.
 
 Every seed leaves a folder with the adapter, the predictions for every held-out row and its metrics; a run that was stopped
 continues where it was: finished seeds are kept, an unfinished one resumes from its last checkpoint.
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..data.examples import Task
+from ..data.texts import Texts
 from ..errors import AlreadyExists, InvalidInput
 from ..evaluation import statistics
 from ..plan import Plan
@@ -30,7 +31,8 @@ from .adapt import started
 from .base import Loader, NamedLoader
 from .protocol import Protocol
 from .ranks import fold_scales
-from .rows import Rows, is_causal
+from .rows import Rows
+from .text_rows import TextRows, answers_of, rows_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -62,8 +64,8 @@ def _arguments(
 
 
 def train_one(
-    model: nn.Module, rows: Rows, task: Task, protocol: Protocol, seed: int, folder: Path, *, bf16: bool = False,
-    checkpointing: bool = False, resume: bool = False, quiet: bool = True, callbacks: Sequence[Any] = (),
+    model: nn.Module, rows: Rows | TextRows, task: Task | Texts, protocol: Protocol, seed: int, folder: Path, *,
+    bf16: bool = False, checkpointing: bool = False, resume: bool = False, quiet: bool = True, callbacks: Sequence[Any] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Train one seed and predict every held-out row.
 
@@ -81,7 +83,7 @@ def train_one(
         callbacks: Further callbacks of the Trainer (a re-plan, for instance).
 
     Returns:
-        ``metrics`` and ``predictions`` by split, and the training loss.
+        ``metrics`` by split with ``predictions`` (of text: ``losses`` by row), and the training loss.
     """
     from transformers import PrinterCallback, Trainer, set_seed
 
@@ -93,7 +95,8 @@ def train_one(
             "It is 1 there: transformers drops the item count for such heads, and gradients grow with the accumulation.",
             "Use a smaller batch, or accumulation 1.",
         )
-    steps = math.ceil(len(task.train) / protocol.batch) * math.ceil(protocol.epochs)
+    read = rows.training()
+    steps = math.ceil(len(read) / protocol.batch) * math.ceil(protocol.epochs)
     device = next(model.parameters()).device
     half = bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters())
     arguments = _arguments(
@@ -101,7 +104,7 @@ def train_one(
     )
     set_seed(seed)
     trainer = Trainer(
-        model=model, args=arguments, train_dataset=rows.encoded(task.train), data_collator=rows.collate,
+        model=model, args=arguments, train_dataset=read, data_collator=rows.collate,
         callbacks=[BalanceScale(), _logging_before_saving()(), *callbacks],
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)  # it writes to stdout, which belongs to --json
@@ -118,14 +121,8 @@ def train_one(
         "training_loss": mean_loss(trainer.state.log_history),
         "steps": trainer.state.global_step,
     }
-    result["metrics"], result["predictions"], result["one_class"] = {}, {}, {}
-    for split, examples in task.evaluation.items():
-        with torch.autocast(device.type, torch.bfloat16, enabled=half and not bf16):
-            predicted = rows.predict(model, examples)
-        result["predictions"][split] = predicted.tolist()
-        result["metrics"][split] = metrics_of([e.label for e in examples], predicted, len(task.labels))
-        same = len(examples) > 1 and len(set(predicted.tolist())) == 1
-        result["one_class"][split] = task.labels[int(predicted[0])] if same else None
+    with torch.autocast(device.type, torch.bfloat16, enabled=half and not bf16):
+        result |= rows.judge(model)
     return result
 
 
@@ -159,17 +156,11 @@ def mean_loss(history: Sequence[Mapping[str, Any]]) -> float:
     return total / max(before, 1)
 
 
-def metrics_of(labels: Sequence[int], predicted: statistics.Labels, classes: int) -> dict[str, float]:
-    """Accuracy and Matthews correlation, and F1 of the second label where there are two."""
-    values = {"accuracy": statistics.accuracy(labels, predicted), "matthews": statistics.matthews(labels, predicted)}
-    return {**values, "f1": statistics.f1(labels, predicted)} if classes == 2 else values
-
-
 def finetune(
     load: Loader,
     tokenizer: Any,
     plan: Plan,
-    task: Task,
+    task: Task | Texts,
     out: Path | str,
     *,
     protocol: Protocol,
@@ -188,7 +179,7 @@ def finetune(
         load: ``seed -> model``; see :func:`layerbudget.lora.base.classifier_loader`.
         tokenizer: The model's tokenizer.
         plan: A plan of ranks or experts.
-        task: The task.
+        task: A labelled task, or rows of text (:func:`layerbudget.data.texts.read_texts`) for a language model.
         out: Folder of the results; one sub-folder per seed.
         protocol: Numbers of the run.
         seeds: Seeds; each sets the head, the adapters' start and the order of rows.
@@ -242,7 +233,7 @@ def finetune(
 
 
 def _over_seeds(
-    load: Loader, tokenizer: Any, plan: Plan, task: Task, out: Path, protocol: Protocol, seeds: Sequence[int],
+    load: Loader, tokenizer: Any, plan: Plan, task: Task | Texts, out: Path, protocol: Protocol, seeds: Sequence[int],
     identity: dict[str, Any], *, callbacks: Callable[[], Sequence[Any]], progress: Callable[[int, int], None] | None,
     **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
@@ -254,7 +245,7 @@ def _over_seeds(
         if record is None:
             write_text(folder / "identity.json", dumps({"schema_version": 1, "identity": identity}), overwrite=True)
             plain = load(seed)
-            rows = Rows(task, tokenizer, causal=is_causal(plain), cutoff=protocol.cutoff, on_prompt=protocol.on_prompt)
+            rows = rows_of(task, tokenizer, plain, protocol)
             protocol.check(plan.kind, causal=rows.causal)
             model = started(plain, plan, protocol, rows, task)
             record = train_one(model, rows, task, protocol, seed, folder, callbacks=list(callbacks()), **options)
@@ -266,14 +257,18 @@ def _over_seeds(
         if progress:
             progress(done + 1, len(seeds))
     summary = {
-        "schema_version": 1, "task": task.name, "metric": task.metric, "kind": plan.kind, "rule": plan.rule,
-        "trained_parameters": trained, "seeds": list(seeds), "identity": identity, "metrics": _summary(results),
-        "one_class": _one_class(results),
+        "schema_version": 1, "task": task.name, "metric": task.metric, "rows": _counts(task), "kind": plan.kind,
+        "rule": plan.rule, "trained_parameters": trained, "seeds": list(seeds), "identity": identity,
+        "metrics": _summary(results), "one_class": _one_class(results),
     }  # fmt: skip
     write_text(out / "result.json", dumps(summary), overwrite=True)
-    labels = {split: [e.label for e in rows] for split, rows in task.evaluation.items()}
-    write_text(out / "labels.json", dumps(labels), overwrite=True)
+    write_text(out / "labels.json", dumps(answers_of(task)), overwrite=True)
     return summary
+
+
+def _counts(task: Task | Texts) -> dict[str, int]:
+    """Rows that were trained on and held out."""
+    return {"train": len(task.train), **{split: len(rows) for split, rows in task.evaluation.items()}}
 
 
 def _results(out: Path) -> list[Path]:

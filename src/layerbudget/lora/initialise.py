@@ -10,16 +10,17 @@ instead. The gradients come from :func:`layerbudget.scores.adapter_space.accumul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..data.calibration import CalibrationSet
-from ..data.examples import Example
 from ..errors import CoverageError
 from .rows import Rows
 from .targets import base_name, leaf
+from .text_rows import TextRows
 
 START_SAMPLES = 128
 
@@ -55,7 +56,7 @@ def initialise_from_gradients(
 
 
 def task_gradients(
-    model: nn.Module, rows: Rows, examples: Sequence[Example], modules: Sequence[str], *, samples: int = START_SAMPLES
+    model: nn.Module, rows: Rows | TextRows, examples: Sequence[Any], modules: Sequence[str], *, samples: int = START_SAMPLES
 ) -> dict[str, Tensor]:
     """Gradient of a task's mean loss for every named module, over a fixed random sample of its training rows.
 

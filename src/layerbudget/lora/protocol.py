@@ -31,6 +31,7 @@ class Protocol:
         top_k: Experts per token.
         balance: Weight of the load-balancing loss.
         on_prompt: Take the loss on the prompt as well (causal LMs).
+        packing: Several rows of text in one sequence, none seeing another.
         weight_decay: AdamW's.
         clip: Largest gradient norm.
         start: ``default`` (PEFT's), or ``gradients``: ranks start in the top directions of the task's gradient.
@@ -49,6 +50,7 @@ class Protocol:
     top_k: int = 2
     balance: float = 0.0
     on_prompt: bool = False
+    packing: bool = False
     weight_decay: float = 0.0
     clip: float = 1.0
     start: str = "default"

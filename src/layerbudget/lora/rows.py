@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..data.examples import Example, Task
+from ..evaluation import statistics
 
 IGNORE = -100
 
@@ -36,6 +37,12 @@ def _collate(rows: Sequence[dict[str, Any]], pad: int) -> dict[str, torch.Tensor
     else:
         batch["labels"] = torch.tensor([r["labels"] for r in rows])
     return batch
+
+
+def metrics_of(labels: Sequence[int], predicted: statistics.Labels, classes: int) -> dict[str, float]:
+    """Accuracy and Matthews correlation, and F1 of the second label where there are two."""
+    values = {"accuracy": statistics.accuracy(labels, predicted), "matthews": statistics.matthews(labels, predicted)}
+    return {**values, "f1": statistics.f1(labels, predicted)} if classes == 2 else values
 
 
 class Rows:
@@ -80,6 +87,21 @@ class Rows:
     def encoded(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         """All examples, encoded once."""
         return [self.encode(e) for e in examples]
+
+    def training(self) -> list[dict[str, Any]]:
+        """What the trainer reads."""
+        return self.encoded(self.task.train)
+
+    def judge(self, model: nn.Module) -> dict[str, Any]:
+        """Predictions for every held-out row, what they are worth, and the label where all got the same."""
+        metrics, predictions, one = {}, {}, {}
+        for split, examples in self.task.evaluation.items():
+            predicted = self.predict(model, examples)
+            predictions[split] = predicted.tolist()
+            metrics[split] = metrics_of([e.label for e in examples], predicted, len(self.task.labels))
+            same = len(examples) > 1 and len(set(predicted.tolist())) == 1
+            one[split] = self.task.labels[int(predicted[0])] if same else None
+        return {"metrics": metrics, "predictions": predictions, "one_class": one}
 
     @torch.no_grad()
     def predict(self, model: nn.Module, examples: Sequence[Example], batch: int = 32) -> np.ndarray:

@@ -1,0 +1,113 @@
+"""Language models fine-tuned on conversations: the loss that is reported, packing, pairs, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tests import zoo
+
+from layerbudget.cli import main
+from layerbudget.data.encoding import IGNORE
+from layerbudget.data.texts import read_texts
+from layerbudget.errors import InvalidInput, NotEnoughText
+from layerbudget.lora.base import NamedLoader
+from layerbudget.lora.finetune import finetune
+from layerbudget.lora.loading import load_adapter
+from layerbudget.lora.protocol import Protocol
+from layerbudget.lora.text_rows import TextRows, rows_of
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Questions whose answer repeats the question's letter."""
+    path = tmp_path / "rows.jsonl"
+    said = [{"prompt": f"say {chr(97 + i % 20)}{i}:", "completion": f" {chr(97 + i % 20) * 3}"} for i in range(60)]
+    path.write_text("\n".join(map(json.dumps, said)))
+    return str(path)
+
+
+def plan_for(model, rank=4):
+    return zoo.linears(model, lambda n: rank if "_proj" in n else 0)
+
+
+def test_a_tenth_is_held_out_by_content_and_nothing_leaks(tokenizer, rows, tmp_path):
+    texts = read_texts(rows, tokenizer, limit=64)
+    assert (len(texts.train), len(texts.evaluation["held_out"])) == (54, 6)
+    assert not set(texts.train) & set(texts.evaluation["held_out"])
+    lines = open(rows).read().splitlines()
+    (tmp_path / "turned.jsonl").write_text("\n".join(lines[::-1] + lines))  # every row twice, in another order
+    again = read_texts(str(tmp_path / "turned.jsonl"), tokenizer, limit=64)
+    assert set(again.evaluation["held_out"]) == set(texts.evaluation["held_out"])
+    assert not set(again.train) & set(again.evaluation["held_out"])
+    named = read_texts(rows, tokenizer, limit=64, held_out=rows)
+    assert len(named.train) == len(named.evaluation["held_out"]) == 60
+    assert len(texts.limited(7).train) == 7
+    with pytest.raises(NotEnoughText):
+        (tmp_path / "one.jsonl").write_text(lines[0])
+        read_texts(str(tmp_path / "one.jsonl"), tokenizer, limit=64)
+
+
+def test_packed_rows_do_not_see_one_another(tokenizer, rows):
+    """The summed loss of packs is that of the rows alone; a model that ignores positions is refused."""
+    texts, model = read_texts(rows, tokenizer, limit=64), zoo.speaker("llama")
+    packed = rows_of(texts, tokenizer, model, Protocol(cutoff=64, packing=True))
+    packs = packed.training()
+    assert len(packs) < len(texts.train) / 3 and all(len(p["input_ids"]) <= 64 for p in packs)
+    assert sorted(i for p in packs for i in p["input_ids"]) == sorted(i for r in texts.train for i in r.input_ids)
+    with torch.no_grad():
+        together = [model(**packed.collate(packs[i : i + 3])).loss.item() for i in range(0, len(packs), 3)]
+        counts = [(packed.collate(packs[i : i + 3])["labels"] != IGNORE).sum().item() for i in range(0, len(packs), 3)]
+    weight = packed.learned(texts.train)
+    alone = packed.losses(model, texts.train) @ weight / weight.sum()
+    assert np.average(together, weights=counts) == pytest.approx(alone, rel=1e-5)
+    with pytest.raises(InvalidInput, match="see one another"):
+        deaf, forward = zoo.speaker("llama"), zoo.speaker("llama").forward
+        deaf.forward = lambda position_ids=None, **inputs: forward(**inputs)
+        rows_of(texts, tokenizer, deaf, Protocol(cutoff=64, packing=True))
+
+
+def test_a_language_model_learns_and_its_held_out_loss_is_what_the_saved_adapter_has(tokenizer, rows, tmp_path):
+    model = zoo.speaker("llama")
+    texts, plan = read_texts(rows, tokenizer, limit=64), plan_for(model)
+    loader = NamedLoader(lambda seed: zoo.speaker("llama"), {})
+    for packing in (False, True):
+        out = tmp_path / f"out-{packing}"
+        protocol = Protocol(lr=1e-2, epochs=16 if packing else 4, batch=8, warmup=2, cutoff=64, packing=packing)
+        result = finetune(loader, tokenizer, plan, texts, out, protocol=protocol)
+        loss = result["metrics"]["held_out"]
+        assert loss["loss"]["value"] < loss["loss_before"]["value"] - 0.2
+        plain = TextRows(texts, tokenizer, cutoff=64)
+        weight = plain.learned(texts.evaluation["held_out"])
+        again = plain.losses(load_adapter(zoo.speaker("llama"), out / "seed-0" / "adapter"), texts.evaluation["held_out"])
+        assert again @ weight / weight.sum() == pytest.approx(loss["loss"]["value"], rel=1e-5)
+        before = plain.losses(model, texts.evaluation["held_out"])
+        assert before @ weight / weight.sum() == pytest.approx(loss["loss_before"]["value"], rel=1e-5)
+
+
+def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_path, capsys):
+    folder = saved_model("llama")
+    plan_for(zoo.speaker("llama"), 4).save(tmp_path / "four.json")
+    plan_for(zoo.speaker("llama"), 1).save(tmp_path / "one.json")
+    words = ["--data", rows, "--epochs", "1", "--batch", "8", "--seeds", "0", "1", "--quiet"]
+    assert main(["finetune", str(folder), str(tmp_path / "one.json"), *words, "-o", str(tmp_path / "one")]) == 0
+    said = capsys.readouterr()
+    assert "6 rows held out" in said.out
+    more = ["--against", str(tmp_path / "one"), "--packing", "--start", "gradients", "--json"]
+    assert main(["finetune", str(folder), str(tmp_path / "four.json"), *words, *more, "-o", str(tmp_path / "four")]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["rows"] == {"train": 54, "held_out": 6} and result["metric"] == "loss"
+    assert result["identity"]["protocol"]["cutoff"] == zoo.speaker("llama").config.max_position_embeddings
+    tests = result["against"]["held_out"]
+    assert tests["seeds"]["n"] == 2 and tests["samples"]["n"] == 6 and tests["samples"]["test"].startswith("paired t")
+    better = result["metrics"]["held_out"]["loss"]["value"] < result["metrics"]["held_out"]["loss_before"]["value"]
+    assert better and tests["seeds"]["difference"] != 0
+    assert main(["finetune", str(folder), str(tmp_path / "one.json"), "--task", rows, "--packing", "-o", "x"]) == 2
+    assert "--packing has no meaning" in capsys.readouterr().err
+
+
+def test_a_head_learns_no_text(tokenizer, rows):
+    with pytest.raises(InvalidInput, match="no language model"):
+        rows_of(read_texts(rows, tokenizer, limit=64), tokenizer, zoo.classifier(2), Protocol())
