@@ -65,14 +65,16 @@ def _auto_class(config: Any) -> Any:
 
 
 def _device(name: str) -> torch.device:
-    """The device of that name, tried out before anything is loaded."""
+    """The device of that name, tried out before anything is loaded; ``auto`` is the accelerator where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(name)
         torch.empty(1, device=place)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InvalidInput(
-            f"The device {name!r} cannot be used: {first[:120]}.", "It is cpu, cuda, cuda:1, mps, ...", "Use cpu."
+            f"The device {name!r} cannot be used: {first[:120]}.", "It is auto, cpu, cuda, cuda:1, mps, ...", "Use cpu."
         ) from error
     return place
 
@@ -95,6 +97,24 @@ def four_bit_config(compute: torch.dtype) -> Any:
     )
 
 
+def held_dtype(config: Any, dtype: str = "auto") -> torch.dtype:
+    """The precision of that name; ``auto`` is what the checkpoint's config says it holds, float32 where it does not say."""
+    if dtype in DTYPES:
+        return DTYPES[dtype]
+    found = getattr(config, "dtype", None)
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
+
+
+def describe_place(model: nn.Module) -> str:
+    """Where a model lies and in which precision, in one clause."""
+    first = next(model.parameters())
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    unit, held = ("GiB", size / 2**30) if size >= 2**30 else ("MiB", size / 2**20)
+    count = sum(p.numel() for p in model.parameters())
+    return f"{count / 1e6:,.1f} M parameters in {' and '.join(kinds)} on {first.device}, {held:.3g} {unit}"
+
+
 def load_model(
     name: str, *, dtype: str = "float32", revision: str | None = None, device: str = "cpu", four_bit: bool = False
 ) -> nn.Module:
@@ -104,9 +124,10 @@ def load_model(
 
     Args:
         name: ``demo``, a local folder or a hub id.
-        dtype: ``float32`` (default: scores and statistics are computed in it), ``bfloat16``, ``float16``, ``float64``.
+        dtype: ``auto`` (what the checkpoint holds, as transformers does), ``float32`` (default: scores and statistics are
+            computed in it), ``bfloat16``, ``float16``, ``float64``.
         revision: Hub revision.
-        device: Where to put it.
+        device: Where to put it; ``auto`` is the accelerator where there is one.
         four_bit: Hold its matrices in 4 bits, for scores that read activations and gradients, and for adapters.
 
     Raises:
@@ -118,15 +139,19 @@ def load_model(
     from safetensors import SafetensorError
     from transformers import AutoConfig
 
-    if dtype not in DTYPES:
-        raise InvalidInput(f"dtype is {dtype!r}.", f"It is one of {', '.join(DTYPES)}.", "Use float32 unless memory is short.")
+    if dtype not in (*DTYPES, "auto"):
+        raise InvalidInput(
+            f"dtype is {dtype!r}.", f"It is one of auto, {', '.join(DTYPES)}.", "Use float32 unless memory is short."
+        )
     place = _device(device)
     where = resolve(name, revision)
-    packed = {"quantization_config": four_bit_config(DTYPES[dtype]), "device_map": {"": device}} if four_bit else {}
     try:
         config = AutoConfig.from_pretrained(where, revision=revision)
+        packed: dict[str, Any] = {}
+        if four_bit:
+            packed = {"quantization_config": four_bit_config(held_dtype(config, dtype)), "device_map": {"": str(place)}}
         model, report = _auto_class(config).from_pretrained(
-            where, revision=revision, dtype=DTYPES[dtype], output_loading_info=True, **packed
+            where, revision=revision, dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, **packed
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

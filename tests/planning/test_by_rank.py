@@ -31,9 +31,28 @@ def test_the_plan_says_what_uniform_ranks_would_have(scores):
     worth = (curves[:, :6].sum() + curves[:, :7].sum()) / 2
     assert half.extra["uniform_share"] == pytest.approx(worth / half.extra["rounding"]["value"])
     said = " ".join(explain_plan(plan)["sentences"])
-    assert f"The same rank everywhere would have {plan.extra['uniform_share']:.1%}" in said
+    assert f"uniform would have {plan.extra['uniform_share']:.1%} of this gain" in said
+    assert plan_ranks(scores, mean_rank=6, min_rank=0).rule == "by-rank", "the rule follows the scores"
+    assert plan_ranks(dataclasses.replace(scores, extra={}), mean_rank=6).rule == "mdl"
     assert plan_ranks(scores, mean_rank=6, rule="by-rank", max_rank=4).extra["uniform_share"] == pytest.approx(1.0)
     assert plan_ranks(scores, mean_rank=6, rule="by-rank-permuted", seed=1).extra["uniform_share"] is None
+
+
+def test_verdicts_stand_at_their_thresholds(scores):
+    """Nearly equal curves: uniform is recommended; a cap that keeps 95 % of the gain is named with what it keeps."""
+    level = np.exp(-np.arange(32) / 8.0)
+    alike = [(level * (1 + 0.01 * k)).tolist() for k in range(len(scores.names))]
+    plan = plan_ranks(dataclasses.replace(scores, extra={"increments": [alike]}), mean_rank=6)
+    assert plan.extra["uniform_share"] > 0.95 and "take uniform" in " ".join(explain_plan(plan)["sentences"])
+    steep = [(np.exp(-np.arange(32) / 3.0) * (9 if k == 0 else 1)).tolist() for k in range(len(scores.names))]
+    wide = plan_ranks(dataclasses.replace(scores, extra={"increments": [steep]}), mean_rank=7, min_rank=1)
+    smaller = wide.extra["smaller_reserve"]
+    assert wide.counts.max() > 8 and (smaller["max_rank"], smaller["reserved"]) == (8, 16)
+    capped = plan_ranks(dataclasses.replace(scores, extra={"increments": [steep]}), mean_rank=7, min_rank=1, max_rank=8)
+    assert smaller["share"] == pytest.approx(capped.extra["rounding"]["value"] / wide.extra["rounding"]["value"])
+    said = " ".join(explain_plan(wide)["sentences"])
+    assert f"--max-rank 8 keeps {smaller['share']:.1%} of the gain and halves what vLLM reserves" in said
+    assert capped.extra["smaller_reserve"] is None
 
 
 def test_a_sweep_reports_the_measured_gain(scores):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .shared import progress_bar, refuse
+from .shared import add_place_options, load_named, progress_bar, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -22,10 +22,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--length", type=int, help="tokens per window (default 256)")
     parser.add_argument("--windows", type=int, help="at most so many windows (default: all of the text)")
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--four-bit", action="store_true", help="hold the model's matrices in 4 bits (NF4, needs bitsandbytes)")
-    parser.add_argument("--revision")
-    parser.add_argument("--device", default="cpu")
+    add_place_options(parser)
     parser.add_argument("-o", "--out", help="also write the result to this JSON file")
     parser.set_defaults(handler=handler)
 
@@ -33,7 +31,7 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate and show what was measured, with its parameters."""
     from ..evaluation.perplexity import evaluation_set, perplexity
-    from ..loading import load_model, load_tokenizer
+    from ..loading import load_tokenizer
     from ..records import check_output, dumps, write_text
 
     if arguments.out:
@@ -43,13 +41,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     refuse(arguments, () if sources else ("length", "windows"), "tasks alone")
     tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
     sets = {s: evaluation_set(s, tokenizer, length=arguments.length or 256, windows=arguments.windows) for s in sources}
-    model = load_model(
-        arguments.model,
-        dtype=arguments.dtype,
-        revision=arguments.revision,
-        device=arguments.device,
-        four_bit=arguments.four_bit,
-    )
+    model = load_named(arguments, four_bit=arguments.four_bit)
     if arguments.adapter:
         from ..lora.loading import load_adapter
 

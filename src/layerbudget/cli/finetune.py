@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from ..lora.protocol import ALPHA_POLICIES, DEVICES, STARTS
-from .shared import named_values, progress_bar, refuse
+from .shared import announce, named_values, progress_bar, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -39,7 +39,10 @@ def register(subparsers: Any) -> None:
         help="another number of the protocol: dropout, cutoff, warmup, ratio, weight_decay, ... (may be repeated)",
     )  # fmt: skip
     parser.add_argument("--device", choices=DEVICES, default="auto", help="default: the accelerator where there is one")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="precision of the base's weights")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+        help="precision of the base's weights; auto (default): what the checkpoint holds, bfloat16 for float16",
+    )  # fmt: skip
     parser.add_argument("--four-bit", action="store_true", help="hold the base in 4 bits (NF4, needs bitsandbytes)")
     parser.add_argument(
         "--gradient-checkpointing", action="store_true", help="compute activations again instead of keeping them"
@@ -67,7 +70,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import NAMES, load_task
     from ..data.texts import read_texts
-    from ..loading import load_tokenizer
+    from ..loading import describe_place, load_tokenizer
     from ..lora.base import classifier_loader
     from ..lora.compare import compare, read_result
     from ..lora.finetune import finetune
@@ -92,6 +95,12 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # the head's weights are missing from a bare encoder, as they should be
+    rows = ", ".join(f"{len(found)} {split}" for split, found in (("to train on", task.train), *task.evaluation.items()))
+    announce(
+        arguments, f"{arguments.model}: {describe_place(base)}. {task.name}: {rows}; {protocol.epochs:g} epochs of "
+        f"{-(-len(task.train) // protocol.batch)} steps, seeds {', '.join(map(str, arguments.seeds))}.",
+    )  # fmt: skip
+    del base  # every seed loads its own
     with progress_bar(arguments, f"finetune on {task.name}, seeds") as progress:
         result = finetune(
             classifier_loader(
@@ -150,7 +159,9 @@ def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any]:
             "Ranks and experts can be trained.",
             "Make one with `layerbudget plan ranks` or `layerbudget plan experts`.",
         )
-    base = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision)  # a cast keeps the digest
+    base = load_model(  # a cast keeps the digest
+        arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device
+    )
     plan.validate(describe(base, arguments.model))
     return plan, base
 

@@ -42,7 +42,9 @@ def _scores_argument(p: argparse.ArgumentParser) -> None:
 def _rules(p: argparse.ArgumentParser, kind: str) -> None:
     """``--rule`` and a flag for every shared option that some rule of this kind reads; a rule refuses what it does not."""
     rules = rules_of(kind)
-    p.add_argument("--rule", default=next(iter(rules)), help="; ".join(f"{n}: {r.summary}" for n, r in rules.items()))
+    known = "; ".join(f"{n}: {r.summary}" for n, r in rules.items())
+    default = None if kind == "ranks" else next(iter(rules))  # of ranks it follows the scores
+    p.add_argument("--rule", default=default, help=f"{known} (default: {default or 'by-rank on rank-gain scores, else mdl'})")
     p.add_argument(
         "--set", dest="own", action="append", default=[], metavar="NAME=VALUE", help="an option of a rule of your own"
     )
@@ -154,11 +156,8 @@ def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     """``plan ranks``."""
     from ..planning import plan_ranks
 
-    scores = load_scores(a.scores)
-    if a.rule == "mdl" and "increments" in getattr(scores, "extra", {}):
-        say(a, ["These scores hold the gain of every further rank: --rule by-rank plans with it, without a surrogate utility."])
     plan = plan_ranks(
-        scores, mean_rank=a.mean_rank, budget=a.budget or a.params, multiple=a.multiple,
+        load_scores(a.scores), mean_rank=a.mean_rank, budget=a.budget or a.params, multiple=a.multiple,
         min_rank=a.min_rank, max_rank=a.max_rank, **_rule_options(a), **_capacity_options(a),
     )  # fmt: skip
     return _finish(a, plan)

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..treatments.base import TREATMENTS, find_treatment
-from .shared import DATA, add_data_options, named_values, progress_bar, refuse
+from .shared import DATA, add_data_options, announce, named_values, progress_bar, refuse
 from .structured import SMALLER, prune_smaller
 
 
@@ -50,6 +50,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     if plan.kind in SMALLER:
         return prune_smaller(arguments, plan, model, tokenizer, data)
     method = arguments.method or "wanda"
+    announce(arguments, f"{method} to {plan.budget['spent']:,} zeros{_text(data)}.")
     with progress_bar(arguments, f"prune by {method}") as progress:
         receipt = prune(
             model, plan, data, method, arguments.batch_size, arguments.parity, arguments.pattern, progress,
@@ -67,6 +68,10 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments.console.print(runtime_box(pattern=arguments.pattern))
     blocks = {name: record["sparsity"] for name, record in receipt.blocks.items()}
     return {"sparsity": receipt.sparsity, "blocks": blocks, "output": str(out)}
+
+
+def _text(data: Any) -> str:
+    return f" with {data.samples} samples of {data.length} tokens of {data.source}" if data is not None else ""
 
 
 _PASSES = ("true_sequential", "autocast", "store", "resume")
@@ -91,8 +96,8 @@ def _blind(arguments: argparse.Namespace) -> bool:
 
 def _load(arguments: argparse.Namespace, kind: str) -> tuple[Any, Any, Any]:
     from ..errors import BadModel
-    from ..loading import load_model, load_tokenizer
-    from .shared import load
+    from ..loading import load_tokenizer
+    from .shared import load, load_named
 
     if kind == "structured" or (kind != "depth" and not _blind(arguments)):
         return load(arguments)
@@ -100,7 +105,4 @@ def _load(arguments: argparse.Namespace, kind: str) -> tuple[Any, Any, Any]:
         tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
     except BadModel:
         tokenizer = None  # magnitude and depth need no text
-    model = load_model(
-        arguments.model, dtype=arguments.dtype or "float32", revision=arguments.revision, device=arguments.device or "cpu"
-    )
-    return model, tokenizer, None
+    return load_named(arguments), tokenizer, None

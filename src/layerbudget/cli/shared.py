@@ -28,9 +28,35 @@ def add_data_options(parser: argparse.ArgumentParser, *, samples: int = 128, len
     parser.add_argument("--length", type=int, help=f"tokens per sequence (default {length})")
     parser.add_argument("--seed", type=int, help="of the draw of the text, and of whatever else is random (default 0)")
     parser.add_argument("--batch-size", type=int, help="sequences per forward pass (default 8)")
-    parser.add_argument("--dtype", help="precision in which the model is loaded (default float32)")
+    add_place_options(parser)
+
+
+def add_place_options(parser: argparse.ArgumentParser) -> None:
+    """``--dtype --device --revision``: the same for every verb that loads a model."""
+    parser.add_argument("--dtype", help="float32, bfloat16, float16, ...; auto (default): what the checkpoint holds")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; auto (default): the accelerator where there is one")
     parser.add_argument("--revision", help="hub revision of the model")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default cpu)")
+
+
+def load_named(arguments: argparse.Namespace, **options: Any) -> Any:
+    """The model that the options name, in the precision and place that they name; says what is loaded."""
+    from ..loading import describe_place, load_model
+
+    model = load_model(
+        arguments.model, dtype=arguments.dtype or "auto", revision=arguments.revision, device=arguments.device or "auto",
+        **options,
+    )  # fmt: skip
+    announce(arguments, f"{arguments.model}: {describe_place(model)}.")
+    return model
+
+
+def announce(arguments: argparse.Namespace, sentence: str) -> None:
+    """Say on stderr what is about to run, unless ``--quiet``."""
+    if getattr(arguments, "quiet", False):
+        return
+    from .terminal import Terminal
+
+    Terminal(stderr=True).print(sentence, style="dim")
 
 
 class _Renamed(argparse.Action):
@@ -66,7 +92,7 @@ def refuse(arguments: argparse.Namespace, names: Sequence[str], what: str) -> No
 def load(arguments: argparse.Namespace, *, data: bool = True) -> tuple[Any, Any, Any]:
     """Model, tokenizer and calibration set that the options name; no text is read where ``data`` is false."""
     from ..data.text import calibration
-    from ..loading import load_model, load_tokenizer
+    from ..loading import load_tokenizer
 
     tokenizer = found = None
     if data:
@@ -77,11 +103,7 @@ def load(arguments: argparse.Namespace, *, data: bool = True) -> tuple[Any, Any,
         }
         found = calibration(wanted.pop("data"), tokenizer, **wanted)
     options = {"four_bit": True} if getattr(arguments, "four_bit", False) else {}
-    model = load_model(
-        arguments.model, dtype=arguments.dtype or "float32", revision=arguments.revision, device=arguments.device or "cpu",
-        **options,
-    )  # fmt: skip
-    return model, tokenizer, found
+    return load_named(arguments, **options), tokenizer, found
 
 
 def batch_of(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput
-from ..loading import four_bit_config, resolve
+from ..loading import four_bit_config, held_dtype, resolve
 from .protocol import DEVICES
 
 Loader = Callable[[int], nn.Module]
@@ -59,7 +59,8 @@ def classifier_loader(
     Args:
         name: ``demo``, a local folder or a hub id.
         labels: Outputs of the head.
-        dtype: Type of the base's weights, ``float32`` or ``bfloat16``; what is trained is float32 in any case.
+        dtype: Type of the base's weights, ``float32``, ``bfloat16`` or ``auto``: what the checkpoint holds, bfloat16 for
+            16 bits of either kind; what is trained is float32 in any case.
         device: ``cpu``, ``cuda`` or ``auto``.
         revision: Hub revision.
         four_bit: Hold the base's Linear weights in 4 bits (NF4), as QLoRA does; computes in ``dtype``.
@@ -69,13 +70,16 @@ def classifier_loader(
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
 
-    if dtype not in PRECISIONS:
+    if dtype not in (*PRECISIONS, "auto"):
         raise InvalidInput(f"dtype is {dtype!r}.", f"Bases are held in {' or '.join(PRECISIONS)}.", "Use bfloat16.")
     place, where = device_named(device), resolve(name, revision)
+    config = AutoConfig.from_pretrained(where, revision=revision)
+    if dtype == "auto":
+        dtype = "bfloat16" if held_dtype(config).itemsize == 2 else "float32"
     options: dict[str, Any] = {"dtype": PRECISIONS[dtype], "revision": revision}
     if four_bit:
         options |= {"quantization_config": four_bit_config(PRECISIONS[dtype]), "device_map": {"": place.type}}
-    architecture = (AutoConfig.from_pretrained(where, revision=revision).architectures or [""])[0]
+    architecture = (config.architectures or [""])[0]
     causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
 
     def load(seed: int) -> nn.Module:

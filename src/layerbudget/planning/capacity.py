@@ -104,7 +104,7 @@ def plan_ranks(
     max_rank: ArrayLike | None = None,
     exponent: float | None = None,
     exponent_on: str | None = None,
-    rule: str = "mdl",
+    rule: str | None = None,
     utility: str | Function | None = None,
     spend: str | None = None,
     method: str | None = None,
@@ -129,8 +129,9 @@ def plan_ranks(
         max_rank: Cap; a rank never exceeds the smallest side of the block's matrices.
         exponent: beta, see :func:`layerbudget.program.allocate`; 1 by default.
         exponent_on: ``density`` (default) or ``block``.
-        rule: ``by-rank`` (scores of ``rank-gain``: the gain of every further rank), ``mdl``, ``uniform``, ``size``, the
-            controls ``by-rank-permuted`` and ``permuted``, or a rule of your own (:mod:`layerbudget.planning.rule`).
+        rule: ``by-rank`` (scores of ``rank-gain``: the gain of every further rank; the default for those), ``mdl`` (the
+            default for others), ``uniform``, ``size``, the controls ``by-rank-permuted`` and ``permuted``, or a rule of your
+            own (:mod:`layerbudget.planning.rule`).
         utility: phi of the program; ``log`` by default.
         spend: ``exactly`` (default) or ``at_most``.
         method: Rounding, see :func:`layerbudget.program.round_capacity`.
@@ -160,7 +161,12 @@ def plan_ranks(
     )  # fmt: skip
     given = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend, "method": method}
     given |= {"damping": damping, "smoothing": smoothing, "seed": seed, **own}
-    return decide(scores, terms, wanted, rule, given, {"mean_rank": mean_rank})
+    return decide(scores, terms, wanted, rule or rank_rule(scores), given, {"mean_rank": mean_rank})
+
+
+def rank_rule(scores: Scores | Sequence[Block]) -> str:
+    """The rule that fits the scores: ``by-rank`` where they hold the gain of every further rank, else ``mdl``."""
+    return "by-rank" if "increments" in getattr(scores, "extra", {}) else "mdl"
 
 
 def decide(

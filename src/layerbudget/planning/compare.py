@@ -172,6 +172,7 @@ def explain_plan(plan: Plan) -> Explanation:
 
 
 NEARLY_UNIFORM = 0.05
+TAKE_UNIFORM = 0.95  # share of the gain
 
 
 def _on_spread(plan: Plan) -> list[str]:
@@ -201,8 +202,17 @@ def _on_integers(plan: Plan) -> list[str]:
         )
     share = plan.extra.get("uniform_share")
     if share is not None:
-        rest = f"{share:.1%} of this gain: that is what there is to win." if share < 0.9995 else "as much of this gain."
-        sentences.append(f"The same rank everywhere would have {rest}")
+        if share >= TAKE_UNIFORM:
+            sentences.append(f"Verdict: uniform already has {share:.1%} of the gain: take uniform.")
+        else:
+            sentences.append(f"Verdict: uniform would have {share:.1%} of this gain: the rest is what there is to win.")
+    smaller = plan.extra.get("smaller_reserve")
+    if smaller is not None:
+        times = smaller["reserved"] / smaller["max_rank"]
+        less = "halves" if times == 2 else f"divides by {times:g}"
+        sentences.append(
+            f"--max-rank {smaller['max_rank']} keeps {smaller['share']:.1%} of the gain and {less} what vLLM reserves."
+        )
     bent = plan.extra.get("convexified") or {}
     if bent:
         worst = max(bent, key=lambda name: bent[name])

@@ -6,8 +6,7 @@ import dataclasses
 
 from ..errors import InvalidInput
 from ..plan import Plan
-
-_SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+from .rules.by_rank import SERVED_RANKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ def serving_hint(plan: Plan, alpha_policy: str = "constant-ratio") -> ServingHin
         )
     ranks = [b.count for b in plan.by_module().values() if b.count]
     largest = max(ranks, default=0)
-    served = next((r for r in _SERVED_RANKS if r >= largest), None)
+    served = next((r for r in SERVED_RANKS if r >= largest), None)
     padded = 1 - sum(ranks) / (len(ranks) * served) if ranks and served else 0.0
     if served is None:
         note = f"Rank {largest} is above the 512 that vLLM accepts: merge the adapter before serving."

@@ -10,8 +10,12 @@ import numpy as np
 from ...errors import InfeasibleBudget, InvalidInput
 from ...program.increments import allocate_increments
 from ...program.inputs import Vector
+from ...program.rounding import Rounded
 from ...scores.record import Scores
 from ..rule import Decision, Problem, rule, shuffled
+
+SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
+KEEPS = 0.95
 
 
 def increments_of(scores: Scores, damping: float | None) -> list[list[float]]:
@@ -49,6 +53,7 @@ def by_rank(problem: Problem, options: Mapping[str, Any]) -> Decision:
     _check_reach(problem, rows, rounded.counts)
     extra: dict[str, Any] = {"rounding": rounded.to_dict()}
     extra["uniform_share"] = _uniform_share(problem, rows, rounded.value) if "seed" not in options else None
+    extra["smaller_reserve"] = _smaller_reserve(problem, rows, rounded) if "seed" not in options else None
     return Decision(value=rounded.counts.astype(float), counts=rounded.counts, extra=extra)
 
 
@@ -58,6 +63,26 @@ def _uniform_share(problem: Problem, rows: Sequence[Sequence[float]], value: flo
     curves = (np.concatenate([[0.0], np.cumsum(row)]) for row in rows)
     worth = sum(float(np.interp(r, np.arange(len(c)), c)) for r, c in zip(rank, curves, strict=True))
     return worth / value if value > 0 else None
+
+
+def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> dict[str, float] | None:
+    """The lowest cap at which a server reserves less for the adapter and :data:`KEEPS` of the gain stays, with that share.
+
+    A server reserves one of :data:`SERVED_RANKS` for every module, whatever its own rank.
+    """
+    reserved = next((r for r in SERVED_RANKS if r >= plan.counts.max()), None)
+    if reserved is None or plan.value <= 0:
+        return None
+    for cap in (r for r in SERVED_RANKS if r < reserved and r >= problem.low.max(initial=0.0)):
+        high = np.minimum(problem.high, cap)
+        if (high < problem.low).any():
+            continue
+        capped = allocate_increments(
+            rows, problem.amount, problem.target, lower=problem.low, upper=high, multiple=problem.multiple
+        )
+        if capped.value >= KEEPS * plan.value:
+            return {"max_rank": cap, "share": capped.value / plan.value, "reserved": reserved}
+    return None
 
 
 def _check_reach(problem: Problem, rows: Sequence[Sequence[float]], counts: np.ndarray) -> None:
