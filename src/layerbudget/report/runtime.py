@@ -8,7 +8,8 @@ _DENSE = (
 _ROWS = {
     "unstructured": (
         "unstructured zeros, stored densely",
-        "file and memory: unchanged (a compressed copy: see export); time: unchanged in every common runtime",
+        "file and memory: unchanged (a compressed copy: layerbudget export DIR --to packed); time: unchanged in every "
+        "common runtime",
     ),
     "n:m": (
         "n:m zeros, stored densely",

@@ -1,0 +1,121 @@
+"""Every format says what the plan says: read back by the tool it is for, or counted."""
+
+import csv
+import io
+import itertools
+import json
+
+import numpy as np
+import pytest
+import yaml
+from tests import zoo
+
+from layerbudget.cli import main
+from layerbudget.errors import InvalidInput
+from layerbudget.exports.base import EXPORTS, export
+from layerbudget.exports.recipes import with_levels
+from layerbudget.lora.ranks import adapted_ranks
+from layerbudget.program.levels import few_levels
+
+
+@pytest.fixture
+def sparsity(mistral, tmp_path):
+    plan = zoo.plan(mistral)
+    plan.save(tmp_path / "plan.json")
+    return plan
+
+
+def test_a_lora_config_gives_every_module_its_rank(mistral, tmp_path, capsys):
+    import peft
+
+    plan = zoo.linears(mistral, lambda n: 3 if "q_proj" in n else 5 if "down" in n else 0)
+    plan.save(tmp_path / "ranks.json")
+    out = tmp_path / "adapter_config.json"
+    assert main(["export", str(tmp_path / "ranks.json"), "--dropout", "0.1", "-o", str(out)]) == 0
+    assert "ranks by" in capsys.readouterr().out
+    for config in (peft.LoraConfig(**json.loads(out.read_text())), peft.LoraConfig.from_pretrained(str(tmp_path))):
+        assert config.lora_dropout == 0.1
+        found = adapted_ranks(peft.get_peft_model(zoo.mistral(), config))
+        assert found == {m: b.count for m, b in plan.by_module().items() if b.count}
+
+
+def test_a_recipe_names_every_module_once_and_says_how_it_is_run(sparsity, tmp_path, capsys):
+    out = tmp_path / "recipe.yaml"
+    assert main(["export", str(tmp_path), "--method", "sparsegpt", "--levels", "2", "-o", str(out)]) == 0
+    stages = [m for s in yaml.safe_load(out.read_text()).values() for g in s.values() for m in g.values()]
+    assert len(stages) == 2
+    ratios = {module: m["sparsity"] for m in stages for module in m["targets"]}
+    assert set(ratios) == set(sparsity.by_module())
+    spent = sum(ratios[b.modules[0]] * b.numel for b in sparsity.blocks)
+    assert spent == pytest.approx(sparsity.counts.sum(), abs=1e-4 * sum(b.numel for b in sparsity.blocks))
+    assert 'pipeline="sequential"' in out.read_text() and "levels: no block" in out.read_text()
+    assert "pipeline='sequential'" in " ".join(capsys.readouterr().out.split())
+
+
+def test_levels_are_the_nearest_and_keep_the_total(rng):
+    values, weights = rng.random(7), rng.integers(1, 9, 7).astype(float)
+    for count in (1, 2, 3, 7):
+        found = few_levels(values, weights, count)
+        assert len(np.unique(found)) <= count and found @ weights == pytest.approx(values @ weights)
+        order, best = np.argsort(values), np.inf
+        for cuts in itertools.combinations(range(1, 7), count - 1):  # brute force over all intervals
+            groups = np.split(order, cuts)
+            best = min(best, sum(weights[g] @ (values[g] - np.average(values[g], weights=weights[g])) ** 2 for g in groups))
+        assert weights @ (values - found) ** 2 == pytest.approx(best, abs=1e-12)
+    with pytest.raises(InvalidInput):
+        few_levels(values, weights, 0)
+
+
+def test_the_plan_with_levels_spends_the_same_to_the_weight(sparsity):
+    fewer, change = with_levels(sparsity, 2)
+    assert fewer.counts.sum() == sparsity.counts.sum() and 0 < change < 1
+    assert len({round(b.value, 9) for b in fewer.blocks}) == 2
+
+
+def test_tables_hold_the_plan(sparsity, tmp_path):
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "csv", "-o", str(tmp_path / "p.csv")]) == 0
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "p.csv").read_text())))
+    assert [(r["block"], float(r["value"]), int(r["count"])) for r in rows] == [
+        (b.name, b.value, b.count) for b in sparsity.blocks
+    ]
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "layers", "-o", str(tmp_path / "l.json")]) == 0
+    assert json.loads((tmp_path / "l.json").read_text()) == {m: b.value for m, b in sparsity.by_module().items()}
+
+
+def test_what_a_format_does_not_write_or_read_is_refused(sparsity, tmp_path, capsys):
+    plan = str(tmp_path / "plan.json")
+    for words, said in (
+        (["--to", "lora"], "no format for a plan of kind sparsity"), (["--to", "csv", "--levels", "2"], "does not read levels"),
+        (["--to", "gguf"], "export format"), (["--to", "packed", "--levels", "2"], "no meaning for packed"),
+        (["--method", "magnitude"], "cannot be written"),
+    ):  # fmt: skip
+        assert main(["export", plan, *words, "-o", str(tmp_path / "x")]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert main(["export", str(tmp_path / "none")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["export", str(tmp_path / "empty")]) == 2
+    assert not (tmp_path / "x").exists()
+    assert main(["export", plan, "-o", plan]) == 2 and "exists" in capsys.readouterr().err
+
+
+def test_a_format_of_ones_own(sparsity, tmp_path):
+    with EXPORTS.kept():
+
+        @export("names", kinds=("sparsity",), summary="names of the blocks")
+        def names(plan, *, separator="\n"):
+            return separator.join(plan.names)
+
+        words = ["export", str(tmp_path), "--to", "names", "--set", "separator=;", "-o", str(tmp_path / "n.txt")]
+        assert main(words) == 0
+    assert (tmp_path / "n.txt").read_text() == ";".join(sparsity.names)
+
+
+def test_a_pruned_folder_is_packed(saved_model, tmp_path, capsys):
+    model = zoo.speaker("llama")
+    zoo.plan(model).save(tmp_path / "plan.json")
+    folder = saved_model("llama")
+    assert main(["prune", str(folder), str(tmp_path / "plan.json"), "--method", "magnitude", "-o", str(tmp_path / "out")]) == 0
+    assert "layerbudget export DIR --to packed" in " ".join(capsys.readouterr().out.split())
+    assert main(["export", str(tmp_path / "out"), "--to", "packed", "-o", str(tmp_path / "p.safetensors"), "--json"]) == 0
+    sizes = json.loads(capsys.readouterr().out)
+    assert sizes["packed"] < sizes["dense"]
