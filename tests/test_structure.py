@@ -53,9 +53,9 @@ def test_no_print_no_bare_except_no_assert():
 
 
 ROOMS = (
-    "errors", "records", "registry", "kinds", "costs", "configurations", "plan", "blocks", "provenance", "data", "loading", "running",
-    "program", "scores", "planning", "treatments", "damage", "pruning", "shrinking", "evaluation", "report", "lora", "tracker", "doctor",
-    "reproduction", "demo", "cli",
+    "errors", "keeping", "records", "registry", "kinds", "costs", "configurations", "plan", "blocks", "provenance", "data",
+    "loading", "running", "program", "scores", "planning", "treatments", "damage", "pruning", "shrinking", "evaluation",
+    "report", "lora", "tracker", "doctor", "reproduction", "demo", "cli",
 )  # fmt: skip
 
 
