@@ -53,10 +53,40 @@ def test_no_print_no_bare_except_no_assert():
 
 
 ROOMS = (
-    "errors", "records", "registry", "kinds", "costs", "configurations", "plan", "blocks", "provenance", "data", "loading", "running",
-    "program", "scores", "planning", "treatments", "damage", "pruning", "shrinking", "evaluation", "report", "lora", "exports", "tracker", "doctor",
-    "reproduction", "demo", "cli",
-)  # fmt: skip
+    # fmt: off
+    "errors",
+    "keeping",
+    "records",
+    "registry",
+    "kinds",
+    "costs",
+    "configurations",
+    "plan",
+    "machine",
+    "blocks",
+    "provenance",
+    "mapped",
+    "data",
+    "loading",
+    "running",
+    "program",
+    "scores",
+    "planning",
+    "treatments",
+    "damage",
+    "pruning",
+    "shrinking",
+    "evaluation",
+    "report",
+    "lora",
+    "exports",
+    "tracker",
+    "doctor",
+    "reproduction",
+    "demo",
+    "cli",
+    # fmt: on
+)
 
 
 def imports_of(file: Path) -> set[str]:

@@ -6,16 +6,14 @@ import dataclasses
 import importlib
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from .errors import InvalidInput, ModelMismatch
+from .keeping import reading
 from .kinds import KINDS
 from .records import Block, Record, digest
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _WERE_RULES = {"structured": "measured", "depth": "greedy"}
 
@@ -32,11 +30,11 @@ class PlanBlock:
         modules: Full names of the block's weight matrices: what applying the plan touches.
     """
 
-    name: str
+    name: reading.Name
     value: float
-    count: int
-    numel: int
-    modules: tuple[str, ...]
+    count: reading.Count
+    numel: reading.Count
+    modules: tuple[reading.Name, ...]
 
     @classmethod
     def of(cls, block: Block, value: float, count: int) -> PlanBlock:
@@ -139,13 +137,8 @@ class Plan(Record):
             )
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Rebuild a plan from its JSON form."""
-        blocks = tuple(
-            PlanBlock(**{**b, "value": float(b["value"]), "count": int(b["count"]), "modules": tuple(b["modules"])})
-            for b in record["blocks"]
-        )
-        return super().from_dict({**record, **_kind_of(record), "blocks": blocks})
+    def _upgraded(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return {**fields, **_kind_of(fields)}
 
 
 def _kind_of(record: Mapping[str, Any]) -> dict[str, str]:

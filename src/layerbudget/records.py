@@ -6,14 +6,19 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
-import tempfile
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import AlreadyExists, CorruptFile, InvalidInput, LayerbudgetError, NotFound
+import msgspec
+
+from .errors import CorruptFile, InvalidInput, NotFound
+from .keeping import reading
+from .keeping.writing import check_output as check_output
+from .keeping.writing import check_writable as check_writable
+from .keeping.writing import write_text as write_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,11 +34,11 @@ class Module:
     them one token passes through.
     """
 
-    name: str
-    d_in: int
-    d_out: int
-    copies: int = 1
-    active: int = 1
+    name: reading.Name
+    d_in: reading.Size
+    d_out: reading.Size
+    copies: reading.Size = 1
+    active: reading.Size = 1
 
     @property
     def numel(self) -> int:
@@ -50,7 +55,7 @@ class Module:
 class Block:
     """A unit of decision: one decoder layer, one Linear, or any group of weight matrices."""
 
-    name: str
+    name: reading.Name
     modules: tuple[Module, ...]
 
     @property
@@ -117,77 +122,34 @@ def digest(record: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def write_text(path: Path | str, text: str, *, overwrite: bool = False) -> Path:
-    """Write atomically: a temporary file in the same folder, then one rename.
-
-    Raises:
-        AlreadyExists: The file exists with another content and ``overwrite`` is false.
-    """
-    path = Path(path)
-    if path.is_dir() or (path.exists() and not overwrite and path.read_bytes() != text.encode("utf-8")):
-        raise AlreadyExists(f"{path} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
-
-
-def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
-    """Refuse an output file that could not be written, before any work is done.
-
-    Raises:
-        AlreadyExists: The file exists and ``overwrite`` is false, or it is a folder.
-        InvalidInput: Its folder cannot be written to.
-    """
-    path = Path(path)
-    if path.is_dir() or (path.exists() and not overwrite):
-        raise AlreadyExists(f"{path} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
-    check_writable(path)
-    return path
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a path in whose folder, or in the nearest one that exists above it, nothing can be made.
-
-    Raises:
-        InvalidInput: Names that folder.
-    """
-    folder = path.absolute().parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise InvalidInput(f"{path} cannot be written: no file can be made in {folder}.", "", "Choose another output.")
-
-
-def read_json(path: Path | str, kind: str, command: str | None = None) -> dict[str, Any]:
+def read_json(path: Path | str, kind: str, command: str | None = None, *, as_type: Any = None) -> Any:
     """Read one of this package's JSON files.
+
+    Args:
+        path: The file.
+        kind: What it is, for messages.
+        command: What makes one, where that is another word.
+        as_type: The type of its content; an object of anything by default.
 
     Raises:
         NotFound: No such file.
-        CorruptFile: Not JSON, not an object, or a schema version that this release does not read.
+        CorruptFile: Not JSON, of another shape, or a schema version that this release does not read.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise NotFound(
-            f"There is no {kind} file at {path}.", "", f"Check the path, or make one first (layerbudget {command or kind})."
-        )
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorruptFile(f"{path} is not a {kind} file: it does not parse ({error}).", "", "Make it again.") from error
-    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
-        version = record.get("schema_version") if isinstance(record, dict) else None
+    made = f"or make one first (layerbudget {command or kind})."
+    if not Path(path).is_file():
+        raise NotFound(f"There is no {kind} file at {path}.", "", f"Check the path, {made}")
+    content = reading.read_bytes(path, kind)
+    version = reading.parse(content, str(path), kind, as_type=_Versioned).schema_version
+    if version is not SCHEMA_VERSION and version != SCHEMA_VERSION:
         raise CorruptFile(
-            f"{path} has schema version {version}.", f"This release reads version {SCHEMA_VERSION}.", f"Make the {kind} again."
-        )
-    return record
+            f"{path} has schema version {str(version)[:40]}.", f"This release reads version {SCHEMA_VERSION}.",
+            f"Make the {kind} again.",
+        )  # fmt: skip
+    return reading.parse(content, str(path), kind, as_type=dict[str, Any] if as_type is None else as_type)
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: Any = None
 
 
 class Record:
@@ -209,9 +171,30 @@ class Record:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Rebuild the record from its JSON form; keys that this release does not know are left out."""
-        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        return cls(**{k: v for k, v in record.items() if k in known})
+        """Rebuild the record from its JSON form; keys that this release does not know are left out.
+
+        Raises:
+            InvalidInput: A key is missing, or a value has another type or range than the field.
+        """
+        try:
+            return cls._made(reading.converted(to_jsonable(record), _shape(cls)))
+        except msgspec.MsgspecError as error:
+            raise InvalidInput(
+                f"This is no {cls.what} record: {error}.", "", "Take the JSON form as it was written."
+            ) from error
+
+    @classmethod
+    def _made(cls, shape: Any) -> Self:
+        """The record from a shape whose types are checked."""
+        fields = {name: getattr(shape, name) for name in shape.__struct_fields__}
+        for name, value in fields.items():
+            reading.check_loose(value, cls.what, name)
+        return cls(**cls._upgraded(fields))
+
+    @classmethod
+    def _upgraded(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """What an earlier release wrote in another way, as this one has it."""
+        return fields
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
         """Write the file, atomically.
@@ -228,14 +211,28 @@ class Record:
         Raises:
             NotFound: No such file.
             CorruptFile: Not such a file.
+            InvalidInput: Values that contradict each other.
         """
-        record = read_json(path, cls.what, cls.command)
-        try:
-            return cls.from_dict(record)
-        except LayerbudgetError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptFile(f"{path} is not a {cls.what} file ({error!r}).", "", "Make it again.") from error
+        return cls._made(read_json(path, cls.what, cls.command, as_type=_shape(cls)))
+
+
+_SHAPES: dict[type, type[msgspec.Struct]] = {}
+
+
+def _shape(cls: type) -> type[msgspec.Struct]:
+    """The fields of a record as a structure that msgspec fills while it checks their types."""
+    if cls in _SHAPES:
+        return _SHAPES[cls]
+    hints = typing.get_type_hints(cls, include_extras=True)
+    parts: list[Any] = []
+    for field in dataclasses.fields(cls):
+        part: tuple[Any, ...] = (field.name, hints[field.name])
+        if field.default_factory is not dataclasses.MISSING:
+            part += (msgspec.field(default_factory=field.default_factory),)
+        elif field.default is not dataclasses.MISSING:
+            part += (field.default,)
+        parts.append(part)
+    return _SHAPES.setdefault(cls, msgspec.defstruct(f"{cls.__name__}File", parts, kw_only=True))
 
 
 class Result(Mapping[str, Any]):

@@ -177,7 +177,7 @@ def test_saved_checkpoint_is_plain(tmp_path):
     save_pruned(model, None, plan, receipt, out, overwrite=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("keep")
-    with pytest.raises(AlreadyExists, match="no receipt"):
+    with pytest.raises(AlreadyExists, match="no manifest"):
         save_pruned(model, None, plan, receipt, tmp_path / "other", overwrite=True)
     (tmp_path / "other" / "mine.txt").unlink()
     (tmp_path / "other").rmdir()

@@ -124,3 +124,36 @@ def test_a_stage_without_identity_is_another_stage(case, tmp_path):
     (tmp_path / "stage.json").write_text('{"schema_version": 1}')
     with pytest.raises(ModelMismatch):
         stages.Stage(tmp_path, stages.identity(model, blocks, None, 0))
+
+
+@pytest.mark.parametrize("harm", ["truncate", "empty", "flip", "keys", "foreign"])
+def test_a_broken_stage_file_is_made_again_and_changes_no_score(case, tmp_path, harm):
+    model, data, blocks = case
+    options = {"batch_size": 4, "replicates": 5}
+    first = score(model, data, blocks, stage=tmp_path, **options)
+    for result in (tmp_path / "results").iterdir():
+        result.unlink()
+    rows = sorted((tmp_path / "rows").glob("*/1.npy"))[0]
+    content = bytearray(rows.read_bytes())
+    if harm == "flip":
+        content[-9] ^= 64
+        rows.write_bytes(content)
+    elif harm == "keys":
+        (rows.parent / "keys.json").write_text('["a", "b"]')
+    elif harm == "foreign":
+        (tmp_path / "stage.json").unlink()
+        for values in (tmp_path / "rows").glob("*/*.npy"):
+            np.save(values, 2 * np.load(values))
+    else:
+        rows.write_bytes(content[:-10] if harm == "truncate" else b"")
+    computed = []
+    again = score(model, data, blocks, stage=tmp_path, progress=lambda done, total: computed.append(total), **options)
+    assert again.digest == first.digest and computed[-1] in ((9,) if harm == "foreign" else (1, 4))
+
+
+def test_a_broken_result_is_computed_again(case, tmp_path):
+    model, data, blocks = case
+    first = score(model, data, blocks, "gradient-norm", stage=tmp_path)
+    (file,) = (f for f in (tmp_path / "results").iterdir() if f.suffix == ".json")
+    file.write_text(file.read_text().replace("1", "2", 1))
+    assert score(model, data, blocks, "gradient-norm", stage=tmp_path).digest == first.digest

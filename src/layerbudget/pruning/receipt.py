@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,9 +13,6 @@ from ..blocks import weight_of
 from ..errors import CoverageError
 from ..plan import PlanBlock
 from ..records import Block, Record, Result
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,11 +51,6 @@ class Receipt(Record):
     seconds: float
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Rebuild a receipt from its JSON form."""
-        return super().from_dict({**record, "notes": tuple(record["notes"])})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

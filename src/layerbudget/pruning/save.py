@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ..blocks import pretrained
-from ..errors import AlreadyExists, CorruptFile
+from ..errors import CorruptFile
+from ..keeping import reading
+from ..keeping.folders import check_folder as check_output
+from ..keeping.folders import new_folder
 from ..plan import Plan
-from ..records import check_writable
 from .receipt import Receipt
+
+__all__ = ["add_metadata", "check_output", "new_folder", "read_metadata", "save_pruned"]
 
 
 def save_pruned(
@@ -35,7 +37,7 @@ def save_pruned(
         plan: The plan that was applied.
         receipt: What :func:`layerbudget.pruning.apply.prune` returned.
         out_dir: Must not exist, or be empty.
-        overwrite: Replace a folder that an earlier call wrote (it holds a ``receipt.json``).
+        overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
 
     Returns:
         The folder.
@@ -59,51 +61,7 @@ def save_pruned(
     return Path(out_dir)
 
 
-@contextlib.contextmanager
-def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to write into that takes the place of ``out_dir`` when all went well, and vanishes when not.
-
-    Raises:
-        AlreadyExists: See :func:`check_output`.
-    """
-    out = check_output(out_dir, overwrite=overwrite)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    try:
-        yield temporary
-        os.chmod(temporary, 0o755)
-        _swap(temporary, out)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def check_output(out_dir: Path | str, *, overwrite: bool = False) -> Path:
-    """Refuse an output folder that holds something or cannot be made, before any work is done.
-
-    Raises:
-        AlreadyExists: It does.
-        InvalidInput: It cannot.
-    """
-    out = Path(out_dir)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        if not overwrite:
-            raise AlreadyExists(f"{out} exists already.", "", "Choose another output folder, or pass --overwrite.")
-        if not (out / "receipt.json").is_file():
-            raise AlreadyExists(f"{out} exists and holds no receipt of this package.", "", "Choose another output folder.")
-    check_writable(out)
-    return out
-
-
-def _swap(new: Path, out: Path) -> None:
-    """Put a complete folder in the place of another one."""
-    if not out.exists():
-        os.replace(new, out)
-        return
-    old = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.old."))
-    os.replace(out, old)
-    os.replace(new, out)
-    shutil.rmtree(old, ignore_errors=True)
+_HEADER = 100_000_000  # bytes: the format's own bound
 
 
 def read_metadata(file: Path | str) -> dict[str, str]:
@@ -114,10 +72,10 @@ def read_metadata(file: Path | str) -> dict[str, str]:
 
 def _header(f: Any, file: Path | str) -> tuple[dict[str, Any], int]:
     size = int.from_bytes(f.read(8), "little")
-    try:
-        return json.loads(f.read(size)), size
-    except ValueError as error:
-        raise CorruptFile(f"{file} is not a safetensors file ({error}).", "", "Save the model again.") from error
+    if size > _HEADER:
+        raise CorruptFile(f"{file} is not a safetensors file (a header of {size} bytes).", "", "Save the model again.")
+    found = reading.parse(f.read(size), str(file), "safetensors", as_type=dict[str, Any], remedy="Save the model again.")
+    return found, size
 
 
 def add_metadata(file: Path | str, metadata: Mapping[str, str]) -> None:

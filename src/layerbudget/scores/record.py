@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..errors import DegenerateScores, InvalidInput
+from ..keeping import reading
 from ..records import Block, Record, digest
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Table = tuple[tuple[float | None, ...], ...]
 
@@ -64,7 +62,7 @@ class Scores(Record):
     orientation: str = "gain"
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    seed: int = 0
+    seed: reading.Count = 0
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -155,11 +153,6 @@ class Scores(Record):
         s = s / s.max()
         s = s + smoothing * s.mean()
         return s / s.sum()
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Rebuild a record from its JSON form."""
-        return super().from_dict({**record, "blocks": tuple(Block.from_dict(b) for b in record["blocks"])})
 
     @classmethod
     def from_values(cls, values: Mapping[str, float], blocks: Sequence[Block], **fields: Any) -> Scores:

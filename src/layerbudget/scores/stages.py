@@ -1,18 +1,18 @@
 """Scores as named stages on disk: resumed after a crash, extended by more samples, merged, and reused when nothing changed.
 
 A stage folder holds per-sequence gradient rows (exact or sketched), keyed by the content of a sequence: rows of one block of
-one batch lie in ``rows/<batch>/<block>.npy``, and ``rows/<batch>/keys.json`` is written last, so a batch counts only when it is
-whole. Scoring more samples computes the new ones only; folders of several machines merge by copying. Gram matrices are
-read from disk two batches at a time, so memory is bounded whatever the number of samples. Finished records of any estimator lie
-in ``results/<request>.json``.
+one batch lie in ``rows/<batch>/<block>.npy``, and ``rows/<batch>/keys.json`` is written last, with a checksum of every file and
+of itself, so a batch counts only when it is whole; one that is not is computed again. Scoring more samples computes the new
+ones only; folders of several machines merge by copying. Gram matrices are read from disk two batches at a time, so memory is
+bounded whatever the number of samples. Finished records of any estimator lie in ``results/``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,19 @@ import torch
 from torch import nn
 
 from .. import blocks as model_blocks
-from ..errors import InvalidInput, ModelMismatch, NotFound
+from ..errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
+from ..keeping import reading
+from ..keeping.folders import checksum
+from ..keeping.parts import Parts
+from ..keeping.writing import new_file, sweep
 from ..provenance import computation, versions
 from ..records import Block, digest, dumps, read_json, write_text
 from ..running.loss import Data, FeatureSet
 from .curvature import common, gram
 from .curvature.inner import inner
 from .record import Scores
+
+logger = logging.getLogger(__name__)
 
 
 def sequence_keys(data: Data) -> list[str]:
@@ -70,9 +76,10 @@ class Stage:
 
     def __init__(self, folder: Path | str, identity: dict[str, Any]) -> None:
         self.folder, self.identity = Path(folder), identity
+        self._seen: dict[Path, list[str] | None] = {}
         path = self.folder / "stage.json"
-        if path.exists():
-            found = read_json(path, "stage").get("identity") or {}
+        found = _identity(path)
+        if found is not None:
             differing = [k for k in identity if identity[k] != found.get(k)]
             if differing:
                 key = differing[0]
@@ -82,28 +89,44 @@ class Stage:
                     "Use another folder.",
                 )
         else:
-            write_text(path, dumps({"schema_version": 1, "identity": identity}))
+            write_text(path, dumps({"schema_version": 1, "identity": identity}), overwrite=True)
 
     def index(self) -> dict[str, tuple[str, int]]:
-        """Where the row of every stored sequence lies: ``{key: (batch, row)}``."""
+        """Where the row of every stored sequence lies: ``{key: (batch, row)}``; batches that are not whole do not count."""
         found: dict[str, tuple[str, int]] = {}
         for path in sorted((self.folder / "rows").glob("*/keys.json")):
-            for row, key in enumerate(json.loads(path.read_text(encoding="utf-8"))):
+            for row, key in enumerate(self._whole(path.parent) or ()):
                 found.setdefault(key, (path.parent.name, row))
         return found
 
+    def _whole(self, folder: Path) -> list[str] | None:
+        """Keys of a batch whose files have the checksums that it was stored with; looked at once per run."""
+        if folder not in self._seen:
+            keys = _sealed_keys(folder, self.identity)
+            if keys is None:
+                logger.warning("%s is broken or half written; its sequences are computed again.", folder)
+            self._seen[folder] = keys
+        return self._seen[folder]
+
     def add(self, keys: Sequence[str], rows: Sequence[np.ndarray]) -> None:
         """Store the rows ``(batch, width)`` of every block; the keys come last and make them count."""
-        name = digest(list(keys))
-        folder = self.folder / "rows" / name
+        folder = self.folder / "rows" / digest(list(keys))
         folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
+        sums = {}
         for k, values in enumerate(rows):
-            np.save(folder / f"{k}.npy", values)
-        write_text(folder / "keys.json", json.dumps(list(keys)), overwrite=True)
+            file = folder / f"{k}.npy"
+            with new_file(folder, file.name, lambda _, file=file: file) as temporary, open(temporary, "wb") as f:  # type: ignore[misc]
+                np.save(f, values)
+            sums[file.name] = checksum(file)
+        record = {"keys": list(keys), "sums": sums}
+        total = digest({**record, "identity": self.identity})
+        write_text(folder / "keys.json", reading.dump({**record, "checksum": total}), overwrite=True)
+        self._seen[folder] = list(keys)
 
     def load(self, batch: str, block: int) -> np.ndarray:
         """Rows of one block of one batch, mapped from disk."""
-        return np.load(self.folder / "rows" / batch / f"{block}.npy", mmap_mode="r")
+        return np.load(self.folder / "rows" / batch / f"{block}.npy", mmap_mode="r", allow_pickle=False)
 
     def merge(self, other: Path | str) -> int:
         """Copy the batches of another stage of the same identity; returns how many were new.
@@ -117,10 +140,12 @@ class Stage:
         source, new = Stage(other, self.identity), 0
         for path in sorted((source.folder / "rows").glob("*/keys.json")):
             target = self.folder / "rows" / path.parent.name
-            if not (target / path.name).exists():  # keys come last here too: a batch counts when it is whole
-                shutil.copytree(path.parent, target, ignore=shutil.ignore_patterns(path.name), dirs_exist_ok=True)
-                write_text(target / path.name, path.read_text(encoding="utf-8"), overwrite=True)
-                new += 1
+            if source._whole(path.parent) is None or _sealed_keys(target, self.identity) is not None:
+                continue
+            shutil.copytree(path.parent, target, ignore=shutil.ignore_patterns(path.name), dirs_exist_ok=True)
+            write_text(target / path.name, path.read_text(encoding="utf-8"), overwrite=True)  # last: now the batch counts
+            self._seen.pop(target, None)
+            new += 1
         return new
 
     def gram(self, keys: Sequence[str], block: int, index: dict[str, tuple[str, int]] | None = None) -> np.ndarray:
@@ -144,6 +169,32 @@ class Stage:
 
     def _pick(self, batch: str, block: int, places: list[tuple[int, int]]) -> torch.Tensor:
         return torch.from_numpy(np.array(self.load(batch, block)[[row for _, row in places]]))
+
+
+def _identity(path: Path) -> Mapping[str, Any] | None:
+    """What a stage was made with; ``None`` where that is not known. Rows of other models fail their checksums then."""
+    if not path.exists():
+        return None
+    try:
+        found = read_json(path, "stage").get("identity")
+    except CorruptFile:
+        logger.warning("%s is broken and is written again.", path)
+        return None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _sealed_keys(folder: Path, identity: Mapping[str, Any]) -> list[str] | None:
+    """Keys of a stored batch, if its files are what was written for this model."""
+    try:
+        record = reading.read(folder / "keys.json", "stage", limit=1 << 28)
+    except (CorruptFile, NotFound):
+        return None
+    if not isinstance(record, dict) or "checksum" not in record:
+        return None
+    if record["checksum"] != digest({**{k: record.get(k) for k in ("keys", "sums")}, "identity": identity}):
+        return None
+    whole = all((folder / name).is_file() and checksum(folder / name) == value for name, value in record["sums"].items())
+    return list(record["keys"]) if whole else None
 
 
 def gram_matrices(
@@ -201,11 +252,13 @@ def request(model: nn.Module, data: Data | None, blocks: Sequence[Block], estima
 
 
 def finished(folder: Path | str, key: str) -> Scores | None:
-    """Return the stored record of a request, or ``None``."""
-    path = Path(folder) / "results" / f"{key}.json"
-    return Scores.load(path) if path.is_file() else None
+    """Return the stored record of a request, or ``None``: there is none, or it is broken."""
+    results = Path(folder) / "results"
+    file = Parts(results, key, shared=True).find(key) if results.is_dir() else None
+    return None if file is None else Scores.load(file)
 
 
 def keep(folder: Path | str, key: str, scores: Scores) -> None:
     """Store the record of a request."""
-    scores.save(Path(folder) / "results" / f"{key}.json", overwrite=True)
+    text = dumps(scores.to_dict())
+    Parts(Path(folder) / "results", key, shared=True).put(key, "json", lambda path: path.write_text(text, encoding="utf-8"))

@@ -97,7 +97,7 @@ def save_smaller(
         out_dir: Must not exist, or be empty.
         plan: Written beside it as ``plan.json``.
         record: What :func:`layerbudget.shrinking.shrink.apply_structured` recounted; written as ``receipt.json``.
-        overwrite: Replace a folder that an earlier call wrote (it holds a ``receipt.json``).
+        overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
 
     Raises:
         UnknownStructure: Uneven shapes, or heads that the config cannot describe.

@@ -1,0 +1,252 @@
+"""A folder of results: it appears whole, says in ``manifest.json`` what was written, and only that is ever removed.
+
+A folder that does not exist is filled under a temporary name beside its own and renamed. One that exists (empty, a link to a
+folder, the working directory, a mount point, an older result) keeps its place: the new files are made in a temporary folder
+inside it, a journal names what comes and what goes, and then they are moved in one by one. A run that is killed before the
+journal leaves the old result, one that is killed after it leaves a journal that the next run finishes. Files that no manifest
+names are the user's: they stay, and where a new file needs their name they are kept as ``NAME.yours``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import AlreadyExists, InvalidInput
+from . import locks, reading
+from .writing import PROBE, SUFFIX, check_writable, left_behind, new_temporary, real, sweep, sync, whole, write_text
+
+MANIFEST = "manifest.json"
+JOURNAL = ".commit" + SUFFIX
+_OWN = "new"  # the name of temporary folders inside a result
+
+
+def checksum(path: Path, key: bytes = b"") -> str:
+    """BLAKE2b of a file's content (32 hexadecimal digits), keyed where a key is given."""
+    found = hashlib.blake2b(digest_size=16, key=key)
+    with open(path, "rb") as f:
+        while chunk := f.read(1 << 22):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def seal(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Sync the files of a folder and write its manifest.
+
+    Args:
+        folder: The folder.
+        names: Files and folders below it that are ours; all of it where they are left out.
+    """
+    roots = [folder] if names is None else [folder / name for name in names]
+    files = sorted({f for root in roots for f in (root.rglob("*") if root.is_dir() else [root]) if f.is_file()})
+    for file in files:
+        sync(file)
+    for inner in {f.parent for f in files}:
+        sync(inner)
+    record = {_name(f, folder): {"bytes": f.stat().st_size, "checksum": checksum(f)} for f in files if f.name != MANIFEST}
+    write_text(folder / MANIFEST, reading.dump({"schema_version": 1, "files": record}), overwrite=True)
+
+
+def _name(file: Path, folder: Path) -> str:
+    return file.relative_to(folder).as_posix()
+
+
+def manifest(folder: Path) -> dict[str, Any] | None:
+    """``{file: {bytes, checksum}}`` of what was written into a folder; ``None`` where that is not known."""
+    try:
+        found = reading.read(folder / MANIFEST, "manifest", limit=1 << 28)
+    except (OSError, ValueError):
+        return None
+    files = found.get("files") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not all(_inside(name) and isinstance(row, dict) for name, row in files.items()):
+        return None
+    return files
+
+
+def _inside(name: str) -> bool:
+    parts = name.split("/")
+    return bool(name) and not name.startswith("/") and "\0" not in name and "\\" not in name and ".." not in parts
+
+
+def unchanged(file: Path, row: dict[str, Any]) -> bool:
+    """Whether a file is still what its manifest says."""
+    return (
+        file.is_file()
+        and not file.is_symlink()
+        and file.stat().st_size == row.get("bytes")
+        and checksum(file) == row.get("checksum")
+    )
+
+
+def broken(folder: Path) -> list[str] | None:
+    """Files that differ from the manifest; ``None`` where there is no manifest."""
+    files = manifest(folder)
+    return None if files is None else [name for name, row in files.items() if not unchanged(folder / name, row)]
+
+
+def remove_ours(folder: Path) -> None:
+    """Remove what the manifest of a folder names and nobody changed, and the folder where nothing else lies in it."""
+    for name, row in (manifest(folder) or {}).items():
+        if unchanged(folder / name, row):
+            (folder / name).unlink()
+    (folder / MANIFEST).unlink(missing_ok=True)
+    remove_empty(folder)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove the empty folders of a folder, and it where it is empty then."""
+    for inner in sorted((f for f in folder.rglob("*") if f.is_dir() and not f.is_symlink()), reverse=True):
+        with contextlib.suppress(OSError):
+            inner.rmdir()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def check_folder(out_dir: Path | str, *, overwrite: bool = False) -> Path:
+    """Refuse an output folder that holds something or cannot be made, before any work is done; finish or clean what a killed
+    run left there.
+
+    Raises:
+        AlreadyExists: It holds something; with ``overwrite``: it has no manifest of this package.
+        InvalidInput: It cannot be made or written to.
+    """
+    out = real(out_dir)
+    recover(out)
+    if out.exists():
+        held = not out.is_dir() or [f for f in out.iterdir() if f not in left_behind(out)]
+        if held and not overwrite:
+            raise AlreadyExists(f"{out_dir} exists already.", "", "Choose another output folder, or pass --overwrite.")
+        if held and (not out.is_dir() or manifest(out) is None):
+            raise AlreadyExists(
+                f"{out_dir} exists and holds no {MANIFEST} of this package.", "--overwrite removes what a manifest names.",
+                "Choose another output folder, or empty this one yourself.",
+            )  # fmt: skip
+    check_writable(out / "probe" if out.is_dir() else out)
+    return out
+
+
+@contextlib.contextmanager
+def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to write into whose files take their places in ``out_dir`` when all went well, and vanish when not.
+
+    Raises:
+        AlreadyExists: See :func:`check_folder`; or somebody filled ``out_dir`` meanwhile (it says where the result is).
+        InvalidInput: See :func:`check_folder`; or the disk is full.
+    """
+    out = check_folder(out_dir, overwrite=overwrite)
+    exists = out.is_dir()
+    (out if exists else out.parent).mkdir(parents=True, exist_ok=True)
+    temporary, lock = new_temporary(out if exists else out.parent, _OWN if exists else out.name)
+    try:
+        with whole(out):
+            yield temporary
+        os.chmod(temporary, 0o755)
+        seal(temporary)
+        if exists:
+            _move_in(temporary, out, overwrite=overwrite)
+        else:
+            _rename(temporary, out)
+    except BaseException:
+        if not (out / JOURNAL).is_file():  # from the journal on, the new result counts
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        locks.release(lock)
+
+
+def _rename(temporary: Path, out: Path) -> None:
+    """Give a finished folder its name; where somebody took that name meanwhile, another one.
+
+    Raises:
+        AlreadyExists: Says where the result is.
+    """
+    try:
+        os.rename(temporary, out)
+    except OSError as error:
+        kept = next(p for p in (out.with_name(f"{out.name}-{i}") for i in range(1, 1 << 20)) if not p.exists())
+        os.rename(temporary, kept)
+        sync(kept.parent)
+        raise AlreadyExists(
+            f"{out} was made by somebody else meanwhile ({error.strerror}); the result is in {kept}.", "", "Move it."
+        ) from error
+    sync(out.parent)
+
+
+def _move_in(temporary: Path, out: Path, *, overwrite: bool) -> None:
+    """Move the files of a finished temporary folder into the folder around it.
+
+    Raises:
+        AlreadyExists: Somebody filled it meanwhile; says where the result is.
+    """
+    with locks.held(out):
+        if not overwrite and [f for f in out.iterdir() if f not in left_behind(out)]:
+            kept = out / _free(out, "result")
+            os.rename(temporary, kept)
+            raise AlreadyExists(f"{out} was filled by somebody else meanwhile; the result is in {kept}.", "", "Move it.")
+        _begin(temporary, out)
+        _finish(out)
+
+
+def _begin(temporary: Path, out: Path) -> None:
+    """Write the journal: what comes, what goes, and what of the user's is in the way."""
+    come = [_name(f, temporary) for f in sorted(temporary.rglob("*")) if f.is_file()]
+    old = {n: row for n, row in (manifest(out) or {}).items() if unchanged(out / n, row)}
+    aside = {n: _free(out, n) for n in come if n not in old and n != MANIFEST and os.path.lexists(out / n)}
+    record = {"schema_version": 1, "from": temporary.name, "come": come, "go": sorted(set(old) - set(come)), "aside": aside}
+    write_text(out / JOURNAL, reading.dump(record), overwrite=True)
+
+
+def _free(out: Path, name: str) -> str:
+    return next(n for n in (f"{name}.yours{i or ''}" for i in range(1 << 20)) if not os.path.lexists(out / n))
+
+
+def _finish(out: Path) -> None:
+    """Do what the journal says; it may have been done in part."""
+    record = reading.read(out / JOURNAL, "journal", limit=1 << 28)
+    source = out / str(record["from"])
+    if source not in left_behind(out, _OWN) and source.exists():
+        raise ValueError(f"{source.name} is no temporary folder")
+    for name in (n for n in record["come"] if _inside(n) and (source / n).is_file()):
+        target = out / name
+        if (
+            _inside(record["aside"].get(name, ""))
+            and not os.path.lexists(out / record["aside"][name])
+            and os.path.lexists(target)
+        ):
+            os.rename(target, out / record["aside"][name])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / name, target)
+    for name in filter(_inside, record["go"]):
+        (out / name).unlink(missing_ok=True)
+    for inner in {(out / n).parent for n in (*record["come"], *record["go"])}:
+        if inner.is_dir():
+            sync(inner)
+    (out / JOURNAL).unlink()
+    shutil.rmtree(source, ignore_errors=True)
+
+
+def recover(out: Path) -> None:
+    """Finish what a killed run had decided (its journal), and remove what it had only begun.
+
+    Raises:
+        InvalidInput: The journal cannot be read.
+    """
+    if (out / JOURNAL).is_file():
+        try:
+            with locks.held(out):
+                if (out / JOURNAL).is_file():  # nobody else finished it while this run waited
+                    _finish(out)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidInput(
+                f"{out / JOURNAL} is broken ({error}): a killed run was moving its files in.", "",
+                "Look at that folder, and remove the file.",
+            ) from error  # fmt: skip
+    if out.is_dir():
+        sweep(out)
+    sweep(out.parent, out.name)
+    sweep(out.parent, PROBE)

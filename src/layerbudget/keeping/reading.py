@@ -1,0 +1,125 @@
+"""JSON within bounds: an ordinary file, not too large, not too deep, with the types and ranges that were promised.
+
+Types are checked by msgspec while it parses, so that a file of a million blocks never exists as dictionaries.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from ..errors import CorruptFile, NotFound
+
+LIMIT = 1 << 32  # bytes
+DEPTH = 100
+WHOLE = 1 << 62  # no whole number in a file is larger: sums of a few fit into 64 bits
+
+Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+T = TypeVar("T")
+
+
+def read(path: Path | str, kind: str, *, limit: int = LIMIT, as_type: Any = Any, remedy: str = "Make it again.") -> Any:
+    """Parse a JSON file.
+
+    Args:
+        path: The file.
+        kind: What it should be, for messages.
+        limit: Bytes that it may have.
+        as_type: What is in it, as msgspec understands types.
+        remedy: What to do about a broken one.
+
+    Raises:
+        NotFound: No such file.
+        CorruptFile: No ordinary file, too large, not JSON, too deep, or of another shape.
+    """
+    return parse(read_bytes(path, kind, limit=limit, remedy=remedy), str(path), kind, as_type=as_type, remedy=remedy)
+
+
+def read_bytes(path: Path | str, kind: str, *, limit: int = LIMIT, remedy: str = "Make it again.") -> bytes:
+    """Content of an ordinary file that is not too large; see :func:`read`."""
+    path = Path(path)
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+        raise NotFound(f"There is no {kind} file at {path}.", "", "Check the path.") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise NotFound(f"{path} is no ordinary file.", f"A {kind} is one.", "Check the path.")
+    if found.st_size > limit:
+        raise CorruptFile(
+            f"{path} has {found.st_size:,} bytes.", f"A {kind} has at most {limit:,}.", "Check that it is the right file."
+        )
+    return path.read_bytes()
+
+
+def parse(content: bytes | str, where: str, kind: str, *, as_type: Any = Any, remedy: str = "Make it again.") -> Any:
+    """Parse JSON; see :func:`read`."""
+    try:
+        value = _decoder(as_type).decode(content.encode() if isinstance(content, str) else content)
+    except RecursionError as error:
+        raise CorruptFile(f"{where} is not a {kind} file: it is nested too deeply.", "", remedy) from error
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise CorruptFile(f"{where} is not a {kind} file: it does not parse ({error}).", "", remedy) from error
+    if as_type is Any:
+        check_bounds(value, where, kind, remedy)
+    return value
+
+
+@functools.lru_cache(maxsize=64)
+def _decoder(as_type: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(as_type)
+
+
+def check_bounds(value: Any, where: str, kind: str, remedy: str = "Make it again.") -> None:
+    """Refuse what is nested more than :data:`DEPTH` levels deep, and whole numbers that do not fit into 64 bits.
+
+    Raises:
+        CorruptFile: Says which.
+    """
+    level: list[Any] = [value]
+    for _ in range(DEPTH):
+        deeper: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                deeper.extend(item.values())
+            elif isinstance(item, (list, tuple)):
+                deeper.extend(item)
+            elif type(item) is int and not -WHOLE < item < WHOLE:
+                raise CorruptFile(f"{where} is not a {kind} file: a number in it has {len(str(abs(item)))} digits.", "", remedy)
+        if not deeper:
+            return
+        level = deeper
+    raise CorruptFile(f"{where} is not a {kind} file: it is nested too deeply.", f"At most {DEPTH} levels.", remedy)
+
+
+def check_loose(value: Any, kind: str, name: str) -> None:
+    """:func:`check_bounds` for a field whose content is not typed; what is typed has its bounds already."""
+    if isinstance(value, Mapping):
+        check_bounds(value, name, kind)
+
+
+def converted(value: Any, as_type: Any) -> Any:
+    """A parsed value with its types checked.
+
+    Raises:
+        ValueError: Another shape; says where.
+    """
+    return msgspec.convert(value, as_type, strict=True)
+
+
+def dump(value: Any) -> str:
+    """JSON text of plain values, one line each; what :func:`read` reads."""
+    return json.dumps(value, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def finite(values: Iterable[float]) -> bool:
+    """Whether all numbers are finite."""
+    return all(math.isfinite(v) for v in values)

@@ -1,0 +1,71 @@
+"""Parts of a long run: whole ones are used again, broken ones and those of other runs are made again."""
+
+import math
+
+import pytest
+
+from layerbudget.errors import InvalidInput, ModelMismatch
+from layerbudget.keeping.parts import STATE, Parts, clear
+
+
+def kept(folder, key="k", value=1):
+    made = []
+
+    def make():
+        made.append(value)
+        return {"value": value, "odd": [math.inf, 0.1 + 0.2]}
+
+    found = Parts(folder, key).json("part-1", make)
+    return found, bool(made)
+
+
+def test_a_part_is_made_once(tmp_path):
+    assert kept(tmp_path) == ({"value": 1, "odd": [math.inf, 0.1 + 0.2]}, True)
+    assert kept(tmp_path, value=2) == ({"value": 1, "odd": [math.inf, 0.1 + 0.2]}, False)
+    assert Parts(None, "k").json("part-1", lambda: (1, 2)) == [1, 2]
+
+
+@pytest.mark.parametrize("harm", ["truncate", "empty", "flip", "remove"])
+def test_a_broken_part_is_made_again(tmp_path, harm):
+    kept(tmp_path)
+    (file,) = tmp_path.glob("part-1.*")
+    content = bytearray(file.read_bytes())
+    content[5] ^= 1
+    {
+        "truncate": lambda: file.write_bytes(file.read_bytes()[:-3]),
+        "empty": lambda: file.write_bytes(b""),
+        "flip": lambda: file.write_bytes(content),
+        "remove": file.unlink,
+    }[harm]()
+    assert kept(tmp_path, value=2)[1]
+    assert kept(tmp_path, value=3) == ({"value": 2, "odd": [math.inf, 0.1 + 0.2]}, False)
+
+
+@pytest.mark.parametrize("state", [None, "", "{", "[1]", '{"key": 3}', "{}"])
+def test_parts_of_another_run_are_never_used_whatever_became_of_the_state(tmp_path, state):
+    kept(tmp_path, "one")
+    with pytest.raises(ModelMismatch):
+        kept(tmp_path, "two")
+    (tmp_path / STATE).unlink()
+    if state is not None:
+        (tmp_path / STATE).write_text(state)
+    assert kept(tmp_path, "two", 2)[1]
+
+
+def test_clearing_removes_parts_only(tmp_path):
+    kept(tmp_path)
+    mine = ("block-0.safetensors", "notes.md", "part-1.json")
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    clear(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(mine)
+    other = tmp_path / "other"
+    kept(other)
+    clear(other)
+    assert not other.exists()
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidInput):
+        Parts(tmp_path / "file", "k")
