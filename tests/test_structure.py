@@ -54,8 +54,8 @@ def test_no_print_no_bare_except_no_assert():
 
 ROOMS = (
     "errors", "records", "registry", "kinds", "costs", "configurations", "plan", "blocks", "provenance", "data", "loading", "running",
-    "program", "scores", "planning", "treatments", "damage", "pruning", "shrinking", "evaluation", "report", "lora", "tracker", "doctor",
-    "reproduction", "demo", "cli",
+    "program", "scores", "planning", "treatments", "damage", "pruning", "shrinking", "evaluation", "report", "lora", "comparison",
+    "tracker", "doctor", "reproduction", "demo", "cli",
 )  # fmt: skip
 
 
