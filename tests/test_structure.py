@@ -80,6 +80,7 @@ ROOMS = (
     "report",
     "lora",
     "exports",
+    "comparison",
     "tracker",
     "doctor",
     "reproduction",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import warnings
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -137,8 +137,81 @@ class Plan(Record):
             )
 
     @classmethod
+    def from_values(
+        cls, blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float], *, kind: str = "sparsity",
+        rule: str = "given", model: Mapping[str, Any] | None = None,
+    ) -> Self:  # fmt: skip
+        """A plan of one's own: values by block name, or in the order of the blocks.
+
+        Args:
+            blocks: The blocks.
+            values: Sparsities in [0, 1], or whole numbers of experts or ranks (or of what the kind counts).
+            kind: Kind of plan whose values are one number per block.
+            rule: What to call where the values come from.
+            model: ``{id, revision, digest}`` of the model; without it the plan is not checked against one.
+
+        Raises:
+            InvalidInput: Values that are missing, unknown, not finite or outside the kind's domain.
+
+        >>> from layerbudget.records import Block, Module
+        >>> b = Block(name="layers.0", modules=(Module(name="layers.0.q", d_in=4, d_out=5),))
+        >>> Plan.from_values([b], {"layers.0": 0.5}).counts
+        array([10])
+        """
+        numbers = _by_name(blocks, values)
+        if kind in ("joint", "structured", "depth"):
+            raise InvalidInput(f"A plan of kind {kind} is more than one number per block.", "", "Use its own plan function.")
+        rows = tuple(PlanBlock.of(b, v, _count(kind, b, v)) for b, v in zip(blocks, numbers, strict=True))
+        spent, unit = sum(r.count for r in rows), "parameters" if kind == "sparsity" else KINDS.find(kind).counts
+        if kind == "ranks":
+            spent = sum(r.count * sum(m.d_in + m.d_out for m in b.modules) for r, b in zip(rows, blocks, strict=True))
+            unit = "params"
+        return cls(
+            kind=kind, rule=rule, model=dict(model or {}), blocks=rows, budget={"unit": unit, "limit": spent, "spent": spent}
+        )
+
+    @classmethod
     def _upgraded(cls, fields: dict[str, Any]) -> dict[str, Any]:
         return {**fields, **_kind_of(fields)}
+
+
+def _by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float]) -> list[float]:
+    """One finite number per block, in order.
+
+    Raises:
+        InvalidInput: Too few, too many, unknown names, or not finite.
+    """
+    names = [b.name for b in blocks]
+    if not isinstance(values, Mapping):
+        given = [float(v) for v in values]
+        if len(given) != len(names):
+            raise InvalidInput(f"There are {len(given)} values for {len(names)} blocks.", "One each.", "Give one per block.")
+        values = dict(zip(names, given, strict=True))
+    wrong = [n for n in names if n not in values] + [n for n in values if n not in names]
+    if wrong:
+        raise InvalidInput(
+            f"Values and blocks differ in {', '.join(wrong[:4])}.", f"The blocks are {', '.join(names[:3])}, ...", "Name each."
+        )
+    numbers = [float(values[n]) for n in names]
+    bad = next((n for n, v in zip(names, numbers, strict=True) if not np.isfinite(v)), None)
+    if bad is not None:
+        raise InvalidInput(f"The value of {bad} is {values[bad]}.", "It must be finite.", "Correct it.")
+    return numbers
+
+
+def _count(kind: str, block: Block, value: float) -> int:
+    """Whole count of a value.
+
+    Raises:
+        InvalidInput: A sparsity outside [0, 1], or capacity that is no whole number of zero or more.
+    """
+    if kind == "sparsity":
+        if not 0.0 <= value <= 1.0:
+            raise InvalidInput(f"{block.name} is to have sparsity {value:g}.", "It lies in [0, 1].", "Give a fraction.")
+        return int(round(value * block.numel))
+    if value < 0 or value != int(value):
+        raise InvalidInput(f"{block.name} is to have {value:g} {kind}.", "They are counted.", "Give a whole number.")
+    return int(value)
 
 
 def _kind_of(record: Mapping[str, Any]) -> dict[str, str]:

@@ -112,7 +112,7 @@ def test_diff_explain_sweep_transfer(run, files):
 
 def test_released(run):
     result, shown = run("reproduce", "released")
-    assert result["all_counts_equal"] and "32/32" in shown and "file order" in shown
+    assert result["all_counts_equal"] and "192 of 192" in shown and "file-name order" in shown
 
 
 def test_mistakes(run, files):

@@ -1,64 +1,95 @@
-"""``layerbudget reproduce``: the paper's figures and tables as commands."""
+"""``layerbudget reproduce``: every table and figure of the paper as a command."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
-from .files import show_table
+from ..errors import InvalidInput
+from .files import say, show_table
+from .shared import progress_bar
 
-AVAILABLE = {
-    "released": "the expert lists and sparsity ratios that the paper released for Mistral-7B, recomputed",
-    "mlp": "the 8-layer MLP on digits, a corrected version of the released script (its page says in what): gain and proxies",
+SCALES = ("small", "full")
+_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "variant": {"choices": ("both", "released", "corrected"), "default": "both", "help": "default: both, side by side"},
+    "model": {"default": "demo", "metavar": "MODEL", "help": "demo, a local folder, or a hub id (default: demo)"},
+    "data_dir": {"metavar": "DIR", "help": "folder with the original files of the tasks"},
+    "paper": {"choices": ("mistral", "gemma"), "default": "mistral", "help": "whose table and constants (default: mistral)"},
 }
 
 
 def register(subparsers: Any) -> None:
     """Add the parser of ``reproduce``."""
+    from ..reproduction.catalogue import EXPERIMENTS
+
     names = subparsers.add_parser("reproduce").add_subparsers(dest="name", required=True, metavar="NAME")
-    listing = names.add_parser("list", help="what can be reproduced")
+    listing = names.add_parser("list", help="every table and figure of the paper: command, run time, finding")
     listing.set_defaults(handler=run_list)
-    names.add_parser("released", help=AVAILABLE["released"]).set_defaults(handler=run_released)
-    mlp = names.add_parser("mlp", help=AVAILABLE["mlp"])
-    mlp.add_argument("--scale", choices=("small", "full"), default="small", help="small: one seed, two dampings, width 32")
-    mlp.set_defaults(handler=run_mlp)
+    show = names.add_parser("published", help="what the paper printed")
+    show.add_argument("item", metavar="ITEM", help="table-1 ... table-13, figure-1 ... figure-5")
+    show.set_defaults(handler=run_published)
+    for entry in EXPERIMENTS:
+        p = names.add_parser(entry.name, help=entry.summary)
+        p.add_argument("--scale", choices=SCALES, default="small", help=f"small: {entry.small}; full: {entry.full}")
+        for flag in entry.reads:
+            p.add_argument(f"--{flag.replace('_', '-')}", **_FLAGS[flag])
+        p.add_argument("-o", "--out", metavar="DIR", help="leave result.json, table.csv and figure.png in this folder")
+        p.set_defaults(handler=run_experiment, experiment=entry.name)
 
 
-def run_list(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Say what can be reproduced."""
-    for name, text in AVAILABLE.items():
-        arguments.console.print(f"{name}: {text}")
-    return {"available": AVAILABLE}
+def run_list(a: argparse.Namespace) -> dict[str, Any]:
+    """``reproduce list``."""
+    from ..reproduction.catalogue import EXPERIMENTS, listing
+
+    rows = listing()
+    table = [
+        (r["number"], r["title"], r["command"] or "-", "-" if r["seconds"] is None else f"{r['seconds']:.0f} s",
+         r["finding"] or r["reason"] or "not run for this release")
+        for r in rows
+    ]  # fmt: skip
+    show_table(a, "the paper's tables and figures", ("item", "what", "command", "small scale", "finding"), table)
+    for entry in EXPERIMENTS:
+        say(a, [f"{entry.name}: {entry.summary}. Small: {entry.small}. Full: {entry.full}."])
+    return {"items": rows, "available": {e.name: e.summary for e in EXPERIMENTS}}
 
 
-def run_released(a: argparse.Namespace) -> dict[str, Any]:
-    """``reproduce released``."""
-    from ..reproduction.released import reproduce_released
+def run_published(a: argparse.Namespace) -> dict[str, Any]:
+    """``reproduce published``."""
+    from ..reproduction.published import item
 
-    result = reproduce_released()
-    rows = []
-    for name, task in result["tasks"].items():
-        rows.append((name, "sparsity", f"largest difference {task['sparsity']['largest_difference']:.1e}"))
-        for variant, experts in task["experts"].items():
-            rows.append((name, f"experts, {variant}", f"{experts['equal']}/32 equal, {experts['total']} in all"))
-            rows.append(("", "  file order", " ".join(map(str, experts["counts_file_order"]))))
-            rows.append(("", "  layer order", " ".join(map(str, experts["counts"]))))
-    show_table(a, "released artefacts, recomputed", ("task", "artefact", "result"), rows)
-    return result
+    found = item(a.item)
+    rows = [(row, *(_cell(values.get(c)) for c in found["columns"])) for row, values in found["rows"].items()]
+    show_table(a, f"{found['number']}: {found['title']} ({found['unit']})", ("", *found["columns"]), rows)
+    say(a, [f"Read from {found['origin']} ({found['label']})."])
+    say(a, found["notes"])
+    return {"item": a.item, **found}
 
 
-def run_mlp(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train the MLPs, compute every proxy, show the tables."""
-    from rich.markdown import Markdown
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{value[0]:g} +- {value[1]:g}"
+    return "" if value is None else f"{value:g}"
 
-    from ..reproduction.mlp import DAMPINGS, Setting, render, tables
-    from .shared import progress_bar
 
-    full = arguments.scale == "full"
-    with progress_bar(arguments, "seeds") as progress:
-        result = tables(
-            seeds=(0, 1, 2) if full else (0,), dampings=DAMPINGS if full else DAMPINGS[2:4],
-            setting=None if full else Setting(width=32, epochs=8, calibration=128), progress=progress,
-        )  # fmt: skip
-    arguments.console.print(Markdown(render(result)))
-    return result
+def run_experiment(a: argparse.Namespace) -> dict[str, Any]:
+    """Run one experiment, show its table, finding and shape, and leave its files."""
+    from ..reproduction.catalogue import find_experiment
+    from ..reproduction.outcome import check_folder, leave
+
+    entry = find_experiment(a.experiment)
+    if "out" in entry.reads_always and not a.out:
+        raise InvalidInput(f"{entry.name} needs a folder.", "Finished cells are kept there.", "Give --out DIR.")
+    if a.out:
+        check_folder(a.out, overwrite=a.overwrite)
+    given = {name: getattr(a, name) for name in entry.reads}
+    with progress_bar(a, entry.name) as progress:
+        outcome = entry.open()(scale=a.scale, out=a.out, progress=progress, **given)
+    columns = tuple(dict.fromkeys(name for row in outcome.rows for name in row))
+    show_table(a, entry.summary, columns, [["" if r.get(c) is None else r[c] for c in columns] for r in outcome.rows])
+    say(a, [f"Finding: {outcome.finding}.", f"The paper's shape: {outcome.line}"])
+    for text in outcome.result.get("sentences", ()):
+        say(a, [text])
+    if a.out:
+        say(a, [f"Written to {leave(outcome, a.out, overwrite=a.overwrite)}."])
+    return {**outcome.result, **outcome.to_dict()} if entry.name == "released" else outcome.to_dict()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from ..program.utilities import Function
 from ..records import Block
 from ..scores.record import Scores
 from .common import blocks_of, make_plan, recorded
-from .rule import Decision, find_rule
+from .rule import Decision, as_rule
 from .rules.capacity import in_proportion
 from .terms import Terms
 
@@ -32,7 +32,7 @@ def plan_experts(
     expert_rank: int = 8,
     exponent: float | None = None,
     exponent_on: str | None = None,
-    rule: str = "mdl",
+    rule: str | Callable[..., Any] = "mdl",
     utility: str | Function | None = None,
     spend: str | None = None,
     method: str | None = None,
@@ -62,7 +62,8 @@ def plan_experts(
         exponent: beta, see :func:`layerbudget.program.allocate`: 1 by default, for ``layerif`` and ``alphalora`` as published.
         exponent_on: ``density`` (default) or ``block``.
         rule: ``mdl``, ``permuted``, ``uniform``, ``size``, ``layerif``, ``alphalora``, ``mola-5555``, ``mola-2468``,
-            ``mola-8642`` (or ``mola-`` with other digits), or a rule of your own (:mod:`layerbudget.planning.rule`).
+            ``mola-8642`` (or ``mola-`` with other digits), a rule of your own
+            (:mod:`layerbudget.planning.rule`), or a function of a problem that returns one value per block.
         utility: phi of the program; ``log`` by default.
         spend: ``exactly`` (default) or ``at_most``.
         method: Rounding, see :func:`layerbudget.program.round_capacity`.
@@ -104,7 +105,7 @@ def plan_ranks(
     max_rank: ArrayLike | None = None,
     exponent: float | None = None,
     exponent_on: str | None = None,
-    rule: str | None = None,
+    rule: str | Callable[..., Any] | None = None,
     utility: str | Function | None = None,
     spend: str | None = None,
     method: str | None = None,
@@ -130,8 +131,8 @@ def plan_ranks(
         exponent: beta, see :func:`layerbudget.program.allocate`; 1 by default.
         exponent_on: ``density`` (default) or ``block``.
         rule: ``by-rank`` (scores of ``rank-gain``: the gain of every further rank; the default for those), ``mdl`` (the
-            default for others), ``uniform``, ``size``, the controls ``by-rank-permuted`` and ``permuted``, or a rule of your
-            own (:mod:`layerbudget.planning.rule`).
+            default for others), ``uniform``, ``size``, the controls ``by-rank-permuted`` and ``permuted``, a rule of your
+            own (:mod:`layerbudget.planning.rule`), or a function of a problem that returns one value per block.
         utility: phi of the program; ``log`` by default.
         spend: ``exactly`` (default) or ``at_most``.
         method: Rounding, see :func:`layerbudget.program.round_capacity`.
@@ -170,7 +171,7 @@ def rank_rule(scores: Scores | Sequence[Block]) -> str:
 
 
 def decide(
-    scores: Scores | Sequence[Block], terms: Terms, wanted: Budget, rule: str, given: Mapping[str, Any],
+    scores: Scores | Sequence[Block], terms: Terms, wanted: Budget, rule: str | Callable[..., Any], given: Mapping[str, Any],
     record: Mapping[str, Any] | None = None,
 ) -> Plan:  # fmt: skip
     """Let a rule decide under terms and a budget, and bind its decision into a plan.
@@ -179,7 +180,7 @@ def decide(
         scores: Scores, or blocks alone for rules that need none.
         terms: What binds the plan.
         wanted: The budget.
-        rule: Name of the rule.
+        rule: Name of the rule, or a function.
         given: Options for it; None means not given.
         record: What the plan shall record beside terms and options.
 
@@ -187,7 +188,7 @@ def decide(
         InvalidInput: An option that the rule does not read, or a decision that is none.
         InfeasibleBudget: The budget is below the floors, or cannot be spent under the caps.
     """
-    chosen = find_rule(terms.kind, rule)
+    chosen = as_rule(terms.kind, rule)
     options = chosen.heard(given)
     problem = terms.problem(scores, wanted)
     decision: Decision = chosen.decide(problem, options)
@@ -195,13 +196,15 @@ def decide(
         value = np.asarray(decision.value, dtype=np.float64)
         if value.shape != problem.amount.shape or not np.isfinite(value).all():
             raise InvalidInput(
-                f"The rule {rule} gave values of shape {value.shape}.", f"It must give {problem.amount.size} finite ones.", ""
+                f"The rule {chosen.name} gave values of shape {value.shape}.",
+                f"It must give {problem.amount.size} finite ones.",
+                "Correct it.",
             )
         decision = in_proportion(problem, value)
     counts = np.asarray(decision.counts)
     budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
     hyper = {**(record or {}), **terms.record(), **recorded(options)}
-    return make_plan(scores, terms.kind, rule, decision.value, counts, budget, hyper, decision.solution, decision.extra)
+    return make_plan(scores, terms.kind, chosen.name, decision.value, counts, budget, hyper, decision.solution, decision.extra)
 
 
 def one_budget(given: Mapping[str, Any], default: str) -> Budget:

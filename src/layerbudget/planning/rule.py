@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -253,6 +254,29 @@ def rules_of(kind: str) -> dict[str, Rule]:
     _load()
     known = RULES[kind].all() if kind in RULES else {}
     return {name: known[name] for name in sorted(known, key=lambda name: name != "mdl")}
+
+
+def as_rule(kind: str, rule: str | Callable[..., Any]) -> Rule:
+    """A rule by its name, or a function of one's own as a rule.
+
+    Args:
+        kind: Kind of plan.
+        rule: A name, or a function of a :class:`Problem` (and of the options, where it takes two arguments) that returns one
+            value per block, or a :class:`Decision`. Values that miss the budget or the bounds are fitted.
+
+    Raises:
+        InvalidInput: No such rule.
+    """
+    if isinstance(rule, str):
+        return find_rule(kind, rule)
+    function = rule
+    two = len(inspect.signature(function).parameters) > 1
+
+    def decide(problem: Problem, options: Mapping[str, Any]) -> Decision:
+        made = function(problem, options) if two else function(problem)
+        return made if isinstance(made, Decision) else Decision(value=np.asarray(made, dtype=np.float64))
+
+    return Rule(kind=kind, name=getattr(function, "__name__", type(function).__name__), decide=decide)
 
 
 def find_rule(kind: str, name: str) -> Rule:

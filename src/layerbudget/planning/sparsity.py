@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..program.utilities import Function
 from ..records import Block, check_fraction
 from ..scores.record import Scores
 from .common import blocks_of, make_plan, matching, record_of, recorded
-from .rule import Decision, Problem, find_rule
+from .rule import Decision, Problem, as_rule
 
 Curves: TypeAlias = "Mapping[str, tuple[Sequence[float], Sequence[float]]]"
 _BY_CURVES = {"mdl": "calibrated", "permuted": "calibrated-permuted"}
@@ -40,7 +40,7 @@ def plan_sparsity(
     min_sparsity: ArrayLike = 0.0,
     exponent: float | None = None,
     exponent_on: str | None = None,
-    rule: str = "mdl",
+    rule: str | Callable[..., Any] = "mdl",
     penalty: str | Function | Curves | None = None,
     damping: float | None = None,
     smoothing: float | None = None,
@@ -63,7 +63,8 @@ def plan_sparsity(
         exponent: kappa, see :func:`layerbudget.program.sparsify`; 1 by default.
         exponent_on: ``density`` (default) or ``block``.
         rule: ``mdl`` (the program), ``permuted`` (the program on shuffled scores), ``uniform``, ``size``, ``layerif``,
-            ``alphapruning``, ``owl``, or a rule of your own (:mod:`layerbudget.planning.rule`).
+            ``alphapruning``, ``owl``, a rule of your own (:mod:`layerbudget.planning.rule`), or a function of a
+            problem that returns one value per block.
         penalty: Penalty of the program, see :func:`layerbudget.program.sparsify`; or measured curves
             ``{block name: (ratios, losses)}``, which replace the scores (damage is measured, not predicted) and cap every block
             at its last ratio: the rule is then ``calibrated``. How far they were from convex is in
@@ -92,9 +93,9 @@ def plan_sparsity(
     given: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "penalty": penalty, "damping": damping}
     given |= {"smoothing": smoothing, "seed": seed, "width": width, "parity": parity, **own}
     if isinstance(penalty, Mapping):
-        rule = _BY_CURVES.get(rule, rule)
+        rule = _BY_CURVES.get(rule, rule) if isinstance(rule, str) else rule
         given |= {"penalty": None, "curves": penalty}
-    chosen = find_rule("sparsity", rule)
+    chosen = as_rule("sparsity", rule)
     options = chosen.heard(given)
     cap = default_cap(sparsity) if max_sparsity is None else max_sparsity
     numel = np.array([b.numel for b in blocks], dtype=np.float64)
@@ -114,7 +115,7 @@ def plan_sparsity(
     budget = {"unit": "parameters", "limit": total, "spent": int(counts.sum())}
     hyper: dict[str, Any] = {"sparsity": sparsity, "max_sparsity": cap, "min_sparsity": min_sparsity, **recorded(options)}
     hyper |= {"fixed": dict(fixed or {}), "exclude": exclude}
-    return make_plan(scores, "sparsity", rule, value, counts, budget, hyper, decision.solution, decision.extra)
+    return make_plan(scores, "sparsity", chosen.name, value, counts, budget, hyper, decision.solution, decision.extra)
 
 
 def _total(sparsity: float, numel: Vector, low: Vector, high: Vector) -> int:

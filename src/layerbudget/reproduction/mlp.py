@@ -23,17 +23,10 @@ from ..blocks import partition
 from ..errors import MissingDependency
 from ..running.loss import FeatureSet
 from ..scores.gain import score
+from .published import mlp_entries
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0, 2.0)
 PROXIES = ("layerif_style", "diag_fisher", "grad_norm")
-PAPER = {
-    1e-3: {"layerif_style": (0.659, 0.571), "diag_fisher": (0.484, 0.381), "grad_norm": (0.611, 0.452)},
-    1e-2: {"layerif_style": (0.754, 0.643), "diag_fisher": (0.349, 0.310), "grad_norm": (0.706, 0.571)},
-    1e-1: {"layerif_style": (0.881, 0.833), "diag_fisher": (0.214, 0.167), "grad_norm": (0.690, 0.571)},
-    1.0: {"layerif_style": (0.738, 0.619), "diag_fisher": (0.381, 0.333), "grad_norm": (0.825, 0.738)},
-    2.0: {"layerif_style": (0.595, 0.476), "diag_fisher": (0.444, 0.381), "grad_norm": (0.929, 0.833)},
-}
-
 DIFFERENCES = (
     "the activation is GELU; the released script has ReLU",
     "a block is a weight matrix; the released script's blocks are weights and biases",
@@ -182,13 +175,15 @@ def tables(
 
 def render(result: dict[str, Any]) -> str:
     """Markdown: ours under both curvatures beside the paper's means."""
+    theirs = mlp_entries()
     lines = [
         "# Direct and proxy gains on the 8-layer MLP",
         "",
         f"Seeds {result['seeds']}, validation accuracy {', '.join(f'{a:.3f}' for a in result['accuracy'])}. "
         "Spearman / Kendall over the 8 layers, mean +- deviation over seeds.",
         "",
-        "This is a corrected version of the released script, not a reproduction of it; it differs in six points:",
+        "This is a corrected version of the released script, not a reproduction of it (that is `--variant released`); it "
+        "differs in six points:",
         "",
         *(f"{i}. {text}." for i, text in enumerate(DIFFERENCES, 1)),
         "",
@@ -197,10 +192,10 @@ def render(result: dict[str, Any]) -> str:
     ]
     for damping, rows in result["tables"]["ggn"].items():
         for proxy, row in rows.items():
-            paper = PAPER.get(float(damping), {}).get(proxy)
-            theirs = f"{paper[0]:.3f} / {paper[1]:.3f}" if paper else ""
+            paper = theirs.get(float(damping), {}).get(proxy)
+            published = f"{paper['spearman'][0]:.3f} / {paper['kendall'][0]:.3f}" if paper else ""
             other = result["tables"]["hessian"][damping][proxy]
-            lines.append(f"| {damping} | {proxy} | {_cell(row)} | {_cell(other, len(result['seeds']))} | {theirs} |")
+            lines.append(f"| {damping} | {proxy} | {_cell(row)} | {_cell(other, len(result['seeds']))} | {published} |")
     return "\n".join(lines) + "\n"
 
 

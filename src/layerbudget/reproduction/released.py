@@ -13,7 +13,9 @@ that position p belongs to layer ``file_order[p]``. The recipe that reproduces t
 from __future__ import annotations
 
 import json
+import time
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import numpy as np
 from ..errors import UnknownBlock
 from ..program.dual import piecewise_root
 from ..program.sparsity import sparsify
+from .outcome import Claim, Outcome
 
 GAMMA, BITS, ETA = 0.9, 16.0, 2.0
 _TRUE_COST_POSITIONS = {"cola": (0, 26, 28, 30, 31)}
@@ -146,3 +149,38 @@ def reproduce_released() -> dict[str, Any]:
         "note": "Released lists are in file order: position p belongs to layer file_order[p]; the released runs applied "
         "them to layer p.",
     }
+
+
+def run_released(**_: Any) -> Outcome:
+    """The released lists and ratios under the constants of Table 4."""
+    started = time.monotonic()
+    found = reproduce_released()
+    rows = []
+    for name, task in found["tasks"].items():
+        rows.append({"task": name, "artefact": "sparsity ratios", "largest_difference": task["sparsity"]["largest_difference"]})
+        for variant, e in task["experts"].items():
+            rows.append({"task": name, "artefact": f"experts, {variant}", "equal": e["equal"], "of": 32, "total": e["total"]})
+    equal = sum(r.get("equal", 0) for r in rows)
+    worst = found["largest_ratio_difference"]
+    claims = (
+        Claim(claim="every released expert count", met=found["all_counts_equal"], detail=f"{equal} of {32 * 6}"),
+        Claim(claim="every released sparsity ratio", met=worst < 1e-9, detail=f"largest difference {worst:.1e}"),
+        Claim(claim="with the printed beta of 1", met=False, detail="the released expert lists have beta 2, see the recipe"),
+    )
+    text = f"{equal} of {32 * 6} expert counts and all ratios to {worst:.0e}, with beta 2 and the lists in file-name order"
+    return Outcome(
+        name="released", items=("table-4",), setting={}, result=found, rows=rows, claims=claims, finding=text,
+        seconds=time.monotonic() - started, draw=lambda path: _draw(found, path),
+    )  # fmt: skip
+
+
+def _draw(found: dict[str, Any], path: Path) -> Path:
+    from ..report.figures import ACCENT, ALERT, new_figure, save_figure
+
+    figure = new_figure(9.0, 2.6)
+    for axes, (name, task) in zip(figure.subplots(1, len(found["tasks"])), found["tasks"].items(), strict=True):
+        axes.bar(range(32), task["experts"]["all"]["counts"], color=ACCENT)
+        axes.plot(range(32), task["experts"]["all"]["released"], ".", color=ALERT, markersize=4)
+        axes.set(title=name, xlabel="layer")
+    figure.axes[0].set_ylabel("experts (bars: ours, dots: released)")
+    return save_figure(figure, path)

@@ -1,0 +1,42 @@
+"""Run experiments at small scale, keep what they leave, and note run time, finding and shape for ``reproduce list``.
+
+python benchmarks/reproduce_small.py NAME ... [--data-dir DIR] [--model MODEL]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from layerbudget.records import dumps, write_text
+from layerbudget.reproduction.catalogue import EXPERIMENTS, find_experiment
+from layerbudget.reproduction.outcome import leave
+
+HERE = Path(__file__).parent
+NOTES = HERE.parent / "src/layerbudget/reproduction/data/small.json"
+
+
+def main() -> None:
+    """Run, keep, note."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=[e.name for e in EXPERIMENTS])
+    parser.add_argument("--data-dir")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--cells", type=Path, default=Path("/tmp/reproduce-cells"), help="finished cells, for a second start")
+    a = parser.parse_args()
+    for name in a.names:
+        entry = find_experiment(name)
+        own = {"model": a.model, "data_dir": a.data_dir}
+        given = {k: v for k, v in own.items() if k in entry.reads}
+        found = entry.open()(scale="small", out=a.cells / name, progress=None, **given)
+        leave(found, HERE / "results" / "reproduce" / name, overwrite=True)
+        notes = json.loads(NOTES.read_text())
+        notes["experiments"][name] = {"seconds": round(found.seconds, 1), "finding": found.finding, "shape": found.line}
+        order = [e.name for e in EXPERIMENTS]
+        notes["experiments"] = {k: notes["experiments"][k] for k in order if k in notes["experiments"]}
+        write_text(NOTES, dumps(notes), overwrite=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What a plan does to a model: the held-out loss of the pruned one, or the mistakes of the fine-tuned one, item by item.
+
+Two benches with the same three doors: ``data(seed)`` for scores and treatment, ``blocks``, and ``measure(plan, seed)``, which
+returns one number per item, smaller is better, and what it cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..blocks import describe, partition, weight_of
+from ..data.calibration import CalibrationSet
+from ..data.examples import Task
+from ..data.text import calibration
+from ..errors import CoverageError
+from ..evaluation.perplexity import perplexity
+from ..kinds import KINDS
+from ..lora.base import Loader
+from ..lora.finetune import finetune
+from ..lora.protocol import Protocol
+from ..lora.rows import Rows, is_causal
+from ..plan import Plan
+from ..records import Block
+from .passes import counted
+
+
+@dataclasses.dataclass(kw_only=True)
+class TextBench:
+    """Treat a language model by a plan and measure the loss on held-out windows.
+
+    Attributes:
+        model: The model; its weights are put back after every plan.
+        tokenizer: Its tokenizer.
+        source: Calibration text.
+        windows: Held-out windows.
+        method: Treatment of sparsity plans.
+        samples, length: Of the calibration set.
+        by: Partition.
+        batch_size: Sequences per forward.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    source: str | Sequence[str]
+    windows: CalibrationSet
+    method: str = "wanda"
+    samples: int = 64
+    length: int = 256
+    by: str = "layer"
+    batch_size: int = 8
+    unit: str = "nats per token"
+
+    def __post_init__(self) -> None:
+        self.blocks: tuple[Block, ...] = tuple(partition(self.model, self.by))
+        self._sets: dict[int, CalibrationSet] = {}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a measurement depends on beside plan and seed."""
+        return {"model": describe(self.model)["digest"], "windows": self.windows.digest, "method": self.method}
+
+    def data(self, seed: int) -> CalibrationSet:
+        """The calibration set of a seed."""
+        if seed not in self._sets:
+            self._sets[seed] = calibration(
+                self.source, self.tokenizer, samples=self.samples, length=self.length, seed=seed
+            )  # fmt: skip
+        return self._sets[seed]
+
+    def measure(self, plan: Plan, seed: int) -> dict[str, Any]:
+        """``{values[windows], spent, passes}`` of the model that the plan makes.
+
+        Raises:
+            CoverageError: The recount differs from the plan.
+        """
+        kept = {m.name: weight_of(self.model, m.name)[1].detach().clone() for b in self.blocks for m in b.modules}
+        try:
+            with counted(self.model) as passes:
+                if plan.kind == "sparsity":
+                    receipt = KINDS.find("sparsity").door("apply")(
+                        self.model, plan, self.data(seed), self.method, self.batch_size
+                    )
+                    spent = round(receipt.sparsity * sum(b.numel for b in self.blocks))
+                    if abs(spent - int(plan.counts.sum())) > len(self.blocks):
+                        raise CoverageError(f"{spent} zeros were recounted, {plan.counts.sum()} planned.", "", "")
+                else:
+                    KINDS.find(plan.kind).door("apply")(self.model, plan, self.data(seed))
+                    spent = plan.budget["spent"]
+            found = perplexity(self.model, self.windows, batch_size=self.batch_size)
+        finally:
+            with torch.no_grad():
+                for name, weight in kept.items():
+                    weight_of(self.model, name)[1].copy_(weight)
+        return {"values": list(found.nll), "spent": spent, "passes": passes.to_dict()}
+
+
+@dataclasses.dataclass(kw_only=True)
+class TaskBench:
+    """Fine-tune a plan of ranks or experts on a task and count the mistakes on its held-out rows.
+
+    Attributes:
+        load: ``seed -> model``.
+        tokenizer: Its tokenizer.
+        task: The task, with its rows limited as wanted.
+        split: Held-out rows that count; the first split by default.
+        protocol: Numbers of the training.
+        samples: Training rows that scores are made from.
+        by: Partition.
+        folder: Where runs are kept; a temporary one by default.
+    """
+
+    load: Loader
+    tokenizer: Any
+    task: Task
+    split: str | None = None
+    protocol: Protocol = dataclasses.field(default_factory=Protocol)
+    samples: int = 64
+    by: str = "layer"
+    folder: Path | None = None
+    unit: str = "mistakes per question"
+
+    def __post_init__(self) -> None:
+        self.split = self.split or next(iter(self.task.evaluation))
+        self.model = self.load(0)
+        self.blocks: tuple[Block, ...] = tuple(partition(self.model, self.by))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a measurement depends on beside plan and seed."""
+        return {
+            "model": describe(self.model)["digest"], "base": dict(getattr(self.load, "settings", {})),
+            "task": self.task.digest, "split": self.split, "protocol": dataclasses.asdict(self.protocol),
+        }  # fmt: skip
+
+    def data(self, seed: int) -> CalibrationSet:
+        """Training rows, with the loss on what is to be learned."""
+        order = torch.randperm(len(self.task.train), generator=torch.Generator().manual_seed(seed))[: self.samples]
+        rows = Rows(self.task, self.tokenizer, causal=is_causal(self.model), cutoff=self.protocol.cutoff)
+        batch = rows.collate(rows.encoded([self.task.train[int(i)] for i in order]))
+        return CalibrationSet(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"],
+            source=f"{self.task.name}, training rows", seed=seed,
+        )  # fmt: skip
+
+    def measure(self, plan: Plan, seed: int) -> dict[str, Any]:
+        """``{values[questions] (1 where wrong), spent, passes, parameters}`` of the model that the plan trains."""
+        with tempfile.TemporaryDirectory() as scratch:
+            out = Path(self.folder or scratch) / f"{plan.digest}-{seed}"
+            record = finetune(
+                self.load, self.tokenizer, plan, self.task, out, protocol=self.protocol, seeds=(seed,),
+                resume=self.folder is not None,
+            )  # fmt: skip
+            predicted = _predictions(out, seed)[str(self.split)]
+        truth = [e.label for e in self.task.evaluation[str(self.split)]]
+        wrong = [float(p != y) for p, y in zip(predicted, truth, strict=True)]
+        steps = self.protocol.epochs * len(self.task.train)
+        return {
+            "values": wrong, "spent": plan.budget["spent"], "passes": {"forward": steps, "backward": steps},
+            "parameters": record["trained_parameters"],
+        }  # fmt: skip
+
+
+def _predictions(folder: Path, seed: int) -> dict[str, list[int]]:
+    return json.loads((folder / f"seed-{seed}" / "result.json").read_text(encoding="utf-8"))["predictions"]

@@ -1,0 +1,80 @@
+"""Finished cells of a comparison: one file each, written atomically, so that a run that was stopped goes on.
+
+Several processes may share a folder: each takes the cells of its part, and whoever comes last finds all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CorruptFile, InvalidInput
+from ..records import digest, dumps, write_text
+
+
+class Cells:
+    """A folder of cells.
+
+    Args:
+        folder: Where they lie; None keeps them in memory.
+        part: ``(i, n)``: this process measures every n-th cell, beginning with the i-th (from 1).
+    """
+
+    def __init__(self, folder: Path | str | None, part: tuple[int, int] = (1, 1)) -> None:
+        if not 1 <= part[0] <= part[1]:
+            raise InvalidInput(f"The part is {part[0]}/{part[1]}.", "It is I/N with 1 <= I <= N.", "Write for example 1/4.")
+        self.folder = None if folder is None else Path(folder)
+        self.part, self.made, self.kept, self.missing, self._turn = part, 0, 0, 0, 0
+        self._memory: dict[str, dict[str, Any]] = {}
+
+    def get(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
+        """The cell of a key: read, or made and kept; None where another process is to make it.
+
+        Raises:
+            CorruptFile: A file that is not the cell of this key.
+        """
+        name = digest(key)
+        found = self._memory.get(name) or self._read(name, key)
+        if found is not None:
+            self.kept += 1
+            return found
+        self._turn += 1
+        if (self._turn - 1) % self.part[1] != self.part[0] - 1:
+            self.missing += 1
+            return None
+        found = dict(make())
+        self._memory[name] = found
+        self.made += 1
+        if self.folder is not None:
+            write_text(self.folder / f"{name}.json", dumps({"key": key, "cell": found}), overwrite=True)
+        return found
+
+    def _read(self, name: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
+        path = None if self.folder is None else self.folder / f"{name}.json"
+        if path is None or not path.is_file():
+            return None
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["key"] != json.loads(dumps(key)):
+                raise CorruptFile(f"{path} is the cell of something else.", "", "Remove it.")
+            self._memory[name] = record["cell"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise CorruptFile(f"{path} is not a cell ({error!r}).", "", "Remove it; it is measured again.") from error
+        return self._memory[name]
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """``I/N`` as two numbers.
+
+    Raises:
+        InvalidInput: It does not parse.
+
+    >>> parse_part("2/4")
+    (2, 4)
+    """
+    first, _, second = text.partition("/")
+    if not (first.isdigit() and second.isdigit()):
+        raise InvalidInput(f"--part {text} is not I/N.", "", "Write for example 1/4.")
+    return int(first), int(second)

@@ -1,0 +1,186 @@
+"""Comparing scores and rules: equal budgets, controls, tests, resumption, and what it leaves."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tests import zoo
+
+import layerbudget as lb
+import layerbudget.errors
+from layerbudget.cli import main
+from layerbudget.comparison import bench as benches
+from layerbudget.comparison import grid, render, verdict
+from layerbudget.comparison.cells import Cells
+from layerbudget.comparison.passes import counted
+from layerbudget.comparison.run import compare_scores
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.errors import InvalidInput
+
+
+@pytest.fixture
+def bench(tokenizer):
+    text = ["the quick brown fox jumps over the lazy dog and runs away. " * 40]
+    model = zoo.speaker("llama")
+    ids = torch.tensor(tokenizer(text[0])["input_ids"][1:641]).reshape(20, 32)
+    windows = CalibrationSet(input_ids=ids)
+    return benches.TextBench(model=model, tokenizer=tokenizer, source=text, windows=windows, samples=6, length=32)
+
+
+def deeper(problem):
+    return problem.share + 0.1 * np.linspace(-1, 1, len(problem.blocks))
+
+
+def test_every_pair_is_measured_at_one_budget_and_the_model_is_put_back(bench):
+    before = {k: v.clone() for k, v in bench.model.state_dict().items()}
+    own = {b.name: float(i + 1) for i, b in enumerate(bench.blocks)}
+    found = compare_scores(
+        bench, {"gain": "fisher-gram", "own": own}, ["mdl", "layerif", "size", deeper], [0.3, 0.5], seeds=(0, 1)
+    )
+    assert all(torch.equal(v, before[k]) for k, v in bench.model.state_dict().items())
+    for b in found.budgets:
+        names = {r["name"] for r in b["rows"]}
+        assert {"uniform", "size", "deeper", "mdl(own)", "mdl(own, permuted)", "layerif(gain)"} <= names
+        assert b["equal_budget"] and set(b["ignoring"]) == {"size", "deeper"}
+        means = [r["mean"] for r in b["rows"]]
+        assert means == sorted(means)
+        for r in b["rows"]:
+            assert (r["versus_uniform"] is None) == (r["name"] == "uniform")
+            assert r["rank_low"] <= r["rank_high"] and 0 <= r["first"] <= 1
+    assert found.cost["own"] == {"forward": 0.0, "backward": 0.0, "seconds": 0.0}
+    assert found.cost["gain"]["forward"] == found.cost["gain"]["backward"] == 6
+    assert any("ignore the score: size, deeper" in s for s in found.sentences)
+
+
+def test_a_measurement_is_what_pruning_by_hand_gives(bench):
+    plan = lb.plan_sparsity(bench.blocks, sparsity=0.4, rule="uniform")
+    cell = bench.measure(plan, 0)
+    lb.prune(bench.model, plan, bench.data(0), "wanda")
+    assert cell["values"] == pytest.approx(list(lb.perplexity(bench.model, bench.windows, batch_size=8).nll), rel=1e-6)
+    assert cell["spent"] == int(plan.counts.sum())
+
+
+def test_a_second_run_reads_its_cells_and_parts_share_a_folder(bench, tmp_path):
+    arguments = (bench, ["gain"], ["mdl"], [0.4])
+    parts = [compare_scores(*arguments, folder=tmp_path, part=(i, 2)) for i in (2, 1, 2)]
+    assert not parts[0].complete
+    files = set((tmp_path / "cells").iterdir())
+    last = compare_scores(*arguments, folder=tmp_path)
+    assert last.complete and len(list((tmp_path / "cells").iterdir())) >= len(files)
+    stamps = {f: f.stat().st_mtime_ns for f in (tmp_path / "cells").iterdir()}
+    again = compare_scores(*arguments, folder=tmp_path)
+    assert {f: f.stat().st_mtime_ns for f in stamps} == stamps and again.budgets == last.budgets
+    victim = next(iter(stamps))
+    victim.write_text("{")
+    with pytest.raises(lb.errors.CorruptFile, match="not a cell"):
+        compare_scores(*arguments, folder=tmp_path)
+
+
+def test_cells_of_a_part():
+    one, two = Cells(None, (1, 2)), Cells(None, (2, 2))
+    made = [[c.get({"i": i}, lambda: {"x": 1}) is not None for i in range(4)] for c in (one, two)]
+    assert made == [[True, False, True, False], [False, True, False, True]]
+    with pytest.raises(InvalidInput):
+        Cells(None, (3, 2))
+
+
+def test_permuted_keeps_values_and_a_constant_score_is_not_called_ignored():
+    scores = zoo.scores(np.arange(1.0, 6.0))
+    other = grid.permuted(scores, 3)
+    assert sorted(other.values()) == sorted(scores.values()) and (other.values() != scores.values()).any()
+    assert not grid.ignores("sparsity", scores, "mdl", 0.5, {})
+    assert grid.ignores("sparsity", scores, "uniform", 0.5, {})
+    assert not grid.ignores("sparsity", zoo.scores(np.ones(5)), "mdl", 0.5, {})
+    made = grid.make_grid("sparsity", {"a": scores}, ["layerif", "alphapruning"], 0.5)
+    assert ["layerif(a)", "alphapruning(a)"] in grid.twins(made.entries)  # one map under two names
+    with pytest.raises(InvalidInput, match="No rule here reads width"):
+        grid.make_grid("sparsity", {"a": scores}, ["mdl"], 0.5, options={"width": 0.1})
+    with pytest.raises(InvalidInput, match="No score makes a plan"):
+        grid.make_grid("ranks", {"a": scores}, ["by-rank"], 4)
+
+
+def test_difference_counts_seeds_and_items(rng):
+    noise = rng.normal(size=(4, 50))
+    a = noise + 1.0 + np.array([0.5, -0.5, 0.3, -0.3])[:, None]
+    found = verdict.difference(a, noise)
+    assert found["difference"] == pytest.approx(1.0) and found["low"] < 1 < found["high"]
+    alone = verdict.difference(a[:1], noise[:1])
+    assert alone["error"] < found["error"]  # one seed knows nothing of the spread over seeds
+    one = verdict.difference(noise[:1] + rng.normal(size=(1, 50)), noise[:1])
+    d = one["difference"] / one["error"]
+    assert one["df"] == 49 and one["p"] == pytest.approx(2 * __import__("scipy.stats").stats.t.sf(abs(d), 49))
+    assert verdict.difference(noise, noise)["p"] == 1.0
+
+
+def test_false_alarms_keep_their_level(rng):
+    """Two plans that differ by nothing but seeds and items are told apart in at most about 5 % of experiments."""
+    alarms = 0
+    for _ in range(400):
+        s, i = rng.normal(size=(4, 1)), rng.normal(size=(1, 30))
+        alarms += verdict.difference(s + i + 0.3 * rng.normal(size=(4, 30)), np.zeros((4, 30)))["p"] < 0.05
+    assert alarms / 400 < 0.075
+
+
+def test_ranking_knows_what_it_cannot_tell(rng):
+    base = rng.normal(size=(3, 40))
+    tables = {"a": base, "b": base + 1e-3 * rng.normal(size=base.shape), "c": base + 2.0}
+    rows = verdict.ranking(tables)
+    assert rows[-1]["name"] == "c" and rows[-1]["rank_low"] == rows[-1]["rank_high"] == 3
+    assert rows[0]["rank_high"] == 2 and sum(r["first"] for r in rows) == pytest.approx(1.0)
+    assert verdict.holm([0.01, 0.02, 0.04]) == pytest.approx([0.03, 0.04, 0.04])
+
+
+def test_passes_are_counted(bench):
+    data = bench.data(0)
+    with counted(bench.model) as passes:
+        lb.score(bench.model, data, bench.blocks, "gradient-norm")
+    assert passes.to_dict() == {"forward": 6.0, "backward": 6.0}
+    with counted(bench.model) as passes:
+        lb.score(bench.model, data, bench.blocks, "ablation")
+    assert passes.to_dict()["backward"] == 0 and passes.to_dict()["forward"] > 6  # one more for every block
+
+
+def test_a_task_bench_trains_ranks(tokenizer, tmp_path):
+    rows = [{"text": "ab" * (1 + i % 3) if i % 2 else "xy" * (1 + i % 4), "label": i % 2} for i in range(60)]
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({**r, "text": r["text"] + str(i)}) for i, r in enumerate(rows)))
+    from layerbudget.data.tasks import load_task
+    from layerbudget.lora.protocol import Protocol
+
+    task = load_task(str(tmp_path / "t.jsonl"))
+    bench = benches.TaskBench(
+        load=lambda seed: zoo.speaker("llama"), tokenizer=tokenizer, task=task, samples=8,
+        protocol=Protocol(epochs=1, batch=16, cutoff=200),
+    )  # fmt: skip
+    found = compare_scores(bench, ["gradient"], ["mdl"], [4], kind="ranks", controls=False)
+    names = {r["name"] for r in found.budgets[0]["rows"]}
+    assert names == {"uniform", "mdl(gradient)"} and found.unit == "mistakes per question"
+    assert all(0 <= r["mean"] <= 1 for r in found.budgets[0]["rows"])
+
+
+def test_the_command_leaves_its_files(folder, capsys):
+    own = folder / "own.csv"
+    own.write_text("name,score\n" + "".join(f"model.layers.{i},{3 - i}\n" for i in range(9)))
+    model = lb.load_model(str(folder / "model"))
+    names = [b.name for b in lb.partition(model)]
+    own.write_text("name,score\n" + "".join(f"{n},{i + 1}\n" for i, n in enumerate(names)))
+    text, out = str(folder / "text.txt"), folder / "out"
+    words = ["compare", str(folder / "model"), "--data", text, "--scores", f"gain,{own}",
+             "--rules", "mdl,owl", "--sparsity", "0.4", "--samples", "4", "--length", "16", "--windows", "6", "--out", str(out),
+             "--quiet"]  # fmt: skip
+    assert main([*words, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert {r["name"] for r in record["budgets"][0]["rows"]} >= {"mdl(own)", "owl(gain)", "uniform"}
+    assert (out / "comparison.csv").read_text().startswith("budget,place,name")
+    assert (out / "comparison.tex").read_text().count(r"\\") == 1 + len(record["budgets"][0]["rows"])
+    assert (out / "comparison.png").stat().st_size > 1000
+    assert main(words) == 2  # there already
+    assert main([*words[:-1], "--overwrite", "--quiet"]) == 0
+    assert "Better than the same rule on permuted scores" in capsys.readouterr().out
+    for extra in (["--task", "cola"], ["--set", "width=0.1", "--overwrite", "--rules", "mdl"]):
+        assert main([*words, *extra]) == 2
+
+
+def test_latex_escapes_and_csv_quotes(bench):
+    found = compare_scores(bench, {"a_b": {b.name: 1.0 + i for i, b in enumerate(bench.blocks)}}, ["mdl"], [0.4])
+    assert r"a\_b" in render.to_latex(found) and '"mdl(a_b, permuted)"' in render.to_csv(found)
