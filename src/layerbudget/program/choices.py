@@ -2,19 +2,20 @@ r"""One format for every matrix under a budget of bytes: the multiple-choice kna
 
     minimise   sum_i d_i(j_i)      subject to   sum_i c_i(j_i) <= B,     j_i in J_i,     c whole numbers (bytes)
 
-**Theorem** (Lagrange; Dembo and Hammer 1980). For every price ``lam >= 0`` let ``r_ij = d_ij + lam c_ij - min_j (d_ij + lam c_ij)``.
-Every choice within the budget satisfies
+**Theorem** (Lagrange). For every price ``lam >= 0`` let ``r_ij = d_ij + lam c_ij - min_j (d_ij + lam c_ij)``. Every choice
+within the budget satisfies
 
     sum_i d_i(j_i)  =  L(lam) + sum_i r_i(j_i) + lam (B - sum_i c_i(j_i))  >=  L(lam) + max_i r_i(j_i),
 
-with ``L(lam) = sum_i min_j (d_ij + lam c_ij) - lam B``. So ``L`` bounds every plan from below, and an alternative whose ``r_ij``
-exceeds the distance of a known plan from ``L`` is in no better plan.
+with ``L(lam) = sum_i min_j (d_ij + lam c_ij) - lam B``. So ``L`` bounds every plan from below, and an alternative whose
+``r_ij`` exceeds the distance of a known plan from ``L`` is in no better plan.
 
-Filling the segments of the lower convex hulls by falling damage saved per byte gives the ``lam`` of the largest ``L``: the price of
-a byte. What ``r`` does not settle, the core, is searched item by item, those whose best alternative is nearest to the price
-first, as a list of states (bytes left, damage) that no other state dominates and whose own bound - bytes left are sold, bytes owed are
-bought, at the best price among the items to come - is below the best plan found (Pisinger 1995, "A minimal algorithm for the
-multiple-choice knapsack problem"). An empty list proves the plan optimal. Bytes are integers throughout: never one above ``B``.
+Filling the segments of the lower convex hulls by falling damage saved per byte gives the ``lam`` of the largest ``L``: the
+price of a byte. What ``r`` does not settle, the core, is searched item by item, those whose best alternative is nearest to the
+price first, as a list of states (bytes left, damage) that no other state dominates and whose own bound - bytes left are sold,
+bytes owed are bought, at the best price among the items to come - is below the best plan found (Pisinger 1995, "A minimal
+algorithm for the multiple-choice knapsack problem"). An empty list proves the plan optimal. Bytes are integers throughout:
+never one above ``B``.
 """
 
 from __future__ import annotations
@@ -27,11 +28,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import InfeasibleBudget, InvalidInput, LengthMismatch
+from .choices_core import Core
 
-_STATES = 50_000
-_HISTORY = 20_000_000
 _ROUNDING = 1e-13
-_GREEDY = 5_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,7 +41,7 @@ class Choice:
         chosen: Index of the alternative of every item, ``(K,)``.
         damage: Its total.
         spent, budget: Bytes; ``spent <= budget`` always.
-        status: ``optimal``, ``slack`` (every item has its best alternative, bytes are left) or ``bounded`` (the search was cut).
+        status: ``optimal``, ``slack`` (every item has its best alternative, bytes are left), ``bounded`` (the search was cut).
         lower_bound: No choice within the budget has less damage. Equal to ``damage`` where the status is not ``bounded``.
         relaxed: ``L(price)``, the bound of the linear relaxation.
         price: Damage that one more byte would save at the margin.
@@ -69,7 +68,7 @@ class Choice:
         """The status in a sentence."""
         left = self.budget - self.spent
         return {
-            "optimal": f"No choice within {self.budget} bytes has less damage; {left} bytes are left, too few for any better one.",
+            "optimal": f"No choice within {self.budget} bytes has less damage; {left} bytes are left and help nothing.",
             "slack": f"Every item has its best alternative and {left} bytes are left.",
             "bounded": f"The search was cut: at most {self.gap:.1e} of the damage could still be saved.",
         }[self.status]
@@ -94,9 +93,9 @@ def choose(damage: ArrayLike, size: ArrayLike, budget: int, *, groups: Sequence[
         InvalidInput: NaN, negative or broken bytes, or an item (a group) without any alternative.
         LengthMismatch: Arrays of different shapes.
 
-    >>> found = choose([[9.0, 4.0, 1.0], [5.0, 2.0, 1.0]], [[2, 3, 4], [2, 3, 4]], 6)
+    >>> found = choose([[9.0, 4.0, 1.0], [5.0, 3.0, 1.0]], [[2, 3, 4], [2, 3, 4]], 5)
     >>> found.chosen.tolist(), found.spent, found.damage, found.status
-    ([2, 0], 6, 6.0, 'optimal')
+    ([1, 0], 5, 9.0, 'optimal')
     """
     d, c = _checked(damage, size)
     labels = np.arange(len(d)) if groups is None else _labels(groups, len(d))
@@ -129,7 +128,7 @@ def _checked(damage: ArrayLike, size: ArrayLike) -> tuple[np.ndarray, np.ndarray
         raise LengthMismatch(f"Damages of shape {d.shape}, sizes of {raw.shape}.", "Both are (items, alternatives).", "")
     if np.isnan(d).any() or (d == -np.inf).any():
         raise InvalidInput(
-            "A damage is not a number.", "Damages are finite, or infinite where there is no choice.", "Measure again."
+            "A damage is not a number.", "Damages are finite, or infinite for what is no choice.", "Measure again."
         )
     c = np.zeros(d.shape, dtype=np.int64)
     there = np.isfinite(d)
@@ -197,7 +196,7 @@ def _solve(d: np.ndarray, c: np.ndarray, budget: int) -> Choice:
     base, status, lost = float(d[k, chosen].sum()), "slack", -np.inf
     relaxed = base - price * room
     if fit < density.size:
-        core = _Core(change, bytes_, reduced, price, room, _ROUNDING * (float(np.abs(d[k, chosen]).sum()) + price * room))
+        core = Core(change, bytes_, reduced, price, room, _ROUNDING * (float(np.abs(d[k, chosen]).sum()) + price * room))
         core.greedy(item[fit:], to[fit:])
         lost = core.solve()
         for i, j in core.moves():
@@ -209,116 +208,6 @@ def _solve(d: np.ndarray, c: np.ndarray, budget: int) -> Choice:
         chosen=chosen, damage=total, spent=int(c[k, chosen].sum()), budget=budget, status=status, lower_bound=bound,
         relaxed=relaxed, price=price, reduced=np.maximum(reduced, 0.0),
     )  # fmt: skip
-
-
-class _Core:
-    """The search around the filling by density; damages and bytes count from it.
-
-    Args:
-        change, more: Damage and bytes of every alternative less those of the filling, ``(K, m)``.
-        reduced: ``r_ij``.
-        price: Of a byte.
-        room: Bytes that the filling leaves.
-        tolerance: Differences of damage below this do not count.
-    """
-
-    def __init__(
-        self, change: np.ndarray, more: np.ndarray, reduced: np.ndarray, price: float, room: int, tolerance: float
-    ) -> None:
-        self.change, self.more, self.reduced = change, more, reduced
-        self.price, self.room, self.tolerance = price, room, tolerance
-        self.best = 0.0
-        self.found: list[tuple[int, int]] = []
-        self.history: list[tuple[int, np.ndarray, np.ndarray, int]] = []
-        self.reached: tuple[int, int] | None = None
-
-    def greedy(self, items: np.ndarray, to: np.ndarray) -> None:
-        """Take whatever still fits, in the order of density: a first plan."""
-        left, at = self.room, {}
-        for i, j in zip(items[:_GREEDY].tolist(), to[:_GREEDY].tolist(), strict=True):
-            step = int(self.more[i, j]) - (int(self.more[i, at[i]]) if i in at else 0)
-            if step <= left:
-                left, at[i] = left - step, j
-        self.found = list(at.items())
-        self.best = min(0.0, float(sum(self.change[i, j] for i, j in self.found)))
-
-    def _open(self) -> np.ndarray:
-        """Alternatives that may be in a better plan than the best found: ``r`` below the distance from the bound."""
-        return (self.reduced - self.price * self.room < self.best - self.tolerance) & ((self.more != 0) | (self.change < 0))
-
-    def _order(self, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Items by their nearest alternative, with the best price at which the items from there on sell and buy bytes."""
-        items = np.flatnonzero(alive.any(axis=1))
-        density = np.where(
-            self.more[items] != 0, -self.change[items] / np.where(self.more[items] != 0, self.more[items], 1), 0.0
-        )
-        up = np.where(alive[items] & (self.more[items] > 0), density, 0.0).max(axis=1, initial=0.0)
-        down = np.where(alive[items] & (self.more[items] < 0), density, np.inf).min(axis=1, initial=np.inf)
-        order = np.argsort(np.minimum(self.price - up, down - self.price), kind="stable")
-        sell = np.append(np.maximum.accumulate(up[order][::-1])[::-1], 0.0)
-        buy = np.append(np.minimum.accumulate(down[order][::-1])[::-1], np.inf)
-        return items[order], sell, buy
-
-    def solve(self) -> float:
-        """Search; returns what no state that was let go can fall below (infinite where none was)."""
-        alive = self._open()
-        items, sell, buy = self._order(alive)
-        room, value = np.array([self.room], dtype=np.int64), np.zeros(1)
-        lost, kept = np.inf, 0
-        for step, i in enumerate(items.tolist()):
-            moves = np.flatnonzero(alive[i] & (self.reduced[i] - self.price * self.room < self.best - self.tolerance))
-            if not moves.size:
-                continue
-            count = room.size
-            room = np.concatenate([room, *(room - self.more[i, j] for j in moves)])
-            value = np.concatenate([value, *(value + self.change[i, j] for j in moves)])
-            self._improve(room, value)
-            bound = _bounds(room, value, float(sell[step + 1]), float(buy[step + 1]))
-            keep = _undominated(room, value, np.flatnonzero(bound < self.best - self.tolerance))
-            if keep.size > _STATES:
-                lost = min(lost, float(bound[keep[1::2]].min()))
-                keep = keep[::2]
-            self.history.append((i, moves, keep.astype(np.int32), count))
-            room, value, kept = room[keep], value[keep], kept + keep.size
-            if not room.size or kept > _HISTORY:
-                return min(lost, float(bound[keep].min(initial=np.inf)))
-        return lost
-
-    def _improve(self, room: np.ndarray, value: np.ndarray) -> None:
-        fits = np.flatnonzero(room >= 0)
-        if fits.size and value[fits].min() < self.best:
-            state = int(fits[np.argmin(value[fits])])
-            self.best, self.reached = float(value[state]), (len(self.history), state)
-
-    def moves(self) -> list[tuple[int, int]]:
-        """``(item, alternative)`` that differ from the filling in the best plan found."""
-        return self.found if self.reached is None else self._traced(*self.reached)
-
-    def _traced(self, step: int, state: int) -> list[tuple[int, int]]:
-        out = []
-        while step >= 0:
-            item, moves, _, count = self.history[step]
-            turn, state = divmod(state, count)
-            if turn:
-                out.append((item, int(moves[turn - 1])))
-            step -= 1
-            state = int(self.history[step][2][state]) if step >= 0 else 0
-        return out
-
-
-def _bounds(room: np.ndarray, value: np.ndarray, sell: float, buy: float) -> np.ndarray:
-    """Least damage that a state can end with: bytes left are spent at the best price to come, bytes owed are paid for."""
-    bound = value - np.maximum(room, 0) * sell
-    debt = room < 0
-    bound[debt] = value[debt] - room[debt] * buy if np.isfinite(buy) else np.inf
-    return bound
-
-
-def _undominated(room: np.ndarray, value: np.ndarray, states: np.ndarray) -> np.ndarray:
-    """States by falling room and falling damage: none has both less room and no less damage than another."""
-    states = states[np.lexsort((value[states], -room[states]))]
-    best = np.minimum.accumulate(value[states])
-    return states[np.concatenate([[True], value[states][1:] < best[:-1]])] if states.size else states
 
 
 def near_ties(found: Choice, error: ArrayLike, *, sigmas: float = 2.0) -> list[tuple[int, int, float, float]]:
