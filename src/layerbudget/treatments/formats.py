@@ -3,7 +3,7 @@
 Every format stores groups of consecutive inputs of a row on an even grid ``base + d q``, ``q = 0 .. levels - 1``:
 
 * **GGUF** (llama.cpp), blocks of 32: ``Q4_0``, ``Q5_0``, ``Q8_0`` have a scale in 16 bits, ``Q4_1``, ``Q5_1`` a scale and
-  a minimum. A tensor is padded to 32 bytes in the file. ``F16`` is what llama.cpp falls back to where 32 does not divide the inputs.
+  a minimum. A tensor is padded to 32 bytes in the file. ``F16`` is what llama.cpp falls back to where 32 does not divide.
 * **compressed-tensors**, ``pack-quantized``: ``w3-g32`` is 3 bits in groups of 32, symmetric; ``w3-g32-asym`` adds a zero
   point of 3 bits per group; ``w3-channel`` has one group per row. Integers are packed without a gap into words of 32 bits
   per row (zero points per group, down the rows), scales take 16 bits, the shape 16 bytes. ``bf16`` is what is left out.
