@@ -54,7 +54,7 @@ def test_no_print_no_bare_except_no_assert():
 
 ROOMS = (
     "errors", "records", "registry", "kinds", "costs", "configurations", "plan", "blocks", "provenance", "data", "loading", "running",
-    "program", "scores", "planning", "treatments", "damage", "pruning", "shrinking", "evaluation", "report", "lora", "tracker", "doctor",
+    "program", "scores", "planning", "treatments", "damage", "pruning", "quantising", "shrinking", "evaluation", "report", "lora", "tracker", "doctor",
     "reproduction", "demo", "cli",
 )  # fmt: skip
 
