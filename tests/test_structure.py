@@ -75,6 +75,7 @@ ROOMS = (
     "treatments",
     "damage",
     "pruning",
+    "quantising",
     "shrinking",
     "evaluation",
     "report",

@@ -38,6 +38,7 @@ class Kind:
         harms: Whether more of it costs quality, so that what matters gets less of it (sparsity), or helps (ranks).
         make: ``(scores, **{budget: ...}, **options) -> Plan``, for sweeps.
         budget: Name of that function's budget.
+        predicts: Whether its plans say the damage that they expect, in nats (``extra["predicted"]``): what a sweep compares.
         apply: ``(model, plan, ...)``: how a model gets what the plan says.
     """
 
@@ -48,6 +49,7 @@ class Kind:
     harms: bool = False
     make: Door | None = None
     budget: str = "budget"
+    predicts: bool = False
     apply: Door | None = None
 
     def door(self, which: str) -> Callable[..., Any]:
@@ -86,6 +88,11 @@ for _kind in (
     Kind(
         name="ranks", decides="rank", counts="rank of every matrix", budget="mean_rank",
         make=".planning.capacity:plan_ranks", apply=".lora.ranks:add_ranks", summary="a LoRA rank for every block",
+    ),
+    Kind(
+        name="bits", decides="bits per weight", counts="bytes", budget="bits", predicts=True,
+        make=".planning.bits:plan_bits", apply=".quantising.apply:apply_bits",
+        summary="a format for every weight matrix, in whole bytes",
     ),
     Kind(
         name="joint", decides="sparsity", counts="pruned parameters", harms=True,

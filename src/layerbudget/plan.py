@@ -8,6 +8,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+if TYPE_CHECKING:
+    from typing import Self
+
 import numpy as np
 
 from .errors import InvalidInput, ModelMismatch

@@ -24,9 +24,9 @@ def register(verbs: Any) -> None:
     p = verbs.add_parser("sweep", help="a grid of budgets and exponents in one call")
     p.add_argument("scores", metavar="SCORES", help="scores.json")
     p.add_argument("--kind", choices=tuple(n for n, k in KINDS.all().items() if k.make), default="sparsity")
-    p.add_argument("--budgets", type=float, nargs="+", required=True, help="sparsities, totals or mean ranks")
+    p.add_argument("--budgets", type=float, nargs="+", required=True, help="sparsities, totals, mean ranks or bits")
     p.add_argument("--exponents", type=float, nargs="+", help="exponents of the weights (default: the rule's)")
-    p.add_argument("--rule", default="mdl", help="a rule of that kind of plan, such as by-rank (default: mdl)")
+    p.add_argument("--rule", help="a rule of that kind of plan, such as by-rank (default: mdl; of bits: choices)")
     p.add_argument("--max-sparsity", type=float, default=None)
     p.add_argument("--damping", type=float, default=None)
     p.add_argument("--smoothing", type=float)
@@ -75,7 +75,7 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     """``plan sweep``."""
     from ..planning import sweep
 
-    options: dict[str, Any] = {"damping": a.damping, "smoothing": a.smoothing, "rule": a.rule}
+    options: dict[str, Any] = {"damping": a.damping, "smoothing": a.smoothing} | ({"rule": a.rule} if a.rule else {})
     if a.kind != "sparsity" and a.max_sparsity is not None:
         raise InvalidInput(f"--max-sparsity has no meaning for --kind {a.kind}.", "", "Leave it out.")
     if a.kind == "sparsity" and a.max_sparsity is not None:

@@ -14,7 +14,7 @@ from ..errors import InvalidInput
 from ..plan import Plan
 from ..planning.rule import OPTIONS, rules_of
 from ..records import to_jsonable
-from . import compare, structured
+from . import bits, compare, structured
 from .files import Leaves, load_scores, need_scores, read_curves, read_fixed, read_latency, say, show_table
 from .shared import add_out, named_values
 
@@ -31,6 +31,7 @@ def register(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()
     _register_ranks(verbs)
     _register_joint(verbs)
     structured.register(verbs)
+    bits.register(verbs)
     compare.register(verbs)
     compare.register_transfer(Leaves(subparsers, parents))
 

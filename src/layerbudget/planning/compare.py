@@ -71,7 +71,7 @@ class SweepRow(Result):
     Attributes:
         budget: What was asked for.  exponent: Of the weights.  spent: Of the budget, in its unit.
         value: Predicted penalty (kinds that harm) or utility, under one yardstick: the scores themselves, exponent 1; under
-            the rule ``by-rank`` the measured gain of the ranks that are bought.
+            the rule ``by-rank`` the measured gain of the ranks that are bought; of bits the damage in nats.
         status: Of the program.  shadow_price: Utility per unit of budget.
         smallest, largest, spread: Of the values.
         front: Whether no other row beats it in both spending and value.
@@ -147,9 +147,10 @@ def explain_plan(plan: Plan) -> Explanation:
     c = plan.certificate
     if c:
         sentences.append(c["message"])
-        sentences.append(
-            f"Duality gap {c['gap']:.1e}, KKT residual {c['kkt_residual']:.1e}: the continuous decision is optimal."
-        )
+        if "kkt_residual" in c:
+            sentences.append(
+                f"Duality gap {c['gap']:.1e}, KKT residual {c['kkt_residual']:.1e}: the continuous decision is optimal."
+            )
         if c["status"] == "binding" and c.get("shadow_price"):
             sentences.append(
                 f"One percent more budget changes the objective by about {abs(c['multiplier']) * 0.01 * abs(limit):.3g}."
@@ -164,7 +165,7 @@ def explain_plan(plan: Plan) -> Explanation:
         )
     else:
         sentences.append("This rule solves no program, so there is no certificate.")
-    sentences += _on_integers(plan) + _on_spread(plan) + _on_serving(plan)
+    sentences += _on_integers(plan) + _on_spread(plan) + _on_serving(plan) + _on_formats(plan)
     return Explanation(
         kind=plan.kind, rule=plan.rule, budget=dict(plan.budget), certificate=dict(c), sentences=sentences,
         most=[name[i] for i in order[::-1][:5]], least=[name[i] for i in order[:5]],
@@ -189,6 +190,29 @@ def _on_serving(plan: Plan) -> list[str]:
     if plan.kind != "ranks" or not plan.counts.any():
         return []
     return [f"To serve it with vLLM: {serving_hint(plan).note}"]
+
+
+def _on_formats(plan: Plan) -> list[str]:
+    """What a plan of bits predicts, what noise leaves open, and what the check of the whole plan found."""
+    if plan.kind != "bits":
+        return []
+    e, sentences = plan.extra, []
+    others = ", ".join(f"{n} {r['predicted']:.4g} in {r['spent']} bytes" for n, r in e["baselines"].items() if n != plan.rule)
+    sentences.append(
+        f"{e['bits']:.4f} bits per weight, {plan.budget['file']} bytes with what stays as it is. Damages of single blocks add "
+        f"up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token (without a program: {others})."
+    )
+    if plan.certificate:
+        price = plan.certificate["price"] * 0.01 * plan.budget["limit"]
+        sentences.append(f"One percent more bytes would save about {price:.2g} nats.")
+    ties = e["near_ties"]
+    if ties:
+        first = ties[0]
+        sentences.append(
+            f"{len(ties)}{' or more' if len(ties) >= 20 else ''} single changes cannot be told from the plan within the noise, "
+            f"for example {first['instead']} for {first['chosen']} in {first['block']}."
+        )
+    return [*sentences, e["check"]["verdict"]] if "check" in e else sentences
 
 
 def _on_integers(plan: Plan) -> list[str]:
@@ -232,7 +256,7 @@ def sweep(
 
     Args:
         scores: The scores.
-        kind: ``sparsity`` (budgets are global sparsities), ``experts`` (totals) or ``ranks`` (mean ranks).
+        kind: ``sparsity`` (budgets are global sparsities), ``experts`` (totals), ``ranks`` (mean ranks) or ``bits``.
         budgets: Budgets.
         exponents: Exponents of the weights; the rule's own by default. A rule that reads none refuses them.
         **options: Passed on to the ``plan_*`` function.
@@ -241,15 +265,15 @@ def sweep(
     what = KINDS.find(choice(kind, "kind", tuple(n for n, k in KINDS.all().items() if k.make)))
     maker = what.door("make")
     damping, smoothing = options.get("damping"), options.get("smoothing") or 0.0
-    q = scores.weights(damping, smoothing=smoothing)
+    q = np.zeros(0) if what.predicts else scores.weights(damping, smoothing=smoothing)
     rows = []
     for budget in budgets:
         for exponent in exponents or (None,):
             plan = maker(scores, **{what.budget: budget}, exponent=exponent, **options)
             worth = increments_of(scores, damping) if plan.rule.startswith("by-rank") else None
             rows.append(_row(plan, budget, plan.hyperparameters.get("exponent"), q, worth))
-    better = -1.0 if what.harms else 1.0
-    points = np.array([[r.spent * -better, r.value * better] for r in rows])
+    more, better = (1.0 if what.harms else -1.0), (-1.0 if what.harms or what.predicts else 1.0)
+    points = np.array([[r.spent * more, r.value * better] for r in rows])
     beaten = [((points >= p).all(1) & (points > p).any(1)).any() for p in points]
     rows = [dataclasses.replace(row, front=not bool(b)) for row, b in zip(rows, beaten, strict=True)]
     return Sweep(kind=kind, budgets=list(budgets), exponents=list(exponents or ()), rows=rows)
@@ -258,7 +282,9 @@ def sweep(
 def _row(plan: Plan, budget: float, exponent: float | None, q: Vector, worth: Sequence[Sequence[float]] | None) -> SweepRow:
     harms = KINDS.find(plan.kind).harms
     value = plan.counts / np.array([b.numel for b in plan.blocks]) if harms else plan.counts
-    if worth is not None:
+    if KINDS.find(plan.kind).predicts:
+        value, predicted = plan.values, plan.extra["predicted"]
+    elif worth is not None:
         predicted = sum(sum(row[:n]) for row, n in zip(worth, plan.counts, strict=True))
     else:
         predicted = q @ value**2 if harms else q @ np.log1p(value)

@@ -38,19 +38,21 @@ class Level:
     """How far a treatment goes on one matrix.
 
     Attributes:
-        zeros: Entries that become zero, exactly.
+        zeros: Entries that become zero, exactly (of a pruner).
+        format: Name of the format in which the matrix is stored (of a quantiser; :mod:`layerbudget.treatments.formats`).
         pattern: ``(zeroed, group)``: so many of every group of consecutive inputs.
         ratio: Parity with a reference implementation, whose counts are off by one and take ties along; the ratio as it gets it.
     """
 
-    zeros: int
+    zeros: int = 0
     pattern: tuple[int, int] | None = None
     ratio: float | None = None
+    format: str | None = None
 
     @property
     def idle(self) -> bool:
         """Nothing to do (the references prune one weight even at ratio zero, parity keeps that)."""
-        return self.zeros == 0 and self.ratio is None
+        return self.zeros == 0 and self.ratio is None and self.format is None
 
 
 class Treatment(abc.ABC):
@@ -63,6 +65,8 @@ class Treatment(abc.ABC):
             (``sum x x'``, upper triangle).
         options: Options that it reads, with their defaults; others are refused.
         modifier: Name of the modifier of llm-compressor that does the same, where there is one.
+        changes: What a level of it says: ``zeros`` (pruners) or the ``format`` (quantisers). It decides which table it joins.
+        unseen: What happens to a matrix that no token reached, in a sentence.
         nested: Whether :meth:`order` tells the entries apart: what goes at one level goes at every higher one.
     """
 
@@ -71,7 +75,9 @@ class Treatment(abc.ABC):
     statistic: ClassVar[str] = "none"
     options: ClassVar[Mapping[str, Any]] = {}
     modifier: ClassVar[str | None] = None
+    changes: ClassVar[str] = "zeros"
     nested: ClassVar[bool] = False
+    unseen: ClassVar[str] = "its weights were ranked by magnitude"
 
     def prepare(self, moment: torch.Tensor, *, parity: bool = False, **options: Any) -> Any:
         """What :meth:`apply` needs of the statistic, made once for all matrices that read the same input.
@@ -139,6 +145,13 @@ TREATMENTS: Registry[type[Treatment]] = Registry(
         "n:m": ".n_of_m:NofM",
     },
 )
+QUANTISERS: Registry[type[Treatment]] = Registry(
+    "quantiser",
+    group="layerbudget.treatments",
+    home=__package__,
+    own={"rtn": ".rounding:Nearest", "weighted": ".rounding:Weighted", "gptq": ".gptq:GPTQ"},
+)
+TABLES: Mapping[str, Registry[type[Treatment]]] = {"zeros": TREATMENTS, "format": QUANTISERS}
 Some = TypeVar("Some", bound=type[Treatment])
 
 
@@ -157,7 +170,7 @@ def treatment(name: str, *, summary: str = "") -> Callable[[Some], Some]:
                 "Use one of those.",
             )
         made.name, made.summary = name, summary or made.summary
-        TREATMENTS.add(name, made)
+        TABLES[made.changes].add(name, made)
         return made
 
     return add
@@ -170,3 +183,12 @@ def find_treatment(name: str) -> Treatment:
         InvalidInput: There is none of that name.
     """
     return TREATMENTS.find(name)()
+
+
+def find_quantiser(name: str) -> Treatment:
+    """A quantiser by name.
+
+    Raises:
+        InvalidInput: There is none of that name.
+    """
+    return QUANTISERS.find(name)()

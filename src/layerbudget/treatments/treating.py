@@ -106,7 +106,11 @@ class Treating:
                     made[found] = self.treatment.prepare(found.value, parity=self.parity, **self.options)
                 prepared = made[found]
             elif self.treatment.statistic != "none":
-                notes.append(f"{name}[{i}] saw no token; its weights were ranked by magnitude.")
+                notes.append(f"{name}[{i}] saw no token; {self.treatment.unseen}.")
             level = dataclasses.replace(job.level, zeros=count)
-            view.copy_(self.treatment.apply(view, prepared, level, **self.options))
+            view.copy_(self.become(name, i, view, prepared, level))
         return notes
+
+    def become(self, name: str, copy: int, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
+        """What one copy of a matrix becomes."""
+        return self.treatment.apply(weight, prepared, level, **self.options)

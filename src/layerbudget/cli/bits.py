@@ -1,0 +1,103 @@
+"""``layerbudget plan bits``: measure what formats cost, decide, check the plan as a whole."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..plan import Plan
+from ..planning.bits import RULES
+from ..records import to_jsonable
+from ..treatments.base import QUANTISERS
+from ..treatments.formats import FAMILIES, PACKED
+from ..treatments.runtimes import RUNTIMES
+from .files import say, show_table
+from .shared import DATA, add_data_options, add_out, batch_of, progress_bar, refuse
+
+MEASURING = ("family", "runtime", "formats", "group", "by", "method", "damage", "draws", "save_scores")
+
+
+def register(verbs: Any) -> None:
+    """Add the parser of ``plan bits``."""
+    p = verbs.add_parser("bits", help="a format for every weight matrix: bits where they matter, within a budget of bytes")
+    p.add_argument("model", metavar="MODEL", help="demo, a local folder, a hub id, or what --save-scores wrote before")
+    budget = p.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--bits", type=float, help="mean bits per weight, scales and padding counted: 3.5")
+    budget.add_argument("--budget", help="bytes of all tensors of the file: '1.2 GiB'")
+    p.add_argument("--format", dest="family", choices=FAMILIES, help=f"what is written (default: {PACKED})")
+    p.add_argument("--runtime", choices=tuple(RUNTIMES), help="vllm: q/k/v, gate/up and experts agree, 4 and 8 bits only")
+    p.add_argument("--formats", metavar="LIST", help="choose among these: Q4_0,Q5_1,Q8_0 or w3-g32,w4-g32-asym,w8-channel")
+    p.add_argument("--group", type=int, help="group size (default: the largest of 128, 64, 32 that divides all inputs)")
+    p.add_argument("--by", choices=("linear", "layer"), help="one format per matrix or per layer (default: linear)")
+    p.add_argument("--method", choices=QUANTISERS.names(), help="quantiser that will write the file (default: rtn)")
+    p.add_argument(
+        "--damage", choices=("directional", "measured"),
+        help="directional (default): the Fisher form along the rounding errors, a few passes; measured: one pass per format",
+    )  # fmt: skip
+    p.add_argument("--draws", type=int, help="draws of labels, for directional (default: 4)")
+    p.add_argument("--rule", choices=RULES, default="choices", help="choices: the exact program (default); others need none")
+    p.add_argument("--check", type=int, help="further sequences on which the plan is checked as a whole (default 16, 0: none)")
+    p.add_argument(
+        "--save-scores", metavar="FILE", help="also write what was measured: for other budgets, and plan sweep --kind bits"
+    )
+    add_data_options(p, samples=32)
+    add_out(p)
+    p.set_defaults(handler=run)
+
+
+def run(a: argparse.Namespace) -> dict[str, Any]:
+    """``plan bits``."""
+    from ..records import check_output
+
+    for path in filter(None, (a.out, a.save_scores)):
+        check_output(path, overwrite=a.overwrite)
+    plan = _again(a) if a.model.endswith(".json") else _measure(a)
+    if a.out:
+        plan.save(a.out, overwrite=a.overwrite)
+    _show(a, plan)
+    return to_jsonable(plan.to_dict())
+
+
+def _again(a: argparse.Namespace) -> Plan:
+    """Another plan from what was measured."""
+    from ..planning.bits import plan_bits
+    from .files import need_scores
+
+    refuse(a, (*MEASURING, "check", *DATA, "dtype", "revision", "device"), "scores that were measured before")
+    return plan_bits(need_scores(a.model), bits=a.bits, budget=a.budget, rule=a.rule)
+
+
+def _measure(a: argparse.Namespace) -> Plan:
+    from ..damage.jointly import plan_formats
+    from ..errors import InvalidInput
+    from .shared import load
+
+    if a.damage == "measured":
+        refuse(a, ("draws",), "--damage measured")
+    count = 16 if a.check is None else a.check
+    if count < 0:
+        raise InvalidInput(f"--check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
+    samples = a.data_defaults["samples"] if a.samples is None else a.samples
+    a.samples = samples + count
+    model, _, data = load(a)
+    check = data.select(slice(samples, samples + count)) if count else None
+    own = {"draws": a.draws} if a.draws is not None else {}
+    with progress_bar(a, "measuring formats") as progress:
+        plan, scores = plan_formats(
+            model, data.select(slice(0, samples)), check, bits=a.bits, budget=a.budget, rule=a.rule, batch_size=batch_of(a),
+            progress=progress, family=a.family or PACKED, runtime=a.runtime, by=a.by or "linear", group=a.group,
+            formats=a.formats.split(",") if a.formats else None, damage=a.damage or "directional", method=a.method or "rtn",
+            seed=a.seed or 0, **own,
+        )  # fmt: skip
+    if a.save_scores:
+        scores.save(a.save_scores, overwrite=a.overwrite)
+    return plan
+
+
+def _show(a: argparse.Namespace, plan: Plan) -> None:
+    from ..planning import explain_plan
+
+    formats = plan.extra["formats"]
+    rows = [(b.name, formats[b.modules[0]], b.value, b.count, b.numel) for b in plan.blocks]
+    show_table(a, f"bits by {plan.rule}", ("block", "format", "bits", "bytes", "parameters"), rows)
+    say(a, [*explain_plan(plan)["sentences"], *([f"Written to {a.out}."] if a.out else [])])

@@ -1,0 +1,67 @@
+"""``layerbudget quantize``: write a model in the formats of its plan."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..treatments.base import QUANTISERS
+from .shared import DATA, add_data_options, batch_of, named_values, progress_bar, refuse
+
+
+def register(subparsers: Any) -> None:
+    """Add the parser of ``quantize``."""
+    parser = subparsers.add_parser("quantize")
+    parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
+    parser.add_argument("plan", metavar="PLAN", help="plan of kind bits, made for this model")
+    parser.add_argument("--method", choices=QUANTISERS.names(), help="quantiser (default: the one that was measured)")
+    parser.add_argument(
+        "--set", dest="own", action="append", default=[], metavar="NAME=VALUE",
+        help="an option of the method, for example --set damping=0.1 (may be repeated)",
+    )  # fmt: skip
+    add_data_options(parser)
+    parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the written model")
+    parser.set_defaults(handler=handler)
+
+
+def handler(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Round, write, recount from the file."""
+    from ..plan import Plan
+    from ..pruning.save import check_output
+    from ..quantising.apply import apply_bits, formats_of_plan
+    from ..quantising.save import save_quantised
+    from ..treatments.base import find_quantiser
+    from .shared import load
+
+    plan = Plan.load(arguments.plan)
+    formats_of_plan(plan)
+    check_output(arguments.out, overwrite=arguments.overwrite)
+    method = arguments.method or str(plan.extra["method"])
+    blind = find_quantiser(method).statistic == "none"
+    if blind:
+        refuse(arguments, DATA, f"the method {method}")
+    model, tokenizer, data = load(arguments, data=not blind)
+    if tokenizer is None:
+        tokenizer = _tokenizer(arguments)
+    with progress_bar(arguments, f"quantise by {method}") as progress:
+        stored = apply_bits(
+            model, plan, data, method=method, batch_size=batch_of(arguments), progress=progress, **named_values(arguments.own)
+        )
+    receipt = save_quantised(model, tokenizer, plan, stored, arguments.out, overwrite=arguments.overwrite)
+    arguments.console.print(
+        f"Recounted {receipt.bytes} bytes (planned {receipt.planned}), {receipt.bits:.4f} bits per weight; "
+        f"{receipt.file} bytes of file; saved to {arguments.out}."
+    )
+    for note in receipt.notes:
+        arguments.console.print(note)
+    return {**receipt.to_dict(), "output": str(arguments.out)}
+
+
+def _tokenizer(arguments: argparse.Namespace) -> Any:
+    from ..errors import BadModel
+    from ..loading import load_tokenizer
+
+    try:
+        return load_tokenizer(arguments.model, revision=arguments.revision)
+    except BadModel:
+        return None  # rounding to nearest needs no text

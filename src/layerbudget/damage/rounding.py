@@ -1,0 +1,185 @@
+r"""What every format of every block costs the output: measured, or by the Fisher form along the rounding error.
+
+For block i in format j, with ``Delta_ij`` what the format makes of its matrices less what they are,
+
+    measured      d_ij = mean over tokens of KL(p_0 || p with Delta_ij), forwards begun at the block's own layer;
+    directional   d_ij = 1/2 (1/N) sum_s E_y [ (sum_t b_st(y)' Delta_ij a_st)^2 ], all i and j from ``1 + 2 draws`` passes
+                  (:mod:`layerbudget.damage.directional`): rounding is so small a step that the dense point is enough.
+
+Both are of the quantiser that will write the file. Embedding and head are measured in both: they are few, and an embedding has
+no inputs. Standard errors are over sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..blocks import describe, weight_of
+from ..data.calibration import CalibrationSet
+from ..errors import InvalidInput
+from ..planning.bits import ESTIMATOR, sizes_of
+from ..provenance import versions
+from ..records import Block
+from ..running.modes import inference
+from ..scores.record import Scores
+from ..treatments.formats import Format, find_format, formats_of
+from ..treatments.items import fixed_bytes, items_of, layer_index
+from ..treatments.runtimes import Runtime, find_runtime
+from ..treatments.treating import Found, matrices
+from .directional import forms_along
+from .directions import Written
+from .ledger import Unit
+from .rounding_bench import Bench, Damages, has, measured
+
+Progress = Callable[[int, int], None]
+MEASURES = ("directional", "measured")
+
+
+def rounding_damage(
+    model: nn.Module,
+    data: CalibrationSet,
+    *,
+    formats: Sequence[str] | None = None,
+    family: str = "compressed-tensors",
+    runtime: str | None = None,
+    by: str = "linear",
+    group: int | None = None,
+    damage: str = "directional",
+    method: str = "rtn",
+    draws: int = 4,
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Scores:
+    """Bytes and damage of every block in every format; the model is left as it was.
+
+    Args:
+        model: Any transformers model with one list of layers.
+        data: Calibration tokens.
+        formats: Names; by default those of the family that the runtime reads. Sixteen bits are always among them.
+        family: ``compressed-tensors`` or ``gguf``.
+        runtime: ``transformers``, ``vllm`` or ``llama.cpp``: which matrices must agree, and which formats run.
+        by: ``linear`` or ``layer``.
+        group: Group size of compressed-tensors.
+        damage: ``directional`` or ``measured``.
+        method: The quantiser that will write the file: ``rtn``, ``weighted`` or ``gptq``.
+        draws: Draws of labels (directional).
+        batch_size: Sequences per forward.
+        seed: Of the draws.
+        progress: Called with (steps done, steps).
+
+    Returns:
+        A record of the estimator ``rounding`` for :func:`~layerbudget.planning.bits.plan_bits`.
+
+    Raises:
+        InvalidInput: An unknown name, a format that the runtime does not read, or one that fits no matrix.
+    """
+    if damage not in MEASURES:
+        raise InvalidInput(f"There is no damage {damage!r}.", f"There are {' and '.join(MEASURES)}.", "Choose one of those.")
+    target = find_runtime(runtime, family)
+    blocks = items_of(model, target, by)
+    chosen = candidates(blocks, target, formats, group)
+    if damage == "measured":
+        found = measured(model, data, blocks, chosen, method=method, batch_size=batch_size, progress=progress)
+    else:
+        found = directional(
+            model, data, blocks, chosen, method=method, batch_size=batch_size, progress=progress, draws=draws, seed=seed
+        )
+    return _record(model, data, blocks, chosen, found, target, {"method": method, "measure": damage, "seed": seed})
+
+
+def candidates(blocks: Sequence[Block], target: Runtime, names: Sequence[str] | None, group: int | None) -> tuple[Format, ...]:
+    """Formats to choose among, the smallest first; sixteen bits last.
+
+    Raises:
+        InvalidInput: A format that the runtime does not read, or that no block can take.
+    """
+    widths = sorted({m.d_in for b in blocks for m in b.modules})
+    usual = formats_of(target.family, widths, group=group)
+    if names is None:
+        return tuple(f for f in usual if target.reads(f))
+    chosen = [target.check(find_format(n)) for n in dict.fromkeys(names)]
+    for form in chosen:
+        if not any(form.fits(w) for w in widths):
+            form.check("Every matrix", widths[0])
+    return (*sorted((f for f in chosen if not f.plain), key=lambda f: (f.bits, f.group or 0)), usual[-1])
+
+
+def _record(
+    model: nn.Module, data: CalibrationSet, blocks: Sequence[Block], formats: Sequence[Format], found: Damages, target: Runtime,
+    how: Mapping[str, object],
+) -> Scores:  # fmt: skip
+    size = np.stack([[sizes_of([b], {f.name: f.bytes})[0, 0] if has(b, f) else -1 for f in formats] for b in blocks])
+    none = np.isinf(found.damage)
+
+    def rows(values: np.ndarray) -> list[list[float | None]]:
+        return [
+            [None if n else float(v) for v, n in zip(row, gone, strict=True)] for row, gone in zip(values, none, strict=True)
+        ]
+
+    first = np.argmin(none, axis=1)
+    k = np.arange(len(blocks))
+    choices = {
+        "formats": [f.name for f in formats], "size": rows(size), "damage": rows(found.damage), "error": rows(found.error),
+        "fixed": fixed_bytes(model, blocks, target.family), "family": target.family, "runtime": target.name,
+        "passes": found.passes, **how,
+    }  # fmt: skip
+    return Scores(
+        estimator=ESTIMATOR, blocks=tuple(blocks), gain=(tuple(found.damage[k, first]),), unit="nats per token",
+        standard_error=(tuple(found.error[k, first]),), model=describe(model), data=data.describe(), versions=versions(),
+        extra={"choices": choices},
+    )  # fmt: skip
+
+
+def directional(
+    model: nn.Module,
+    data: CalibrationSet,
+    blocks: Sequence[Block],
+    formats: Sequence[Format],
+    *,
+    method: str = "rtn",
+    draws: int = 4,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> Damages:
+    """All blocks in all formats from one forward and ``draws`` backwards; embedding and head measured. See the module."""
+    shape = (len(blocks), len(formats))
+    found = Damages(damage=np.full(shape, np.inf), error=np.zeros(shape))
+    bench = Bench(model, data, formats, method, batch_size)
+    place = [layer_index(model, b) for b in blocks]
+    inside = [i for i, p in enumerate(place) if p is not None]
+    units: dict[str, Unit] = {}
+    with inference(model), bench:
+        for i in (i for i, p in enumerate(place) if p is None):
+            found.damage[i], found.error[i] = bench.end(blocks[i])
+        for layer in range(len(bench.walk)):
+            mine = [i for i in inside if place[i] == layer]
+            statistics = bench.statistics(layer, [blocks[i] for i in mine])
+            for i in mine:
+                units |= _units(bench, blocks[i], inside.index(i), statistics)
+            if bench.treating.treatment.statistic != "none":
+                bench.walk.advance()
+    if inside:
+        forms = forms_along(model, data, units, draws=draws, seed=seed, batch_size=batch_size, progress=progress)
+        there = np.array([[has(blocks[i], f) for f in formats] for i in inside])
+        found.damage[inside] = np.where(there, forms.second, np.inf)
+        found.error[inside] = np.where(there, forms.error, 0.0)
+        found.passes = forms.passes
+    found.passes += bench.passes
+    return found
+
+
+def _units(bench: Bench, block: Block, first: int, statistics: Found) -> dict[str, Unit]:
+    """The rounding errors of a block's matrices in every format; none where it does not have one."""
+    views = {m.name: matrices(*weight_of(bench.model, m.name)) for m in block.modules}
+    dense = {name: torch.cat([v.detach() for v in held]).clone() for name, held in views.items()}
+    deltas = {name: [torch.zeros_like(w) for _ in bench.formats] for name, w in dense.items()}
+    for j, changed in bench.trials(block, statistics):
+        for name, held in views.items() if changed else ():
+            deltas[name][j] = torch.cat([v.detach() for v in held]) - dense[name]
+    return {name: Unit(directions=Written(d), first=first) for name, d in deltas.items()}

@@ -1,0 +1,170 @@
+"""Measure what formats cost: a walk over the dense model with one block at a time in one format."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..blocks import weight_of
+from ..data.calibration import CalibrationSet
+from ..records import Block
+from ..running.divergence import Meter
+from ..running.inputs import Statistic
+from ..running.modes import inference
+from ..running.walk import Walk
+from ..treatments.base import Level
+from ..treatments.formats import Format
+from ..treatments.items import layer_index
+from ..treatments.storing import need_data, quantiser_of
+from ..treatments.treating import Found, Job, Treating
+from .originals import Originals
+
+Progress = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Damages:
+    """Damage of K blocks in m formats.
+
+    Attributes:
+        damage, error: Nats per token, ``(K, m)``; infinite where a block does not have a format.
+        passes: Forward equivalents of the whole model on the whole text.
+    """
+
+    damage: np.ndarray
+    error: np.ndarray
+    passes: float = 0.0
+
+
+class Rows(Meter):
+    """A meter that keeps sequences apart, and the dense model's log-probabilities, since the head may be what changes."""
+
+    def __init__(self, walk: Walk) -> None:
+        super().__init__(walk)
+        for batch in self.batches:
+            self._held[batch] = torch.log_softmax(walk.head(batch, self.final[batch]).logits.float(), dim=-1)
+
+    def rows(self, index: int, hidden: Callable[[int], torch.Tensor | None] = lambda batch: None) -> np.ndarray:
+        """``(sequences, 2)``: summed KL in nats and real tokens of every sequence, forwards begun at layer ``index``."""
+        out = []
+        for batch in self.batches:
+            clean, mask = self._clean(batch), self.walk.token_mask(batch)
+            now = torch.log_softmax(self.walk.tail(index, batch, hidden(batch)).logits.float(), dim=-1)
+            each = (clean.exp() * (clean - now)).sum(-1)
+            real = torch.ones_like(each) if mask is None or mask.shape != each.shape else mask.to(each)
+            flat = (each * real).reshape(len(each), -1).double().sum(1), real.reshape(len(each), -1).double().sum(1)
+            out.append(torch.stack(flat, 1).cpu().numpy())
+        return np.concatenate(out)
+
+
+def mean_and_error(rows: np.ndarray) -> tuple[float, float]:
+    """Mean per token of ``(sums, tokens)`` by sequence, and its standard error over sequences (ratio estimator)."""
+    total, tokens = rows.sum(0)
+    mean = total / tokens
+    n = len(rows)
+    spread = ((rows[:, 0] - mean * rows[:, 1]) ** 2).sum() * (n / max(n - 1, 1))
+    return float(mean), float(np.sqrt(spread) / tokens)
+
+
+def has(block: Block, form: Format) -> bool:
+    """Whether every matrix of a block can be stored in a format."""
+    return all(form.fits(m.d_in) for m in block.modules)
+
+
+def measured(
+    model: nn.Module,
+    data: CalibrationSet,
+    blocks: Sequence[Block],
+    formats: Sequence[Format],
+    *,
+    method: str = "rtn",
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> Damages:
+    """Every block in every format, one after the other, everything else dense; see :mod:`layerbudget.damage.rounding`."""
+    bench = Bench(model, data, formats, method, batch_size)
+    found = Damages(damage=np.full((len(blocks), len(formats)), np.inf), error=np.zeros((len(blocks), len(formats))))
+    place = {i: layer_index(model, b) for i, b in enumerate(blocks)}
+    with inference(model), bench:
+        for i in (i for i, p in place.items() if p is None):
+            found.damage[i], found.error[i] = bench.end(blocks[i])
+        for layer in range(len(bench.walk)):
+            inside = [i for i, p in place.items() if p == layer]
+            statistics = bench.statistics(layer, [blocks[i] for i in inside])
+            for i in inside:
+                found.damage[i], found.error[i] = bench.block(layer, blocks[i], statistics)
+            bench.walk.advance()
+            if progress:
+                progress(layer + 1, len(bench.walk))
+    found.passes = bench.passes
+    return found
+
+
+class Bench:
+    """A walk over the dense model, with one block at a time in one format."""
+
+    def __init__(self, model: nn.Module, data: CalibrationSet, formats: Sequence[Format], method: str, batch_size: int) -> None:
+        quantiser = quantiser_of(method)
+        need_data(quantiser, data)
+        self.model, self.formats = model, formats
+        self.treating = Treating(model, quantiser)
+        self.walk = Walk(model, data, batch_size=batch_size)
+        self.made: dict[Statistic, object] = {}
+        self.forwards = 0
+
+    def __enter__(self) -> Bench:
+        self.walk.capture()
+        self.meter = Rows(self.walk)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.walk.close()
+
+    @property
+    def passes(self) -> float:
+        """Forward equivalents so far."""
+        return self.walk.forwards / (len(self.walk) * self.walk.batches)
+
+    def statistics(self, layer: int, blocks: Sequence[Block]) -> Found:
+        """Inputs of a layer's matrices, as the quantiser wants them."""
+        self.walk.position = layer
+        self.made.clear()
+        found = self.treating.collect(self.walk, [m for b in blocks for m in b.modules])
+        return {} if found is None else found.found
+
+    def jobs(self, block: Block, form: Format) -> list[Job]:
+        """The block's matrices in a format."""
+        return [Job(module=m, level=Level(format=form.name)) for m in block.modules]
+
+    def trials(self, block: Block, statistics: Found) -> Iterator[tuple[int, bool]]:
+        """Put the block into every format that it has, one after the other: ``(index, whether anything changed)``."""
+        held = Originals(self.model, [block])
+        try:
+            for j, form in enumerate(self.formats):
+                if not has(block, form):
+                    continue
+                held.restore()
+                self.treating.jobs(self.jobs(block, form), statistics, self.made)
+                changed = any(not torch.equal(weight_of(self.model, n)[1], w) for n, w in held.held.items())
+                yield j, changed
+        finally:
+            held.restore()
+
+    def block(self, layer: int, block: Block, statistics: Found) -> tuple[np.ndarray, np.ndarray]:
+        """Damage of one block of a layer in every format, ``(m,)``, and standard errors."""
+        return self._measure(block, statistics, lambda: self.meter.rows(layer))
+
+    def end(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
+        """The same of embedding or head: a whole forward, since one of the two may be both."""
+        first = self.walk.replay.first_inputs
+        return self._measure(block, {}, lambda: self.meter.rows(0, lambda batch: first(self.walk.inputs(batch))))
+
+    def _measure(self, block: Block, statistics: Found, rows: Callable[[], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        damage, error = np.full(len(self.formats), np.inf), np.zeros(len(self.formats))
+        for j, changed in self.trials(block, statistics):
+            damage[j], error[j] = mean_and_error(rows()) if changed else (0.0, 0.0)
+        return damage, error

@@ -1,0 +1,103 @@
+"""``plan bits`` and ``quantize`` from end to end, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from layerbudget.cli import main
+
+pytest.importorskip("compressed_tensors")
+pytest.importorskip("gguf")
+SMALL = ["--samples", "4", "--length", "32", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("bits")
+
+
+@pytest.fixture(scope="module")
+def plan(folder):
+    words = ["--bits", "4.0", "--group", "32", "--draws", "1", "--check", "2", "--save-scores", str(folder / "scores.json")]
+    assert main(["plan", "bits", "demo", *words, *SMALL, "-o", str(folder / "bits.json")]) == 0
+    return folder / "bits.json"
+
+
+def document(capsys, *words):
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def sentence(capsys, *words):
+    assert main([str(w) for w in words]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_plan_write_count_and_measure(folder, plan, capsys):
+    done = document(capsys, "quantize", "demo", plan, "-o", folder / "written", "--quiet")
+    made = json.loads(plan.read_text())
+    assert done["bytes"] == done["planned"] == made["budget"]["spent"] <= made["budget"]["limit"]
+    assert done["tensors"] == made["budget"]["file"]
+    assert sum(f.stat().st_size for f in (folder / "written").glob("*.safetensors")) == done["file"]
+    result = document(capsys, "evaluate", folder / "written", "--windows", 4, "--length", 64, "--quiet")
+    assert result["perplexity"]["stdlib"]["value"] < 60
+    told = document(capsys, "plan", "explain", plan)
+    assert made["extra"]["check"]["verdict"] in told["sentences"]
+    main(["report", str(folder), "-o", str(folder / "page.html")])
+    assert "bits by" in (folder / "page.html").read_text()
+
+
+def test_gptq_reads_its_data(folder, plan, capsys):
+    done = document(capsys, "quantize", "demo", plan, "--method", "gptq", "--set", "damping=0.1", *SMALL, "-o", folder / "gptq")
+    assert done["method"] == "gptq" and done["bytes"] == done["planned"]
+
+
+def test_what_was_measured_serves_other_budgets(folder, plan, capsys):
+    scores = folder / "scores.json"
+    again = document(capsys, "plan", "bits", scores, "--bits", "4.0", "-o", folder / "again.json")
+    assert again["blocks"] == json.loads(plan.read_text())["blocks"] or json.loads(plan.read_text())["rule"] != "choices"
+    rows = document(capsys, "plan", "sweep", scores, "--kind", "bits", "--budgets", 3, 4, 5)["rows"]
+    assert [r["front"] for r in rows] == [1, 1, 1]
+    assert document(capsys, "plan", "diff", plan, folder / "again.json")["kind"] == "bits"
+
+
+def test_options_without_meaning_are_refused(folder, plan, capsys):
+    scores = folder / "scores.json"
+    flags = {"--runtime": "vllm", "--formats": "w4-g32", "--group": 64, "--by": "layer", "--method": "gptq", "--draws": 2,
+             "--format": "gguf", "--damage": "measured", "--check": 3, "--samples": 3, "--save-scores": "x"}  # fmt: skip
+    for flag, value in flags.items():
+        assert "has no meaning for scores" in sentence(capsys, "plan", "bits", scores, "--bits", 4, flag, value)
+    assert "--draws has no meaning" in sentence(
+        capsys, "plan", "bits", "demo", "--bits", 4, "--damage", "measured", "--draws", 2
+    )
+    assert "--samples has no meaning for the method rtn" in sentence(
+        capsys, "quantize", "demo", plan, "--samples", 3, "-o", folder / "no"
+    )
+    assert "rtn does not read damping" in sentence(
+        capsys, "quantize", "demo", plan, "--set", "damping=1", "-o", folder / "no", "--quiet"
+    )
+    assert not (folder / "no").exists()
+
+
+def test_bad_input_is_one_sentence_and_nothing_is_written(folder, plan, capsys):
+    scores, out = folder / "scores.json", folder / "none.json"
+    assert "smallest plan takes" in sentence(capsys, "plan", "bits", scores, "--bits", 1.5, "-o", out)
+    assert "not in bytes" in sentence(capsys, "plan", "bits", scores, "--budget", "3M params", "-o", out)
+    assert "cannot store" in sentence(capsys, "plan", "bits", "demo", "--bits", 4, "--formats", "w4-g128", *SMALL, "-o", out)
+    assert "no format 'q3_k'" in sentence(capsys, "plan", "bits", "demo", "--bits", 4, "--formats", "q3_k", *SMALL, "-o", out)
+    assert "--check is -1" in sentence(capsys, "plan", "bits", "demo", "--bits", 4, "--check", -1, *SMALL, "-o", out)
+    assert "exists already" in sentence(capsys, "plan", "bits", scores, "--bits", 4, "-o", plan)
+    assert not out.exists()
+    sparse = folder / "sparse.json"
+    main(["plan", "sparsity", str(_config(folder)), "--rule", "uniform", "-o", str(sparse)])
+    assert "gives no formats" in sentence(capsys, "quantize", "demo", sparse, "-o", folder / "none")
+    assert "cannot be pruned" in sentence(capsys, "prune", "demo", plan, "-o", folder / "none", *SMALL[:2])
+    assert not (folder / "none").exists()
+
+
+def _config(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps({"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}))
+    return path
