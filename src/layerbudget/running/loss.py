@@ -187,9 +187,22 @@ def mask_tokens(data: CalibrationSet, mask_token_id: int, *, fraction: float = 0
 
 def batches(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
     """Cut the data into batches on the model's device, targets included; padding moves behind the tokens."""
-    device = next(model.parameters()).device
     data = pad_right(data)
-    targets = targets_of(model, data)
+    yield from _cut(model, data, targets_of(model, data), size)
+
+
+def unlabelled(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
+    """The same for those who look at the output's distribution, not at labels: targets are 0 where it counts, else -100."""
+    data = pad_right(data)
+    classes = isinstance(data, FeatureSet) or head_of(model) == "classes"
+    targets = torch.zeros(data.samples, dtype=torch.long) if classes else torch.zeros_like(data.input_ids)  # type: ignore[union-attr]
+    if not classes and data.attention_mask is not None:  # type: ignore[union-attr]
+        targets = targets.masked_fill(data.attention_mask == 0, IGNORE)  # type: ignore[union-attr]
+    yield from _cut(model, data, targets, size)
+
+
+def _cut(model: nn.Module, data: Data, targets: torch.Tensor, size: int) -> Iterator[Batch]:
+    device = next(model.parameters()).device
     for start in range(0, data.samples, size):
         rows = slice(start, min(start + size, data.samples))
         args: tuple[torch.Tensor, ...]

@@ -1,0 +1,128 @@
+"""The ledger of a walk along directions: derivatives of every unit at every level, added up batch by batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from .directions import Directions
+
+_CHUNK = 64 << 20  # entries of the gradients of single sequences at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Unit:
+    """Where one matrix's directions belong.
+
+    Attributes:
+        directions: Its candidates.
+        first: Index of its first group among all units; the groups of one matrix follow each other. Matrices with the same
+            index are treated together: the sum of their changes is squared.
+    """
+
+    directions: Directions
+    first: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Forms:
+    """Predicted damage of every unit at every level, in nats per token; zero for no change.
+
+    Attributes:
+        first: ``<dD/dtheta, Delta>``, shape ``(units, levels)``; zero at the dense point.
+        second: Half the Fisher form, the same shape.
+        error: Standard error of ``second`` over sequences (draws included), the same shape.
+        tokens: N.
+        passes: Forward equivalents spent: forward 1, backward 2.
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+    error: np.ndarray
+    tokens: int
+    passes: float
+
+    @property
+    def total(self) -> np.ndarray:
+        """Both terms, ``(units, levels)``."""
+        return self.first + self.second
+
+
+class Ledger:
+    """Adds up derivatives along directions; fed with ``(a, b)`` of one matrix and one batch at a time.
+
+    It does not care who runs the model: a backward through the whole graph, or layer by layer. After the sites of one backward
+    comes :meth:`gradient` (the backward of the divergence) or :meth:`draw` (of a draw of labels), after a batch :meth:`close`.
+
+    Args:
+        units: Directions by matrix.
+        count: Number of units.
+        levels: Candidates of every unit.
+    """
+
+    def __init__(self, units: Mapping[str, Unit], count: int, levels: int) -> None:
+        self.units, self.shape = dict(units), (count, levels)
+        zeros = np.zeros(self.shape)
+        self._first, self._sum, self._squares = zeros.copy(), zeros.copy(), zeros.copy()
+        self._held: dict[int, torch.Tensor] = {}  # (B, groups, levels) by first unit: calls and matrices of one unit add up
+        self._draws: list[dict[int, torch.Tensor]] = []
+        self._sequences = 0
+
+    def site(self, name: str, a: torch.Tensor, b: torch.Tensor, *, apart: bool) -> None:
+        """Take the inputs ``(B, T, d_in)`` and output gradients ``(B, T, d_out)`` of one call of a matrix.
+
+        Args:
+            name: The matrix.
+            a: Inputs.
+            b: Gradients of the summed loss.
+            apart: Keep sequences apart (they will be squared), or add them up.
+        """
+        if name not in self.units:
+            return
+        if not apart:
+            return self.hold(name, (b.flatten(0, 1).T @ a.flatten(0, 1))[None])
+        size = max(1, _CHUNK // (a.shape[2] * b.shape[2]))
+        found = [self.units[name].directions.along(b[i : i + size].mT @ a[i : i + size]) for i in range(0, len(a), size)]
+        self._add(name, torch.cat(found))
+
+    def hold(self, name: str, gradient: torch.Tensor) -> None:
+        """Take gradients ``(B, d_out, d_in)`` that are there already."""
+        self._add(name, self.units[name].directions.along(gradient))
+
+    def _add(self, name: str, along: torch.Tensor) -> None:
+        first = self.units[name].first
+        held = self._held.get(first)
+        self._held[first] = along if held is None else held + along
+
+    def gradient(self) -> None:
+        """End of a backward of the divergence."""
+        for first, along in self._held.items():
+            self._first[first : first + along.shape[1]] += along.sum(0).cpu().numpy()
+        self._held.clear()
+
+    def draw(self) -> None:
+        """End of a backward of one draw of labels."""
+        self._draws.append({first: along.square() for first, along in self._held.items()})
+        self._held.clear()
+
+    def close(self, sequences: int) -> None:
+        """End of a batch."""
+        self._sequences += sequences
+        for first in self._draws[0] if self._draws else ():
+            mean = torch.stack([draw[first] for draw in self._draws]).mean(0)
+            rows = slice(first, first + mean.shape[1])
+            self._sum[rows] += mean.sum(0).cpu().numpy()
+            self._squares[rows] += mean.square().sum(0).cpu().numpy()
+        self._draws.clear()
+
+    def forms(self, tokens: int, passes: float) -> Forms:
+        """The sums as means over tokens."""
+        n = max(self._sequences, 1)
+        spread = np.maximum(self._squares - self._sum**2 / n, 0.0) * (n / max(n - 1, 1))
+        return Forms(
+            first=self._first / tokens, second=self._sum / (2 * tokens), error=np.sqrt(spread) / (2 * tokens), tokens=tokens,
+            passes=passes,
+        )  # fmt: skip
