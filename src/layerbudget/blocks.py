@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -257,12 +258,23 @@ def describe(model: nn.Module, identifier: str | None = None) -> dict[str, Any]:
     return {**record, "skeleton": skeleton(model), "quantised": bool(quantised(model))}
 
 
+_FINITE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def known_finite(model: nn.Module) -> None:
+    """Spare a model whose weights lie on disk further readings of all of them."""
+    check_finite(model)
+    _FINITE.add(model)
+
+
 def check_finite(model: nn.Module) -> None:
     """Refuse a model with NaN or infinite weights.
 
     Raises:
         BadModel: Names the first such tensor.
     """
+    if model in _FINITE:
+        return
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from .blocks import check_finite
+from .blocks import check_finite, known_finite, pretrained
 from .errors import BadModel, InvalidInput, MissingDependency, NotFound
+from .machine import SHARE, free_bytes
+from .mapped import load_mapped, mapped
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +114,48 @@ def describe_place(model: nn.Module) -> str:
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     unit, held = ("GiB", size / 2**30) if size >= 2**30 else ("MiB", size / 2**20)
-    count = sum(p.numel() for p in model.parameters())
+    count, lies = sum(p.numel() for p in model.parameters()), mapped(model)
+    if lies is not None:
+        how = f"one layer at a time in {str(lies.dtype).removeprefix('torch.')}" if lies.converts else "mapped"
+        return f"{count / 1e6:,.1f} M parameters streamed from their files, {how}, on {lies.device}"
     return f"{count / 1e6:,.1f} M parameters in {' and '.join(kinds)} on {first.device}, {held:.3g} {unit}"
 
 
+def _check_stream(stream: bool | None, where: str, four_bit: bool) -> None:
+    """Refuse to stream what cannot be.
+
+    Raises:
+        InvalidInput: A base in 4 bits, or no local safetensors files.
+    """
+    if stream and (four_bit or not any(Path(where).glob("*.safetensors"))):
+        raise InvalidInput(
+            "A base in 4 bits cannot be streamed." if four_bit else f"{where} holds no safetensors files to stream from.",
+            "Weights stay in the safetensors files of a local folder.",
+            "Leave --stream out." if four_bit else "Download the model and give its folder.",
+        )
+
+
+def _streams(stream: bool | None, where: str, dtype: torch.dtype, place: torch.device, four_bit: bool) -> bool:
+    """Whether weights stay in their files."""
+    if stream is not None or four_bit or not any(Path(where).glob("*.safetensors")):
+        return bool(stream)
+    from safetensors import safe_open
+
+    held = 0
+    for file in Path(where).glob("*.safetensors"):
+        with safe_open(file, "pt") as handle:
+            held += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118
+    return held * dtype.itemsize > SHARE * free_bytes(place)
+
+
 def load_model(
-    name: str, *, dtype: str = "float32", revision: str | None = None, device: str = "cpu", four_bit: bool = False
+    name: str,
+    *,
+    dtype: str = "float32",
+    revision: str | None = None,
+    device: str = "cpu",
+    four_bit: bool = False,
+    stream: bool | None = False,
 ) -> nn.Module:
     """Load a model in evaluation mode with finite weights.
 
@@ -129,6 +168,8 @@ def load_model(
         revision: Hub revision.
         device: Where to put it; ``auto`` is the accelerator where there is one.
         four_bit: Hold its matrices in 4 bits, for scores that read activations and gradients, and for adapters.
+        stream: Leave the weights in their files and bring one layer at a time (:mod:`layerbudget.mapped`); with None where they
+            would take more than half of the free memory.
 
     Raises:
         NotFound: No such folder.
@@ -145,14 +186,19 @@ def load_model(
         )
     place = _device(device)
     where = resolve(name, revision)
+    _check_stream(stream, where, four_bit)
     try:
         config = AutoConfig.from_pretrained(where, revision=revision)
+        streamed = _streams(stream, where, held_dtype(config, dtype), place, four_bit)
         packed: dict[str, Any] = {}
         if four_bit:
             packed = {"quantization_config": four_bit_config(held_dtype(config, dtype)), "device_map": {"": str(place)}}
-        model, report = _auto_class(config).from_pretrained(
-            where, revision=revision, dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, **packed
-        )
+        if streamed:
+            model, report = load_mapped(_auto_class(config), config, where, dtype=DTYPES.get(dtype), device=place)
+        else:
+            model, report = _auto_class(config).from_pretrained(
+                where, revision=revision, dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, **packed
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadModel(
@@ -167,8 +213,8 @@ def load_model(
             "transformers would fill them with random numbers.",
             "Download or save the whole checkpoint.",
         )
-    model = (model if four_bit else model.to(place)).eval()
-    check_finite(model)
+    model = pretrained(model if four_bit or streamed else model.to(place)).eval()
+    known_finite(model) if streamed else check_finite(model)
     model.config._name_or_path = name
     return model
 

@@ -36,6 +36,10 @@ def add_place_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="float32, bfloat16, float16, ...; auto (default): what the checkpoint holds")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; auto (default): the accelerator where there is one")
     parser.add_argument("--revision", help="hub revision of the model")
+    parser.add_argument(
+        "--stream", action=argparse.BooleanOptionalAction,
+        help="leave the weights in their files and bring one layer at a time (default: above half of the memory)",
+    )  # fmt: skip
 
 
 def load_named(arguments: argparse.Namespace, **options: Any) -> Any:
@@ -44,7 +48,7 @@ def load_named(arguments: argparse.Namespace, **options: Any) -> Any:
 
     model = load_model(
         arguments.model, dtype=arguments.dtype or "auto", revision=arguments.revision, device=arguments.device or "auto",
-        **options,
+        stream=arguments.stream, **options,
     )  # fmt: skip
     announce(arguments, f"{arguments.model}: {describe_place(model)}.")
     return model

@@ -19,9 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..blocks import partition
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput, LayerbudgetError
+from ..machine import free_bytes
 from . import checks, trials
 from .checks import Finding
-from .effort import Effort, Pass, available_memory, efforts, time_pass
+from .effort import Effort, Pass, efforts, time_pass
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ def _shorten(data: CalibrationSet, length: int = 8) -> CalibrationSet:
 
 
 def _memory(model: nn.Module, costs: tuple[Effort, ...]) -> list[Finding]:
-    free = available_memory(next(model.parameters()).device)
+    free = free_bytes(next(model.parameters()).device)
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     heavy = [e for e in costs if free is not None and e.memory - held > free]
     if not heavy:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -121,14 +119,3 @@ def efforts(one: Pass, blocks: Sequence[Block], samples: int, batch_size: int) -
         Effort(estimator=n, passes=f, seconds=f * samples * one.seconds, memory=one.weights + int(m))
         for n, (f, m) in rows.items()
     ]
-
-
-def available_memory(device: torch.device) -> int | None:
-    """Free bytes on the device (of the machine for the CPU), or None where the system does not tell."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 from ..blocks import check_finite, describe, layers
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
+from ..mapped import mapped
 from ..plan import Plan
 from ..provenance import computation, versions
 from ..running.modes import inference
@@ -91,13 +94,14 @@ def prune(
     jobs = plan_jobs(model, plan, options)
     treating = Treating(model, treatment, options.own, parity=parity, true_sequential=true_sequential)
     started = time.monotonic()
-    if treatment.statistic == "none" or data is None:
-        forwards, notes = _without_data(treating, jobs, progress)
-    else:
-        key = {"plan": plan.digest, "model": identity["digest"], "data": data.digest, **options.settings()}
-        key.pop("store")  # where activations live changes no number
-        checkpoint = Resume(resume, {**key, "computation": computation(model), "versions": versions()})
-        forwards, notes = _over_layers(treating, jobs, data, options, checkpoint, progress)
+    with _kept(model, resume, folder) as kept:
+        if treatment.statistic == "none" or data is None:
+            forwards, notes = _without_data(treating, jobs, Resume(kept, {}), progress)
+        else:
+            key = {"plan": plan.digest, "model": identity["digest"], "data": data.digest, **options.settings()}
+            key.pop("store")  # where activations live changes no number
+            checkpoint = Resume(kept, {**key, "computation": computation(model), "versions": versions()})
+            forwards, notes = _over_layers(treating, jobs, data, options, checkpoint, progress)
     seconds = time.monotonic() - started
     return _receipt(model, plan, data, jobs, options, identity=identity, forwards=forwards, seconds=seconds, notes=notes)
 
@@ -155,11 +159,25 @@ def _check_precision(options: Options) -> None:
         raise InvalidInput("parity and autocast exclude each other.", "The references run in the model's own precision.", "")
 
 
-def _without_data(treating: Treating, jobs: Mapping[str, Job], progress: Progress | None) -> tuple[int, tuple[str, ...]]:
+@contextlib.contextmanager
+def _kept(model: nn.Module, resume: Path | str | None, folder: Path | str | None) -> Iterator[Path | str | None]:
+    """Where finished layers are kept: weights that lie in files go to new ones, which vanish when nothing maps them."""
+    if resume is not None or mapped(model) is None:
+        yield resume
+        return
+    with tempfile.TemporaryDirectory(prefix="layerbudget-", dir=folder) as temporary:
+        yield temporary
+
+
+def _without_data(
+    treating: Treating, jobs: Mapping[str, Job], kept: Resume, progress: Progress | None
+) -> tuple[int, tuple[str, ...]]:
     """Every matrix by itself."""
     active = [t for t in jobs.values() if not t.level.idle]
     for done, job in enumerate(active, 1):
         treating.jobs([job], {})
+        kept.save(treating.model, done, [job.module.name])
+        kept.settle(treating.model, done, [job.module.name])
         if progress:
             progress(done, len(active))
     return 0, ()
@@ -191,6 +209,7 @@ def _over_layers(
                 if not checkpoint.load(model, i, names):
                     notes += treating.layer(walk, by_layer[i])
                     checkpoint.save(model, i, names)
+                    checkpoint.settle(model, i, names)
                 if i < last:
                     walk.advance()
                 if progress:

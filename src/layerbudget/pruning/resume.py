@@ -12,6 +12,7 @@ from torch import nn
 from ..blocks import weight_of
 from ..keeping.parts import Parts
 from ..keeping.parts import clear as clear_checkpoints
+from ..mapped import mapped
 from ..records import digest
 
 __all__ = ["Resume", "clear_checkpoints"]
@@ -40,9 +41,19 @@ class Resume:
             return False
         from safetensors.torch import load_file
 
+        if self.settle(model, index, names):
+            return True
         held = load_file(file)
         for name in names:
             weight_of(model, name)[1].data.copy_(held[name])
+        return True
+
+    def settle(self, model: nn.Module, index: int, names: Sequence[str]) -> bool:
+        """Let the weights of a finished block lie in its file, where the model's weights lie in files; whether they do."""
+        lies, file = mapped(model), self.parts.find(f"block-{index}")
+        if lies is None or file is None:
+            return False
+        lies.remap({name: weight_of(model, name)[1] for name in names}, file)
         return True
 
     def save(self, model: nn.Module, index: int, names: Sequence[str]) -> None:

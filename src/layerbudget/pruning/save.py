@@ -16,6 +16,7 @@ from ..errors import CorruptFile
 from ..keeping import reading
 from ..keeping.folders import check_folder as check_output
 from ..keeping.folders import new_folder
+from ..mapped import mapped
 from ..plan import Plan
 from .receipt import Receipt
 
@@ -46,7 +47,8 @@ def save_pruned(
         AlreadyExists: The folder exists and is not empty (with ``overwrite``: and is none of ours).
     """
     with new_folder(out_dir, overwrite=overwrite) as temporary:
-        pretrained(model).save_pretrained(temporary)
+        limits: dict[str, Any] = {} if mapped(model) is None else {"max_shard_size": "1GB"}
+        pretrained(model).save_pretrained(temporary, **limits)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         plan.save(temporary / "plan.json")

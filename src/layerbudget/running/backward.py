@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from ..errors import CoverageError, CurvatureFailure, InvalidInput, UnknownStructure
+from ..mapped import converting
 from ..records import Block
 from .loss import Batch, Data, batches, logits_of, sampled_targets, summed_loss
 from .memory import fits_whole, room_for
@@ -34,7 +35,6 @@ from .modes import inference
 from .replay import Replay
 from .sites import Collector, Site
 from .store import STORES, Store
-from .streaming import streamed
 
 logger = logging.getLogger(__name__)
 _CLOSE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -173,12 +173,17 @@ def _way(model: nn.Module, collector: Collector, runs: Sequence[Batch], walk: st
     Raises:
         CoverageError: ``layers`` was asked for and cannot be had.
     """
-    if walk == "whole" or (walk == "auto" and not streamed(model) and fits_whole(model, runs, state)):
+    if walk == "whole" and converting(model):
+        raise CoverageError(
+            "Layers come to the device one at a time, so no graph of the whole model exists.", "Streamed models are walked.",
+            "Use walk='layers', or load without --stream.",
+        )  # fmt: skip
+    if walk == "whole" or (walk == "auto" and not converting(model) and fits_whole(model, runs, state)):
         return "whole", ""
     reason = _unwalkable(model, collector, runs)
     if not reason:
         return "layers", ""
-    if walk == "layers":
+    if walk == "layers" or converting(model):
         raise CoverageError(f"{type(model).__name__} cannot be walked layer by layer: {reason}.", "", "Use walk='whole'.")
     logger.warning("%s cannot be walked layer by layer (%s): the whole graph is used.", type(model).__name__, reason)
     return "whole", reason

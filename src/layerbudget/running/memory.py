@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from ..machine import SHARE, free_bytes
 from .loss import Batch
-
-SHARE = 0.5  # of the free memory may be planned for; the rest is left to what the estimate does not know
-_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def free_bytes(device: torch.device | str = "cpu") -> int:
-    """Bytes that can be had on a device now; of the machine's memory, or of what its control group leaves."""
-    place = torch.device(device)
-    if place.type == "cuda":
-        return int(torch.cuda.mem_get_info(place)[0])
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
-    limit = next((Path(p).read_text().strip() for p in _CGROUPS if Path(p).is_file()), "max")
-    if limit.isdigit():
-        free = min(free, max(int(limit) - int(psutil.Process().memory_info().rss), 0))
-    return free
 
 
 def hidden_bytes(model: nn.Module, runs: Sequence[Batch]) -> int:

@@ -114,6 +114,8 @@ class Replay:
         """The forward of a layer that is left out: its residual stream passes through."""
         return self.output_like(hidden_of(arguments, keywords))
 
+    identity.skips = True  # type: ignore[attr-defined]  # a streamed layer need not come for it
+
     @contextlib.contextmanager
     def without(self, names: Collection[str]) -> Iterator[None]:
         """Layers as identities."""
@@ -130,6 +132,7 @@ class Replay:
                 """Stand in for the last layer."""
                 return self.output_like(hidden.to(hidden_of(arguments, keywords).device))
 
+            give.skips = True  # type: ignore[attr-defined]
             patches[self.layers[-1][1]] = give
         else:
             own = self.layers[index][1].forward
@@ -176,6 +179,7 @@ class Replay:
         def leave(*arguments: Any, **keywords: Any) -> Any:
             raise StopForward(hidden_of(arguments, keywords))
 
+        leave.skips = True  # type: ignore[attr-defined]
         with replaced({self.layers[0][1]: leave}):
             return self.run(inputs)
 

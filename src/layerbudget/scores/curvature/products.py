@@ -15,7 +15,8 @@ from torch import nn
 from torch.func import functional_call
 
 from ...blocks import layers, weight_of
-from ...errors import CurvatureFailure, UnknownStructure
+from ...errors import CoverageError, CurvatureFailure, UnknownStructure
+from ...mapped import converting
 from ...records import Block
 from ...running.loss import IGNORE, Batch, Data, batches, logits_of, summed_loss, token_count
 from ...running.modes import prepared, twice_differentiable
@@ -35,6 +36,12 @@ class BlockProducts:
     """
 
     def __init__(self, model: nn.Module, data: Data, block: Block, batch_size: int) -> None:
+        if converting(model):
+            raise CoverageError(
+                "Products of second order need the graph of the whole model, and this one is streamed layer by layer.",
+                "Curvatures that are local to a layer: fisher-gram, kfac, ekfac, rank-gain.",
+                "Choose one of those, or load without --stream.",
+            )
         self.model, self.block, self.count = model, block, 0
         self.tokens = token_count(model, data)
         self.names, self.parameters = _names(model, block)

@@ -1,0 +1,24 @@
+"""What the machine has: bytes that are free, on a device or beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+SHARE = 0.5  # of the free memory may be planned for; the rest is left to what estimates do not know
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def free_bytes(device: torch.device | str = "cpu") -> int:
+    """Bytes that can be had on a device now: of the machine's memory, or of what its control group leaves of it."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        return int(torch.cuda.mem_get_info(place)[0])
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit = next((path.read_text().strip() for path in _LIMITS if path.is_file()), "max")
+    if limit.isdigit():
+        free = min(free, max(int(limit) - int(psutil.Process().memory_info().rss), 0))
+    return free

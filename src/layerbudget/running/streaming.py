@@ -1,7 +1,0 @@
-"""placeholder"""
-
-from torch import nn
-
-
-def streamed(model: nn.Module) -> bool:
-    return False

@@ -1,0 +1,194 @@
+"""Weights that stay in their files: the same scores, masks, checkpoints and perplexities, in bounded memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests import zoo
+from tests.running.test_backward import ESTIMATORS, data_for, numbers
+
+import layerbudget as lb
+from layerbudget.blocks import fingerprint, partition
+from layerbudget.errors import BadModel, CorruptFile, CoverageError, InvalidInput
+from layerbudget.evaluation.perplexity import perplexity
+from layerbudget.loading import load_model
+from layerbudget.mapped import mapped
+from layerbudget.planning import plan_sparsity
+from layerbudget.pruning.apply import prune
+from layerbudget.pruning.save import save_pruned
+from layerbudget.scores.gain import score
+
+MODELS = ("llama-tied", "gemma2", "gpt2", "phi3", "bert")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints in several shards, by architecture and precision."""
+    root, made = tmp_path_factory.mktemp("checkpoints"), {}
+    for name in (*MODELS, "mixtral"):
+        for dtype in (torch.float32, torch.bfloat16):
+            folder = root / f"{name}-{str(dtype)[6:]}"
+            zoo.build(name).to(dtype).save_pretrained(folder, max_shard_size="20KB")
+            made[name, str(dtype)[6:]] = folder
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("stored", ("float32", "bfloat16"))
+def test_scores_masks_and_perplexity_are_those_of_the_whole_model(folders, name, stored, tmp_path):
+    """Stored in bfloat16 and computed in float32, every layer comes and goes; stored in float32, it is mapped."""
+    folder = str(folders[name, stored])
+    whole, streamed = (load_model(folder, dtype="float32", stream=s) for s in (False, True))
+    assert mapped(whole) is None and mapped(streamed).converts == (stored == "bfloat16")
+    assert fingerprint(whole) == fingerprint(streamed)
+    data, blocks = data_for(whole, name), partition(whole, "layer")
+    assert [b.to_dict() for b in partition(streamed, "layer")] == [b.to_dict() for b in blocks]
+    for label, options in ESTIMATORS.items():
+        a, b = (numbers(score(m, data, blocks, label.split()[0], walk="layers", **options)) for m in (whole, streamed))
+        assert np.allclose(a, b, rtol=1e-5, atol=1e-7 * np.nanmax(np.abs(a)), equal_nan=True), label
+    for estimator in ("outlier-ratio", "spectral-tail", "block-influence", "ablation"):
+        a, b = (numbers(score(m, data, blocks, estimator)) for m in (whole, streamed))
+        assert np.allclose(a, b, rtol=1e-5, equal_nan=True), estimator
+    if name != "bert":
+        text = zoo.tokens()
+        assert perplexity(streamed, text).value == pytest.approx(perplexity(whole, text).value, rel=1e-6)
+    plan = plan_sparsity(score(whole, data, blocks, "fisher-trace"), sparsity=0.5)
+    for method in ("magnitude", "wanda", "sparsegpt"):
+        dense, lean = (load_model(folder, dtype="float32", stream=s) for s in (False, True))
+        receipts = [prune(m, plan, None if method == "magnitude" else data, method) for m in (dense, lean)]
+        assert receipts[0].sparsity == receipts[1].sparsity
+        out = save_pruned(lean, None, plan, receipts[1], tmp_path / method)
+        again = load_model(str(out), dtype="float32")
+        theirs = dict(again.named_parameters())
+        for key, p in dense.named_parameters():
+            assert torch.equal(p == 0, theirs[key] == 0), (method, key)
+            assert torch.allclose(p, theirs[key], rtol=1e-5, atol=1e-6), (method, key)
+    fresh = load_model(folder, dtype="float32")
+    assert fingerprint(fresh) == fingerprint(whole)  # the files were not written to
+
+
+def test_a_pruning_run_resumes_on_a_streamed_model(folders, tmp_path):
+    folder = str(folders["llama-tied", "float32"])
+    model = load_model(folder, stream=True)
+    data, blocks = zoo.tokens(padded=True), partition(model, "layer")
+    plan = plan_sparsity(score(model, data, blocks, "fisher-trace"), sparsity=0.5)
+
+    def stop(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(model, plan, data, "wanda", resume=tmp_path / "parts", progress=stop)
+    again, whole = (load_model(folder, stream=s) for s in (True, False))
+    prune(again, plan, data, "wanda", resume=tmp_path / "parts")
+    prune(whole, plan, data, "wanda")
+    for (name, a), b in zip(again.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_fused_experts_are_converted_by_transformers_and_scored(folders):
+    for stored in ("float32", "bfloat16"):
+        folder = str(folders["mixtral", stored])
+        whole, streamed = (load_model(folder, dtype="float32", stream=s) for s in (False, True))
+        data, blocks = zoo.tokens(4, 8), partition(whole, "layer")
+        for estimator in ("fisher-gram", "fisher-trace"):
+            a, b = (score(m, data, blocks, estimator, walk="layers").gain for m in (whole, streamed))
+            assert np.allclose(a, b, rtol=1e-4), (stored, estimator)
+
+
+def test_what_needs_the_whole_graph_refuses_a_streamed_model(folders):
+    model = load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=True)
+    data, blocks = zoo.tokens(), partition(model, "layer")
+    with pytest.raises(CoverageError, match="one at a time"):
+        score(model, data, blocks, "fisher-gram", walk="whole")
+    for estimator in ("ggn", "hessian", "nystrom"):
+        with pytest.raises(CoverageError, match="stream"):
+            score(model, data, blocks, estimator)
+
+
+def test_bad_checkpoints_are_refused_in_a_sentence(folders, tmp_path):
+    with pytest.raises((InvalidInput, BadModel), match="safetensors"):
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "empty" / "config.json").write_text((folders["llama-tied", "float32"] / "config.json").read_text())
+        load_model(str(tmp_path / "empty"), stream=True)
+    broken = tmp_path / "broken"
+    zoo.build("mistral").save_pretrained(broken, max_shard_size="20KB")
+    shard = sorted(broken.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:40])
+    with pytest.raises((CorruptFile, BadModel)):
+        load_model(str(broken), stream=True)
+    shard.unlink()
+    with pytest.raises(BadModel, match="lacks"):
+        load_model(str(broken), stream=True)
+
+
+def test_streaming_is_chosen_by_itself_where_memory_is_short(folders, monkeypatch):
+    folder = str(folders["llama-tied", "float32"])
+    assert mapped(load_model(folder, stream=None)) is None
+    monkeypatch.setattr("layerbudget.loading.free_bytes", lambda place: 1 << 16)
+    assert mapped(load_model(folder, stream=None)) is not None
+    assert mapped(load_model(folder)) is None  # the library does what it is told
+
+
+def test_the_command_line_streams(folders, tmp_path):
+    from layerbudget.cli import main
+
+    lb.load_tokenizer("demo").save_pretrained(tmp_path / "model")
+    lb.load_model("demo").to(torch.bfloat16).save_pretrained(tmp_path / "model", max_shard_size="1MB")
+    given = [str(tmp_path / "model"), "--samples", "4", "--length", "32", "--dtype", "float32"]
+    for way in ("--stream", "--no-stream"):
+        out = tmp_path / f"{way}.json"
+        assert main(["score", *given, way, "--quiet", "--estimator", "rank-gain", "--by", "linear", "-o", str(out)]) == 0
+    a, b = (json.loads((tmp_path / f"{way}.json").read_text()) for way in ("--stream", "--no-stream"))
+    assert np.allclose(a["gain"], b["gain"], rtol=1e-4) and a["model"]["digest"] == b["model"]["digest"]
+
+
+MEMORY = """
+import sys, torch, layerbudget as lb
+from layerbudget.loading import load_model
+from layerbudget.blocks import partition
+from layerbudget.scores.gain import score
+from layerbudget.data.calibration import CalibrationSet
+def anonymous():
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) / 1024
+before = anonymous()
+model = load_model(sys.argv[1], dtype="float32", stream=sys.argv[2] == "stream")
+peak = [anonymous()]
+data = CalibrationSet(input_ids=torch.randint(3, 97, (4, 8)))
+score(model, data, partition(model, "linear"), "fisher-trace", walk="layers", progress=lambda *a: peak.append(anonymous()))
+print(max(peak) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
+def test_anonymous_memory_is_that_of_a_layer(tmp_path):
+    """A model of 280 MiB in float32 is scored while it stays in its file of bfloat16."""
+    model = zoo.tiny("llama", hidden_size=768, intermediate_size=2048, num_hidden_layers=10).to(torch.bfloat16)
+    size = sum(p.numel() * 4 for p in model.parameters()) / 2**20
+    model.save_pretrained(tmp_path, max_shard_size="10MB")
+    used = {}
+    for way in ("stream", "whole"):
+        run = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path), way], capture_output=True, text=True, check=True)
+        used[way] = float(run.stdout)
+    assert used["stream"] < used["whole"] - 0.5 * size, (used, size)
+
+
+def test_pruning_reads_the_masks_from_new_files(tmp_path):
+    """What a layer loses is written and mapped again, layer by layer."""
+    zoo.build("mistral").save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    model = load_model(str(tmp_path / "model"), stream=True)
+    data, blocks = zoo.tokens(), partition(model, "layer")
+    plan = plan_sparsity(score(model, data, blocks, "fisher-trace"), sparsity=0.5)
+    lies = mapped(model)
+    before = dict(lies.places)
+    prune(model, plan, data, "wanda", folder=tmp_path)
+    moved = {n for n, place in lies.places.items() if place != before[n]}
+    assert moved == {f"{m.name}.weight" for b in blocks for m in b.modules}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+    stored = {k: v for f in (tmp_path / "model").glob("*.safetensors") for k, v in load_file(f).items()}
+    assert all(bool((stored[n] != 0).any(1).all()) for n in moved)
