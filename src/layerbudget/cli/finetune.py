@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from ..lora.protocol import ALPHA_POLICIES, DEVICES, STARTS
@@ -74,6 +75,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..lora.base import classifier_loader
     from ..lora.compare import compare, read_result
     from ..lora.finetune import finetune
+    from ..records import dumps, write_text
 
     if arguments.against:
         read_result(arguments.against)  # before the training
@@ -115,6 +117,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     _show(arguments.console, result)
     if arguments.against:
         result["against"] = compare(arguments.out, arguments.against)
+        write_text(Path(arguments.out) / "against.json", dumps(result["against"]), overwrite=True)
         for split, tests in result["against"].items():
             for test in ("seeds", "samples"):
                 if tests[test]:
