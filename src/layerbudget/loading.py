@@ -15,6 +15,7 @@ from .blocks import check_finite, known_finite, pretrained
 from .errors import BadModel, InvalidInput, MissingDependency, NotFound
 from .machine import SHARE, free_bytes
 from .mapped import load_mapped, mapped
+from .offline import go_offline_where_there_is_no_hub
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,24 @@ def resolve(name: str, revision: str | None = None) -> str:
         return str(path)
     if path.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise NotFound(f"There is no model folder {name}.", "MODEL is demo, a local folder or a hub id.", "Check the path.")
+    if go_offline_where_there_is_no_hub() and not _cached(name, revision):
+        raise NotFound(
+            f"{name} is on the hub, and this machine is offline.",
+            "MODEL is demo, a local folder, or a hub id that can be reached.",
+            "Download it where there is a network, and give the folder.",
+        )  # fmt: skip
     return name
+
+
+def _cached(name: str, revision: str | None) -> bool:
+    """Whether the hub's cache holds a model (its configuration, at least)."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+    except HFValidationError:
+        return True  # no name of a repository: transformers says why
 
 
 def _architecture(config: Any) -> str:

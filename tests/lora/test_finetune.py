@@ -227,7 +227,7 @@ def test_overwriting_removes_earlier_results_and_nothing_else(encoder, tokenizer
     with pytest.raises(AlreadyExists, match="killed"):
         finetune(load, tokenizer, plan, task, out, seeds=[2], overwrite=True, **quick)
     left = sorted(f.name for f in out.iterdir() if not f.name.startswith("."))
-    assert left == ["labels.json", "notes.txt", "result.json", "seed-2", "seed-of-doubt"]
+    assert left == ["labels.json", "notes.txt", "plan.json", "result.json", "seed-2", "seed-of-doubt"]
 
 
 def test_an_interrupted_seed_resumes_to_the_same_result(encoder, tokenizer, task, tmp_path):

@@ -27,7 +27,7 @@ def test_page_holds_scores_plan_results_and_figures(tmp_path):
     text = build_page(tmp_path)
     for part in ("model.layers.2", "Certificate", "cannot be told apart", "data:image/png;base64,", "stored dense"):
         assert part in text
-    assert "http" not in text, "the page must be self-contained"
+    assert "http://" not in text and "https://" not in text, "the page must be self-contained"
     assert write_page(tmp_path, tmp_path / "r.html").read_text() == text
 
 

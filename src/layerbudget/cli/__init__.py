@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,5 +141,8 @@ def _no_file(error: OSError) -> str:
 def _quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("torch", "transformers", "peft", "accelerate", "datasets", "bitsandbytes"):  # of their own insides
+        for category in (FutureWarning, DeprecationWarning, UserWarning):
+            warnings.filterwarnings("ignore", module=rf"{name}(\.|$)", category=category)
     for name in ("transformers", "datasets", "huggingface_hub", "httpx", "filelock"):
         logging.getLogger(name).setLevel(logging.ERROR)

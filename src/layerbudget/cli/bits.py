@@ -96,8 +96,13 @@ def _measure(a: argparse.Namespace) -> Plan:
 
 def _show(a: argparse.Namespace, plan: Plan) -> None:
     from ..planning import explain_plan
+    from ..report.tables import plan_grid
 
     formats = plan.extra["formats"]
     rows = [(b.name, formats[b.modules[0]], b.value, b.count, b.numel) for b in plan.blocks]
-    show_table(a, f"bits by {plan.rule}", ("block", "format", "bits", "bytes", "parameters"), rows)
+    grid = plan_grid(plan, f"bits by {plan.rule}", said=[formats[b.modules[0]] for b in plan.blocks])
+    if grid is not None and getattr(a, "console", None) is not None:
+        a.console.print(grid)
+    else:
+        show_table(a, f"bits by {plan.rule}", ("block", "format", "bits", "bytes", "parameters"), rows)
     say(a, [*explain_plan(plan)["sentences"], *([f"Written to {a.out}."] if a.out else [])])

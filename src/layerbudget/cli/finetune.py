@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from ..lora.protocol import ALPHA_POLICIES, DEVICES, STARTS
@@ -74,6 +75,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..lora.base import classifier_loader
     from ..lora.compare import compare, read_result
     from ..lora.finetune import finetune
+    from ..records import dumps, write_text
 
     if arguments.against:
         read_result(arguments.against)  # before the training
@@ -101,7 +103,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         f"{-(-len(task.train) // protocol.batch)} steps, seeds {', '.join(map(str, arguments.seeds))}.",
     )  # fmt: skip
     del base  # every seed loads its own
-    with progress_bar(arguments, f"finetune on {task.name}, seeds") as progress:
+    with progress_bar(arguments, f"finetune on {task.name}") as progress:
         result = finetune(
             classifier_loader(
                 arguments.model, len(getattr(task, "labels", ())), dtype=arguments.dtype, device=arguments.device,
@@ -110,11 +112,12 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
             tokenizer, plan, task, arguments.out, protocol=protocol,
             checkpointing=arguments.gradient_checkpointing, seeds=arguments.seeds, resume=arguments.resume,
             overwrite=arguments.overwrite, bf16=arguments.bf16, quiet=True,
-            callbacks=_callbacks(arguments, plan), progress=progress,
+            callbacks=_callbacks(arguments, plan, progress), progress=None,
         )  # fmt: skip
     _show(arguments.console, result)
     if arguments.against:
         result["against"] = compare(arguments.out, arguments.against)
+        write_text(Path(arguments.out) / "against.json", dumps(result["against"]), overwrite=True)
         for split, tests in result["against"].items():
             for test in ("seeds", "samples"):
                 if tests[test]:
@@ -166,12 +169,20 @@ def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return plan, base
 
 
-def _callbacks(arguments: argparse.Namespace, plan: Any) -> Any:
-    if arguments.replan is None:
-        return tuple
+def _callbacks(arguments: argparse.Namespace, plan: Any, progress: Any) -> Any:
+    """What makes the callbacks of one seed: the steps for the bar, and a re-plan where asked."""
     from ..lora.replan import Replan
+    from ..lora.steps import step_callback
 
-    return lambda: (Replan(plan, fraction=arguments.replan),)
+    seeds = iter(range(1, len(arguments.seeds) + 1))
+
+    def made() -> list[Any]:
+        found: list[Any] = [] if arguments.replan is None else [Replan(plan, fraction=arguments.replan)]
+        if progress is not None:
+            found.append(step_callback(progress, f"seed {next(seeds)} of {len(arguments.seeds)}"))
+        return found
+
+    return made
 
 
 def _show(console: Any, result: dict[str, Any]) -> None:

@@ -10,10 +10,12 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from ..costs import rank_parameters
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..planning.rule import OPTIONS, rules_of
 from ..records import to_jsonable
+from ..scores.record import Scores
 from . import bits, compare, structured
 from .files import Leaves, load_scores, need_scores, read_curves, read_fixed, read_latency, say, show_table
 from .shared import add_out, named_values
@@ -157,11 +159,13 @@ def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     """``plan ranks``."""
     from ..planning import plan_ranks
 
+    scores = load_scores(a.scores)
     plan = plan_ranks(
-        load_scores(a.scores), mean_rank=a.mean_rank, budget=a.budget or a.params, multiple=a.multiple,
+        scores, mean_rank=a.mean_rank, budget=a.budget or a.params, multiple=a.multiple,
         min_rank=a.min_rank, max_rank=a.max_rank, **_rule_options(a), **_capacity_options(a),
     )  # fmt: skip
-    return _finish(a, plan)
+    blocks = scores.blocks if isinstance(scores, Scores) else scores
+    return _finish(a, plan, rank_parameters(blocks).tolist())
 
 
 def run_joint(a: argparse.Namespace) -> dict[str, Any]:
@@ -209,14 +213,20 @@ def _capacity_options(a: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _finish(a: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+def _finish(a: argparse.Namespace, plan: Plan, price: Sequence[float] | None = None) -> dict[str, Any]:
     if a.out:
         plan.save(a.out, overwrite=a.overwrite)
     from ..planning import explain_plan
+    from ..report.tables import plan_grid
 
     extra = plan.extra.get("capacity", {}).get("counts", {})
     head = ("block", "value", "count", "parameters") + (("capacity",) if extra else ())
     rows = [(b.name, b.value, b.count, b.numel) + ((extra[b.name],) if extra else ()) for b in plan.blocks]
-    show_table(a, f"{plan.kind} by {plan.rule}", head, rows)
+    title = f"{plan.kind} by {plan.rule}{', in percent' if plan.kind == 'sparsity' else ''}"
+    grid = plan_grid(plan, title, price=price)
+    if grid is not None and getattr(a, "console", None) is not None:
+        a.console.print(grid)
+    else:
+        show_table(a, f"{plan.kind} by {plan.rule}", head, rows)
     say(a, explain_plan(plan)["sentences"] + ([f"Written to {a.out}."] if a.out else []))
     return to_jsonable(plan.to_dict())

@@ -262,6 +262,8 @@ def _over_seeds(
         "metrics": _summary(results), "one_class": _one_class(results),
     }  # fmt: skip
     write_text(out / "result.json", dumps(summary), overwrite=True)
+    if not (out / "plan.json").exists():
+        plan.save(out / "plan.json")
     write_text(out / "labels.json", dumps(answers_of(task)), overwrite=True)
     return summary
 
@@ -274,7 +276,8 @@ def _counts(task: Task | Texts) -> dict[str, int]:
 def _results(out: Path) -> list[Path]:
     """What a run has written into its folder."""
     seeds = [f for f in out.glob("seed-*") if (f / "identity.json").is_file()]
-    return seeds + [out / name for name in ("result.json", "labels.json") if (out / name).is_file()]
+    written = ("result.json", "labels.json", "plan.json", "against.json") if (out / "result.json").is_file() else ()
+    return seeds + [out / name for name in written if (out / name).is_file()]
 
 
 def _move(paths: Sequence[Path], folder: Path) -> None:

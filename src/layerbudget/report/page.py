@@ -1,114 +1,145 @@
-"""One self-contained HTML page of a results folder: what was scored, planned, applied and measured."""
+"""One self-contained HTML page of a results folder: the decision as a picture, what it rests on, what came of it.
+
+No request leaves the page: style, script and data are in the file, and its content policy forbids everything else. Without a
+script it still holds every sentence and number.
+"""
 
 from __future__ import annotations
 
 import base64
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorruptFile, NotFound
-from ..plan import Plan
-from ..records import write_text
-from ..scores.record import Scores
+from ..records import dumps, write_text
+from . import sections
+from .data import cards_of, charts_of, headline_of, versions_of
+from .gather import Found, explained, gather, tables_of
+from .repeat import finetune_command, plan_command, prune_command, score_command
+from .runtime import runtime_box
 
-STYLE = (
-    "body{max-width:60rem;margin:2rem auto;padding:0 1rem;font:15px/1.5 system-ui,sans-serif;color:#1f2933}"
-    "table{border-collapse:collapse;margin:.5rem 0 1.5rem}"
-    "td,th{border-bottom:1px solid #dee2e6;padding:.2rem .7rem;text-align:right}"
-    "td:first-child,th:first-child{text-align:left}img{max-width:100%}.note{background:#fff4e6;padding:.7rem;border-radius:4px}"
-)
 RUNTIME_NOTE = (
     "What gets smaller, what gets faster: unstructured zeros are stored dense, so neither the file nor the forward pass "
     "changes; a plan of ranks or experts changes what is trained and served beside the base model; depth- and width-pruned "
     "checkpoints are ordinary dense models with fewer parameters and run faster everywhere."
 )
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_KINDS = {"depth": "depth", "structured": "structured"}
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.5g}"
-    return html.escape(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    head = "".join(f"<th>{html.escape(h)}</th>" for h in header)
-    body = "".join("<tr>" + "".join(f"<td>{_cell(v)}</td>" for v in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
-
-
-def _facts(record: Mapping[str, Any]) -> str:
-    return _table(("field", "value"), [(k, json.dumps(v) if isinstance(v, (list, dict)) else v) for k, v in record.items()])
-
-
-def scores_section(scores: Scores) -> str:
-    """Heading, provenance and one row per block."""
-    row = scores.index()
-    rows = [
-        (b.name, b.numel, scores.gain[row][k], scores.standard_error[row][k], scores.noise_floor[row][k], scores.status[row][k])
-        for k, b in enumerate(scores.blocks)
-    ]
-    title = f"Scores: {scores.estimator}, damping {scores.damping[row]:g} ({scores.damping_unit}), {scores.unit}"
-    verdict = f"<p>{html.escape(str(scores.extra['verdict']))}</p>" if scores.extra.get("verdict") else ""
-    table = _table(("block", "parameters", "score", "standard error", "noise floor", "status"), rows)
-    return f"<h2>{html.escape(title)}</h2>{verdict}{table}{_facts({**scores.model, **scores.data, 'digest': scores.digest})}"
-
-
-def plan_section(plan: Plan) -> str:
-    """Heading, budget, certificate and one row per block."""
-    rows = [(b.name, b.numel, b.value, b.count) for b in plan.blocks]
-    title = f"Plan: {plan.kind} by {plan.rule}"
-    table = _table(("block", "parameters", "value", "count"), rows)
-    return f"<h2>{html.escape(title)}</h2>{_facts(plan.budget)}<h3>Certificate</h3>{_facts(plan.certificate)}{table}"
-
-
-def result_section(result: Mapping[str, Any]) -> str:
-    """Verdict and the table of measured models."""
-    rows = result.get("rows", [])
-    if not rows:
-        return f"<h2>Results</h2>{_facts(result)}"
-    keys = [k for k in ("model", "target", "sparsity", "perplexity", "standard_error", "vs_uniform") if k in rows[0]]
-    table = _table(keys, [[r.get(k) for k in keys] for r in rows])
-    return f"<h2>Results</h2><p><b>{html.escape(result.get('verdict', ''))}</b></p>{table}"
+def _asset(name: str) -> str:
+    return (resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
 def build_page(folder: Path | str) -> str:
-    """Return the HTML of every scores, plan, result and PNG file in a folder.
+    """Return the HTML of every result in a folder: scores, plans, receipts, fine-tunings, demos, comparisons, figures.
 
     Raises:
-        NotFound: The folder does not exist or holds none of them.
+        NotFound: The folder does not exist or holds none.
         CorruptFile: One of them does not parse.
     """
-    folder = Path(folder)
-    sections: list[str] = []
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CorruptFile(f"{path} does not parse ({error}).", "", "Make it again, or move it away.") from error
-        if not isinstance(record, dict):
+    found = gather(folder)
+    title, verdict = headline_of(found)
+    data = charts_of(found)
+    cards = "".join(
+        f"<div class='card'><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
+        for name, value in cards_of(found)
+    )
+    parts = [f"<header><p class='kicker'>layerbudget · {html.escape(found.folder)}</p><h1>{html.escape(title)}</h1>"]
+    parts.append(f"<p class='verdict'>{html.escape(verdict)}</p><div class='cards'>{cards}</div></header><main>")
+    parts += _charts(data)
+    if found.plan is not None:
+        parts.append(sections.sentences("The plan in words", explained(found.plan), "words"))
+    parts.append(_honest(found))
+    parts.append(sections.commands(_commands(found)))
+    parts.append(_details(found))
+    text = json.dumps(json.loads(dumps(data))).replace("</", "<\\/")
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{html.escape(title)}</title>'
+        f"<style>{_asset('page.css')}</style></head><body>"
+    )
+    script = f'<script type="application/json" id="data">{text}</script><script>{_asset("page.js")}</script>'
+    tail = f"</main>{script}</body></html>\n"
+    return head + "".join(parts) + tail
+
+
+def _charts(data: dict[str, Any]) -> list[str]:
+    titles = {
+        "network": (
+            "The network",
+            "Layers downwards, matrices across; the stronger the colour, the more. Point at a cell, or use the arrow keys.",
+        ),
+        "water": ("The water level", "What every block gets (filled), its cap (outline) and uniform (line)."),
+        "results": ("What came of it", "Measured on held-out text; bars are one standard error."),
+        "paired": ("Differences, paired", "On the same text or seeds, 95 % intervals. Across zero: cannot be told apart."),
+        "gains": ("What each block can still gain", "Bars with their standard errors; the mark is the noise floor."),
+        "predicted": ("Predicted against measured", "On the line, the prediction was right."),
+    }  # fmt: skip
+    made = []
+    for name, (title, note) in titles.items():
+        if not data.get(name):
             continue
-        if "estimator" in record and "gain" in record:
-            sections.append(scores_section(Scores.load(path)))
-        elif "kind" in record and "blocks" in record:
-            sections.append(plan_section(Plan.load(path)))
-        else:
-            sections.insert(0, result_section(record))
-    for path in sorted(folder.glob("*.png")) if folder.is_dir() else []:
-        data = base64.b64encode(path.read_bytes()).decode()
-        sections.insert(0, f'<figure><img alt="{html.escape(path.stem)}" src="data:image/png;base64,{data}"></figure>')
-    if not sections:
-        raise NotFound(
-            f"{folder} holds no results.", "It should hold scores.json, plan.json, result.json or figures.", "Run one."
+        made.append(sections.chart(name, title, note, _controls(data) if name == "water" else ""))
+    return made
+
+
+def _controls(data: dict[str, Any]) -> str:
+    grid = data.get("grid")
+    if not grid:
+        return ""
+    exponent = ""
+    if len(grid["exponents"]) > 1:
+        start = grid["start"][0]
+        exponent = (
+            f"<label>exponent <input id='exponent' type='range' min='0' max='{len(grid['exponents']) - 1}' step='1' "
+            f"value='{start}'><output for='exponent'></output></label>"
         )
-    note = f'<p class="note">{RUNTIME_NOTE}</p>'
-    title = html.escape(f"layerbudget report: {folder.name}")
-    head = f'<!doctype html><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style><h1>{title}</h1>'
-    return head + note + "".join(sections) + "\n"
+    return (
+        f"<div class='controls'><label>{html.escape(grid['unit'])} <input id='budget' type='range' min='0' "
+        f"max='{len(grid['budgets']) - 1}' step='1' value='{grid['start'][1]}'><output for='budget'></output></label>"
+        f"{exponent}<button id='own' type='button' hidden>the plan itself</button>"
+        "<p id='said' aria-live='polite'></p></div>"
+    )
+
+
+def _honest(found: Found) -> str:
+    plan = found.plan
+    text = RUNTIME_NOTE
+    if found.receipt is not None:
+        kind = _KINDS.get(plan.kind, "unstructured") if plan is not None else "unstructured"
+        text = f"{runtime_box(kind, pattern=(found.receipt.get('settings') or {}).get('pattern'))} {RUNTIME_NOTE}"
+    return f"<aside class='honest'><h2>What runs faster, and where</h2><p>{html.escape(text)}</p></aside>"
+
+
+def _commands(found: Found) -> list[str]:
+    lines = [score_command(found.scores)] if found.scores is not None else []
+    lines += [plan_command(found.plan)] if found.plan is not None else []
+    lines += [prune_command(found.receipt)] if found.receipt is not None else []
+    lines += [finetune_command(found.tuned, found.plan)] if found.tuned is not None else []
+    lines += ["layerbudget demo"] if found.result is not None and "saved" in found.result else []
+    made = versions_of(found)
+    return lines + ([f"# {', '.join(f'{k} {v}' for k, v in made.items())}"] if made else [])
+
+
+def _details(found: Found) -> str:
+    parts = [sections.scores_details(found.scores)] if found.scores is not None else []
+    parts += [sections.plan_details(plan, name) for name, plan in found.plans.items()]
+    records = {"result.json": found.result, "receipt.json": found.receipt, "fine-tuning": found.tuned, **found.others}
+    for name, record in records.items():
+        if record is None:
+            continue
+        plain = {k: v for k, v in record.items() if not isinstance(v, (dict, list))}
+        shown = "".join(f"<h3>{html.escape(n)}</h3>{sections.rows_table(rows)}" for n, rows in tables_of(record))
+        parts.append(sections.folded(name, (sections.facts(plain) if plain else "") + shown))
+    for path in found.figures:
+        text = base64.b64encode(path.read_bytes()).decode()
+        image = f'<img alt="{html.escape(path.stem)}" src="data:image/png;base64,{text}">'
+        parts.append(sections.folded(f"Figure {path.name}", f"<figure>{image}</figure>"))
+    return f"<section id='details'><h2>All numbers</h2>{''.join(parts)}</section>"
 
 
 def write_page(folder: Path | str, out: Path | str, *, overwrite: bool = False) -> Path:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from ..plan import Plan
 from ..scores.record import Scores
+from .grid import grid_of
+
+MOST_COLUMNS = 12
 
 
 def _cell(value: float | None, form: str = ".4g") -> str:
@@ -32,6 +36,43 @@ def scores_table(scores: Scores, damping: float | None = None) -> Table:
             _cell(scores.noise_floor[row][k]), scores.status[row][k],
         )  # fmt: skip
     return table
+
+
+def plan_grid(
+    plan: Plan, title: str = "", *, said: Sequence[str] | None = None, price: Sequence[float] | None = None
+) -> Table | None:
+    """The decision as a picture: layers downwards, matrices across; None where one column would say it all.
+
+    Args:
+        plan: The plan; sparsities are shown in percent, ranks and experts as they are counted.
+        title: Above it.
+        said: What to write for every block instead.
+        price: Parameters of one unit of every block: each row then ends with those of its adapters.
+    """
+    grid = grid_of(plan.blocks)
+    if grid.whole or len(grid.columns) > MOST_COLUMNS:
+        return None
+    words = [_decided(plan, k) for k in range(len(plan.blocks))] if said is None else list(said)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("layer", justify="right", no_wrap=True)
+    for name in grid.columns:
+        table.add_column(name.removesuffix("_proj"), justify="right")
+    if price is not None:
+        table.add_column("parameters", justify="right", no_wrap=True)
+    for row, label in enumerate(grid.rows):
+        found = [grid.cells.get((row, column)) for column in range(len(grid.columns))]
+        cells = ["" if k is None else words[k] for k in found]
+        if price is not None:
+            cells.append(f"{sum(plan.blocks[k].count * price[k] for k in set(found) if k is not None):,.0f}")
+        table.add_row(label, *cells)
+    return table
+
+
+def _decided(plan: Plan, k: int) -> str:
+    block = plan.blocks[k]
+    if plan.kind in ("ranks", "experts"):
+        return f"{block.count}"
+    return f"{100 * block.value:.0f}" if plan.kind == "sparsity" else f"{block.value:.3g}"
 
 
 def plan_table(plan: Plan) -> Table:

@@ -1,0 +1,194 @@
+"""Time and memory of the long verbs on a model of any size, beside one ordinary forward and backward in the same run.
+
+    python benchmarks/shapes.py llama-1b MODEL
+    python benchmarks/size.py MODEL --samples 4 --length 256 --out benchmarks/results
+
+Each task runs in a process of its own. Its memory is the anonymous memory at the peak (mapped weights are the system's to
+drop) above that of an interpreter with torch; its time is divided by that of a forward and backward of every layer on the same
+tokens in the same process, and by the *bound*: that, and what else the task must multiply at least (its products of tokens,
+timed on one layer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import layerbudget as lb
+from layerbudget.blocks import layers, partition
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.running.backward import Feeding, feed
+from layerbudget.running.modes import prepared
+from layerbudget.running.replay import Replay
+
+TASKS = ("fisher-gram", "fisher-trace", "kfac", "rank-gain", "layerif", "wanda", "sparsegpt", "magnitude", "measure", "perplexity")
+
+
+def anonymous() -> float:
+    """Anonymous memory of this process in GiB."""
+    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith("RssAnon"))
+    return int(line.split()[1]) / 2**20
+
+
+class Peak(threading.Thread):
+    """The largest anonymous memory while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.base = self.largest = anonymous()
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        """Look every 20 ms."""
+        while not self.ended.wait(0.02):
+            self.largest = max(self.largest, anonymous())
+
+
+def plain(model: Any, data: CalibrationSet, batch_size: int) -> float:
+    """Seconds of a forward and a backward with input gradients of one layer on all tokens, times the layers."""
+    replay, best = Replay(model), float("inf")
+    inputs = list(data.batches(batch_size, next(model.parameters()).device))
+    with prepared(model):
+        for p in model.parameters():
+            p.requires_grad_(False)
+        replay.probe(inputs[0])
+        hidden = [replay.first_inputs(batch).detach().requires_grad_(True) for batch in inputs]
+        middle = len(replay.layers) // 2
+        for _ in range(3):
+            start = time.perf_counter()
+            for batch, h in zip(inputs, hidden, strict=True):
+                for again in (False, True):
+                    with replay.begin(middle, h), replay.end(middle), torch.set_grad_enabled(again):
+                        out = replay.run(batch)
+                out.backward(torch.ones_like(out))
+            best = min(best, time.perf_counter() - start)
+    return best * len(replay.layers)
+
+
+class Nothing(Feeding):
+    """Takes nothing: the walk alone."""
+
+    def take(self, site: Any) -> None:
+        """Leave it."""
+
+
+def products(model: Any, data: CalibrationSet) -> float:
+    """Seconds of the token products of one layer (``X X'``, ``B B'``, ``B~ B~'``, ``B~ B'``), times the layers."""
+    tokens = data.samples * data.length
+    spent = 0.0
+    name, _ = layers(model)[0]
+    for block in partition(model, "linear", include=name.replace(".", r"\.") + r"\."):
+        for m in block.modules:
+            inputs, outputs = torch.randn(tokens, m.d_in), torch.randn(tokens, m.d_out)
+            once = not m.name.endswith(("k_proj", "v_proj", "up_proj"))
+            start = time.perf_counter()
+            for _ in range(3):
+                torch.mm(outputs, outputs.T)
+            if once:
+                torch.mm(inputs, inputs.T)
+            spent += time.perf_counter() - start
+    return spent * len(layers(model))
+
+
+def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: Path) -> Callable[[], Any]:
+    """What is timed."""
+    if name == "walk":
+        return lambda: feed(model, data, partition(model, "layer"), Nothing(), batch_size=batch_size, walk="layers")
+    if name in ("wanda", "sparsegpt", "magnitude"):
+        plan = lb.Plan.from_values(partition(model, "layer"), [0.5] * len(partition(model, "layer")))
+        given = None if name == "magnitude" else data
+        return lambda: lb.prune(model, plan, given, name, batch_size, folder=folder)
+    if name == "perplexity":
+        return lambda: lb.perplexity(model, data, batch_size=batch_size)
+    if name == "measure":
+        from layerbudget.damage.sequential import plan_sequential
+
+        blocks = partition(model, "linear")
+        return lambda: plan_sequential(model, data, blocks, sparsity=0.5, batch_size=batch_size, passes=8)
+    by = "linear" if name == "rank-gain" else "layer"
+    return lambda: lb.score(model, data, partition(model, by), name, batch_size=batch_size, walk="layers")
+
+
+def run_one(given: argparse.Namespace) -> dict[str, Any]:
+    """One task in this process."""
+    model = lb.load_model(str(given.model), dtype="auto", stream=True, device=given.device)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.vocab_size
+    data = CalibrationSet(input_ids=torch.randint(3, vocabulary, (given.samples, given.length), generator=generator))
+    reference = plain(model, data, given.batch_size)
+    extra = products(model, data) if given.task in ("rank-gain", "kfac") else 0.0
+    watch = Peak()
+    watch.start()
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=given.scratch) as folder:
+        task(given.task, model, data, given.batch_size, Path(folder))()
+    seconds = time.perf_counter() - start
+    watch.ended.set()
+    return {
+        "task": given.task, "seconds": seconds, "forward_backward": reference, "bound": reference + extra,
+        "memory_gib": watch.largest, "parameters": sum(p.numel() for p in model.parameters()),
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]], given: argparse.Namespace) -> str:
+    """As Markdown."""
+    lines = [
+        f"# {given.name or given.model.name}: {rows[0]['parameters'] / 1e9:.2f} B parameters, {given.samples} x {given.length} tokens",
+        "",
+        f"{torch.get_num_threads()} threads, bfloat16 weights mapped from safetensors; made by `benchmarks/size.py`.",
+        "",
+        "| task | seconds | forwards+backwards | over its bound | anonymous GiB at the peak |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r['task']} | {r['seconds']:.0f} | {r['seconds'] / r['forward_backward']:.2f} | {r['seconds'] / r['bound']:.2f} | "
+            f"{r['memory_gib']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the tasks one after another and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tasks", nargs="+", default=["walk", *TASKS])
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, help="folder for pruned layers")
+    parser.add_argument("--name")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.task:
+        sys.stdout.write(json.dumps(run_one(given)) + "\n")
+        return
+    rows = []
+    for name in given.tasks:
+        done = subprocess.run([sys.executable, *sys.argv, "--task", name], capture_output=True, text=True)
+        if done.returncode:
+            sys.stderr.write(f"{name}: {done.stderr.strip().splitlines()[-1:]}\n")
+            continue
+        rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
+        sys.stderr.write(f"{rows[-1]}\n")
+        if given.out:
+            stem = given.out / f"size-{given.name or given.model.name}"
+            stem.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+            stem.with_suffix(".md").write_text(table(rows, given))
+    sys.stdout.write(table(rows, given) if rows else "")
+
+
+if __name__ == "__main__":
+    main()

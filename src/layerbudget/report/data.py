@@ -1,0 +1,215 @@
+"""What the page's charts draw, and its headline: numbers of the records, rearranged; nothing is computed anew but the grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..kinds import KINDS
+from ..plan import Plan
+from ..scores.record import Scores
+from .gather import Found
+from .grid import grid_of
+from .solved import solved_grid
+
+
+def headline_of(found: Found) -> tuple[str, str]:
+    """A title, and what is to be known in one sentence."""
+    plan, verdict = found.plan, ""
+    if found.tuned is not None:
+        t = found.tuned
+        title = f"{t['task'].rpartition('/')[2]}: {t['kind']} by {t['rule']}"
+        metric = next(iter(t["metrics"].values()))[t["metric"]]
+        error = "" if metric["stderr"] is None else f" ± {metric['stderr']:.2g}"
+        verdict = f"Held-out {t['metric']} {metric['value']:.4f}{error} over {len(t['seeds'])} seed(s)."
+        before = next(iter(t["metrics"].values())).get("loss_before")
+        if before is not None:
+            verdict += f" Before: {before['value']:.4f}."
+        return title, " ".join([verdict, *_sentences(t.get("against"))])
+    if found.result is not None:
+        verdict = str(found.result.get("verdict") or found.result.get("sentence") or "")
+    if plan is not None:
+        of = str(plan.model.get("id") or "the model").rpartition("/")[2]
+        title = f"{_amount(plan)} for {of}"
+        return title, verdict or _plan_verdict(plan, found)
+    if found.scores is not None:
+        of = str(found.scores.model.get("id") or "the model").rpartition("/")[2]
+        said = verdict or str(found.scores.extra.get("verdict") or f"{len(found.scores.blocks)} blocks scored.")
+        return f"What the layers of {of} can still gain", said
+    return f"Results of {found.folder}", verdict
+
+
+def _amount(plan: Plan) -> str:
+    if plan.kind == "sparsity":
+        return f"{plan.sparsity:.0%} sparsity"
+    if plan.kind == "ranks":
+        return f"LoRA ranks {plan.counts.min()} to {plan.counts.max()}"
+    if plan.kind == "experts":
+        return f"{plan.counts.sum()} LoRA experts"
+    return f"A plan of {plan.kind}"
+
+
+def _plan_verdict(plan: Plan, found: Found) -> str:
+    share = plan.extra.get("uniform_share")
+    if found.receipt is not None:
+        planned = found.receipt["planned"]
+        return f"Recounted: {found.receipt['sparsity']:.4%} zeros, {planned:.4%} planned, by {found.receipt['method']}."
+    if share is not None:
+        advice = "take uniform" if share >= 0.95 else "the rest is what there is to win"
+        return f"The same rank everywhere has {share:.1%} of this plan's gain: {advice}."
+    spread = plan.values.std() / max(abs(plan.values.mean()), 1e-300)
+    near = ", nearly uniform" if spread < 0.05 else ""
+    return f"{plan.rule} over {len(plan.blocks)} blocks, from {plan.values.min():.3g} to {plan.values.max():.3g}{near}."
+
+
+def _sentences(against: Mapping[str, Any] | None) -> list[str]:
+    tests = [t for split in (against or {}).values() for t in (split.get("seeds"), split.get("samples")) if t]
+    return [t["sentence"] for t in tests[:1]]
+
+
+def cards_of(found: Found) -> list[tuple[str, str]]:
+    """Short facts beside the headline."""
+    cards: list[tuple[str, str]] = []
+    plan = found.plan
+    if plan is not None:
+        cards.append(("blocks", f"{len(plan.blocks)}"))
+        cards.append((KINDS.find(plan.kind).decides, f"{plan.values.min():.3g} – {plan.values.max():.3g}"))
+        cards.append(("rule", plan.rule))
+        status = plan.certificate.get("status") or ("optimal" if plan.extra.get("rounding", {}).get("exact") else None)
+        cards += [("certificate", str(status))] if status else []
+    if found.scores is not None:
+        cards.append(("scores", found.scores.estimator))
+    if found.receipt is not None:
+        cards.append(("recounted zeros", f"{found.receipt['sparsity']:.3%}"))
+    if found.tuned is not None:
+        cards.append(("trained parameters", f"{found.tuned['trained_parameters']:,}"))
+    if found.result is not None and found.result.get("seconds"):
+        cards.append(("run time", f"{found.result['seconds']:.0f} s"))
+    return cards
+
+
+def charts_of(found: Found) -> dict[str, Any]:
+    """Data of every chart that this folder has something for."""
+    plan, scores = found.plan, found.scores
+    data: dict[str, Any] = {}
+    source = plan.blocks if plan is not None else scores.blocks if scores is not None else None
+    if source is not None:
+        grid = grid_of(source)
+        data["network"] = {
+            "rows": grid.rows, "columns": grid.columns,
+            "cells": [[r, c, k] for (r, c), k in grid.cells.items()],
+            "names": [b.name for b in source], "numel": [b.numel for b in source],
+        }  # fmt: skip
+        data["value"] = _values(plan) if plan is not None else None
+        data["word"] = KINDS.find(plan.kind).decides if plan is not None else scores.unit if scores is not None else ""
+    if scores is not None:
+        row = scores.index()
+        data["gains"] = {
+            "gain": scores.gain[row], "error": scores.standard_error[row], "floor": scores.noise_floor[row],
+            "unit": scores.unit, "names": scores.names,
+        }  # fmt: skip
+    _add_water(data, plan, scores)
+    data["results"], data["paired"] = _results(found), _paired(found)
+    data["predicted"] = _predicted(found)
+    return data
+
+
+def _values(plan: Plan) -> list[float]:
+    counted = plan.kind in ("ranks", "experts")
+    return [float(f"{v:.6g}") for v in (plan.counts if counted else plan.values)]
+
+
+def _add_water(data: dict[str, Any], plan: Plan | None, scores: Scores | None) -> None:
+    by_rank = scores is not None and "increments" in scores.extra
+    kind = plan.kind if plan is not None else ("ranks" if by_rank else "sparsity")
+    same = plan is None or scores is None or plan.names == scores.names
+    grid = solved_grid(scores, kind) if scores is not None and same else None
+    if grid is not None:
+        grid["start"] = _start(grid, plan)
+        data["grid"] = grid
+    if plan is not None:
+        cap = plan.hyperparameters.get("max_sparsity")
+        numel = np.array([b.numel for b in plan.blocks], dtype=float)
+        values = np.array(_values(plan))
+        mean = plan.hyperparameters.get("mean_rank") or float(values.mean())
+        mean = float(values @ numel / numel.sum()) if plan.kind == "sparsity" else float(mean)
+        whole = isinstance(cap, (int, float)) or (isinstance(cap, (list, tuple)) and len(cap) == len(values))
+        data["water"] = {"cap": cap if whole else None, "uniform": mean, "own": True}
+    elif grid is not None:
+        data["water"] = {"cap": None, "uniform": None, "own": False}
+
+
+def _start(grid: dict[str, Any], plan: Plan | None) -> list[int]:
+    """Place of the sliders: nearest to the plan's own budget and exponent."""
+    held = plan.hyperparameters if plan is not None else {}
+    exponent = held.get("exponent") if held.get("exponent") is not None else 1.0
+    wanted = held.get("sparsity") or held.get("mean_rank") or (plan.counts.mean() if plan is not None else None)
+    wanted = grid["budgets"][len(grid["budgets"]) // 2] if wanted is None else wanted
+    row = int(np.argmin([abs(e - exponent) for e in grid["exponents"]])) if grid["exponents"] else 0
+    return [row, int(np.argmin([abs(b - wanted) for b in grid["budgets"]]))]
+
+
+def _results(found: Found) -> dict[str, Any] | None:
+    """Points with errors, by model and target."""
+    rows = (found.result or {}).get("rows") or []
+    if found.tuned is not None:
+        t = found.tuned
+        points = [
+            {"series": split, "label": name, "value": m["value"], "error": m["stderr"] or 0.0, "by": m["by_seed"]}
+            for split, metrics in t["metrics"].items() for name, m in metrics.items()
+        ]  # fmt: skip
+        return {"unit": t["metric"], "points": points, "better": "lower" if t["metric"] == "loss" else "higher"}
+    if not rows or not all("perplexity" in r and "model" in r for r in rows):
+        return None
+    points = [
+        {"series": r["model"], "target": r.get("target"), "value": r["perplexity"], "error": r.get("standard_error") or 0.0,
+         "label": r["model"] if r.get("target") is None else f"{r['model']} at {r['target']:.0%}"}
+        for r in rows
+    ]  # fmt: skip
+    return {"unit": "perplexity", "points": points, "better": "lower"}
+
+
+def _paired(found: Found) -> dict[str, Any] | None:
+    """Differences with their 95 % intervals."""
+    if found.tuned is not None:
+        items = [
+            {"label": f"{split}, over {name}", **{k: t[k] for k in ("low", "high", "sentence")}, "value": t["difference"]}
+            for split, tests in (found.tuned.get("against") or {}).items()
+            for name in ("seeds", "samples") if (t := tests.get(name))
+        ]  # fmt: skip
+        return {"unit": found.tuned["metric"], "items": items} if items else None
+    items = []
+    for r in (found.result or {}).get("rows") or []:
+        mean, error = r.get("log_difference"), r.get("log_difference_error")
+        if mean is None or error is None:
+            continue
+        low, high = math.expm1(mean - 1.96 * error) * 100, math.expm1(mean + 1.96 * error) * 100
+        label = r["model"] if r.get("target") is None else f"{r['model']} at {r['target']:.0%}"
+        items.append({"label": label, "value": math.expm1(mean) * 100, "low": low, "high": high, "sentence": ""})
+    return {"unit": "% perplexity", "items": items} if items else None
+
+
+def _predicted(found: Found) -> dict[str, Any] | None:
+    """Pairs of predicted and measured damage, where a record has both."""
+    pairs = []
+    for plan in found.plans.values():
+        if isinstance(plan.extra.get("predicted"), (int, float)) and isinstance(plan.extra.get("measured"), (int, float)):
+            pairs.append({"label": f"{plan.kind} by {plan.rule}", "x": plan.extra["predicted"], "y": plan.extra["measured"]})
+    for r in (found.result or {}).get("rows") or []:
+        if isinstance(r.get("predicted"), (int, float)) and isinstance(r.get("measured"), (int, float)):
+            pairs.append({"label": str(r.get("model", "")), "x": r["predicted"], "y": r["measured"]})
+    return {"pairs": pairs, "unit": "nats per token"} if pairs else None
+
+
+def versions_of(found: Found) -> dict[str, str]:
+    """Versions that the records name."""
+    made: dict[str, str] = {}
+    for record in (
+        found.scores.versions if found.scores is not None else {}, (found.receipt or {}).get("versions") or {},
+        ((found.tuned or {}).get("identity") or {}).get("versions") or {},
+    ):  # fmt: skip
+        made |= record
+    return made

@@ -1,0 +1,78 @@
+"""What a terminal shows: whole words, plans as pictures, the first second of a long run; and the hub, at once."""
+
+import io
+import json
+import re
+import time
+
+import pytest
+from rich.console import Console
+from tests import zoo
+
+from layerbudget import offline
+from layerbudget.cli import main
+from layerbudget.cli.terminal import Terminal, wrapped
+from layerbudget.data.text import read_documents
+from layerbudget.errors import NotFound
+from layerbudget.loading import resolve
+from layerbudget.report.tables import plan_grid
+
+
+def test_sentences_break_between_words():
+    text = "Most goes to model.layers.0.mlp.gate_proj (16), least to model.layers.0.self_attn.k_proj (1); the mean is 3.976."
+    lines = wrapped(text, 40).splitlines()
+    assert all(len(line) <= 40 or " " not in line for line in lines) and " ".join(lines) == text
+    for terminal, count in ((True, 4), (False, 1)):
+        out = io.StringIO()
+        console = Terminal(stderr=False)
+        console.file, console._width, console._force_terminal = out, 40, terminal
+        console.print(text)
+        assert out.getvalue().count("\n") == count
+
+
+def test_a_plan_of_matrices_is_a_picture_with_the_parameters_of_every_layer(mistral):
+    plan = zoo.linears(mistral, lambda n: 3 if "q_proj" in n else 1)
+    price = [10.0] * len(plan.blocks)
+    out = io.StringIO()
+    Console(file=out, width=80).print(plan_grid(plan, "ranks", price=price))
+    lines = out.getvalue().splitlines()
+    layers = [line for line in lines if re.match(r" *\d+ ", line)]
+    assert len(layers) == len(mistral.model.layers) and all(len(line) <= 80 for line in lines)
+    assert {"q", "k", "gate", "parameters"} <= set(next(line for line in lines if "layer" in line).split())
+    assert all(line.split()[-1] == "90" for line in layers), "six matrices of rank 1 and one of rank 3, at 10 each"
+    assert plan_grid(zoo.plan(mistral)) is None, "whole layers are rows already"
+
+
+def test_ranks_are_shown_as_a_picture(saved_model, tmp_path, capsys):
+    from layerbudget.configurations import blocks_from_config
+
+    config = json.loads((saved_model("llama") / "config.json").read_text())
+    count = len(blocks_from_config(config, by="linear"))
+    assert count > 10
+    words = ["plan", "ranks", str(tmp_path / "llama"), "--mean-rank", "4", "--rule", "uniform"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) < 20
+
+
+def test_the_hub_is_missed_at_once(monkeypatch, capsys):
+    """Without a network a hub id ends in seconds with a sentence that says offline, not after a minute of retries."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    def refuse(*_):
+        raise OSError("no route")
+
+    monkeypatch.setattr(offline.socket, "create_connection", refuse)
+    offline._unreachable.cache_clear()
+    began = time.perf_counter()
+    with pytest.raises(NotFound, match="offline"):
+        resolve("no-such-owner/no-such-model")
+    with pytest.raises(NotFound, match="could not be loaded"):
+        read_documents("no-such-owner/no-such-dataset")
+    assert time.perf_counter() - began < 20
+    assert constants.HF_HUB_OFFLINE is True
+    offline._unreachable.cache_clear()

@@ -1,0 +1,147 @@
+"""The page of every kind of folder: what it says, that nothing leaves it, and in a browser that its slider moves the bars."""
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from tests import zoo
+
+from layerbudget.planning import plan_experts, plan_ranks, plan_sparsity
+from layerbudget.records import dumps, write_text
+from layerbudget.report.grid import grid_of
+from layerbudget.report.page import build_page, write_page
+from layerbudget.report.solved import solved_grid
+
+BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome", "chrome") if shutil.which(b)), None)
+DEMO = [
+    {"model": "dense", "target": None, "sparsity": 0.0, "perplexity": 3.0, "standard_error": 0.1},
+    {"model": "uniform", "target": 0.5, "sparsity": 0.5, "perplexity": 4.0, "standard_error": 0.1, "log_difference": None},
+    {"model": "curvature plan", "target": 0.5, "sparsity": 0.5, "perplexity": 3.9, "standard_error": 0.1,
+     "log_difference": -0.03, "log_difference_error": 0.01, "predicted": 0.2, "measured": 0.25},
+]  # fmt: skip
+
+
+def by_rank():
+    scores = zoo.scores([3.0, 2.0, 1.0, 4.0])
+    curves = [[g / (1 + i) ** 2 for i in range(40)] for g in scores.gain[0]]
+    return dataclasses.replace(scores, extra={"increments": [curves]})
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """One folder of each kind."""
+    for name in ("demo", "scores", "ranks", "experts", "pruned", "tuned", "other"):
+        (tmp_path / name).mkdir()
+    scores = zoo.scores([1.0, 2.0, 3.0])
+    scores.save(tmp_path / "demo" / "scores.json")
+    plan_sparsity(scores, sparsity=0.5).save(tmp_path / "demo" / "plan.json")
+    write_text(tmp_path / "demo" / "result.json", dumps({"rows": DEMO, "verdict": "Verdict: better by 3 %.", "seconds": 3.0}))
+    scores.save(tmp_path / "scores" / "scores.json")
+    by_rank().save(tmp_path / "ranks" / "scores.json")
+    plan_ranks(by_rank(), mean_rank=8).save(tmp_path / "ranks" / "plan.json")
+    plan_experts(scores, total=9).save(tmp_path / "experts" / "plan.json")
+    seeds = {"value": 2.1, "stderr": 0.01, "by_seed": [2.0, 2.2]}
+    test = {"difference": -0.1, "low": -0.3, "high": 0.1, "sentence": "a cannot be told from b"}
+    tuned = {
+        "task": "rows.jsonl", "metric": "loss", "kind": "ranks", "rule": "by-rank", "trained_parameters": 100, "seeds": [0, 1],
+        "metrics": {"held_out": {"loss": seeds, "loss_before": {**seeds, "value": 2.5}}}, 
+        "identity": {"versions": {"torch": "2"}}, "against": {"held_out": {"seeds": test, "samples": None}},
+    }  # fmt: skip
+    write_text(tmp_path / "tuned" / "result.json", dumps(tuned))
+    write_text(tmp_path / "other" / "table.json", dumps({"sentence": "x", "rows": [{"name": "a<b", "value": 1.5}]}))
+    return tmp_path
+
+
+@pytest.fixture
+def pruned(saved_model, tmp_path):
+    from layerbudget.cli import main
+
+    zoo.plan(zoo.speaker("llama")).save(tmp_path / "p.json")
+    out = tmp_path / "made"
+    assert main(["prune", str(saved_model("llama")), str(tmp_path / "p.json"), "--method", "magnitude", "-o", str(out)]) == 0
+    return out
+
+
+def test_every_kind_of_folder_has_its_headline(folders, pruned):
+    said = {
+        "demo": ("50% sparsity for", "Verdict: better by 3 %.", "layerbudget plan sparsity scores.json", 'data-chart="paired"'),
+        "scores": ("can still gain", "layerbudget score"), "ranks": ("LoRA ranks", "take uniform", "--rule by-rank"),
+        "experts": ("9 LoRA experts", "The plan in words"),
+        "tuned": ("rows.jsonl: ranks by by-rank", "Before: 2.5000", "told from"), "other": ("Results of other", "a&lt;b"),
+    }  # fmt: skip
+    for name, parts in said.items():
+        text = build_page(folders / name)
+        assert all(part in text for part in parts), (name, [p for p in parts if p not in text])
+        assert not re.search(r"https?://|src=\"(?!data:)|@import|url\(", text), "the page must be self-contained"
+    text = build_page(pruned)
+    assert "Recounted:" in text and "layerbudget prune" in text and "What you have: unstructured zeros" in text
+
+
+def test_the_grid_is_the_planners_own(folders):
+    scores = zoo.scores([1.0, 2.0, 3.0])
+    grid = solved_grid(scores, "sparsity")
+    for budget, column in ((0.3, grid["budgets"].index(0.3)), (0.6, grid["budgets"].index(0.6))):
+        for row, exponent in enumerate(grid["exponents"]):
+            plan = plan_sparsity(scores, sparsity=budget, exponent=exponent)
+            assert grid["plans"][row][column]["values"] == pytest.approx(plan.values, rel=1e-3)
+    assert solved_grid(by_rank(), "ranks")["exponents"] == [] and solved_grid(scores, "depth") is None
+    ranks = solved_grid(by_rank(), "ranks")
+    assert max(ranks["budgets"]) < 64, "budgets beyond what was measured have no place"
+
+
+def test_blocks_lie_by_layer_and_matrix(mistral):
+    grid = grid_of(zoo.linears(mistral, 2).blocks)
+    layers = len(mistral.model.layers)
+    assert grid.rows[:layers] == tuple(map(str, range(layers))) and "q_proj" in grid.columns and not grid.whole
+    assert grid_of(zoo.plan(mistral).blocks).whole
+
+
+PROBE = """
+<script>
+const trouble = [];
+addEventListener('error', e => trouble.push(e.message));
+addEventListener('securitypolicyviolation', e => trouble.push('policy ' + e.blockedURI));
+const errors = console.error; console.error = (...a) => { trouble.push(a.join(' ')); errors(...a); };
+</script>"""
+ACT = """
+<script>
+const heights = () => [...document.querySelectorAll('figure[data-chart=water] .bar')].map(b => b.getAttribute('height')).join();
+const before = heights(), slider = document.getElementById('budget'), exponent = document.getElementById('exponent');
+const found = {bars: before.split(',').length, wide: document.documentElement.scrollWidth <= innerWidth};
+if (slider) { slider.value = slider.max; slider.dispatchEvent(new Event('input')); found.moved = heights() !== before; }
+const after = heights();
+if (exponent) { exponent.value = 0; exponent.dispatchEvent(new Event('input')); found.exponent = heights() !== after; }
+if (slider) { document.getElementById('own').click(); found.back = heights() === before; }
+const first = document.querySelector('.cell');
+if (first) {
+  first.focus();
+  first.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowDown', bubbles: true}));
+  found.walked = document.activeElement.dataset.r === '1' && document.querySelector('.tip').textContent.includes('parameters');
+}
+found.cells = document.querySelectorAll('.cell').length;
+found.svg = document.querySelectorAll('figure svg').length;
+found.trouble = trouble;
+const out = document.createElement('pre'); out.id = 'found'; out.textContent = JSON.stringify(found); document.body.append(out);
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser is installed (Debian: chromium)")
+@pytest.mark.parametrize("width", [1200, 420])
+def test_in_a_browser_the_slider_moves_the_bars_and_nothing_is_reported(folders, width):
+    for name in ("demo", "ranks", "tuned", "scores"):
+        page = write_page(folders / name, folders / f"{name}.html", overwrite=True)
+        text = page.read_text()
+        page.write_text(text.replace("<body>", "<body>" + PROBE) + ACT)
+        command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom"]
+        done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120)
+        match = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
+        assert match, done.stderr[-2000:]
+        found = json.loads(match[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+        assert found["trouble"] == [] and found["wide"], (name, found)
+        assert found["svg"] >= 1
+        if name in ("demo", "ranks"):
+            assert found["moved"] and found["back"] and found["walked"] and found["cells"] >= 3, (name, found)
+            assert found.get("exponent", True)
