@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorruptFile, NotFound
+from ..errors import NotFound
+from ..keeping import reading
 from ..plan import Plan
 from ..records import write_text
 from ..scores.record import Scores
@@ -86,10 +87,7 @@ def build_page(folder: Path | str) -> str:
     folder = Path(folder)
     sections: list[str] = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CorruptFile(f"{path} does not parse ({error}).", "", "Make it again, or move it away.") from error
+        record = reading.read(path, "result", remedy="Make it again, or move it away.")
         if not isinstance(record, dict):
             continue
         if "estimator" in record and "gain" in record:
