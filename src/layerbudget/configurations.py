@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from .errors import CorruptFile, InvalidInput, NotFound, UnknownStructure
+from .keeping import reading
 from .records import Block, Module
 
 
@@ -37,7 +39,9 @@ def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "lay
     if by not in ("layer", "linear"):
         raise InvalidInput(f"by is {by!r}.", "From a configuration it is 'layer' or 'linear'.", "Load the model for a pattern.")
     record = _read_config(config)
-    record = {**record, **(record.get("text_config") or {})}
+    inner = record.get("text_config")
+    record = {**record, **(inner if isinstance(inner, Mapping) else {})}
+    _check_types(record)
     _check_family(record)
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [n for n in needed if not isinstance(record.get(n), int)]
@@ -62,7 +66,37 @@ def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "lay
         modules += _mlp(prefix, record)
         groups = [(m.name, (m,)) for m in modules] if by == "linear" else [(prefix, tuple(modules))]
         blocks += [Block(name=n, modules=group) for n, group in groups]
+    if sum(b.numel for b in blocks) >= reading.WHOLE:
+        raise CorruptFile("The sizes of this configuration multiply to more than 2^62 parameters.", "", "Download it again.")
     return tuple(blocks)
+
+
+class _Sizes(msgspec.Struct):
+    """What is read of a configuration."""
+
+    hidden_size: reading.Size | None = None
+    intermediate_size: reading.Size | None = None
+    num_hidden_layers: Annotated[int, msgspec.Meta(ge=1, le=10**7)] | None = None
+    num_attention_heads: reading.Size | None = None
+    num_key_value_heads: reading.Size | None = None
+    head_dim: reading.Size | None = None
+    num_local_experts: reading.Count | None = None
+    num_experts_per_tok: reading.Count | None = None
+    model_type: str | None = None
+    architectures: list[str] | None = None
+    is_encoder_decoder: bool | None = None
+
+
+def _check_types(record: Mapping[str, Any]) -> None:
+    """Refuse sizes that are none.
+
+    Raises:
+        CorruptFile: Says which.
+    """
+    try:
+        reading.converted(record, _Sizes)
+    except ValueError as error:
+        raise CorruptFile(f"The configuration does not read: {error}.", "", "Download it again.") from error
 
 
 # Configurations with the same keys whose layers hold other matrices (encoders, no gate, fused projections).
@@ -113,10 +147,7 @@ def _read_config(config: Mapping[str, Any] | Path | str) -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise NotFound(f"There is no configuration at {path}.", "", "Give the model's config.json or its folder.")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorruptFile(f"{path} is not a configuration ({error}).", "", "Download it again.") from error
+    record = reading.read(path, "configuration", limit=1 << 26, remedy="Download it again.")
     if not isinstance(record, dict):
         raise CorruptFile(f"{path} is not a configuration: not an object.", "", "Download it again.")
     return record

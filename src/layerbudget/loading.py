@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import torch
 from torch import nn
 
 from .blocks import check_finite, known_finite, pretrained
-from .errors import BadModel, InvalidInput, MissingDependency, NotFound
+from .errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
+from .keeping import reading
 from .machine import SHARE, free_bytes
 from .mapped import load_mapped, mapped
 from .offline import go_offline_where_there_is_no_hub
@@ -43,6 +46,7 @@ def resolve(name: str, revision: str | None = None) -> str:
                 "A model folder has config.json and safetensors files.",
                 "Point to the folder that save_pretrained wrote.",
             )
+        _check_config(path)
         return str(path)
     if path.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise NotFound(f"There is no model folder {name}.", "MODEL is demo, a local folder or a hub id.", "Check the path.")
@@ -64,6 +68,43 @@ def _cached(name: str, revision: str | None) -> bool:
         return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
     except HFValidationError:
         return True  # no name of a repository: transformers says why
+
+
+@contextlib.contextmanager
+def foreign(what: str, feasible: str, remedy: str) -> Iterator[None]:
+    """Say what a library's loader says of a broken file, whatever it says it with: tokenizers raise bare ``Exception``.
+
+    Raises:
+        BadModel: With the library's own first line; its error is the cause.
+    """
+    try:
+        yield
+    except LayerbudgetError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadModel(f"{what}: {first[:300]}", feasible, remedy) from error
+
+
+_MODEL_IS = "MODEL is demo, a local folder written by save_pretrained, or a hub id that this machine can reach."
+_LAYERS = 100_000  # more than any model has, and few enough to be refused in seconds
+
+
+def _check_config(folder: Path) -> None:
+    """Refuse a configuration that would keep transformers busy for ever, or fill the memory, before it begins.
+
+    Raises:
+        CorruptFile: Not JSON, or numbers beyond reason.
+    """
+    record = reading.read(folder / "config.json", "configuration", limit=1 << 26, remedy="Download it again.")
+    inner = record.get("text_config") if isinstance(record, dict) else None
+    for part in (record, inner):
+        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+            count = part.get(name) if isinstance(part, dict) else None
+            if isinstance(count, (int, float)) and not 0 <= count <= _LAYERS:
+                raise CorruptFile(
+                    f"{folder / 'config.json'} asks for {count} layers.", f"At most {_LAYERS:,}.", "Download it again."
+                )
 
 
 def _architecture(config: Any) -> str:
@@ -91,7 +132,7 @@ def _device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(name)
-        torch.empty(1, device=place)
+        torch.empty(1, device=place).cpu()  # meta tensors have no values that could come back
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InvalidInput(
@@ -195,7 +236,6 @@ def load_model(
         InvalidInput: Unknown dtype, or a device that this machine does not have.
         MissingDependency: 4 bits without bitsandbytes.
     """
-    from safetensors import SafetensorError
     from transformers import AutoConfig
 
     if dtype not in (*DTYPES, "auto"):
@@ -205,7 +245,7 @@ def load_model(
     place = _device(device)
     where = resolve(name, revision)
     _check_stream(stream, where, four_bit)
-    try:
+    with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
         config = AutoConfig.from_pretrained(where, revision=revision)
         streamed = _streams(stream, where, held_dtype(config, dtype), place, four_bit)
         packed: dict[str, Any] = {}
@@ -217,13 +257,6 @@ def load_model(
             model, report = _auto_class(config).from_pretrained(
                 where, revision=revision, dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, **packed
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BadModel(
-            f"{name} could not be loaded: {first}",
-            "MODEL is demo, a local folder written by save_pretrained, or a hub id that this machine can reach.",
-            "Check the name, or download it first and give the folder.",
-        ) from error
     missing = sorted(k for k in report["missing_keys"] if "pooler" not in k)  # of the pooler nothing here depends
     if missing:
         raise BadModel(
@@ -247,8 +280,7 @@ def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     where = resolve(name, revision)
-    try:
-        return AutoTokenizer.from_pretrained(where, revision=revision)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BadModel(f"{name} has no tokenizer that loads: {first}", "", "Save the tokenizer beside the model.") from error
+    with foreign(f"{name} has no tokenizer that loads", "", "Save the tokenizer beside the model."):
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision)
+        tokenizer("a", truncation=True)  # a length that is no number shows here
+        return tokenizer

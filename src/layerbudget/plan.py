@@ -6,14 +6,12 @@ import dataclasses
 import importlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing import Any, ClassVar
 
 import numpy as np
+from typing_extensions import Required, Self, TypedDict
 
-from .errors import InvalidInput, ModelMismatch
+from .errors import CorruptFile, InvalidInput, ModelMismatch
 from .keeping import reading
 from .kinds import KINDS
 from .records import Block, Record, digest
@@ -48,6 +46,76 @@ class PlanBlock:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         return dataclasses.asdict(self)
+
+
+class PlanBudget(TypedDict):
+    """What every plan says of its budget."""
+
+    unit: str
+    limit: float
+    spent: float
+
+
+class Certificate(TypedDict):
+    """What a plan that solved a program says of the solution."""
+
+    status: str
+    message: str
+    multiplier: float
+    shadow_price: float | None
+    gap: float
+    kkt_residual: float
+    at_lower: int
+    at_upper: int
+    inert: list[str]
+
+
+class Rounding(TypedDict, total=False):
+    """How whole numbers were found."""
+
+    exact: Required[bool]
+    gap: Required[float | None]
+    method: Required[str]
+    value: Required[float]
+    optimum: Required[float]
+    spent: Required[float]
+    budget: Required[float]
+    price: float | None
+
+
+class Extra(TypedDict, total=False):
+    """What some plans say beside it."""
+
+    rounding: Rounding | None
+    uniform_share: float | None
+    convexified: dict[str, float] | None
+    capacity: dict[str, Any]
+
+
+class Shape(TypedDict):
+    """What one part of a layer loses."""
+
+    layer: str
+    kind: str
+    by: str
+    units: reading.Count
+    removed: reading.Count
+
+
+class Structured(TypedDict):
+    """What a plan of smaller shapes says beside it."""
+
+    shapes: dict[str, Shape]
+    dropped: list[str]
+
+
+class StructuredSettings(TypedDict, total=False):
+    """What applying a plan of smaller shapes reads."""
+
+    by: str
+    multiple: reading.Size
+    context: float
+    bytes_per_parameter: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,7 +243,16 @@ class Plan(Record):
 
     @classmethod
     def _upgraded(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return {**fields, **_kind_of(fields)}
+        fields = {**fields, **_kind_of(fields)}
+        shapes = {"budget": PlanBudget, **({"certificate": Certificate} if fields["certificate"] else {}), "extra": Extra}
+        if fields["kind"] == "structured":
+            shapes |= {"extra": Structured, "hyperparameters": StructuredSettings}
+        for name, shape in shapes.items():
+            try:
+                reading.converted(fields[name], shape)
+            except ValueError as error:
+                raise CorruptFile(f"The {name} of this plan does not read ({error}).", "", "Make the plan again.") from error
+        return fields
 
 
 def _by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float]) -> list[float]:

@@ -81,7 +81,6 @@ def test_mistakes_end_in_one_sentence(setting, capsys):
     ):  # fmt: skip
         assert main(command(setting, plan=plan, out=f"out-{plan}")) == 2
         assert said in capsys.readouterr().err.replace("\n", " ")
-    assert main(command(setting, "--replan", "0.5", "--resume", out="x")) == 2
     assert main([*command(setting, out="y")[:3], "--task", "glue", "-o", str(setting / "y")]) == 2
     assert "Tasks are cola" in capsys.readouterr().err.replace("\n", " ")
     assert not (setting / "y").exists()

@@ -225,7 +225,7 @@ def test_overwriting_removes_earlier_results_and_nothing_else(encoder, tokenizer
     assert (out / "seed-2" / "result.json").read_text() == before and (out / "result.json").is_file()
     (out / ".replaced").mkdir()
     with pytest.raises(AlreadyExists, match="killed"):
-        finetune(load, tokenizer, plan, task, out, seeds=[2], overwrite=True, **quick)
+        finetune(load, tokenizer, plan, task, out, seeds=[2], **quick)
     left = sorted(f.name for f in out.iterdir() if not f.name.startswith("."))
     assert left == ["labels.json", "notes.txt", "plan.json", "result.json", "seed-2", "seed-of-doubt"]
 

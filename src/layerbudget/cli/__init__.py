@@ -104,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from ..errors import LayerbudgetError
     from ..records import dumps
+    from .shared import check_numbers
     from .terminal import Terminal
 
     arguments.console = Terminal(stderr=as_json)
@@ -114,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     _quiet_libraries()
     try:
+        check_numbers(arguments)
         result = arguments.handler(arguments)
     except LayerbudgetError as error:
         errors.print(f"layerbudget: {error}", style="red")

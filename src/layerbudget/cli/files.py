@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..configurations import blocks_from_config
-from ..errors import CorruptFile, InvalidInput, NotFound
+from ..errors import CorruptFile, InvalidInput
+from ..keeping import reading
 from ..records import Block
 from ..scores.record import Scores
 
@@ -61,12 +61,7 @@ def read_any(path: Path) -> Any:
     Raises:
         NotFound, CorruptFile: No such file, or not JSON.
     """
-    if not path.is_file():
-        raise NotFound(f"There is no file at {path}.", "", "Check the path.")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorruptFile(f"{path} does not parse ({error}).", "", "Make it again.") from error
+    return reading.read(path, "JSON")
 
 
 def read_curves(path: str) -> dict[str, tuple[list[float], list[float]]]:

@@ -149,12 +149,6 @@ def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from ..loading import load_model
     from ..plan import Plan
 
-    if arguments.replan is not None and arguments.resume:
-        raise InvalidInput(
-            "--replan and --resume were given together.",
-            "A checkpoint taken after a re-plan has other shapes than the plan.",
-            "Leave one of them out.",
-        )
     plan = Plan.load(arguments.plan)
     if plan.kind not in ("ranks", "experts"):
         raise InvalidInput(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -93,6 +94,30 @@ def refuse(arguments: argparse.Namespace, names: Sequence[str], what: str) -> No
             raise InvalidInput(f"{flag} has no meaning for {what}.", "It would be ignored.", "Leave it out.")
 
 
+_LARGEST = 1 << 53  # beyond it, whole numbers and the arithmetic of budgets part
+
+
+def check_numbers(arguments: argparse.Namespace) -> None:
+    """Refuse numbers that no option can mean: not finite, beyond what a float counts, a seed or a size below zero.
+
+    Raises:
+        InvalidInput: Names the flag.
+    """
+    from ..errors import InvalidInput, NotFinite
+
+    for name, given in vars(arguments).items():
+        flag = f"--{name.replace('_', '-')}"
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            if not math.isfinite(value):
+                raise NotFinite(f"{flag} is {value}.", "It is a finite number.", "Correct it.")
+            if isinstance(value, int) and abs(value) > _LARGEST:
+                raise InvalidInput(f"{flag} is {value}.", f"Whole numbers go to {_LARGEST}.", "Correct it.")
+            if value < 0 and name in ("seed", "seeds"):
+                raise InvalidInput(f"{flag} is {value}.", "Seeds are whole numbers of at least 0.", "Use 0.")
+
+
 def load(arguments: argparse.Namespace, *, data: bool = True) -> tuple[Any, Any, Any]:
     """Model, tokenizer and calibration set that the options name; no text is read where ``data`` is false."""
     from ..data.text import calibration
@@ -126,7 +151,7 @@ def named_values(texts: Sequence[str]) -> dict[str, Any]:
             raise InvalidInput(f"--set {text} is not NAME=VALUE.", "", "Write for example --set draws=4.")
         try:
             values[name] = json.loads(value)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             values[name] = value
     return values
 

@@ -67,6 +67,6 @@ def _parsed(reader: Callable[[Path], Task], path: Path) -> Task:
         return reader(path)
     except LayerbudgetError:
         raise
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError, csv.Error) as error:
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, csv.Error, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
         raise CorruptFile(f"{path} does not parse ({what}).", "", "Compare it with the original release.") from error

@@ -131,7 +131,7 @@ def _parsed(reader: Callable[[Path], list[Row]], path: Path) -> list[Row]:
         return reader(path)
     except LayerbudgetError:
         raise
-    except (KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, csv.Error, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
         raise CorruptFile(f"{path} does not parse ({what}).", "", "Compare it with the original release.") from error
 

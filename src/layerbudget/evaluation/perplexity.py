@@ -21,6 +21,7 @@ from torch import nn
 
 from ..data.calibration import CalibrationSet
 from ..data.encoding import IGNORE
+from ..data.fitting import check_fits
 from ..data.text import calibration
 from ..errors import BadModel, InvalidInput
 from ..running.divergence import next_tokens, sequence_losses
@@ -88,6 +89,7 @@ def perplexity(
             "Perplexity is defined on whole windows.",
             "Cut the text with evaluation_set, or drop the padded rows.",
         )
+    check_fits(model, data)
     device = next(model.parameters()).device
     losses: list[np.ndarray] = []
     wanted = next_tokens(data.input_ids if data.labels is None else data.labels, None)

@@ -89,15 +89,6 @@ def broken(folder: Path) -> list[str] | None:
     return None if files is None else [name for name, row in files.items() if not unchanged(folder / name, row)]
 
 
-def remove_ours(folder: Path) -> None:
-    """Remove what the manifest of a folder names and nobody changed, and the folder where nothing else lies in it."""
-    for name, row in (manifest(folder) or {}).items():
-        if unchanged(folder / name, row):
-            (folder / name).unlink()
-    (folder / MANIFEST).unlink(missing_ok=True)
-    remove_empty(folder)
-
-
 def remove_empty(folder: Path) -> None:
     """Remove the empty folders of a folder, and it where it is empty then."""
     for inner in sorted((f for f in folder.rglob("*") if f.is_dir() and not f.is_symlink()), reverse=True):
@@ -185,7 +176,7 @@ def _move_in(temporary: Path, out: Path, *, overwrite: bool) -> None:
     """
     with locks.held(out):
         if not overwrite and [f for f in out.iterdir() if f not in left_behind(out)]:
-            kept = out / _free(out, "result")
+            kept = free(out / "result")
             os.rename(temporary, kept)
             raise AlreadyExists(f"{out} was filled by somebody else meanwhile; the result is in {kept}.", "", "Move it.")
         _begin(temporary, out)
@@ -196,13 +187,14 @@ def _begin(temporary: Path, out: Path) -> None:
     """Write the journal: what comes, what goes, and what of the user's is in the way."""
     come = [_name(f, temporary) for f in sorted(temporary.rglob("*")) if f.is_file()]
     old = {n: row for n, row in (manifest(out) or {}).items() if unchanged(out / n, row)}
-    aside = {n: _free(out, n) for n in come if n not in old and n != MANIFEST and os.path.lexists(out / n)}
+    aside = {n: _name(free(out / n), out) for n in come if n not in old and n != MANIFEST and os.path.lexists(out / n)}
     record = {"schema_version": 1, "from": temporary.name, "come": come, "go": sorted(set(old) - set(come)), "aside": aside}
     write_text(out / JOURNAL, reading.dump(record), overwrite=True)
 
 
-def _free(out: Path, name: str) -> str:
-    return next(n for n in (f"{name}.yours{i or ''}" for i in range(1 << 20)) if not os.path.lexists(out / n))
+def free(path: Path) -> Path:
+    """A name for what has to make room: ``NAME.yours``, ``NAME.yours1``, ..., the first that nothing has."""
+    return next(p for i in range(1 << 20) if not os.path.lexists(p := path.with_name(f"{path.name}.yours{i or ''}")))
 
 
 def _finish(out: Path) -> None:

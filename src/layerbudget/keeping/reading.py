@@ -21,7 +21,7 @@ LIMIT = 1 << 32  # bytes
 DEPTH = 100
 WHOLE = 1 << 62  # no whole number in a file is larger: sums of a few fit into 64 bits
 
-Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 T = TypeVar("T")

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,11 +20,13 @@ from torch import nn
 
 from ..data.examples import Task
 from ..data.texts import Texts
-from ..errors import AlreadyExists, InvalidInput
+from ..errors import InvalidInput
 from ..evaluation import statistics
+from ..keeping.writing import real, whole
 from ..plan import Plan
 from ..provenance import computation, versions
 from ..records import dumps, write_text
+from . import seeds as seeds_of
 from .adapt import started
 from .base import Loader, NamedLoader
 from .protocol import Protocol
@@ -56,7 +56,7 @@ def _arguments(
         per_device_train_batch_size=protocol.batch // protocol.accumulation, gradient_accumulation_steps=protocol.accumulation,
         learning_rate=protocol.lr, lr_scheduler_type="linear", warmup_steps=min(protocol.warmup, steps // 2),
         weight_decay=protocol.weight_decay, max_grad_norm=protocol.clip, optim="adamw_torch", bf16=bf16, use_cpu=cpu,
-        save_strategy="epoch", save_total_limit=1, logging_steps=10, report_to=[], remove_unused_columns=False,
+        save_strategy="epoch", save_total_limit=2, logging_steps=10, report_to=[], remove_unused_columns=False,
         disable_tqdm=quiet, dataloader_num_workers=0, **options,
     )  # fmt: skip
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several cards would be one DataParallel, with several times the batch
@@ -103,19 +103,24 @@ def train_one(
         folder, protocol, seed, steps, cpu=device.type == "cpu", bf16=half, checkpointing=checkpointing, quiet=quiet
     )
     set_seed(seed)
+    checkpoint = seeds_of.last_whole(folder) if resume else None
+    for callback in callbacks:
+        if checkpoint is not None and hasattr(callback, "restore"):
+            callback.restore(model, checkpoint)
     trainer = Trainer(
         model=model, args=arguments, train_dataset=read, data_collator=rows.collate,
-        callbacks=[BalanceScale(), _logging_before_saving()(), *callbacks],
+        callbacks=[BalanceScale(), _logging_before_saving()(), *callbacks, seeds_of.sealing()],
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)  # it writes to stdout, which belongs to --json
     for callback in callbacks:
         if hasattr(callback, "attach"):
             callback.attach(trainer)
-    checkpoints = list((folder / "checkpoints").glob("checkpoint-*"))
-    trainer.train(resume_from_checkpoint=True if resume and checkpoints else None)
+    with whole(folder):
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if protocol.alpha_policy != "constant-ratio":
         fold_scales(model, protocol.ratio)  # what is saved has one scale, as servers assume
-    cast("PeftModel", model).save_pretrained(str(folder / "adapter"))
+    with whole(folder):
+        cast("PeftModel", model).save_pretrained(str(folder / "adapter"))
     result: dict[str, Any] = {
         "seed": seed,
         "training_loss": mean_loss(trainer.state.log_history),
@@ -184,8 +189,8 @@ def finetune(
         protocol: Numbers of the run.
         seeds: Seeds; each sets the head, the adapters' start and the order of rows.
         resume: Keep finished seeds and continue unfinished ones.
-        overwrite: Replace the results of an earlier run in ``out`` (folders of seeds that this function made, and its two
-            files; nothing else). They are removed when the new run is complete, and put back when it fails.
+        overwrite: Replace the results of an earlier run in ``out`` (what its manifests name; files of yours stay). They are
+            set aside, removed when the new run is complete, and put back when it fails.
         bf16: Autocast in bfloat16; always on where the base is held in it.
         checkpointing: Compute activations again in the backward pass instead of keeping them.
         quiet: No progress bars of the Trainer.
@@ -203,7 +208,7 @@ def finetune(
             does not read, or several processes.
         CoverageError: The recount differs from the plan.
     """
-    out = Path(out)
+    out = real(out)
     if len(set(seeds)) < len(seeds) or not seeds:
         raise InvalidInput(
             f"The seeds are {list(seeds)}.", "At least one, each once: a repeated run is no sample.", "Drop some."
@@ -216,16 +221,16 @@ def finetune(
         )  # fmt: skip
     if resume and overwrite:
         raise InvalidInput("resume and overwrite were given together.", "One keeps what the other removes.", "Leave one out.")
-    if not (resume or overwrite) and any(out.glob("seed-*")):
-        raise AlreadyExists(
-            f"{out} holds results already.", "", "Pass --resume to continue them, --overwrite, or choose another folder."
-        )
+    seeds_of.check_free(out, resume=resume, overwrite=overwrite)
     identity = {
         "plan": plan.digest, "task": task.digest, "protocol": dataclasses.asdict(protocol), "bf16": bf16,
         "base": dict(load.settings) if isinstance(load, NamedLoader) else computation(load(seeds[0])),
         "versions": versions(("torch", "transformers", "peft")),
     }  # fmt: skip
-    with _replaced(out) if overwrite else contextlib.nullcontext():
+    moved = [c.describe() for c in callbacks() if hasattr(c, "describe")]
+    if moved:  # they change numbers too
+        identity["callbacks"] = moved
+    with seeds_of.replacing(out) if overwrite else contextlib.nullcontext():
         return _over_seeds(
             load, tokenizer, plan, task, out, protocol, seeds, identity, callbacks=callbacks, progress=progress, resume=resume,
             bf16=bf16, checkpointing=checkpointing, quiet=quiet,
@@ -241,9 +246,9 @@ def _over_seeds(
     results, trained = [], 0
     for done, seed in enumerate(seeds):
         folder = out / f"seed-{seed}"
-        record = _kept(folder, identity)
+        record = seeds_of.kept(folder, identity)
         if record is None:
-            write_text(folder / "identity.json", dumps({"schema_version": 1, "identity": identity}), overwrite=True)
+            seeds_of.begin(folder, identity)
             plain = load(seed)
             rows = rows_of(task, tokenizer, plain, protocol)
             protocol.check(plan.kind, causal=rows.causal)
@@ -251,7 +256,7 @@ def _over_seeds(
             record = train_one(model, rows, task, protocol, seed, folder, callbacks=list(callbacks()), **options)
             record["identity"] = identity
             record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            write_text(folder / "result.json", dumps(record), overwrite=True)
+            seeds_of.finish(folder, record)
         results.append(record)
         trained = record["trained_parameters"]
         if progress:
@@ -265,65 +270,13 @@ def _over_seeds(
     if not (out / "plan.json").exists():
         plan.save(out / "plan.json")
     write_text(out / "labels.json", dumps(answers_of(task)), overwrite=True)
+    seeds_of.seal_summary(out)
     return summary
 
 
 def _counts(task: Task | Texts) -> dict[str, int]:
     """Rows that were trained on and held out."""
     return {"train": len(task.train), **{split: len(rows) for split, rows in task.evaluation.items()}}
-
-
-def _results(out: Path) -> list[Path]:
-    """What a run has written into its folder."""
-    seeds = [f for f in out.glob("seed-*") if (f / "identity.json").is_file()]
-    written = ("result.json", "labels.json", "plan.json", "against.json") if (out / "result.json").is_file() else ()
-    return seeds + [out / name for name in written if (out / name).is_file()]
-
-
-def _move(paths: Sequence[Path], folder: Path) -> None:
-    if paths:
-        folder.mkdir(exist_ok=True)
-    for path in paths:
-        path.rename(folder / path.name)
-
-
-@contextlib.contextmanager
-def _replaced(out: Path) -> Iterator[None]:
-    """Set earlier results aside; drop them after success, put them back after a failure (what is new moves to .unfinished)."""
-    aside, unfinished = out / ".replaced", out / ".unfinished"
-    if aside.exists():
-        raise AlreadyExists(f"{aside} holds results that a killed run set aside.", "", "Move them back, or remove the folder.")
-    _move(_results(out), aside)
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        _move(_results(out), unfinished)
-        if aside.is_dir():
-            _move(list(aside.iterdir()), out)
-            aside.rmdir()
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _kept(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """Record of a finished seed; ``None`` where there is none, or an unfinished one of the same run.
-
-    Raises:
-        AlreadyExists: The folder belongs to another plan, task, protocol, precision or version; says which.
-    """
-    record, wanted = None, json.loads(dumps(identity))
-    for name in ("identity.json", "result.json"):
-        if (folder / name).is_file():
-            record = json.loads((folder / name).read_text(encoding="utf-8"))
-            differing = [key for key in wanted if record["identity"].get(key) != wanted[key]]
-            if differing:
-                raise AlreadyExists(
-                    f"{folder} holds a run with another {' and '.join(differing)}.",
-                    "Seeds are continued, and averaged, only with the same plan, task, protocol, base and versions.",
-                    "Choose another output folder.",
-                )
-    return record if (folder / "result.json").is_file() else None
 
 
 def _one_class(results: Sequence[dict[str, Any]]) -> dict[str, list[int]]:

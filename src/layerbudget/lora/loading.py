@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from ..errors import BadModel, NotFound
+from ..keeping import reading
+from ..loading import foreign
+
+
+class AdapterFile(msgspec.Struct):
+    """What is read of an ``adapter_config.json`` before PEFT reads it."""
+
+    peft_type: str | None = None
+    base_model_name_or_path: str | None = None
 
 
 def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -> Any:
@@ -31,7 +40,6 @@ def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -
         BadModel: It does not fit this model, or a mixture should be merged.
     """
     from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from . import experts  # noqa: F401  (registers the mixture with PEFT)
@@ -43,17 +51,14 @@ def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -
             f"{folder} holds no adapter_config.json.", "An adapter is a folder that save_pretrained wrote.",
             f"Point to {inside[0]}." if inside else "Check the path.",
         )  # fmt: skip
-    kind = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("peft_type")
+    kind = reading.read(folder / "adapter_config.json", "adapter", limit=1 << 26, as_type=AdapterFile).peft_type
     if merge and kind == "LORA_EXPERTS":
         raise BadModel("A mixture of experts cannot be merged.", "Its update depends on the token.", "Keep it as an adapter.")
-    try:
+    with foreign(f"The adapter {folder} does not fit this model", "", "Give the base model that it was trained on."):
         adapted = PeftModel.from_pretrained(model, str(folder))
         saved = load_file(folder / "adapter_model.safetensors")
-    except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadModel(
-            f"The adapter {folder} does not fit this model: {first[:200]}", "", "Give the base model that it was trained on."
-        ) from error
+        with torch.inference_mode():  # options that PEFT does not check fail in the first forward
+            adapted.eval()(input_ids=torch.tensor([[0, 1]], device=next(model.parameters()).device))
     present = get_peft_model_state_dict(adapted)
     lost = [k for k, v in saved.items() if k not in present or not torch.equal(present[k].cpu(), v.to(present[k].dtype))]
     if lost:

@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..errors import CoverageError, InvalidInput
+from ..keeping import reading
 from ..plan import Plan, PlanBlock
 from ..planning import plan_again
-from ..records import Block, Module
+from ..records import Block, Module, dumps, write_text
 from ..scores.moments import Moments, excess_weights, moment_gains, optimizer_moments
 from ..scores.record import Scores
 from . import targets
@@ -207,6 +210,16 @@ def replanned(
     return {m: b.count for b in new.blocks for m in b.modules if m in held}
 
 
+_STATE_FILE = "replan.json"
+
+
+class _Planned(msgspec.Struct):
+    """What a checkpoint keeps of a re-plan."""
+
+    counts: dict[str, reading.Count]
+    gains: dict[str, tuple[float, float]] | None
+
+
 class Replan(TrainerCallback):
     """Callback of the Trainer: re-plan once after a fraction of the steps.
 
@@ -226,6 +239,29 @@ class Replan(TrainerCallback):
         self.trainer: Any = None
         self.gains: dict[str, tuple[float, float]] | None = None
         self.counts: dict[str, int] | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """What belongs to the identity of a run."""
+        return {"replan": self.fraction, "damping": self.damping}
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep with a checkpoint what was planned before it: its tensors have those shapes."""
+        if self.counts is not None:
+            place = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / _STATE_FILE
+            write_text(place, dumps({"schema_version": 1, "counts": self.counts, "gains": self.gains}), overwrite=True)
+
+    def restore(self, model: nn.Module, checkpoint: Path) -> None:
+        """Give a fresh model the shapes that a checkpoint after the re-plan has.
+
+        Raises:
+            CorruptFile: The checkpoint's record of them does not read.
+        """
+        if not (checkpoint / _STATE_FILE).is_file():
+            return
+        found = reading.read(checkpoint / _STATE_FILE, "re-plan", as_type=_Planned)
+        self.counts, self.gains = found.counts, found.gains
+        trained = [p for p in model.parameters() if p.requires_grad]
+        resize(model, torch.optim.AdamW(trained), found.counts)  # the Trainer makes its own optimiser and loads its state
 
     def attach(self, trainer: Any) -> None:
         """Remember the trainer, whose optimiser is resized."""

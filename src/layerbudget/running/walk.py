@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..data.calibration import CalibrationSet
+from ..data.fitting import check_fits
 from ..errors import CoverageError, InvalidInput
 from .replay import Replay
 from .store import Store
@@ -62,6 +63,7 @@ class Walk:
         if batch_size < 1:
             raise InvalidInput(f"batch_size is {batch_size}.", "It must be at least 1.", "Use 8.")
         check_autocast(autocast)
+        check_fits(model, data)
         self.model, self.data, self.batch_size, self.autocast = model, data, batch_size, autocast
         self.replay = Replay(model)
         self.layers = self.replay.layers

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from .. import blocks as model_blocks
+from ..data.fitting import check_fits
 from ..errors import InvalidInput
 from ..provenance import computation, versions
 from ..records import Block
@@ -72,6 +73,7 @@ def score(
     if data is None and chosen.data:
         raise InvalidInput(f"{estimator} needs calibration data.", "", "Give some: layerbudget.calibration(...).")
     model_blocks.check_finite(model)
+    check_fits(model, data)
     data = data if chosen.data else None
     call, told = chosen.call, {} if progress is None or not chosen.reports else {"progress": progress}
     if stage is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CorruptFile, InvalidInput, NotFound
+from ..keeping import reading
 from ..records import Block
 from .record import Scores
 
@@ -48,10 +48,8 @@ def _pick(record: Mapping[str, Any], keys: Sequence[str], what: str, path: Path)
 
 
 def _from_json(path: Path, column: str | None) -> dict[str, float]:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorruptFile(f"{path} does not parse as JSON ({error}).", "", "Repair it.") from error
+    content = reading.read_bytes(path, "scores").removeprefix(b"\xef\xbb\xbf")  # editors put a byte order mark first
+    record = reading.parse(content, str(path), "scores", remedy="Repair it.")
     if isinstance(record, Mapping) and isinstance(record.get("scores"), (Mapping, list)):
         record = record["scores"]
     if isinstance(record, Mapping):

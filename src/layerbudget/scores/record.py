@@ -72,6 +72,8 @@ class Scores(Record):
             raise InvalidInput(
                 f"The record has {len(names)} blocks with {len(set(names))} distinct names.", "", "Name each block once."
             )
+        if sum(b.numel for b in self.blocks) >= reading.WHOLE:
+            raise InvalidInput("The blocks have more than 2^62 parameters.", "", "Check their shapes.")
         if self.orientation not in ("gain", "redundancy"):
             raise InvalidInput(f"orientation is {self.orientation!r}.", "It is 'gain' or 'redundancy'.", "")
         shape = (len(self.damping), len(self.blocks))

@@ -88,6 +88,9 @@ def apply_structured(
     shapes = plan.extra["shapes"]
     plan.validate(describe(model))
     hyper = plan.hyperparameters
+    lacking = [name for name in ("by", "multiple", "context", "bytes_per_parameter") if name not in hyper]
+    if lacking:
+        raise InvalidInput(f"The plan does not say its {lacking[0]}.", "", "Plan with plan_structured.")
     parts = {p.name: p for p in find_parts(model, kinds=(), by=hyper["by"], multiple=hyper["multiple"])}
     wrong = [n for n, s in shapes.items() if n not in parts or parts[n].units != s["units"] or parts[n].by != s["by"]]
     if wrong:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import InfeasibleBudget, InvalidInput
+from ...keeping import reading
 from ...program.increments import allocate_increments
 from ...program.inputs import Vector
 from ...program.rounding import Rounded
@@ -31,7 +32,17 @@ def increments_of(scores: Scores, damping: float | None) -> list[list[float]]:
             f"The scores of {scores.estimator} have one number per block.",
             "Score with --estimator rank-gain --by linear.",
         )
-    return found[scores.index(damping)]
+    try:
+        rows: list[list[list[float]]] = reading.converted(found, list[list[list[float]]])
+        shape = (len(rows), {len(row) for row in rows})
+    except ValueError as error:
+        raise InvalidInput(f"The increments of these scores do not read ({error}).", "", "Score again.") from error
+    if shape != (len(scores.damping), {len(scores.blocks)}):
+        raise InvalidInput(
+            "The increments of these scores are of another shape than the scores.",
+            f"They are {len(scores.damping)} dampings x {len(scores.blocks)} blocks x ranks.", "Score again.",
+        )  # fmt: skip
+    return rows[scores.index(damping)]
 
 
 @rule("ranks", "by-rank-permuted", reads=("damping", "seed"), summary="the same with the blocks' curves shuffled: a control")

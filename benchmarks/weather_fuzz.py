@@ -1,0 +1,409 @@
+"""Mutated files and odd flags through the command line: 0 tracebacks, 0 hangs, 0 partial outputs.
+
+    python benchmarks/weather_fuzz.py [--files 10000] [--flags 5000] [--seed 0] [--out benchmarks/results]
+
+Every case runs one command in this process, with a time limit and a limit on memory. Files are mutated as JSON (a value becomes
+one of another type, range or depth, a key goes) or as bytes (cut, flipped, emptied, replaced). Flags are drawn from the parser of
+each command, with values of every kind. A case fails when an exception leaves the command line, when its time is over, or when a
+command that failed has left an output. ``--only KIND`` runs one kind, ``--case N`` one case again, with what it said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import json
+import os
+import platform
+import random
+import resource
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from weather_small import make_model, make_task, run, say, text
+
+HERE = Path(__file__).resolve().parent
+ODD = [
+    None, True, False, 0, -1, 1, 2, 1.5, -0.5, 1e308, -1e308, 5e-324, 10**40, 2**63, -(2**63), 2**31, "", "x", "nan", "1", "../../etc", "\x00",
+    [], {}, [None], [[]], {"": None}, [1, "a", None], "w" * 5000, "\ud83d\ude00", [0] * 1000, {"a": {"b": {}}},
+]  # fmt: skip
+
+
+def deep(n: int = 3000) -> str:
+    """JSON that nests."""
+    return "[" * n + "]" * n
+
+
+def spots(value, path=()):
+    """Paths to every value of a JSON document."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from spots(inner, (*path, key))
+
+
+def mutate_json(content: bytes, rng: random.Random) -> bytes:
+    """One to three values changed, or keys gone."""
+    record = json.loads(content)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        places = [p for p in spots(record) if p]
+        if not places:
+            break
+        shallow = [p for p in places if len(p) <= 2]
+        path = rng.choice(shallow if rng.random() < 0.5 else places)
+        holder = record
+        for key in path[:-1]:
+            holder = holder[key]
+        kind = rng.random()
+        if kind < 0.2:
+            del holder[path[-1]]
+        elif kind < 0.25:
+            holder[path[-1]] = "@deep@"
+        elif kind < 0.3:
+            holder[path[-1]] = "@nan@"
+        elif kind < 0.4 and isinstance(holder[path[-1]], (int, float)):
+            holder[path[-1]] = holder[path[-1]] * rng.choice((-1, 1000, 10**18, 0.5))
+        elif kind < 0.45 and isinstance(holder, list):
+            holder.append(copy.deepcopy(holder[path[-1]]))
+        else:
+            holder[path[-1]] = copy.deepcopy(rng.choice(ODD))
+    text_ = json.dumps(record)
+    return (
+        text_.replace('"@deep@"', deep())
+        .replace('"@nan@"', rng.choice(("NaN", "Infinity", "1e999")))
+        .encode("utf-8", "surrogatepass")
+    )
+
+
+def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
+    """Cut, flipped, emptied, doubled, replaced."""
+    kind = rng.randrange(9)
+    at = rng.randrange(len(content) + 1)
+    if kind == 0:
+        return content[:at]
+    if kind == 1:
+        return b""
+    if kind == 2:
+        changed = bytearray(content)
+        for _ in range(rng.choice((1, 1, 8, 64))):
+            if changed:
+                changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        return bytes(changed)
+    if kind == 3:
+        return content[:at] + rng.randbytes(rng.choice((1, 16, 256))) + content[at:]
+    if kind == 4:
+        return content + content
+    if kind == 5:
+        return rng.randbytes(rng.choice((1, 100, 5000)))
+    if kind == 6:
+        return b"\xef\xbb\xbf" + content
+    if kind == 7:
+        return content.decode("utf-8", "replace").encode("utf-16")
+    return rng.choice((deep().encode(), b'{"a":' * 3000 + b"1" + b"}" * 3000, b"null", b"[]", b"{}", b"0", b'"x"', b"1" * 5000))
+
+
+def mutate(path: Path, rng: random.Random) -> None:
+    """Change a file."""
+    content = path.read_bytes()
+    if path.suffix == ".json" and rng.random() < 0.75:
+        path.write_bytes(mutate_json(content, rng))
+    elif path.suffix == ".safetensors" and rng.random() < 0.5:
+        size = int.from_bytes(content[:8], "little")
+        header = mutate_json(content[8 : 8 + size], rng) if rng.random() < 0.7 else mutate_bytes(content[8 : 8 + size], rng)
+        path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    else:
+        path.write_bytes(mutate_bytes(content, rng))
+
+
+# What is mutated, and the command that reads it: (weight, file, arguments). O is an output that must not be left half made.
+FILES = {
+    "scores, sparsity": (14, "scores.json", "plan sparsity scores.json -o O"),
+    "scores, other rules": (6, "scores.json", "plan sparsity scores.json --rule R -o O"),
+    "scores, experts": (6, "scores.json", "plan experts scores.json --total 9 -o O"),
+    "scores, ranks": (8, "ranks.json", "plan ranks ranks.json --mean-rank 4 -o O"),
+    "scores, by rank": (8, "ranks.json", "plan ranks ranks.json --mean-rank 4 --rule by-rank -o O"),
+    "scores, joint": (4, "scores.json", "plan joint scores.json --bytes=-1kB -o O"),
+    "scores, sweep": (5, "scores.json", "plan sweep scores.json --budgets 0.3 0.5"),
+    "scores, transfer": (4, "scores.json", "transfer scores.json scores.json"),
+    "scores, import": (4, "own.json", "score model --import own.json -o O"),
+    "scores, import csv": (3, "own.csv", "score model --import own.csv -o O"),
+    "curves": (6, "curves.json", "plan sparsity scores.json --curves curves.json -o O"),
+    "latency": (4, "latency.json", "plan ranks scores.json --mean-rank 2 --latency latency.json -o O"),
+    "config, plan": (10, "model/config.json", "plan sparsity model --rule uniform -o O"),
+    "config, ranks": (5, "model/config.json", "plan ranks model --mean-rank 2 --rule uniform -o O"),
+    "config, model": (6, "model/config.json", "prune model plan.json --method magnitude -o O"),
+    "weights": (6, "model/model.safetensors", "prune model plan.json --method magnitude -o O"),
+    "generation": (2, "model/generation_config.json", "prune model plan.json --method magnitude -o O"),
+    "tokenizer": (5, "model/tokenizer.json", "evaluate model --perplexity text.txt --length 16 --windows 2 -o O"),
+    "tokenizer config": (5, "model/tokenizer_config.json", "evaluate model --perplexity text.txt --length 16 --windows 2 -o O"),
+    "text": (2, "text.txt", "evaluate model --perplexity text.txt --length 16 --windows 2 -o O"),
+    "text, json lines": (3, "text.jsonl", "evaluate model --perplexity text.jsonl --length 16 --windows 2 -o O"),
+    "plan, explain": (10, "plan.json", "plan explain plan.json"),
+    "plan, ranks, explain": (4, "plan_ranks.json", "plan explain plan_ranks.json"),
+    "plan, diff": (6, "plan.json", "plan diff plan.json other.json"),
+    "plan, prune": (8, "plan.json", "prune model plan.json --method magnitude -o O"),
+    "plan, smaller": (4, "smaller.json", "prune model smaller.json --data text.txt --samples 4 --length 8 -o O"),
+    "plan, finetune": (3, "plan_ranks.json", "finetune model plan_ranks.json --task task.jsonl --train-rows 8 --epochs 1 --batch 8 -o O"),
+    "task": (2, "task.jsonl", "finetune model plan_ranks.json --task task.jsonl --train-rows 8 --epochs 1 --batch 8 -o O"),
+    "adapter config": (6, "adapter/adapter_config.json", "evaluate model --adapter adapter --perplexity text.txt --length 16 --windows 2 -o O"),
+    "adapter": (4, "adapter/adapter_model.safetensors", "evaluate model --adapter adapter --perplexity text.txt --length 16 --windows 2 -o O"),
+    "results": (4, "results/*", "report results -o O"),
+    "finetuned": (3, "tuned/*.json", "finetune model plan_ranks.json --task task.jsonl --train-rows 8 --epochs 1 --batch 8 --resume -o tuned"),
+    "stage": (5, "stage/**/*", "score model --data text.txt --samples 4 --length 8 --stage stage -o O"),
+    "prune, resume": (5, "resume/*", "prune model plan.json --data text.txt --samples 4 --length 8 --resume resume -o O"),
+}  # fmt: skip
+RULES = ("uniform", "mdl", "owl", "alphapruning", "permuted", "linear", "nonsense")
+
+
+def prepare(folder: Path) -> None:
+    """Sound files of every kind."""
+    make_model(folder / "model")
+    (folder / "text.txt").write_text(text())
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text(300, k)}) for k in range(1, 6)))
+    make_task(folder / "task.jsonl")
+    os.chdir(folder)
+    data = ["--data", "text.txt", "--samples", "4", "--length", "8"]
+    steps = [
+        ["score", "model", *data, "-o", "scores.json", "--stage", "stage"],
+        ["score", "model", *data, "--estimator", "rank-gain", "-o", "ranks.json"],
+        ["plan", "sparsity", "scores.json", "-o", "plan.json"],
+        ["plan", "sparsity", "scores.json", "--rule", "uniform", "-o", "other.json"],
+        ["plan", "ranks", "scores.json", "--mean-rank", "2", "-o", "plan_ranks.json"],
+        ["plan", "structured", "model", *data, "--save", "10% flops", "--even", "-o", "smaller.json"],
+        ["measure", "model", *data, "--curves", "curves.json", "-o", "measured.json"],
+        ["finetune", "model", "plan_ranks.json", "--task", "task.jsonl", "--train-rows", "8", "--epochs", "1", "--batch", "8", "-o", "tuned"],
+        ["evaluate", "model", "--perplexity", "text.txt", "--length", "16", "--windows", "2", "-o", "result.json"],
+    ]  # fmt: skip
+    for step in steps:
+        done = run([*step, "--quiet"], 300)
+        if done.code != 0:
+            raise SystemExit(f"{' '.join(step)} ended with {done.code}: {done.trouble} {done.said}")
+    scores = json.loads((folder / "scores.json").read_text())
+    names = [b["name"] for b in scores["blocks"]]
+    (folder / "own.json").write_text(json.dumps({n: 1.0 + i for i, n in enumerate(names)}))
+    (folder / "own.csv").write_text("name,score\n" + "".join(f"{n},{1.0 + i}\n" for i, n in enumerate(names)))
+    (folder / "latency.json").write_text(json.dumps({n: 1e-5 for n in names}))
+    shutil.copytree(folder / "tuned" / "seed-0" / "adapter", folder / "adapter")
+    (folder / "results").mkdir()
+    for name in ("scores.json", "plan.json", "result.json"):
+        shutil.copy(folder / name, folder / "results" / name)
+    _half_pruned(folder, data)
+
+
+def _half_pruned(folder: Path, data: list[str]) -> None:
+    """Parts of a pruning run that could not be saved."""
+    from layerbudget.pruning import save
+
+    def refuse(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    held, save.save_pruned = save.save_pruned, refuse
+    run(["prune", "model", "plan.json", *data, "--resume", "resume", "-o", "nothing", "--quiet"], 300)
+    save.save_pruned = held
+    if not list((folder / "resume").glob("block-*")):
+        raise SystemExit("no parts of a pruning run were kept")
+
+
+def refill(sound: Path, work: Path, names: set[str]) -> None:
+    """Copies of sound files, and nothing else."""
+    for old in work.iterdir():
+        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+    for source in (sound / name for name in names):
+        shutil.copytree(source, work / source.name) if source.is_dir() else shutil.copy(source, work / source.name)
+
+
+def one_file(kind: str, number: int, sound: Path, work: Path):
+    """Mutate a copy of one file, run the command that reads it; ``(outcome, what was changed)``."""
+    rng = random.Random(f"{kind}/{number}")
+    _, pattern, command = FILES[kind]
+    roots = {part.split("/")[0] for part in [pattern, *command.split()]} & {p.name for p in sound.iterdir()}
+    refill(sound, work, roots)
+    os.chdir(work)
+    files = sorted(f for f in work.glob(pattern) if f.is_file())
+    chosen = rng.choice(files)
+    mutate(chosen, rng)
+    words = [rng.choice(RULES) if w == "R" else w for w in command.split()]
+    before = {p.name for p in work.iterdir()}
+    outcome = run([*words, "--quiet"])
+    _check_left(outcome, work, before)
+    return outcome, f"{chosen.relative_to(work)}; {' '.join(words)}"
+
+
+def _check_left(outcome, work: Path, before: set[str]) -> None:
+    """A command that failed leaves no output, one that did not leaves nothing temporary."""
+    left = {p.name for p in work.iterdir()} - before
+    strays = [n for n in left if n.endswith(".layerbudget")]
+    if outcome.trouble is None and (strays or (outcome.code == 2 and "O" in left and not (work / "O").is_dir())):
+        outcome.trouble = f"left behind: {sorted(left)}"
+
+
+VALUES = {
+    int: ["-1", "0", "1", "2", "3", "4", "1.5", "nan", "", "x", "99999999999999999999", "9223372036854775808", "1000000000"],
+    float: ["-1", "0", "0.5", "0.3", "1", "1.5", "nan", "inf", "-inf", "1e308", "1e-320", "", "x", "2"],
+    str: ["", "x", "model", "scores.json", "plan.json", "missing.json", "pipe", "folder", "text.txt", "stdlib", "meta", "nan", "-1", "0.5",
+          "10%", "64M params", "1e999 params", "-5 params", "w=1", "=", "a=[1", "(", "\u00e9", "a\x00b", "/dev/null", "../x", "float32", "int8", "cpu",
+          "layer", "linear", "2:4", "n:8", "9:4", "0:0", "x:y"],
+}  # fmt: skip
+SMALL = {"--samples": ["1", "2", "4", "0", "-1", "x", "99999999999999999999"], "--length": ["2", "8", "64", "65", "100000", "0", "-1", "1"],
+         "--data": ["text.txt", "text.jsonl", "missing.txt", "stdlib:x", "folder", "", "pipe", "scores.json"]}  # fmt: skip
+LEAST = {"--samples": "2", "--length": "8", "--data": "text.txt"}
+VERBS = [
+    ("score",), ("measure",), ("plan", "sparsity"), ("plan", "experts"), ("plan", "ranks"), ("plan", "joint"), ("plan", "structured"),
+    ("plan", "diff"), ("plan", "explain"), ("plan", "sweep"), ("transfer",), ("prune",), ("finetune",), ("evaluate",), ("report",),
+]  # fmt: skip
+POSITIONAL = {"model": ["model"] * 6 + ["missing", "folder", "scores.json", "", "no/such", "pipe"],
+              "plan": ["plan.json"] * 5 + ["plan_ranks.json", "smaller.json", "scores.json", "missing.json", "pipe", "folder"],
+              "scores": ["scores.json"] * 5 + ["ranks.json", "model", "plan.json", "missing.json", "pipe", ""],
+              "folder": ["results"] * 3 + ["missing", "folder", "pipe", "scores.json"]}  # fmt: skip
+for _same, _as in (("first", "plan"), ("second", "plan"), ("source", "scores"), ("target", "scores")):
+    POSITIONAL[_same] = POSITIONAL[_as]
+
+
+def actions(verb: tuple[str, ...]) -> list[argparse.Action]:
+    """Flags of a command."""
+    from layerbudget.cli import build_parser
+
+    parser = build_parser(verb[0])
+    for word in verb:
+        parser = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[word]
+    return [a for a in parser._actions if not isinstance(a, argparse._HelpAction) and a.help != argparse.SUPPRESS]
+
+
+def value(action: argparse.Action, flag: str, rng: random.Random) -> str:
+    """Some value for a flag."""
+    if flag in SMALL and rng.random() < 0.95:
+        return rng.choice(SMALL[flag])
+    if action.choices and rng.random() < 0.8:
+        return str(rng.choice(list(action.choices)))
+    if flag in ("-o", "--out"):
+        return rng.choice(
+            ["O", "O", "O", "O/deeper", "folder", "pipe", ".", "link", "/dev/null", "scores.json", "", "/proc/x", "n" * 300]
+        )
+    if flag == "--task":
+        return rng.choice(["task.jsonl", "task.jsonl", "cola", "missing.jsonl", "text.txt", "pipe", "folder"])
+    return rng.choice(VALUES[action.type if action.type in (int, float) else str])
+
+
+def one_flags(number: int, sound: Path, work: Path):
+    """Draw a command with its flags, run it."""
+    rng = random.Random(f"flags/{number}")
+    refill(sound, work, {p.name for p in sound.iterdir()} - {"stage", "resume", "tuned"})
+    (work / "folder").mkdir()
+    (work / "elsewhere").mkdir()
+    os.symlink(work / "elsewhere", work / "link")
+    os.mkfifo(work / "pipe")
+    os.chdir(work)
+    verb = rng.choice(VERBS)
+    words: list[str] = list(verb)
+    for action in actions(verb):
+        if not action.option_strings:
+            words.append(rng.choice(POSITIONAL[action.dest]))
+            continue
+        flag = max(action.option_strings, key=len)
+        needed = action.required or flag in LEAST
+        if flag in LEAST and rng.random() < 0.8:
+            words += [flag, LEAST[flag]]
+        elif needed or rng.random() < 0.12:
+            words.append(flag)
+            if action.nargs != 0:
+                words += [value(action, flag, rng) for _ in range(rng.choice((1, 2)) if action.nargs == "+" else 1)]
+    if verb == ("finetune",) and "--train-rows" not in words:
+        words += ["--train-rows", "8"]
+    if not {"-o", "--out"} & set(words) and verb[0] in ("score", "measure"):
+        words += ["-o", "O"]
+    before = {p.name for p in work.iterdir()}
+    outcome = run([*words, "--quiet"])
+    _check_left(outcome, work, before)
+    return outcome, " ".join(w if w else "''" for w in words)
+
+
+def main() -> None:
+    """Run the cases and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--files", type=int, default=10_000)
+    parser.add_argument("--flags", type=int, default=5_000)
+    parser.add_argument("--seed", type=int, default=0, help="the first case")
+    parser.add_argument("--only", help="one kind of file, or flags")
+    parser.add_argument("--case", type=int, help="one case of --only, with what it said")
+    parser.add_argument("--memory", type=float, default=6.0, help="GiB of address space")
+    parser.add_argument("--out", type=Path)
+    a = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_AS, (int(a.memory * 2**30), int(a.memory * 2**30)))
+    out = a.out.resolve() if a.out else None
+    with tempfile.TemporaryDirectory() as base:
+        sound, work = Path(base) / "sound", Path(base) / "work"
+        sound.mkdir()
+        work.mkdir()
+        prepare(sound)
+        if a.case is not None:
+            outcome, what = one_flags(a.case, sound, work) if a.only == "flags" else one_file(a.only, a.case, sound, work)
+            say(f"{what}\n{outcome.code} {outcome.trouble} {outcome.seconds:.2f} s\n{outcome.said}")
+            return
+        record = fuzz(a, sound, work)
+        os.chdir("/")
+    if out is not None:
+        (out / "weather_fuzz.json").write_text(json.dumps(record, indent=1) + "\n")
+        (out / "weather_fuzz.md").write_text(table(record))
+    say(table(record))
+
+
+def fuzz(a: argparse.Namespace, sound: Path, work: Path) -> dict:
+    """All cases: counts by kind, and every trouble."""
+    total, jobs = sum(w for w, _, _ in FILES.values()), []
+    for kind, (weight, _, _) in FILES.items():
+        jobs += [(kind, a.seed + i) for i in range(-(-a.files * weight // total))]
+    jobs = jobs[: a.files] if a.files else []
+    jobs += [("flags", a.seed + i) for i in range(a.flags)]
+    jobs = [j for j in jobs if a.only in (None, j[0])]
+    random.Random(0).shuffle(jobs)
+    counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    troubles, slowest, began = [], [], time.perf_counter()
+    for done, (kind, number) in enumerate(jobs, 1):
+        outcome, what = one_flags(number, sound, work) if kind == "flags" else one_file(kind, number, sound, work)
+        row = counts[kind]
+        row["cases"] += 1
+        row["accepted" if outcome.code == 0 else "refused"] += outcome.trouble is None
+        if outcome.trouble is not None:
+            sort = (
+                "hangs"
+                if outcome.trouble == "hang"
+                else "partial outputs"
+                if "left behind" in outcome.trouble
+                else "tracebacks"
+            )
+            row[sort] += 1
+            troubles.append({"kind": kind, "case": number, "what": what, "trouble": outcome.trouble})
+            say(f"{kind} {number}: {outcome.trouble}   [{what[:200]}]")
+        slowest = sorted([*slowest, (round(outcome.seconds, 2), kind, number)], reverse=True)[:5]
+        if done % 500 == 0:
+            say(f"{done} of {len(jobs)}, {len(troubles)} in trouble, {time.perf_counter() - began:.0f} s")
+    return {
+        "cases": len(jobs), "first_case": a.seed, "kinds": {k: dict(v) for k, v in sorted(counts.items())}, "troubles": troubles,
+        "slowest_seconds": slowest, "seconds": time.perf_counter() - began,
+        "python": platform.python_version(), "limit_seconds": 30, "limit_gib": a.memory,
+    }  # fmt: skip
+
+
+def table(record: dict) -> str:
+    """The counts as Markdown."""
+    names = ("cases", "accepted", "refused", "tracebacks", "hangs", "partial outputs")
+    total = collections.Counter()
+    lines = ["| what is mutated | " + " | ".join(names) + " |", "|---" + "|---:" * len(names) + "|"]
+    for kind, row in record["kinds"].items():
+        total.update(row)
+        lines.append(f"| {kind} | " + " | ".join(str(row.get(n, 0)) for n in names) + " |")
+    lines.append("| **all** | " + " | ".join(str(total.get(n, 0)) for n in names) + " |")
+    slow = ", ".join(f"{s:.1f} s ({kind} {number})" for s, kind, number in record["slowest_seconds"])
+    return (
+        "# Rough weather: mutated files and odd flags\n\n" + "\n".join(lines)
+        + f"\n\n`python benchmarks/weather_fuzz.py`: {record['cases']} commands in one process, {record['seconds']:.0f} s, at most "
+        f"{record['limit_seconds']} s and {record['limit_gib']:g} GiB each; the slowest took {slow}. *Accepted* means that the change "
+        "did no harm (a note, a number of the right kind), *refused* one sentence and exit code 2 (1 from a doctor).\n"
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

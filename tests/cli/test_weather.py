@@ -1,0 +1,74 @@
+"""Broken files and odd flags on the command line: one sentence and exit code 2, nothing left behind."""
+
+import json
+
+import pytest
+from tests import zoo
+
+from layerbudget.cli import main
+from layerbudget.loading import load_model
+
+CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def refused(capsys, *arguments):
+    """What a refused command says."""
+    assert main([str(a) for a in arguments]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_local_experts": "x"}, {"head_dim": 1.5}, {"hidden_size": 10**40}, {"num_hidden_layers": 2**63}, {"architectures": 3},
+     {"num_key_value_heads": []}, {"hidden_size": 2**31, "intermediate_size": 2**31}],
+)  # fmt: skip
+def test_a_configuration_with_odd_sizes(tmp_path, capsys, change):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
+    assert "layerbudget:" in refused(capsys, "plan", "sparsity", tmp_path, "--rule", "uniform", "-o", tmp_path / "o")
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_model_of_endless_layers_is_refused_at_once(folder, capsys):
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2**60}))
+    assert "layers" in refused(capsys, "evaluate", folder / "model", "--perplexity", folder / "text.txt")
+
+
+@pytest.mark.parametrize(
+    "file, text",
+    [("tokenizer.json", '{"version": "1.0"}'), ("tokenizer.json", "[1"), ("config.json", "[" * 3000),
+     ("tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": {}}))],
+)  # fmt: skip
+def test_a_broken_model_folder(folder, capsys, file, text):
+    (folder / "model" / file).write_text(text)
+    assert "layerbudget:" in refused(capsys, "evaluate", folder / "model", "--perplexity", folder / "text.txt", "--length", 16)
+
+
+@pytest.mark.parametrize(
+    "flags, word",
+    [(["--seed", "-1"], "seed"), (["--device", "meta"], "meta"), (["--length", "100"], "positions"),
+     (["--samples", str(10**30)], "samples")],
+)  # fmt: skip
+def test_odd_flags(folder, capsys, flags, word):
+    given = {"--data": folder / "text.txt", "--samples": 2, "--length": 8, flags[0]: flags[1]}
+    words = [w for pair in given.items() for w in pair]
+    assert word in refused(capsys, "score", folder / "model", *words, "-o", folder / "o")
+    assert not (folder / "o").exists()
+
+
+@pytest.mark.parametrize("budget", ["nan", "inf"])
+def test_budgets_are_finite(tmp_path, capsys, budget):
+    zoo.scores([1.0, 2.0], [10, 20]).save(tmp_path / "scores.json")
+    assert "finite" in refused(capsys, "plan", "sweep", tmp_path / "scores.json", "--budgets", budget)
+
+
+@pytest.mark.parametrize("field", ["budget", "certificate"])
+@pytest.mark.parametrize("content", [{}, {"unit": 3}, {"message": "x"}, None, []])
+def test_a_plan_without_its_budget_or_half_a_certificate(folder, capsys, field, content):
+    zoo.plan(load_model(str(folder / "model"))).save(folder / "plan.json")
+    record = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**record, field: content}))
+    if field == "certificate" and content == {}:
+        assert main(["plan", "explain", str(folder / "plan.json")]) == 0
+    else:
+        assert "layerbudget:" in refused(capsys, "plan", "explain", folder / "plan.json")
