@@ -15,6 +15,7 @@ from ..program.inputs import Vector, choice
 from ..program.transfer import spearman
 from ..records import Result
 from ..scores.record import Scores
+from .codelength import codelengths
 from .rules.by_rank import increments_of
 from .serving import serving_hint
 
@@ -130,8 +131,18 @@ def diff_plans(first: Plan, second: Plan) -> PlanDifference:
     )  # fmt: skip
 
 
-def explain_plan(plan: Plan) -> Explanation:
-    """Say in sentences what a plan does and what it rests on."""
+def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None = None) -> Explanation:
+    """Say in sentences what a plan does and what it rests on.
+
+    Args:
+        plan: The plan.
+        scores: The scores that it was made from: their gains are then said in bits, ``n zeta^2 / (2 ln 2)`` (paper, section 3).
+        tokens: n, the predicted tokens that the mean loss is over; by default those of the scores' calibration set.
+
+    Raises:
+        ModelMismatch: Scores of other blocks, or other scores than the plan's.
+        InvalidInput: Scores that are no gains in nats.
+    """
     order = np.argsort(plan.values, kind="stable")
     name, value = plan.names, plan.values
     word = KINDS.find(plan.kind).decides
@@ -166,6 +177,7 @@ def explain_plan(plan: Plan) -> Explanation:
     else:
         sentences.append("This rule solves no program, so there is no certificate.")
     sentences += _on_integers(plan) + _on_spread(plan) + _on_serving(plan) + _on_formats(plan)
+    sentences += [] if scores is None else codelengths(plan, scores, tokens).sentences
     return Explanation(
         kind=plan.kind, rule=plan.rule, budget=dict(plan.budget), certificate=dict(c), sentences=sentences,
         most=[name[i] for i in order[::-1][:5]], least=[name[i] for i in order[:5]],
