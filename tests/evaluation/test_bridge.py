@@ -32,13 +32,12 @@ def files(tmp_path_factory):
         (d / name).parent.mkdir(exist_ok=True)
         (d / name).write_text("\n".join(json.dumps(r) for r in rows) + "\n")
 
-    with (d / "rte.tsv").open("w") as f:
-        csv.writer(f, delimiter="\t", quoting=csv.QUOTE_NONE, escapechar="\\").writerows(
-            [["index", "sentence1", "sentence2", "label"], *([i, f"Dogs {i} bark.", f"A dog {i} is loud.", label] for i, label in
-             enumerate(["entailment", "not_entailment", "entailment"] * 3))]
-        )  # fmt: skip
+    labels = ["entailment", "not_entailment", "entailment"] * 3
+    table = [["index", "sentence1", "sentence2", "label"]]
+    table += [[str(i), f"Dogs {i} bark.", f"A dog {i} is loud.", label] for i, label in enumerate(labels)]
     (d / "rte").mkdir()
-    (d / "rte.tsv").rename(d / "rte/dev.tsv")
+    with (d / "rte/dev.tsv").open("w") as f:
+        csv.writer(f, delimiter="\t", quoting=csv.QUOTE_NONE, escapechar="\\").writerows(table)
     lines(
         "boolq/val.jsonl",
         [{"question": f"is {i} odd", "passage": f"The number {i}.", "label": str(i % 2 == 1).lower()} for i in range(9)],
@@ -49,7 +48,8 @@ def files(tmp_path_factory):
     lines("openbookqa/test.jsonl", [{"id": str(i), "answerKey": "ABCD"[i % 4], "question": {
         "stem": f"Item {i} is", "choices": options("hot", "cold", "wet", "dry")}} for i in range(8)])  # fmt: skip
     lines("hellaswag/hellaswag_val.jsonl", [{"ind": i, "activity_label": "Baking", "ctx_a": "A man bakes.", "ctx_b": "he",
-        "ctx": "A man bakes. he", "endings": ["sings.", "eats [title] bread.", "runs.", "waits."], "source_id": "x", "split": "val",
+        "ctx": "A man bakes. he", "endings": ["sings.", "eats [title] bread.", "runs.", "waits."],
+        "source_id": "x", "split": "val",
         "split_type": "indomain", "label": i % 4} for i in range(8)])  # fmt: skip
     lines("winogrande/dev.jsonl", [{"qID": str(i), "sentence": f"Ann saw Bea because _ waved {i} times.", "option1": "Ann",
         "option2": "Bea", "answer": str(1 + i % 2)} for i in range(8)])  # fmt: skip
@@ -106,11 +106,14 @@ def test_requests_by_hand(built):
     assert first["winogrande"] == ("Ann saw Bea because Ann", " waved 0 times.")
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_harness_command_line(files, stock, saved_model, tmp_path):
     folder = saved_model("llama")
     chosen = ("boolq", "arc_easy", "hellaswag", "winogrande")
-    words = ["--model", "hf", "--model_args", f"pretrained={folder},dtype=float32", "--include_path", str(stock), "--device", "cpu",
-             "--tasks", ",".join(f"stock_{t}" for t in chosen), "--batch_size", "4", "--output_path", str(tmp_path / "o")]  # fmt: skip
+    words = ["--model", "hf", "--model_args", f"pretrained={folder},dtype=float32", "--include_path", str(stock),
+             "--device", "cpu",
+             "--tasks", ",".join(f"stock_{t}" for t in chosen), "--batch_size", "4",
+             "--output_path", str(tmp_path / "o")]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "lm_eval", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads(next((tmp_path / "o").rglob("results*.json")).read_text())["results"]
