@@ -45,14 +45,16 @@ SPARSITY = {
     "--smoothing": ([], ["--smoothing", 0.5]), "--penalty": ([], ["--penalty", "exponential"]),
     "--curves": ([], ["--curves", "curves.json"]), "--seed": (["--seed", 1], ["--seed", 2]), "--width": ([], ["--width", 0.04]),
     "--parity": (["--max-sparsity", 0.505], ["--max-sparsity", 0.505, "--parity"]), "--exclude": ([], ["--exclude", "q_proj"]),
-    "--fix": ([], ["--fix", "k_proj=0.3"]), "--set": ([], ["--set", "own=1"]),
+    "--fix": ([], ["--fix", "k_proj=0.3"]), "--set": ([], ["--set", "own=1"]), "--bits": ([], ["--bits", 4]),
+    "--eta": ([], ["--eta", 5]), "--units": ([], ["--units", "literal"]), "--spend": ([], ["--spend", "at_least"]),
 }  # fmt: skip
 CAPACITY = {
     "--exponent": ([], ["--exponent", 3]), "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]),
     "--damping": ([], ["--damping", 1.0]), "--smoothing": ([], ["--smoothing", 3]),
     "--utility": ([], ["--utility", "saturating"]), "--spend": ([], ["--spend", "at_most"]),
     "--method": ([], ["--method", "floor"]), "--seed": (["--seed", 1], ["--seed", 2]), "--fix": ([], ["--fix", "k_proj=2"]),
-    "--set": ([], ["--set", "own=1"]),
+    "--set": ([], ["--set", "own=1"]), "--alpha": ([], ["--alpha", 2]), "--gamma": ([], ["--gamma", 3]),
+    "--units": ([], ["--units", "literal"]),
 }  # fmt: skip
 EXPERTS = {
     "--total": (["--total", 61], ["--total", 71]), "--flops-fraction": (["--total", 61], ["--flops-fraction", 2.0]),
@@ -78,7 +80,11 @@ JOINT = {
     "--max-sparsity": ([], ["--max-sparsity", 0.5]), "--gamma": ([], ["--gamma", 5]), "--eta": ([], ["--eta", 20]),
     "--spend": (["--bytes", "20KiB"], ["--bytes", "20KiB", "--spend", "at_most"]), "--exponent": ([], ["--exponent", 3]),
     "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]), "--damping": ([], ["--damping", 1.0]),
-    "--smoothing": ([], ["--smoothing", 0.5]),
+    "--smoothing": ([], ["--smoothing", 0.5]), "--alpha": ([], ["--alpha", 3]), "--utility": ([], ["--utility", "power"]),
+    "--penalty": ([], ["--penalty", "exponential"]), "--prune-exponent": ([], ["--prune-exponent", 2]),
+    "--min-sparsity": ([], ["--min-sparsity", 0.3]), "--min-capacity": ([], ["--min-capacity", 4]),
+    "--max-capacity": ([], ["--max-capacity", 2]), "--bytes-per-parameter": ([], ["--bytes-per-parameter", 4]),
+    "--curves": ([], ["--curves", "curves.json"]),
 }  # fmt: skip
 SWEEP = {
     "--budgets": (["--budgets", 0.3], ["--budgets", 0.4]), "--exponents": ([], ["--exponents", 2]),
@@ -90,7 +96,8 @@ TRANSFER = {
     "--sparsity": ([], ["--sparsity", 0.3]), "--max-sparsity": ([], ["--max-sparsity", 0.55]),
     "--budget": ([], ["--budget", "80 experts"]), "--exponent": ([], ["--exponent", 2]),
     "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]), "--damping": ([], ["--damping", 1.0]),
-    "--smoothing": ([], ["--smoothing", 0.5]),
+    "--smoothing": ([], ["--smoothing", 0.5]), "--utility": ([], ["--utility", "power"]),
+    "--penalty": ([], ["--penalty", "exponential"]),
 }  # fmt: skip
 TIGHT = {
     "--max-sparsity": 0.2,

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import InvalidInput
 from ..kinds import KINDS
 from ..plan import Plan
+from ..program.utilities import PENALTIES, UTILITIES
 from ..records import to_jsonable
 from .files import need_scores, say, show_table
 
@@ -20,6 +21,8 @@ def register(verbs: Any) -> None:
     p.set_defaults(handler=run_diff)
     p = verbs.add_parser("explain", help="say what a plan does and what it rests on")
     p.add_argument("plan", metavar="PLAN")
+    p.add_argument("--scores", metavar="SCORES", help="the scores that it was made from: says their gains in bits")
+    p.add_argument("--tokens", type=int, help="predicted tokens n of n zeta^2 / (2 ln 2) (default: the calibration set's)")
     p.set_defaults(handler=run_explain)
     p = verbs.add_parser("sweep", help="a grid of budgets and exponents in one call")
     p.add_argument("scores", metavar="SCORES", help="scores.json")
@@ -46,6 +49,8 @@ def register_transfer(subparsers: Any) -> None:
     p.add_argument("--exponent-on", choices=("density", "block"), default="density")
     p.add_argument("--damping", type=float, default=None)
     p.add_argument("--smoothing", type=float, default=0.0)
+    p.add_argument("--utility", choices=tuple(UTILITIES), help="utility of the experts program (default: log)")
+    p.add_argument("--penalty", choices=tuple(PENALTIES), help="penalty of the sparsity program (default: quadratic)")
     p.set_defaults(handler=run_transfer)
 
 
@@ -65,10 +70,15 @@ def run_diff(a: argparse.Namespace) -> dict[str, Any]:
 def run_explain(a: argparse.Namespace) -> dict[str, Any]:
     """``plan explain``."""
     from ..planning import explain_plan
+    from ..planning.codelength import codelengths
 
-    result = explain_plan(Plan.load(a.plan))
+    if a.tokens is not None and a.scores is None:
+        raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")
+    plan, scores = Plan.load(a.plan), None if a.scores is None else need_scores(a.scores)
+    result = explain_plan(plan, scores, tokens=a.tokens)
     say(a, result["sentences"])
-    return to_jsonable(result)
+    bits = {} if scores is None else {"bits": codelengths(plan, scores, a.tokens)}
+    return to_jsonable({**result, **bits})
 
 
 def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
@@ -94,6 +104,7 @@ def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
     found = transfer_scores(
         need_scores(a.source), need_scores(a.target), program=a.program, sparsity=a.sparsity, max_sparsity=a.max_sparsity,
         budget=a.budget, exponent=a.exponent, exponent_on=a.exponent_on, damping=a.damping, smoothing=a.smoothing,
+        utility=a.utility, penalty=a.penalty,
     )  # fmt: skip
     result = {"program": a.program, **found.to_dict()}
     show_table(a, "transfer", ("quantity", "value"), [(k, v) for k, v in result.items() if k != "program"])

@@ -11,7 +11,7 @@ from .files import say, show_table
 from .shared import named_values, progress_bar, refuse
 
 # What a budget flag plans, and whether that is trained (on a task) or applied (and measured on text).
-_KINDS = {"sparsity": "sparsity", "ranks": "ranks", "experts": "experts", "bits": "bits"}
+_KINDS = {"sparsity": "sparsity", "ranks": "ranks", "experts": "experts"}
 _TEXT = ("data", "evaluate", "windows", "length", "method", "dtype", "device")
 _TASK = ("task", "data_dir", "train_rows", "test_rows", "epochs", "lr", "split")
 
@@ -26,7 +26,6 @@ def register(subparsers: Any) -> None:
     budget.add_argument("--sparsity", type=float, nargs="+", help="global sparsities")
     budget.add_argument("--ranks", type=float, nargs="+", help="mean ranks of LoRA adapters, trained on --task")
     budget.add_argument("--experts", type=int, nargs="+", help="totals of LoRA experts, trained on --task")
-    budget.add_argument("--bits", type=float, nargs="+", help="mean bits per weight")
     p.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the calibration draw or the training (default 0)")
     p.add_argument("--by", default="layer", help="layer, linear, or a regular expression (default %(default)s)")
     p.add_argument("--samples", type=int, default=64, help="calibration sequences, or training rows scored (default 64)")

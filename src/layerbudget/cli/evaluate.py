@@ -24,14 +24,15 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--four-bit", action="store_true", help="hold the model's matrices in 4 bits (NF4, needs bitsandbytes)")
     add_place_options(parser)
+    parser.add_argument(
+        "--against", metavar="B", help="paired tests against another model, or against a result that --out wrote (.json)"
+    )
     parser.add_argument("-o", "--out", help="also write the result to this JSON file")
     parser.set_defaults(handler=handler)
 
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Evaluate and show what was measured, with its parameters."""
-    from ..evaluation.perplexity import evaluation_set, perplexity
-    from ..loading import load_tokenizer
+    """Evaluate, show what was measured, with its parameters, and compare where asked."""
     from ..records import check_output, dumps, write_text
 
     if arguments.out:
@@ -39,37 +40,86 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     sources = arguments.perplexity or ([] if arguments.tasks else ["stdlib"])
     refuse(arguments, () if arguments.tasks else ("data_dir", "limit"), "perplexity alone")
     refuse(arguments, () if sources else ("length", "windows"), "tasks alone")
-    tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
+    if arguments.against and arguments.against.endswith(".json"):
+        other = _read(arguments.against)  # before the work
+    result = _measured(arguments, arguments.model, arguments.adapter, sources)
+    if arguments.against:
+        from ..evaluation.paired import compare_results
+
+        if not arguments.against.endswith(".json"):
+            other = _measured(arguments, arguments.against, None, sources)
+        names = (str(arguments.model), str(arguments.against))
+        result["against"] = {"model": other["model"], **compare_results(result, other, names)}
+        for text in result["against"]["sentences"]:
+            arguments.console.print(text)
+    if arguments.out:
+        write_text(arguments.out, dumps(result), overwrite=arguments.overwrite)
+    return result
+
+
+def _read(path: str) -> dict[str, Any]:
+    """A result that ``evaluate --out`` wrote.
+
+    Raises:
+        NotFound, CorruptFile: No such file, or another one.
+    """
+    from pathlib import Path
+
+    from ..errors import CorruptFile
+    from .files import read_any
+
+    record = read_any(Path(path))
+    if not isinstance(record, dict) or not {"model", "tasks", "perplexity"} <= set(record):
+        raise CorruptFile(f"{path} is no evaluation.", "It needs tasks and perplexity.", "Make one: evaluate --out FILE.json.")
+    return record
+
+
+def _measured(arguments: argparse.Namespace, name: str, adapter: str | None, sources: list[str]) -> dict[str, Any]:
+    """Evaluate one model."""
+    from ..evaluation.perplexity import evaluation_set, perplexity
+    from ..loading import load_tokenizer
+
+    named = argparse.Namespace(**{**vars(arguments), "model": name})
+    tokenizer = load_tokenizer(name, revision=arguments.revision)
     sets = {s: evaluation_set(s, tokenizer, length=arguments.length or 256, windows=arguments.windows) for s in sources}
-    model = load_named(arguments, four_bit=arguments.four_bit)
-    if arguments.adapter:
+    model = load_named(named, four_bit=arguments.four_bit)
+    if adapter:
         from ..lora.loading import load_adapter
 
-        model = load_adapter(model, arguments.adapter)
-    result: dict[str, Any] = {"model": arguments.model, "adapter": arguments.adapter, "perplexity": {}, "tasks": {}}
+        model = load_adapter(model, adapter)
+    result: dict[str, Any] = {"model": name, "adapter": adapter, "perplexity": {}, "tasks": {}}
     for source, data in sets.items():
         with progress_bar(arguments, f"perplexity on {source}") as progress:
             found = perplexity(model, data, batch_size=arguments.batch_size, progress=progress)
-        result["perplexity"][source] = found.to_dict()
+        result["perplexity"][source] = {**found.to_dict(), "nll": list(found.nll)}
         arguments.console.print(
             f"perplexity on {source}: {found.value:.3f} +- {found.standard_error:.3f} "
             f"({found.tokens} tokens, {found.windows} windows of {found.length})"
         )
     if arguments.tasks:
-        from ..evaluation.harness import evaluate_tasks
-
-        names = [t.strip() for t in arguments.tasks.split(",") if t.strip()]
-        with progress_bar(arguments, "tasks") as progress:
-            result["tasks"] = evaluate_tasks(
-                model, tokenizer, names, data_dir=arguments.data_dir, limit=arguments.limit,
-                batch_size=arguments.batch_size, progress=progress,
-            )  # fmt: skip
-        for name, row in result["tasks"].items():
-            arguments.console.print(f"{name}: accuracy {row['acc']:.4f} +- {row['stderr']:.4f} ({row['samples']} examples)")
-            if row["one_class"] is not None:
-                arguments.console.print(
-                    f"{name}: option {row['one_class'] + 1} was chosen for every question; the accuracy is that option's share."
-                )
-    if arguments.out:
-        write_text(arguments.out, dumps(result), overwrite=arguments.overwrite)
+        result |= _tasks(arguments, model, tokenizer)
     return result
+
+
+def _tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Accuracy of every task, and their mean."""
+    from ..evaluation.harness import evaluate_tasks
+    from ..evaluation.paired import mean_accuracy
+
+    names = [t.strip() for t in arguments.tasks.split(",") if t.strip()]
+    with progress_bar(arguments, "tasks") as progress:
+        found = evaluate_tasks(
+            model, tokenizer, names, data_dir=arguments.data_dir, limit=arguments.limit,
+            batch_size=arguments.batch_size, progress=progress,
+        )  # fmt: skip
+    for name, row in found.items():
+        arguments.console.print(f"{name}: accuracy {row['acc']:.4f} +- {row['stderr']:.4f} ({row['samples']} examples)")
+        if row["one_class"] is not None:
+            arguments.console.print(
+                f"{name}: option {row['one_class'] + 1} was chosen for every question; the accuracy is that option's share."
+            )
+    if len(found) < 2:
+        return {"tasks": found}
+    mean = mean_accuracy(found)
+    arguments.console.print(f"mean of {len(found)} tasks: {mean['acc']:.4f} +- {mean['stderr']:.4f}")
+    return {"tasks": found, "mean": mean}

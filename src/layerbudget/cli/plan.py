@@ -124,8 +124,17 @@ def _register_joint(verbs: Any) -> None:
     p.add_argument("--capacity", choices=("ranks", "experts"), default="ranks")
     p.add_argument("--expert-rank", type=int, help="rank of one expert, for --capacity experts (default: 8)")
     p.add_argument("--max-sparsity", type=float, default=0.7)
+    p.add_argument("--min-sparsity", type=float, default=0.0)
+    p.add_argument("--min-capacity", type=float, default=0, help="ranks or experts that every block gets")
+    p.add_argument("--max-capacity", type=float, help="cap per block")
+    p.add_argument("--bytes-per-parameter", type=float, default=2.0, help="2 for bf16 (default)")
+    p.add_argument("--alpha", type=float, default=0.5, help="price of capacity")
     p.add_argument("--gamma", type=float, default=0.9, help="weight of adapting")
     p.add_argument("--eta", type=float, default=2.0, help="weight of damage")
+    p.add_argument("--prune-exponent", type=float, default=1.0, help="exponent of the pruning weights (paper: kappa)")
+    add_option(p, "utility")
+    add_option(p, "penalty")
+    p.add_argument("--curves", metavar="FILE", help="measured damage in the place of a penalty: {block: [ratios, losses]}")
     p.add_argument("--spend", choices=("exactly", "at_most"), default="exactly")
     for name in _WEIGHTS:
         add_option(p, name)
@@ -174,7 +183,10 @@ def run_joint(a: argparse.Namespace) -> dict[str, Any]:
 
     plan = plan_joint(
         need_scores(a.scores), budget=a.budget, capacity=a.capacity, expert_rank=a.expert_rank, gamma=a.gamma, eta=a.eta,
-        max_sparsity=a.max_sparsity, spend=a.spend, **{k: getattr(a, k) for k in _WEIGHTS if getattr(a, k) is not None},
+        max_sparsity=a.max_sparsity, min_sparsity=a.min_sparsity, min_capacity=a.min_capacity, max_capacity=a.max_capacity,
+        alpha=a.alpha, prune_exponent=a.prune_exponent, bytes_per_parameter=a.bytes_per_parameter, spend=a.spend,
+        utility=a.utility or "log", penalty=_penalty(a) or "quadratic",
+        **{k: getattr(a, k) for k in _WEIGHTS if getattr(a, k) is not None},
     )  # fmt: skip
     return _finish(a, plan)
 

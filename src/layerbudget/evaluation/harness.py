@@ -16,6 +16,7 @@ from torch import nn
 
 from ..data.task_files import known_label
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
+from ..records import digest
 
 Row = dict[str, Any]
 _ENTAILMENT = {"entailment": 0, "not_entailment": 1}
@@ -165,6 +166,25 @@ def _definition(task: str, data_dir: Path | str | None, index: Any) -> str | dic
     return {**definition, **splits, "custom_dataset": lambda **_: {split: Dataset.from_list(rows)}, "dataset_kwargs": None}
 
 
+def local_tasks(tasks: Sequence[str], data_dir: Path | str) -> dict[str, Any]:
+    """The harness's own task objects, built from its own definitions, with their rows from local files.
+
+    Raises:
+        MissingDependency: lm-eval is not installed.
+        InvalidInput, NotFound: A task without a local reader, or whose files are not there.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise MissingDependency("Tasks need lm-eval.", "", 'pip install "layerbudget[eval]".') from error
+    manager = TaskManager()
+    found: dict[str, Any] = {}
+    for name in tasks:
+        loaded = manager.load([_definition(name, data_dir, manager.task_index)])
+        found[name] = loaded["tasks"][name]
+    return found
+
+
 def evaluate_tasks(
     model: nn.Module,
     tokenizer: Any,
@@ -178,8 +198,9 @@ def evaluate_tasks(
     """Zero-shot accuracy of a causal language model.
 
     Returns:
-        ``{task: {acc, stderr, samples, correct, one_class}}``; ``correct`` is one 0/1 per example, for paired tests,
-        ``one_class`` the option that was chosen for every question, if one was: the accuracy is then that option's share.
+        ``{task: {acc, stderr, samples, correct, digest, one_class}}``: accuracy and standard error as the harness computes
+        them, ``correct`` one 0/1 per example, for paired tests, ``digest`` of the requests in their order, ``one_class`` the
+        option that was chosen for every question, if one was: the accuracy is then that option's share.
 
     Raises:
         MissingDependency: lm-eval is not installed.
@@ -187,6 +208,7 @@ def evaluate_tasks(
     """
     try:
         import lm_eval
+        from lm_eval.api.metrics import mean, mean_stderr
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise MissingDependency("Tasks need lm-eval.", "", 'pip install "layerbudget[eval]".') from error
@@ -219,10 +241,10 @@ def evaluate_tasks(
         if not samples or "acc" not in samples[0]:
             raise InvalidInput(f"The task {name} has no accuracy.", "Tasks of choices have one.", "Leave it out.")
         correct = [float(s["acc"]) for s in samples]
-        accuracy = sum(correct) / len(correct)
         result[name] = {
-            "acc": accuracy, "stderr": (accuracy * (1 - accuracy) / max(1, len(correct) - 1)) ** 0.5,
-            "samples": len(correct), "correct": correct, "one_class": one_class(*_answers(samples)),
+            "acc": float(mean(correct)), "stderr": float(mean_stderr(correct)) if len(correct) > 1 else 0.0,
+            "samples": len(correct), "correct": correct, "digest": digest([s["arguments"] for s in samples]),
+            "one_class": one_class(*_answers(samples)),
         }  # fmt: skip
         if progress:
             progress(done + 1, len(tasks))

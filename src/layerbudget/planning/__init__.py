@@ -2,7 +2,8 @@
 
 from .again import plan_again
 from .capacity import plan_experts, plan_ranks
-from .compare import diff_plans, explain_plan, sweep
+from .compare import diff_plans, sweep
+from .explain import explain_plan
 from .joint import plan_joint, split_joint
 from .sparsity import plan_sparsity
 from .transfer import transfer_scores

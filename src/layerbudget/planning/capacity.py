@@ -38,6 +38,9 @@ def plan_experts(
     method: str | None = None,
     damping: float | None = None,
     smoothing: float | None = None,
+    alpha: float | None = None,
+    gamma: float | None = None,
+    units: str | None = None,
     seed: int | None = None,
     parity: bool = False,
     router: bool = False,
@@ -69,6 +72,9 @@ def plan_experts(
         method: Rounding, see :func:`layerbudget.program.round_capacity`.
         damping: Which row of the scores; the middle one by default.
         smoothing: Added to every score, in units of the mean score; 0 by default.
+        alpha: Price of capacity in the program; 0.5 by default. Inert where the budget binds.
+        gamma: Weight of its utility; 0.9 by default. Inert where the budget binds.
+        units: ``relative`` (default), or ``literal``: costs and weights as they are, as the paper's text has it.
         seed: Seed of ``permuted``; 0 by default.
         parity: AlphaLoRA as published.
         router: Count router outputs in the cost (budgets in parameters, bytes or FLOPs).
@@ -91,6 +97,7 @@ def plan_experts(
         bytes_per_parameter=bytes_per_parameter, latency=latency, fixed=fixed,
     )  # fmt: skip
     given = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend, "method": method}
+    given |= {"alpha": alpha, "gamma": gamma, "units": units}
     given |= {"damping": damping, "smoothing": smoothing, "seed": seed, "parity": parity, **own}
     return decide(scores, terms, wanted, rule, given)
 
@@ -111,6 +118,9 @@ def plan_ranks(
     method: str | None = None,
     damping: float | None = None,
     smoothing: float | None = None,
+    alpha: float | None = None,
+    gamma: float | None = None,
+    units: str | None = None,
     seed: int | None = None,
     bytes_per_parameter: float | None = None,
     latency: Mapping[str, float] | None = None,
@@ -138,6 +148,9 @@ def plan_ranks(
         method: Rounding, see :func:`layerbudget.program.round_capacity`.
         damping: Which row of the scores; the middle one by default.
         smoothing: Added to every score, in units of the mean score; 0 by default.
+        alpha: Price of capacity in the program; 0.5 by default. Inert where the budget binds.
+        gamma: Weight of its utility; 0.9 by default. Inert where the budget binds.
+        units: ``relative`` (default), or ``literal``: costs and weights as they are, as the paper's text has it.
         seed: Seed of the controls; 0 by default.
         bytes_per_parameter: For budgets in bytes; 2 (bf16) by default.
         latency: Seconds per rank by block name, for latency budgets.
@@ -161,6 +174,7 @@ def plan_ranks(
         latency=latency, fixed=fixed,
     )  # fmt: skip
     given = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend, "method": method}
+    given |= {"alpha": alpha, "gamma": gamma, "units": units}
     given |= {"damping": damping, "smoothing": smoothing, "seed": seed, **own}
     return decide(scores, terms, wanted, rule or rank_rule(scores), given, {"mean_rank": mean_rank})
 

@@ -14,6 +14,7 @@ from ..program.inputs import Vector
 from ..program.solution import Solution
 from ..records import Block, to_jsonable
 from ..scores.record import Scores
+from .rule import CONSTANTS
 
 
 def blocks_of(scores: Scores | Sequence[Block]) -> tuple[Block, ...]:
@@ -68,5 +69,6 @@ def make_plan(
 
 
 def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as a plan records them: functions by their name, measured curves by their digest only."""
-    return {k: getattr(v, "name", v) for k, v in options.items() if k not in ("curves", "rule")}
+    """Options as a plan records them: functions by their name, constants of the programs where they were given."""
+    silent = {name for name in CONSTANTS if options.get(name) is None}
+    return {k: getattr(v, "name", v) for k, v in options.items() if k not in ("curves", "rule", *silent)}

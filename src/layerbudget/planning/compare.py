@@ -16,7 +16,6 @@ from ..program.transfer import spearman
 from ..records import Result
 from ..scores.record import Scores
 from .rules.by_rank import increments_of
-from .serving import serving_hint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,26 +41,6 @@ class PlanDifference(Result):
     rank_correlation: float
     same: bool
     blocks: Sequence[Mapping[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Explanation(Result):
-    """A plan in words.
-
-    Attributes:
-        kind, rule, budget, certificate: The plan's own.
-        sentences: Budget, status, price, which blocks get most and least, and what had no influence.
-        most: Names of the blocks that get most, the first before.
-        least: Names of those that get least.
-    """
-
-    kind: str
-    rule: str
-    budget: Mapping[str, Any]
-    certificate: Mapping[str, Any]
-    sentences: Sequence[str]
-    most: Sequence[str]
-    least: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,120 +107,6 @@ def diff_plans(first: Plan, second: Plan) -> PlanDifference:
         moved=float(np.abs(counts).sum() / 2), largest=rows[int(np.argmax(np.abs(change)))],
         rank_correlation=spearman(first.values, second.values), same=bool((counts == 0).all()), blocks=rows,
     )  # fmt: skip
-
-
-def explain_plan(plan: Plan) -> Explanation:
-    """Say in sentences what a plan does and what it rests on."""
-    order = np.argsort(plan.values, kind="stable")
-    name, value = plan.names, plan.values
-    word = KINDS.find(plan.kind).decides
-    spent, limit, unit = float(plan.budget["spent"]), float(plan.budget["limit"]), plan.budget.get("unit")
-    sentences = [f"The rule {plan.rule} decides {word} for {len(name)} blocks and uses {spent:.6g} of {limit:.6g} {unit}."]
-    equal = float(np.ptp(value)) <= 1e-9 * float(np.abs(value).max(initial=0.0))
-    sentences.append(
-        f"Every block gets {value[0]:.4g}."
-        if equal
-        else f"Most goes to {name[order[-1]]} ({value[order[-1]]:.4g}), least to {name[order[0]]} ({value[order[0]]:.4g}); "
-        f"the mean is {value.mean():.4g}, the standard deviation {value.std():.4g}."
-    )
-    c = plan.certificate
-    if c:
-        sentences.append(c["message"])
-        if "kkt_residual" in c:
-            sentences.append(
-                f"Duality gap {c['gap']:.1e}, KKT residual {c['kkt_residual']:.1e}: the continuous decision is optimal."
-            )
-        if c["status"] == "binding" and c.get("shadow_price"):
-            sentences.append(
-                f"One percent more budget changes the objective by about {abs(c['multiplier']) * 0.01 * abs(limit):.3g}."
-            )
-        if c["at_lower"] or c["at_upper"]:
-            sentences.append(f"{c['at_lower']} blocks sit at their floor and {c['at_upper']} at their cap.")
-        if c["inert"]:
-            sentences.append(f"No influence here: {', '.join(c['inert'])}.")
-    elif (price := plan.extra.get("rounding", {}).get("price")) is not None:
-        sentences.append(
-            f"Units are bought in the order of gain per cost; one percent more budget adds about {price * 0.01 * limit:.3g}."
-        )
-    else:
-        sentences.append("This rule solves no program, so there is no certificate.")
-    sentences += _on_integers(plan) + _on_spread(plan) + _on_serving(plan) + _on_formats(plan)
-    return Explanation(
-        kind=plan.kind, rule=plan.rule, budget=dict(plan.budget), certificate=dict(c), sentences=sentences,
-        most=[name[i] for i in order[::-1][:5]], least=[name[i] for i in order[:5]],
-    )  # fmt: skip
-
-
-NEARLY_UNIFORM = 0.05
-TAKE_UNIFORM = 0.95  # share of the gain
-
-
-def _on_spread(plan: Plan) -> list[str]:
-    spread = plan.values.std() / max(abs(plan.values.mean()), 1e-300)
-    if plan.rule != "mdl" or len(plan.blocks) < 2 or spread >= NEARLY_UNIFORM:
-        return []
-    return [
-        f"This is nearly uniform (the values differ by {spread:.1%} of their mean). Gains damped relative to each block's own "
-        "curvature are often so: one damping for all blocks (score with --damping-unit median) tells them apart."
-    ]
-
-
-def _on_serving(plan: Plan) -> list[str]:
-    if plan.kind != "ranks" or not plan.counts.any():
-        return []
-    return [f"To serve it with vLLM: {serving_hint(plan).note}"]
-
-
-def _on_formats(plan: Plan) -> list[str]:
-    """What a plan of bits predicts, what noise leaves open, and what the check of the whole plan found."""
-    if plan.kind != "bits":
-        return []
-    e, sentences = plan.extra, []
-    others = ", ".join(f"{n} {r['predicted']:.4g} in {r['spent']} bytes" for n, r in e["baselines"].items() if n != plan.rule)
-    sentences.append(
-        f"{e['bits']:.4f} bits per weight, {plan.budget['file']} bytes with what stays as it is. Damages of single blocks add "
-        f"up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token (without a program: {others})."
-    )
-    if plan.certificate:
-        price = plan.certificate["price"] * 0.01 * plan.budget["limit"]
-        sentences.append(f"One percent more bytes would save about {price:.2g} nats.")
-    ties = e["near_ties"]
-    if ties:
-        first = ties[0]
-        sentences.append(
-            f"{len(ties)}{' or more' if len(ties) >= 20 else ''} single changes cannot be told from the plan within the noise, "
-            f"for example {first['instead']} for {first['chosen']} in {first['block']}."
-        )
-    return [*sentences, e["check"]["verdict"]] if "check" in e else sentences
-
-
-def _on_integers(plan: Plan) -> list[str]:
-    sentences = []
-    r = plan.extra.get("rounding")
-    if r:
-        proof = "proven optimal" if r["exact"] else f"within {r['gap']:.1e} of the best integers"
-        sentences.append(
-            f"Integers by {r['method']}, {proof}: utility {r['value']:.6g}, {r['optimum']:.6g} for the continuous optimum, "
-            f"{r['spent']:.6g} of {r['budget']:.6g} spent."
-        )
-    share = plan.extra.get("uniform_share")
-    if share is not None:
-        if share >= TAKE_UNIFORM:
-            sentences.append(f"Verdict: uniform already has {share:.1%} of the gain: take uniform.")
-        else:
-            sentences.append(f"Verdict: uniform would have {share:.1%} of this gain: the rest is what there is to win.")
-    smaller = plan.extra.get("smaller_reserve")
-    if smaller is not None:
-        times = smaller["reserved"] / smaller["max_rank"]
-        less = "halves" if times == 2 else f"divides by {times:g}"
-        sentences.append(
-            f"--max-rank {smaller['max_rank']} keeps {smaller['share']:.1%} of the gain and {less} what vLLM reserves."
-        )
-    bent = plan.extra.get("convexified") or {}
-    if bent:
-        worst = max(bent, key=lambda name: bent[name])
-        sentences.append(f"{len(bent)} measured curves were not convex and were replaced by their hulls; {worst} moved most.")
-    return sentences
 
 
 def sweep(

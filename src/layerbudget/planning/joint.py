@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,15 @@ from ..costs import parse_budget, unit_cost
 from ..errors import InvalidInput, UnknownUnit
 from ..plan import Plan
 from ..program.allocation import allocate
+from ..program.calibrated import CalibratedPenalty
 from ..program.counts import round_parameters
 from ..program.inputs import Vector, bound_vector, choice
 from ..program.joint import JointSolution, solve_joint
 from ..program.rounding import Rounded, round_capacity
+from ..program.utilities import Function
 from ..scores.record import Scores
 from .common import make_plan
+from .sparsity import Curves
 from .terms import smallest_sides
 
 
@@ -37,6 +41,8 @@ def plan_joint(
     alpha: float = 0.5,
     gamma: float = 0.9,
     eta: float = 2.0,
+    utility: str | Function = "log",
+    penalty: str | Function | Curves = "quadratic",
     spend: str = "exactly",
     damping: float | None = None,
     smoothing: float = 0.0,
@@ -59,6 +65,9 @@ def plan_joint(
         alpha: Price of capacity.
         gamma: Weight of the utility.
         eta: Weight of the penalty; ``gamma / eta`` decides how much is pruned to pay for adapters.
+        utility: Of capacity: ``log``, ``power``, ``saturating`` or an object.
+        penalty: Of pruning: ``quadratic``, ``log-barrier``, ``power``, ``exponential``, an object, or measured curves
+            ``{block name: (ratios, losses)}``, which cap every block at its last ratio.
         spend: ``exactly`` or ``at_most``.
         damping: Which row of the scores.
         smoothing: Added to every score, in units of the mean score.
@@ -86,24 +95,46 @@ def plan_joint(
     sides = smallest_sides(scores.blocks) if capacity == "ranks" else np.full(numel.size, np.inf)
     lower = np.minimum(bound_vector(min_capacity, numel.size, "min_capacity", 0.0), sides)
     upper = np.minimum(bound_vector(max_capacity, numel.size, "max_capacity", np.inf), sides)
-    bounds: dict[str, Any] = {"lower": lower, "upper": upper}
+    bounds: dict[str, Any] = {"lower": lower, "upper": upper, "utility": utility}
+    psi, own = _penalty(penalty, scores.names, prune_exponent)
     solution = solve_joint(
-        q, cost, numel * bytes_per_parameter, limit, prune_exponent=prune_exponent, eta=eta, max_sparsity=max_sparsity,
-        min_sparsity=min_sparsity, spend=spend, **shared, **bounds,
+        q, cost, numel * bytes_per_parameter, limit, prune_exponent=prune_exponent, eta=eta, penalty=psi,
+        max_sparsity=max_sparsity,
+        min_sparsity=min_sparsity, spend=spend, **own, **shared, **bounds,
     )  # fmt: skip
-    caps = np.full(numel.size, 1.0) * bound_vector(max_sparsity, numel.size, "max_sparsity", 1.0)
+    caps = solution.program.prune.high
     wish = float(numel @ solution.sparsity)
     pruned = round_parameters(solution.sparsity, numel, int(np.ceil(wish * (1.0 - 1e-12) - 1e-9)), caps)
     freed = float(pruned.sum()) * bytes_per_parameter
     rounded = _whole(q, cost, solution, limit + freed, spend, {**shared, **bounds})
     hyper = {**shared, "eta": eta, "prune_exponent": prune_exponent, "spend": spend, **options, "max_sparsity": max_sparsity}
     hyper |= {"min_sparsity": min_sparsity, "min_capacity": min_capacity, "max_capacity": max_capacity, "damping": damping}
+    hyper |= _named(utility, psi)
     adapters = _adapters(capacity, options.get("expert_rank"), scores.names, solution, rounded)
     record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": text}
     extra = {"capacity": adapters, "rounding": rounded.to_dict()}
     return make_plan(
         scores, "joint", "mdl", solution.sparsity, pruned, record, hyper | {"smoothing": smoothing}, solution, extra
     )  # fmt: skip
+
+
+def _penalty(penalty: str | Function | Curves, names: list[str], exponent: float) -> tuple[str | Function, dict[str, Any]]:
+    """The penalty as the program takes it; measured damage replaces the scores on the pruning side.
+
+    Raises:
+        InvalidInput: An exponent of weights that measured curves do not have.
+    """
+    if not isinstance(penalty, Mapping):
+        return penalty, {}
+    if exponent != 1.0:
+        raise InvalidInput(f"prune_exponent is {exponent:g} with measured curves.", "They have no weights.", "Leave it out.")
+    return CalibratedPenalty.from_curves(penalty, names), {"prune_weights": np.ones(len(names))}
+
+
+def _named(utility: str | Function, penalty: str | Function) -> dict[str, Any]:
+    """Utility and penalty as a plan records them, where they are not the paper's."""
+    words = {"utility": getattr(utility, "name", utility), "penalty": getattr(penalty, "name", penalty)}
+    return {k: v for k, v in words.items() if v not in ("log", "quadratic")}
 
 
 def _adapters(kind: str, rank: int | None, names: list[str], solution: JointSolution, rounded: Rounded) -> dict[str, Any]:

@@ -60,7 +60,22 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "penalty": Option(default="quadratic", choices=tuple(PENALTIES), value="word", help="penalty of a sparsity"),
     "utility": Option(default="log", choices=tuple(UTILITIES), value="word", help="utility of capacity"),
-    "spend": Option(default="exactly", choices=("exactly", "at_most"), value="word", help="how much of the budget is spent"),
+    "spend": Option(
+        default="exactly",
+        choices=("exactly", "at_most", "at_least"),
+        value="word",
+        help="how much of the budget is spent: at_most for capacity, at_least for sparsity (the theorems), or exactly",
+    ),
+    "alpha": Option(default=None, help="price of capacity; inert where the budget binds (0.5)"),
+    "gamma": Option(default=None, help="weight of the utility; inert where the budget binds (0.9)"),
+    "bits": Option(default=None, help="b, bits saved per pruned parameter; inert where the target binds (16)"),
+    "eta": Option(default=None, help="weight of the penalty; inert where the target binds (2)"),
+    "units": Option(
+        default=None,
+        choices=("relative", "literal"),
+        value="word",
+        help="literal: costs, sizes and weights as they are, as the paper's text has it (relative)",
+    ),
     "method": Option(default="auto", choices=METHODS, value="word", help="how counts are rounded"),
     "damping": Option(default=None, help="row of the scores; the middle one"),
     "smoothing": Option(default=0.0, help="added to every score, in units of the mean score"),
@@ -69,6 +84,13 @@ OPTIONS: Mapping[str, Option] = {
     "parity": Option(default=False, value="flag", help="published rules exactly as published"),
 }
 DEFAULTS: Mapping[str, Any] = {name: option.default for name, option in OPTIONS.items()}
+# Constants of the programs, with defaults of their own: recorded where they were given.
+CONSTANTS = ("alpha", "gamma", "bits", "eta", "units")
+
+
+def constants_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The constants of a program that were given."""
+    return {name: options[name] for name in CONSTANTS if options.get(name) is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -44,6 +44,10 @@ def plan_sparsity(
     penalty: str | Function | Curves | None = None,
     damping: float | None = None,
     smoothing: float | None = None,
+    spend: str | None = None,
+    bits: float | None = None,
+    eta: float | None = None,
+    units: str | None = None,
     seed: int | None = None,
     width: float | None = None,
     parity: bool = False,
@@ -71,6 +75,10 @@ def plan_sparsity(
             ``plan.extra["convexified"]``.
         damping: Which row of the scores; the middle one by default.
         smoothing: Added to every score, in units of the mean score; 0 by default.
+        spend: ``exactly`` (default), or ``at_least``: the theorem, under which bits alone may prune more than asked for.
+        bits: b of the program, bits saved per pruned parameter; 16 by default. Inert where the target binds.
+        eta: Weight of its penalty; 2 by default. Inert where the target binds.
+        units: ``relative`` (default), or ``literal``: sizes and weights as they are, as the paper's text has it.
         seed: Seed of ``permuted``; 0 by default.
         width: Width of the maps of ``layerif``, ``alphapruning`` (0.3) and ``owl`` (0.08).
         parity: The published behaviour of those maps, see :mod:`layerbudget.program.rules`.
@@ -91,6 +99,7 @@ def plan_sparsity(
     blocks = blocks_of(scores)
     check_fraction(sparsity, "sparsity")
     given: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "penalty": penalty, "damping": damping}
+    given |= {"spend": spend, "bits": bits, "eta": eta, "units": units}
     given |= {"smoothing": smoothing, "seed": seed, "width": width, "parity": parity, **own}
     if isinstance(penalty, Mapping):
         rule = _BY_CURVES.get(rule, rule) if isinstance(rule, str) else rule
@@ -113,9 +122,19 @@ def plan_sparsity(
         value = _fitted(problem, decision)
     counts = round_parameters(value, numel, total, high)
     budget = {"unit": "parameters", "limit": total, "spent": int(counts.sum())}
-    hyper: dict[str, Any] = {"sparsity": sparsity, "max_sparsity": cap, "min_sparsity": min_sparsity, **recorded(options)}
+    hyper: dict[str, Any] = {
+        "sparsity": sparsity,
+        "max_sparsity": cap,
+        "min_sparsity": min_sparsity,
+        **recorded(_told(options)),
+    }
     hyper |= {"fixed": dict(fixed or {}), "exclude": exclude}
     return make_plan(scores, "sparsity", chosen.name, value, counts, budget, hyper, decision.solution, decision.extra)
+
+
+def _told(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options to record: how the target is met is said where it is not met exactly."""
+    return {k: v for k, v in options.items() if (k, v) != ("spend", "exactly")}
 
 
 def _total(sparsity: float, numel: Vector, low: Vector, high: Vector) -> int:

@@ -11,6 +11,7 @@ from ..costs import amount_of, parse_budget, unit_cost
 from ..errors import InvalidInput, ModelMismatch
 from ..program.inputs import choice
 from ..program.transfer import Transfer, transfer_allocation, transfer_sparsity
+from ..program.utilities import Function
 from ..scores.record import Scores
 from .sparsity import default_cap
 
@@ -30,6 +31,8 @@ def transfer_scores(
     exponent_on: str = "density",
     damping: float | None = None,
     smoothing: float = 0.0,
+    utility: str | Function | None = None,
+    penalty: str | Function | None = None,
 ) -> Transfer:
     """Compare deciding on the source's scores with deciding on the target's own, under the target's objective.
 
@@ -47,6 +50,9 @@ def transfer_scores(
         exponent_on: ``density`` or ``block``.
         damping: Which row of the scores.
         smoothing: Added to every score, in units of the mean score; the bounds need positive weights.
+        utility: Experts program: utility of capacity, ``log`` by default.
+        penalty: Sparsity program: penalty, ``quadratic`` by default. A bound needs its smallest second derivative; where that
+            is zero (``power`` above 2 with a floor of zero) the bounds are infinite.
 
     Returns:
         Drift, exact regret, the paper's bound and the sharper one, with both solutions.
@@ -57,8 +63,9 @@ def transfer_scores(
         InvalidInput, UnknownUnit, InfeasibleBudget: As the programs raise them.
     """
     choice(program, "program", ("sparsity", "experts"))
-    own = {"sparsity": {"sparsity": sparsity, "max_sparsity": max_sparsity}}
+    own = {"sparsity": {"sparsity": sparsity, "max_sparsity": max_sparsity, "penalty": penalty}}
     own["experts"] = {"budget": budget, "min_experts": min_experts, "max_experts": max_experts, "expert_rank": expert_rank}
+    own["experts"] |= {"utility": utility}
     other = next(options for name, options in own.items() if name != program)
     foreign = [name for name, value in other.items() if value is not None]
     if foreign:
@@ -78,9 +85,11 @@ def transfer_scores(
     if program == "sparsity":
         share = 0.5 if sparsity is None else sparsity
         cap = default_cap(share) if max_sparsity is None else max_sparsity
-        return transfer_sparsity(q, r, source.numel, sparsity=share, max_sparsity=cap, **shared)
+        shape: dict[str, Any] = {} if penalty is None else {"penalty": penalty}
+        return transfer_sparsity(q, r, source.numel, sparsity=share, max_sparsity=cap, **shared, **shape)
     wanted = parse_budget("160 experts" if budget is None else budget, default="experts")
     cost = unit_cost(source.blocks, wanted.unit, capacity="experts", expert_rank=8 if expert_rank is None else expert_rank)
     upper = None if max_experts is None else np.full(cost.size, float(max_experts))
     base = 1.0 if min_experts is None else min_experts
+    shared |= {} if utility is None else {"utility": utility}
     return transfer_allocation(q, r, cost, amount_of(wanted, source.blocks), base=base, upper=upper, **shared)

@@ -14,7 +14,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import InfeasibleBudget, InvalidInput, NotFinite
+from ..errors import InfeasibleBudget, NotFinite
 from .allocation import _bounds as _capacity_bounds
 from .allocation import weigh
 from .calibrated import CalibratedPenalty
@@ -23,6 +23,7 @@ from .inputs import Vector, choice, cost_vector, number, renamed, weight_vector
 from .separable import Program, stationarity
 from .solution import Solution
 from .sparsity import _bounds as _sparsity_bounds
+from .sparsity import _measured
 from .utilities import Function, resolve
 
 _ROUNDING = 1e-12
@@ -105,7 +106,7 @@ def solve_joint(
         max_sparsity: Cap per block.
         min_sparsity: Floor per block.
         utility: phi.
-        penalty: psi; smooth ones only.
+        penalty: psi, or measured curves (:class:`~layerbudget.program.calibrated.CalibratedPenalty`).
         spend: ``at_most`` (lambda >= 0) or ``exactly`` (lambda > -alpha).
 
     Returns:
@@ -135,7 +136,9 @@ def solve_joint(
     rho = dict(zip(("low", "high"), _sparsity_bounds(min_sparsity, max_sparsity, k), strict=True))
     total, exactly = _net_budget(budget), spend == "exactly"
     shared = {"budget": total, "target": total, "exact_budget": exactly, "names": (), "weights": q, "settings": (spend,)}
-    phi, psi = resolve(utility, concave=True), _smooth(penalty)
+    phi, psi = resolve(utility, concave=True), resolve(penalty, concave=False)
+    if isinstance(psi, CalibratedPenalty):
+        rho["high"] = _measured(psi, rho["low"], rho["high"])
     adapt = Program(sign=-1, function=phi, scale=w, amount=a, price=price, low=low, high=high, base=floor, **shared)
     prune = Program(sign=1, function=psi, scale=v, amount=s, price=0.0, base=0.0, **rho, **shared)
     program = JointProgram(adapt, prune, total)
@@ -147,13 +150,6 @@ def solve_joint(
 def _relative(w: Vector, factor: float) -> Vector:
     """Weights with mean ``factor``."""
     return w * (factor * w.size / float(np.add.reduce(w)))
-
-
-def _smooth(penalty: str | Function) -> Function:
-    psi = resolve(penalty, concave=False)
-    if isinstance(psi, CalibratedPenalty):
-        raise InvalidInput("The joint program was given measured curves.", "It takes smooth penalties.", "Use 'quadratic'.")
-    return psi
 
 
 def _net_budget(budget: float) -> float:
@@ -186,6 +182,8 @@ def _solve(program: JointProgram, *, exactly: bool) -> JointSolution:
     ends = np.concatenate([adapt.scale / adapt.amount * adapt.function.derivative(x) for x in (adapt.low, adapt.high)])
     at_zero = program.net(adapt.at_price(adapt.price), prune.at_price(0.0))
     if at_zero > program.budget:
+        if isinstance(prune.function, CalibratedPenalty):
+            return _solve_steps(program, ends, exactly=exactly)
         rewards = [prune.scale / prune.amount * prune.function.derivative(x) for x in (prune.low, prune.high)]
         knots = 1.0 / np.concatenate((ends - adapt.price, *rewards))
         t, t_low, t_high = monotone_root(lambda t: program.net(*program.at_multiplier(1.0 / t)), knots, program.budget)
@@ -199,21 +197,61 @@ def _solve(program: JointProgram, *, exactly: bool) -> JointSolution:
     return _certify(program, 1.0 / t, 1.0 / t - adapt.price, interval, slack=False, exactly=True)
 
 
+def _solve_steps(program: JointProgram, ends: Vector, *, exactly: bool) -> JointSolution:
+    """Measured curves: what is pruned jumps where lambda passes a slope, so lambda is a slope or lies between two of them."""
+    adapt, prune = program.adapt, program.prune
+    low, high = prune.low, prune.high
+    table = prune.function.slopes * (prune.scale / prune.amount)[:, None]  # type: ignore[attr-defined]
+    prices = np.unique(table[np.isfinite(table) & (table > 0.0)])
+
+    def pruned(price: float, *, also: bool) -> Vector:
+        """Everything cheaper than a price, and what costs just that where ``also``."""
+        below = (table <= price if also else table < price).sum(1)
+        knots: Vector = prune.function.knots[np.arange(below.size), below]  # type: ignore[attr-defined]
+        return np.minimum(np.maximum(knots, low), high)
+
+    first, last = 0, len(prices)
+    while first < last:  # the smallest price at which the budget is met
+        middle = (first + last) // 2
+        price = float(prices[middle])
+        met = program.net(adapt.at_price(adapt.price + price), pruned(price, also=True)) <= program.budget
+        first, last = (first, middle) if met else (middle + 1, last)
+    price = float(prices[min(first, len(prices) - 1)])
+    less, more = (pruned(price, also=also) for also in (False, True))
+    e = adapt.at_price(adapt.price + price)
+    if first < len(prices) and program.net(e, less) >= program.budget:
+        jump = program.net(e, less) - program.net(e, more)
+        share = (program.net(e, less) - program.budget) / jump if jump > 0 else 1.0
+        rho = np.minimum(np.maximum(less + share * (more - less), low), high)
+        return _certify(program, adapt.price + price, price, (price, price), slack=False, exactly=exactly, rho=rho)
+    rho = less if first < len(prices) else more
+    t, t_low, t_high = monotone_root(lambda t: program.net(adapt.at_price(1.0 / t), rho), 1.0 / ends, program.budget)
+    interval = (_reciprocal(t_high) - adapt.price, _reciprocal(t_low) - adapt.price)
+    multiplier = max(1.0 / t - adapt.price, 0.0)
+    return _certify(program, 1.0 / t, multiplier, interval, slack=False, exactly=exactly, rho=rho)
+
+
 def _reciprocal(t: float) -> float:
     return 1.0 / t if t > 0 else math.inf
 
 
 def _certify(
-    program: JointProgram, p: float, multiplier: float, interval: tuple[float, float], *, slack: bool, exactly: bool
-) -> JointSolution:
+    program: JointProgram, p: float, multiplier: float, interval: tuple[float, float], *, slack: bool, exactly: bool,
+    rho: Vector | None = None,
+) -> JointSolution:  # fmt: skip
     adapt, prune = program.adapt, program.prune
-    e, rho = adapt.at_price(p), prune.at_price(max(multiplier, 0.0))
+    e, best = adapt.at_price(p), prune.at_price(max(multiplier, 0.0))
+    rho = best if rho is None else rho
     over = program.net(e, rho) - program.budget
     parts = (float(adapt.terms(e).sum()), adapt.price * float(np.dot(adapt.amount, e)), float(prune.terms(rho).sum()))
     primal = sum(parts)
     gross = float(np.dot(adapt.amount, e + adapt.base)) + float(np.dot(prune.amount, rho))
     size = sum(map(abs, parts)) + abs(multiplier) * max(abs(program.budget), gross)
-    gap = abs(multiplier * over) / size if size > 0 else 0.0
+    dual = primal + multiplier * over
+    if rho is not best:  # pruned in part at the price of a slope: the Lagrangian's own minimiser gives the dual function
+        own = multiplier * float(np.dot(prune.amount, best - rho))
+        dual += float(prune.terms(best).sum()) - float(prune.terms(rho).sum()) - own
+    gap = abs(primal - dual) / size if size > 0 else 0.0
     worst_e, low_e, high_e = stationarity(adapt, e, p)
     worst_r, low_r, high_r = stationarity(prune, rho, max(multiplier, 0.0))
     infeasible = (abs(over) if exactly else max(over, 0.0)) / max(abs(program.budget), gross, 1e-300)
@@ -223,7 +261,7 @@ def _certify(
     )
     return JointSolution(
         value=np.concatenate((e + adapt.base, rho)), status=status, multiplier=multiplier, multiplier_interval=interval,
-        shadow_price=p, primal=primal, dual=primal + multiplier * over, gap=gap, kkt_residual=max(worst_e, worst_r, infeasible),
+        shadow_price=p, primal=primal, dual=dual, gap=gap, kkt_residual=max(worst_e, worst_r, infeasible),
         spent=program.budget + over, budget=program.budget, slack=-over, inert=("budget",) if slack else (),
         program=program,
     )  # fmt: skip

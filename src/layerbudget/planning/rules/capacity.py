@@ -10,9 +10,9 @@ import numpy as np
 from ...program.allocation import allocate
 from ...program.inputs import Vector
 from ...program.rounding import round_capacity
-from ..rule import Decision, Problem, rule
+from ..rule import Decision, Problem, constants_of, rule
 
-_READS = ("exponent", "exponent_on", "damping", "smoothing", "utility", "spend", "method")
+_READS = ("exponent", "exponent_on", "damping", "smoothing", "utility", "spend", "method", "alpha", "gamma", "units")
 
 
 def allocated(problem: Problem, weights: Vector, *, method: str = "auto", spend: str = "exactly", **options: Any) -> Decision:
@@ -52,7 +52,7 @@ def in_proportion(problem: Problem, value: Vector, *, method: str = "auto") -> D
 def by_scores(problem: Problem, options: Mapping[str, Any]) -> Decision:
     """Water-filling with the scores as weights."""
     chosen = {name: options[name] for name in ("exponent", "exponent_on", "utility", "spend", "method")}
-    return allocated(problem, problem.weights(options), **chosen)
+    return allocated(problem, problem.weights(options), **chosen, **constants_of(options))
 
 
 @rule("ranks", "uniform", reads=("method",), summary="the same rank everywhere, as far as the bounds allow")

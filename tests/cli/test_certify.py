@@ -1,0 +1,37 @@
+"""``certify``: counts of certified pairs, and what is not ok."""
+
+import json
+
+from layerbudget.cli import main
+from layerbudget.cli.certify import summary
+
+
+def test_certify_on_a_saved_model(folder, capsys):
+    words = ["certify", str(folder / "model"), "--data", str(folder / "text.txt"), "--samples", "4", "--length", "16",
+             "--damping", "1", "10", "--quiet"]  # fmt: skip
+    out = folder / "c.json"
+    assert main([*words, "--curvature", "hessian", "--out", str(out), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert json.loads(out.read_text())["summary"] == record["summary"]
+    for row in record["summary"]:
+        assert row["ok"] + len(row["not_ok"]) == row["blocks"] and row["pairs"] == row["ok"] * (row["ok"] - 1) // 2
+        assert row["paper"] <= row["exact"] <= row["pairs"]  # the paper counts a known term as an error
+        assert row["contradicted"] == {"paper": 0, "paper_with_gap": 0, "exact": 0}
+    assert main([*words, "--figure", str(folder / "f.png")]) == 0
+    assert "read the column with the gap" in capsys.readouterr().out and (folder / "f.png").stat().st_size > 1000
+    assert main([*words, "--steps", "5"]) == 2  # fisher needs no products
+
+
+def test_unconverged_steps_certify_nothing(folder, capsys):
+    words = ["certify", str(folder / "model"), "--data", str(folder / "text.txt"), "--samples", "4", "--length", "16",
+             "--quiet", "--curvature", "ggn", "--damping", "0.001", "--steps", "1"]  # fmt: skip
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "not converged" in shown and "certifies nothing" in shown
+
+
+def test_a_contradiction_is_counted():
+    table = [{"relative_damping": 1.0, "block": b, "status": "ok"} for b in "ab"]
+    pair = {"relative_damping": 1.0, "certified": True, "sharp": False, "agrees": False}
+    row = summary(table, {"paper": [pair], "with_gap": [{**pair, "certified": False}]})[0]
+    assert row["contradicted"] == {"paper": 1, "paper_with_gap": 0, "exact": 0} and row["agree"] == 0

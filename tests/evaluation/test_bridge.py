@@ -1,0 +1,181 @@
+"""The bridge to lm-evaluation-harness: requests are those of its stock tasks, scores those of its own command line."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+
+import layerbudget as lb
+from layerbudget.cli import main
+from layerbudget.errors import InvalidInput, ModelMismatch
+from layerbudget.evaluation import harness, paired
+from layerbudget.evaluation.statistics import mcnemar
+
+pytest.importorskip("lm_eval")
+SEVEN = tuple(harness.LOCAL)
+
+
+def options(*texts):
+    return [{"text": t, "label": "ABCD"[i]} for i, t in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A few rows of each task in the publishers' formats."""
+    d = tmp_path_factory.mktemp("tasks")
+
+    def lines(name, rows):
+        (d / name).parent.mkdir(exist_ok=True)
+        (d / name).write_text("\n".join(json.dumps(r) for r in rows) + "\n")
+
+    labels = ["entailment", "not_entailment", "entailment"] * 3
+    table = [["index", "sentence1", "sentence2", "label"]]
+    table += [[str(i), f"Dogs {i} bark.", f"A dog {i} is loud.", label] for i, label in enumerate(labels)]
+    (d / "rte").mkdir()
+    with (d / "rte/dev.tsv").open("w") as f:
+        csv.writer(f, delimiter="\t", quoting=csv.QUOTE_NONE, escapechar="\\").writerows(table)
+    lines(
+        "boolq/val.jsonl",
+        [{"question": f"is {i} odd", "passage": f"The number {i}.", "label": str(i % 2 == 1).lower()} for i in range(9)],
+    )
+    for task, name in (("arc_easy", "ARC-Easy-Test.jsonl"), ("arc_challenge", "ARC-Challenge-Test.jsonl")):
+        lines(f"{task}/{name}", [{"id": f"{task}{i}", "answerKey": "ABC"[i % 3], "question": {
+            "stem": f"What is {i}?", "choices": options("a stone", "a number", f"the {i}")}} for i in range(8)])  # fmt: skip
+    lines("openbookqa/test.jsonl", [{"id": str(i), "answerKey": "ABCD"[i % 4], "question": {
+        "stem": f"Item {i} is", "choices": options("hot", "cold", "wet", "dry")}} for i in range(8)])  # fmt: skip
+    lines("hellaswag/hellaswag_val.jsonl", [{"ind": i, "activity_label": "Baking", "ctx_a": "A man bakes.", "ctx_b": "he",
+        "ctx": "A man bakes. he", "endings": ["sings.", "eats [title] bread.", "runs.", "waits."],
+        "source_id": "x", "split": "val",
+        "split_type": "indomain", "label": i % 4} for i in range(8)])  # fmt: skip
+    lines("winogrande/dev.jsonl", [{"qID": str(i), "sentence": f"Ann saw Bea because _ waved {i} times.", "option1": "Ann",
+        "option2": "Bea", "answer": str(1 + i % 2)} for i in range(8)])  # fmt: skip
+    return d
+
+
+@pytest.fixture(scope="module")
+def stock(files, tmp_path_factory):
+    """The harness's own definitions, in a folder for --include_path, reading the same rows through its own file loader."""
+    from lm_eval.tasks import TaskManager
+
+    index, d = TaskManager().task_index, tmp_path_factory.mktemp("stock")
+    for task in SEVEN:
+        rows, split = harness.local_rows(task, files), harness.LOCAL[task][2]
+        (d / f"{task}.json").write_text("\n".join(json.dumps(r) for r in rows))
+        own = {"include": str(index[task].yaml_path), "task": f"stock_{task}", "dataset_path": "json", "dataset_name": None}
+        own |= {f"{s}_split": split if s == split else None for s in ("training", "validation", "test")}
+        own |= {"dataset_kwargs": {"data_files": {split: str(d / f"{task}.json")}}, "tag": None}
+        (d / f"stock_{task}.yaml").write_text(yaml.safe_dump(own))
+    return d
+
+
+def requests_of(task):
+    task.build_all_requests(limit=None, rank=0, world_size=1)
+    return [(r.doc_id, r.idx, r.arguments, r.request_type) for r in task.instances]
+
+
+@pytest.fixture(scope="module")
+def built(files, stock, tmp_path_factory):
+    import datasets
+    from lm_eval.tasks import TaskManager
+
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
+    theirs = TaskManager(include_path=str(stock)).load([f"stock_{t}" for t in SEVEN])["tasks"]
+    return harness.local_tasks(SEVEN, files), theirs
+
+
+@pytest.mark.parametrize("task", SEVEN)
+def test_requests_are_those_of_the_stock_task(built, task):
+    ours, theirs = built[0][task], built[1][f"stock_{task}"]
+    assert type(ours) is type(theirs)  # the harness's own class
+    a, b = requests_of(ours), requests_of(theirs)
+    assert a == b and len(a) >= 16
+
+
+def test_requests_by_hand(built):
+    """Written down from the templates of the harness's documentation."""
+    first = {t: requests_of(task)[0][2] for t, task in built[0].items()}
+    assert first["rte"] == ("Dogs 0 bark.\nQuestion: A dog 0 is loud. True or False?\nAnswer:", " True")
+    assert first["boolq"] == ("The number 0.\nQuestion: is 0 odd?\nAnswer:", " no")
+    assert first["arc_easy"] == ("Question: What is 0?\nAnswer:", " a stone")
+    assert first["openbookqa"] == ("Item 0 is", " hot")
+    assert first["hellaswag"] == ("Baking: A man bakes. He", " sings.")
+    assert first["winogrande"] == ("Ann saw Bea because Ann", " waved 0 times.")
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_the_harness_command_line(files, stock, saved_model, tmp_path):
+    folder = saved_model("llama")
+    chosen = ("boolq", "arc_easy", "hellaswag", "winogrande")
+    words = ["--model", "hf", "--model_args", f"pretrained={folder},dtype=float32", "--include_path", str(stock),
+             "--device", "cpu",
+             "--tasks", ",".join(f"stock_{t}" for t in chosen), "--batch_size", "4",
+             "--output_path", str(tmp_path / "o")]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "lm_eval", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads(next((tmp_path / "o").rglob("results*.json")).read_text())["results"]
+    model, tokenizer = lb.load_model(str(folder)), lb.load_tokenizer(str(folder))
+    ours = harness.evaluate_tasks(model, tokenizer, chosen, data_dir=files, batch_size=4)
+    for task in chosen:
+        theirs = record[f"stock_{task}"]
+        assert ours[task]["acc"] == theirs["acc,none"] and ours[task]["stderr"] == theirs["acc_stderr,none"]
+    assert len({row["digest"] for row in ours.values()}) == len(chosen)
+
+
+def rows(*correct):
+    a = np.array(correct, dtype=float)
+    return {"acc": a.mean(), "stderr": a.std(ddof=1) / len(a) ** 0.5, "correct": a.tolist(), "digest": "x"}
+
+
+def test_mean_of_tasks_and_its_bootstrap(rng):
+    x = {t: rows(*(rng.random(400) < 0.6)) for t in "abc"}
+    y = {t: rows(*(np.array(r["correct"]).astype(bool) & (rng.random(400) < 0.85))) for t, r in x.items()}
+    test = paired.compare_means(x, y)
+    d = [np.array(x[t]["correct"]) - np.array(y[t]["correct"]) for t in "abc"]
+    error = np.sqrt(sum(v.var(ddof=1) / 400 for v in d)) / 3
+    assert test.difference == pytest.approx(np.mean([v.mean() for v in d]))
+    assert test.high - test.low == pytest.approx(2 * 1.96 * error, rel=0.06) and test.p <= 1e-4 and test.n == 1200
+    same = paired.compare_means(x, x)
+    assert same.difference == 0 and same.p == 1.0
+
+
+def test_two_results(rng):
+    a = {
+        "model": "A",
+        "tasks": {"t": rows(1, 1, 1, 0), "u": rows(1, 0, 1, 1)},
+        "perplexity": {"s": {"nll": [1.0, 2.0, 1.5], "digest": "d"}},
+    }
+    b = {
+        "model": "B",
+        "tasks": {"t": rows(0, 1, 0, 0), "u": rows(1, 0, 0, 1)},
+        "perplexity": {"s": {"nll": [1.2, 2.1, 1.9], "digest": "d"}},
+    }
+    found = paired.compare_results(a, b)
+    assert found["tasks"]["t"] == vars(mcnemar([1, 1, 1, 0], [0, 1, 0, 0]))
+    assert found["mean"]["difference"] == pytest.approx(0.375) and found["perplexity"]["s"]["difference"] < 0
+    assert len(found["sentences"]) == 4
+    b["tasks"]["t"]["digest"] = "y"
+    with pytest.raises(ModelMismatch, match="other questions"):
+        paired.compare_results(a, b)
+    with pytest.raises(InvalidInput, match="share no task"):
+        paired.compare_results(a, {"tasks": {}, "perplexity": {}})
+
+
+def test_evaluate_against_a_model_and_against_a_file(files, saved_model, tmp_path, capsys):
+    first, second = saved_model("llama"), saved_model("mistral")
+    common = ["--tasks", "boolq,winogrande", "--data-dir", str(files), "--quiet"]
+    assert main(["evaluate", str(second), *common, "--out", str(tmp_path / "b.json")]) == 0
+    capsys.readouterr()
+    found = []
+    for other in (str(second), str(tmp_path / "b.json")):
+        assert main(["evaluate", str(first), *common, "--against", other, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["against"]["tasks"] == found[1]["against"]["tasks"] and len(found[0]["mean"]["tasks"]) == 2
+    assert found[0]["against"]["mean"]["difference"] == pytest.approx(
+        found[0]["mean"]["acc"] - found[0]["against"]["mean"]["second"]["acc"]
+    )
+    (tmp_path / "c.json").write_text("{}")
+    assert main(["evaluate", str(first), *common, "--against", str(tmp_path / "c.json")]) == 2
