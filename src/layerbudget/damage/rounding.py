@@ -26,16 +26,19 @@ from ..provenance import versions
 from ..records import Block
 from ..running.modes import inference
 from ..scores.record import Scores
+from ..treatments.base import Level
 from ..treatments.formats import Format, find_format, formats_of
 from ..treatments.items import fixed_bytes, items_of, layer_index
+from ..treatments.rounding import Quantiser
 from ..treatments.runtimes import Runtime, find_runtime
 from ..treatments.treating import Found, matrices
 from .directional import forms_along
-from .directions import Written
+from .directions import Directions, Written
 from .ledger import Unit
 from .rounding_bench import Bench, Damages, has, measured
 
 Progress = Callable[[int, int], None]
+KEEP_BYTES = 1 << 30
 MEASURES = ("directional", "measured")
 
 
@@ -154,6 +157,7 @@ def directional(
     place = [layer_index(model, b) for b in blocks]
     inside = [i for i, p in enumerate(place) if p is not None]
     units: dict[str, Unit] = {}
+    keep = bench.quantiser.statistic != "none" or 4 * sum(b.numel for b in blocks) * len(formats) <= KEEP_BYTES
     with inference(model), bench:
         for i in (i for i, p in enumerate(place) if p is None):
             found.damage[i], found.error[i] = bench.end(blocks[i])
@@ -161,8 +165,8 @@ def directional(
             mine = [i for i in inside if place[i] == layer]
             statistics = bench.statistics(layer, [blocks[i] for i in mine])
             for i in mine:
-                units |= _units(bench, blocks[i], inside.index(i), statistics)
-            if bench.treating.treatment.statistic != "none":
+                units |= _units(bench, blocks[i], inside.index(i), statistics, keep)
+            if bench.quantiser.statistic != "none":
                 bench.walk.advance()
     if inside:
         forms = forms_along(model, data, units, draws=draws, seed=seed, batch_size=batch_size, progress=progress)
@@ -174,9 +178,37 @@ def directional(
     return found
 
 
-def _units(bench: Bench, block: Block, first: int, statistics: Found) -> dict[str, Unit]:
+class Rounding(Directions):
+    """Rounding errors that are made again whenever they are needed: nothing is kept of a large model.
+
+    Args:
+        views: The matrix, its copies one by one, ``(d_out, d_in)`` each.
+        quantiser: One that looks at no inputs.
+        names: Formats; None where the block does not have it.
+    """
+
+    def __init__(self, views: Sequence[torch.Tensor], quantiser: Quantiser, names: Sequence[str | None]) -> None:
+        self.views, self.quantiser, self.names = list(views), quantiser, list(names)
+        self.groups, self.levels = 1, len(self.names)
+
+    def along(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.along`."""
+        return torch.stack([self._one(gradient, name) for name in self.names], -1)[:, None]
+
+    def _one(self, gradient: torch.Tensor, name: str | None) -> torch.Tensor:
+        if name is None:
+            return gradient.new_zeros(len(gradient), dtype=torch.float64)
+        level = Level(format=name)
+        errors = torch.cat([self.quantiser.apply(v.detach(), None, level) - v.detach() for v in self.views])
+        return torch.einsum("boi,oi->bo", gradient, errors.to(gradient)).double().sum(1)
+
+
+def _units(bench: Bench, block: Block, first: int, statistics: Found, keep: bool) -> dict[str, Unit]:
     """The rounding errors of a block's matrices in every format; none where it does not have one."""
     views = {m.name: matrices(*weight_of(bench.model, m.name)) for m in block.modules}
+    if not keep:
+        names = [f.name if has(block, f) else None for f in bench.formats]
+        return {n: Unit(directions=Rounding(v, bench.quantiser, names), first=first) for n, v in views.items()}
     dense = {name: torch.cat([v.detach() for v in held]).clone() for name, held in views.items()}
     deltas = {name: [torch.zeros_like(w) for _ in bench.formats] for name, w in dense.items()}
     for j, changed in bench.trials(block, statistics):

@@ -108,10 +108,10 @@ class Bench:
     """A walk over the dense model, with one block at a time in one format."""
 
     def __init__(self, model: nn.Module, data: CalibrationSet, formats: Sequence[Format], method: str, batch_size: int) -> None:
-        quantiser = quantiser_of(method)
-        need_data(quantiser, data)
+        self.quantiser = quantiser_of(method)
+        need_data(self.quantiser, data)
         self.model, self.formats = model, formats
-        self.treating = Treating(model, quantiser)
+        self.treating = Treating(model, self.quantiser)
         self.walk = Walk(model, data, batch_size=batch_size)
         self.made: dict[Statistic, object] = {}
         self.forwards = 0
