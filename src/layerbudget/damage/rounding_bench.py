@@ -33,11 +33,13 @@ class Damages:
     Attributes:
         damage, error: Nats per token, ``(K, m)``; infinite where a block does not have a format.
         passes: Forward equivalents of the whole model on the whole text.
+        kept: Share of what the formats of a block do not share that pooling left (1 where nothing is pooled).
     """
 
     damage: np.ndarray
     error: np.ndarray
     passes: float = 0.0
+    kept: float = 1.0
 
 
 class Rows(Meter):
