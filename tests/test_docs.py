@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from layerbudget.kinds import KINDS
 from layerbudget.planning.rule import RULES, rules_of
 from layerbudget.scores.estimators import ESTIMATORS
 from layerbudget.treatments import TREATMENTS
+from layerbudget.treatments.base import QUANTISERS
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 def registries():
     """Tables that are afterwards as they were."""
     rules_of("sparsity")
-    with ESTIMATORS.kept(), RULES["sparsity"].kept(), TREATMENTS.kept(), KINDS.kept():
+    with ESTIMATORS.kept(), RULES["sparsity"].kept(), TREATMENTS.kept(), KINDS.kept(), QUANTISERS.kept():
         yield
 
 
@@ -38,6 +40,19 @@ def test_the_fine_tuning_page_adapts_a_model_by_its_plan():
     trained = sum(p.numel() for p in space["peft"].parameters() if p.requires_grad)
     assert trained == space["plan"].budget["spent"] <= space["plan"].budget["limit"]
     assert callable(space["fold_scales"])
+
+
+def test_the_page_on_bits_writes_a_model_that_loads(tmp_path, monkeypatch):
+    pytest.importorskip("compressed_tensors")
+    monkeypatch.chdir(tmp_path)
+    space: dict = {}
+    (block,) = blocks_of("docs/bits.md")
+    exec(compile(block, "docs/bits.md", "exec"), space)
+    ids = space["held_out"].input_ids
+    with torch.no_grad():
+        back, mine = space["again"](ids).logits, space["model"](ids).logits
+    assert torch.allclose(back, mine, atol=1e-4)  # the embedded model is in bfloat16: nothing else is rounded
+    assert space["receipt"].bytes == space["plan"].budget["spent"] <= space["plan"].budget["limit"]
 
 
 def test_the_four_doors_of_a_contributor(registries):

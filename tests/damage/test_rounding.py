@@ -8,6 +8,7 @@ import torch
 from tests import zoo
 
 from layerbudget.blocks import describe, weight_of
+from layerbudget.damage import rounding as R
 from layerbudget.damage.jointly import Joint, plan_formats
 from layerbudget.damage.rounding import rounding_damage
 from layerbudget.errors import InvalidInput
@@ -67,6 +68,17 @@ def test_the_fisher_form_along_the_rounding_error_predicts_what_is_measured(meth
     assert 0.8 < np.median(b[there] / a[there]) < 1.2
     error = found["directional"].error[:, :3][there]
     assert (error > 0).all() and np.median(error / b[there]) < 0.5
+
+
+def test_errors_made_again_are_errors_kept(monkeypatch):
+    """Large models keep nothing; a matrix that a format does not divide has no error there."""
+    found = []
+    for keep in (1 << 30, 0):
+        monkeypatch.setattr(R, "KEEP_BYTES", keep)
+        found.append(
+            Table.of(rounding_damage(zoo.build("mixtral"), zoo.tokens(4, 8), formats=["w3-g32", "w4-channel"], draws=2))
+        )
+    assert np.allclose(found[0].damage, found[1].damage, rtol=1e-5) and np.isinf(found[0].damage).any()
 
 
 def test_runtimes_say_what_must_agree():

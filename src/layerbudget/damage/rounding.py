@@ -6,8 +6,9 @@ For block i in format j, with ``Delta_ij`` what the format makes of its matrices
     directional   d_ij = 1/2 (1/N) sum_s E_y [ (sum_t b_st(y)' Delta_ij a_st)^2 ], all i and j from ``1 + 2 draws`` passes
                   (:mod:`layerbudget.damage.directional`): rounding is so small a step that the dense point is enough.
 
-Both are of the quantiser that will write the file. Embedding and head are measured in both: they are few, and an embedding has
-no inputs. Standard errors are over sequences.
+Predictions of one matrix are pooled over its formats (:mod:`layerbudget.damage.pooling`): draws of labels are noise, and a plan
+picks what is small by chance. Both are of the quantiser that will write the file. Embedding and head are measured in both: they
+are few, and an embedding has no inputs. Standard errors are over sequences.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ from ..provenance import versions
 from ..records import Block
 from ..running.modes import inference
 from ..scores.record import Scores
+from ..treatments.base import Level
 from ..treatments.formats import Format, find_format, formats_of
 from ..treatments.items import fixed_bytes, items_of, layer_index
+from ..treatments.rounding import Quantiser
 from ..treatments.runtimes import Runtime, find_runtime
 from ..treatments.treating import Found, matrices
 from .directional import forms_along
-from .directions import Written
+from .directions import Directions, Written
 from .ledger import Unit
+from .pooling import pooled
 from .rounding_bench import Bench, Damages, has, measured
 
 Progress = Callable[[int, int], None]
+KEEP_BYTES = 1 << 30
 MEASURES = ("directional", "measured")
 
 
@@ -126,7 +131,7 @@ def _record(
     choices = {
         "formats": [f.name for f in formats], "size": rows(size), "damage": rows(found.damage), "error": rows(found.error),
         "fixed": fixed_bytes(model, blocks, target.family), "family": target.family, "runtime": target.name,
-        "passes": found.passes, **how,
+        "passes": found.passes, "kept": found.kept, **how,
     }  # fmt: skip
     return Scores(
         estimator=ESTIMATOR, blocks=tuple(blocks), gain=(tuple(found.damage[k, first]),), unit="nats per token",
@@ -149,11 +154,13 @@ def directional(
 ) -> Damages:
     """All blocks in all formats from one forward and ``draws`` backwards; embedding and head measured. See the module."""
     shape = (len(blocks), len(formats))
+    norm = np.zeros(shape)
     found = Damages(damage=np.full(shape, np.inf), error=np.zeros(shape))
     bench = Bench(model, data, formats, method, batch_size)
     place = [layer_index(model, b) for b in blocks]
     inside = [i for i, p in enumerate(place) if p is not None]
     units: dict[str, Unit] = {}
+    keep = bench.quantiser.statistic != "none" or 4 * sum(b.numel for b in blocks) * len(formats) <= KEEP_BYTES
     with inference(model), bench:
         for i in (i for i, p in enumerate(place) if p is None):
             found.damage[i], found.error[i] = bench.end(blocks[i])
@@ -161,25 +168,64 @@ def directional(
             mine = [i for i in inside if place[i] == layer]
             statistics = bench.statistics(layer, [blocks[i] for i in mine])
             for i in mine:
-                units |= _units(bench, blocks[i], inside.index(i), statistics)
-            if bench.treating.treatment.statistic != "none":
+                more, norm[i] = _units(bench, blocks[i], inside.index(i), statistics, keep)
+                units |= more
+            if bench.quantiser.statistic != "none":
                 bench.walk.advance()
     if inside:
         forms = forms_along(model, data, units, draws=draws, seed=seed, batch_size=batch_size, progress=progress)
         there = np.array([[has(blocks[i], f) for f in formats] for i in inside])
-        found.damage[inside] = np.where(there, forms.second, np.inf)
+        predicted = np.where(there, forms.second, np.inf)
         found.error[inside] = np.where(there, forms.error, 0.0)
+        found.damage[inside], found.kept = pooled(predicted, forms.error, norm[inside])
         found.passes = forms.passes
     found.passes += bench.passes
     return found
 
 
-def _units(bench: Bench, block: Block, first: int, statistics: Found) -> dict[str, Unit]:
-    """The rounding errors of a block's matrices in every format; none where it does not have one."""
+class Rounding(Directions):
+    """Rounding errors that are made again whenever they are needed: nothing is kept of a large model.
+
+    Args:
+        views: The matrix, its copies one by one, ``(d_out, d_in)`` each.
+        quantiser: One that looks at no inputs.
+        names: Formats; None where the block does not have it.
+    """
+
+    def __init__(self, views: Sequence[torch.Tensor], quantiser: Quantiser, names: Sequence[str | None]) -> None:
+        self.views, self.quantiser, self.names = list(views), quantiser, list(names)
+        self.groups, self.levels = 1, len(self.names)
+
+    def along(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Directions.along`."""
+        return torch.stack([self._one(gradient, name) for name in self.names], -1)[:, None]
+
+    def _one(self, gradient: torch.Tensor, name: str | None) -> torch.Tensor:
+        if name is None:
+            return gradient.new_zeros(len(gradient), dtype=torch.float64)
+        return torch.einsum("boi,oi->bo", gradient, self._errors(name).to(gradient)).double().sum(1)
+
+    def _errors(self, name: str) -> torch.Tensor:
+        level = Level(format=name)
+        return torch.cat([self.quantiser.apply(v.detach(), None, level) - v.detach() for v in self.views])
+
+    def norms(self) -> np.ndarray:
+        """Squared norms of the rounding errors, ``(levels,)``."""
+        return np.array([0.0 if n is None else float(self._errors(n).square().sum()) for n in self.names])
+
+
+def _units(bench: Bench, block: Block, first: int, statistics: Found, keep: bool) -> tuple[dict[str, Unit], np.ndarray]:
+    """The rounding errors of a block's matrices in every format, none where it does not have one; and their squared norms."""
     views = {m.name: matrices(*weight_of(bench.model, m.name)) for m in block.modules}
+    if not keep:
+        names = [f.name if has(block, f) else None for f in bench.formats]
+        again = {n: Rounding(v, bench.quantiser, names) for n, v in views.items()}
+        norm = sum((d.norms() for d in again.values()), np.zeros(len(names)))
+        return {n: Unit(directions=d, first=first) for n, d in again.items()}, norm
     dense = {name: torch.cat([v.detach() for v in held]).clone() for name, held in views.items()}
     deltas = {name: [torch.zeros_like(w) for _ in bench.formats] for name, w in dense.items()}
     for j, changed in bench.trials(block, statistics):
         for name, held in views.items() if changed else ():
             deltas[name][j] = torch.cat([v.detach() for v in held]) - dense[name]
-    return {name: Unit(directions=Written(d), first=first) for name, d in deltas.items()}
+    norm = np.array([sum(float(d[j].square().sum()) for d in deltas.values()) for j in range(len(bench.formats))])
+    return {name: Unit(directions=Written(d), first=first) for name, d in deltas.items()}, norm

@@ -33,11 +33,13 @@ class Damages:
     Attributes:
         damage, error: Nats per token, ``(K, m)``; infinite where a block does not have a format.
         passes: Forward equivalents of the whole model on the whole text.
+        kept: Share of what the formats of a block do not share that pooling left (1 where nothing is pooled).
     """
 
     damage: np.ndarray
     error: np.ndarray
     passes: float = 0.0
+    kept: float = 1.0
 
 
 class Rows(Meter):
@@ -108,10 +110,10 @@ class Bench:
     """A walk over the dense model, with one block at a time in one format."""
 
     def __init__(self, model: nn.Module, data: CalibrationSet, formats: Sequence[Format], method: str, batch_size: int) -> None:
-        quantiser = quantiser_of(method)
-        need_data(quantiser, data)
+        self.quantiser = quantiser_of(method)
+        need_data(self.quantiser, data)
         self.model, self.formats = model, formats
-        self.treating = Treating(model, quantiser)
+        self.treating = Treating(model, self.quantiser)
         self.walk = Walk(model, data, batch_size=batch_size)
         self.made: dict[Statistic, object] = {}
         self.forwards = 0

@@ -1,0 +1,166 @@
+"""Perplexity and KL of plans of bits at equal bytes: uniform, protected layers, scores, measured and directional damage.
+
+    python benchmarks/bits_quality.py [--bits 3 4 2.5 3.5] [--methods rtn gptq] [--windows 120] [--out FOLDER]
+
+Weights in groups of 32 (compressed-tensors), calibrated on 16 x 128 tokens; a row's budget is what uniform takes at that width (between two
+widths: half way between the two), recounted. Everything is evaluated on held-out windows; differences are paired by window. Passes are
+forward equivalents (backward 2) spent on the damages. Finished rows are kept in the folder and not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import layerbudget as lb
+from layerbudget.blocks import weight_of
+from layerbudget.damage.jointly import Joint, describe_rows
+from layerbudget.damage.rounding import rounding_damage
+from layerbudget.planning.bits import plan_bits
+from layerbudget.records import dumps, write_text
+from layerbudget.running.divergence import next_tokens, sequence_losses
+from layerbudget.scores.record import Scores
+from layerbudget.treatments.base import Level, find_quantiser
+from program import environment
+
+RULES = ("uniform", "ends", "mix", "first-order", "measured", "directional")
+
+
+def first_order(model, data, scores: Scores) -> Scores:
+    """AutoScheme's additive score: sum of |gradient of the loss x rounding error| of every matrix and format, 3 passes."""
+    blocks, names = scores.blocks, scores.extra["choices"]["formats"]
+    weights = {m.name: weight_of(model, m.name)[1] for b in blocks for m in b.modules}
+    for batch in data.batches(8, torch.device("cpu")):
+        loss = sequence_losses(model(**batch).logits[:, :-1].float(), next_tokens(batch["input_ids"], None)).sum()
+        loss.backward()
+    quantiser, damage = find_quantiser("rtn"), []
+    with torch.no_grad():
+        for b in blocks:
+            row = []
+            for name in names:
+                changed = (
+                    (quantiser.apply(weights[m.name], None, Level(format=name)) - weights[m.name], m.name) for m in b.modules
+                )
+                row.append(float(sum((d * weights[n].grad).abs().sum() for d, n in changed)))
+            damage.append(row)
+    model.zero_grad()
+    held = {**scores.extra["choices"], "damage": damage, "passes": 3.0, "measure": "first-order"}
+    return dataclasses.replace(scores, extra={"choices": held})
+
+
+def budget_of(scores: Scores, bits: float) -> str:
+    """Bytes of uniform at a width, or half way between two, as a budget of the file."""
+    held, low = scores.extra["choices"], int(bits)
+    size = np.array(held["size"], dtype=np.int64)
+    at = {int(n[1]): size[:, j].sum() for j, n in enumerate(held["formats"]) if n.startswith("w")}
+    share = bits - low
+    return f"{int(at[low] + (share * (at[low + 1] - at[low]) if share else 0)) + held['fixed']} bytes"
+
+
+class Bench:
+    """One model with its damages, measured once."""
+
+    def __init__(self, a: argparse.Namespace) -> None:
+        tokenizer = lb.load_tokenizer(a.model)
+        self.a, self.model = a, lb.load_model(a.model)
+        self.fit = lb.calibration(a.data, tokenizer, samples=16, length=128)
+        held = lb.evaluation_set(a.evaluation or a.data, tokenizer, length=128)
+        step = max(1, held.samples // a.windows)
+        chosen = torch.arange(0, held.samples, step)[: a.windows]
+        self.joint = Joint(self.model, dataclasses.replace(held, input_ids=held.input_ids[chosen]), 20)
+        self.dense = describe_rows(self.joint.rows(self.model))["perplexity"]
+        self.scores: dict[tuple[str, str], tuple[Scores, float]] = {}
+
+    def damages(self, rule: str, method: str) -> Scores:
+        """The record that a rule plans from."""
+        key = (rule if rule in ("measured", "first-order") else "directional", method if rule != "first-order" else "rtn")
+        if key not in self.scores:
+            start = time.process_time()
+            if key[0] == "first-order":
+                found = first_order(self.model, self.fit, self.damages("directional", "rtn"))
+            else:
+                found = rounding_damage(self.model, self.fit, damage=key[0], method=key[1], group=32)
+            self.scores[key] = found, time.process_time() - start
+        return self.scores[key][0]
+
+    def row(self, bits: float, method: str, rule: str) -> tuple[dict[str, Any], np.ndarray]:
+        """One plan, in the model as a whole."""
+        scores = self.damages(rule, method)
+        plan = plan_bits(scores, budget=budget_of(scores, bits), rule=rule if rule in ("uniform", "ends", "mix") else "choices")
+        rows = self.joint.of_plan(self.model, plan.extra["formats"], self.fit, method)
+        blind = rule in ("uniform", "ends", "mix")
+        spent = {"passes": 0.0 if blind else scores.extra["choices"]["passes"], "bytes": plan.budget["spent"]}
+        return {"bits": bits, "method": method, "rule": rule, "exact_bits": plan.extra["bits"], **spent,
+                "predicted": plan.extra["predicted"], **describe_rows(rows)}, rows  # fmt: skip
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--model", default="demo")
+    p.add_argument("--data", default="stdlib")
+    p.add_argument("--evaluation", help="text to evaluate on (default: the evaluation part of --data)")
+    p.add_argument("--bits", type=float, nargs="+", default=[3, 4, 2.5, 3.5])
+    p.add_argument("--methods", nargs="+", default=["rtn", "gptq"])
+    p.add_argument("--rules", nargs="+", default=list(RULES))
+    p.add_argument("--windows", type=int, default=120)
+    p.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    p.add_argument("--name", default="bits_quality")
+    a = p.parse_args()
+    log = a.out / f"{a.name}.jsonl"
+    held = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+    done = {(r["bits"], r["method"], r["rule"]) for r in held}
+    bench = Bench(a)
+    for bits in a.bits:
+        for method in a.methods:
+            if all((bits, method, rule) in done for rule in a.rules):
+                continue
+            uniform = bench.row(bits, method, "uniform")[1]
+            for rule in a.rules:
+                if (bits, method, rule) in done:
+                    continue
+                row, rows = bench.row(bits, method, rule)
+                versus = describe_rows(rows, uniform)
+                row |= {"versus_uniform": versus["difference"], "versus_error": versus["difference_error"]}
+                row |= {"dense_perplexity": bench.dense, "windows": len(rows)}
+                held.append(row)
+                with open(log, "a") as f:
+                    f.write(json.dumps(row) + "\n")
+                print({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    write(a, held)
+
+
+def write(a: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    rows = sorted(rows, key=lambda r: (r["bits"], r["method"] != "rtn", list(RULES).index(r["rule"])))
+    record = {"environment": environment(), "model": a.model, "data": a.data, "rows": rows}
+    write_text(a.out / f"{a.name}.json", dumps(record), overwrite=True)
+    text = [
+        f"# Plans of bits at equal bytes ({a.model})\n",
+        "Environment: " + ", ".join(f"{k} {v}" for k, v in environment().items()) + ".\n",
+    ]
+    text.append(
+        f"Held-out windows of 128 tokens: {rows[0]['windows']}; dense perplexity {rows[0]['dense_perplexity']:.3f}. KL in nats per token "
+        "from the dense model; the difference from uniform is paired by window. Exact bits count scales, padding and shapes.\n"
+    )
+    text.append(
+        "| bits | quantiser | rule | bytes | exact bits | KL | - uniform | of uniform | perplexity | predicted | passes |"
+    )
+    text.append("|---" * 11 + "|")
+    for r in rows:
+        same = next(u["kl"] for u in rows if (u["bits"], u["method"], u["rule"]) == (r["bits"], r["method"], "uniform"))
+        text.append(
+            f"| {r['bits']:g} | {r['method']} | {r['rule']} | {r['bytes']:,} | {r['exact_bits']:.3f} | {r['kl']:.4f} +- {r['kl_error']:.4f} | "
+            f"{r['versus_uniform']:+.4f} +- {r['versus_error']:.4f} | {r['kl'] / same - 1:+.0%} | {r['perplexity']:.3f} | "
+            f"{r['predicted']:.4f} | {r['passes']:g} |"
+        )
+    write_text(a.out / f"{a.name}.md", "\n".join(text) + "\n", overwrite=True)
+
+
+if __name__ == "__main__":
+    main()

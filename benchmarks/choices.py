@@ -1,0 +1,101 @@
+"""How long an exact choice of formats takes, against HiGHS on the same integer program, in one run.
+
+K matrices with 6 formats each: bytes of 7B-class shapes in groups of 64, damages that fall by about four per bit with a log-normal spread over
+matrices and formats. HiGHS gets the multiple-choice knapsack whole, through scipy, with its gap set to 1e-9.
+
+    python benchmarks/choices.py [--items 32 224 1000 10000] [--limit 60] [--output FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+
+from layerbudget.program.choices import choose
+from layerbudget.records import dumps, write_text
+from layerbudget.treatments.formats import find_format
+from program import environment
+
+SHAPES = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]
+FORMATS = [f"w{b}-g64" for b in (2, 3, 4, 5, 6, 8)]
+
+
+def instance(items: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Damages and bytes, ``(items, 6)``."""
+    rng = np.random.default_rng(seed)
+    size = np.array([[find_format(f).bytes(*SHAPES[i % 7]) for f in FORMATS] for i in range(items)])
+    level = np.exp(rng.normal(size=(items, 1))) * np.array([[np.prod(SHAPES[i % 7])] for i in range(items)]) / 1e7
+    bits = np.array([int(f[1]) for f in FORMATS])
+    return level * 4.0**-bits * np.exp(0.2 * rng.normal(size=size.shape)), size
+
+
+def highs(damage: np.ndarray, size: np.ndarray, budget: int, limit: float) -> tuple[float, float, float, str]:
+    """Seconds, damage, proven relative gap and what HiGHS says."""
+    k, m = damage.shape
+    rows = csr_matrix((np.ones(k * m), (np.repeat(np.arange(k), m), np.arange(k * m))), shape=(k, k * m))
+    scale = float(size.max())
+    room = LinearConstraint(csr_matrix(size.reshape(1, -1) / scale), -np.inf, budget / scale)
+    start = time.process_time()
+    found = milp(
+        damage.ravel() / damage.max(), constraints=[LinearConstraint(rows, 1, 1), room], integrality=np.ones(k * m),
+        bounds=Bounds(0, 1), options={"mip_rel_gap": 1e-9, "time_limit": limit},
+    )  # fmt: skip
+    seconds = time.process_time() - start
+    if found.x is None:
+        return seconds, np.nan, np.nan, "found nothing"
+    value = float(damage.ravel() @ np.round(found.x))
+    return seconds, value, found.mip_gap, "optimal" if found.status == 0 else "stopped"
+
+
+def measure(items: int, bits: float, limit: float) -> dict[str, Any]:
+    damage, size = instance(items, items)
+    budget = int(bits * sum(np.prod(SHAPES[i % 7]) for i in range(items)) // 8)
+    start, rounds = time.process_time(), 0
+    while time.process_time() - start < 0.5 or not rounds:
+        found, rounds = choose(damage, size, budget), rounds + 1
+    ours = (time.process_time() - start) / rounds
+    seconds, value, gap, status = highs(damage, size, budget, limit)
+    return {
+        "items": items, "bits": bits, "milliseconds": 1e3 * ours, "status": found.status, "gap": found.gap, "left": budget - found.spent,
+        "highs_seconds": seconds, "ratio": seconds / ours, "highs": status, "highs_gap": gap, "damage_over_highs": found.damage / value - 1,
+    }  # fmt: skip
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--items", type=int, nargs="+", default=[32, 224, 1000, 10000])
+    p.add_argument("--bits", type=float, nargs="+", default=[3.0, 4.0])
+    p.add_argument("--limit", type=float, default=60.0)
+    p.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    a = p.parse_args()
+    rows = []
+    for items in a.items:
+        for bits in a.bits:
+            rows.append(measure(items, bits, a.limit))
+            print(rows[-1], flush=True)
+    text = [
+        "# Choices of formats that are proven best\n",
+        "Environment: " + ", ".join(f"{k} {v}" for k, v in environment().items()) + ".\n",
+    ]
+    text.append(f"Six formats per item; processor time. HiGHS is stopped after {a.limit:g} s.\n")
+    text += [
+        "| items | mean bits | ms | status | gap | bytes left | HiGHS s | HiGHS / ours | HiGHS says | its gap | our damage over its |",
+        "|---" * 11 + "|",
+    ]
+    for r in rows:
+        text.append(
+            f"| {r['items']:,} | {r['bits']:g} | {r['milliseconds']:.2f} | {r['status']} | {r['gap']:.0e} | {r['left']:,} | {r['highs_seconds']:.2f} | "
+            f"{r['ratio']:,.0f}x | {r['highs']} | {r['highs_gap']:.0e} | {r['damage_over_highs']:+.0e} |"
+        )
+    write_text(a.output / "choices.json", dumps({"environment": environment(), "rows": rows}), overwrite=True)
+    write_text(a.output / "choices.md", "\n".join(text) + "\n", overwrite=True)
+
+
+if __name__ == "__main__":
+    main()
