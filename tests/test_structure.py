@@ -61,6 +61,7 @@ ROOMS = (
     "kinds",
     "costs",
     "configurations",
+    "row_groups",
     "plan",
     "machine",
     "blocks",
