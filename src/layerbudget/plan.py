@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
 
 import numpy as np
 

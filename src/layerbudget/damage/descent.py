@@ -86,7 +86,7 @@ def descend(
     Returns:
         The path; the model is left wherever it was last.
     """
-    journal = journal or Journal(None, {})
+    journal = journal or Journal(None, "")
     held = journal.resume(point.treating.treatment.statistic)
     path = held.path if held else Course(counts=[start], log=[])
     found, reached = (held.found, held.reach) if held else (point.dense, settings.trust)

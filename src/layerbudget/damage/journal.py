@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Mapping
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import ModelMismatch
+from ..keeping.parts import Parts
 from ..program.solution import Solution
-from ..records import SCHEMA_VERSION, digest, dumps, read_json, write_text
+from ..records import digest
 from ..running.inputs import Statistic
 from ..treatments.treating import Found
 
@@ -49,39 +49,20 @@ class Held:
 
 
 class Journal:
-    """A folder with the last finished step of a descent.
+    """The last finished step of a descent, as a part of a run.
 
     Args:
-        folder: Where; None keeps nothing.
-        key: What must be equal for a continued descent.
-        name: Tells several descents in one folder apart.
-
-    Raises:
-        ModelMismatch: The folder belongs to another descent.
+        parts: Where the run keeps its parts; None keeps nothing.
+        name: Tells the descents of a run apart.
     """
 
-    def __init__(self, folder: Path | str | None, key: Mapping[str, Any], name: str = "path") -> None:
-        self.folder = None if folder is None else Path(folder)
-        self.name, self.key = name.replace(":", "-"), digest(dict(key))
-        if self.folder is None:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self._log.exists() and read_json(self._log, "journal").get("key") != self.key:
-            raise ModelMismatch(
-                f"{self.folder} holds steps with another model, text, target, method or version.",
-                "They continue only with the same ones.", "Choose another folder, or remove it.",
-            )  # fmt: skip
-
-    @property
-    def _log(self) -> Path:
-        return Path(self.folder or "") / f"{self.name}.json"
-
-    def _state(self, step: int) -> Path:
-        return Path(self.folder or "") / f"{self.name}-{step}.safetensors"
+    def __init__(self, parts: Parts | None, name: str) -> None:
+        self.parts = parts if parts is not None and parts.folder is not None else None
+        self.name = f"path-{digest(name)}"
 
     def keep(self, path: Course, found: Found, reach: float, trust: float) -> None:
         """Write the accepted steps, and the statistics with which the last one was treated."""
-        if self.folder is None:
+        if self.parts is None:
             return
         from safetensors.torch import save_file
 
@@ -89,14 +70,12 @@ class Journal:
         tensors = {f"counts.{i}": torch.from_numpy(np.ascontiguousarray(c)) for i, c in enumerate(path.counts)}
         for name, statistics in found.items():
             tensors |= {f"{i}@{name}": s.value.clone() for i, s in enumerate(statistics) if s.value is not None}
-        temporary = self._state(step).with_suffix(".part")
-        save_file(tensors, temporary)
-        os.replace(temporary, self._state(step))
         copies = {name: len(statistics) for name, statistics in found.items()}
-        record = {"key": self.key, "log": path.log, "reach": reach, "trust": trust, "copies": copies}
-        write_text(self._log, dumps({"schema_version": SCHEMA_VERSION, **record}), overwrite=True)
-        if step:
-            self._state(step - 1).unlink(missing_ok=True)
+        record = json.dumps({"log": path.log, "reach": reach, "trust": trust, "copies": copies})
+        self.parts.put(f"{self.name}-{step}", "safetensors", lambda file: save_file(tensors, file, {"record": record}))
+        before = self.parts.find(f"{self.name}-{step - 1}") if step else None
+        if before is not None:
+            before.unlink()
 
     def resume(self, kind: str) -> Held | None:
         """What was kept; None where nothing was.
@@ -104,15 +83,26 @@ class Journal:
         Args:
             kind: Of the statistics.
         """
-        if self.folder is None or not self._log.exists():
+        file = None if self.parts is None else self._last(self.parts)
+        if file is None:
             return None
+        from safetensors import safe_open
         from safetensors.torch import load_file
 
-        record = read_json(self._log, "journal")
-        held = load_file(self._state(len(record["log"]) - 1))
+        held = load_file(file)
+        with safe_open(file, framework="pt") as opened:
+            record = json.loads(opened.metadata()["record"])
         path = Course(counts=[held[f"counts.{i}"].numpy() for i in range(len(record["log"]))], log=record["log"])
         found = {
             name: [Statistic(kind, value=held.get(f"{i}@{name}")) for i in range(copies)]
             for name, copies in record["copies"].items()
         }
         return Held(path=path, found=found, reach=record["reach"], trust=record["trust"])
+
+    def _last(self, parts: Parts) -> Path | None:
+        steps = [re.match(rf"{self.name}-(\d+)\.", f.name) for f in parts.folder.iterdir()] if parts.folder else []
+        for step in sorted({int(m[1]) for m in steps if m}, reverse=True):
+            file = parts.find(f"{self.name}-{step}")
+            if file is not None:
+                return file
+        return None

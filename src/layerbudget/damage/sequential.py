@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from torch import nn
 from ..blocks import check_finite, describe
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
+from ..keeping.parts import Parts
 from ..plan import Plan
 from ..program.counts import round_parameters
 from ..provenance import computation, versions
-from ..records import check_fraction
+from ..records import check_fraction, digest
 from ..treatments.base import Treatment, find_treatment
 from .decisions import Decisions
 from .descent import TERMS, Settings, descend
@@ -58,7 +60,7 @@ def plan_directional(
     terms: str | None = None,
     batch_size: int = 8,
     seed: int = 0,
-    resume: str | None = None,
+    resume: Path | str | None = None,
     progress: Progress | None = None,
     **own: Any,
 ) -> Plan:
@@ -111,9 +113,8 @@ def plan_directional(
         "batch_size": batch_size, "max_sparsity": max_sparsity, **dataclasses.asdict(plain), "versions": versions(),
         "computation": computation(model),
     }  # fmt: skip
-    run = _Run(
-        model=model, treatment=treatment, own=own, batch_size=batch_size, plain=plain, key=key, resume=resume, progress=progress
-    )
+    parts = Parts(resume, digest({**key, "by": names}), {**key, "by": names})
+    run = _Run(model=model, treatment=treatment, own=own, batch_size=batch_size, plain=plain, parts=parts, progress=progress)
     chosen = run.choose(names, data, passes, steps) if crossfit else None
     point, path, measured = run.decide(chosen.by if chosen else names[0], data, passes, chosen, steps)
     return _plan(identity, point, path, measured, chosen, {**key, "by": chosen.by if chosen else names[0]})
@@ -177,8 +178,7 @@ class _Run:
     own: Mapping[str, Any]
     batch_size: int
     plain: _Plain
-    key: Mapping[str, Any]
-    resume: str | None
+    parts: Parts
     progress: Progress | None
 
     def _descend(
@@ -189,7 +189,7 @@ class _Run:
         point = Point(self.model, data, decisions, self.treatment, self.own, batch_size=self.batch_size)
         share = np.full(len(decisions), self.plain.sparsity)
         start = round_parameters(share, decisions.numel, settings.total, self.plain.cap)
-        journal = Journal(self.resume, {**self.key, "by": by, "name": name}, f"{name}-{by}")
+        journal = Journal(self.parts, f"{name} {by}")
         try:
             path = descend(point, start, settings, judge=judge, journal=journal, progress=self.progress)
         except BaseException:
