@@ -77,7 +77,8 @@ def plan_directional(
         passes: Most forward equivalents of the whole text (forward 1, backward 2) that may be spent, judging and the last
             measurement included; two more are where the last step is measured by the pruner itself and refused.
         steps: Most steps; as many as ``passes`` allow by default.
-        crossfit: Let half of the text judge when to stop; by default where groups of rows are decided or several ``by`` given.
+        crossfit: Let half of the text judge when to stop; by default where several ``by`` are given. It takes more than half
+            of the passes.
         trust: Largest change of one unit's sparsity in the first step.
         draws: Draws of labels per step for the second term: two more passes each. At treated points the first term and the
             line search do as well, at fewer.
@@ -101,7 +102,7 @@ def plan_directional(
     check_fraction(max_sparsity, "max_sparsity", low=sparsity)
     check_finite(model)
     names = [by] if isinstance(by, str) else list(by)
-    crossfit = len(names) > 1 or names[0].startswith("rows") if crossfit is None else crossfit
+    crossfit = len(names) > 1 if crossfit is None else crossfit
     treatment = find_treatment(method)
     plain = _Plain(
         sparsity=sparsity, cap=max_sparsity, trust=trust, draws=draws, terms=terms or ("both" if draws else "first"), seed=seed
