@@ -62,6 +62,7 @@ ROOMS = (
     "kinds",
     "costs",
     "configurations",
+    "row_groups",
     "plan",
     "machine",
     "blocks",

@@ -15,7 +15,9 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .blocks import partition as partition
     from .configurations import blocks_from_config as blocks_from_config
     from .damage.by_curves import plan_by_curves as plan_by_curves
+    from .damage.directional import fisher_along as fisher_along
     from .damage.measure import damage_curves as damage_curves
+    from .damage.sequential import plan_directional as plan_directional
     from .data.calibration import CalibrationSet as CalibrationSet
     from .data.text import calibration as calibration
     from .doctor import diagnose as diagnose
@@ -77,6 +79,8 @@ _PUBLIC = {
     "recount": "pruning.receipt",
     "save_pruned": "pruning.save",
     "damage_curves": "damage.measure",
+    "plan_directional": "damage.sequential",
+    "fisher_along": "damage.directional",
     "plan_by_curves": "damage.by_curves",
     "plan_depth": "shrinking.depth",
     "plan_structured": "shrinking.shapes",

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from .errors import CorruptFile, InvalidInput, ModelMismatch
 from .keeping import reading
 from .kinds import KINDS
 from .records import Block, Record, digest
+from .row_groups import RowGroups
 
 _WERE_RULES = {"structured": "measured", "depth": "greedy"}
 
@@ -178,6 +180,42 @@ class Plan(Record):
     def sparsity(self) -> float:
         """Pruned parameters over prunable parameters (sparsity plans)."""
         return float(sum(b.count for b in self.blocks) / sum(b.numel for b in self.blocks))
+
+    @property
+    def rows(self) -> RowGroups | None:
+        """What every group of rows loses, where the plan decides groups of rows; ``count`` is then the sum of a matrix."""
+        found = self.extra.get("rows")
+        if isinstance(found, Mapping):
+            return RowGroups(size=int(found["size"]), counts={}, stored=found)
+        return found
+
+    def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
+        """Write the file, atomically, and the counts of its groups of rows beside it.
+
+        Raises:
+            AlreadyExists: The file exists with another content and ``overwrite`` is false.
+            NotFound: The plan decides groups of rows and their counts are not at hand.
+        """
+        if self.rows is not None:
+            self.rows.require()
+        written = super().save(path, overwrite=overwrite)
+        if self.rows is not None:
+            self.rows.save(path)
+        return written
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read the file, and the counts of its groups of rows.
+
+        Raises:
+            NotFound: No such file.
+            CorruptFile: Not such a file, or counts that are not its own.
+        """
+        plan = super().load(path)
+        if plan.rows is None:
+            return plan
+        rows = RowGroups.load(path, plan.rows.stored)
+        return dataclasses.replace(plan, extra={**plan.extra, "rows": rows})
 
     def by_module(self) -> dict[str, PlanBlock]:
         """Map every module's full name to its block's decision."""

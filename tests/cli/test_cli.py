@@ -132,7 +132,7 @@ def test_measured_curves_give_the_calibrated_plan_and_can_be_planned_with_again(
     folder = saved_model("llama")
     plan = json.loads(
         run(
-            "measure", folder, *SMALL, "--sparsity", "0.5", "--json", "--curves", tmp_path / "c.json", "-o", tmp_path / "p.json"
+            "measure", folder, *SMALL, "--search", "curves", "--sparsity", "0.5", "--json", "--curves", tmp_path / "c.json", "-o", tmp_path / "p.json"
         ).stdout
     )
     assert (
@@ -146,11 +146,52 @@ def test_measured_curves_give_the_calibrated_plan_and_can_be_planned_with_again(
 
 def test_a_plan_per_matrix_is_measured_and_pruned_by_in_half_precision(saved_model, tmp_path):
     folder = saved_model("llama")
-    options = ("--by", "linear", "--iterations", "0", "--sparsity", "0.6", "--json", "-o", tmp_path / "p.json")
+    options = ("--search", "curves", "--by", "linear", "--iterations", "0", "--sparsity", "0.6", "--json", "-o", tmp_path / "p.json")
     plan = json.loads(run("measure", folder, *SMALL, *options).stdout)
     assert {len(b["modules"]) for b in plan["blocks"]} == {1} and len({b["value"] for b in plan["blocks"]}) > 1
     done = run("prune", folder, tmp_path / "p.json", *SMALL, "--autocast", "bfloat16", "--json", "-o", tmp_path / "out")
     assert abs(json.loads(done.stdout)["sparsity"] - 0.6) < 1e-3
+
+
+def answer(capsys, *argv, code=0):
+    """What a command prints with ``--json``, or its one sentence, without a process of its own."""
+    assert main([str(a) for a in argv]) == code
+    out, err = capsys.readouterr()
+    return " ".join(err.split()) if code else json.loads(out)
+
+
+def test_measure_steps_down_and_says_what_it_spent(saved_model, tmp_path, capsys):
+    folder = saved_model("llama")
+    options = ("measure", folder, *SMALL, "--sparsity", "0.6", "--json")
+    plan = answer(capsys, *options, "--passes", "12", "-o", tmp_path / "p.json", "--resume", tmp_path / "kept")
+    assert plan["rule"] == "directional" and plan["forward_passes"] <= 14 and plan["held_out"] is None
+    path = plan["extra"]["path"]
+    assert plan["predicted"] < path[0]["divergence"] and plan["measured"] < path[0]["divergence"]
+    assert not (tmp_path / "kept").exists() and {len(b["modules"]) for b in plan["blocks"]} == {1}
+    plan = answer(capsys, *options, "--by", "linear,rows:2", "--passes", "40", "-o", tmp_path / "r.json")
+    assert plan["held_out"] == min(min(v) for v in plan["extra"]["tried"].values())
+    plan = answer(capsys, *options, "--by", "rows:2", "-o", tmp_path / "s.json")
+    assert (tmp_path / "s.rows.safetensors").exists() and plan["extra"]["rows"]["size"] == 2
+    done = answer(capsys, "prune", folder, tmp_path / "s.json", *SMALL, "--json", "-o", tmp_path / "out")
+    assert abs(done["sparsity"] - 0.6) < 1e-3
+    receipt = json.loads((tmp_path / "out" / "receipt.json").read_text())
+    assert receipt["rows"]["exact"] == receipt["rows"]["groups"] and (tmp_path / "out" / "plan.rows.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--iterations", "2"), "--iterations has no meaning for --search directional"),
+        (("--metric", "loss"), "--metric"),
+        (("--search", "curves", "--passes", "20"), "--passes has no meaning for --search curves"),
+        (("--search", "curves", "--no-cross-fit"), "--cross-fit"),
+        (("--search", "curves", "--draws", "0"), "--draws"),
+        (("--passes", "2"), "needs 6"),
+        (("--by", "rows:x"), "rows:G"),
+    ],
+)
+def test_what_a_search_would_ignore_is_refused(saved_model, tmp_path, capsys, options, says):
+    assert says in answer(capsys, "measure", saved_model("llama"), *SMALL, *options, "-o", tmp_path / "p.json", code=2)
 
 
 def test_outputs_that_cannot_be_written_are_refused_before_the_work(saved_model, tmp_path):

@@ -1,12 +1,18 @@
-"""``layerbudget measure``: what pruning each block costs, and the plan that follows from it."""
+"""``layerbudget measure``: what pruning costs the model's output, and the plan that follows from it."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from ..errors import InvalidInput
 from ..treatments.base import TREATMENTS
 from .shared import add_data_options, announce, batch_of, load, progress_bar
+
+SEARCHES = {
+    "directional": ("passes", "steps", "cross_fit", "draws", "trust", "resume", "own"),
+    "curves": ("metric", "iterations", "curves"),
+}
 
 
 def register(subparsers: Any) -> None:
@@ -14,44 +20,112 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("measure")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     add_data_options(parser, samples=16)
+    parser.add_argument("--sparsity", type=float, default=0.5, help="pruned share of all weights (default %(default)s)")
+    parser.add_argument("--max-sparsity", type=float, help="cap of every unit (default: 0.95; with --search curves 0.9)")
+    parser.add_argument("--method", choices=TREATMENTS.names(), default="wanda", help="the pruner (default %(default)s)")
     parser.add_argument(
-        "--by", default="layer", help="layer, linear (better, about three times the passes), or a regular expression"
+        "--search", choices=tuple(SEARCHES), default="directional",
+        help="directional (default): gradients at the treated point, stepwise; curves: prune every block at a few ratios",
+    )  # fmt: skip
+    parser.add_argument(
+        "--by", help="linear (default), layer, rows:G or a regular expression; linear,rows:16 lets half of the text choose"
     )
-    parser.add_argument("--method", choices=TREATMENTS.names(), default="wanda")
-    parser.add_argument("--metric", choices=("kl", "loss"), default="kl")
-    parser.add_argument("--sparsity", type=float, default=0.5, help="target around which is measured (default %(default)s)")
-    parser.add_argument("--max-sparsity", type=float, help="cap per block (default: 0.9, and always room above the target)")
-    parser.add_argument("--iterations", type=int, default=1, help="how often to measure again around the plan")
-    parser.add_argument("--curves", metavar="FILE", help="also write the measured curves: plan sparsity --curves FILE")
-    parser.add_argument("-o", "--out", default="plan.json", help="the calibrated plan (default %(default)s)")
+    parser.add_argument("--passes", type=float, help="forward equivalents to spend, a backward counts two (default 24)")
+    parser.add_argument("--steps", type=int, help="most steps (default: what the passes allow)")
+    parser.add_argument(
+        "--cross-fit", action=argparse.BooleanOptionalAction,
+        help="let half of the text judge when to stop (default: where several --by are given)",
+    )  # fmt: skip
+    parser.add_argument("--draws", type=int, help="draws of labels for the second order, two passes each (default 0)")
+    parser.add_argument("--trust", type=float, help="largest change of one unit's sparsity in the first step (default 0.06)")
+    parser.add_argument("--resume", metavar="DIR", help="keep finished steps here until the plan is saved")
+    parser.add_argument(
+        "--set", dest="own", action="append", default=[], metavar="NAME=VALUE",
+        help="an option of the method, for example --set damping=0.1 (may be repeated)",
+    )  # fmt: skip
+    parser.add_argument("--metric", choices=("kl", "loss"), help="of --search curves: what is measured (default kl)")
+    parser.add_argument("--iterations", type=int, help="of --search curves: how often to measure again (default 1)")
+    parser.add_argument("--curves", metavar="FILE", help="of --search curves: also write them, for plan sparsity --curves FILE")
+    parser.add_argument("-o", "--out", default="plan.json", help="the plan (default %(default)s)")
     parser.set_defaults(handler=handler)
 
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, plan, write both files."""
+    """Plan, write, show."""
+    from ..records import check_fraction, check_output
+    from ..report.tables import path_table, plan_table
+
+    check_fraction(arguments.sparsity, "sparsity")
+    _refuse_unread(arguments)
+    for path in filter(None, (arguments.out, arguments.curves)):
+        check_output(path, overwrite=arguments.overwrite)
+    plan = _by_curves(arguments) if arguments.search == "curves" else _directional(arguments)
+    arguments.console.print(plan_table(plan))
+    if arguments.search == "directional":
+        arguments.console.print(path_table(plan))
+    arguments.console.print(f"written to {arguments.out}")
+    figures = {k: plan.extra.get(k) for k in ("forward_passes", "predicted", "measured", "held_out")}
+    return {**plan.to_dict(), **figures} if arguments.search == "directional" else plan.to_dict()
+
+
+def _refuse_unread(arguments: argparse.Namespace) -> None:
+    """Refuse what belongs to the other search.
+
+    Raises:
+        InvalidInput: Names the flag.
+    """
+    for search, names in SEARCHES.items():
+        given = [name for name in names if getattr(arguments, name) not in (None, [])]
+        if search != arguments.search and given:
+            flag = "--set" if given[0] == "own" else f"--{given[0].replace('_', '-')}"
+            raise InvalidInput(
+                f"{flag} has no meaning for --search {arguments.search}.", "It would be ignored.",
+                f"Leave it out, or use --search {search}.",
+            )  # fmt: skip
+
+
+def _directional(arguments: argparse.Namespace) -> Any:
+    from ..damage.sequential import plan_directional
+    from ..keeping.parts import clear
+    from .shared import named_values
+
+    options = {name: getattr(arguments, name) for name in ("passes", "steps", "draws", "trust", "resume", "max_sparsity")}
+    given = {name: value for name, value in options.items() if value is not None}
+    by = arguments.by or "linear"
+    several = by.split(",")
+    known = all(name in ("layer", "linear") or name.startswith("rows:") for name in several)
+    model, _, data = load(arguments)
+    announce(arguments, f"{arguments.method} on {data.samples} samples of {data.length} tokens of {data.source}.")
+    with progress_bar(arguments, f"stepping down, {arguments.method}") as progress:
+        plan = plan_directional(
+            model, data, sparsity=arguments.sparsity, by=several if known else by, method=arguments.method,
+            crossfit=arguments.cross_fit, batch_size=batch_of(arguments), seed=arguments.seed or 0, progress=progress,
+            **given, **named_values(arguments.own),
+        )  # fmt: skip
+    plan.save(arguments.out, overwrite=arguments.overwrite)
+    if arguments.resume:
+        clear(arguments.resume)
+    return plan
+
+
+def _by_curves(arguments: argparse.Namespace) -> Any:
     from ..blocks import partition
     from ..damage.by_curves import plan_by_curves
     from ..planning.sparsity import default_cap
-    from ..records import check_fraction, check_output, dumps, write_text
-    from ..report.tables import plan_table
+    from ..records import check_fraction, dumps, write_text
 
-    check_fraction(arguments.sparsity, "sparsity")
     cap = max(0.9, default_cap(arguments.sparsity)) if arguments.max_sparsity is None else arguments.max_sparsity
     check_fraction(cap, "max_sparsity", low=arguments.sparsity)
-    for path in filter(None, (arguments.out, arguments.curves)):
-        check_output(path, overwrite=arguments.overwrite)
+    metric, iterations = arguments.metric or "kl", 1 if arguments.iterations is None else arguments.iterations
     model, _, data = load(arguments)
     announce(arguments, f"{arguments.method} on {data.samples} samples of {data.length} tokens of {data.source}.")
     with progress_bar(arguments, f"measuring {arguments.method}, blocks") as progress:
         plan, curves = plan_by_curves(
-            model, data, partition(model, arguments.by), sparsity=arguments.sparsity, max_sparsity=cap,
-            method=arguments.method, metric=arguments.metric, iterations=arguments.iterations,
-            batch_size=batch_of(arguments), progress=progress,
+            model, data, partition(model, arguments.by or "layer"), sparsity=arguments.sparsity, max_sparsity=cap,
+            method=arguments.method, metric=metric, iterations=iterations, batch_size=batch_of(arguments), progress=progress,
         )  # fmt: skip
     plan.save(arguments.out, overwrite=arguments.overwrite)
     if arguments.curves:
-        record = {"method": arguments.method, "metric": arguments.metric, "curves": curves[0].penalty()}
+        record = {"method": arguments.method, "metric": metric, "curves": curves[0].penalty()}
         write_text(arguments.curves, dumps(record), overwrite=arguments.overwrite)
-    arguments.console.print(plan_table(plan))
-    arguments.console.print(f"written to {arguments.out}")
-    return plan.to_dict()
+    return plan

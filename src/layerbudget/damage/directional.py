@@ -18,6 +18,7 @@ A forward costs one pass, a backward two: ``3 + 2 draws`` with the first term, `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
@@ -34,6 +35,7 @@ from .directions import Written
 from .ledger import Forms, Ledger, Unit
 
 Clean = Callable[[int], torch.Tensor]
+During = Callable[[Batch], contextlib.AbstractContextManager[None]]
 Progress = Callable[[int, int], None]
 
 
@@ -47,6 +49,7 @@ def forms_along(
     seed: int = 0,
     batch_size: int = 8,
     progress: Progress | None = None,
+    during: During | None = None,
 ) -> Forms:
     """Both terms of the damage along all directions, from one forward and ``[1 +] draws`` backwards.
 
@@ -60,6 +63,7 @@ def forms_along(
         seed: Of the draws. Every sequence draws by its own content, so order, padding and batch size change nothing.
         batch_size: Sequences per pass.
         progress: Called with (batches done, batches).
+        during: A context to be in while a batch runs forwards (for statistics of the same forward).
 
     Raises:
         InvalidInput: Neither term is wanted, or an option outside its domain.
@@ -77,11 +81,16 @@ def forms_along(
     passes = _Passes(model, units, ledger)
     with passes.collector as collector:
         size = 1 if collector.single else batch_size
-        tokens, total = 0, -(-data.samples // size)
+        far, tokens, total = 0.0, 0, -(-data.samples // size)
         for i, batch in enumerate(unlabelled(model, data, size)):
-            logits = logits_of(model, batch)
+            with during(batch) if during else contextlib.nullcontext():
+                logits = logits_of(model, batch)
             if clean is not None:
-                passes.backward(batch, divergence(logits, clean(i), batch.targets), apart=False, retain=draws > 0)
+                with torch.no_grad():
+                    dense = clean(i)
+                loss = divergence(logits, dense, batch.targets)
+                far += float(loss.detach())
+                passes.backward(batch, loss, apart=False, retain=draws > 0)
                 ledger.gradient()
             for draw in range(draws):
                 labels = sampled_targets(logits.detach(), batch, 1009 * seed + draw)
@@ -92,7 +101,8 @@ def forms_along(
             if progress:
                 progress(i + 1, total)
         collector.check_coverage()
-    return ledger.forms(tokens, 1.0 + 2.0 * (draws + (clean is not None)))
+    forms = ledger.forms(tokens, 1.0 + 2.0 * (draws + (clean is not None)))
+    return dataclasses.replace(forms, divergence=far / tokens)
 
 
 def divergence(logits: torch.Tensor, clean: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

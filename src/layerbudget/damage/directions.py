@@ -4,8 +4,8 @@ A gradient ``S`` of shape ``(d_out, d_in)`` - of a whole text, or of one sequenc
 group of rows g in ``<S, Delta_gl>``. Directions turn gradients into these numbers, ``(B, d_out, d_in) -> (B, groups, levels)``.
 
 Masks that are nested need no candidate to be written down. Let a *line* be the entries that compete with each other (a row of
-Wanda, the group itself for magnitude), sorted by the pruner's score, and ``P[c]`` the sum of the first c entries of ``S * W`` in
-that order. Going from c_0 pruned entries to c changes the weights by ``Delta``, and
+Wanda, the group for magnitude), sorted by the pruner's score, and ``P[c]`` the sum of the first c entries of ``S * W``
+in that order. Going from c_0 pruned entries to c changes the weights by ``Delta``, and
 
     <S, Delta> = -(P[c] - P[c_0]),
 

@@ -37,6 +37,7 @@ class Forms:
         error: Standard error of ``second`` over sequences (draws included), the same shape.
         tokens: N.
         passes: Forward equivalents spent: forward 1, backward 2.
+        divergence: D at the present point, in nats per token; zero at the dense one.
     """
 
     first: np.ndarray
@@ -44,6 +45,7 @@ class Forms:
     error: np.ndarray
     tokens: int
     passes: float
+    divergence: float = 0.0
 
     @property
     def total(self) -> np.ndarray:

@@ -54,7 +54,7 @@ class Rows(Meter):
         """``(sequences, 2)``: summed KL in nats and real tokens of every sequence, forwards begun at layer ``index``."""
         out = []
         for batch in self.batches:
-            clean, mask = self._clean(batch), self.walk.token_mask(batch)
+            clean, mask = self.clean(batch), self.walk.token_mask(batch)
             now = torch.log_softmax(self.walk.tail(index, batch, hidden(batch)).logits.float(), dim=-1)
             each = (clean.exp() * (clean - now)).sum(-1)
             real = torch.ones_like(each) if mask is None or mask.shape != each.shape else mask.to(each)

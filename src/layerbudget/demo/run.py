@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..blocks import partition
-from ..damage.by_curves import plan_by_curves
+from ..damage.sequential import plan_directional
 from ..data.text import calibration
 from ..errors import AlreadyExists, MissingDependency
 from ..evaluation.perplexity import Evaluation, evaluation_set, perplexity
@@ -31,9 +31,9 @@ from ..scores.gain import score
 logger = logging.getLogger(__name__)
 
 TARGETS = (0.5, 0.6)
-RULES = {"uniform": "uniform", "permuted": "permuted", "mdl": "curvature plan", "calibrated": "calibrated plan"}
+RULES = {"uniform": "uniform", "permuted": "permuted", "mdl": "curvature plan", "directional": "directional plan"}
 SAMPLES, LENGTH, WINDOWS = 64, 256, 96
-MEASURED = 16  # sequences on which the damage of pruning each block is measured
+MEASURED, PASSES = 16, 20  # sequences that decide the directional plan, and forward equivalents of them
 MAX_SPARSITY_ABOVE_TARGET = 0.1
 
 
@@ -44,10 +44,10 @@ def paired_difference(a: Evaluation, b: Evaluation) -> tuple[float, float]:
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    """Say for each target whether the curvature plan and the calibrated plan differ from uniform on this text."""
+    """Say for each target whether the curvature plan and the directional plan differ from uniform on this text."""
     parts = []
     for row in rows:
-        if row["model"] not in ("curvature plan", "calibrated plan"):
+        if row["model"] not in ("curvature plan", "directional plan"):
             continue
         mean, error = row["log_difference"], row["log_difference_error"]
         word = "cannot be told apart from"
@@ -103,9 +103,8 @@ def run_demo(
         base: Evaluation | None = None
         for rule, label in RULES.items():
             cap = min(1.0, target + MAX_SPARSITY_ABOVE_TARGET)
-            if rule == "calibrated":
-                some = data.select(slice(0, MEASURED))
-                plan, _ = plan_by_curves(model, some, blocks, sparsity=target, max_sparsity=cap, method="wanda")
+            if rule == "directional":
+                plan = plan_directional(model, data.select(slice(0, MEASURED)), sparsity=target, passes=PASSES)
             else:
                 plan = plan_sparsity(
                     scores, sparsity=target, max_sparsity=cap, rule=rule, seed=seed if rule == "permuted" else None

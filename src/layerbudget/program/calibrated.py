@@ -65,15 +65,13 @@ class CalibratedPenalty:
                 "Every block needs finite losses at increasing sparsities in [0, 1].",
                 "Measure again, or drop the faulty points.",
             )
-        hulls = [_hull(*_anchored(a, b)) for a, b in zip(x, damage, strict=True)]
-        width = max(len(h[0]) for h in hulls)
-        self.knots = np.array([np.pad(h[0], (0, width - len(h[0])), mode="edge") for h in hulls])
-        self.values = np.array([np.pad(h[1], (0, width - len(h[1])), mode="edge") for h in hulls])
+        corners, values = _anchored(x, damage)
+        self.knots, self.values = _hulls(corners, values)
         steps = np.diff(self.knots)
         with np.errstate(all="ignore"):
             self.slopes = np.where(steps > 0, np.diff(self.values) / steps, np.inf)
-        self.change = np.array([np.abs(np.interp(a, *h) - b).max() for a, b, h in zip(x, damage, hulls, strict=True)])
-        self.blocks = len(hulls)
+        self.blocks = len(self.knots)
+        self.change = np.abs(np.array([self.value(v) for v in corners.T]) - values.T).max(0)
 
     @classmethod
     def from_curves(
@@ -106,7 +104,11 @@ class CalibratedPenalty:
 
     def value(self, x: Vector) -> Vector:
         """Damage at sparsity ``x_k`` of block k, shape ``(K,)``."""
-        return np.array([np.interp(v, k, y) for v, k, y in zip(x, self.knots, self.values, strict=True)])
+        rows = np.arange(self.blocks)
+        left = np.clip((self.knots <= np.asarray(x)[:, None]).sum(1) - 1, 0, max(self.slopes.shape[1] - 1, 0))
+        start, slope = self.knots[rows, left], self.slopes[rows, left] if self.slopes.shape[1] else np.zeros(self.blocks)
+        step = np.clip(x, self.knots[:, 0], self.knots[:, -1]) - start
+        return self.values[rows, left] + np.where(np.isfinite(slope), slope, 0.0) * step
 
     def derivative(self, x: Vector) -> Vector:
         """Slope to the right of ``x`` (to the left at the last knot)."""
@@ -160,20 +162,35 @@ class CalibratedPenalty:
 
 
 def _anchored(ratios: Vector, losses: Vector) -> tuple[Vector, Vector]:
-    if ratios[0] == 0.0:
-        return ratios, losses - losses[0]
-    return np.concatenate(([0.0], ratios)), np.concatenate(([0.0], losses))
+    """Curves that begin at (0, 0), shape ``(K, M)`` or, where some began later, ``(K, 1 + M)``."""
+    begins = ratios[:, :1] == 0.0
+    losses = losses - np.where(begins, losses[:, :1], 0.0)
+    if begins.all():
+        return np.array(ratios), losses
+    zeros = np.zeros((len(ratios), 1))
+    return np.hstack((zeros, ratios)), np.hstack((zeros, losses))
 
 
-def _hull(x: Vector, y: Vector) -> tuple[Vector, Vector]:
-    """Lower convex hull of points with increasing x, collinear points dropped."""
-    corners: list[int] = []
-    for i in range(len(x)):
-        while len(corners) > 1:
-            a, b = corners[-2], corners[-1]
-            if (y[b] - y[a]) * (x[i] - x[b]) >= (y[i] - y[b]) * (x[b] - x[a]):
-                corners.pop()
-            else:
-                break
-        corners.append(i)
-    return x[corners], y[corners]
+def _hulls(x: Vector, y: Vector) -> tuple[Vector, Vector]:
+    """Lower convex hulls of K curves with increasing x, collinear points dropped, padded with their last corner.
+
+    Andrew's chain with one stack per curve: a point is pushed after all corners above the chord to it are popped.
+    """
+    count, points = x.shape
+    stack = np.zeros((count, points), dtype=np.intp)
+    size = np.zeros(count, dtype=np.intp)
+    for i in range(points):
+        active = np.flatnonzero(size > 1)
+        while active.size:
+            a, b = stack[active, size[active] - 2], stack[active, size[active] - 1]
+            (xa, ya), (xb, yb) = ((x[active, c], y[active, c]) for c in (a, b))
+            above = (yb - ya) * (x[active, i] - xb) >= (y[active, i] - yb) * (xb - xa)
+            active = active[above]
+            size[active] -= 1
+            active = active[size[active] > 1]
+        stack[np.arange(count), size] = i
+        size += 1
+    width = int(size.max())
+    last = np.take_along_axis(stack, size[:, None] - 1, 1)
+    corners = np.where(np.arange(width) < size[:, None], stack[:, :width], last)
+    return np.take_along_axis(x, corners, 1), np.take_along_axis(y, corners, 1)

@@ -22,7 +22,7 @@ from ..running.walk import Walk, check_autocast
 from ..treatments.base import Treatment, find_treatment
 from ..treatments.treating import Job, Treating
 from .jobs import Options, plan_jobs
-from .receipt import Receipt, check_recount, recount
+from .receipt import Receipt, check_recount, recount, recount_rows
 from .resume import Resume
 
 Progress = Callable[[int, int], None]
@@ -129,6 +129,7 @@ def _receipt(
         seconds=record["seconds"],
         notes=notes,
         versions=versions(),
+        rows=recount_rows(model, plan),
     )
 
 

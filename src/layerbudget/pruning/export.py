@@ -44,6 +44,10 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None, dig
             "Prune with layerbudget instead.",
         )
     groups: dict[float, list[str]] = {}
+    if plan.rows is not None:
+        raise InvalidInput(
+            f"The plan decides groups of {plan.rows.size} rows.", "A recipe has one sparsity per matrix.", "Plan by linear."
+        )
     for block in plan.blocks:
         if block.count:
             groups.setdefault(round(block.count / block.numel, digits), []).extend(block.modules)

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from ..blocks import partition
 from ..errors import InvalidInput, ModelMismatch, UnknownBlock
 from ..plan import Plan, PlanBlock
+from ..records import Module
+from ..row_groups import members
 from ..treatments.base import Level, Treatment
 from ..treatments.select import check_group, parse_pattern, share
 from ..treatments.treating import Job
@@ -48,6 +51,7 @@ def plan_jobs(model: nn.Module, plan: Plan, options: Options) -> dict[str, Job]:
         InvalidInput: Counts or a pattern that do not fit.
     """
     known = {m.name: m for b in partition(model, "linear") for m in b.modules}
+    _check_rows(plan, options)
     zeroed, group = parse_pattern(options.pattern) if options.pattern else (None, 0)
     per_block = _zeroed_per_block(plan, zeroed, group) if group else {}
     jobs: dict[str, Job] = {}
@@ -75,9 +79,50 @@ def plan_jobs(model: nn.Module, plan: Plan, options: Options) -> dict[str, Job]:
                 zeros=count,
                 ratio=block.value if options.parity and not group else None,
                 pattern=(per_block[block.name], group) if group else None,
+                rows=_rows_of(plan, m, count),
             )
             jobs[m.name] = Job(module=m, level=level)
     return jobs
+
+
+def _check_rows(plan: Plan, options: Options) -> None:
+    """Refuse what a plan of groups of rows leaves no room for.
+
+    Raises:
+        InvalidInput: Parity or a pattern.
+        NotFound: The counts are not at hand.
+    """
+    if plan.rows is None:
+        return
+    plan.rows.require()
+    for name, given in (("parity", options.parity), ("pattern", options.pattern)):
+        if given:
+            raise InvalidInput(
+                f"The plan decides groups of {plan.rows.size} rows, and {name} was given.", "It fixes every group's count.",
+                "Leave it out, or plan by linear.",
+            )  # fmt: skip
+
+
+def _rows_of(plan: Plan, module: Module, count: int) -> tuple[int, np.ndarray] | None:
+    """What every group of rows of a matrix loses, where the plan says so.
+
+    Raises:
+        UnknownBlock: The plan has no counts for the matrix.
+        InvalidInput: They do not fit the matrix or its count.
+    """
+    if plan.rows is None:
+        return None
+    size, zeros = plan.rows.size, plan.rows.counts.get(module.name)
+    if zeros is None:
+        raise UnknownBlock(f"The plan has no counts for the rows of {module.name}.", "", "Plan again.")
+    room = np.tile(members(module.d_out, size) * module.d_in, module.copies)
+    groups = room.size
+    if zeros.shape != (groups,) or (zeros < 0).any() or (zeros > room).any() or int(zeros.sum()) != count:
+        raise InvalidInput(
+            f"The counts of the rows of {module.name} do not fit: {zeros.size} groups, {int(zeros.sum())} entries.",
+            f"It has {groups} groups of {size} rows and loses {count} entries.", "Plan again.",
+        )  # fmt: skip
+    return size, zeros
 
 
 def _zeroed_per_block(plan: Plan, zeroed: int | None, group: int) -> dict[str, int]:

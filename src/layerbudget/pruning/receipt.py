@@ -11,8 +11,10 @@ from torch import nn
 
 from ..blocks import weight_of
 from ..errors import CoverageError
-from ..plan import PlanBlock
+from ..plan import Plan, PlanBlock
 from ..records import Block, Record, Result
+from ..treatments.select import by_groups
+from ..treatments.treating import matrices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class Receipt(Record):
         seconds: Wall time.
         notes: Everything that deserves a sentence.
         versions: Of Python, torch and transformers.
+        rows: ``{size, groups, exact, digest}`` of a plan that decides groups of rows: how many hold exactly what was planned.
     """
 
     what: ClassVar[str] = "receipt"
@@ -51,6 +54,7 @@ class Receipt(Record):
     seconds: float
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rows: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,6 +98,32 @@ def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> Recount:
 
 def _count(numel: int, zeros: int) -> dict[str, Any]:
     return {"numel": numel, "zeros": zeros, "sparsity": zeros / numel if numel else 0.0}
+
+
+def recount_rows(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """Count the zeros of every group of rows of a plan that decides them.
+
+    Returns:
+        ``{size, groups, exact, digest}``: how many groups hold exactly what was planned; empty for other plans.
+
+    Raises:
+        CoverageError: A group holds fewer zeros than planned.
+    """
+    if plan.rows is None:
+        return {}
+    size, exact, groups = plan.rows.size, 0, 0
+    for name, planned in plan.rows.counts.items():
+        owner, parameter = weight_of(model, name)
+        per_row = [(view == 0).sum(1) for view in matrices(owner, parameter)]
+        zeros = torch.cat([by_groups(rows[:, None], size, 0).sum(1) for rows in per_row]).cpu().numpy()
+        if (zeros < planned).any():
+            g = int((zeros < planned).argmax())
+            raise CoverageError(
+                f"Rows {g * size} and following of {name} hold {zeros[g]} zeros, {planned[g]} were planned.", "",
+                "Something restored weights; report this.",
+            )  # fmt: skip
+        groups, exact = groups + len(planned), exact + int((zeros == planned).sum())
+    return {"size": size, "groups": groups, "exact": exact, "digest": plan.rows.digest}
 
 
 def check_recount(found: Mapping[str, Any], planned: Mapping[str, int]) -> tuple[str, ...]:

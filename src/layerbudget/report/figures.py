@@ -77,9 +77,9 @@ def draw_gains(axes: Any, scores: Scores, damping: float | None = None) -> None:
 
 def draw_plans(axes: Any, plans: Sequence[Plan]) -> None:
     """The plans as steps over the blocks."""
-    colours = {"mdl": ACCENT, "uniform": INK, "permuted": MUTED, "calibrated": ALERT}
+    colours = {"mdl": ACCENT, "uniform": INK, "permuted": MUTED, "calibrated": ALERT, "directional": ALERT}
     for plan in plans:
-        x = np.arange(len(plan.blocks))
+        x = (np.arange(len(plan.blocks)) + 0.5) * len(plans[0].blocks) / len(plan.blocks) - 0.5  # matrices within their layers
         axes.step(x, plan.values, where="mid", label=plan.rule, color=colours.get(plan.rule), lw=1.8)
     _plain(axes, "the plan: " + plans[0].kind + " per block")
     axes.set_xlabel("block", fontsize=8)
@@ -89,7 +89,7 @@ def draw_plans(axes: Any, plans: Sequence[Plan]) -> None:
 def draw_results(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """Perplexity of every model, grouped by target."""
     labels = [r["model"] if r["target"] is None else f"{r['model']} {r['target']:.0%}" for r in rows]
-    colours = {"curvature plan": ACCENT, "uniform": INK, "permuted": MUTED, "dense": "#74b816", "calibrated plan": ALERT}
+    colours = {"curvature plan": ACCENT, "uniform": INK, "permuted": MUTED, "dense": "#74b816", "directional plan": ALERT}
     y = np.arange(len(rows))[::-1]
     values = [r["perplexity"] for r in rows]
     axes.barh(y, values, xerr=[r["standard_error"] for r in rows], color=[colours.get(r["model"], ACCENT) for r in rows])

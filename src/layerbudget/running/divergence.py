@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -51,17 +52,24 @@ class Meter:
         walk: A walk that has captured the inputs of layer 0.
         metric: ``kl`` (mean KL divergence per real token, nats) or ``loss`` (difference of the mean next-token loss).
         batches: Measure on the first so many batches only; on all where it is None.
+        during: A context to be in while a batch runs through the layers (for statistics of the same forward).
 
     Raises:
         InvalidInput: An unknown metric.
     """
 
-    def __init__(self, walk: Walk, metric: str = "kl", batches: int | None = None) -> None:
+    def __init__(
+        self, walk: Walk, metric: str = "kl", batches: int | None = None,
+        during: Callable[[int], AbstractContextManager[None]] | None = None,
+    ) -> None:  # fmt: skip
         if metric not in METRICS:
             raise InvalidInput(f"There is no metric {metric!r}.", f"Metrics are {', '.join(METRICS)}.", "Use kl.")
         self.walk, self.metric = walk, metric
         self.batches = range(min(batches or walk.batches, walk.batches))
-        self.final = [walk.final(batch) for batch in self.batches]
+        self.final = []
+        for batch in self.batches:
+            with during(batch) if during else nullcontext():
+                self.final.append(walk.final(batch))
         self._held: dict[int, torch.Tensor] = {}
         self._dense: dict[int, tuple[float, float]] = {}
         if metric == "loss":
@@ -83,11 +91,14 @@ class Meter:
                 (now, count), (dense, _) = self._loss(logits, batch), self._dense[batch]
                 total, tokens = total + now - dense, tokens + count
             else:
-                learned = self._answers(batch)
-                mask = self.walk.token_mask(batch) if learned is None else F.pad(learned[:, 1:] != IGNORE, (0, 1))
-                each, count = kl_sum(logits, self._clean(batch), mask)
+                each, count = kl_sum(logits, self.clean(batch), self.counted(batch))
                 total, tokens = total + each, tokens + count
         return total / tokens
+
+    def counted(self, batch: int) -> torch.Tensor | None:
+        """Which tokens of a batch are compared, ``(B, T)``; None when all are."""
+        learned = self._answers(batch)
+        return self.walk.token_mask(batch) if learned is None else F.pad(learned[:, 1:] != IGNORE, (0, 1))
 
     def _answers(self, batch: int) -> torch.Tensor | None:
         """Token labels of a batch, where the data has them for a causal LM: then only the answers are compared."""
@@ -96,7 +107,7 @@ class Meter:
             return None
         return labels[start : start + self.walk.sizes[batch]].to(self.walk.device)
 
-    def _clean(self, batch: int) -> torch.Tensor:
+    def clean(self, batch: int) -> torch.Tensor:
         """The dense model's log-probabilities; kept where they are small, made again by the head where they are not."""
         if batch in self._held:
             return self._held[batch]

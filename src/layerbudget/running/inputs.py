@@ -44,7 +44,7 @@ class Statistic:
         if value is None:
             shape = (x.shape[1],) if self.kind == "diagonal" else (x.shape[1], x.shape[1])
             self.value = value = torch.zeros(shape, dtype=torch.float32, device=x.device)
-        x = x.to(torch.float32)
+        x = x.detach().to(torch.float32)
         with torch.autocast(x.device.type, enabled=False):  # forwards may run in half precision, sums never
             if self.parity:
                 self._add_running(value, x)
@@ -97,6 +97,7 @@ class InputStatistics:
         self._current: dict[str, torch.Tensor] = {}
         self._mask: torch.Tensor | None = None
         self._waiting: set[Any] = set()
+        self._ends = True
 
     def groups(self) -> list[list[str]]:
         """Matrices by shared input, in the order in which the block reads them (after :meth:`run`)."""
@@ -114,10 +115,22 @@ class InputStatistics:
         """
         for batch in range(walk.batches):
             self._mask = walk.token_mask(batch)
-            self._waiting = {*self.owners, *self.fused}
+            self._waiting, self._ends = {*self.owners, *self.fused}, True
             with self._hooks():
                 walk.forward(walk.position, batch)
             self._current.clear()
+
+    @contextlib.contextmanager
+    def listening(self, mask: torch.Tensor | None) -> Iterator[None]:
+        """Gather from the forward of one batch that somebody else runs, to its end.
+
+        Args:
+            mask: Which tokens are real, ``(B, T)``; None when all are.
+        """
+        self._mask, self._waiting, self._ends = mask, {*self.owners, *self.fused}, False
+        with self._hooks():
+            yield
+        self._current.clear()
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
@@ -131,7 +144,7 @@ class InputStatistics:
 
     def _done(self, key: Any) -> None:
         self._waiting.discard(key)
-        if not self._waiting:
+        if not self._waiting and self._ends:
             raise StopForward
 
     def _see(self, name: str) -> Callable[..., None]:

@@ -192,12 +192,20 @@ def batches(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
 
 
 def unlabelled(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
-    """The same for those who look at the output's distribution, not at labels: targets are 0 where it counts, else -100."""
+    """The same for those who look at the output's distribution, not at labels: targets are 0 where it counts, else -100.
+
+    It counts at all real tokens; where a causal LM's data has token labels (answers), at those that predict one.
+    """
     data = pad_right(data)
-    classes = isinstance(data, FeatureSet) or head_of(model) == "classes"
-    targets = torch.zeros(data.samples, dtype=torch.long) if classes else torch.zeros_like(data.input_ids)  # type: ignore[union-attr]
-    if not classes and data.attention_mask is not None:  # type: ignore[union-attr]
-        targets = targets.masked_fill(data.attention_mask == 0, IGNORE)  # type: ignore[union-attr]
+    if isinstance(data, FeatureSet) or head_of(model) == "classes":
+        targets = torch.zeros(data.samples, dtype=torch.long)
+    elif data.labels is not None and data.labels.ndim == 2 and head_of(model) == "causal":
+        learned = F.pad(data.labels[:, 1:] != IGNORE, (0, 1))
+        targets = torch.zeros_like(data.input_ids).masked_fill(~learned, IGNORE)
+    else:
+        targets = torch.zeros_like(data.input_ids)
+        if data.attention_mask is not None:
+            targets = targets.masked_fill(data.attention_mask == 0, IGNORE)
     yield from _cut(model, data, targets, size)
 
 

@@ -24,6 +24,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import numpy as np
+
 from ..errors import InvalidInput
 from ..registry import Registry
 
@@ -42,12 +44,14 @@ class Level:
         format: Name of the format in which the matrix is stored (of a quantiser; :mod:`layerbudget.treatments.formats`).
         pattern: ``(zeroed, group)``: so many of every group of consecutive inputs.
         ratio: Parity with a reference implementation, whose counts are off by one and take ties along; the ratio as it gets it.
+        rows: ``(size, zeros)``: entries that become zero in every group of so many rows; they sum to ``zeros``.
     """
 
     zeros: int = 0
     pattern: tuple[int, int] | None = None
     ratio: float | None = None
     format: str | None = None
+    rows: tuple[int, np.ndarray] | None = None
 
     @property
     def idle(self) -> bool:
@@ -68,6 +72,7 @@ class Treatment(abc.ABC):
         changes: What a level of it says: ``zeros`` (pruners) or the ``format`` (quantisers). It decides which table it joins.
         unseen: What happens to a matrix that no token reached, in a sentence.
         nested: Whether :meth:`order` tells the entries apart: what goes at one level goes at every higher one.
+        by_row: Whether entries compete within their row (whose counts are then equal to within one), or within the matrix.
     """
 
     name: ClassVar[str] = ""
@@ -78,6 +83,7 @@ class Treatment(abc.ABC):
     changes: ClassVar[str] = "zeros"
     nested: ClassVar[bool] = False
     unseen: ClassVar[str] = "its weights were ranked by magnitude"
+    by_row: ClassVar[bool] = True
 
     def prepare(self, moment: torch.Tensor, *, parity: bool = False, **options: Any) -> Any:
         """What :meth:`apply` needs of the statistic, made once for all matrices that read the same input.
@@ -103,8 +109,25 @@ class Treatment(abc.ABC):
             ``(d_out, d_in)``.
         """
 
+    def apply_rows(self, weight: torch.Tensor, prepared: Any, size: int, zeros: np.ndarray, **options: Any) -> torch.Tensor:
+        """The matrix after the treatment of every group of ``size`` rows by itself.
+
+        Args:
+            weight: ``(d_out, d_in)``; not changed.
+            prepared: See :meth:`apply`.
+            size: Rows of a group; the last one may be smaller.
+            zeros: Entries that become zero in every group.
+            **options: Of the treatment.
+        """
+        out = weight.clone()
+        for start, count in zip(range(0, weight.shape[0], size), zeros.tolist(), strict=True):
+            if count:
+                part = slice(start, start + size)
+                out[part] = self.apply(weight[part], prepared, Level(zeros=count), **options).to(out.dtype)
+        return out
+
     def order(self, weight: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """Scores of the entries, ``(d_out, d_in)``: within a row the smallest go first. For nested treatments."""
+        """Scores of the entries, ``(d_out, d_in)``: the smallest of a row (or matrix) go first. For nested treatments."""
         raise NotImplementedError(f"{self.name} does not rank entries")
 
     def size(self, numel: int, level: Level, *, itemsize: int = 2) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from .base import Level, Treatment
-from .select import smallest, smallest_per_group, threshold_inclusive
+from .select import smallest, smallest_per_group, smallest_per_group_of_rows, threshold_inclusive
 
 
 def magnitude_mask(
@@ -38,8 +39,17 @@ class Magnitude(Treatment):
 
     name, summary = "magnitude", "the smallest weights of each matrix go; needs no data"
     modifier = None  # llm-compressor's modifier needs a training schedule
+    nested, by_row = True, False
 
     def apply(self, weight: torch.Tensor, prepared: Any, level: Level, **options: Any) -> torch.Tensor:
         """See :meth:`Treatment.apply`."""
         mask = magnitude_mask(weight, level.zeros, ratio=level.ratio, pattern=level.pattern)
         return weight.masked_fill(mask, 0)
+
+    def apply_rows(self, weight: torch.Tensor, prepared: Any, size: int, zeros: np.ndarray, **options: Any) -> torch.Tensor:
+        """See :meth:`Treatment.apply_rows`."""
+        return weight.masked_fill(smallest_per_group_of_rows(weight.abs().float(), size, torch.from_numpy(zeros)), 0)
+
+    def order(self, weight: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """See :meth:`Treatment.order`."""
+        return weight.abs()

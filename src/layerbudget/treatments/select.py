@@ -91,6 +91,42 @@ def smallest(scores: torch.Tensor, count: int) -> torch.Tensor:
     return smallest_per_row(flat, torch.tensor([count])).reshape(scores.shape)
 
 
+def by_groups(x: torch.Tensor, size: int, fill: float) -> torch.Tensor:
+    """Groups of ``size`` rows side by side, ``(rows, n) -> (groups, size * n)``; the last one is filled up."""
+    short = -x.shape[0] % size
+    if short:
+        x = torch.cat((x, x.new_full((short, x.shape[1]), fill)))
+    return x.reshape(-1, size * x.shape[1])
+
+
+def smallest_per_group_of_rows(scores: torch.Tensor, size: int, counts: torch.Tensor) -> torch.Tensor:
+    """Mark the ``counts[g]`` smallest entries of every group of ``size`` rows; ties go to the lower flat index."""
+    mask = smallest_per_row(by_groups(scores, size, float("inf")), counts)
+    return mask.reshape(-1, scores.shape[1])[: scores.shape[0]]
+
+
+def spread_over_rows(scores: torch.Tensor, size: int, counts: torch.Tensor) -> torch.Tensor:
+    """Entries to take from each row so that the rows of a group are equal to within one; see :func:`row_counts`.
+
+    Args:
+        scores: ``(rows, columns)``.
+        size: Rows of a group; the last one may be smaller.
+        counts: ``(groups,)`` entries to take from every group.
+    """
+    rows, columns = scores.shape
+    members = torch.full((len(counts),), size)
+    members[-1] = rows - size * (len(counts) - 1)
+    base, extra = counts // members, counts % members
+    each = base.repeat_interleave(members)
+    if extra.any():
+        following = torch.empty(rows)
+        for k in torch.unique(each).tolist():
+            pick = (each == k).to(scores.device)
+            following[pick.cpu()] = kth_value(scores[pick], min(k + 1, columns)).float().cpu()
+        each = each + smallest_per_group_of_rows(following[:, None], size, extra)[:, 0]
+    return each
+
+
 def threshold_inclusive(scores: torch.Tensor, index: int) -> torch.Tensor:
     """The references' rule: everything ``<=`` the entry at position ``index`` of the ascending order.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ..errors import CurvatureFailure
 from .base import Level, Treatment
 from .magnitude import Magnitude
-from .select import share, smallest, smallest_per_group, threshold_inclusive
+from .select import share, smallest_per_group, smallest_per_group_of_rows, threshold_inclusive
 
 COLUMNS = 128
 INNER = 16
@@ -75,11 +76,12 @@ def sparsegpt_update(
     weight: torch.Tensor,
     factor: torch.Tensor,
     dead: torch.Tensor,
-    count: int,
+    count: int | np.ndarray,
     *,
     ratio: float | None = None,
     pattern: tuple[int, int] | None = None,
     columns: int = COLUMNS,
+    rows: int | None = None,
 ) -> torch.Tensor:
     """Prune one matrix and return its new weights.
 
@@ -93,6 +95,7 @@ def sparsegpt_update(
             active are zeroed first.
         pattern: ``(zeroed, group)``; chosen from the already updated weights at the start of each group.
         columns: Width of a block of columns.
+        rows: Rows of a group; ``count`` is then one number per group. The whole matrix by default.
 
     Returns:
         New weights, float32, ``(d_out, d_in)``.
@@ -104,7 +107,8 @@ def sparsegpt_update(
         columns = max(pattern[1], columns // pattern[1] * pattern[1])
     starts = list(range(0, work.shape[0], columns))
     widths = [min(columns, work.shape[0] - s) for s in starts]
-    counts = share(count, [w * work.shape[1] for w in widths]) if pattern is None and ratio is None else []
+    size = work.shape[1] if rows is None else rows
+    counts = _shares(count, widths, size, work.shape[1]) if pattern is None and ratio is None else []
     inner = columns if ratio is not None else INNER
     for i, (start, width) in enumerate(zip(starts, widths, strict=True)):
         stop = start + width
@@ -116,11 +120,19 @@ def sparsegpt_update(
             if ratio is not None:
                 mask = threshold_inclusive(scores, int(scores.numel() * ratio)).T
             else:
-                mask = smallest(scores, counts[i]).T
+                mask = smallest_per_group_of_rows(scores, size, counts[i]).T
         errors = _compensate(block, upper, mask, pattern, inner)
         if stop < work.shape[0]:
             work[stop:] -= factor[start:stop, stop:].T @ errors
     return work.T
+
+
+def _shares(count: int | np.ndarray, widths: list[int], size: int, rows: int) -> list[torch.Tensor]:
+    """What every block of columns gives of every group's count: in proportion to its width, whole numbers."""
+    members = [min(size, rows - start) for start in range(0, rows, size)]
+    each = zip(np.atleast_1d(count).tolist(), members, strict=True)
+    parts = [share(c, [w * m for w in widths]) for c, m in each]
+    return list(torch.tensor(parts).T)
 
 
 def _compensate(
@@ -169,3 +181,12 @@ class SparseGPT(Treatment):
         if prepared is None:
             return Magnitude().apply(weight, None, level)
         return sparsegpt_update(weight, *prepared, level.zeros, ratio=level.ratio, pattern=level.pattern)
+
+    def apply_rows(
+        self, weight: torch.Tensor, prepared: tuple[torch.Tensor, torch.Tensor] | None, size: int, zeros: np.ndarray,
+        **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """See :meth:`Treatment.apply_rows`; by magnitude where no token was seen."""
+        if prepared is None:
+            return Magnitude().apply_rows(weight, None, size, zeros)
+        return sparsegpt_update(weight, *prepared, zeros, rows=size)

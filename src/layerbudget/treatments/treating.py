@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -100,16 +101,25 @@ class Treating:
         views = matrices(*weight_of(self.model, name))
         counts = share(job.level.zeros, [v.numel() for v in views])
         for i, (view, count) in enumerate(zip(views, counts, strict=True)):
-            found, prepared = statistics[i] if statistics else None, None
-            if found is not None and found.value is not None:
-                if found not in made:
-                    made[found] = self.treatment.prepare(found.value, parity=self.parity, **self.options)
-                prepared = made[found]
-            elif self.treatment.statistic != "none":
+            prepared = self.prepared(statistics[i] if statistics else None, made)
+            if prepared is None and self.treatment.statistic != "none":
                 notes.append(f"{name}[{i}] saw no token; {self.treatment.unseen}.")
-            level = dataclasses.replace(job.level, zeros=count)
-            view.copy_(self.become(name, i, view, prepared, level))
+            if job.level.rows is None:
+                level = dataclasses.replace(job.level, zeros=count)
+                view.copy_(self.become(name, i, view, prepared, level))
+            else:
+                size, zeros = job.level.rows
+                own = np.split(zeros, len(views))[i]
+                view.copy_(self.treatment.apply_rows(view, prepared, size, own, **self.options))
         return notes
+
+    def prepared(self, found: Statistic | None, made: dict[Statistic, Any]) -> Any:
+        """What the treatment needs of a statistic, made once; None where no token was seen."""
+        if found is None or found.value is None:
+            return None
+        if found not in made:
+            made[found] = self.treatment.prepare(found.value, parity=self.parity, **self.options)
+        return made[found]
 
     def become(self, name: str, copy: int, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
         """What one copy of a matrix becomes."""

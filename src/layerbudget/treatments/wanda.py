@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from .base import Level, Treatment
-from .select import row_counts, smallest_per_group, smallest_per_row
+from .select import row_counts, smallest_per_group, smallest_per_row, spread_over_rows
 
 
 def wanda_scores(weight: torch.Tensor, moment: torch.Tensor | None) -> torch.Tensor:
@@ -64,6 +65,13 @@ class Wanda(Treatment):
         """See :meth:`Treatment.apply`; by magnitude where no token was seen."""
         mask = wanda_mask(weight, prepared, level.zeros, ratio=level.ratio, pattern=level.pattern)
         return weight.masked_fill(mask, 0)
+
+    def apply_rows(
+        self, weight: torch.Tensor, prepared: torch.Tensor | None, size: int, zeros: np.ndarray, **options: Any
+    ) -> torch.Tensor:
+        """See :meth:`Treatment.apply_rows`."""
+        scores = wanda_scores(weight, prepared)
+        return weight.masked_fill(smallest_per_row(scores, spread_over_rows(scores, size, torch.from_numpy(zeros))), 0)
 
     def order(self, weight: torch.Tensor, prepared: torch.Tensor | None) -> torch.Tensor:
         """See :meth:`Treatment.order`."""

@@ -1,0 +1,211 @@
+"""A model at a treated point: how far its output is from the dense model's, and what any change there would do.
+
+One forward per point serves everything: the divergence, the graph of the backward, and the statistics by which the *next* point
+is treated. So a point costs what its passes cost, and the pruner sees the inputs that the treated model gives, one point late;
+at the plan that comes out, :meth:`Point.applied` treats the model as the pruner itself does, layer after layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..blocks import weight_of
+from ..data.calibration import CalibrationSet
+from ..running.divergence import Meter, kl_sum
+from ..running.inputs import InputStatistics, Statistic
+from ..running.loss import Batch, pad_right
+from ..running.modes import inference
+from ..running.walk import Walk
+from ..treatments.base import Level, Treatment
+from ..treatments.select import share
+from ..treatments.treating import Found, Treating, matrices
+from .decisions import Decisions
+from .directional import forms_along
+from .directions import Directions, Nested, Written
+from .ledger import Forms, Unit
+from .originals import Originals
+
+
+class Reference:
+    """The dense model's output on some text, kept to compare with.
+
+    Args:
+        model: The dense model, at the moment of making this.
+        data: The text; padding is moved behind the tokens.
+        batch_size: Sequences per forward.
+        listen: Statistics to gather from the same forward.
+    """
+
+    def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int, listen: InputStatistics | None = None) -> None:
+        padded = pad_right(data)
+        self.data = padded if isinstance(padded, CalibrationSet) else data
+        with inference(model):
+            self.walk = Walk(model, self.data, batch_size=batch_size)
+            self.walk.capture()
+            during = (lambda i: listen.listening(self.walk.token_mask(i))) if listen is not None else None
+            self.meter = Meter(self.walk, "kl", during=during)
+
+    def clean(self, batch: int) -> torch.Tensor:
+        """Log-probabilities of a batch."""
+        return self.meter.clean(batch)
+
+    def measure(self) -> float:
+        """Mean divergence of the model as it is now, in nats per token; one forward."""
+        total = tokens = 0.0
+        with inference(self.walk.model):
+            for batch in range(self.walk.batches):
+                logits = self.walk.model(**self.walk.inputs(batch)).logits
+                each, count = kl_sum(logits, self.clean(batch), self.meter.counted(batch))
+                total, tokens = total + each, tokens + count
+        return total / tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Look:
+    """What was seen at a point: divergence and forms, and statistics of the inputs there."""
+
+    divergence: float
+    forms: Forms
+    found: Found
+
+
+class Point:
+    """A model that moves between treated points; :meth:`restore` brings it back.
+
+    Args:
+        model: The dense model.
+        data: The text that decides.
+        decisions: Units.
+        treatment: The pruner.
+        options: Its options.
+        batch_size: Sequences per forward.
+
+    Attributes:
+        passes: Forward equivalents of this text so far: forward 1, backward 2.
+        dense: Statistics of the dense model's inputs.
+    """
+
+    def __init__(
+        self, model: nn.Module, data: CalibrationSet, decisions: Decisions, treatment: Treatment,
+        options: Mapping[str, Any] | None = None, *, batch_size: int = 8,
+    ) -> None:  # fmt: skip
+        self.model, self.decisions = model, decisions
+        self.treating = Treating(model, treatment, options)
+        single = any(m.copies > 1 for m in decisions.modules)
+        self.batch_size = 1 if single else batch_size
+        self.held = Originals(model, decisions.blocks)
+        listen = self._statistics()
+        self.reference = Reference(model, data, self.batch_size, listen)
+        self.dense: Found = {} if listen is None else listen.found
+        self.passes = 1.0
+
+    def _statistics(self) -> InputStatistics | None:
+        kind = self.treating.treatment.statistic
+        return None if kind == "none" else InputStatistics(self.model, self.decisions.modules, kind)
+
+    def restore(self) -> None:
+        """Put the dense weights back."""
+        self.held.restore()
+
+    @torch.no_grad()
+    def move(self, counts: np.ndarray, found: Found) -> None:
+        """Treat the dense model by a plan, with statistics that were gathered before."""
+        self.restore()
+        self.treating.jobs(self.decisions.jobs(counts), found)
+
+    def look(self, counts: np.ndarray, found: Found, levels: np.ndarray, *, draws: int = 0, seed: int = 0) -> Look:
+        """Divergence, forms and statistics at the present point.
+
+        Args:
+            counts: The plan by which the model was moved here.
+            found: The statistics with which it was.
+            levels: Sparsities of every unit along which derivatives are wanted, ``(K, L)``.
+            draws: Draws of labels; 0: first order only.
+            seed: Of the draws.
+        """
+        units = self._units(counts, found, levels)
+        gathered = self._statistics()
+
+        @contextlib.contextmanager
+        def during(batch: Batch) -> Iterator[None]:
+            if gathered is None:
+                yield
+                return
+            mask = batch.kwargs.get("attention_mask")
+            with gathered.listening(None if mask is None or bool(mask.all()) else mask.bool()):
+                yield
+
+        forms = forms_along(
+            self.model, self.reference.data, units, clean=self.reference.clean, draws=draws, seed=seed,
+            batch_size=self.batch_size, during=during,
+        )  # fmt: skip
+        self.passes += forms.passes
+        return Look(divergence=forms.divergence, forms=forms, found={} if gathered is None else gathered.found)
+
+    def measure(self) -> float:
+        """Divergence alone; one forward."""
+        self.passes += 1.0
+        return self.reference.measure()
+
+    def applied(self, counts: np.ndarray) -> float:
+        """Divergence of the plan as the pruner itself applies it, each layer seeing what the treated ones below it give."""
+        walk = self.reference.walk
+        self.restore()
+        with inference(self.model):
+            walk.forwards = 0
+            walk.capture()
+            for i, (name, _) in enumerate(walk.layers):
+                walk.position = i
+                self.treating.layer(walk, self.decisions.jobs(counts, f"{name}."))
+                walk.advance()
+            found = self.reference.meter.reached()
+        self.passes += walk.forwards / (len(walk) * walk.batches)
+        return found
+
+    def _units(self, counts: np.ndarray, found: Found, levels: np.ndarray) -> dict[str, Unit]:
+        made: dict[Statistic, Any] = {}
+        units = {}
+        jobs = {job.module.name: job for job in self.decisions.jobs(counts)}
+        for m in self.decisions.modules:
+            owner, parameter = weight_of(self.model, m.name)
+            dense = matrices(owner, nn.Parameter(self.held.held[m.name], requires_grad=False))
+            prepared = [self.treating.prepared(s, made) for s in found.get(m.name, [None] * len(dense))]
+            of = self.decisions.of(m.name)
+            share_of = m.numel / self.decisions.numel[of] if self.decisions.rows is None else np.ones(1)
+            wanted = levels[of] * (self.decisions.numel[of] * share_of)[:, None]
+            now = np.array([jobs[m.name].level.zeros]) if self.decisions.rows is None else counts[of]
+            treatment = self.treating.treatment
+            directions: Directions
+            if treatment.nested and (treatment.by_row or m.copies == 1):
+                order = torch.cat([treatment.order(w, p) for w, p in zip(dense, prepared, strict=True)])
+                device = order.device
+                directions = Nested(
+                    torch.cat(dense), order, torch.from_numpy(now).to(device), torch.from_numpy(wanted).to(device),
+                    rows=self.decisions.rows, by_row=treatment.by_row,
+                )  # fmt: skip
+            else:
+                present = torch.cat([w.detach() for w in matrices(owner, parameter)])
+                directions = Written([self._become(dense, prepared, row) - present for row in wanted.T], self.decisions.rows)
+            units[m.name] = Unit(directions=directions, first=self.decisions.first[m.name])
+        return units
+
+    @torch.no_grad()
+    def _become(self, dense: list[torch.Tensor], prepared: list[Any], zeros: np.ndarray) -> torch.Tensor:
+        """A matrix at one level of every group."""
+        treatment, options, size = self.treating.treatment, self.treating.options, self.decisions.rows
+        whole = np.rint(zeros).astype(np.int64)
+        if size is not None:
+            parts = np.split(whole, len(dense))
+            made = [treatment.apply_rows(w, p, size, z, **options) for w, p, z in zip(dense, prepared, parts, strict=True)]
+            return torch.cat(made)
+        counts = share(int(whole[0]), [w.numel() for w in dense])
+        return torch.cat(
+            [treatment.apply(w, p, Level(zeros=c), **options) for w, p, c in zip(dense, prepared, counts, strict=True)]
+        )
