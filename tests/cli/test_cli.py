@@ -132,7 +132,18 @@ def test_measured_curves_give_the_calibrated_plan_and_can_be_planned_with_again(
     folder = saved_model("llama")
     plan = json.loads(
         run(
-            "measure", folder, *SMALL, "--search", "curves", "--sparsity", "0.5", "--json", "--curves", tmp_path / "c.json", "-o", tmp_path / "p.json"
+            "measure",
+            folder,
+            *SMALL,
+            "--search",
+            "curves",
+            "--sparsity",
+            "0.5",
+            "--json",
+            "--curves",
+            tmp_path / "c.json",
+            "-o",
+            tmp_path / "p.json",
         ).stdout
     )
     assert (
@@ -146,7 +157,19 @@ def test_measured_curves_give_the_calibrated_plan_and_can_be_planned_with_again(
 
 def test_a_plan_per_matrix_is_measured_and_pruned_by_in_half_precision(saved_model, tmp_path):
     folder = saved_model("llama")
-    options = ("--search", "curves", "--by", "linear", "--iterations", "0", "--sparsity", "0.6", "--json", "-o", tmp_path / "p.json")
+    options = (
+        "--search",
+        "curves",
+        "--by",
+        "linear",
+        "--iterations",
+        "0",
+        "--sparsity",
+        "0.6",
+        "--json",
+        "-o",
+        tmp_path / "p.json",
+    )
     plan = json.loads(run("measure", folder, *SMALL, *options).stdout)
     assert {len(b["modules"]) for b in plan["blocks"]} == {1} and len({b["value"] for b in plan["blocks"]}) > 1
     done = run("prune", folder, tmp_path / "p.json", *SMALL, "--autocast", "bfloat16", "--json", "-o", tmp_path / "out")
