@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _quiet_libraries()
     try:
         check_numbers(arguments)
+        writes = _join(arguments)
         result = arguments.handler(arguments)
     except LayerbudgetError as error:
         errors.print(f"layerbudget: {error}", style="red")
@@ -131,9 +132,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("layerbudget: interrupted; finished stages are kept.")
         return 130
-    if as_json:
+    if as_json and writes:
         sys.stdout.write(dumps(result))
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
+
+
+_SHARED = ("score", "prune", "evaluate")
+
+
+def _join(arguments: argparse.Namespace) -> bool:
+    """Join the processes of a launcher; whether this one writes and prints.
+
+    Raises:
+        InvalidInput: A command that cannot share its work.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return True
+    from ..errors import InvalidInput
+    from ..running.shares import join
+    from .terminal import Terminal
+
+    if arguments.verb not in _SHARED:
+        raise InvalidInput(
+            f"{arguments.verb} runs in one process, and the launcher started {os.environ['WORLD_SIZE']}.",
+            f"Sequences are shared by {', '.join(_SHARED)}.",
+            "Start it without torchrun.",
+        )
+    together = join(getattr(arguments, "device", None))
+    if together is not None and not together.first:
+        arguments.quiet, arguments.console = True, Terminal(stderr=True)
+        arguments.console.quiet = True
+    return together is None or together.first
 
 
 def _no_file(error: OSError) -> str:

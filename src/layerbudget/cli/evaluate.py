@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..errors import InvalidInput
 from .shared import add_place_options, load_named, progress_bar, refuse
 
 
@@ -34,7 +35,12 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate, show what was measured, with its parameters, and compare where asked."""
     from ..records import check_output, dumps, write_text
+    from ..running.shares import first, team
 
+    if arguments.tasks and team() is not None:
+        raise InvalidInput(
+            "Tasks are evaluated by lm-eval in one process.", "Perplexity is shared between processes.", "Leave torchrun out."
+        )
     if arguments.out:
         check_output(arguments.out, overwrite=arguments.overwrite)
     sources = arguments.perplexity or ([] if arguments.tasks else ["stdlib"])
@@ -52,7 +58,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         result["against"] = {"model": other["model"], **compare_results(result, other, names)}
         for text in result["against"]["sentences"]:
             arguments.console.print(text)
-    if arguments.out:
+    if arguments.out and first():
         write_text(arguments.out, dumps(result), overwrite=arguments.overwrite)
     return result
 

@@ -42,6 +42,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..pruning.resume import clear_checkpoints
     from ..pruning.save import check_output, save_pruned
     from ..report.runtime import runtime_box
+    from ..running.shares import first
 
     plan = Plan.load(arguments.plan)
     _refuse_unread(arguments, plan.kind)
@@ -57,9 +58,11 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
             true_sequential=arguments.true_sequential, store=arguments.store, resume=arguments.resume,
             autocast=arguments.autocast, **named_values(arguments.own),
         )  # fmt: skip
-    out = save_pruned(model, tokenizer, plan, receipt, arguments.out, overwrite=arguments.overwrite)
-    if arguments.resume:
-        clear_checkpoints(arguments.resume)
+    out = arguments.out
+    if first():
+        out = save_pruned(model, tokenizer, plan, receipt, arguments.out, overwrite=arguments.overwrite)
+        if arguments.resume:
+            clear_checkpoints(arguments.resume)
     arguments.console.print(
         f"Recounted sparsity {receipt.sparsity:.6f} (planned {receipt.planned:.6f}) in {receipt.seconds:.1f} s; saved to {out}."
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from ..data.text import calibration
 from ..errors import BadModel, InvalidInput
 from ..running.divergence import next_tokens, sequence_losses
 from ..running.modes import inference
+from ..running.shares import team
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,9 @@ def perplexity(
             "Cut the text with evaluation_set, or drop the padded rows.",
         )
     check_fits(model, data)
+    together, whole = team(), data
+    if together is not None:
+        data = data.select(together.mine(range(data.samples)))
     device = next(model.parameters()).device
     losses: list[np.ndarray] = []
     wanted = next_tokens(data.input_ids if data.labels is None else data.labels, None)
@@ -107,6 +111,8 @@ def perplexity(
             if progress:
                 progress(min(data.samples, (done + 1) * batch_size), data.samples)
     sums = np.concatenate(losses).astype(np.float64)
+    if together is not None:
+        sums, counts, data = _joined(together.gathered((sums, counts)), whole)
     rows = sums / np.maximum(counts, 1)
     if not np.isfinite(rows).all():
         raise BadModel("The model's loss is not finite on this text.", "", "Check the weights (layerbudget doctor).")
@@ -124,3 +130,13 @@ def perplexity(
         digest=data.digest,
         nll=tuple(float(v) for v in rows),
     )
+
+
+def _joined(
+    found: Sequence[tuple[np.ndarray, np.ndarray]], data: CalibrationSet
+) -> tuple[np.ndarray, np.ndarray, CalibrationSet]:
+    """Sums and counts of all windows in order, from the processes that took every n-th of them."""
+    sums, counts = np.zeros(data.samples), np.zeros(data.samples)
+    for rank, (own, number) in enumerate(found):
+        sums[rank :: len(found)], counts[rank :: len(found)] = own, number
+    return sums, counts, data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from ..mapped import mapped
 from ..plan import Plan
 from ..provenance import computation, versions
 from ..running.modes import inference
+from ..running.shares import team
 from ..running.walk import Walk, check_autocast
 from ..treatments.base import Treatment, find_treatment
 from ..treatments.treating import Job, Treating
@@ -101,7 +103,7 @@ def prune(
             key = {"plan": plan.digest, "model": identity["digest"], "data": data.digest, **options.settings()}
             key.pop("store")  # where activations live changes no number
             checkpoint = Resume(kept, {**key, "computation": computation(model), "versions": versions()})
-            forwards, notes = _over_layers(treating, jobs, data, options, checkpoint, progress)
+            forwards, notes = _over_layers(treating, jobs, _share(data), options, checkpoint, progress)
     seconds = time.monotonic() - started
     return _receipt(model, plan, data, jobs, options, identity=identity, forwards=forwards, seconds=seconds, notes=notes)
 
@@ -160,14 +162,30 @@ def _check_precision(options: Options) -> None:
         raise InvalidInput("parity and autocast exclude each other.", "The references run in the model's own precision.", "")
 
 
+def _share(data: CalibrationSet) -> CalibrationSet:
+    """The sequences of this process, where there are several."""
+    together = team()
+    return data if together is None else data.select(together.mine(range(data.samples)))
+
+
 @contextlib.contextmanager
 def _kept(model: nn.Module, resume: Path | str | None, folder: Path | str | None) -> Iterator[Path | str | None]:
     """Where finished layers are kept: weights that lie in files go to new ones, which vanish when nothing maps them."""
     if resume is not None or mapped(model) is None:
         yield resume
         return
-    with tempfile.TemporaryDirectory(prefix="layerbudget-", dir=folder) as temporary:
-        yield temporary
+    together = team()
+    if together is None:
+        with tempfile.TemporaryDirectory(prefix="layerbudget-", dir=folder) as temporary:
+            yield temporary
+        return
+    shared = together.from_first(lambda: tempfile.mkdtemp(prefix="layerbudget-", dir=folder))
+    try:
+        yield shared
+    finally:
+        together.wait()
+        if together.first:
+            shutil.rmtree(shared, ignore_errors=True)
 
 
 def _without_data(

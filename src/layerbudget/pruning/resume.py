@@ -14,6 +14,7 @@ from ..keeping.parts import Parts
 from ..keeping.parts import clear as clear_checkpoints
 from ..mapped import mapped
 from ..records import digest
+from ..running.shares import team
 
 __all__ = ["Resume", "clear_checkpoints"]
 
@@ -32,11 +33,18 @@ class Resume:
     """
 
     def __init__(self, folder: Path | str | None, key: Mapping[str, Any]) -> None:
-        self.parts = Parts(folder, digest(dict(key)), key)
+        self.team = team()
+        self.parts = Parts(folder if self.team is None or self.team.first else None, digest(dict(key)), key)
+
+    def _find(self, index: int) -> Path | None:
+        """The file of a finished block, as process 0 sees it."""
+        if self.team is None:
+            return self.parts.find(f"block-{index}")
+        return self.team.from_first(lambda: self.parts.find(f"block-{index}"))
 
     def load(self, model: nn.Module, index: int, names: Sequence[str]) -> bool:
         """Put back the weights of a finished block; false when it is not finished, or broken."""
-        file = self.parts.find(f"block-{index}")
+        file = self._find(index)
         if file is None:
             return False
         from safetensors.torch import load_file
@@ -50,7 +58,8 @@ class Resume:
 
     def settle(self, model: nn.Module, index: int, names: Sequence[str]) -> bool:
         """Let the weights of a finished block lie in its file, where the model's weights lie in files; whether they do."""
-        lies, file = mapped(model), self.parts.find(f"block-{index}")
+        lies = mapped(model)
+        file = None if lies is None else self._find(index)
         if lies is None or file is None:
             return False
         lies.remap({name: weight_of(model, name)[1] for name in names}, file)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,6 +34,7 @@ from .loss import Batch, Data, batches, logits_of, sampled_targets, summed_loss
 from .memory import fits_whole, room_for
 from .modes import inference
 from .replay import Replay
+from .shares import Team, team
 from .sites import Collector, Site
 from .store import STORES, Store
 
@@ -96,9 +98,24 @@ class Feeding:
         """Memory that the sums over these blocks take in the whole graph, beside the graph itself."""
         return 0
 
+    def share(self, names: Sequence[str], team: Team) -> None:
+        """Add what is held of these matrices up over the processes, before they are settled.
+
+        Raises:
+            CoverageError: What is held cannot be shared.
+        """
+        raise CoverageError(
+            f"{type(self).__name__.strip('_')} cannot share its sequences between {team.size} processes.",
+            "",
+            "Use one process.",
+        )
+
     def close(self, names: Sequence[str]) -> bool:
         """Settle these matrices; True asks for one more pass over them."""
         return False
+
+    def merge(self, team: Team) -> None:
+        """Bring together what the processes settled."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +146,7 @@ def feed(
     store: str | None = None,
     folder: Path | str | None = None,
     tick: Callable[[int], None] | None = None,
+    alone: bool = False,
 ) -> Fed:
     """Hand the inputs and output gradients of the blocks' matrices to a consumer.
 
@@ -142,6 +160,7 @@ def feed(
         store: Where a walk keeps the layers' inputs: ``device``, ``cpu`` or ``disk``; the first that has room by default.
         folder: Parent of the temporary folder for ``disk``.
         tick: Called with the sequences of every batch, once per batch and pass.
+        alone: Every one of several processes runs all of the data.
 
     Raises:
         CoverageError: A weight matrix was never seen, sequences cannot be told apart; or ``layers`` for a model or blocks that
@@ -154,15 +173,25 @@ def feed(
             f"walk={walk!r}, store={store!r}.", f"walk is one of {', '.join(WALKS)}; store one of {', '.join(STORES)}.", ""
         )
     with Collector(model, blocks, consumer.take) as collector:
+        together = None if alone else team()
         if isinstance(data, Sequence):
             runs = list(data)
         else:
-            runs = list(batches(model, data, 1 if collector.single else batch_size))
+            most = batch_size if together is None else min(batch_size, -(-data.samples // together.size))
+            runs = list(batches(model, data, 1 if collector.single else most))
+        if together is not None:
+            runs = together.mine(runs)
         way, reason = _way(model, collector, runs, walk, consumer.bytes(blocks))
+        if together is not None and together.gathered(way) != [way] * together.size:
+            way, reason = "layers", ""  # memory differs between the processes, the order of layers must not
         if way == "whole":
-            fed = _whole(model, runs, collector, consumer, tick)
+            fed = _whole(model, runs, collector, consumer, tick, together)
         else:
-            fed = _Layers(model, runs, collector, consumer, store, folder, tick).run()
+            fed = _Layers(model, runs, collector, consumer, store, folder, tick, together).run()
+        if together is not None:
+            collector.seen = set().union(*together.gathered(collector.seen))
+            consumer.merge(together)
+            fed = dataclasses.replace(fed, loss=float(together.added(np.array([fed.loss]))[0]))
         collector.check_coverage()
     return dataclasses.replace(fed, reason=reason)
 
@@ -262,8 +291,9 @@ def length_of(batch: Batch) -> int:
 
 
 def _whole(
-    model: nn.Module, runs: Sequence[Batch], collector: Collector, consumer: Feeding, tick: Callable[[int], None] | None
-) -> Fed:
+    model: nn.Module, runs: Sequence[Batch], collector: Collector, consumer: Feeding, tick: Callable[[int], None] | None,
+    together: Team | None,
+) -> Fed:  # fmt: skip
     """One forward per batch and one backward per loss, through all layers."""
     names = [*dict.fromkeys(collector.hooked.values()), *collector.direct]
     total, passes, more = 0.0, 0, True
@@ -283,6 +313,8 @@ def _whole(
             if tick is not None:
                 tick(batch.size)
         passes += 1
+        if together is not None:
+            consumer.share(names, together)
         more = consumer.close(names)
     return Fed(way="whole", loss=total, passes=passes)
 
@@ -305,7 +337,9 @@ class _Layers:
         place: str | None,
         folder: Path | str | None,
         tick: Callable[[int], None] | None,
+        together: Team | None,
     ) -> None:
+        self.together = together
         self.model, self.runs, self.collector, self.consumer, self.tick = model, runs, collector, consumer, tick
         self.replay = Replay(model)
         self.count = len(self.replay.layers)
@@ -375,6 +409,8 @@ class _Layers:
                 self._batch(index, j, batch, wanted, propagate=propagate and not passes)
                 self._worked(2 * batch.size if not passes else 0)
             passes += 1
+            if names and self.together is not None:
+                self.consumer.share(names, self.together)
             more = bool(names) and self.consumer.close(names)
         for j in range(len(self.runs)):
             self.inputs.drop(index * len(self.runs) + j)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,6 +16,7 @@ from ..blocks import weight_of
 from ..errors import CoverageError
 from ..records import Module
 from .replay import StopForward
+from .shares import team
 from .walk import Walk
 
 PANEL = 256
@@ -119,6 +121,33 @@ class InputStatistics:
             with self._hooks():
                 walk.forward(walk.position, batch)
             self._current.clear()
+        self._share()
+
+    def _share(self) -> None:
+        """Add up what several processes saw, each of its own sequences.
+
+        Raises:
+            CoverageError: Running means over sequences, which have an order; matrices that ran in some processes only.
+        """
+        together = team()
+        if together is None:
+            return
+        names = sorted(self.found)
+        if self.parity or together.gathered(names) != [names] * together.size:
+            raise CoverageError(
+                "Statistics of the references are running means in the order of the sequences." if self.parity
+                else "Some matrices ran in some processes only.", "", "Use one process.",
+            )  # fmt: skip
+        statistics = list({id(s): s for n in names for s in self.found[n]}.values())
+        widths = together.gathered([0 if s.value is None else len(s.value) for s in statistics])
+        for s, width in zip(statistics, [max(w) for w in zip(*widths, strict=True)], strict=True):
+            if s.value is None and width:
+                shape = (width,) if s.kind == "diagonal" else (width, width)
+                s.value = torch.zeros(shape, dtype=torch.float32, device=together.device)
+        together.add([s.value for s in statistics if s.value is not None])
+        rows = together.added(np.array([[s.rows, s.sequences] for s in statistics], dtype=np.float64))
+        for s, (count, sequences) in zip(statistics, rows.tolist(), strict=True):
+            s.rows, s.sequences = int(count), int(sequences)
 
     @contextlib.contextmanager
     def listening(self, mask: torch.Tensor | None) -> Iterator[None]:

@@ -24,6 +24,7 @@ from ..errors import CoverageError, InvalidInput
 from ..records import Block
 from ..running.backward import Feeding, Loss, SampledLoss, feed
 from ..running.loss import Batch, Data, batches, token_count
+from ..running.shares import Team, team
 from ..running.sites import Site, tracked
 from .curvature import common
 from .curvature.gram import real_type
@@ -100,6 +101,7 @@ def score_rank_gain(
         factors = factors_of(
             model, data, blocks, lambda name, found: work.add(name, found, scale), seed=seed, groups=2, interleaved=True
         )
+        factors.after = work.merge
         collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
     extra = {
         "curvature": "none" if curvature == "none" else "K-FAC, sampled labels",
@@ -136,6 +138,11 @@ class _Spectra:
         """Whiten one matrix at every damping."""
         for row, value in enumerate(self.values):
             self.put(name, row, whitened(found, value * scale[0], value * scale[1], self.size[self.place[name]]))
+
+    def merge(self, team: Team) -> None:
+        """Add up what the owners found."""
+        self.gain = team.added(self.gain)
+        self.ranks = [[[team.added(rank) for rank in row] for row in side] for side in self.ranks]
 
     def increments(self, side: int) -> list[list[list[float]]]:
         """Gain of every further rank by damping and block."""
@@ -179,6 +186,10 @@ class _Halves(Feeding):
                     self.sums[name] = torch.zeros(2, b.shape[1], a.shape[1], dtype=self.dtype, device=b.device)
                 self.sums[name][half] += b.T @ a
 
+    def share(self, names: Sequence[str], team: Team) -> None:
+        """Add the halves up."""
+        team.add([self.sums[n] for n in names])
+
     def close(self, names: Sequence[str]) -> bool:
         """Singular values, matrix by matrix."""
         for name in [n for n in names if n in self.sums]:
@@ -189,6 +200,12 @@ class _Halves(Feeding):
 
 class _Traces(Feeding):
     """Traces of every matrix's factors."""
+
+    def share(self, names: Sequence[str], team: Team) -> None:
+        """Each sequence counts once."""
+        for table in (self.a, self.g, self.positions):
+            for name, value in zip(names, team.added(np.array([table.get(n, 0.0) for n in names])), strict=True):
+                table[name] = float(value)
 
     losses: Sequence[Loss]
 
@@ -233,7 +250,9 @@ def damping_scale(
     keys = [key for batch in batches(model, data, batch_size) for key in batch.keys]
     few = data.select(sorted(sorted(range(data.samples), key=keys.__getitem__)[:count]))
     traces = _Traces(seed)
-    feed(model, few, blocks, traces, batch_size=batch_size, walk=walk)
+    together = team()
+    alone = together is not None and few.samples < together.size
+    feed(model, few, blocks, traces, batch_size=batch_size, walk=walk, alone=alone)
     tokens = float(token_count(model, few))
     widths = {m.name: m for b in blocks for m in b.modules}
     a = [traces.a[n] / traces.positions[n] / widths[n].d_in for n in traces.a]

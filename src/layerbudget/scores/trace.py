@@ -11,6 +11,7 @@ from torch import nn
 from ..records import Block
 from ..running.backward import Feeding, feed
 from ..running.loss import Batch, Data
+from ..running.shares import Team
 from ..running.sites import Site
 from .ablation import over_sequences
 from .curvature.common import Progress, Ticker, check_inputs
@@ -46,6 +47,13 @@ class _Norms(Feeding):
         """Add the norms of a site's matrices."""
         for name, b in site.b.items():
             self.table[self.place[name], self.rows] += square_norms(site.a, b).cpu().numpy()
+
+    def share(self, names: Sequence[str], team: Team) -> None:
+        """Nothing: every process fills the columns of its own sequences."""
+
+    def merge(self, team: Team) -> None:
+        """All columns."""
+        self.table = team.added(self.table)
 
     def direct(self, name: str, gradient: torch.Tensor) -> None:
         """Add the norm of a gradient read from autograd."""

@@ -11,6 +11,7 @@ from torch import nn
 from ...records import Block
 from ...running.backward import Feeding, feed
 from ...running.loss import Batch, Data
+from ...running.shares import Team
 from ...running.sites import Site
 from ..record import Scores
 from . import common
@@ -80,6 +81,10 @@ class _Diagonal(Feeding):
             g = (self._start + i) * self.groups // self.samples
             self.first[name][g] += row
             self.second[name][g].addcmul_(row, row)
+
+    def share(self, names: Sequence[str], team: Team) -> None:
+        """Add sums and squares up."""
+        team.add([table[n] for table in (self.first, self.second) for n in names if n in table])
 
     def close(self, names: Sequence[str]) -> bool:
         """Sweep the blocks that are whole."""

@@ -11,6 +11,7 @@ from torch import nn
 from ...records import Block
 from ...running.backward import Feeding, feed
 from ...running.loss import IGNORE, Batch, Data
+from ...running.shares import Team
 from ...running.sites import Site
 from ..record import Scores
 from . import common
@@ -61,6 +62,15 @@ class _Gradients(Feeding):
     def _add(self, name: str, g: torch.Tensor) -> None:
         self.squares[self.place[name]] += float(torch.linalg.vector_norm(g)) ** 2
         self.sums[name] = g if name not in self.sums else self.sums[name].add_(g)
+
+    def share(self, names: Sequence[str], team: Team) -> None:
+        """Add gradients up; squares of batches are added at the end."""
+        team.add([self.sums[n] for n in names if n in self.sums])
+
+    def merge(self, team: Team) -> None:
+        """Squares and tokens of all batches."""
+        self.squares = team.added(self.squares)
+        self.counts = {k: v for found in team.gathered(self.counts) for k, v in found.items()}
 
     def close(self, names: Sequence[str]) -> bool:
         """Square the sums."""

@@ -22,6 +22,7 @@ import torch
 from ...records import Block, Module
 from ...running.backward import Feeding, Loss, data_loss
 from ...running.loss import Batch
+from ...running.shares import Team
 from ...running.sites import Site
 
 _CHUNK = 1 << 16
@@ -78,6 +79,8 @@ class InnerProducts(Feeding):
         self.blocks = {m.name: (k, m) for k, b in enumerate(blocks) for m in b.modules}
         size = samples * len(losses)
         self.grams = np.zeros((len(blocks), size, size))
+        self._blocks = blocks
+        self._team: Team | None = None
         self._waiting: list[_Piece] = []
         self._active: dict[str, list[_Piece]] = {}
         self._place = (0, slice(0, 0))
@@ -176,13 +179,33 @@ class InnerProducts(Feeding):
                 gradient = self.project("out", name, gradient.transpose(-1, -2))
             self._own(piece)[loss * self.samples + rows.start] = gradient.reshape(-1)
 
+    def share(self, names: Sequence[str], team: Team) -> None:
+        """Every process has rows, or tokens, of its own sequences; zeros or nothing of the others'."""
+        self._team = team
+        for name in [n for n in names if n in self._active]:
+            for piece in self._active[name]:
+                if piece.tokens:
+                    for pairs in team.gathered(piece.pairs):
+                        piece.pairs.update({key: value for key, value in pairs.items() if key not in piece.pairs})
+                else:
+                    team.add([self._own(piece)])
+
+    def merge(self, team: Team) -> None:
+        """Add up what the owners of the blocks multiplied."""
+        self.grams = team.added(self.grams)
+
+    def _settles(self, k: int) -> bool:
+        return self._team is None or self._team.owners(self._blocks)[k] == self._team.rank
+
     def close(self, names: Sequence[str]) -> bool:
         """Multiply what was kept, forget it, and ask for another pass while pieces wait."""
         shared: dict[int, torch.Tensor] = {}
         for name in [n for n in names if n in self._active]:
             k = self.blocks[name][0]
             for piece in self._active[name]:
-                if piece.pairs:
+                if not self._settles(k):
+                    pass
+                elif piece.pairs:
                     self.grams[k] += self._from_tokens(piece, shared)
                 elif piece.values is not None:
                     self.grams[k] += inner(piece.values)

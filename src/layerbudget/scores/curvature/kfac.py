@@ -22,6 +22,7 @@ from torch import nn
 from ...errors import InvalidInput
 from ...records import Block
 from ...running.loss import Batch, Data, token_count
+from ...running.shares import Team
 from ...running.sites import Site
 from ..record import Scores
 from . import common
@@ -135,6 +136,15 @@ class _Settling:
             self.forms[name] = found.forms(tau)
         self.held[k] = {}
 
+    def merge(self, team: Team) -> None:
+        """Bring the owners' blocks together."""
+        self.largest, self.trace = team.added(self.largest), team.added(self.trace)
+        if self.local:
+            self.forms = {name: forms for found in team.gathered(self.forms) for name, forms in found.items()}
+        else:
+            everything = team.gathered(self.held)
+            self.held = [{n: r for held in everything for n, r in held[k].items()} for k in range(len(self.blocks))]
+
     def finish(self) -> tuple[tuple[float, ...], np.ndarray]:
         """Settle what waited for all blocks; the dampings."""
         values, tau = self.dampings()
@@ -187,6 +197,17 @@ class _Corrected(Factors):
             self.again[name][1].add_(rows.square_().sum(0, dtype=torch.float64))
         self._rows = {}
 
+    def share(self, names: Sequence[str], team: Team) -> None:
+        """The second pass adds moments; every process needs every eigenbasis for it, so all of them settle."""
+        if not self._second:
+            super().share(names, team)
+        else:
+            team.add([moments for _, moments in self.again.values()])
+
+    def owns(self, name: str) -> bool:
+        """All processes."""
+        return True
+
     def close(self, names: Sequence[str]) -> bool:
         """Ask for the second pass; settle after it."""
         if not self._second:
@@ -221,6 +242,7 @@ def _score(
     )  # fmt: skip
     if isinstance(factors, _Corrected):
         factors.prepare(settling.add)
+    factors.after = None if corrected else settling.merge
     tick = common.Ticker(progress, data.samples)
     collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
     values, tau = settling.finish()

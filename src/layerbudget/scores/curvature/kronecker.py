@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,6 +22,7 @@ from ...errors import CoverageError, InvalidInput
 from ...records import Block, Module
 from ...running.backward import Feeding, Loss, SampledLoss, data_loss, feed
 from ...running.loss import Batch, Data, token_count
+from ...running.shares import Team
 from ...running.sites import Site, tracked
 from .gram import real_type
 
@@ -145,6 +147,10 @@ class Factors(Feeding):
         self.inputs: dict[str, _Input] = {}
         self.outputs: dict[str, _Output] = {}
         self.leaders: dict[str, str] = {}
+        self.blocks = blocks
+        self._owner: dict[str, int] = {}
+        self._team: Team | None = None
+        self.after: Callable[[Team], None] | None = None
         self._batch: Batch | None = None
         self._loss = 0
         self._fresh: set[str] = set()
@@ -229,12 +235,47 @@ class Factors(Feeding):
             "Use estimator='fisher-gram', or exclude the fused experts.",
         )
 
+    def share(self, names: Sequence[str], team: Team) -> None:
+        """Add sums up; bring tokens together, process after process."""
+        self._team = team
+        held = {n: self.outputs[n] for n in names if n in self.outputs}
+        if team.gathered(sorted(held)) != [sorted(held)] * team.size:
+            raise CoverageError("Some matrices ran in some processes only.", "", "Use one process.")
+        entries = {o.leader: self.inputs[o.leader] for o in held.values()}
+        team.add([t for o in held.values() for t in (o.sums, o.parts) if t is not None])
+        team.add([e.sums for e in entries.values() if e.sums is not None])
+        for entry in entries.values():
+            entry.positions = float(team.added(np.array([entry.positions]))[0])
+            if entry.rows:
+                entry.rows = [x for rows in team.gathered(entry.rows) for x in rows]
+        for output in (o for o in held.values() if o.tokens):
+            found = team.gathered((output.rows, output.places))
+            output.rows = {i: [x for rows, _ in found for x in rows[i]] for i in output.rows}
+            output.places = [place for _, places in found for place in places]
+
+    def merge(self, team: Team) -> None:
+        """Whatever the estimator does with what the owners settled."""
+        if self.after is not None:
+            self.after(team)
+
+    def owns(self, name: str) -> bool:
+        """Whether this process settles a matrix."""
+        if self._team is None:
+            return True
+        if not self._owner:
+            owners = self._team.owners(self.blocks)
+            self._owner = {m.name: o for b, o in zip(self.blocks, owners, strict=True) for m in b.modules}
+        return self._owner[name] == self._team.rank
+
     def close(self, names: Sequence[str]) -> bool:
         """Settle the matrices one by one, and forget them."""
         caches: dict[str, Cache] = {}
         moments: dict[str, torch.Tensor] = {}
         for name in [n for n in names if n in self.outputs]:
             held = self.outputs.pop(name)
+            if not self.owns(name):
+                caches.setdefault(held.leader, {})
+                continue
             entry = self.inputs[held.leader]
             cache = caches.setdefault(held.leader, {})
             if held.tokens:

@@ -1,0 +1,130 @@
+"""Several processes, each with its share of the sequences: sums and counts add up, one process writes.
+
+Processes are those of the launcher that started them (``torchrun --nproc-per-node N -m layerbudget ...``, ``accelerate launch -m
+layerbudget ...``). Every process walks all layers on its own batches; when a layer is through, what the consumers hold of it is
+reduced in one flat sum per type, and each matrix is settled (factorised, decomposed) by one *owner*, chosen so that owners have
+the same work. What settling gave is added up at the end. Random labels are drawn from the content of a sequence, so the numbers
+do not depend on the number of processes beyond the order of sums.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import InvalidInput
+from ..records import Block
+
+T = TypeVar("T")
+
+
+class Team:
+    """The processes of one run."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes."""
+        return self.rank == 0
+
+    def add(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Add tensors up over all processes, in place; one flat sum per type and device."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for members in kinds.values():
+            flat = torch.cat([t.reshape(-1) for t in members])
+            dist.all_reduce(flat)
+            start = 0
+            for t in members:
+                t.copy_(flat[start : start + t.numel()].view_as(t))
+                start += t.numel()
+
+    def added(self, values: np.ndarray) -> np.ndarray:
+        """Sum of an array over all processes."""
+        tensor = torch.as_tensor(np.ascontiguousarray(values, dtype=np.float64)).to(self.device)
+        dist.all_reduce(tensor)
+        return tensor.cpu().numpy()
+
+    def gathered(self, value: T) -> list[T]:
+        """The values of all processes, in their order."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What process 0 makes."""
+        held: list[Any] = [make() if self.first else None]
+        dist.broadcast_object_list(held, src=0)
+        return held[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must lie to be sent."""
+        return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+    def owners(self, blocks: Sequence[Block]) -> list[int]:
+        """Owner of every block: the largest first, each to the process that has least so far."""
+        load, owner = [0] * self.size, [0] * len(blocks)
+        for k in sorted(range(len(blocks)), key=lambda i: -blocks[i].numel):
+            owner[k] = load.index(min(load))
+            load[owner[k]] += blocks[k].numel
+        return owner
+
+    def mine(self, runs: Sequence[T]) -> list[T]:
+        """This process's share.
+
+        Raises:
+            InvalidInput: There are fewer than processes.
+        """
+        if len(runs) < self.size:
+            raise InvalidInput(
+                f"{len(runs)} batches cannot be shared between {self.size} processes.",
+                "Every process needs one.",
+                "Use a smaller --batch-size, more samples, or fewer processes.",
+            )
+        return list(runs[self.rank :: self.size])
+
+    def wait(self) -> None:
+        """Until all are here."""
+        dist.barrier()
+
+
+def team() -> Team | None:
+    """The processes of this run, or None where it is one process."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+        return None
+    return Team()
+
+
+def join(device: str | None = None) -> Team | None:
+    """Join the processes that a launcher started, as it says in the environment; None where there is one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        accelerated = torch.cuda.is_available() and device != "cpu"
+        if accelerated:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group("nccl" if accelerated else "gloo")
+        atexit.register(leave)
+    return team()
+
+
+def leave() -> None:
+    """Leave the group, so that no process warns."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def first() -> bool:
+    """Whether this process writes: the only one, or number 0."""
+    found = team()
+    return found is None or found.first
