@@ -64,12 +64,20 @@ def test_the_four_doors_of_a_contributor(registries):
     assert len(blocks) == 4 and all(len(block.splitlines()) <= 40 for block in blocks)
 
 
+def test_the_serving_page_merges_an_adapter():
+    space: dict = {}
+    (block,) = blocks_of("docs/serving.md")
+    exec(compile(block, "docs/serving.md", "exec"), space)
+    assert not any("lora" in name for name, _ in space["merged"].named_parameters())
+
+
 @pytest.mark.slow
 def test_the_documentation_builds_strictly(tmp_path):
     """A broken reference, an unknown role or a page that no other leads to fails."""
     docs = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", docs, ignore=shutil.ignore_patterns("_build"))
     shutil.copy(ROOT / "CONTRIBUTING.md", tmp_path)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(docs), str(tmp_path / "site")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -390,7 +390,8 @@ SCORE_FLAGS = {
     "--dtype": ("--dtype", "bfloat16"), "--revision": ("--revision", "x"), "--device": ("--device", "nowhere"),
     "--by": ("--by", "linear"), "--include": ("--include", "mlp"), "--exclude": ("--exclude", "mlp"),
     "--validation": ("--validation", "more.txt"), "--stage": ("--stage", "stage"), "--import": ("--import", "own.csv"),
-    "--orientation": ("--orientation", "redundancy"), "--set": ("--set", "nothing=1"), "--four-bit": ("--four-bit",),
+    "--orientation": ("--orientation", "redundancy"),
+    "--names": ("--names", "names.txt"), "--set": ("--set", "nothing=1"), "--four-bit": ("--four-bit",),
 }  # fmt: skip
 COLUMNS = {"gradient-norm": ("--estimator", "gradient-norm"), "layerif": ("--estimator", "layerif"),
            "spectral-tail": ("--estimator", "spectral-tail"), "--import": ("--import", "own.csv")}  # fmt: skip
@@ -407,6 +408,8 @@ def flag_table(tiny, tokenizer, tmp_path_factory):
     for name, shift in (("text", 0), ("more", 3)):
         (folder / f"{name}.txt").write_text("".join(chr(33 + (7 * i * i + shift * i) % 80) for i in range(900)))
     (folder / "own.csv").write_text("name,score\n" + "".join(f"{b.name},{i + 1}\n" for i, b in enumerate(partition(model))))
+    np.save(folder / "own.npy", np.arange(7.0, 7.0 + len(partition(model))))
+    (folder / "names.txt").write_text("".join(f"{b.name}\n" for b in partition(model)))
     (folder / "linear.csv").write_text("name,score\n" + "".join(f"{b.name},1\n" for b in partition(model, "linear")))
 
     def run(*words):
@@ -436,6 +439,8 @@ def flag_table(tiny, tokenizer, tmp_path_factory):
                 continue
             if (flag, column) == ("--by", "--import"):
                 own, words = own, ("--import", "linear.csv")
+            if (flag, column) == ("--names", "--import"):
+                words = ("--import", "own.npy")  # a table has names already
             found = run(*words, *text(column, *own), *own)
             if flag == "--stage" and found != 2:
                 assert found == plain and list((folder / "stage" / "results").iterdir())
@@ -450,10 +455,11 @@ def flag_table(tiny, tokenizer, tmp_path_factory):
 def test_flags_of_score_are_heard_or_refused(flag_table, capsys):
     refused = {column: {f for f, what in row.items() if what == "refused"} for column, row in flag_table.items()}
     local = {"--revision", "--device", "--four-bit", "--set"}  # no hub here, no such device, no bitsandbytes, no such option
-    assert refused["gradient-norm"] == local | {"--validation", "--orientation", "--import"}
-    assert refused["layerif"] == local | {"--orientation", "--import"}
+    own = {"--orientation", "--import", "--names"}
+    assert refused["gradient-norm"] == local | own | {"--validation"}
+    assert refused["layerif"] == local | own
     text = {"--data", "--samples", "--length", "--seed", "--validation"}
-    assert refused["spectral-tail"] == local | text | {"--orientation", "--import"}
+    assert refused["spectral-tail"] == local | text | own
     assert refused["--import"] == local | text | {"--stage", "--dtype"}
 
 

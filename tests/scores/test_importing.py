@@ -6,8 +6,10 @@ import json
 
 import numpy as np
 import pytest
+from tests import zoo
 
 from layerbudget.blocks import partition
+from layerbudget.cli import main
 from layerbudget.errors import CorruptFile, InvalidInput, NotFound
 from layerbudget.scores.importing import import_scores
 from layerbudget.scores.record import Scores
@@ -94,3 +96,27 @@ def test_a_scores_file_of_other_blocks_is_refused(tmp_path, blocks, mistral):
     path = Scores.from_values({b.name: 1.0 for b in blocks}, blocks).save(tmp_path / "scores.json")
     with pytest.raises(InvalidInput, match="partition"):
         import_scores(path, partition(mistral, by="linear"))
+
+
+def test_numbers_of_layers_are_names(tmp_path, capsys):
+    """``layer,score`` with 0, 1, 2, ... in any order; a number that no block has, or several, is refused by number."""
+    model = zoo.mistral()
+    blocks = partition(model)
+    order = list(range(len(blocks)))[::-1]
+    (tmp_path / "a.csv").write_text("layer,score\n" + "".join(f"{i},{i + 0.5}\n" for i in order))
+    assert import_scores(tmp_path / "a.csv", blocks).values().tolist() == [i + 0.5 for i in range(len(blocks))]
+    np.save(tmp_path / "a.npy", np.array([i + 0.5 for i in order]))
+    found = import_scores(tmp_path / "a.npy", blocks, names=[str(i) for i in order])
+    assert found.values().tolist() == [i + 0.5 for i in range(len(blocks))]
+    with pytest.raises(InvalidInput, match="scores layer 2, which is 7 blocks"):
+        import_scores(tmp_path / "a.csv", partition(model, "linear", exclude="lm_head"))
+    (tmp_path / "b.csv").write_text("layer,score\n99,1\n")
+    with pytest.raises(InvalidInput, match="scores layer 99, which is no block"):
+        import_scores(tmp_path / "b.csv", blocks)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "names.txt").write_text("".join(f"{i}\n" for i in order))
+    words = ["score", str(tmp_path / "model"), "--import", str(tmp_path / "a.npy"), "--names", str(tmp_path / "names.txt")]
+    assert main([*words, "-o", str(tmp_path / "s.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gain"] == [[i + 0.5 for i in range(len(blocks))]]
+    assert main(["score", str(tmp_path / "model"), "--import", str(tmp_path / "a.npy"), "-o", str(tmp_path / "t.json")]) == 2
+    assert "--names FILE" in capsys.readouterr().err

@@ -33,7 +33,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--validation", metavar="DATA", help="layerif: validation text (default: see the estimator)")
     parser.add_argument("--excess", action="store_true", help="subtract the noise floor: rank by what noise does not explain")
     parser.add_argument("--stage", metavar="DIR", help="keep finished parts here: resumes, grows with more samples, is reused")
-    parser.add_argument("--import", dest="given", metavar="FILE", help="take your own scores from JSON or CSV instead")
+    parser.add_argument("--import", dest="given", metavar="FILE", help="take your own scores from JSON, CSV or npy instead")
+    parser.add_argument("--names", metavar="FILE", help="of an npy file: block names or layer numbers, one per line")
     parser.add_argument("--orientation", choices=("gain", "redundancy"), help="of imported scores (default: gain)")
     parser.add_argument("-o", "--out", default="scores.json")
     parser.set_defaults(handler=handler)
@@ -71,19 +72,26 @@ def _refuse_unread(arguments: argparse.Namespace, chosen: Estimator) -> None:
     if arguments.given:
         refuse(arguments, (*_MEASURING, *DATA, "dtype", "device"), "imported scores")
         return
-    refuse(arguments, ("orientation",), "measured scores")
+    refuse(arguments, ("orientation", "names"), "measured scores")
     if not chosen.data:
         refuse(arguments, (*DATA, "validation"), chosen.name)
 
 
 def _imported(arguments: argparse.Namespace) -> Any:
     from ..blocks import describe, partition
+    from ..data.text import read_documents
     from ..loading import load_model
     from ..scores.importing import import_scores
 
+    names = None
+    if arguments.names:
+        if not arguments.given.lower().endswith(".npy"):
+            refuse(arguments, ("names",), "a file that has names")
+        names = [line.strip() for line in read_documents(arguments.names)[0][0].splitlines() if line.strip()]
     model = load_model(arguments.model, revision=arguments.revision)
     blocks = partition(model, arguments.by, include=arguments.include, exclude=arguments.exclude)
-    return import_scores(arguments.given, blocks, orientation=arguments.orientation or "gain", model=describe(model))
+    orientation = arguments.orientation or "gain"
+    return import_scores(arguments.given, blocks, names=names, orientation=orientation, model=describe(model))
 
 
 def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[str, Any]) -> Any:

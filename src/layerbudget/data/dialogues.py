@@ -48,7 +48,7 @@ class Dialogue:
 
 
 def format_of(row: Any) -> str | None:
-    """Which of :data:`FORMATS` a row has; ``None`` for plain text.
+    """Which of ``FORMATS`` a row has; ``None`` for plain text.
 
     >>> format_of({"prompt": "2 + 2 =", "completion": " 4"}), format_of({"text": "four"})
     ('prompt and completion', None)

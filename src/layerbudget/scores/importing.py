@@ -1,8 +1,9 @@
-"""Bring a user's own layer scores into the record: JSON, CSV or npy, always with names."""
+"""Bring a user's own layer scores into the record: JSON, CSV or npy, with names of blocks or numbers of layers."""
 
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..records import Block
 from .record import Scores
 
 _NAME_KEYS = ("name", "block", "layer", "module")
+_LAYER = re.compile(r"\.(\d+)(?:\.|$)")
 _VALUE_KEYS = ("score", "gain", "value")
 
 
@@ -88,8 +90,8 @@ def _from_npy(path: Path, names: Sequence[str] | None) -> dict[str, float]:
     if names is None:
         raise InvalidInput(
             f"{path} holds {values.size} numbers and no names.",
-            "An npy file needs names=, one per number.",
-            "Pass names=[block.name for block in blocks] if that is their order (not the order of sorted file names).",
+            "An npy file needs names (--names FILE), one per number; numbers of layers are names too.",
+            "Write the names of the blocks, or 0, 1, 2, ..., in the order of the numbers, one per line.",
         )
     if values.size != len(names):
         raise InvalidInput(f"{path} holds {values.size} numbers for {len(names)} names.", "", "Give one name per number.")
@@ -106,6 +108,32 @@ def _of_these(scores: Scores, blocks: Sequence[Block], path: Path) -> Scores:
             "Use the partition (--by, --include, --exclude) of the file.",
         )
     return scores
+
+
+def _named(values: dict[str, float], blocks: Sequence[Block], path: Path) -> dict[str, float]:
+    """Numbers of layers as names of blocks: ``3`` is the block whose layer has that number.
+
+    Raises:
+        InvalidInput: A number that no block has, or that several have.
+    """
+    if not values or not all(name.strip().isdigit() for name in values):
+        return values
+    places: dict[int, list[str]] = {}
+    for block in blocks:
+        found = _LAYER.search(block.name)
+        if found:
+            places.setdefault(int(found[1]), []).append(block.name)
+    named = {}
+    for number, value in values.items():
+        owners = places.get(int(number), [])
+        if len(owners) != 1:
+            known = f"Blocks have the layers {min(places)} to {max(places)}." if places else "No block has a layer's number."
+            said = "no block" if not owners else f"{len(owners)} blocks"
+            raise InvalidInput(
+                f"{path} scores layer {number}, which is {said}.", known, "Name the blocks in full, or use --by layer."
+            )
+        named[owners[0]] = value
+    return named
 
 
 def _by_block(values: dict[str, float], blocks: Sequence[Block]) -> dict[str, float]:
@@ -133,7 +161,7 @@ def import_scores(
         path: ``.json`` (``{name: value}``, also below a key ``scores``, or a list of ``{name, score}``; or a scores file
             of this package), ``.csv`` (columns ``name`` and ``score``) or ``.npy`` (numbers; needs ``names``).
         blocks: The blocks they are meant for. Scores for every single matrix are averaged over each block.
-        names: Block or matrix names in the order of an npy file.
+        names: Block or matrix names, or numbers of layers, in the order of an npy file.
         column: Name of the value column or key, where it is not ``score``, ``gain`` or ``value``.
         orientation: ``gain`` (larger = deserves more capacity) or ``redundancy`` (larger = prune more).
         estimator: What to call them.
@@ -162,7 +190,7 @@ def import_scores(
             f"{path} ends with {suffix!r}.", "Scores come as .json, .csv or .npy.", "Convert it to one of these."
         )
     return Scores.from_values(
-        _by_block(values, blocks),
+        _by_block(_named(values, blocks, path), blocks),
         blocks,
         estimator=estimator,
         orientation=orientation,

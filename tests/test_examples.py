@@ -1,0 +1,104 @@
+"""README, pages, gallery and notebook are executed: commands parse, scripts and cells run as they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from layerbudget.cli import COMMANDS, build_parser, main
+from layerbudget.scores.estimators import ESTIMATORS
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
+SCRIPTS = sorted(p.name for p in (ROOT / "examples").glob("*.py") if p.name not in ("chat_rows.py", "water_filling.py"))
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """Whole commands of a page, as words without comments; lines with placeholders such as A|B are no commands."""
+    lines = re.findall(r"^ {4}(layerbudget .+)$", (ROOT / page).read_text(encoding="utf-8"), re.M)
+    return [shlex.split(line, comments=True) for line in lines if not re.search(r"\||\[|\.\.\.|  +\w", line.split("#")[0])]
+
+
+def test_every_command_that_is_shown_has_the_flags_that_it_shows():
+    count = 0
+    for page in PAGES:
+        for _, verb, *words in commands_of(page):
+            assert verb in COMMANDS, f"{page}: {verb}"
+            try:
+                build_parser(verb).parse_args([verb, *words])
+            except SystemExit:
+                pytest.fail(f"{page} shows a command that does not parse: {verb} {' '.join(words)}")
+            count += 1
+    assert count > 30
+
+
+def test_the_readme_fits_two_screens_and_says_first_when_it_will_not_help():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) < 700
+    assert (
+        text.index("make demo") < text.index("overview.png") < text.index("When this will not help") < text.index("## Results")
+    )
+    assert "| uniform |" in text
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / link).exists(), link
+
+
+def test_the_notebook_runs_from_top_to_bottom(capsys):
+    book = json.loads((ROOT / "examples" / "teaching.ipynb").read_text(encoding="utf-8"))
+    space: dict = {}
+    for cell in book["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), space)
+    assert "uniform has" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_gallery_runs(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    with ESTIMATORS.kept():
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    assert capsys.readouterr().out.strip()
+    assert f"examples/{name}" in (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+
+
+def test_the_rows_and_the_water_of_the_gallery(tmp_path, monkeypatch):
+    for name, out in (("chat_rows.py", "rows.jsonl"), ("water_filling.py", "water.png")):
+        words = [str(tmp_path / out)] if name == "chat_rows.py" else ["--out", str(tmp_path / out)]
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 300 and (tmp_path / "water.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_the_recipes_of_the_readme_run_on_the_embedded_model(tmp_path, monkeypatch):
+    """Every command of the README, with the embedded model, thirty rows and sizes that fit it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from chat_rows import rows
+
+    Path("chat.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(30)))
+    instead = {"MODEL": "demo", "20M": "100k", "wikitext2": "stdlib"}
+    more = {
+        "score": ["--samples", "8", "--length", "128", "--exclude", "lm_head"],
+        "finetune": ["--epochs", "1", "--batch", "8", "--set", "cutoff=128"],
+        "measure": ["--samples", "2", "--length", "64"], "evaluate": ["--length", "64", "--windows", "4"],
+        "prune": ["--samples", "4", "--length", "64"], "quantize": [],
+    }  # fmt: skip
+    for _, verb, *words in commands_of("README.md"):
+        words = [instead.get(w, w) for w in words]
+        if "--tasks" in words:  # they need files, or the hub
+            i = words.index("--tasks")
+            del words[i : i + 2]
+        if verb in ("demo", "doctor", "report"):
+            continue
+        own = more.get(verb, [])
+        if verb == "plan" and words[0] in ("structured", "bits"):
+            own = ["--samples", "2", "--length", "64"] + (["--even"] if words[0] == "structured" else ["--check", "0"])
+        assert main([verb, *words, *own, "--quiet"]) == 0, (verb, words)
