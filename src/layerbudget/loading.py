@@ -14,7 +14,7 @@ from torch import nn
 
 from .blocks import check_finite
 from .errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
-from .keeping import reading
+from .keeping import hub, reading
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ def resolve(name: str, revision: str | None = None) -> str:
         return str(path)
     if path.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise NotFound(f"There is no model folder {name}.", "MODEL is demo, a local folder or a hub id.", "Check the path.")
+    hub.check_id(name, "model", file="config.json", revision=revision)
     return name
 
 

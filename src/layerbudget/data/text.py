@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidInput, MissingDependency, NotEnoughText, NotFound
+from ..keeping import hub
 from . import stdlib
 from .calibration import CalibrationSet
 from .dialogues import format_of
@@ -89,6 +90,7 @@ def _read_hub(source: str, group: str, limit: int | None) -> list[Row]:
     else:
         name, config, split, column = [*source.split(":"), "", "", "", ""][:4]
         split = split or ("test" if group == "evaluation" else "train")
+    hub.check_id(name, "dataset")
     try:
         rows = datasets.load_dataset(name, config or None, split=split, streaming=limit is not None)
     except Exception as error:  # datasets raises many unrelated kinds for an unreachable hub or an unknown name
