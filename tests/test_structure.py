@@ -55,7 +55,6 @@ def test_no_print_no_bare_except_no_assert():
 ROOMS = (
     # fmt: off
     "errors",
-    "offline",
     "keeping",
     "records",
     "registry",

@@ -15,10 +15,9 @@ from torch import nn
 
 from .blocks import check_finite, known_finite, pretrained
 from .errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
-from .keeping import reading
+from .keeping import hub, reading
 from .machine import SHARE, free_bytes
 from .mapped import load_mapped, mapped
-from .offline import go_offline_where_there_is_no_hub
 
 logger = logging.getLogger(__name__)
 
@@ -50,24 +49,8 @@ def resolve(name: str, revision: str | None = None) -> str:
         return str(path)
     if path.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise NotFound(f"There is no model folder {name}.", "MODEL is demo, a local folder or a hub id.", "Check the path.")
-    if go_offline_where_there_is_no_hub() and not _cached(name, revision):
-        raise NotFound(
-            f"{name} is on the hub, and this machine is offline.",
-            "MODEL is demo, a local folder, or a hub id that can be reached.",
-            "Download it where there is a network, and give the folder.",
-        )  # fmt: skip
+    hub.check_id(name, "model", file="config.json", revision=revision)
     return name
-
-
-def _cached(name: str, revision: str | None) -> bool:
-    """Whether the hub's cache holds a model (its configuration, at least)."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
-    except HFValidationError:
-        return True  # no name of a repository: transformers says why
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class PlanBlock:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return dataclasses.asdict(self)
+        return dict(self.__dict__)
 
 
 class PlanBudget(TypedDict):

@@ -74,7 +74,7 @@ class Block:
             "name": self.name,
             "numel": self.numel,
             "flops_per_token": self.flops_per_token,
-            "modules": [dataclasses.asdict(m) for m in self.modules],
+            "modules": [dict(m.__dict__) for m in self.modules],
         }
 
     @classmethod
@@ -94,6 +94,15 @@ def natural_key(name: str) -> tuple[Any, ...]:
 
 def to_jsonable(value: Any) -> Any:
     """Turn numpy scalars and arrays, tuples and dataclasses into plain JSON values; NaN and infinities become null."""
+    kind = type(value)  # the plain kinds first: a large plan has millions of them
+    if kind is str or kind is int or kind is bool or value is None:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else None
+    if kind is dict:
+        return {k if type(k) is str else str(k): to_jsonable(v) for k, v in value.items()}
+    if kind is list or kind is tuple:
+        return [to_jsonable(v) for v in value]
     if isinstance(value, Result):
         return {k: to_jsonable(v) for k, v in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -3,18 +3,12 @@
 import io
 import json
 import re
-import time
 
-import pytest
 from rich.console import Console
 from tests import zoo
 
-from layerbudget import offline
 from layerbudget.cli import main
 from layerbudget.cli.terminal import Terminal, wrapped
-from layerbudget.data.text import read_documents
-from layerbudget.errors import NotFound
-from layerbudget.loading import resolve
 from layerbudget.report.tables import plan_grid
 
 
@@ -53,26 +47,3 @@ def test_ranks_are_shown_as_a_picture(saved_model, tmp_path, capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) < 20
-
-
-def test_the_hub_is_missed_at_once(monkeypatch, capsys):
-    """Without a network a hub id ends in seconds with a sentence that says offline, not after a minute of retries."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-
-    def refuse(*_):
-        raise OSError("no route")
-
-    monkeypatch.setattr(offline.socket, "create_connection", refuse)
-    offline._unreachable.cache_clear()
-    began = time.perf_counter()
-    with pytest.raises(NotFound, match="offline"):
-        resolve("no-such-owner/no-such-model")
-    with pytest.raises(NotFound, match="could not be loaded"):
-        read_documents("no-such-owner/no-such-dataset")
-    assert time.perf_counter() - began < 20
-    assert constants.HF_HUB_OFFLINE is True
-    offline._unreachable.cache_clear()

@@ -72,3 +72,29 @@ def test_a_plan_without_its_budget_or_half_a_certificate(folder, capsys, field, 
         assert main(["plan", "explain", str(folder / "plan.json")]) == 0
     else:
         assert "layerbudget:" in refused(capsys, "plan", "explain", folder / "plan.json")
+
+
+def test_an_evaluation_goes_on_with_the_texts_that_were_done(folder, capsys, monkeypatch):
+    import layerbudget.evaluation.perplexity as measuring
+
+    other = folder / "other.txt"
+    other.write_text((folder / "text.txt").read_text()[40:])
+    texts = ["--perplexity", str(folder / "text.txt"), str(other), "--length", "16", "--json", "--quiet"]
+    command = ["evaluate", str(folder / "model"), *texts]
+    assert main(command) == 0
+    whole, plain, done = json.loads(capsys.readouterr().out), measuring.perplexity, []
+
+    def once(model, data, **options):
+        if done:
+            raise KeyboardInterrupt
+        done.append(data.digest)
+        return plain(model, data, **options)
+
+    monkeypatch.setattr(measuring, "perplexity", once)
+    assert main([*command, "--resume", str(folder / "parts")]) == 130
+    monkeypatch.setattr(measuring, "perplexity", lambda model, data, **o: done.append(data.digest) or plain(model, data, **o))
+    assert main([*command, "--resume", str(folder / "parts")]) == 0
+    capsys.readouterr()
+    assert len(set(done)) == len(done) == 2 and not (folder / "parts").exists()
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out) == whole

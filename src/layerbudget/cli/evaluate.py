@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput
@@ -28,6 +30,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--against", metavar="B", help="paired tests against another model, or against a result that --out wrote (.json)"
     )
+    parser.add_argument("--resume", metavar="DIR", help="keep finished texts and tasks here until all are done")
     parser.add_argument("-o", "--out", help="also write the result to this JSON file")
     parser.set_defaults(handler=handler)
 
@@ -69,8 +72,6 @@ def _read(path: str) -> dict[str, Any]:
     Raises:
         NotFound, CorruptFile: No such file, or another one.
     """
-    from pathlib import Path
-
     from ..errors import CorruptFile
     from .files import read_any
 
@@ -94,30 +95,41 @@ def _measured(arguments: argparse.Namespace, name: str, adapter: str | None, sou
 
         model = load_adapter(model, adapter)
     result: dict[str, Any] = {"model": name, "adapter": adapter, "perplexity": {}, "tasks": {}}
+    kept = _parts(arguments, model, name)
     for source, data in sets.items():
         with progress_bar(arguments, f"perplexity on {source}") as progress:
-            found = perplexity(model, data, batch_size=arguments.batch_size, progress=progress)
-        result["perplexity"][source] = {**found.to_dict(), "nll": list(found.nll)}
+            measure = partial(perplexity, model, data, batch_size=arguments.batch_size, progress=progress)
+            found = kept.json(f"text-{data.digest}", lambda measure=measure: _told(measure()))  # type: ignore[misc]
+        result["perplexity"][source] = found
         arguments.console.print(
-            f"perplexity on {source}: {found.value:.3f} +- {found.standard_error:.3f} "
-            f"({found.tokens} tokens, {found.windows} windows of {found.length})"
+            f"perplexity on {source}: {found['value']:.3f} +- {found['standard_error']:.3f} "
+            f"({found['tokens']} tokens, {found['windows']} windows of {found['length']})"
         )
     if arguments.tasks:
-        result |= _tasks(arguments, model, tokenizer)
+        result |= _tasks(arguments, model, tokenizer, kept)
+    kept.clear()
     return result
 
 
-def _tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+def _told(found: Any) -> dict[str, Any]:
+    """A perplexity with the likelihoods of its windows, which pair with another model's."""
+    return {**found.to_dict(), "nll": list(found.nll)}
+
+
+def _tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any, kept: Any) -> dict[str, Any]:
     """Accuracy of every task, and their mean."""
     from ..evaluation.harness import evaluate_tasks
     from ..evaluation.paired import mean_accuracy
 
     names = [t.strip() for t in arguments.tasks.split(",") if t.strip()]
     with progress_bar(arguments, "tasks") as progress:
-        found = evaluate_tasks(
-            model, tokenizer, names, data_dir=arguments.data_dir, limit=arguments.limit,
+        measure = partial(
+            evaluate_tasks, model, tokenizer, data_dir=arguments.data_dir, limit=arguments.limit,
             batch_size=arguments.batch_size, progress=progress,
         )  # fmt: skip
+        found: dict[str, Any] = {}
+        for group in [[name] for name in names] if arguments.resume else [names]:
+            found |= kept.json("tasks-" + "-".join(group), partial(measure, group))
     for name, row in found.items():
         arguments.console.print(f"{name}: accuracy {row['acc']:.4f} +- {row['stderr']:.4f} ({row['samples']} examples)")
         if row["one_class"] is not None:
@@ -129,3 +141,27 @@ def _tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> dict[st
     mean = mean_accuracy(found)
     arguments.console.print(f"mean of {len(found)} tasks: {mean['acc']:.4f} +- {mean['stderr']:.4f}")
     return {"tasks": found, "mean": mean}
+
+
+def _parts(arguments: argparse.Namespace, model: Any, name: str) -> Any:
+    """Finished texts and tasks of a run that was stopped; none where ``--resume`` was not given.
+
+    Raises:
+        ModelMismatch: The folder holds another evaluation.
+    """
+    from ..keeping.folders import checksum
+    from ..keeping.parts import Parts
+
+    if arguments.resume is None:
+        return Parts(None, "")
+    from ..blocks import fingerprint
+    from ..provenance import PACKAGES, computation, versions
+    from ..records import digest
+
+    rows = sorted(f for f in Path(arguments.data_dir).rglob("*") if f.is_file()) if arguments.data_dir else []
+    request = {
+        "model": fingerprint(model), "computation": computation(model), "versions": versions((*PACKAGES, "lm-eval", "peft")),
+        "batch_size": arguments.batch_size, "limit": arguments.limit, "rows": {str(f): checksum(f) for f in rows},
+    }  # fmt: skip
+    folder = Path(arguments.resume)
+    return Parts(folder / digest(name) if arguments.against else folder, digest(request), request)

@@ -113,16 +113,23 @@ def read_fixed(items: Iterable[str]) -> dict[str, float]:
     return fixed
 
 
+ROWS = 400  # of a table: nobody reads more, and drawing a million takes minutes
+
+
 def show_table(a: argparse.Namespace, title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Show a table where ``arguments.console`` is a rich console."""
+    """Show a table where ``arguments.console`` is a rich console that a person may read; a long one loses its middle."""
     console = getattr(a, "console", None)
-    if console is None:
+    if console is None or (getattr(a, "json", False) and not console.is_terminal):
         return
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
     for name in head:
         table.add_column(name, no_wrap=name == "block")  # cut names of layers would all look alike
+    rows = list(rows)
+    left_out = len(rows) - ROWS
+    if left_out > 0:
+        rows = [*rows[: ROWS // 2], (f"... {left_out:,} more", *[""] * (len(head) - 1)), *rows[-(ROWS // 2) :]]
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row))
     console.print(table)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidInput, MissingDependency, NotEnoughText, NotFound
-from ..offline import go_offline_where_there_is_no_hub
+from ..keeping import hub
 from . import stdlib
 from .calibration import CalibrationSet
 from .dialogues import format_of
@@ -90,8 +90,7 @@ def _read_hub(source: str, group: str, limit: int | None) -> list[Row]:
     else:
         name, config, split, column = [*source.split(":"), "", "", "", ""][:4]
         split = split or ("test" if group == "evaluation" else "train")
-    if go_offline_where_there_is_no_hub():
-        datasets.config.HF_HUB_OFFLINE = True
+    hub.check_id(name, "dataset")
     try:
         rows = datasets.load_dataset(name, config or None, split=split, streaming=limit is not None)
     except Exception as error:  # datasets raises many unrelated kinds for an unreachable hub or an unknown name

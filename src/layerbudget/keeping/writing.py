@@ -123,6 +123,7 @@ def write_bytes(path: Path | str, content: bytes, *, overwrite: bool = False) ->
     if path.is_dir() or (path.exists() and not overwrite and not _holds(path, content)):
         raise AlreadyExists(f"{given} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
     path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent, path.name)
     with new_file(path.parent, path.name, lambda _: path) as temporary:
         temporary.write_bytes(content)
     return given

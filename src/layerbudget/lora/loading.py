@@ -59,7 +59,8 @@ def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -
         saved = load_file(folder / "adapter_model.safetensors")
         with torch.inference_mode():  # options that PEFT does not check fail in the first forward
             adapted.eval()(input_ids=torch.tensor([[0, 1]], device=next(model.parameters()).device))
-    present = get_peft_model_state_dict(adapted)
+    embeddings = any("embed" in name or "lm_head" in name for name in saved)  # left to itself, PEFT asks the hub about them
+    present = get_peft_model_state_dict(adapted, save_embedding_layers=embeddings)
     lost = [k for k, v in saved.items() if k not in present or not torch.equal(present[k].cpu(), v.to(present[k].dtype))]
     if lost:
         raise BadModel(

@@ -1,0 +1,144 @@
+"""Full disks, missing rights, odd targets and two writers: what each command says, and what lies there afterwards.
+
+    python benchmarks/weather_table.py [--out benchmarks/results]
+
+A full disk is a limit on the size of files (RLIMIT_FSIZE, which fails with "File too large" where a disk fails with "No space left").
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import signal
+import tempfile
+from pathlib import Path
+
+from weather_kill import DATA, TUNE, prepare
+from weather_small import run, say
+
+COMMANDS = {
+    "score": ["score", "model", *DATA, "-o", "OUT"],
+    "score --stage": ["score", "model", *DATA, "--stage", "OUT.stage", "-o", "OUT"],
+    "measure": ["measure", "model", *DATA, "-o", "OUT"],
+    "plan": ["plan", "sparsity", "scores.json", "-o", "OUT"],
+    "prune": ["prune", "model", "plan.json", *DATA, "-o", "OUT"],
+    "prune --resume": ["prune", "model", "plan.json", *DATA, "--resume", "OUT.parts", "-o", "OUT"],
+    "prune, smaller": ["prune", "model", "smaller.json", *DATA, "-o", "OUT"],
+    "finetune": ["finetune", "model", "ranks.json", *TUNE, "-o", "OUT"],
+    "evaluate": ["evaluate", "model", "--perplexity", "text.txt", "--length", "16", "--quiet", "-o", "OUT"],
+    "report": ["report", "results", "-o", "OUT"],
+}
+
+
+def forked(words: list[str], folder: Path, limit: int | None = None) -> dict:
+    """Run a command in a forked process, where files may not grow beyond ``limit`` bytes."""
+    ends, told = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.chdir(folder)
+        if limit is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        done = run(words, 120)
+        lines = [line.strip() for line in done.said.replace("\n", " ").split("layerbudget: ") if line.strip()]
+        record = {"code": done.code, "trouble": done.trouble, "said": lines[-1][:160] if done.code and lines else ""}
+        os.write(told, json.dumps(record).encode())
+        os._exit(0)
+    os.close(told)
+    with os.fdopen(ends) as f:
+        record = json.loads(f.read() or '{"code": null, "trouble": "died", "said": ""}')
+    os.waitpid(process, 0)
+    return record
+
+
+def left(folder: Path, name: str) -> str:
+    """What begins with the output's name, or is temporary."""
+    found = sorted(p.name for p in folder.iterdir() if p.name.startswith(name) or p.name.endswith(".layerbudget"))
+    return ", ".join(found) or "nothing"
+
+
+def cases(folder: Path) -> list[dict]:
+    """Every command under every weather."""
+    rows = []
+    for k, (name, words) in enumerate(COMMANDS.items()):
+        for limit in (2_000, 40_000):
+            out = f"full-{k}-{limit}"
+            done = forked([w.replace("OUT", out) for w in words], folder, limit)
+            rows.append({"command": name, "weather": f"files of at most {limit:,} bytes", **done, "left": left(folder, out)})
+        for weather, out in odd(folder, k).items():
+            done = forked([w.replace("OUT", out) for w in words], folder)
+            rows.append({"command": name, "weather": weather, **done, "left": ""})
+        rows.append({"command": name, "weather": "two writers", **two(words, folder, f"two-{k}")})
+    return rows
+
+
+def odd(folder: Path, k: int) -> dict[str, str]:
+    """Targets that are no plain new names."""
+    real = folder / f"real-{k}"
+    real.mkdir()
+    (folder / f"link-{k}").symlink_to(real)
+    (folder / f"circle-{k}").symlink_to(folder / f"circle-{k}")
+    os.mkfifo(folder / f"pipe-{k}")
+    return {
+        "a link to an empty folder": f"link-{k}", "a link to itself": f"circle-{k}", "a pipe": f"pipe-{k}", "/dev/null": "/dev/null",
+        "below a file": f"text.txt/{k}", "a read-only place": f"/proc/{k}", "the working directory": ".", "a name of 300 letters": "n" * 300,
+    }  # fmt: skip
+
+
+def two(words: list[str], folder: Path, out: str) -> dict:
+    """The same command twice at once."""
+    processes = []
+    for i in range(2):
+        process = os.fork()
+        if process == 0:
+            os.chdir(folder)
+            done = run([w.replace("OUT", out) for w in words], 120)
+            (folder / f"{out}.said{i}").write_text(json.dumps([done.code, done.trouble, done.said[-160:]]))
+            os._exit(0)
+        processes.append(process)
+    for process in processes:
+        os.waitpid(process, 0)
+    said = [json.loads((folder / f"{out}.said{i}").read_text()) for i in range(2)]
+    for i in range(2):
+        (folder / f"{out}.said{i}").unlink()
+    trouble = next((s[1] for s in said if s[1]), None)
+    return {"code": "/".join(str(s[0]) for s in said), "trouble": trouble, "said": "", "left": left(folder, out)}
+
+
+def main() -> None:
+    """Run the cases and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path)
+    a = parser.parse_args()
+    import peft  # noqa: F401  (the children are forked: libraries are loaded once)
+    import transformers
+
+    import layerbudget.lora.finetune  # noqa: F401
+
+    transformers.utils.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as base:
+        prepare(Path(base))
+        rows = cases(Path(base))
+    for row in rows:
+        row["said"] = row["said"].replace(base, "...")
+    bad = [r for r in rows if r["trouble"] or ".layerbudget" in r["left"]]
+    if a.out:
+        (a.out / "weather_table.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (a.out / "weather_table.md").write_text(table(rows, bad))
+    say(table(rows, bad))
+
+
+def table(rows: list[dict], bad: list[dict]) -> str:
+    """The cases as Markdown."""
+    lines = ["| command | weather | exit code | what is said | what lies there |", "|---|---|---:|---|---|"]
+    for r in rows:
+        said = " ".join((r["trouble"] or r["said"]).replace("|", "/").split())
+        lines.append(f"| {r['command']} | {r['weather']} | {r['code']} | {said} | {r['left']} |")
+    head = f"{len(rows)} cases; {len(bad)} ended with a traceback, a hang, or a temporary file left behind."
+    return f"# Rough weather: disks, rights, targets, two writers\n\n{head}\n\n" + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
