@@ -36,7 +36,7 @@ class Setting:
 
     influence_train: int = 48
     influence_validation: int = 12
-    cutoff: int = 96
+    cutoff: int = 192
     samples: int = 16
     length: int = 128
     limit: int | None = 30
@@ -45,7 +45,7 @@ class Setting:
     tuned: tuple[str, ...] = ("cola", "commonsenseqa")
     train_rows: int | None = 64
     test_rows: int | None = 80
-    protocol: Protocol = dataclasses.field(default_factory=lambda: Protocol(lr=1e-3, epochs=1, batch=16, warmup=2, cutoff=128))
+    protocol: Protocol = dataclasses.field(default_factory=lambda: Protocol(lr=1e-3, epochs=1, batch=16, warmup=2, cutoff=224))
     seeds: tuple[int, ...] = (0,)
     dtype: str = "float32"
 
