@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .errors import InvalidInput
+from .records import Block
 from .registry import Registry
 
 Door = str | Callable[..., Any]
@@ -115,3 +117,42 @@ def apply_plan(model: Any, plan: Any, *arguments: Any, **options: Any) -> Any:
         InvalidInput: A kind that is applied in more than one step.
     """
     return KINDS.find(plan.kind).door("apply")(model, plan, *arguments, **options)
+
+
+def by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float]) -> list[float]:
+    """One finite number per block, in order.
+
+    Raises:
+        InvalidInput: Too few, too many, unknown names, or not finite.
+    """
+    names = [b.name for b in blocks]
+    if not isinstance(values, Mapping):
+        given = [float(v) for v in values]
+        if len(given) != len(names):
+            raise InvalidInput(f"There are {len(given)} values for {len(names)} blocks.", "One each.", "Give one per block.")
+        values = dict(zip(names, given, strict=True))
+    wrong = [n for n in names if n not in values] + [n for n in values if n not in names]
+    if wrong:
+        raise InvalidInput(
+            f"Values and blocks differ in {', '.join(wrong[:4])}.", f"The blocks are {', '.join(names[:3])}, ...", "Name each."
+        )
+    numbers = [float(values[n]) for n in names]
+    bad = next((n for n, v in zip(names, numbers, strict=True) if not math.isfinite(v)), None)
+    if bad is not None:
+        raise InvalidInput(f"The value of {bad} is {values[bad]}.", "It must be finite.", "Correct it.")
+    return numbers
+
+
+def count_of(kind: str, block: Block, value: float) -> int:
+    """Whole count of a value.
+
+    Raises:
+        InvalidInput: A sparsity outside [0, 1], or capacity that is no whole number of zero or more.
+    """
+    if kind == "sparsity":
+        if not 0.0 <= value <= 1.0:
+            raise InvalidInput(f"{block.name} is to have sparsity {value:g}.", "It lies in [0, 1].", "Give a fraction.")
+        return int(round(value * block.numel))
+    if value < 0 or value != int(value):
+        raise InvalidInput(f"{block.name} is to have {value:g} {kind}.", "They are counted.", "Give a whole number.")
+    return int(value)

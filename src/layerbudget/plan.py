@@ -14,7 +14,7 @@ from typing_extensions import Required, Self, TypedDict
 
 from .errors import CorruptFile, InvalidInput, ModelMismatch
 from .keeping import reading
-from .kinds import KINDS
+from .kinds import KINDS, by_name, count_of
 from .records import Block, Record, digest
 from .row_groups import RowGroups
 
@@ -267,10 +267,10 @@ class Plan(Record):
         >>> Plan.from_values([b], {"layers.0": 0.5}).counts
         array([10])
         """
-        numbers = _by_name(blocks, values)
+        numbers = by_name(blocks, values)
         if kind in ("joint", "structured", "depth"):
             raise InvalidInput(f"A plan of kind {kind} is more than one number per block.", "", "Use its own plan function.")
-        rows = tuple(PlanBlock.of(b, v, _count(kind, b, v)) for b, v in zip(blocks, numbers, strict=True))
+        rows = tuple(PlanBlock.of(b, v, count_of(kind, b, v)) for b, v in zip(blocks, numbers, strict=True))
         spent, unit = sum(r.count for r in rows), "parameters" if kind == "sparsity" else KINDS.find(kind).counts
         if kind == "ranks":
             spent = sum(r.count * sum(m.d_in + m.d_out for m in b.modules) for r, b in zip(rows, blocks, strict=True))
@@ -291,45 +291,6 @@ class Plan(Record):
             except ValueError as error:
                 raise CorruptFile(f"The {name} of this plan does not read ({error}).", "", "Make the plan again.") from error
         return fields
-
-
-def _by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float]) -> list[float]:
-    """One finite number per block, in order.
-
-    Raises:
-        InvalidInput: Too few, too many, unknown names, or not finite.
-    """
-    names = [b.name for b in blocks]
-    if not isinstance(values, Mapping):
-        given = [float(v) for v in values]
-        if len(given) != len(names):
-            raise InvalidInput(f"There are {len(given)} values for {len(names)} blocks.", "One each.", "Give one per block.")
-        values = dict(zip(names, given, strict=True))
-    wrong = [n for n in names if n not in values] + [n for n in values if n not in names]
-    if wrong:
-        raise InvalidInput(
-            f"Values and blocks differ in {', '.join(wrong[:4])}.", f"The blocks are {', '.join(names[:3])}, ...", "Name each."
-        )
-    numbers = [float(values[n]) for n in names]
-    bad = next((n for n, v in zip(names, numbers, strict=True) if not np.isfinite(v)), None)
-    if bad is not None:
-        raise InvalidInput(f"The value of {bad} is {values[bad]}.", "It must be finite.", "Correct it.")
-    return numbers
-
-
-def _count(kind: str, block: Block, value: float) -> int:
-    """Whole count of a value.
-
-    Raises:
-        InvalidInput: A sparsity outside [0, 1], or capacity that is no whole number of zero or more.
-    """
-    if kind == "sparsity":
-        if not 0.0 <= value <= 1.0:
-            raise InvalidInput(f"{block.name} is to have sparsity {value:g}.", "It lies in [0, 1].", "Give a fraction.")
-        return int(round(value * block.numel))
-    if value < 0 or value != int(value):
-        raise InvalidInput(f"{block.name} is to have {value:g} {kind}.", "They are counted.", "Give a whole number.")
-    return int(value)
 
 
 def _kind_of(record: Mapping[str, Any]) -> dict[str, str]:

@@ -150,7 +150,7 @@ def test_a_task_bench_trains_ranks(tokenizer, tmp_path):
     task = load_task(str(tmp_path / "t.jsonl"))
     bench = benches.TaskBench(
         load=lambda seed: zoo.speaker("llama"), tokenizer=tokenizer, task=task, samples=8,
-        protocol=Protocol(epochs=1, batch=16, cutoff=200),
+        protocol=Protocol(epochs=1, batch=16, cutoff=60),
     )  # fmt: skip
     found = compare_scores(bench, ["gradient"], ["mdl"], [4], kind="ranks", controls=False)
     names = {r["name"] for r in found.budgets[0]["rows"]}

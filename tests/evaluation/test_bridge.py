@@ -1,6 +1,5 @@
 """The bridge to lm-evaluation-harness: requests are those of its stock tasks, scores those of its own command line."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -8,52 +7,25 @@ import sys
 import numpy as np
 import pytest
 import yaml
+from tests import task_rows
 
 import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.errors import InvalidInput, ModelMismatch
 from layerbudget.evaluation import harness, paired
 from layerbudget.evaluation.statistics import mcnemar
+from layerbudget.reproduction.zero_shot import ZeroShot
 
 pytest.importorskip("lm_eval")
 SEVEN = tuple(harness.LOCAL)
 
 
-def options(*texts):
-    return [{"text": t, "label": "ABCD"[i]} for i, t in enumerate(texts)]
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A few rows of each task in the publishers' formats."""
-    d = tmp_path_factory.mktemp("tasks")
-
-    def lines(name, rows):
-        (d / name).parent.mkdir(exist_ok=True)
-        (d / name).write_text("\n".join(json.dumps(r) for r in rows) + "\n")
-
-    labels = ["entailment", "not_entailment", "entailment"] * 3
-    table = [["index", "sentence1", "sentence2", "label"]]
-    table += [[str(i), f"Dogs {i} bark.", f"A dog {i} is loud.", label] for i, label in enumerate(labels)]
-    (d / "rte").mkdir()
-    with (d / "rte/dev.tsv").open("w") as f:
-        csv.writer(f, delimiter="\t", quoting=csv.QUOTE_NONE, escapechar="\\").writerows(table)
-    lines(
-        "boolq/val.jsonl",
-        [{"question": f"is {i} odd", "passage": f"The number {i}.", "label": str(i % 2 == 1).lower()} for i in range(9)],
-    )
-    for task, name in (("arc_easy", "ARC-Easy-Test.jsonl"), ("arc_challenge", "ARC-Challenge-Test.jsonl")):
-        lines(f"{task}/{name}", [{"id": f"{task}{i}", "answerKey": "ABC"[i % 3], "question": {
-            "stem": f"What is {i}?", "choices": options("a stone", "a number", f"the {i}")}} for i in range(8)])  # fmt: skip
-    lines("openbookqa/test.jsonl", [{"id": str(i), "answerKey": "ABCD"[i % 4], "question": {
-        "stem": f"Item {i} is", "choices": options("hot", "cold", "wet", "dry")}} for i in range(8)])  # fmt: skip
-    lines("hellaswag/hellaswag_val.jsonl", [{"ind": i, "activity_label": "Baking", "ctx_a": "A man bakes.", "ctx_b": "he",
-        "ctx": "A man bakes. he", "endings": ["sings.", "eats [title] bread.", "runs.", "waits."],
-        "source_id": "x", "split": "val",
-        "split_type": "indomain", "label": i % 4} for i in range(8)])  # fmt: skip
-    lines("winogrande/dev.jsonl", [{"qID": str(i), "sentence": f"Ann saw Bea because _ waved {i} times.", "option1": "Ann",
-        "option2": "Bea", "answer": str(1 + i % 2)} for i in range(8)])  # fmt: skip
-    return d
+    """A few rows of each task."""
+    folder = tmp_path_factory.mktemp("tasks")
+    task_rows.zero_shot(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +95,20 @@ def test_scores_are_those_of_the_harness_command_line(files, stock, saved_model,
         theirs = record[f"stock_{task}"]
         assert ours[task]["acc"] == theirs["acc,none"] and ours[task]["stderr"] == theirs["acc_stderr,none"]
     assert len({row["digest"] for row in ours.values()}) == len(chosen)
+
+
+def test_tasks_prepared_once_give_the_same(files, saved_model):
+    folder = saved_model("llama")
+    model, tokenizer = lb.load_model(str(folder)), lb.load_tokenizer(str(folder))
+    chosen = ("boolq", "arc_easy", "winogrande")
+    prepared = ZeroShot(files, 5, tasks=chosen)
+    theirs = harness.evaluate_tasks(model, tokenizer, chosen, data_dir=files, limit=5)
+    for _ in range(2):  # a second model would find the same requests
+        ours = prepared.ask(model, tokenizer)
+        for name in chosen:
+            assert {k: ours[name][k] for k in ("acc", "stderr", "correct")} == {
+                k: theirs[name][k] for k in ("acc", "stderr", "correct")
+            }
 
 
 def rows(*correct):

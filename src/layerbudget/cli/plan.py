@@ -13,7 +13,8 @@ from typing import Any
 from ..costs import rank_parameters
 from ..errors import InvalidInput
 from ..plan import Plan
-from ..planning.rule import OPTIONS, rules_of
+from ..planning.options import OPTIONS
+from ..planning.rule import rules_of
 from ..records import to_jsonable
 from ..scores.record import Scores
 from . import bits, compare, structured

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import InvalidInput
 from .files import say, show_table
 from .shared import progress_bar
 
@@ -34,7 +33,8 @@ def register(subparsers: Any) -> None:
         p.add_argument("--scale", choices=SCALES, default="small", help=f"small: {entry.small}; full: {entry.full}")
         for flag in entry.reads:
             p.add_argument(f"--{flag.replace('_', '-')}", **_FLAGS[flag])
-        p.add_argument("-o", "--out", metavar="DIR", help="leave result.json, table.csv and figure.png in this folder")
+        kept = ", and keep finished cells: a run that was stopped goes on" if entry.keeps else ""
+        p.add_argument("-o", "--out", metavar="DIR", help=f"leave result.json, table.csv and figure.png here{kept}")
         p.set_defaults(handler=run_experiment, experiment=entry.name)
 
 
@@ -78,8 +78,6 @@ def run_experiment(a: argparse.Namespace) -> dict[str, Any]:
     from ..reproduction.outcome import check_folder, leave
 
     entry = find_experiment(a.experiment)
-    if "out" in entry.reads_always and not a.out:
-        raise InvalidInput(f"{entry.name} needs a folder.", "Finished cells are kept there.", "Give --out DIR.")
     if a.out:
         check_folder(a.out, overwrite=a.overwrite)
     given = {name: getattr(a, name) for name in entry.reads}

@@ -6,6 +6,7 @@ Several processes may share a folder: each takes the cells of its part, and whoe
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Cells:
         self.folder = None if folder is None else Path(folder)
         self.part, self.made, self.kept, self.missing, self._turn = part, 0, 0, 0, 0
         self._memory: dict[str, dict[str, Any]] = {}
+        self._took: dict[str, float] = {}
 
     def get(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
         """The cell of a key: read, or made and kept; None where another process is to make it.
@@ -44,12 +46,32 @@ class Cells:
         if (self._turn - 1) % self.part[1] != self.part[0] - 1:
             self.missing += 1
             return None
+        started = time.process_time()
         found = dict(make())
-        self._memory[name] = found
+        self._memory[name], self._took[name] = found, time.process_time() - started
         self.made += 1
         if self.folder is not None:
-            write_text(self.folder / f"{name}.json", dumps({"key": key, "cell": found}), overwrite=True)
+            write_text(
+                self.folder / f"{name}.json", dumps({"key": key, "cell": found, "seconds": self._took[name]}), overwrite=True
+            )
         return found
+
+    @property
+    def seconds(self) -> float:
+        """Processor time of all cells that were used, found ones included: what they take from nothing."""
+        return sum(self._took.values())
+
+    def need(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """The cell of a key, made here in any case.
+
+        Raises:
+            CorruptFile: A file that is not the cell of this key.
+        """
+        part, self.part = self.part, (1, 1)
+        try:
+            return self.get(key, make) or {}
+        finally:
+            self.part = part
 
     def _read(self, name: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
         path = None if self.folder is None else self.folder / f"{name}.json"
@@ -59,7 +81,7 @@ class Cells:
             record = json.loads(path.read_text(encoding="utf-8"))
             if record["key"] != json.loads(dumps(key)):
                 raise CorruptFile(f"{path} is the cell of something else.", "", "Remove it.")
-            self._memory[name] = record["cell"]
+            self._memory[name], self._took[name] = record["cell"], float(record.get("seconds", 0.0))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise CorruptFile(f"{path} is not a cell ({error!r}).", "", "Remove it; it is measured again.") from error
         return self._memory[name]

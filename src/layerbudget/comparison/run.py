@@ -169,7 +169,7 @@ def compare_scores(
     )  # fmt: skip
     found = [(seed, {name: run.scored(name, seed) for name in named}) for seed in seeds]
     settings = {
-        "scores": {n: v if isinstance(v, str) else "given" for n, v in named.items()}, "budgets": list(budgets),
+        "scores": {n: Path(v).name if isinstance(v, str) else "given" for n, v in named.items()}, "budgets": list(budgets),
         "rules": [r if isinstance(r, str) else getattr(r, "__name__", str(r)) for r in rules], "controls": controls,
         "options": dict(options or {}), **bench.identity,
     }  # fmt: skip

@@ -62,7 +62,8 @@ def ranking(tables: Mapping[str, Table], *, replicates: int = 2000, seed: int = 
     """Order by mean, with the uncertainty of every place: bootstrap over seeds and items, the same draws for all.
 
     Returns:
-        Best first: ``{name, mean, rank, rank_low, rank_high (95 %), first (share of draws in which it is best)}``.
+        Best first, equals on one place: ``{name, mean, rank, rank_low, rank_high (95 %), first (share of draws in which it is
+        best)}``.
     """
     names = list(tables)
     x = np.stack([np.asarray(tables[n], dtype=np.float64) for n in names])
@@ -70,9 +71,9 @@ def ranking(tables: Mapping[str, Table], *, replicates: int = 2000, seed: int = 
     ranks = np.empty((replicates, len(names)))
     for r in range(replicates):
         s, i = generator.integers(0, x.shape[1], x.shape[1]), generator.integers(0, x.shape[2], x.shape[2])
-        ranks[r] = stats.rankdata(x[:, s][:, :, i].mean((1, 2)))
+        ranks[r] = stats.rankdata(x[:, s][:, :, i].mean((1, 2)), method="min")
     means = x.mean((1, 2))
-    place = stats.rankdata(means)
+    place = stats.rankdata(means, method="min")
     ties = ranks == ranks.min(1, keepdims=True)
     first = (ties / ties.sum(1, keepdims=True)).mean(0)
     low, high = np.percentile(ranks, [2.5, 97.5], axis=0)

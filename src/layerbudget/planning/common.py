@@ -14,7 +14,7 @@ from ..program.inputs import Vector
 from ..program.solution import Solution
 from ..records import Block, to_jsonable
 from ..scores.record import Scores
-from .rule import CONSTANTS
+from .options import CONSTANTS
 
 
 def blocks_of(scores: Scores | Sequence[Block]) -> tuple[Block, ...]:

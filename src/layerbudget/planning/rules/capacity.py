@@ -10,7 +10,8 @@ import numpy as np
 from ...program.allocation import allocate
 from ...program.inputs import Vector
 from ...program.rounding import round_capacity
-from ..rule import Decision, Problem, constants_of, rule
+from ..options import constants_of
+from ..rule import Decision, Problem, rule
 
 _READS = ("exponent", "exponent_on", "damping", "smoothing", "utility", "spend", "method", "alpha", "gamma", "units")
 

@@ -11,7 +11,8 @@ import numpy as np
 from ...errors import InvalidInput
 from ...program.calibrated import CalibratedPenalty
 from ...program.sparsity import sparsify
-from ..rule import Decision, Problem, constants_of, rule, shuffled
+from ..options import constants_of
+from ..rule import Decision, Problem, rule, shuffled
 
 _CONSTANTS = ("spend", "bits", "eta", "units")
 _READS = ("exponent", "exponent_on", "damping", "smoothing", "penalty", *_CONSTANTS)
