@@ -58,7 +58,13 @@ class PlanBudget(TypedDict):
     spent: float
 
 
-class Certificate(TypedDict):
+class _Continuous(TypedDict, total=False):
+    """What only continuous programs have."""
+
+    kkt_residual: float
+
+
+class Certificate(_Continuous):
     """What a plan that solved a program says of the solution."""
 
     status: str
@@ -66,7 +72,6 @@ class Certificate(TypedDict):
     multiplier: float
     shadow_price: float | None
     gap: float
-    kkt_residual: float
     at_lower: int
     at_upper: int
     inert: list[str]
@@ -92,6 +97,21 @@ class Extra(TypedDict, total=False):
     uniform_share: float | None
     convexified: dict[str, float] | None
     capacity: dict[str, Any]
+
+
+class Formats(TypedDict):
+    """What a plan of bits says beside it."""
+
+    formats: dict[str, str]
+    family: str
+    runtime: str
+    method: str
+    fixed_bytes: reading.Count
+    bits: float
+    predicted: float
+    predicted_error: float
+    baselines: dict[str, dict[str, float]]
+    near_ties: list[dict[str, Any]]
 
 
 class Shape(TypedDict):
@@ -268,7 +288,7 @@ class Plan(Record):
         array([10])
         """
         numbers = by_name(blocks, values)
-        if kind in ("joint", "structured", "depth"):
+        if kind in ("joint", "structured", "depth", "bits"):
             raise InvalidInput(f"A plan of kind {kind} is more than one number per block.", "", "Use its own plan function.")
         rows = tuple(PlanBlock.of(b, v, count_of(kind, b, v)) for b, v in zip(blocks, numbers, strict=True))
         spent, unit = sum(r.count for r in rows), "parameters" if kind == "sparsity" else KINDS.find(kind).counts
@@ -285,6 +305,8 @@ class Plan(Record):
         shapes = {"budget": PlanBudget, **({"certificate": Certificate} if fields["certificate"] else {}), "extra": Extra}
         if fields["kind"] == "structured":
             shapes |= {"extra": Structured, "hyperparameters": StructuredSettings}
+        if fields["kind"] == "bits":
+            shapes |= {"extra": Formats}
         for name, shape in shapes.items():
             try:
                 reading.converted(fields[name], shape)

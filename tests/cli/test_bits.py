@@ -63,6 +63,15 @@ def test_what_was_measured_serves_other_budgets(folder, plan, capsys):
     assert document(capsys, "plan", "diff", plan, folder / "again.json")["kind"] == "bits"
 
 
+def test_exports_are_what_other_tools_read(folder, plan, capsys):
+    document(capsys, "export", plan, "--to", "auto-round", "-o", folder / "layers.json")
+    made, formats = json.loads((folder / "layers.json").read_text()), json.loads(plan.read_text())["extra"]["formats"]
+    assert {n: f"w{w['bits']}-g32" for n, w in made.items() if w["bits"] < 16} == {
+        n: f for n, f in formats.items() if f != "bf16"
+    }
+    assert "holds no gguf formats" in sentence(capsys, "export", plan, "--to", "tensor-types", "-o", folder / "types.txt")
+
+
 def test_options_without_meaning_are_refused(folder, plan, capsys):
     scores = folder / "scores.json"
     flags = {"--runtime": "vllm", "--formats": "w4-g32", "--group": 64, "--by": "layer", "--method": "gptq", "--draws": 2,

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import layerbudget as lb
 from layerbudget.damage.rounding import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
+from layerbudget.exports.base import EXPORTS
 from layerbudget.planning.bits import plan_bits
 from layerbudget.quantising import save as S
 from layerbudget.quantising.apply import apply_bits
@@ -65,6 +66,7 @@ def test_a_gguf_file_is_the_rounded_model(tmp_path, name, method):
     lines = (tmp_path / "out" / "tensor-types.txt").read_text().splitlines()
     for pattern, kind in (line.split("=") for line in lines):
         assert [types[n] for n in types if re.search(pattern, n)] == [kind.upper()]
+    assert EXPORTS.find("tensor-types").text(plan, {}).splitlines() == lines
     assert QuantisationReceipt.load(tmp_path / "out" / "receipt.json").bytes == receipt.bytes
 
 
@@ -94,6 +96,29 @@ def test_zero_points_are_written_as_the_package_reads_them(tmp_path):
     plan = plan_bits(scores, bits=4.2)
     receipt = save_quantised(model, None, plan, apply_bits(model, plan), tmp_path / "out")  # packing reads everything back
     assert receipt.bytes == receipt.planned and any("zero points" in n for n in receipt.notes)
+
+
+def test_models_in_half_precision(tmp_path):
+    """Packed all the same: the integers are found again. GGUF finds its grid in the weights, and asks for all their digits."""
+    data, whole = zoo.tokens(3, 12, vocabulary=96), zoo.build("llama", **WIDE)
+    whole.load_state_dict({n: t.bfloat16().float() for n, t in whole.state_dict().items()})
+    half = zoo.build("llama", **WIDE)
+    half.load_state_dict(whole.state_dict())
+    half = half.bfloat16()
+    for family, bits in (("compressed-tensors", 5.0), ("gguf", 6.0)):
+        plan = plan_bits(rounding_damage(whole, data, family=family, draws=1), bits=bits)
+        stored = apply_bits(half, plan)
+        if family == "gguf":
+            with pytest.raises(InvalidInput, match="held in bfloat16"):
+                save_quantised(half, None, plan, stored, tmp_path / family)
+            break
+        save_quantised(half, None, plan, stored, tmp_path / "half")
+        again = zoo.build("llama", **WIDE)
+        again.load_state_dict(whole.state_dict())
+        save_quantised(again, None, plan, apply_bits(again, plan), tmp_path / "whole")
+        files = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("half", "whole")]
+        assert files[0] == files[1]
+        half.load_state_dict(whole.state_dict())
 
 
 def test_llama_cpp_computes_the_same(tmp_path):

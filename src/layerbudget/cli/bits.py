@@ -79,6 +79,7 @@ def _measure(a: argparse.Namespace) -> Plan:
         raise InvalidInput(f"--check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
     samples = a.data_defaults["samples"] if a.samples is None else a.samples
     a.samples = samples + count
+    a.dtype = a.dtype or "float32"  # damages of eight bits are below the noise of bfloat16
     model, _, data = load(a)
     check = data.select(slice(samples, samples + count)) if count else None
     own = {"draws": a.draws} if a.draws is not None else {}

@@ -28,7 +28,8 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Round, write, recount from the file."""
     from ..plan import Plan
     from ..pruning.save import check_output
-    from ..quantising.apply import apply_bits, formats_of_plan
+    from ..quantising.apply import apply_bits
+    from ..quantising.plans import formats_of_plan
     from ..quantising.save import save_quantised
     from ..treatments.base import find_quantiser
     from .shared import load
@@ -40,6 +41,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     blind = find_quantiser(method).statistic == "none"
     if blind:
         refuse(arguments, DATA, f"the method {method}")
+    arguments.dtype = arguments.dtype or "float32"  # grids of formats are finer than what checkpoints hold
     model, tokenizer, data = load(arguments, data=not blind)
     if tokenizer is None:
         tokenizer = _tokenizer(arguments)

@@ -116,8 +116,9 @@ def _on_formats(plan: Plan) -> list[str]:
     e, sentences = plan.extra, []
     others = ", ".join(f"{n} {r['predicted']:.4g} in {r['spent']} bytes" for n, r in e["baselines"].items() if n != plan.rule)
     sentences.append(
-        f"{e['bits']:.4f} bits per weight, {plan.budget['file']} bytes with what stays as it is. Damages of single blocks add "
-        f"up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token (without a program: {others})."
+        f"{e['bits']:.4f} bits per weight, {plan.budget['spent'] + e['fixed_bytes']} bytes with what stays as it is. "
+        f"Damages of single blocks add up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token "
+        f"(without a program: {others})."
     )
     if plan.certificate:
         price = plan.certificate["price"] * 0.01 * plan.budget["limit"]

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..blocks import check_finite, describe
 from ..data.calibration import CalibrationSet
-from ..errors import InvalidInput
 from ..plan import Plan
 from ..treatments.storing import Stored, store
+from .plans import formats_of_plan
 
 Progress = Callable[[int, int], None]
-
-
-def formats_of_plan(plan: Plan) -> Mapping[str, str]:
-    """Format of every matrix.
-
-    Raises:
-        InvalidInput: A plan of another kind, or one that names no formats.
-    """
-    formats = plan.extra.get("formats")
-    if plan.kind != "bits" or not isinstance(formats, Mapping) or set(formats) != set(plan.by_module()):
-        raise InvalidInput(
-            f"A plan of kind {plan.kind} gives no formats.", "It must be a plan of bits.", "Make one: layerbudget plan bits."
-        )
-    return {str(k): str(v) for k, v in formats.items()}
 
 
 def apply_bits(

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..blocks import config_of
-from ..errors import CoverageError
+from ..errors import CoverageError, InvalidInput
 from ..treatments.formats import find_format
-from ..treatments.rounding import need_gguf
+from ..treatments.rounding_packages import need_gguf
 from ..treatments.storing import Stored
 from .gguf_names import PERMUTED, add_numbers, add_vocabulary, architecture, tensor_names
 
@@ -40,6 +40,12 @@ def write_gguf(model: nn.Module, tokenizer: Any, stored: Stored, file: Path) -> 
         MissingDependency: Without the package gguf.
     """
     gguf, config = need_gguf(), config_of(model)
+    held = next(model.parameters()).dtype
+    if held != torch.float32:
+        raise InvalidInput(
+            f"The model is held in {str(held).removeprefix('torch.')}.", "The grids of GGUF are finer than that.",
+            "Load it in float32 before it is rounded.",
+        )  # fmt: skip
     arch = architecture(config)
     parameters = _parameters(model)
     names = tensor_names(gguf, arch, config.num_hidden_layers, list(parameters))

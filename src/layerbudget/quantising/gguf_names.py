@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +61,22 @@ def tensor_names(gguf: Any, arch: str, layers: int, names: list[str]) -> dict[st
             raise InvalidInput(f"GGUF's {arch} has no tensor for {name}.", "", "Plan for compressed-tensors.")
         found[name] = f"{other}.{ending}"
     return found
+
+
+def names_by_map(gguf: Any, modules: list[str]) -> dict[str, str]:
+    """Names in a GGUF file by full name of the matrix, from the names alone: the first architecture that has them all.
+
+    Raises:
+        InvalidInput: None has.
+    """
+    layers = 1 + max((int(n) for m in modules for n in re.findall(r"\.(\d+)\.", m)), default=0)
+    for arch in (*dict.fromkeys(ARCHITECTURES.values()), *gguf.MODEL_ARCH_NAMES.values()):
+        kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+        known = gguf.get_tensor_name_map(kind, layers)
+        found = {m: known.get_name(m) for m in modules}
+        if all(found.values()):
+            return {m: str(name) for m, name in found.items()}
+    raise InvalidInput("GGUF has no architecture with all of these matrices.", f"The first is {modules[0]}.", "")
 
 
 def add_numbers(writer: Any, config: Any, head_dim: int) -> None:

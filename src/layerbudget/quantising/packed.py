@@ -44,7 +44,7 @@ def pack(weight: torch.Tensor, rounded: Rounded, form: Format, name: str) -> dic
     """The tensors of one matrix; read back, they are the rounded weights.
 
     Args:
-        weight: ``(d_out, d_in)``, on the grid of the format.
+        weight: ``(d_out, d_in)``, on the grid of the format (as near as its own precision holds that).
         rounded: Its scales and zero points.
         form: The format.
         name: Full name, for the message.
@@ -58,7 +58,7 @@ def pack(weight: torch.Tensor, rounded: Rounded, form: Format, name: str) -> dic
     how = scheme(targets=["Linear"], weights=scheme_words(form))
     stored = packer.compress(given, how)
     back = packer.decompress({**stored, "weight_scale": stored["weight_scale"].float()}, how)["weight"]
-    if not torch.equal(back, weight.float()):
+    if not torch.equal(back.to(weight.dtype), weight):
         raise CoverageError(f"{name} reads back as other weights than were planned.", "", "Report this; nothing is kept.")
     return {k: v.contiguous() for k, v in stored.items()}
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..errors import CorruptFile, CoverageError
 from ..plan import Plan
 from ..records import Record
-from ..treatments.rounding import need_gguf
+from ..treatments.rounding_packages import need_gguf
 
 PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 

@@ -51,6 +51,10 @@ def plan_command(plan: Plan) -> str:
         return _line(
             "layerbudget", "measure", plan.model.get("id", "MODEL"), "--sparsity", held.get("sparsity", "S"), "-o", "plan.json"
         )
+    if plan.kind == "bits":
+        own = ["--format", plan.extra["family"], "--runtime", plan.extra["runtime"], "--method", plan.extra["method"]]
+        amount = ["--budget", held["budget"]] if held.get("budget") else ["--bits", f"{held.get('bits', plan.extra['bits']):g}"]
+        return _line("layerbudget", "plan", "bits", plan.model.get("id", "MODEL"), *amount, *own, "-o", "bits.json")
     if plan.kind not in _BUDGETS:
         return _line("layerbudget", "plan", plan.kind, "--help")
     words: list[Any] = ["layerbudget", "plan", plan.kind, "scores.json", "--rule", plan.rule]

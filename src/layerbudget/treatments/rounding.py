@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import InvalidInput, MissingDependency
+from ..errors import InvalidInput
 from .base import Level, Treatment
 from .formats import GGUF, Format, find_format
 from .grid import Grid, best_grid, grid_of, grouped
+from .rounding_packages import need_gguf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,21 +80,6 @@ def on_grid(groups: torch.Tensor, grid: Grid, shape: torch.Size) -> Rounded:
     if grid.zero is None:
         return Rounded(weight=weight)
     return Rounded(weight=weight, scale=grid.d[..., 0].to(torch.bfloat16), zero=grid.zero[..., 0])
-
-
-def need_gguf() -> Any:
-    """The package ``gguf``.
-
-    Raises:
-        MissingDependency: It is not installed.
-    """
-    try:
-        import gguf
-    except ImportError as error:
-        raise MissingDependency(
-            "GGUF formats need the package gguf.", "", "Install layerbudget[bits], or use compressed-tensors."
-        ) from error
-    return gguf
 
 
 def through_gguf(weight: torch.Tensor, form: Format) -> torch.Tensor:

@@ -1,0 +1,22 @@
+"""What a plan of bits gives every matrix. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import InvalidInput
+from ..plan import Plan
+
+
+def formats_of_plan(plan: Plan) -> Mapping[str, str]:
+    """Format of every matrix.
+
+    Raises:
+        InvalidInput: A plan of another kind, or one that names no formats.
+    """
+    formats = plan.extra.get("formats")
+    if plan.kind != "bits" or not isinstance(formats, Mapping) or set(formats) != set(plan.by_module()):
+        raise InvalidInput(
+            f"A plan of kind {plan.kind} gives no formats.", "It must be a plan of bits.", "Make one: layerbudget plan bits."
+        )
+    return {str(k): str(v) for k, v in formats.items()}
