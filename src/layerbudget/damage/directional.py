@@ -192,7 +192,7 @@ def fisher_along(
     """What changes of single matrices cost a model's own output: half the Fisher form along each, at the present weights.
 
     For a rounding error at the dense point this is the damage to within a few percent; for changes as large as pruning most of
-    a matrix it is not (:doc:`/theory`, section 8).
+    a matrix it is not (:doc:`/theory`, section 7).
 
     Args:
         model: The dense model; left as it was.
