@@ -22,6 +22,7 @@ import torch
 from layerbudget.blocks import describe, partition
 from layerbudget.damage.by_curves import plan_by_curves
 from layerbudget.damage.measure import damage_curves
+from layerbudget.damage.sequential import plan_directional
 from layerbudget.data.text import calibration
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.loading import load_model, load_tokenizer
@@ -42,7 +43,15 @@ SCORED = {
     "gain (Linear)": ("fisher-gram", "linear", "mdl"),
 }
 AGAIN = "calibrated (Linear), measured again"
-RULES = ("uniform", "size-proportional (Linear)", *SCORED, "calibrated (block)", "calibrated (Linear)", AGAIN)
+DIRECTIONAL = {
+    # label: (by, most steps, options); steps are of three forward equivalents, beside one dense forward and the last measurement
+    **{f"directional (Linear), {k} step{'s' if k > 1 else ''}": ("linear", k, {}) for k in (1, 2, 4, 8)},
+    "directional (block), 8 steps": ("layer", 8, {}),
+    **{f"directional (rows), {k} steps": ("rows:1", k, {}) for k in (4, 8, 12)},
+    "directional (8 rows), 8 steps": ("rows:8", 8, {}),
+    "directional (Linear or rows), cross-fitted": (("linear", "rows:1"), None, {"passes": 80}),
+}
+RULES = ("uniform", "size-proportional (Linear)", *SCORED, "calibrated (block)", "calibrated (Linear)", AGAIN, *DIRECTIONAL)
 
 
 class Bench:
@@ -101,6 +110,14 @@ class Bench:
             full = len(self.model.model.layers) * math.ceil(self.a.samples / 8)
             forwards = sum(c.forwards for c in curves) + plan.extra.get("search_forwards", 0)
             return plan, forwards / full, spent + time.process_time() - started
+        if rule in DIRECTIONAL:
+            by, steps, options = DIRECTIONAL[rule]
+            started = time.process_time()
+            plan = plan_directional(
+                self.model, self.calibration(seed), sparsity=sparsity, by=by, steps=steps, method=method,
+                **{"passes": 1e9, **options},
+            )  # fmt: skip
+            return plan, plan.extra["forward_passes"], time.process_time() - started
         estimator, by, how = SCORED[rule]
         found, seconds = self.scored(estimator, by, seed)
         # a forward and a backward count as three forwards; data-free scores as none
@@ -296,6 +313,8 @@ def main():
                 "seconds": cpu,
                 "plan": plan.values.tolist(),
             }
+            if rule in DIRECTIONAL:
+                row |= {k: plan.extra[k] for k in ("predicted", "measured", "held_out")} | {"by": plan.hyperparameters["by"]}
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}".split(" (/")[0][:300]
         rows.append(row)

@@ -1,6 +1,6 @@
 """Random models of real shapes, written shard by shard: 7 billion parameters take 14 GB of disk and 1 GB of memory.
 
-    python benchmarks/shapes.py llama-1b OUT
+python benchmarks/shapes.py llama-1b OUT
 """
 
 from __future__ import annotations

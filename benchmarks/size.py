@@ -31,7 +31,18 @@ from layerbudget.running.backward import Feeding, feed
 from layerbudget.running.modes import prepared
 from layerbudget.running.replay import Replay
 
-TASKS = ("fisher-gram", "fisher-trace", "kfac", "rank-gain", "layerif", "wanda", "sparsegpt", "magnitude", "measure", "perplexity")
+TASKS = (
+    "fisher-gram",
+    "fisher-trace",
+    "kfac",
+    "rank-gain",
+    "layerif",
+    "wanda",
+    "sparsegpt",
+    "magnitude",
+    "measure",
+    "perplexity",
+)
 
 
 def anonymous() -> float:

@@ -197,6 +197,7 @@ def test_batches_padding_and_order_change_nothing():
     left = dataclasses.replace(data, input_ids=ids, attention_mask=left.attention_mask.gather(1, order))
     others = {
         "batch": D.fisher_along(model, data, moves, draws=2, batch_size=1),
+        "layers": D.fisher_along(model, data, moves, draws=2, batch_size=4, walk="layers"),
         "padding": D.fisher_along(model, left, moves, draws=2, batch_size=4),
         "order": D.fisher_along(model, data.select([3, 1, 5, 0, 2, 4]), dict(reversed(moves.items())), draws=2, batch_size=2),
     }

@@ -18,7 +18,6 @@ A forward costs one pass, a backward two: ``3 + 2 draws`` with the first term, `
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,16 +25,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..blocks import partition, weight_of
-from ..errors import CurvatureFailure, InvalidInput, LengthMismatch, UnknownBlock
+from ..blocks import layer_lists, partition, weight_of
+from ..errors import InvalidInput, LengthMismatch, UnknownBlock
 from ..records import Block
-from ..running.loss import IGNORE, Batch, Data, logits_of, sampled_targets, summed_loss, unlabelled
-from ..running.sites import Collector, Site
+from ..running.backward import Feeding, Loss, SampledLoss, feed
+from ..running.loss import IGNORE, Batch, Data, unlabelled
+from ..running.sites import Site, tracked
 from .directions import Written
 from .ledger import Forms, Ledger, Unit
 
 Clean = Callable[[int], torch.Tensor]
-During = Callable[[Batch], contextlib.AbstractContextManager[None]]
+Listen = Callable[[Site, Batch], None]
 Progress = Callable[[int, int], None]
 
 
@@ -49,7 +49,8 @@ def forms_along(
     seed: int = 0,
     batch_size: int = 8,
     progress: Progress | None = None,
-    during: During | None = None,
+    listen: Listen | None = None,
+    walk: str = "auto",
 ) -> Forms:
     """Both terms of the damage along all directions, from one forward and ``[1 +] draws`` backwards.
 
@@ -62,8 +63,10 @@ def forms_along(
         draws: Draws of labels for the second term; 0 leaves it out.
         seed: Of the draws. Every sequence draws by its own content, so order, padding and batch size change nothing.
         batch_size: Sequences per pass.
-        progress: Called with (batches done, batches).
-        during: A context to be in while a batch runs forwards (for statistics of the same forward).
+        progress: Called with (sequences done, sequences).
+        listen: Called with every site and batch once, for statistics of the same forward.
+        walk: ``whole``, ``layers`` or ``auto``, see :func:`layerbudget.running.backward.feed`; units that span layers need the
+            whole graph.
 
     Raises:
         InvalidInput: Neither term is wanted, or an option outside its domain.
@@ -76,33 +79,24 @@ def forms_along(
             "Draws are 1 or more at the dense point, 0 or more elsewhere; batch_size 1 or more.",
             "Use draws=2, batch_size=8.",
         )
-    count, levels = _extent(units)
-    ledger = Ledger(units, count, levels)
-    passes = _Passes(model, units, ledger)
-    with passes.collector as collector:
-        size = 1 if collector.single else batch_size
-        far, tokens, total = 0.0, 0, -(-data.samples // size)
-        for i, batch in enumerate(unlabelled(model, data, size)):
-            with during(batch) if during else contextlib.nullcontext():
-                logits = logits_of(model, batch)
-            if clean is not None:
-                with torch.no_grad():
-                    dense = clean(i)
-                loss = divergence(logits, dense, batch.targets)
-                far += float(loss.detach())
-                passes.backward(batch, loss, apart=False, retain=draws > 0)
-                ledger.gradient()
-            for draw in range(draws):
-                labels = sampled_targets(logits.detach(), batch, 1009 * seed + draw)
-                passes.backward(batch, summed_loss(logits, labels), apart=True, retain=draw + 1 < draws)
-                ledger.draw()
-            ledger.close(batch.size)
-            tokens += int((batch.targets != IGNORE).sum())
-            if progress:
-                progress(i + 1, total)
-        collector.check_coverage()
-    forms = ledger.forms(tokens, 1.0 + 2.0 * (draws + (clean is not None)))
-    return dataclasses.replace(forms, divergence=far / tokens)
+    blocks = _blocks(model, units)
+    size = 1 if tracked(model, blocks)[1] else batch_size
+    ledger = Ledger(units, *_extent(units))
+    losses: list[Loss] = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
+    if clean is not None:
+        losses.insert(0, _Divergence(clean, size))
+    batches, done = list(unlabelled(model, data, size)), [0]
+
+    def tick(sequences: int) -> None:
+        done[0] += sequences
+        if progress:
+            progress(done[0], data.samples)
+
+    consumer = _Along(model, ledger, losses, plain=clean is not None, listen=listen)
+    fed = feed(model, batches, blocks, consumer, walk="whole" if _spanning(model, units) else walk, tick=tick)
+    tokens = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
+    forms = ledger.forms(tokens, data.samples, 1.0 + 2.0 * len(losses))
+    return dataclasses.replace(forms, divergence=fed.loss / tokens if clean is not None else 0.0)
 
 
 def divergence(logits: torch.Tensor, clean: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -113,41 +107,78 @@ def divergence(logits: torch.Tensor, clean: torch.Tensor, targets: torch.Tensor)
     return (each * (targets.reshape(each.shape) != IGNORE)).sum()
 
 
-class _Passes:
-    """Backwards of one model into one ledger."""
+@dataclasses.dataclass(frozen=True)
+class _Divergence:
+    """The divergence as a loss of batches."""
 
-    def __init__(self, model: nn.Module, units: Mapping[str, Unit], ledger: Ledger) -> None:
-        known = {m.name: m for b in partition(model, "linear") for m in b.modules}
-        missing = [name for name in units if name not in known]
-        if missing:
-            raise UnknownBlock(f"The model has no matrix {missing[0]!r}.", f"It has {', '.join(list(known)[:3])}, ...", "")
-        blocks = [Block(name=name, modules=(known[name],)) for name in units]
-        self.ledger, self.apart = ledger, False
-        self.collector = Collector(model, blocks, self._consume)
+    clean: Clean
+    size: int
 
-    def _consume(self, site: Site) -> None:
+    def __call__(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            dense = self.clean(batch.rows.start // self.size)
+        return divergence(logits, dense, batch.targets)
+
+
+class _Along(Feeding):
+    """Feeds a ledger."""
+
+    def __init__(self, model: nn.Module, ledger: Ledger, losses: Sequence[Loss], *, plain: bool, listen: Listen | None) -> None:
+        self.model, self.ledger, self.losses, self.plain, self.listen = model, ledger, losses, plain, listen
+        self.batch: Batch | None = None
+        self.loss = 0
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        """See :meth:`Feeding.begin`."""
+        self.batch, self.loss = batch, loss
+
+    def take(self, site: Site) -> None:
+        """See :meth:`Feeding.take`."""
         for name, b in site.b.items():
-            self.ledger.site(name, site.a, b, apart=self.apart)
+            self.ledger.site(name, site.a, b, apart=not self.plain or self.loss > 0)
+        if self.listen is not None and self.loss == 0 and self.batch is not None:
+            self.listen(site, self.batch)
 
-    def backward(self, batch: Batch, loss: torch.Tensor, *, apart: bool, retain: bool) -> None:
-        """One backward of a summed loss.
+    def direct(self, name: str, gradient: torch.Tensor) -> None:
+        """See :meth:`Feeding.direct`: experts below each other, one sequence per batch."""
+        transposed = getattr(weight_of(self.model, name)[0], "is_transposed", False)
+        self.ledger.hold(name, (gradient.mT if transposed else gradient).flatten(0, 1)[None])
 
-        Raises:
-            CurvatureFailure: It is not finite.
-        """
-        if not bool(torch.isfinite(loss)):
-            raise CurvatureFailure(
-                f"The divergence of sequences {batch.rows.start} to {batch.rows.stop - 1} is {float(loss.detach())}.",
-                "It must be finite.",
-                "Load the model in float32 or bfloat16, and look at those sequences.",
-            )
-        self.apart = apart
-        length = 1 if batch.targets.ndim == 1 and batch.args else int((batch.kwargs.get("input_ids", batch.targets)).shape[-1])
-        self.collector.backward(loss, size=batch.size, length=length, retain=retain)
-        for name, parameter in self.collector.direct.items():
-            if parameter.grad is not None:  # one sequence per batch
-                transposed = getattr(weight_of(self.collector.model, name)[0], "is_transposed", False)
-                self.ledger.hold(name, (parameter.grad.mT if transposed else parameter.grad).flatten(0, 1)[None])
+    def finish(self, batch: Batch, loss: int) -> None:
+        """See :meth:`Feeding.finish`."""
+        if self.plain and loss == 0:
+            self.ledger.gradient()
+        else:
+            self.ledger.draw()
+        if loss == len(self.losses) - 1:
+            self.ledger.close()
+
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        """See :meth:`Feeding.bytes`: places and values of the entries within reach."""
+        return 12 * sum(b.numel for b in blocks)
+
+
+def _blocks(model: nn.Module, units: Mapping[str, Unit]) -> list[Block]:
+    """One block per matrix.
+
+    Raises:
+        UnknownBlock: The model lacks one.
+    """
+    known = {m.name: m for b in partition(model, "linear") for m in b.modules}
+    missing = [name for name in units if name not in known]
+    if missing:
+        raise UnknownBlock(f"The model has no matrix {missing[0]!r}.", f"It has {', '.join(list(known)[:3])}, ...", "")
+    return [Block(name=name, modules=(known[name],)) for name in units]
+
+
+def _spanning(model: nn.Module, units: Mapping[str, Unit]) -> bool:
+    """Whether matrices of several layers are treated together."""
+    stacks = [name for name, _ in layer_lists(model)]
+    where: dict[int, set[str]] = {}
+    for name, unit in units.items():
+        layer = next((".".join((s, name[len(s) + 1 :].split(".")[0])) for s in stacks if name.startswith(f"{s}.")), "")
+        where.setdefault(unit.first, set()).add(layer)
+    return any(len(found) > 1 for found in where.values())
 
 
 def _extent(units: Mapping[str, Unit]) -> tuple[int, int]:
@@ -188,11 +219,12 @@ def fisher_along(
     seed: int = 0,
     batch_size: int = 8,
     progress: Progress | None = None,
+    walk: str = "auto",
 ) -> dict[str, Along]:
     """What changes of single matrices cost a model's own output: half the Fisher form along each, at the present weights.
 
     For a rounding error at the dense point this is the damage to within a few percent; for changes as large as pruning most of
-    a matrix it is not (:doc:`/theory`, section 8).
+    a matrix it is not (:doc:`/theory`, section 7).
 
     Args:
         model: The dense model; left as it was.
@@ -202,7 +234,8 @@ def fisher_along(
         draws: Draws of labels; the standard error falls with their root until that of the text is left.
         seed: Of the draws.
         batch_size: Sequences per pass.
-        progress: Called with (batches done, batches).
+        progress: Called with (sequences done, sequences).
+        walk: See :func:`forms_along`.
 
     Returns:
         Damage and standard errors by matrix. It took ``1 + 2 draws`` forward equivalents.
@@ -214,5 +247,5 @@ def fisher_along(
     """
     lists = {name: [d] if isinstance(d, torch.Tensor) else list(d) for name, d in deltas.items()}
     units = {name: Unit(directions=Written(d), first=i) for i, (name, d) in enumerate(lists.items())}
-    forms = forms_along(model, data, units, draws=draws, seed=seed, batch_size=batch_size, progress=progress)
+    forms = forms_along(model, data, units, draws=draws, seed=seed, batch_size=batch_size, progress=progress, walk=walk)
     return {name: Along(damage=forms.second[i], error=forms.error[i]) for i, name in enumerate(lists)}

@@ -71,7 +71,6 @@ class Ledger:
         self._first, self._sum, self._squares = zeros.copy(), zeros.copy(), zeros.copy()
         self._held: dict[int, torch.Tensor] = {}  # (B, groups, levels) by first unit: calls and matrices of one unit add up
         self._draws: list[dict[int, torch.Tensor]] = []
-        self._sequences = 0
 
     def site(self, name: str, a: torch.Tensor, b: torch.Tensor, *, apart: bool) -> None:
         """Take the inputs ``(B, T, d_in)`` and output gradients ``(B, T, d_out)`` of one call of a matrix.
@@ -110,9 +109,8 @@ class Ledger:
         self._draws.append({first: along.square() for first, along in self._held.items()})
         self._held.clear()
 
-    def close(self, sequences: int) -> None:
+    def close(self) -> None:
         """End of a batch."""
-        self._sequences += sequences
         for first in self._draws[0] if self._draws else ():
             mean = torch.stack([draw[first] for draw in self._draws]).mean(0)
             rows = slice(first, first + mean.shape[1])
@@ -120,9 +118,9 @@ class Ledger:
             self._squares[rows] += mean.square().sum(0).cpu().numpy()
         self._draws.clear()
 
-    def forms(self, tokens: int, passes: float) -> Forms:
+    def forms(self, tokens: int, sequences: int, passes: float) -> Forms:
         """The sums as means over tokens."""
-        n = max(self._sequences, 1)
+        n = max(sequences, 1)
         spread = np.maximum(self._squares - self._sum**2 / n, 0.0) * (n / max(n - 1, 1))
         return Forms(
             first=self._first / tokens, second=self._sum / (2 * tokens), error=np.sqrt(spread) / (2 * tokens), tokens=tokens,

@@ -7,9 +7,8 @@ at the plan that comes out, :meth:`Point.applied` treats the model as the pruner
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from ..running.divergence import Meter, kl_sum
 from ..running.inputs import InputStatistics, Statistic
 from ..running.loss import Batch, pad_right
 from ..running.modes import inference
+from ..running.sites import Site
 from ..running.walk import Walk
 from ..treatments.base import Level, Treatment
 from ..treatments.select import share
@@ -74,6 +74,21 @@ class Look:
     divergence: float
     forms: Forms
     found: Found
+
+
+def _gather(found: dict[str, list[Statistic]], kind: str) -> Callable[[Site, Batch], None]:
+    """Sum the second moments of what matrices are given, real tokens only; matrices of one site share theirs."""
+
+    def listen(site: Site, batch: Batch) -> None:
+        mask = batch.kwargs.get("attention_mask")
+        x = site.a
+        rows = x.flatten(0, 1) if mask is None or mask.shape != x.shape[:2] else x[mask.bool()]
+        shared = found.get(site.names[0]) or [Statistic(kind)]
+        for name in site.names:
+            found.setdefault(name, shared)
+        shared[0].add(rows)
+
+    return listen
 
 
 class Point:
@@ -131,23 +146,28 @@ class Point:
             seed: Of the draws.
         """
         units = self._units(counts, found, levels)
-        gathered = self._statistics()
-
-        @contextlib.contextmanager
-        def during(batch: Batch) -> Iterator[None]:
-            if gathered is None:
-                yield
-                return
-            mask = batch.kwargs.get("attention_mask")
-            with gathered.listening(None if mask is None or bool(mask.all()) else mask.bool()):
-                yield
-
+        gathered: dict[str, list[Statistic]] = {}
+        kind = self.treating.treatment.statistic
+        experts = any(m.copies > 1 for m in self.decisions.modules) and kind != "none"
         forms = forms_along(
             self.model, self.reference.data, units, clean=self.reference.clean, draws=draws, seed=seed,
-            batch_size=self.batch_size, during=during,
+            batch_size=self.batch_size, listen=None if kind == "none" or experts else _gather(gathered, kind),
         )  # fmt: skip
         self.passes += forms.passes
-        return Look(divergence=forms.divergence, forms=forms, found={} if gathered is None else gathered.found)
+        if experts:  # their inputs are formed inside their module: one more forward
+            gathered = self._again().found
+            self.passes += 1.0
+        return Look(divergence=forms.divergence, forms=forms, found=gathered)
+
+    def _again(self) -> InputStatistics:
+        """Statistics of the model's inputs as it is now, by a forward of its own."""
+        found = InputStatistics(self.model, self.decisions.modules, self.treating.treatment.statistic)
+        walk = self.reference.walk
+        with inference(self.model):
+            for i in range(walk.batches):
+                with found.listening(walk.token_mask(i)):
+                    self.model(**walk.inputs(i))
+        return found
 
     def measure(self) -> float:
         """Divergence alone; one forward."""

@@ -109,6 +109,7 @@ _OWN = (
     Estimator(name="layerif", home=".influence:score_layerif", summary="LayerIF: influence of training on validation samples"),
     Estimator(name="fisher-trace", home=".trace:fisher_trace", summary="trace of the empirical Fisher"),
     Estimator(name="outlier-ratio", home=".outliers:outlier_ratio", summary="OWL's share of outlying weights"),
+    Estimator(name="mean-metric", home=".outliers:mean_metric", summary="DLP's importance: the smaller |W| |x|, the more"),
     Estimator(
         name="spectral-tail", home=".spectral:spectral_tail", data=False, summary="AlphaPruning's exponent of weight spectra"
     ),

@@ -59,15 +59,21 @@ def _input_power(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[dict[
 
 def _ratio(model: nn.Module, block: Block, power: dict[str, torch.Tensor], multiple: float) -> float:
     """``100 * count(A > multiple * mean(A)) / size(A)`` over all matrices of a block together, ``A = |W| sqrt(power)``."""
+    scores = _metric(model, block, power)
+    mean = torch.stack([s.double().sum() for s in scores]).sum() / sum(s.numel() for s in scores)
+    above = sum(int((s > float(multiple * mean)).sum()) for s in scores)
+    return 100.0 * above / sum(s.numel() for s in scores)
+
+
+def _metric(model: nn.Module, block: Block, power: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """``|W| sqrt(power)`` of the matrices of a block, flat."""
     scores = []
     for module in block.modules:
         owner, weight = weight_of(model, module.name)
         matrix = weight.detach().float().abs()
         matrix = matrix.t() if is_conv1d(owner) else matrix
         scores.append((matrix * power[module.name].sqrt()).flatten())
-    mean = torch.stack([s.double().sum() for s in scores]).sum() / sum(s.numel() for s in scores)
-    above = sum(int((s > float(multiple * mean)).sum()) for s in scores)
-    return 100.0 * above / sum(s.numel() for s in scores)
+    return scores
 
 
 def _feed(data: Data, size: int, device: torch.device) -> Iterator[tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]]:
@@ -107,6 +113,40 @@ def outlier_ratio(
     """
     if not multiple > 0 or not np.isfinite(multiple):
         raise InvalidInput(f"multiple is {multiple}.", "It must be positive.", "Use 3, 5 or 7, the values of the source.")
+    power = _run(model, data, blocks, batch_size, progress)
+    return record(
+        model, data, blocks, "outlier-ratio", gain=(tuple(_ratio(model, b, power, multiple) for b in blocks),),
+        unit=f"percent of weights above {multiple:g} x the mean", orientation="gain", extra={"multiple": multiple},
+    )  # fmt: skip
+
+
+def mean_metric(
+    model: nn.Module, data: Data, blocks: Sequence[Block], *, batch_size: int = 8, progress: Progress | None = None
+) -> Scores:
+    """DLP's importance ``1 - s_i / sum s``, ``s_i`` the mean of ``|W| sqrt(mean x^2)`` over a block (arXiv 2505.23807).
+
+    Activations grow with depth and with them the metric: later blocks count as less important.
+
+    Args:
+        model: The dense model.
+        data: Calibration set; padding is left out.
+        blocks: Blocks to score.
+        batch_size: Sequences per forward pass; the result does not depend on it.
+        progress: Called with sequences done and in total.
+
+    Raises:
+        CoverageError: A matrix whose input cannot be seen (fused experts), or that no token reached.
+    """
+    power = _run(model, data, blocks, batch_size, progress)
+    means = np.array([float(torch.cat(_metric(model, b, power)).double().mean()) for b in blocks])
+    gain = 1.0 - means / means.sum()
+    return record(model, data, blocks, "mean-metric", gain=(tuple(gain.tolist()),), unit="share", orientation="gain")
+
+
+def _run(
+    model: nn.Module, data: Data, blocks: Sequence[Block], batch_size: int, progress: Progress | None
+) -> dict[str, torch.Tensor]:
+    """``sum x^2`` of the inputs of all matrices; see :func:`outlier_ratio` for what is refused."""
     check_inputs(data, batch_size)
     names = [m.name for b in blocks for m in b.modules]
     tick = Ticker(progress, data.samples)
@@ -119,13 +159,4 @@ def outlier_ratio(
     unseen = [n for n in names if n not in power]
     if unseen:
         raise CoverageError(f"No token reached {unseen[0]} ({len(unseen)} matrices).", "", "Use more calibration samples.")
-    return record(
-        model,
-        data,
-        blocks,
-        "outlier-ratio",
-        gain=(tuple(_ratio(model, b, power, multiple) for b in blocks),),
-        unit=f"percent of weights above {multiple:g} x the mean",
-        orientation="gain",
-        extra={"multiple": multiple},
-    )
+    return power

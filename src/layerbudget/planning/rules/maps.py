@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import InvalidInput
 from ...program import rules as maps
 from ...program.inputs import Vector
 from ..rule import Decision, Problem, rule
@@ -52,3 +53,22 @@ def stretched(problem: Problem, options: Mapping[str, Any]) -> Decision:
 def owl(problem: Problem, options: Mapping[str, Any]) -> Decision:
     """:func:`layerbudget.program.rules.owl_sparsity`."""
     return _on_free(problem, maps.owl_sparsity, problem.oriented(options["damping"]), **_width(options))
+
+
+@rule("sparsity", "dlp", reads=("damping", "width"), summary="DLP's map: the larger a layer's mean Wanda score, the more zeros")
+def dlp(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """OWL's map of the importance ``1 - s_i / sum s``, width 0.15 (:func:`layerbudget.scores.outliers.mean_metric`)."""
+    width = 0.15 if options["width"] is None else options["width"]
+    return _on_free(problem, maps.owl_sparsity, problem.oriented(options["damping"]), width=width)
+
+
+@rule("sparsity", "atp", summary="ATP: an arithmetic progression over depth", step=None)
+def atp(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """``rho_i = s - step (L - 1) / 2 + step i`` (ICML 2025); its step is found by a grid on perplexity, here it is given."""
+    length, share = len(problem.blocks), problem.share
+    most = min(2 * share, 2 * (1 - share)) / max(length - 1, 1)
+    step = most / 2 if options["step"] is None else float(options["step"])
+    if not 0 <= step <= most:
+        raise InvalidInput(f"step is {step:g}.", f"At sparsity {share:g} and {length} blocks it lies in [0, {most:g}].", "")
+    value = share + step * (np.arange(length) - (length - 1) / 2)
+    return Decision(value=np.clip(value, problem.low, problem.high))

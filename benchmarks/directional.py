@@ -1,0 +1,203 @@
+"""Directional damage taken apart: what each ingredient brings, and predicted against measured damage matrix by matrix.
+
+    python benchmarks/directional.py ablation [--sparsity 0.7] [--samples 16]
+    python benchmarks/directional.py scatter
+
+Rows are appended to a .jsonl file as they are measured, so that a run that was cut continues and a partial table is a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from layerbudget.damage.decisions import Decisions
+from layerbudget.damage.point import Point
+from layerbudget.damage.sequential import plan_directional
+from layerbudget.data.text import calibration
+from layerbudget.evaluation.perplexity import evaluation_set, perplexity
+from layerbudget.loading import load_model, load_tokenizer
+from layerbudget.program.counts import round_parameters
+from layerbudget.pruning.apply import prune
+from layerbudget.running.loss import IGNORE, logits_of, sampled_targets, summed_loss, unlabelled
+from layerbudget.running.sites import Collector
+from layerbudget.treatments.base import find_treatment
+
+RESULTS = Path(__file__).parent / "results"
+ABLATION = {
+    "first term": {"steps": 8},
+    "second term only, 2 draws": {"steps": 8, "draws": 2, "terms": "second"},
+    "both, 1 draw": {"steps": 8, "draws": 1},
+    "both, 2 draws": {"steps": 8, "draws": 2},
+    "both, 4 draws": {"steps": 8, "draws": 4},
+    "both, 8 draws": {"steps": 8, "draws": 8},
+    "first term, trust 0.03": {"steps": 8, "trust": 0.03},
+    "first term, trust 0.12": {"steps": 8, "trust": 0.12},
+    "first term, cross-fitted": {"crossfit": True, "passes": 50},
+    "rows, first term": {"steps": 8, "by": "rows:1"},
+    "rows, cross-fitted": {"crossfit": True, "passes": 50, "by": "rows:1"},
+}
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def keep(path, row):
+    with path.open("a") as f:
+        f.write(json.dumps(row) + "\n")
+
+
+def ablation(a):
+    """Perplexity and passes with one ingredient changed at a time."""
+    path = RESULTS / f"{a.name}_ablation.jsonl"
+    done = {(r["what"], r["seed"], r["samples"]) for r in rows_of(path)}
+    tokenizer, model = load_tokenizer(a.model), load_model(a.model)
+    held_out = evaluation_set(a.evaluation, tokenizer, length=a.length, windows=a.windows)
+    for seed in range(a.seeds):
+        data = calibration(a.calibration, tokenizer, samples=a.samples, length=a.length, seed=seed)
+        for what in a.only or ABLATION:
+            if (what, seed, a.samples) in done:
+                continue
+            started = time.process_time()
+            plan = plan_directional(model, data, sparsity=a.sparsity, **{"passes": 1e9, **ABLATION[what]})
+            seconds, pruned = time.process_time() - started, copy.deepcopy(model)
+            receipt = prune(pruned, plan, data, "wanda")
+            row = {"what": what, "seed": seed, "samples": a.samples, "sparsity": receipt.sparsity, "seconds": seconds}
+            row |= {"value": perplexity(pruned, held_out).value, "passes": plan.extra["forward_passes"]}
+            row |= {k: plan.extra[k] for k in ("measured", "held_out")} | {"steps": len(plan.extra["path"]) - 1}
+            keep(path, row)
+    table_of_ablation(a, rows_of(path))
+
+
+def table_of_ablation(a, rows):
+    lines = [f"# Directional damage, one ingredient at a time ({a.sparsity:.0%} zeros, Wanda, embedded model)", ""]
+    lines += ["| plan | sequences | perplexity | forward equivalents | steps | measured nats | held-out nats | seeds |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for samples in sorted({r["samples"] for r in rows}):
+        for what in ABLATION:
+            found = [r for r in rows if r["what"] == what and r["samples"] == samples]
+            if found:
+                mean = {k: np.mean([r[k] for r in found if r[k] is not None] or [np.nan]) for k in ("value", "passes", "steps")}
+                mean |= {k: np.mean([r[k] for r in found if r[k] is not None] or [np.nan]) for k in ("measured", "held_out")}
+                held = "-" if np.isnan(mean["held_out"]) else f"{mean['held_out']:.3f}"
+                lines.append(
+                    f"| {what} | {samples} | {mean['value']:.2f} | {mean['passes']:.0f} | {mean['steps']:.1f} "
+                    f"| {mean['measured']:.3f} | {held} | {len(found)} |"
+                )
+    text = "\n".join([*lines, ""])
+    (RESULTS / f"{a.name}_ablation.md").write_text(text)
+    print(text)
+
+
+def scatter(a):
+    """Predicted and measured change of the divergence, every matrix alone, at the dense point and at uniform plans."""
+    path = RESULTS / f"{a.name}_scatter.jsonl"
+    tokenizer, model = load_tokenizer(a.model), load_model(a.model)
+    data = calibration(a.calibration, tokenizer, samples=a.samples, length=a.length)
+    decisions = Decisions.by(model, "linear")
+    point = Point(model, data, decisions, find_treatment("wanda"))
+    done = {(r["point"], r["level"]) for r in rows_of(path)}
+    for where, steps in ((0.0, (0.1, 0.3, 0.5, 0.7)), (0.5, (-0.1, 0.1)), (0.7, (-0.2, -0.1, -0.03, 0.03, 0.1, 0.2))):
+        total = round(where * int(decisions.numel.sum()))
+        counts = round_parameters(np.full(len(decisions), where), decisions.numel, total)
+        point.move(counts, point.dense)
+        levels = np.tile(where + np.array(steps), (len(decisions), 1))
+        look = point.look(counts, point.dense, levels, draws=4)
+        here = look.divergence
+        for j, step in enumerate(steps):
+            if (where, step) in done:
+                continue
+            measured = []
+            for k in range(len(decisions)):
+                moved = counts.copy()
+                moved[k] = round(levels[k, j] * decisions.numel[k])
+                point.move(moved, point.dense)
+                measured.append(point.reference.measure() - here)
+            first, second = look.forms.first[:, j].tolist(), look.forms.second[:, j].tolist()
+            keep(path, {"point": where, "level": step, "measured": measured, "first": first, "second": second})
+    point.restore()
+    if not (RESULTS / f"{a.name}_tokens.json").exists():
+        (RESULTS / f"{a.name}_tokens.json").write_text(json.dumps(tokens_squared(model, data)))
+    table_of_scatter(a, rows_of(path))
+
+
+def tokens_squared(model, data, level=0.3, draws=4):
+    """The form with sequences' sums squared and with single tokens' terms squared, along Wanda's change at ``level``."""
+    decisions = Decisions.by(model, "linear")
+    point = Point(model, data, decisions, find_treatment("wanda"))
+    counts = np.rint(level * decisions.numel).astype(np.int64)
+    point.move(counts, point.dense)
+    deltas = {m.name: model.get_submodule(m.name).weight.detach() - point.held.held[m.name] for m in decisions.modules}
+    point.restore()
+    sums = {name: [0.0, 0.0] for name in deltas}
+
+    def consume(site):
+        for name, b in site.b.items():
+            each = ((site.a @ deltas[name].T) * b).sum(-1).double()
+            sums[name][0] += float(each.sum(1).square().sum())
+            sums[name][1] += float(each.square().sum())
+
+    tokens = 0
+    with Collector(model, decisions.blocks, consume) as collector:
+        for batch in unlabelled(model, data, 8):
+            logits = logits_of(model, batch)
+            tokens += int((batch.targets != IGNORE).sum())
+            for draw in range(draws):
+                loss = summed_loss(logits, sampled_targets(logits.detach(), batch, draw))
+                collector.backward(loss, size=batch.size, length=data.length, retain=draw + 1 < draws)
+    return {name: [v / (2 * tokens * draws) for v in pair] for name, pair in sums.items()}
+
+
+def table_of_scatter(a, rows):
+    lines = ["# Predicted against measured damage, one matrix at a time (Wanda, embedded model)", ""]
+    lines += ["Change of the divergence in nats per token. Ratio: predicted over measured, median over matrices.", ""]
+    lines += ["| point | level | first: ratio, correlation | second | both |", "|---|---|---|---|---|"]
+    for r in sorted(rows, key=lambda r: (r["point"], r["level"])):
+        m, first, second = (np.array(r[k]) for k in ("measured", "first", "second"))
+        cells = []
+        for p in (first, second, first + second):
+            known = np.abs(p).max() > 1e-9
+            cells.append(f"{np.median(p / m):.2f}, {np.corrcoef(p, m)[0, 1]:.3f}" if known else "-")
+        name = "dense" if r["point"] == 0 else f"uniform {r['point']:.0%}"
+        level = f"{r['point'] + r['level']:.0%}"
+        lines.append(f"| {name} | {level} | " + " | ".join(cells) + " |")
+    pairs = np.array(list(json.loads((RESULTS / f"{a.name}_tokens.json").read_text()).values()))
+    measured = next((np.array(r["measured"]) for r in rows if (r["point"], r["level"]) == (0.0, 0.3)), None)
+    if measured is not None:
+        lines += ["", "At the dense point, level 30 %: the sum over a sequence squared, or every token's term by itself:", ""]
+        for j, what in enumerate(("sequences", "tokens")):
+            x, y = np.log(pairs[:, j]), np.log(measured)
+            lines.append(
+                f"- {what}: median ratio {np.median(pairs[:, j] / measured):.2f}, correlation of logs {np.corrcoef(x, y)[0, 1]:.3f}"
+            )
+    text = "\n".join([*lines, ""])
+    (RESULTS / f"{a.name}_scatter.md").write_text(text)
+    print(text)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=("ablation", "scatter"))
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--calibration", default="stdlib")
+    parser.add_argument("--evaluation", default="stdlib")
+    parser.add_argument("--name", default="directional")
+    parser.add_argument("--sparsity", type=float, default=0.7)
+    parser.add_argument("--only", nargs="+", choices=tuple(ABLATION), help="these rows of the ablation only")
+    for name, default in (("samples", 16), ("length", 128), ("windows", 256), ("seeds", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    RESULTS.mkdir(exist_ok=True)
+    {"ablation": ablation, "scatter": scatter}[a.part](a)
+
+
+if __name__ == "__main__":
+    main()
