@@ -188,8 +188,10 @@ class Mapped:
         """Take parameters from the tensors of a file from now on: what was written into them leaves the memory."""
         self.leave()
         names = {self.names[id(p)]: key for key, p in keys.items() if id(p) in self.names}
+        left = {self.places[name][0] for name in names if name in self.places}
         self.places.update({name: (file, key) for name, key in names.items()})
-        self.fresh(list(names))
+        # a mapping, and what was written into it, lives as long as any tensor of its file does
+        self.fresh([*names, *(name for name, (own, _) in self.places.items() if own in left and name not in names)])
 
 
 def _stack(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
