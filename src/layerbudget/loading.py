@@ -94,7 +94,8 @@ def _architecture(config: Any) -> str:
     return (getattr(config, "architectures", None) or [""])[0]
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
+    """The class of transformers that loads such a checkpoint with its head."""
     import transformers
 
     name = _architecture(config)
@@ -109,7 +110,7 @@ def _auto_class(config: Any) -> Any:
     return transformers.AutoModel if name else transformers.AutoModelForCausalLM
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     """The device of that name, tried out before anything is loaded; ``auto`` is the accelerator where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -225,7 +226,7 @@ def load_model(
         raise InvalidInput(
             f"dtype is {dtype!r}.", f"It is one of auto, {', '.join(DTYPES)}.", "Use float32 unless memory is short."
         )
-    place = _device(device)
+    place = find_device(device)
     where = resolve(name, revision)
     _check_stream(stream, where, four_bit)
     with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
@@ -235,9 +236,9 @@ def load_model(
         if four_bit:
             packed = {"quantization_config": four_bit_config(held_dtype(config, dtype)), "device_map": {"": str(place)}}
         if streamed:
-            model, report = load_mapped(_auto_class(config), config, where, dtype=DTYPES.get(dtype), device=place)
+            model, report = load_mapped(auto_class(config), config, where, dtype=DTYPES.get(dtype), device=place)
         else:
-            model, report = _auto_class(config).from_pretrained(
+            model, report = auto_class(config).from_pretrained(
                 where, revision=revision, dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, **packed
             )
     missing = sorted(k for k in report["missing_keys"] if "pooler" not in k)  # of the pooler nothing here depends
