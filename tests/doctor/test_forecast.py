@@ -34,7 +34,8 @@ def test_a_model_of_seven_billion_fits_where_its_layers_do():
     assert 13e9 < shape.weights < 15e9
     small = {f.verb: f for f in forecast(shape, SPEED, samples=4, length=256, batch_size=4, machine=4 << 30)}
     assert set(small) == set(VERBS)
-    assert all(small[v].fits and small[v].how == "streamed" for v in VERBS if v.startswith(("score", "prune", "evaluate")))
+    assert all(small[v].how == "streamed" for v in VERBS if v != "finetune")
+    assert all(small[v].fits for v in VERBS if v not in ("finetune", "prune sparsegpt"))  # its Hessian is 14336 wide
     assert not small["finetune"].fits
     large = {f.verb: f for f in forecast(shape, SPEED, samples=4, length=256, batch_size=4, machine=256 << 30)}
     assert all(f.fits and f.how == "whole" for f in large.values())
