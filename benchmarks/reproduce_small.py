@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=[e.name for e in EXPERIMENTS])
     parser.add_argument("--data-dir")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--cells", type=Path, default=Path("/tmp/reproduce-cells"), help="finished cells, for a second start")
+    parser.add_argument("--cells", type=Path, default=Path("reproduce-cells"), help="finished cells, for a second start")
     a = parser.parse_args()
     for name in a.names:
         entry = find_experiment(name)
