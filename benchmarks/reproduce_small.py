@@ -32,7 +32,9 @@ def main() -> None:
         found = entry.open()(scale="small", out=a.cells / name, progress=None, **given)
         leave(found, HERE / "results" / "reproduce" / name, overwrite=True)
         notes = json.loads(NOTES.read_text())
-        notes["experiments"][name] = {"seconds": round(found.seconds, 1), "finding": found.finding, "shape": found.line}
+        notes["experiments"][name] = {
+            "items": list(found.items), "seconds": round(found.seconds, 1), "finding": found.finding, "shape": found.line,
+        }  # fmt: skip
         order = [e.name for e in EXPERIMENTS]
         notes["experiments"] = {k: notes["experiments"][k] for k in order if k in notes["experiments"]}
         write_text(NOTES, dumps(notes), overwrite=True)
