@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=[e.name for e in EXPERIMENTS])
     parser.add_argument("--data-dir")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--cells", type=Path, default=Path("/tmp/reproduce-cells"), help="finished cells, for a second start")
+    parser.add_argument("--cells", type=Path, default=Path("reproduce-cells"), help="finished cells, for a second start")
     a = parser.parse_args()
     for name in a.names:
         entry = find_experiment(name)
@@ -32,7 +32,9 @@ def main() -> None:
         found = entry.open()(scale="small", out=a.cells / name, progress=None, **given)
         leave(found, HERE / "results" / "reproduce" / name, overwrite=True)
         notes = json.loads(NOTES.read_text())
-        notes["experiments"][name] = {"seconds": round(found.seconds, 1), "finding": found.finding, "shape": found.line}
+        notes["experiments"][name] = {
+            "items": list(found.items), "seconds": round(found.seconds, 1), "finding": found.finding, "shape": found.line,
+        }  # fmt: skip
         order = [e.name for e in EXPERIMENTS]
         notes["experiments"] = {k: notes["experiments"][k] for k in order if k in notes["experiments"]}
         write_text(NOTES, dumps(notes), overwrite=True)

@@ -45,7 +45,7 @@ def run_list(a: argparse.Namespace) -> dict[str, Any]:
     rows = listing()
     table = [
         (r["number"], r["title"], r["command"] or "-", "-" if r["seconds"] is None else f"{r['seconds']:.0f} s",
-         r["finding"] or r["reason"] or "not run for this release")
+         r["finding"] or r["reason"] or "not run for this release: the command is ready")
         for r in rows
     ]  # fmt: skip
     show_table(a, "the paper's tables and figures", ("item", "what", "command", "small scale", "finding"), table)

@@ -38,7 +38,7 @@ class Entry:
 
     @property
     def decision(self) -> str:
-        """What the model gets, whoever decided it: equal decisions are measured once."""
+        """Digest of what the model gets; equal decisions are measured once, whoever made them."""
         return digest({"kind": self.plan.kind, "blocks": [(b.name, b.count) for b in self.plan.blocks]})
 
 

@@ -41,7 +41,7 @@ def _gap(cells: Cells, theirs: Mapping[str, Mapping[str, float]], first: str, se
     test = versus(cells, first, second)
     return Claim(
         claim=f"{first} - {second} = {published:+.2f} points over {', '.join(tasks)}",
-        met=test["low"] <= published <= test["high"],
+        met=None if test["low"] == test["high"] else test["low"] <= published <= test["high"],
         detail=f"ours {test['difference']:+.2f}, 95 % {test['low']:+.2f} to {test['high']:+.2f}, p = {test['p']:.2g}",
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ The gain ``zeta_k^2`` under the empirical Fisher, with the noise floor that is e
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ def run_histogram(
     blocks = partition(loaded)
     source = text_source(data_dir, scale)
     data = calibration(source, tokenizer, samples=SAMPLES[scale], length=setting.length)
+    data = dataclasses.replace(data, source=Path(source).name)  # what is kept names no folder
     scores = score(loaded, data, blocks, "fisher-gram", damping=1.0, damping_unit="median", progress=progress)
     gain = scores.values()
     floor, error = (np.array([np.nan if v is None else v for v in t[0]]) for t in (scores.noise_floor, scores.standard_error))
