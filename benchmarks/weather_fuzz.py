@@ -173,7 +173,7 @@ def prepare(folder: Path) -> None:
         ["plan", "sparsity", "scores.json", "--rule", "uniform", "-o", "other.json"],
         ["plan", "ranks", "scores.json", "--mean-rank", "2", "-o", "plan_ranks.json"],
         ["plan", "structured", "model", *data, "--save", "10% flops", "--even", "-o", "smaller.json"],
-        ["measure", "model", *data, "--curves", "curves.json", "-o", "measured.json"],
+        ["measure", "model", *data, "--search", "curves", "--curves", "curves.json", "-o", "measured.json"],
         ["finetune", "model", "plan_ranks.json", "--task", "task.jsonl", "--train-rows", "8", "--epochs", "1", "--batch", "8", "-o", "tuned"],
         ["evaluate", "model", "--perplexity", "text.txt", "--length", "16", "--windows", "2", "-o", "result.json"],
     ]  # fmt: skip
