@@ -173,7 +173,7 @@ def prepare(folder: Path) -> None:
         ["plan", "sparsity", "scores.json", "--rule", "uniform", "-o", "other.json"],
         ["plan", "ranks", "scores.json", "--mean-rank", "2", "-o", "plan_ranks.json"],
         ["plan", "structured", "model", *data, "--save", "10% flops", "--even", "-o", "smaller.json"],
-        ["measure", "model", *data, "--curves", "curves.json", "-o", "measured.json"],
+        ["measure", "model", *data, "--search", "curves", "--curves", "curves.json", "-o", "measured.json"],
         ["finetune", "model", "plan_ranks.json", "--task", "task.jsonl", "--train-rows", "8", "--epochs", "1", "--batch", "8", "-o", "tuned"],
         ["evaluate", "model", "--perplexity", "text.txt", "--length", "16", "--windows", "2", "-o", "result.json"],
     ]  # fmt: skip
@@ -399,7 +399,7 @@ def table(record: dict) -> str:
     slow = ", ".join(f"{s:.1f} s ({kind} {number})" for s, kind, number in record["slowest_seconds"])
     return (
         "# Rough weather: mutated files and odd flags\n\n" + "\n".join(lines)
-        + f"\n\n`python benchmarks/weather_fuzz.py`: {record['cases']} commands in one process, {record['seconds']:.0f} s, at most "
+        + f"\n\n`python benchmarks/weather_fuzz.py --seed {record['first_case']}`: {record['cases']} commands in one process, {record['seconds']:.0f} s, at most "
         f"{record['limit_seconds']} s and {record['limit_gib']:g} GiB each; the slowest took {slow}. *Accepted* means that the change "
         "did no harm (a note, a number of the right kind), *refused* one sentence and exit code 2 (1 from a doctor).\n"
     )  # fmt: skip

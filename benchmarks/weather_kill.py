@@ -198,7 +198,6 @@ def one_kill(name: str, verb: Verb, truth: dict, rng: random.Random, sound: Path
     if code != 0:
         row["trouble"] = f"ended with {code}: {(work / 'log.txt').read_text()[-400:]}"
     elif digest(work / verb.result, verb.mine) != truth["digest"]:
-        shutil.copytree(work / verb.result, "/tmp/other_result", dirs_exist_ok=True) if os.environ.get("KEEP") else None
         row["trouble"] = "another result"
     elif any(not (work / m).is_file() or (work / m).read_text() != "mine" for m in verb.mine):
         row["trouble"] = "a file of the user's is gone"
@@ -240,9 +239,6 @@ def main() -> None:
             code, seconds, steps = child(verb.first, work, None)
             if code != 0:
                 raise SystemExit(f"{name} undisturbed ended with {code}: {(work / 'log.txt').read_text()[-800:]}")
-            shutil.copytree(work / verb.result, "/tmp/truth_" + name.replace(" ", ""), dirs_exist_ok=True) if os.environ.get(
-                "KEEP"
-            ) and (work / verb.result).is_dir() else None
             truths[name] = {"digest": digest(work / verb.result, verb.mine), "seconds": seconds, "steps": steps}
             say(f"{name}: {seconds:.1f} s, {steps} changes of the file system")
         for i in range(a.kills):

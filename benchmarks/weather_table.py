@@ -83,7 +83,7 @@ def odd(folder: Path, k: int) -> dict[str, str]:
     os.mkfifo(folder / f"pipe-{k}")
     return {
         "a link to an empty folder": f"link-{k}", "a link to itself": f"circle-{k}", "a pipe": f"pipe-{k}", "/dev/null": "/dev/null",
-        "below a file": f"text.txt/{k}", "a read-only place": f"/proc/{k}", "the working directory": ".", "a name of 300 letters": "n" * 300,
+        "below a file": f"text.txt/{k}", "a read-only place": f"/proc/none-{k}", "the working directory": ".", "a name of 300 letters": "n" * 300,
     }  # fmt: skip
 
 

@@ -98,3 +98,13 @@ def test_an_evaluation_goes_on_with_the_texts_that_were_done(folder, capsys, mon
     assert len(set(done)) == len(done) == 2 and not (folder / "parts").exists()
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out) == whole
+
+
+@pytest.mark.parametrize("damage", [1e308, -1e200])
+def test_curves_that_overflow_are_refused(tmp_path, capsys, damage):
+    scores = zoo.scores([1.0, 2.0], [10, 20])
+    scores.save(tmp_path / "scores.json")
+    curves = {name: [[0.3, 0.7], [0.1, damage]] for name in scores.names}
+    (tmp_path / "curves.json").write_text(json.dumps(curves))
+    said = refused(capsys, "plan", "sparsity", tmp_path / "scores.json", "--curves", tmp_path / "curves.json")
+    assert "beyond 1e+100" in said.replace("\n", " ")

@@ -139,7 +139,8 @@ def test_replacing_keeps_what_the_user_wrote_and_changed(tmp_path):
     found = files(tmp_path)
     kept = [n for n, text in found.items() if text in ("mine", "changed by me")]
     assert sorted(kept) == [
-        "notes.txt", "seed-0/adapter/README.md", "seed-0/notes.txt", "seed-1/adapter/adapter_config.json", "seed-1/checkpoints/mine",
+        "notes.txt", "seed-0/adapter/README.md", "seed-0/notes.txt", "seed-1/adapter/adapter_config.json",
+        "seed-1/checkpoints/mine",
     ]  # fmt: skip
     assert sorted(set(found) - set(kept)) == [
         "manifest.json",

@@ -64,6 +64,9 @@ def read_any(path: Path) -> Any:
     return reading.read(path, "JSON")
 
 
+LARGEST = 1e100  # of a measured number: squares and sums of such are still numbers
+
+
 def read_curves(path: str) -> dict[str, tuple[list[float], list[float]]]:
     """Measured curves ``{block: (ratios, losses)}``.
 
@@ -73,11 +76,15 @@ def read_curves(path: str) -> dict[str, tuple[list[float], list[float]]]:
     record = read_any(Path(path))
     curves = record.get("curves", record) if isinstance(record, Mapping) else None
     try:
-        return {str(k): ([float(x) for x in v[0]], [float(x) for x in v[1]]) for k, v in curves.items()}  # type: ignore[union-attr]
+        found = {str(k): ([float(x) for x in v[0]], [float(x) for x in v[1]]) for k, v in curves.items()}  # type: ignore[union-attr]
     except (AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
         raise CorruptFile(
             f"{path} holds no curves ({error!r}).", "It needs {block: [ratios, losses]}.", "Measure again."
         ) from error
+    beyond = next((k for k, sides in found.items() for side in sides for x in side if not abs(x) <= LARGEST), None)
+    if beyond is not None:
+        raise CorruptFile(f"{path}: the curve of {beyond} holds numbers beyond {LARGEST:g}.", "", "Measure again.")
+    return found
 
 
 def read_latency(path: str) -> dict[str, float]:

@@ -267,10 +267,8 @@ def _over_seeds(
         "metrics": _summary(results), "one_class": _one_class(results),
     }  # fmt: skip
     write_text(out / "result.json", dumps(summary), overwrite=True)
-    if not (out / "plan.json").exists():
-        plan.save(out / "plan.json")
     write_text(out / "labels.json", dumps(answers_of(task)), overwrite=True)
-    seeds_of.seal_summary(out)
+    seeds_of.seal_summary(out, plan)
     return summary
 
 

@@ -24,11 +24,14 @@ from ..records import dumps, write_text
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+    from ..plan import Plan
+
 logger = logging.getLogger(__name__)
 
 IDENTITY, RESULT = "identity.json", "result.json"
 _SEALED = ("adapter", IDENTITY, RESULT)
-_ABOVE = (RESULT, "labels.json", "plan.json", "against.json", folders.MANIFEST)
+PLAN = "plan.json"
+_ABOVE = (RESULT, "labels.json", PLAN, "against.json", folders.MANIFEST)
 _HALF = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors")
 ASIDE, UNFINISHED = ".replaced", ".unfinished"
 
@@ -125,9 +128,14 @@ def check_free(out: Path, *, resume: bool, overwrite: bool) -> None:
         raise AlreadyExists(f"{out / RESULT} was not written by a fine-tuning.", "", "Choose another folder, or move it away.")
 
 
-def seal_summary(out: Path) -> None:
-    """Write the manifest of the files above the seeds, and drop what they replace."""
-    folders.seal(out, [name for name in _ABOVE if name != folders.MANIFEST])
+def seal_summary(out: Path, plan: Plan | None = None) -> None:
+    """Write the plan where none lies there, then the manifest of the files above the seeds, and drop what they replace."""
+    held = folders.manifest(out) or {}
+    names = [name for name in _ABOVE if name != folders.MANIFEST and (name != PLAN or name in held)]
+    if plan is not None and not (out / PLAN).exists():
+        plan.save(out / PLAN)
+        names.append(PLAN)
+    folders.seal(out, names)
     if (out / ASIDE).is_dir():
         drop(out / ASIDE, out)
 
@@ -135,7 +143,7 @@ def seal_summary(out: Path) -> None:
 def ours(out: Path) -> list[Path]:
     """Folders of seeds, and the files above them, that a run has written."""
     seeds = [f for f in out.glob("seed-*") if (f / IDENTITY).is_file()]
-    return seeds + [out / name for name in _ABOVE if (out / name).is_file()]
+    return seeds + [out / name for name in _ABOVE if (out / name).is_file() and _written(out / name, out)]
 
 
 def move(source: Path, target: Path) -> None:
@@ -168,6 +176,9 @@ def drop(folder: Path, out: Path) -> None:
 def _written(path: Path, folder: Path) -> bool:
     """Whether a file below a folder of results was written by a run, and is still what it was."""
     parts = path.relative_to(folder).parts
+    if parts == (PLAN,):  # one of the user's may lie there
+        row = (folders.manifest(folder) or {}).get(PLAN)
+        return row is not None and folders.unchanged(path, row)
     if len(parts) == 1:
         return parts[0] in _ABOVE
     name, seed = "/".join(parts[1:]), folder / parts[0]
