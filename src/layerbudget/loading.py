@@ -211,7 +211,7 @@ def load_model(
         revision: Hub revision.
         device: Where to put it; ``auto`` is the accelerator where there is one.
         four_bit: Hold its matrices in 4 bits, for scores that read activations and gradients, and for adapters.
-        stream: Leave the weights in their files and bring one layer at a time (:mod:`layerbudget.mapped`); with None where they
+        stream: Leave the weights in their files and bring one layer at a time; with None where they
             would take more than half of the free memory.
 
     Raises:

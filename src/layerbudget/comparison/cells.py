@@ -58,7 +58,7 @@ class Cells:
 
     @property
     def seconds(self) -> float:
-        """Processor time of all cells that were used, found ones included: what they take from nothing."""
+        """Processor time that the cells which were used took, also where they were found."""
         return sum(self._took.values())
 
     def need(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 r"""What the long verbs will take on some machine, from a configuration and one timed layer: no model is loaded.
 
-Shapes come from a skeleton without memory. One token's forward through a layer is timed as its matrix products, in the precision
-of the checkpoint; a forward and backward is three of them, and what an estimator multiplies beside that is counted in products
-of float32 and float64, which are timed as well. Memory is what is anonymous: weights that are streamed from their files in the
-checkpoint's precision are mapped and cost nothing. ``whole`` is chosen where it fits into half of the machine.
+Shapes come from a skeleton without memory. One token's forward through a layer is timed as its matrix products, in the
+precision of the checkpoint; a forward and backward is three of them, and what an estimator multiplies beside that is counted
+in products of float32 and float64, which are timed as well. Memory is what is anonymous: weights that are streamed from their
+files in the checkpoint's precision are mapped and cost nothing. ``whole`` is chosen where it fits into half of the machine.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Several processes, each with its share of the sequences: sums and counts add up, one process writes.
 
 Processes are those of the launcher that started them (``torchrun --nproc-per-node N -m layerbudget ...``, ``accelerate launch
--m layerbudget ...``). Every process walks all layers on its own batches; when a layer is through, what the consumers hold of it is
-reduced in one flat sum per type, and each matrix is settled (factorised, decomposed) by one *owner*, chosen so that owners have
-the same work. What settling gave is added up at the end. Random labels are drawn from the content of a sequence, so the numbers
-do not depend on the number of processes beyond the order of sums.
+-m layerbudget ...``). Every process walks all layers on its own batches; when a layer is through, what the consumers hold of
+it is reduced in one flat sum per type, and each matrix is settled (factorised, decomposed) by one *owner*, chosen so that
+owners have the same work. What settling gave is added up at the end. Random labels are drawn from the content of a sequence,
+so the numbers do not depend on the number of processes beyond the order of sums.
 """
 
 from __future__ import annotations
