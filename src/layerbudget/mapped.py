@@ -124,11 +124,11 @@ class Mapped:
 
     def _settle(self) -> None:
         """Bring what lies outside the layers to the device; let the layers come when they run."""
-        inside = {name for names in self._own.values() for name in names}
+        self._inside = {name for names in self._own.values() for name in names}
         converts = self.device.type != "cpu"
         for name, p in self.parameters.items():
             wanted = self.dtype if p.is_floating_point() else p.dtype
-            if name not in inside:
+            if name not in self._inside:
                 p.data = p.data.to(self.device, wanted)
             converts = converts or p.dtype != wanted
         model = self.model()
@@ -179,10 +179,13 @@ class Mapped:
             file: open_tensors({key: file for own, key in wanted.values() if own == file}) for file, _ in wanted.values()
         }
         for name, (file, key) in wanted.items():
+            tensor = tensors[file][key]
             if name in self._held:
-                self._held[name] = tensors[file][key]
-            else:
-                self.parameters[name].data = tensors[file][key]
+                self._held[name] = tensor
+            elif name in self._inside:
+                self.parameters[name].data = tensor
+            else:  # as it was settled
+                self.parameters[name].data = tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
     def remap(self, keys: Mapping[str, nn.Parameter], file: Path) -> None:
         """Take parameters from the tensors of a file from now on: what was written into them leaves the memory."""

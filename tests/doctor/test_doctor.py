@@ -182,7 +182,7 @@ def test_activation_bytes_are_what_autograd_keeps(data):
 
 
 def test_too_little_memory_is_a_problem(monkeypatch, mistral, data):
-    monkeypatch.setattr("layerbudget.doctor.diagnosis.available_memory", lambda device: 100)
+    monkeypatch.setattr("layerbudget.doctor.diagnosis.free_bytes", lambda device: 100)
     diagnosis = diagnose(mistral, None, data)
     assert found(diagnosis, "memory", "problem") and "GiB" in str(diagnosis)
 

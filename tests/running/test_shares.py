@@ -46,7 +46,8 @@ for name in ("llama-tied", "bert", "mixtral"):
     out[f"{{name}} digest"] = plan.digest
     for method in ("magnitude", "wanda", "sparsegpt"):
         pruned = zoo.build(name, **more)
-        prune(pruned, plan_sparsity(score(pruned, data, blocks, "fisher-trace"), sparsity=0.5), data if method != "magnitude" else None, method)
+        own = plan_sparsity(score(pruned, data, blocks, "fisher-trace"), sparsity=0.5)
+        prune(pruned, own, data if method != "magnitude" else None, method)
         out[f"{{name}} {{method}}"] = [int(v) for p in pruned.parameters() for v in (p == 0).flatten()]
     if name != "bert":
         out[f"{{name}} perplexity"] = [perplexity(model, zoo.tokens(7), batch_size=2).value]

@@ -77,8 +77,11 @@ def test_npy_needs_names(tmp_path, blocks):
 
 def test_infinite_and_missing(tmp_path, blocks):
     (tmp_path / "a.json").write_text(json.dumps({b.name: float("inf") for b in blocks}))
-    with pytest.raises(InvalidInput, match="finite"):
+    with pytest.raises(CorruptFile, match="does not parse"):  # JSON knows no infinity
         import_scores(tmp_path / "a.json", blocks)
+    (tmp_path / "a.csv").write_text("name,score\n" + "".join(f"{b.name},inf\n" for b in blocks))
+    with pytest.raises(InvalidInput, match="finite"):
+        import_scores(tmp_path / "a.csv", blocks)
     with pytest.raises(NotFound):
         import_scores(tmp_path / "none.json", blocks)
 

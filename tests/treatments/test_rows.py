@@ -52,7 +52,8 @@ def of_rows(model, size, sparsity=0.5, seed=0):
         counts[block.name] = np.minimum(rng.binomial(room, sparsity), room).astype(np.int64)
         blocks.append(type(block)(**{**block.to_dict(), "count": int(counts[block.name].sum())}))
     return Plan(
-        kind="sparsity", rule="by-hand", model=plan.model, blocks=tuple(blocks), budget={**plan.budget, "spent": sum(b.count for b in blocks)},
+        kind="sparsity", rule="by-hand", model=plan.model, blocks=tuple(blocks),
+        budget={**plan.budget, "spent": sum(b.count for b in blocks)},
         extra={"rows": RowGroups(size=size, counts=counts)},
     )  # fmt: skip
 
