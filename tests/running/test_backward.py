@@ -171,10 +171,12 @@ def test_a_loss_that_is_not_finite_names_its_sequences():
 
 def test_the_way_follows_the_memory(monkeypatch):
     model, data = zoo.mistral(2), zoo.tokens(4, 8, vocabulary=61)
+    assert memory.fitting(model, 8, 8) == 8
     blocks = partition(model, "layer")
     assert feed(model, data, blocks, Keep((data_loss,))).way == "whole"
     monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 1 << 12)
     assert feed(model, data, blocks, Keep((data_loss,))).way == "layers"
+    assert memory.fitting(model, 8, 8) == 1
     ticks: list[int] = []
     feed(model, data, blocks, Keep((data_loss,)), tick=ticks.append)
     assert sum(ticks) == 4

@@ -32,7 +32,7 @@ from ..mapped import converting
 from ..records import Block
 from .feeding import Fed, Feeding, Loss, SampledLoss, data_loss
 from .loss import Batch, Data, batches, logits_of
-from .memory import fits_whole, room_for
+from .memory import fits_whole, fitting, room_for
 from .modes import inference
 from .replay import Replay
 from .shares import Team, team
@@ -64,7 +64,7 @@ def feed(
         data: What to run; or the batches themselves.
         blocks: Whose matrices.
         consumer: Takes the sites.
-        batch_size: Sequences per forward (one where parameters are read from autograd).
+        batch_size: Sequences per forward (one where parameters are read from autograd); halved until a layer's graph fits.
         walk: ``whole``, ``layers``, or ``auto``: the whole graph where it fits in half of the free memory.
         store: Where a walk keeps the layers' inputs: ``device``, ``cpu`` or ``disk``; the first that has room by default.
         folder: Parent of the temporary folder for ``disk``.
@@ -86,7 +86,8 @@ def feed(
         if isinstance(data, Sequence):
             runs = list(data)
         else:
-            most = batch_size if together is None else min(batch_size, -(-data.samples // together.size))
+            most = fitting(model, data.length, batch_size)
+            most = most if together is None else min(most, -(-data.samples // together.size))
             runs = list(batches(model, data, 1 if collector.single else most))
         if together is not None:
             runs = together.mine(runs)

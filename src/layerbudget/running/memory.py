@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..blocks import layer_lists
 from ..machine import SHARE, free_bytes
 from .loss import Batch
 
@@ -40,6 +41,20 @@ def graph_bytes(model: nn.Module, runs: Sequence[Batch]) -> int:
     output = getattr(model, "get_output_embeddings", lambda: None)()
     vocabulary = 0 if output is None or getattr(output, "weight", None) is None else int(output.weight.shape[0])
     return positions * (2 * wide * parameter.element_size() + 12 * vocabulary)
+
+
+def fitting(model: nn.Module, length: int, batch_size: int) -> int:
+    """The batch, halved until one layer's graph and the logits fit into half of what is free; numbers do not depend on it."""
+    parameter = next(model.parameters())
+    layers = max(len(found[1]) for found in layer_lists(model)) if layer_lists(model) else 1
+    wide = sum(sum(p.shape[-2:]) for p in model.parameters() if p.ndim >= 2) / layers
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    vocabulary = 0 if output is None or getattr(output, "weight", None) is None else int(output.weight.shape[0])
+    one = length * (2 * wide * parameter.element_size() + 12 * vocabulary)
+    free = SHARE * free_bytes(parameter.device)
+    while batch_size > 1 and batch_size * one > free:
+        batch_size //= 2
+    return batch_size
 
 
 def fits_whole(model: nn.Module, runs: Sequence[Batch], state: int) -> bool:
