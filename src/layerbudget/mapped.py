@@ -187,6 +187,11 @@ class Mapped:
             else:  # as it was settled
                 self.parameters[name].data = tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
+    def again(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """A parameter as its file has it, in a mapping of its own; None where it is not mapped."""
+        place = self.places.get(self.names.get(id(parameter), ""))
+        return None if place is None else open_tensors({place[1]: place[0]})[place[1]]
+
     def remap(self, keys: Mapping[str, nn.Parameter], file: Path) -> None:
         """Take parameters from the tensors of a file from now on: what was written into them leaves the memory."""
         self.leave()

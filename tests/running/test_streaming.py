@@ -192,3 +192,15 @@ def test_pruning_reads_the_masks_from_new_files(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
     stored = {k: v for f in (tmp_path / "model").glob("*.safetensors") for k, v in load_file(f).items()}
     assert all(bool((stored[n] != 0).any(1).all()) for n in moved)
+
+
+def test_measuring_on_mapped_weights_is_measuring(folders, tmp_path):
+    from layerbudget.damage.measure import damage_curves
+
+    whole, streamed = (load_model(str(folders["llama-tied", "float32"]), stream=s) for s in (False, True))
+    data, blocks = zoo.tokens(), partition(whole, "layer")
+    curves = [damage_curves(m, data, blocks, ratios=(0.3, 0.6)).damage for m in (whole, streamed)]
+    assert curves[0] == curves[1] and fingerprint(streamed) == fingerprint(whole)
+    converted = load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=True)
+    with pytest.raises(CoverageError, match="lost"):
+        damage_curves(converted, data, blocks)

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from ..blocks import weight_of
+from ..errors import CoverageError
+from ..mapped import converting, mapped
 from ..records import Block
 
 
 class Originals:
-    """Copies of the weights of some blocks, to go back to."""
+    """Copies of the weights of some blocks, to go back to.
+
+    Raises:
+        CoverageError: Layers come to the device one at a time.
+    """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
         self.model = model
-        self.held = {m.name: weight_of(model, m.name)[1].detach().clone() for b in blocks for m in b.modules}
+        if converting(model):
+            raise CoverageError(
+                "What is tried on a layer would be lost when the next one takes its place on the device.",
+                "Trials need weights that stay: in memory, or mapped in the checkpoint's own precision.",
+                "Use --dtype auto on the processor, or load without --stream.",
+            )
+        self.held = {m.name: self._copy(weight_of(model, m.name)[1]) for b in blocks for m in b.modules}
+
+    def _copy(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy; where weights are mapped, the file is one."""
+        lies = mapped(self.model)
+        found = None if lies is None else lies.again(parameter)
+        return parameter.detach().clone() if found is None else found
 
     def restore(self, names: Sequence[str] | None = None) -> None:
         """Put weights back; all of them by default."""
