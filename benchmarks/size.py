@@ -122,10 +122,9 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
     if name == "perplexity":
         return lambda: lb.perplexity(model, data, batch_size=batch_size)
     if name == "measure":
-        from layerbudget.damage.sequential import plan_sequential
+        from layerbudget.damage.sequential import plan_directional
 
-        blocks = partition(model, "linear")
-        return lambda: plan_sequential(model, data, blocks, sparsity=0.5, batch_size=batch_size, passes=8)
+        return lambda: plan_directional(model, data, sparsity=0.5, batch_size=batch_size, passes=9)
     by = "linear" if name == "rank-gain" else "layer"
     return lambda: lb.score(model, data, partition(model, by), name, batch_size=batch_size, walk="layers")
 
