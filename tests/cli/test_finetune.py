@@ -48,6 +48,12 @@ def test_trains_reports_and_compares(setting, capsys):
     assert "cannot be told from" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_a_progress_bar_lasts_for_all_seeds(setting, capsys):
+    words = [word for word in command(setting, "--seeds", "0", "1") if word != "--quiet"]
+    assert main(words) == 0
+    assert "accuracy" in capsys.readouterr().out
+
+
 def test_numbers_of_the_protocol_and_the_base(setting, capsys):
     words = ["--set", "dropout=0.1", "--set", "ratio=1", "--alpha-policy", "rslora", "--dtype", "bfloat16"]
     words += ["--gradient-checkpointing"]

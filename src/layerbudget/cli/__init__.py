@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
 
 
-_SHARED = ("score", "prune", "evaluate")
+_SHARED = ("score", "prune", "finetune", "evaluate")
 
 
 def _join(arguments: argparse.Namespace) -> bool:
@@ -155,7 +155,7 @@ def _join(arguments: argparse.Namespace) -> bool:
     if arguments.verb not in _SHARED:
         raise InvalidInput(
             f"{arguments.verb} runs in one process, and the launcher started {os.environ['WORLD_SIZE']}.",
-            f"Sequences are shared by {', '.join(_SHARED)}.",
+            f"Work is shared by {', '.join(_SHARED)}.",
             "Start it without torchrun.",
         )
     together = join(getattr(arguments, "device", None))

@@ -76,6 +76,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..lora.compare import compare, read_result
     from ..lora.finetune import finetune
     from ..records import dumps, write_text
+    from ..running.shares import first
 
     if arguments.against:
         read_result(arguments.against)  # before the training
@@ -117,7 +118,8 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     _show(arguments.console, result)
     if arguments.against:
         result["against"] = compare(arguments.out, arguments.against)
-        write_text(Path(arguments.out) / "against.json", dumps(result["against"]), overwrite=True)
+        if first():
+            write_text(Path(arguments.out) / "against.json", dumps(result["against"]), overwrite=True)
         for split, tests in result["against"].items():
             for test in ("seeds", "samples"):
                 if tests[test]:

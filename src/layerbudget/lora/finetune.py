@@ -10,8 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,17 +25,19 @@ from ..keeping.writing import real, whole
 from ..plan import Plan
 from ..provenance import computation, versions
 from ..records import dumps, write_text
+from ..running.shares import by_first, first, team
 from . import seeds as seeds_of
 from .adapt import started
 from .base import Loader, NamedLoader
 from .protocol import Protocol
 from .ranks import fold_scales
 from .rows import Rows
+from .steps import logging_before_saving, mean_loss
 from .text_rows import TextRows, answers_of, rows_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +48,15 @@ def _arguments(
     from transformers import TrainingArguments
 
     options: dict[str, Any] = {}
+    together = team()
+    per_device = protocol.batch // protocol.accumulation // (together.size if together else 1)
     if checkpointing:  # later releases of transformers renamed it
         new = "activation_checkpointing" in {f.name for f in dataclasses.fields(TrainingArguments)}
         name = "activation_checkpointing" if new else "gradient_checkpointing"
         options = {name: True, f"{name}_kwargs": {"use_reentrant": False}}
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"), seed=seed, data_seed=seed, num_train_epochs=protocol.epochs,
-        per_device_train_batch_size=protocol.batch // protocol.accumulation, gradient_accumulation_steps=protocol.accumulation,
+        per_device_train_batch_size=per_device, gradient_accumulation_steps=protocol.accumulation,
         learning_rate=protocol.lr, lr_scheduler_type="linear", warmup_steps=min(protocol.warmup, steps // 2),
         weight_decay=protocol.weight_decay, max_grad_norm=protocol.clip, optim="adamw_torch", bf16=bf16, use_cpu=cpu,
         save_strategy="epoch", save_total_limit=2, logging_steps=10, report_to=[], remove_unused_columns=False,
@@ -85,9 +88,7 @@ def train_one(
     Returns:
         ``metrics`` by split with ``predictions`` (of text: ``losses`` by row), and the training loss.
     """
-    from transformers import PrinterCallback, Trainer, set_seed
-
-    from .experts.balance import BalanceScale
+    from transformers import PrinterCallback, set_seed
 
     if not rows.causal and protocol.accumulation > 1:
         raise InvalidInput(
@@ -103,14 +104,11 @@ def train_one(
         folder, protocol, seed, steps, cpu=device.type == "cpu", bf16=half, checkpointing=checkpointing, quiet=quiet
     )
     set_seed(seed)
-    checkpoint = seeds_of.last_whole(folder) if resume else None
+    checkpoint = by_first(lambda: seeds_of.last_whole(folder)) if resume else None
     for callback in callbacks:
         if checkpoint is not None and hasattr(callback, "restore"):
             callback.restore(model, checkpoint)
-    trainer = Trainer(
-        model=model, args=arguments, train_dataset=read, data_collator=rows.collate,
-        callbacks=[BalanceScale(), _logging_before_saving()(), *callbacks, seeds_of.sealing()],
-    )  # fmt: skip
+    trainer = _trainer(model, arguments, read, rows, protocol, callbacks)
     trainer.remove_callback(PrinterCallback)  # it writes to stdout, which belongs to --json
     for callback in callbacks:
         if hasattr(callback, "attach"):
@@ -119,46 +117,40 @@ def train_one(
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if protocol.alpha_policy != "constant-ratio":
         fold_scales(model, protocol.ratio)  # what is saved has one scale, as servers assume
-    with whole(folder):
-        cast("PeftModel", model).save_pretrained(str(folder / "adapter"))
+    if first():
+        with whole(folder):
+            cast("PeftModel", model).save_pretrained(str(folder / "adapter"))
     result: dict[str, Any] = {
         "seed": seed,
         "training_loss": mean_loss(trainer.state.log_history),
         "steps": trainer.state.global_step,
     }
+    together = team()
+    if together is not None:
+        result["processes"] = together.size
     with torch.autocast(device.type, torch.bfloat16, enabled=half and not bf16):
         result |= rows.judge(model)
     return result
 
 
-def _logging_before_saving() -> type[TrainerCallback]:
-    """A callback that logs the loss of every step before a checkpoint is saved, so that a resumed run knows all of them."""
-    from transformers import TrainerCallback
+def _trainer(
+    model: nn.Module, arguments: TrainingArguments, read: Sequence[dict[str, Any]], rows: Rows | TextRows, protocol: Protocol,
+    callbacks: Sequence[Any],
+) -> Trainer:  # fmt: skip
+    """The Trainer of one process, or of several that share its passes."""
+    from transformers import Trainer
 
-    class LogBeforeSaving(TrainerCallback):
-        def on_epoch_end(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-        ) -> TrainerControl:
-            control.should_log = True
-            return control
+    from .experts.balance import BalanceScale
+    from .together import SharedTrainer
 
-    return LogBeforeSaving
-
-
-def mean_loss(history: Sequence[Mapping[str, Any]]) -> float:
-    """Mean loss over all steps from a Trainer's log, whose entries are means over the steps since the entry before.
-
-    The Trainer's own figure counts only the steps since the last resume.
-
-    >>> mean_loss([{"loss": 4.0, "step": 10}, {"loss": 1.0, "step": 15}, {"train_loss": 9.0, "step": 15}])
-    3.0
-    """
-    total, before = 0.0, 0
-    for entry in history:
-        if "loss" in entry:
-            total += float(entry["loss"]) * (entry["step"] - before)
-            before = entry["step"]
-    return total / max(before, 1)
+    options: dict[str, Any] = {
+        "model": model, "args": arguments, "data_collator": rows.collate,
+        "callbacks": [BalanceScale(), logging_before_saving()(), *callbacks, seeds_of.sealing()],
+    }  # fmt: skip
+    together = team()
+    if together is None:
+        return Trainer(train_dataset=cast(Any, read), **options)
+    return SharedTrainer(together, read, protocol.batch // protocol.accumulation, causal=rows.causal, **options)
 
 
 def finetune(
@@ -205,35 +197,34 @@ def finetune(
         AlreadyExists: ``out`` holds results and neither ``resume`` nor ``overwrite`` is set, or seeds of another plan, task,
             protocol, precision or version.
         InvalidInput: A seed is named twice, ``resume`` and ``overwrite`` together, a number of the protocol that the plan
-            does not read, or several processes.
+            does not read, or what several processes cannot share.
         CoverageError: The recount differs from the plan.
     """
+    from .together import check
+
     out = real(out)
     if len(set(seeds)) < len(seeds) or not seeds:
         raise InvalidInput(
             f"The seeds are {list(seeds)}.", "At least one, each once: a repeated run is no sample.", "Drop some."
         )
     protocol.check(plan.kind)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InvalidInput(
-            f"This is one of {os.environ['WORLD_SIZE']} processes; finetune trains in one.", "",
-            "For several, adapt the model with add_ranks or add_experts and train it with your own Trainer.",
-        )  # fmt: skip
     if resume and overwrite:
         raise InvalidInput("resume and overwrite were given together.", "One keeps what the other removes.", "Leave one out.")
-    seeds_of.check_free(out, resume=resume, overwrite=overwrite)
+    ready = [list(callbacks())]  # the first seed's: each is made once
+    moved = [c.describe() for c in ready[0] if hasattr(c, "describe")]
+    check(protocol, load, moved, bf16=bf16)
+    by_first(lambda: seeds_of.check_free(out, resume=resume, overwrite=overwrite))
     identity = {
         "plan": plan.digest, "task": task.digest, "protocol": dataclasses.asdict(protocol), "bf16": bf16,
         "base": dict(load.settings) if isinstance(load, NamedLoader) else computation(load(seeds[0])),
         "versions": versions(("torch", "transformers", "peft")),
     }  # fmt: skip
-    moved = [c.describe() for c in callbacks() if hasattr(c, "describe")]
     if moved:  # they change numbers too
         identity["callbacks"] = moved
-    with seeds_of.replacing(out) if overwrite else contextlib.nullcontext():
+    with seeds_of.replacing(out) if overwrite and first() else contextlib.nullcontext():
         return _over_seeds(
-            load, tokenizer, plan, task, out, protocol, seeds, identity, callbacks=callbacks, progress=progress, resume=resume,
-            bf16=bf16, checkpointing=checkpointing, quiet=quiet,
+            load, tokenizer, plan, task, out, protocol, seeds, identity, progress=progress, resume=resume, bf16=bf16,
+            callbacks=lambda: ready.pop() if ready else callbacks(), checkpointing=checkpointing, quiet=quiet,
         )  # fmt: skip
 
 
@@ -246,9 +237,10 @@ def _over_seeds(
     results, trained = [], 0
     for done, seed in enumerate(seeds):
         folder = out / f"seed-{seed}"
-        record = seeds_of.kept(folder, identity)
+        record = by_first(lambda folder=folder: seeds_of.kept(folder, identity))  # type: ignore[misc]
         if record is None:
-            seeds_of.begin(folder, identity)
+            if first():
+                seeds_of.begin(folder, identity)
             plain = load(seed)
             rows = rows_of(task, tokenizer, plain, protocol)
             protocol.check(plan.kind, causal=rows.causal)
@@ -256,7 +248,8 @@ def _over_seeds(
             record = train_one(model, rows, task, protocol, seed, folder, callbacks=list(callbacks()), **options)
             record["identity"] = identity
             record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            seeds_of.finish(folder, record)
+            if first():
+                seeds_of.finish(folder, record)
         results.append(record)
         trained = record["trained_parameters"]
         if progress:
@@ -266,10 +259,14 @@ def _over_seeds(
         "rule": plan.rule, "trained_parameters": trained, "seeds": list(seeds), "identity": identity,
         "metrics": _summary(results), "one_class": _one_class(results),
     }  # fmt: skip
+    by_first(lambda: _write_summary(out, summary, task, plan))
+    return summary
+
+
+def _write_summary(out: Path, summary: dict[str, Any], task: Task | Texts, plan: Plan) -> None:
     write_text(out / "result.json", dumps(summary), overwrite=True)
     write_text(out / "labels.json", dumps(answers_of(task)), overwrite=True)
     seeds_of.seal_summary(out, plan)
-    return summary
 
 
 def _counts(task: Task | Texts) -> dict[str, int]:

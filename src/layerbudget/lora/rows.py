@@ -11,6 +11,7 @@ from torch import nn
 
 from ..data.examples import Example, Task
 from ..evaluation import statistics
+from ..running.shares import spread, total
 
 IGNORE = -100
 
@@ -108,7 +109,8 @@ class Rows:
         """Predicted label of every example, shape ``(n,)``.
 
         A head's largest logit; for a causal LM the possible answer with the largest likelihood given the prompt (summed
-        over its tokens, the end of sequence included), so that no free text has to be parsed.
+        over its tokens, the end of sequence included), so that no free text has to be parsed. Several processes share the
+        batches, and all call it.
         """
         model.eval()
         device = next(model.parameters()).device
@@ -116,22 +118,24 @@ class Rows:
             rows = self.encoded(examples)
             order = np.argsort([len(r["input_ids"]) for r in rows], kind="stable")
             result = np.zeros(len(rows), dtype=np.int64)
-            for start in range(0, len(rows), batch):
+            for start in spread(range(0, len(rows), batch)):
                 part = order[start : start + batch]
                 inputs = {k: v.to(device) for k, v in self.collate([rows[i] for i in part]).items() if k != "labels"}
                 result[part] = model(**inputs).logits.float().argmax(-1).cpu().numpy()
-            return result
+            return total(result).astype(np.int64)
         scored = Rows(self.task, self.tokenizer, causal=True, cutoff=self.cutoff)
         owners = [(i, answer) for i, e in enumerate(examples) for answer in range(e.choices)]
         rows = [scored._answered(examples[i], answer) for i, answer in owners]
-        table = np.full((len(examples), len(self.task.answers)), -np.inf)
+        sums = np.zeros(len(rows))
         order = np.argsort([len(r["input_ids"]) for r in rows], kind="stable")
-        for start in range(0, len(rows), batch):
+        for start in spread(range(0, len(rows), batch)):
             part = order[start : start + batch]
             inputs = {k: v.to(device) for k, v in self.collate([rows[i] for i in part]).items()}
             labels = inputs.pop("labels")[:, 1:]
             chances = model(**inputs).logits[:, :-1].float().log_softmax(-1)
             taken = chances.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels != IGNORE)
-            for row, value in zip(part, taken.sum(-1).cpu().tolist(), strict=True):
-                table[owners[row]] = value
+            sums[part] = taken.sum(-1).cpu().numpy()
+        table = np.full((len(examples), len(self.task.answers)), -np.inf)
+        for owner, value in zip(owners, total(sums), strict=True):
+            table[owner] = value
         return table.argmax(-1)

@@ -20,6 +20,7 @@ from ..errors import AlreadyExists, CorruptFile
 from ..keeping import folders, reading
 from ..keeping.writing import check_writable
 from ..records import dumps, write_text
+from ..running.shares import first, team
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -90,7 +91,11 @@ def sealing() -> TrainerCallback:
 
     class Sealing(TrainerCallback):
         def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-            folders.seal(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
+            together = team()
+            if together is not None:
+                together.wait()  # every process has its random state in it
+            if first():
+                folders.seal(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
 
     return Sealing()
 

@@ -1,8 +1,8 @@
-"""How far a training is, step by step, with its loss."""
+"""How far a training is, step by step, with its loss; and the log that a resumed run reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,3 +35,33 @@ def step_callback(progress: Callable[[int, int, str], None], phase: str) -> Trai
             return control
 
     return Steps()
+
+
+def logging_before_saving() -> type[TrainerCallback]:
+    """A callback that logs the loss of every step before a checkpoint is saved, so that a resumed run knows all of them."""
+    from transformers import TrainerCallback
+
+    class LogBeforeSaving(TrainerCallback):
+        def on_epoch_end(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        ) -> TrainerControl:
+            control.should_log = True
+            return control
+
+    return LogBeforeSaving
+
+
+def mean_loss(history: Sequence[Mapping[str, Any]]) -> float:
+    """Mean loss over all steps from a Trainer's log, whose entries are means over the steps since the entry before.
+
+    The Trainer's own figure counts only the steps since the last resume.
+
+    >>> mean_loss([{"loss": 4.0, "step": 10}, {"loss": 1.0, "step": 15}, {"train_loss": 9.0, "step": 15}])
+    3.0
+    """
+    total, before = 0.0, 0
+    for entry in history:
+        if "loss" in entry:
+            total += float(entry["loss"]) * (entry["step"] - before)
+            before = entry["step"]
+    return total / max(before, 1)

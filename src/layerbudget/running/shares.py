@@ -128,3 +128,21 @@ def first() -> bool:
     """Whether this process writes: the only one, or number 0."""
     found = team()
     return found is None or found.first
+
+
+def by_first(make: Callable[[], T]) -> T:
+    """What the process that writes makes, in all of them."""
+    found = team()
+    return make() if found is None else found.from_first(make)
+
+
+def spread(parts: Sequence[T]) -> list[T]:
+    """Every n-th of the parts, none of them where there are fewer than processes."""
+    found = team()
+    return list(parts) if found is None else list(parts[found.rank :: found.size])
+
+
+def total(values: np.ndarray) -> np.ndarray:
+    """Sum of what all processes hold."""
+    found = team()
+    return values if found is None else found.added(values)

@@ -1,0 +1,192 @@
+"""Fine-tuning in two processes (gloo) gives one process's losses, predictions and adapters; what cannot be shared refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from tests import zoo
+from tests.running.test_shares import launched
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import layerbudget as lb
+from layerbudget.cli import main
+from layerbudget.lora.together import Shares
+
+
+def command(folder, plan, out, *more):
+    """Two epochs of 54 rows in batches of 16: the last step of an epoch has 6."""
+    return [
+        "finetune", str(folder / "model"), str(folder / plan), "-o", str(out), "--epochs", "2", "--batch", "16", "--device",
+        "cpu", "--quiet", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory):
+    """The embedded model in a folder, plans of ranks and experts, rows with answers, rows with labels."""
+    folder = tmp_path_factory.mktemp("speaker")
+    model = lb.load_model("demo")
+    model.save_pretrained(folder / "model")
+    lb.load_tokenizer("demo").save_pretrained(folder / "model")
+    zoo.linears(model, lambda n: 2 if "q_proj" in n or "v_proj" in n else 0).save(folder / "ranks.json")
+    zoo.linears(model, lambda n: 3 if "q_proj" in n else 0, "experts").save(folder / "experts.json")
+    said = [{"prompt": f"say {chr(97 + i % 20)}{i}:", "completion": f" {chr(97 + i % 20) * (1 + i % 5)}"} for i in range(60)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, said)))
+    labelled = [{"text": f"the film was {('bad', 'good')[i % 2]} , {i}", "label": ("no", "yes")[i % 2]} for i in range(60)]
+    (folder / "labels.jsonl").write_text("\n".join(map(json.dumps, labelled)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """An encoder in a folder, a plan of ranks, rows with labels."""
+    folder = tmp_path_factory.mktemp("encoder")
+    words = {w: i for i, w in enumerate(["<pad>", "<unk>", "good", "bad", "film"])}
+    tok = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tok.pre_tokenizer = pre_tokenizers.Whitespace()
+    model = zoo.classifier(2)
+    model.save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder / "model")
+    zoo.linears(model, lambda n: 2 if "attention" in n else 0).save(folder / "ranks.json")
+    rows = [{"text": " ".join(["film"] * (i % 7)) + f" {('bad', 'good')[i % 2]} {i}", "label": i % 2} for i in range(59)]
+    (folder / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def same(one, two, seeds=(0,)):
+    """Largest difference of the adapters' entries, relative to the largest entry; numbers and files are compared on the way."""
+    files = [sorted(str(f.relative_to(out)) for f in out.rglob("*") if "rng_state" not in f.name) for out in (one, two)]
+    assert files[0] == files[1]
+    worst = 0.0
+    for seed in seeds:
+        a, b = (json.loads((out / f"seed-{seed}" / "result.json").read_text()) for out in (one, two))
+        assert b.pop("processes") == 2 and a.keys() == b.keys() and a["steps"] == b["steps"] and a["identity"] == b["identity"]
+        assert a["training_loss"] == pytest.approx(b["training_loss"], rel=1e-4)
+        for split, metrics in a["metrics"].items():
+            assert b["metrics"][split] == pytest.approx(metrics, rel=1e-4)
+        for what in ("losses", "predictions"):
+            for split, values in a.get(what, {}).items():
+                assert np.allclose(b[what][split], values, rtol=1e-3), (what, split)
+        weights = [load_file(out / f"seed-{seed}" / "adapter" / "adapter_model.safetensors") for out in (one, two)]
+        assert weights[0].keys() == weights[1].keys()
+        largest = max(float(v.abs().max()) for v in weights[0].values())
+        worst = max(worst, *(float((v - weights[1][k]).abs().max()) / largest for k, v in weights[0].items()))
+    return worst
+
+
+def both(folder, tmp_path, plan, *more):
+    """Run alone and in two processes."""
+    assert main(command(folder, plan, tmp_path / "one", *more)) == 0
+    done = launched(["-m", "layerbudget", *command(folder, plan, tmp_path / "two", *more)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_every_row_of_a_pass_is_learned_once_and_in_the_order_of_one_process():
+    alone, shared = Shares(11, 4, 7, 0, 1), [Shares(11, 4, 7, rank, 4) for rank in range(4)]
+    for epoch in (0, 1):
+        passes = [list(s) for s in (alone, *shared)]
+        for k, expected in enumerate(passes[0]):
+            parts = [found[k] for found in passes[1:]]
+            assert all(parts) and sorted(i for p in parts for i in p if i < 11) == sorted(expected), epoch
+    assert passes[1][2] != [11] and passes[4][2] == [11]  # three rows for four processes
+
+
+def test_two_processes_train_the_adapter_of_one(speaker, tmp_path):
+    done = both(speaker, tmp_path, "ranks.json", "--data", str(speaker / "rows.jsonl"), "--json")
+    assert json.loads(done.stdout)["metrics"]["held_out"]["loss"]["value"] > 0  # one document, of process 0
+    assert same(tmp_path / "one", tmp_path / "two") < 1e-3
+
+
+def test_what_processes_cannot_share_refuses_by_name(speaker, tmp_path):
+    words = command(speaker, "ranks.json", tmp_path / "no", "--data", str(speaker / "rows.jsonl"))
+    script = tmp_path / "all.py"  # several refusals in one start
+    script.write_text(
+        "import os, sys\nfrom layerbudget.cli import main\n"
+        f"words = {words!r}\n"
+        "wrong = (['--batch', '15'], ['--batch', '9', '--accumulation', '9'], ['--replan', '0.5'])\n"
+        "codes = [main([*words, *more]) for more in wrong]\n"
+        "os.environ['ACCELERATE_USE_FSDP'] = 'true'\ncodes.append(main(words))\n"
+        "sys.exit(0 if codes == [2] * 4 else 1)\n"
+    )
+    done = launched([str(script)])
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 0, done.stderr[-3000:]
+    for sentence in (
+        "A batch of 15 rows does not divide between 2 processes", "A re-plan (--replan) is not shared",
+        "A batch of 9 rows in 9 passes does not divide", "FSDP is not shared", "--batch 14",
+    ):  # fmt: skip
+        assert sentence in said, sentence
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan, more",
+    [
+        ("ranks.json", ("--accumulation", "2", "--seeds", "0", "1", "--alpha-policy", "rslora", "--gradient-checkpointing")),
+        ("ranks.json", ("--packing", "--set", "cutoff=32", "--set", "start=gradients")),
+    ],
+)
+def test_every_way_of_training_text_is_shared(speaker, tmp_path, plan, more):
+    both(speaker, tmp_path, plan, "--data", str(speaker / "rows.jsonl"), *more)
+    assert same(tmp_path / "one", tmp_path / "two", (0, 1) if "--seeds" in more else (0,)) < 1e-3
+
+
+@pytest.mark.slow
+def test_experts_are_as_near_as_one_process_is_to_itself_in_two_passes(speaker, tmp_path):
+    """Choices of experts turn on rounding, so the yardstick is the same sum in another order within one process."""
+    rows = ("--data", str(speaker / "rows.jsonl"))
+    both(speaker, tmp_path, "experts.json", *rows)
+    assert main(command(speaker, "experts.json", tmp_path / "passes", *rows, "--accumulation", "2")) == 0
+    a, b = (load_file(tmp_path / o / "seed-0" / "adapter" / "adapter_model.safetensors") for o in ("one", "passes"))
+    largest = max(float(v.abs().max()) for v in a.values())
+    yardstick = max(float((v - b[k]).abs().max()) / largest for k, v in a.items())
+    assert same(tmp_path / "one", tmp_path / "two") < 3 * yardstick < 1e-2
+
+
+@pytest.mark.slow
+def test_labels_are_shared_by_a_head_and_by_a_language_model(encoder, speaker, tmp_path):
+    for folder in (encoder, speaker):
+        place = tmp_path / folder.name
+        both(folder, place, "ranks.json", "--task", str(folder / "labels.jsonl"))
+        assert same(place / "one", place / "two") < 1e-3
+
+
+@pytest.mark.slow
+def test_resume_overwrite_and_accelerate(speaker, tmp_path):
+    """Two processes continue what one began, and the other way round; `accelerate launch` starts them too."""
+    rows = ("--data", str(speaker / "rows.jsonl"))
+    both(speaker, tmp_path, "ranks.json", *rows)
+    for out, launch in ((tmp_path / "one", launched), (tmp_path / "two", None)):
+        before = load_file(out / "seed-0" / "adapter" / "adapter_model.safetensors")
+        for name in ("result.json", "manifest.json"):
+            (out / "seed-0" / name).unlink(missing_ok=True)
+        last = max((out / "seed-0" / "checkpoints").iterdir(), key=lambda f: int(f.name[11:]))
+        (last / "trainer_state.json").write_text("{")  # half written: the one before it counts
+        words = command(speaker, "ranks.json", out, *rows, "--resume")
+        if launch:
+            done = launch(["-m", "layerbudget", *words])
+            assert done.returncode == 0, done.stderr[-3000:]
+        else:
+            assert main(words) == 0
+        after = load_file(out / "seed-0" / "adapter" / "adapter_model.safetensors")
+        assert max(float((v - after[k]).abs().max()) for k, v in before.items()) < 1e-4
+    words = ["-m", "layerbudget", *command(speaker, "ranks.json", tmp_path / "two", *rows)]
+    refused = launched(words)
+    assert refused.returncode != 0 and "holds results already" in " ".join(refused.stderr.split())
+    start = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    start += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", "1", "--main_process_port", "29613"]
+    done = subprocess.run(
+        [*start, *words, "--overwrite"], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert main(command(speaker, "ranks.json", tmp_path / "one", *rows, "--overwrite")) == 0
+    assert same(tmp_path / "one", tmp_path / "two") < 1e-3
