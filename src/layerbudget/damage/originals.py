@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from ..blocks import weight_of
-from ..errors import CoverageError
-from ..mapped import converting, mapped
+from ..mapped import mapped, need_settled
 from ..records import Block
 
 
@@ -22,12 +21,7 @@ class Originals:
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
         self.model = model
-        if converting(model):
-            raise CoverageError(
-                "What is tried on a layer would be lost when the next one takes its place on the device.",
-                "Trials need weights that stay: in memory, or mapped in the checkpoint's own precision.",
-                "Use --dtype auto on the processor, or load without --stream.",
-            )
+        need_settled(model, "a trial")
         self.held = {m.name: self._copy(weight_of(model, m.name)[1]) for b in blocks for m in b.modules}
 
     def _copy(self, parameter: nn.Parameter) -> torch.Tensor:
