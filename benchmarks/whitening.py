@@ -63,7 +63,7 @@ def main() -> None:
     lines += [f"| {r['width']} | {r['total']:.1e} | {r['ranks']:.1e} | {r['ratio']:.1f} times as long |" for r in rows]
     lines += [
         "",
-        f"{torch.get_num_threads()} threads, processor time; sums are exact, ranks above width 1024 by a search to 1e-5.",
+        f"{torch.get_num_threads()} threads, processor time; sums are exact, ranks above width 1024 by a search until they move by less than 1e-7.",
     ]
     (given.out / "whitening.json").write_text(json.dumps(rows, indent=1) + "\n")
     (given.out / "whitening.md").write_text("\n".join(lines) + "\n")

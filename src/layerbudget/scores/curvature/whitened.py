@@ -20,7 +20,7 @@ from ...errors import CurvatureFailure
 from .kronecker import Sums, Tokens
 
 SMALL = 1024  # up to here the whole spectrum costs less than a search for its top
-_STEPS, _STILL = 12, 1e-5
+_STEPS, _STILL = 12, 1e-7
 
 Spectrum = tuple[float, torch.Tensor]
 
