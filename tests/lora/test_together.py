@@ -111,17 +111,19 @@ def test_what_processes_cannot_share_refuses_by_name(speaker, tmp_path):
     script.write_text(
         "import os, sys\nfrom layerbudget.cli import main\n"
         f"words = {words!r}\n"
-        "wrong = (['--batch', '15'], ['--batch', '9', '--accumulation', '9'], ['--replan', '0.5'])\n"
+        "wrong = (['--batch', '15'], ['--batch', '9', '--accumulation', '9'], ['--replan', '0.5'],"
+        " ['--set', 'start=gradients'])\n"
         "codes = [main([*words, *more]) for more in wrong]\n"
         "os.environ['ACCELERATE_USE_FSDP'] = 'true'\ncodes.append(main(words))\n"
-        "sys.exit(0 if codes == [2] * 4 else 1)\n"
+        "sys.exit(0 if codes == [2] * 5 else 1)\n"
     )
     done = launched([str(script)])
     said = " ".join(done.stderr.split())
     assert done.returncode == 0, done.stderr[-3000:]
     for sentence in (
         "A batch of 15 rows does not divide between 2 processes", "A re-plan (--replan) is not shared",
-        "A batch of 9 rows in 9 passes does not divide", "FSDP is not shared", "--batch 14",
+        "A batch of 9 rows in 9 passes does not divide", "FSDP is not shared", "gradients (--start) is not shared",
+        "--batch 14",
     ):  # fmt: skip
         assert sentence in said, sentence
     assert not (tmp_path / "no").exists()
@@ -132,7 +134,7 @@ def test_what_processes_cannot_share_refuses_by_name(speaker, tmp_path):
     "plan, more",
     [
         ("ranks.json", ("--accumulation", "2", "--seeds", "0", "1", "--alpha-policy", "rslora", "--gradient-checkpointing")),
-        ("ranks.json", ("--packing", "--set", "cutoff=32", "--set", "start=gradients")),
+        ("ranks.json", ("--packing", "--set", "cutoff=32")),
     ],
 )
 def test_every_way_of_training_text_is_shared(speaker, tmp_path, plan, more):

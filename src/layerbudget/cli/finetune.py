@@ -170,7 +170,7 @@ def _callbacks(arguments: argparse.Namespace, plan: Any, progress: Any) -> Any:
     from ..lora.replan import Replan
     from ..lora.steps import step_callback
 
-    seeds = iter(range(1, len(arguments.seeds) + 1))
+    seeds = iter(range(len(arguments.seeds) + 1))  # the first call, before any seed, asks what belongs to the identity
 
     def made() -> list[Any]:
         found: list[Any] = [] if arguments.replan is None else [Replan(plan, fraction=arguments.replan)]

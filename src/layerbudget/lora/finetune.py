@@ -210,8 +210,7 @@ def finetune(
     protocol.check(plan.kind)
     if resume and overwrite:
         raise InvalidInput("resume and overwrite were given together.", "One keeps what the other removes.", "Leave one out.")
-    ready = [list(callbacks())]  # the first seed's: each is made once
-    moved = [c.describe() for c in ready[0] if hasattr(c, "describe")]
+    moved = [c.describe() for c in callbacks() if hasattr(c, "describe")]
     check(protocol, load, moved, bf16=bf16)
     by_first(lambda: seeds_of.check_free(out, resume=resume, overwrite=overwrite))
     identity = {
@@ -224,7 +223,7 @@ def finetune(
     with seeds_of.replacing(out) if overwrite and first() else contextlib.nullcontext():
         return _over_seeds(
             load, tokenizer, plan, task, out, protocol, seeds, identity, progress=progress, resume=resume, bf16=bf16,
-            callbacks=lambda: ready.pop() if ready else callbacks(), checkpointing=checkpointing, quiet=quiet,
+            callbacks=callbacks, checkpointing=checkpointing, quiet=quiet,
         )  # fmt: skip
 
 

@@ -42,8 +42,8 @@ def check(protocol: Protocol, load: Loader, moved: Sequence[Any], *, bf16: bool)
         bf16: Whether bfloat16 autocast was asked for.
 
     Raises:
-        InvalidInput: Processes that did not join; a batch that does not divide; a balance loss, a base in 4 bits, a re-plan;
-            FSDP and other engines of accelerate, and its mixed precision.
+        InvalidInput: Processes that did not join; a batch that does not divide; a balance loss, a start in gradients, a
+            re-plan, a base in 4 bits; FSDP and other engines of accelerate, and its mixed precision.
     """
     started, found = int(os.environ.get("WORLD_SIZE", "1")), team()
     if started < 2 and found is None:
@@ -65,6 +65,7 @@ def check(protocol: Protocol, load: Loader, moved: Sequence[Any], *, bf16: bool)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     for refused, what, remedy in (
         (protocol.balance, "The balance loss (--balance)", "Leave it out: it is a product of shares of a whole batch."),
+        (protocol.start != "default", "A start in the task's gradients (--start)", "Leave it out: PEFT's own start is shared."),
         (moved, "A re-plan (--replan)", "Plan before, and leave --replan out: parameters take other shapes."),
         (named, "A base in 4 bits (--four-bit)", "Use --dtype bfloat16."),
         (precision != "no" and not (precision == "bf16" and bf16), f"Accelerate's mixed precision {precision}", "Say --bf16."),
