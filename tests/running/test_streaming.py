@@ -14,6 +14,9 @@ from tests.running.test_backward import ESTIMATORS, data_for, numbers
 
 import layerbudget as lb
 from layerbudget.blocks import fingerprint, partition
+from layerbudget.damage.measure import damage_curves
+from layerbudget.damage.patterned import plan_pattern
+from layerbudget.damage.sequential import plan_directional
 from layerbudget.errors import BadModel, CorruptFile, CoverageError, InvalidInput
 from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.loading import load_model
@@ -109,6 +112,17 @@ def test_what_needs_the_whole_graph_refuses_a_streamed_model(folders):
     for estimator in ("ggn", "hessian", "nystrom"):
         with pytest.raises(CoverageError, match="stream"):
             score(model, data, blocks, estimator)
+
+
+def test_what_writes_trials_refuses_layers_that_come_and_go(folders):
+    model = load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=True)
+    data = zoo.tokens()
+    for work in (plan_directional, damage_curves, lambda m, d: plan_pattern(m, d, "2:4")):
+        with pytest.raises(CoverageError, match="come one at a time"):
+            work(model, data)
+    whole, streamed = (load_model(str(folders["llama-tied", "bfloat16"]), dtype="bfloat16", stream=s) for s in (False, True))
+    plans = [plan_pattern(m, data, "2:4").extra for m in (whole, streamed)]
+    assert plans[0]["measured"] == plans[1]["measured"] and plans[0]["predicted"] == plans[1]["predicted"]
 
 
 def test_bad_checkpoints_are_refused_in_a_sentence(folders, tmp_path):

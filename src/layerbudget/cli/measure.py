@@ -20,11 +20,16 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("measure")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     add_data_options(parser, samples=16)
-    parser.add_argument("--sparsity", type=float, default=0.5, help="pruned share of all weights (default %(default)s)")
+    parser.add_argument("--sparsity", type=float, help="pruned share of all weights (default 0.5)")
+    parser.add_argument(
+        "--pattern",
+        metavar="N:M",
+        help="what 2:4, say, costs beside the same share without a pattern; for prune --pattern",
+    )
     parser.add_argument("--max-sparsity", type=float, help="cap of every unit (default: 0.95; with --search curves 0.9)")
     parser.add_argument("--method", choices=TREATMENTS.names(), default="wanda", help="the pruner (default %(default)s)")
     parser.add_argument(
-        "--search", choices=tuple(SEARCHES), default="directional",
+        "--search", choices=tuple(SEARCHES),
         help="directional (default): gradients at the treated point, stepwise; curves: prune every block at a few ratios",
     )  # fmt: skip
     parser.add_argument(
@@ -55,6 +60,10 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..records import check_fraction, check_output
     from ..report.tables import path_table, plan_table
 
+    if arguments.pattern is not None:
+        return _pattern(arguments)
+    arguments.sparsity = 0.5 if arguments.sparsity is None else arguments.sparsity
+    arguments.search = arguments.search or "directional"
     check_fraction(arguments.sparsity, "sparsity")
     _refuse_unread(arguments)
     for path in filter(None, (arguments.out, arguments.curves)):
@@ -66,6 +75,36 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments.console.print(f"written to {arguments.out}")
     figures = {k: plan.extra.get(k) for k in ("forward_passes", "predicted", "measured", "held_out")}
     return {**plan.to_dict(), **figures} if arguments.search == "directional" else plan.to_dict()
+
+
+def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a pattern costs, and its plan."""
+    from ..damage.patterned import check_pattern, plan_pattern
+    from ..records import check_output
+    from .files import show_table
+    from .shared import named_values
+
+    searching = {name for names in SEARCHES.values() for name in names} - {"draws", "own"}
+    for name in ("sparsity", "max_sparsity", "search", *sorted(searching)):
+        if getattr(arguments, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidInput(f"{flag} has no meaning for --pattern.", "The pattern decides the share.", "Leave it out.")
+    check_pattern(arguments.pattern, arguments.method, 2 if arguments.draws is None else arguments.draws)
+    check_output(arguments.out, overwrite=arguments.overwrite)
+    own = {**named_values(arguments.own), **({} if arguments.draws is None else {"draws": arguments.draws})}
+    model, _, data = load(arguments)
+    announce(arguments, f"{arguments.method} on {data.samples} samples of {data.length} tokens of {data.source}.")
+    with progress_bar(arguments, f"measuring {arguments.pattern}") as progress:
+        plan = plan_pattern(
+            model, data, arguments.pattern, by=arguments.by or "linear", method=arguments.method,
+            batch_size=batch_of(arguments), seed=arguments.seed or 0, progress=progress, **own,
+        )  # fmt: skip
+    plan.save(arguments.out, overwrite=arguments.overwrite)
+    rows = [(kind, plan.extra["predicted"][kind], plan.extra["measured"][kind]) for kind in plan.extra["measured"]]
+    title = f"damage at {plan.blocks[0].value:.0%}, nats per token, by {arguments.method}"
+    show_table(arguments, title, ("zeros", "predicted", "measured"), rows)
+    arguments.console.print(f"written to {arguments.out}; apply it by layerbudget prune with --pattern {arguments.pattern}")
+    return {**plan.to_dict(), "predicted": plan.extra["predicted"], "measured": plan.extra["measured"]}
 
 
 def _refuse_unread(arguments: argparse.Namespace) -> None:

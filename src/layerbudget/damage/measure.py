@@ -16,6 +16,7 @@ from torch import nn
 from ..blocks import partition
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
+from ..mapped import need_settled
 from ..plan import Plan
 from ..records import Block
 from ..running.divergence import Meter
@@ -63,8 +64,10 @@ def damage_curves(
         The curves.
 
     Raises:
+        CoverageError: Layers of a streamed model that come and go.
         InvalidInput: Unknown method or metric, ratios that do not increase within [0, 1], or a block that spans layers.
     """
+    need_settled(model, "measuring")
     treating = Treating(model, find_treatment(method))
     blocks = tuple(blocks) if blocks is not None else partition(model)
     wanted = {b.name: tuple(ratios[b.name] if isinstance(ratios, Mapping) else ratios) for b in blocks}
@@ -74,7 +77,7 @@ def damage_curves(
     damage: dict[str, tuple[float, ...]] = {}
     with inference(model):
         walk = Walk(model, data, batch_size=batch_size)
-        _check_places(blocks, [name for name, _ in walk.layers])
+        check_places(blocks, [name for name, _ in walk.layers])
         walk.capture()
         meter = Meter(walk, metric, measure_batches)
         held = Originals(model, blocks if around is not None else [])
@@ -106,7 +109,7 @@ def _check_ratios(name: str, ratios: Sequence[float]) -> None:
         raise InvalidInput(f"{name} is to be measured at {list(ratios)}.", "Ratios increase within [0, 1].", "Sort them.")
 
 
-def _check_places(blocks: Sequence[Block], names: Sequence[str]) -> None:
+def check_places(blocks: Sequence[Block], names: Sequence[str]) -> None:
     """Refuse blocks that do not lie within one layer each: damage is measured layer by layer.
 
     Raises:

@@ -18,6 +18,7 @@ from ..blocks import check_finite, describe
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..keeping.parts import Parts
+from ..mapped import need_settled
 from ..plan import Plan
 from ..program.counts import round_parameters
 from ..provenance import computation, versions
@@ -95,11 +96,13 @@ def plan_directional(
         ``rows`` where they are decided.
 
     Raises:
+        CoverageError: Layers of a streamed model that come and go.
         InvalidInput: An option outside its domain, or passes that allow no step.
         InfeasibleBudget: Caps below the target.
     """
     check_fraction(sparsity, "sparsity")
     check_fraction(max_sparsity, "max_sparsity", low=sparsity)
+    need_settled(model, "measuring")
     check_finite(model)
     names = [by] if isinstance(by, str) else list(by)
     crossfit = len(names) > 1 if crossfit is None else crossfit
