@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .blocks import layer_lists
-from .errors import BadModel, CorruptFile, CoverageError, UnknownStructure
+from .errors import BadModel, CorruptFile, UnknownStructure
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Mapped] = weakref.WeakKeyDictionary()
 
@@ -33,20 +33,6 @@ def converting(model: nn.Module) -> bool:
     """Whether layers come to the device one at a time, so that a graph of the whole model cannot be kept."""
     found = mapped(model)
     return found is not None and found.converts
-
-
-def need_settled(model: nn.Module, what: str) -> None:
-    """Refuse a model whose layers come and go, for work that writes trials into its weights.
-
-    Raises:
-        CoverageError: Weights are converted, or brought to a device, when their layer runs.
-    """
-    if converting(model):
-        raise CoverageError(
-            f"Layers come one at a time and are dropped again, and with them what {what} writes into them.",
-            "Weights that are mapped as they are (a CPU, the checkpoint's own precision) keep it.",
-            "Use --dtype auto --device cpu, or --no-stream.",
-        )  # fmt: skip
 
 
 def tensor_files(folder: Path | str) -> dict[str, Path]:
@@ -175,6 +161,11 @@ class Mapped:
             for own in self._own[self.layers[index][0]]
             for p in [self.parameters[own]]
         }
+
+    def comes(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is dropped again when its layer has run."""
+        name = self.names.get(id(parameter))
+        return self.converts and any(name in own for own in self._own.values())
 
     def leave(self) -> None:
         """Drop the layer that is at hand; its mapped weights take its place."""

@@ -40,6 +40,7 @@ def register(verbs: Any) -> None:
     p.add_argument(
         "--save-scores", metavar="FILE", help="also write what was measured: for other budgets, and plan sweep --kind bits"
     )
+    p.add_argument("--resume", metavar="DIR", help="keep damages and checks here as they are finished, until the plan is saved")
     add_data_options(p, samples=32)
     add_out(p)
     p.set_defaults(handler=run)
@@ -47,6 +48,7 @@ def register(verbs: Any) -> None:
 
 def run(a: argparse.Namespace) -> dict[str, Any]:
     """``plan bits``."""
+    from ..keeping.parts import clear
     from ..records import check_output
 
     for path in filter(None, (a.out, a.save_scores)):
@@ -54,6 +56,8 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     plan = _again(a) if a.model.endswith(".json") else _measure(a)
     if a.out:
         plan.save(a.out, overwrite=a.overwrite)
+        if a.resume:
+            clear(a.resume)
     _show(a, plan)
     return to_jsonable(plan.to_dict())
 
@@ -63,14 +67,17 @@ def _again(a: argparse.Namespace) -> Plan:
     from ..planning.bits import plan_bits
     from .files import need_scores
 
-    refuse(a, (*MEASURING, "check", *DATA, "dtype", "revision", "device"), "scores that were measured before")
+    refuse(
+        a, (*MEASURING, "check", "resume", "stream", *DATA, "dtype", "revision", "device"), "scores that were measured before"
+    )
     return plan_bits(need_scores(a.model), bits=a.bits, budget=a.budget, rule=a.rule)
 
 
 def _measure(a: argparse.Namespace) -> Plan:
     from ..damage.jointly import plan_formats
     from ..errors import InvalidInput
-    from .shared import load
+    from ..mapped import mapped
+    from .shared import announce, load
 
     if a.damage == "measured":
         refuse(a, ("draws",), "--damage measured")
@@ -81,6 +88,9 @@ def _measure(a: argparse.Namespace) -> Plan:
     a.samples = samples + count
     a.dtype = a.dtype or "float32"  # damages of eight bits are below the noise of bfloat16
     model, _, data = load(a)
+    if a.check is None and mapped(model) is not None:
+        count = 0
+        announce(a, "The weights stay in their files: the plan is not checked as a whole. Check the written file by evaluate.")
     check = data.select(slice(samples, samples + count)) if count else None
     own = {"draws": a.draws} if a.draws is not None else {}
     with progress_bar(a, "measuring formats") as progress:
@@ -88,7 +98,7 @@ def _measure(a: argparse.Namespace) -> Plan:
             model, data.select(slice(0, samples)), check, bits=a.bits, budget=a.budget, rule=a.rule, batch_size=batch_of(a),
             progress=progress, family=a.family or PACKED, runtime=a.runtime, by=a.by or "linear", group=a.group,
             formats=a.formats.split(",") if a.formats else None, damage=a.damage or "directional", method=a.method or "rtn",
-            seed=a.seed or 0, **own,
+            seed=a.seed or 0, resume=a.resume, **own,
         )  # fmt: skip
     if a.save_scores:
         scores.save(a.save_scores, overwrite=a.overwrite)

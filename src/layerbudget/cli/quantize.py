@@ -26,6 +26,8 @@ def register(subparsers: Any) -> None:
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Round, write, recount from the file."""
+    from ..errors import CoverageError
+    from ..mapped import mapped
     from ..plan import Plan
     from ..pruning.save import check_output
     from ..quantising.apply import apply_bits
@@ -43,6 +45,11 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         refuse(arguments, DATA, f"the method {method}")
     arguments.dtype = arguments.dtype or "float32"  # grids of formats are finer than what checkpoints hold
     model, tokenizer, data = load(arguments, data=not blind)
+    if mapped(model) is not None:
+        raise CoverageError(
+            "The weights of a streamed model stay in their files, and quantize writes into them before it packs them.", "",
+            "Use --no-stream where memory allows, or layerbudget export PLAN: other tools write the same formats.",
+        )  # fmt: skip
     if tokenizer is None:
         tokenizer = _tokenizer(arguments)
     with progress_bar(arguments, f"quantise by {method}") as progress:

@@ -9,16 +9,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..blocks import describe
 from ..data.calibration import CalibrationSet
+from ..errors import CoverageError
+from ..keeping.parts import Parts
+from ..mapped import mapped
 from ..plan import Plan
 from ..planning.bits import BASELINES, plan_bits, plan_of_formats
-from ..records import Block
+from ..provenance import computation, versions
+from ..records import Block, digest, to_jsonable
 from ..running.divergence import next_tokens, sequence_losses
 from ..running.loss import IGNORE
 from ..running.modes import inference
@@ -99,6 +105,7 @@ def plan_formats(
     batch_size: int = 8,
     progress: Progress | None = None,
     scores: Scores | None = None,
+    resume: Path | str | None = None,
     **options: Any,
 ) -> tuple[Plan, Scores]:
     """Measure formats on a model, plan, and check the plan as a whole: the plan *is* the baseline where that is better.
@@ -113,24 +120,61 @@ def plan_formats(
         batch_size: Sequences per forward.
         progress: Called with (steps done, steps).
         scores: What was measured before, with the same options.
+        resume: Folder that keeps the damages and every plan's check as they are finished; other budgets may use it too.
         **options: Of :func:`~layerbudget.damage.rounding.rounding_damage`.
 
     Returns:
         The plan (``extra["check"]`` has joint KL and perplexity of plan and baselines) and the record of the damages.
+
+    Raises:
+        CoverageError: A check of a streamed model, whose weights stay in their files.
     """
+    if check is not None and mapped(model) is not None:
+        raise CoverageError(
+            "The check puts whole plans into the model, and the weights of a streamed model stay in their files.", "",
+            "Leave the check out (--check 0), or use --no-stream.",
+        )  # fmt: skip
+    parts = _parts(resume, model, data, check, {"batch_size": batch_size, **options})
     if scores is None:
-        scores = rounding_damage(model, data, batch_size=batch_size, progress=progress, **options)
+
+        def measure() -> Any:
+            found = rounding_damage(model, data, batch_size=batch_size, progress=progress, **options)
+            return to_jsonable(found.to_dict())
+
+        scores = Scores.from_dict(parts.json("damages", measure))
     plan = plan_bits(scores, bits=bits, budget=budget, rule=rule)
-    return (plan if check is None else checked(model, plan, scores, data, check, batch_size)), scores
+    return (plan if check is None else checked(model, plan, scores, data, check, batch_size, parts)), scores
+
+
+def _parts(
+    folder: Path | str | None, model: nn.Module, data: CalibrationSet, check: CalibrationSet | None, options: Mapping[str, Any]
+) -> Parts:
+    """What is kept of a run: everything but the budget decides whose it is."""
+    if folder is None:
+        return Parts(None, "")
+    lies = mapped(model)
+    told = {
+        "model": describe(model)["digest"], "data": data.digest, "check": check.digest if check is not None else None,
+        "options": dict(options), "versions": versions(), "computation": computation(model),
+        "streamed": None if lies is None else str(lies.dtype),
+    }  # fmt: skip
+    return Parts(folder, digest(told), told)
 
 
 def checked(
-    model: nn.Module, plan: Plan, scores: Scores, data: CalibrationSet, check: CalibrationSet, batch_size: int = 8
-) -> Plan:
+    model: nn.Module, plan: Plan, scores: Scores, data: CalibrationSet, check: CalibrationSet, batch_size: int = 8,
+    parts: Parts | None = None,
+) -> Plan:  # fmt: skip
     """The plan with its joint check, or the baseline that beat it, which then says so."""
     plans = {plan.rule: plan} | {n: plan_of_formats(plan, scores, n) for n in BESIDE if n in BASELINES and n != plan.rule}
     joint, method = Joint(model, check, batch_size), str(plan.extra["method"])
-    rows = {n: joint.of_plan(model, p.extra["formats"], data, method) for n, p in plans.items()}
+    kept = parts or Parts(None, "")
+
+    def rows_of(formats: Mapping[str, str]) -> np.ndarray:
+        found = kept.json(f"check-{digest(formats)}", lambda: joint.of_plan(model, formats, data, method).tolist())
+        return np.array(found, dtype=np.float64)
+
+    rows = {n: rows_of(p.extra["formats"]) for n, p in plans.items()}
     table = {n: describe_rows(r, None if n == plan.rule else rows[plan.rule]) for n, r in rows.items()}
     for name, row in table.items():
         row["bytes"] = int(plans[name].budget["spent"])

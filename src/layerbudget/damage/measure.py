@@ -16,7 +16,6 @@ from torch import nn
 from ..blocks import partition
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
-from ..mapped import need_settled
 from ..plan import Plan
 from ..records import Block
 from ..running.divergence import Meter
@@ -67,7 +66,6 @@ def damage_curves(
         CoverageError: Layers of a streamed model that come and go.
         InvalidInput: Unknown method or metric, ratios that do not increase within [0, 1], or a block that spans layers.
     """
-    need_settled(model, "measuring")
     treating = Treating(model, find_treatment(method))
     blocks = tuple(blocks) if blocks is not None else partition(model)
     wanted = {b.name: tuple(ratios[b.name] if isinstance(ratios, Mapping) else ratios) for b in blocks}

@@ -21,7 +21,8 @@ from torch import nn
 
 from ..blocks import describe, weight_of
 from ..data.calibration import CalibrationSet
-from ..errors import InvalidInput
+from ..errors import CoverageError, InvalidInput
+from ..mapped import Mapped, mapped
 from ..planning.bits import ESTIMATOR, sizes_of
 from ..provenance import versions
 from ..records import Block
@@ -32,6 +33,7 @@ from ..treatments.formats import Format, find_format, formats_of
 from ..treatments.items import fixed_bytes, items_of, layer_index
 from ..treatments.rounding import Quantiser
 from ..treatments.runtimes import Runtime, find_runtime
+from ..treatments.storing import quantiser_of
 from ..treatments.treating import Found, matrices
 from .directional import forms_along
 from .directions import Directions, Written
@@ -81,10 +83,13 @@ def rounding_damage(
         A record of the estimator ``rounding`` for :func:`~layerbudget.planning.bits.plan_bits`.
 
     Raises:
+        CoverageError: A streamed model with measured damages, or with a quantiser that reads inputs.
         InvalidInput: An unknown name, a format that the runtime does not read, or one that fits no matrix.
     """
     if damage not in MEASURES:
         raise InvalidInput(f"There is no damage {damage!r}.", f"There are {' and '.join(MEASURES)}.", "Choose one of those.")
+    if mapped(model) is not None:
+        _check_streamed(damage, method)
     target = find_runtime(runtime, family)
     blocks = items_of(model, target, by)
     chosen = candidates(blocks, target, formats, group)
@@ -95,6 +100,25 @@ def rounding_damage(
             model, data, blocks, chosen, method=method, batch_size=batch_size, progress=progress, draws=draws, seed=seed
         )
     return _record(model, data, blocks, chosen, found, target, {"method": method, "measure": damage, "seed": seed})
+
+
+def _check_streamed(damage: str, method: str) -> None:
+    """Refuse what would hold copies of a streamed model's weights.
+
+    Raises:
+        CoverageError: Measured damages, or a quantiser that reads inputs.
+    """
+    if damage == "measured":
+        raise CoverageError(
+            "Measured damages write every format into the weights, and those of a streamed model stay in their files.", "",
+            "Use --damage directional, or --no-stream.",
+        )  # fmt: skip
+    if quantiser_of(method).statistic != "none":
+        raise CoverageError(
+            f"The rounding errors of {method} depend on inputs: all of them would be held, a copy of the model per format.",
+            "A streamed model is planned by rounding errors that are made again when they are needed.",
+            "Plan with --method rtn, or use --no-stream.",
+        )  # fmt: skip
 
 
 def candidates(blocks: Sequence[Block], target: Runtime, names: Sequence[str] | None, group: int | None) -> tuple[Format, ...]:
@@ -160,10 +184,13 @@ def directional(
     place = [layer_index(model, b) for b in blocks]
     inside = [i for i, p in enumerate(place) if p is not None]
     units: dict[str, Unit] = {}
-    keep = bench.quantiser.statistic != "none" or 4 * sum(b.numel for b in blocks) * len(formats) <= KEEP_BYTES
+    lies = mapped(model)
+    keep = bench.quantiser.statistic != "none" or lies is None and 4 * sum(b.numel for b in blocks) * len(formats) <= KEEP_BYTES
     with inference(model), bench:
         for i in (i for i, p in enumerate(place) if p is None):
             found.damage[i], found.error[i] = bench.end(blocks[i])
+        if lies is not None:
+            lies.leave()
         for layer in range(len(bench.walk)):
             mine = [i for i in inside if place[i] == layer]
             statistics = bench.statistics(layer, [blocks[i] for i in mine])
@@ -190,10 +217,13 @@ class Rounding(Directions):
         views: The matrix, its copies one by one, ``(d_out, d_in)`` each.
         quantiser: One that looks at no inputs.
         names: Formats; None where the block does not have it.
+        lies: The files that the views are mapped from; the weights are what layers compute with.
     """
 
-    def __init__(self, views: Sequence[torch.Tensor], quantiser: Quantiser, names: Sequence[str | None]) -> None:
-        self.views, self.quantiser, self.names = list(views), quantiser, list(names)
+    def __init__(
+        self, views: Sequence[torch.Tensor], quantiser: Quantiser, names: Sequence[str | None], lies: Mapped | None = None
+    ) -> None:
+        self.views, self.quantiser, self.names, self.lies = list(views), quantiser, list(names), lies
         self.groups, self.levels = 1, len(self.names)
 
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -207,7 +237,8 @@ class Rounding(Directions):
 
     def _errors(self, name: str) -> torch.Tensor:
         level = Level(format=name)
-        return torch.cat([self.quantiser.apply(v.detach(), None, level) - v.detach() for v in self.views])
+        views = [v.detach() if self.lies is None else v.detach().to(self.lies.device, self.lies.dtype) for v in self.views]
+        return torch.cat([self.quantiser.apply(v, None, level) - v for v in views])
 
     def norms(self) -> np.ndarray:
         """Squared norms of the rounding errors, ``(levels,)``."""
@@ -219,7 +250,7 @@ def _units(bench: Bench, block: Block, first: int, statistics: Found, keep: bool
     views = {m.name: matrices(*weight_of(bench.model, m.name)) for m in block.modules}
     if not keep:
         names = [f.name if has(block, f) else None for f in bench.formats]
-        again = {n: Rounding(v, bench.quantiser, names) for n, v in views.items()}
+        again = {n: Rounding(v, bench.quantiser, names, mapped(bench.model)) for n, v in views.items()}
         norm = sum((d.norms() for d in again.values()), np.zeros(len(names)))
         return {n: Unit(directions=d, first=first) for n, d in again.items()}, norm
     dense = {name: torch.cat([v.detach() for v in held]).clone() for name, held in views.items()}

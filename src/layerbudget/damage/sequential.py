@@ -18,7 +18,6 @@ from ..blocks import check_finite, describe
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..keeping.parts import Parts
-from ..mapped import need_settled
 from ..plan import Plan
 from ..program.counts import round_parameters
 from ..provenance import computation, versions
@@ -102,7 +101,6 @@ def plan_directional(
     """
     check_fraction(sparsity, "sparsity")
     check_fraction(max_sparsity, "max_sparsity", low=sparsity)
-    need_settled(model, "measuring")
     check_finite(model)
     names = [by] if isinstance(by, str) else list(by)
     crossfit = len(names) > 1 if crossfit is None else crossfit
