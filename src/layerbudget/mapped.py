@@ -176,6 +176,11 @@ class Mapped:
             for p in [self.parameters[own]]
         }
 
+    def comes(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is dropped again when its layer has run."""
+        name = self.names.get(id(parameter))
+        return self.converts and any(name in own for own in self._own.values())
+
     def leave(self) -> None:
         """Drop the layer that is at hand; its mapped weights take its place."""
         for own, tensor in self._held.items():

@@ -119,6 +119,7 @@ def test_what_writes_trials_refuses_layers_that_come_and_go(folders):
     data = zoo.tokens()
     for work in (plan_directional, damage_curves, lambda m, d: plan_pattern(m, d, "2:4")):
         with pytest.raises(CoverageError, match="come one at a time"):
+        with pytest.raises(CoverageError, match="lost"):
             work(model, data)
     whole, streamed = (load_model(str(folders["llama-tied", "bfloat16"]), dtype="bfloat16", stream=s) for s in (False, True))
     plans = [plan_pattern(m, data, "2:4").extra for m in (whole, streamed)]

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ..blocks import weight_of
-from ..mapped import mapped, need_settled
+from ..errors import CoverageError
+from ..mapped import mapped
 from ..records import Block
 
 
@@ -21,14 +22,21 @@ class Originals:
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
         self.model = model
-        need_settled(model, "a trial")
-        self.held = {m.name: self._copy(weight_of(model, m.name)[1]) for b in blocks for m in b.modules}
+        lies, names = mapped(model), [m.name for b in blocks for m in b.modules]
+        if lies is not None and any(lies.comes(weight_of(model, name)[1]) for name in names):
+            raise CoverageError(
+                "What is tried on a layer would be lost when the next one takes its place on the device.",
+                "Trials need weights that stay: in memory, or mapped in the checkpoint's own precision.",
+                "Use --dtype auto on the processor, or load without --stream.",
+            )
+        self.held = {name: self._copy(weight_of(model, name)[1]) for name in names}
 
     def _copy(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy; where weights are mapped, the file is one."""
         lies = mapped(self.model)
         found = None if lies is None else lies.again(parameter)
-        return parameter.detach().clone() if found is None else found
+        same = found is not None and (found.dtype, found.device) == (parameter.dtype, parameter.device)
+        return found if found is not None and same else parameter.detach().clone()
 
     def restore(self, names: Sequence[str] | None = None) -> None:
         """Put weights back; all of them by default."""

@@ -22,7 +22,6 @@ from torch import nn
 from ..blocks import check_finite, describe, layers, partition, weight_of
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
-from ..mapped import need_settled
 from ..plan import Plan
 from ..planning import plan_sparsity
 from ..records import Block
@@ -76,7 +75,6 @@ def plan_pattern(
         InvalidInput: No such pattern, a literal ``n``, a matrix that does not split into groups, or a pruner that knows none.
     """
     zeroed, group = check_pattern(pattern, method, draws)
-    need_settled(model, "measuring a pattern")
     check_finite(model)
     blocks = partition(model, by)
     for module in (m for b in blocks for m in b.modules):
