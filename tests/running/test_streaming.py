@@ -118,8 +118,7 @@ def test_what_writes_trials_refuses_layers_that_come_and_go(folders):
     model = load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=True)
     data = zoo.tokens()
     for work in (plan_directional, damage_curves, lambda m, d: plan_pattern(m, d, "2:4")):
-        with pytest.raises(CoverageError, match="come one at a time"):
-        with pytest.raises(CoverageError, match="lost"):
+        with pytest.raises(CoverageError, match="lost|one at a time"):
             work(model, data)
     whole, streamed = (load_model(str(folders["llama-tied", "bfloat16"]), dtype="bfloat16", stream=s) for s in (False, True))
     plans = [plan_pattern(m, data, "2:4").extra for m in (whole, streamed)]
@@ -217,7 +216,7 @@ def test_measuring_on_mapped_weights_is_measuring(folders, tmp_path):
     curves = [damage_curves(m, data, blocks, ratios=(0.3, 0.6)).damage for m in (whole, streamed)]
     assert curves[0] == curves[1] and fingerprint(streamed) == fingerprint(whole)
     converted = load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=True)
-    with pytest.raises(CoverageError, match="dropped again"):
+    with pytest.raises(CoverageError, match="lost|dropped again"):
         damage_curves(converted, data, blocks)
 
 
