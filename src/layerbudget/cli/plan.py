@@ -236,10 +236,11 @@ def _finish(a: argparse.Namespace, plan: Plan, price: Sequence[float] | None = N
     head = ("block", "value", "count", "parameters") + (("capacity",) if extra else ())
     rows = [(b.name, b.value, b.count, b.numel) + ((extra[b.name],) if extra else ()) for b in plan.blocks]
     title = f"{plan.kind} by {plan.rule}{', in percent' if plan.kind == 'sparsity' else ''}"
-    grid = plan_grid(plan, title, price=price)
-    if grid is not None and getattr(a, "console", None) is not None:
-        a.console.print(grid)
-    else:
-        show_table(a, f"{plan.kind} by {plan.rule}", head, rows)
+    if not getattr(a, "json", False):
+        grid = plan_grid(plan, title, price=price)
+        if grid is not None and getattr(a, "console", None) is not None:
+            a.console.print(grid)
+        else:
+            show_table(a, f"{plan.kind} by {plan.rule}", head, rows)
     say(a, explain_plan(plan)["sentences"] + ([f"Written to {a.out}."] if a.out else []))
     return to_jsonable(plan.to_dict())

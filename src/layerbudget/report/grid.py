@@ -29,8 +29,8 @@ class Grid:
     @property
     def whole(self) -> bool:
         """Whether every row is one block, so that one column says it all."""
-        owners = [{k for (r, _), k in self.cells.items() if r == row} for row in range(len(self.rows))]
-        return all(len(found) == 1 for found in owners)
+        owners: dict[int, int] = {}
+        return all(owners.setdefault(row, k) == k for (row, _), k in self.cells.items()) and len(owners) == len(self.rows)
 
 
 def grid_of(blocks: Sequence[Block | PlanBlock]) -> Grid:
@@ -51,7 +51,8 @@ def grid_of(blocks: Sequence[Block | PlanBlock]) -> Grid:
             places.append((block.name, "all", k))
     rows = sorted({p[0] for p in places}, key=natural_key)
     columns = list(dict.fromkeys(p[1] for p in places))
-    cells = {(rows.index(r), columns.index(c)): k for r, c, k in places}
+    across, down = ({label: i for i, label in enumerate(labels)} for labels in (columns, rows))
+    cells = {(down[r], across[c]): k for r, c, k in places}
     stacks = {r.rpartition(".")[0] for r in rows if _PLACE.match(r)}
     short = [r.rpartition(".")[2] if len(stacks) == 1 and _PLACE.match(r) else r for r in rows]
     return Grid(tuple(short), tuple(c.rpartition(".")[2] for c in columns), cells)
