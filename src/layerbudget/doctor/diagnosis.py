@@ -20,9 +20,9 @@ from ..blocks import partition
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput, LayerbudgetError
 from ..machine import free_bytes
-from . import checks, trials
-from .checks import Finding
+from .checks import SEVERITIES, Finding, coverage, mode, ties, tokens, weights
 from .effort import Effort, Pass, efforts, time_pass
+from .trials import attention, determinism, first_batch, padding, visible
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Diagnosis:
     @property
     def worst(self) -> str:
         """The gravest severity, one of ``ok``, ``note``, ``warning`` or ``problem``."""
-        return max((f.severity for f in self.findings), key=checks.SEVERITIES.index, default="ok")
+        return max((f.severity for f in self.findings), key=SEVERITIES.index, default="ok")
 
     @property
     def ok(self) -> bool:
@@ -125,21 +125,21 @@ def diagnose(
     Raises:
         InvalidInput: An estimator that has no cost model.
     """
-    findings = [f for check in (checks.weights, checks.mode, checks.ties, checks.coverage) for f in _safely(check, model)]
-    findings += _safely(checks.tokens, model, tokenizer, data)
+    findings = [f for check in (weights, mode, ties, coverage) for f in _safely(check, model)]
+    findings += _safely(tokens, model, tokenizer, data)
     planned = data if data is not None else _stand_in(model)
     samples = data.samples if data is not None else 128
     fatal = any(f.severity == "problem" for f in findings)
     sample: Pass | None = None
     costs: tuple[Effort, ...] = ()
     if planned is not None and not fatal:
-        findings += _safely(trials.padding, model, planned)
+        findings += _safely(padding, model, planned)
         try:
-            batch, blocks = trials.first_batch(model, planned), partition(model)
-            for check in (trials.determinism, trials.visible):
-                findings += _safely(check, model, batch, blocks[0] if check is trials.determinism else blocks)
-            short = trials.first_batch(model, _shorten(planned))
-            findings += _safely(trials.attention, model, short, blocks[0], double_backward_attention)
+            batch, blocks = first_batch(model, planned), partition(model)
+            for check in (determinism, visible):
+                findings += _safely(check, model, batch, blocks[0] if check is determinism else blocks)
+            short = first_batch(model, _shorten(planned))
+            findings += _safely(attention, model, short, blocks[0], double_backward_attention)
             sample = time_pass(model, batch, blocks)
             costs = tuple(efforts(sample, blocks, samples, batch_size))
         except (LayerbudgetError, RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:

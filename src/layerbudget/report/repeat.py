@@ -26,16 +26,7 @@ def score_command(scores: Scores) -> str:
     data = scores.data
     words: list[Any] = ["layerbudget", "score", scores.model.get("id", "MODEL")]
     if data.get("source"):
-        words += [
-            "--data",
-            data["source"],
-            "--samples",
-            data["samples"],
-            "--length",
-            data["length"],
-            "--seed",
-            data.get("seed", 0),
-        ]
+        words += _data(data)
     words += ["--estimator", scores.estimator]
     if any("." in b.name.rpartition(".")[2] or len(b.modules) == 1 for b in scores.blocks) and len(scores.blocks) > 1:
         words += ["--by", "linear"] if all(len(b.modules) == 1 for b in scores.blocks) else []
@@ -91,16 +82,7 @@ def prune_command(receipt: Mapping[str, Any]) -> str:
     data = receipt.get("data") or {}
     words: list[Any] = ["layerbudget", "prune", receipt["model"].get("id", "MODEL"), "plan.json", "--method", receipt["method"]]
     if data.get("source"):
-        words += [
-            "--data",
-            data["source"],
-            "--samples",
-            data["samples"],
-            "--length",
-            data["length"],
-            "--seed",
-            data.get("seed", 0),
-        ]
+        words += _data(data)
     pattern = (receipt.get("settings") or {}).get("pattern")
     words += ["--pattern", pattern] if pattern else []
     return _line(*words, "-o", "pruned")
