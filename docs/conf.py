@@ -26,7 +26,11 @@ html_math_renderer = "mathml"
 nitpicky = True  # every role must lead somewhere; names of other libraries are not looked up
 nitpick_ignore = [("py:obj", "layerbudget.registry.T")]  # a type variable
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|numpy|np|transformers|peft|collections|abc|typing|argparse|safetensors|nn|rich|pathlib|msgspec|typing_extensions)(\..*)?"),
+    (
+        "py:.*",
+        r"(torch|numpy|np|transformers|peft|collections|abc|typing|argparse|safetensors|nn|rich|pathlib|msgspec"
+        r"|typing_extensions)(\..*)?",
+    ),
 ]
 
 

@@ -13,6 +13,7 @@ SCALES = ("small", "full")
 _FLAGS: Mapping[str, Mapping[str, Any]] = {
     "variant": {"choices": ("both", "released", "corrected"), "default": "both", "help": "default: both, side by side"},
     "model": {"default": "demo", "metavar": "MODEL", "help": "demo, a local folder, or a hub id (default: demo)"},
+    "files": {"metavar": "DIR", "help": "the paper's repository or its mdl/data: recompute every task whose files are there"},
     "data_dir": {"metavar": "DIR", "help": "folder with the original files of the tasks"},
     "paper": {"choices": ("mistral", "gemma"), "default": "mistral", "help": "whose table and constants (default: mistral)"},
 }

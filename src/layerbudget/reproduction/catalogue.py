@@ -89,7 +89,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         name="released", items=("table-4",), summary="the expert lists and sparsity ratios released for Mistral-7B, recomputed",
-        home=".released:run_released", small="all of it: no model is needed", full="the same",
+        home=".released:run_released", reads=("files",), small="three packaged tasks: no model is needed",
+        full="the same; --files: every task whose released files a folder holds",
     ),
     Experiment(
         name="mlp", items=tuple(f"table-{i}" for i in range(8, 13)), reads=("variant",),
@@ -121,7 +122,10 @@ def find_experiment(name: str) -> Experiment:
 
 @functools.cache
 def small_results() -> Mapping[str, Mapping[str, Any]]:
-    """Run time, finding and shape of every experiment at small scale, as measured for this release."""
+    """Run time, finding and shape of every experiment at small scale, as measured for this release.
+
+    Keys are names of experiments, with `` --paper gemma`` after those of the items in ``GEMMA``.
+    """
     text = (resources.files(__package__) / "data" / "small.json").read_text(encoding="utf-8")
     return json.loads(text)["experiments"]
 
@@ -141,9 +145,8 @@ def listing() -> list[dict[str, Any]]:
             rows.append({**row, **dict.fromkeys(("experiment", "command", "small", "full", "seconds", "finding", "shape")),
                          "reason": NOT_APPLICABLE[name]})  # fmt: skip
             continue
-        found = known.get(entry.name, {})
-        found = found if name in found.get("items", ()) else {}
-        command = entry.command + (" --paper gemma" if name in GEMMA else "")
+        own = " --paper gemma" if name in GEMMA else ""
+        found, command = known.get(entry.name + own, {}), entry.command + own
         rows.append({
             **row, "experiment": entry.name, "command": command, "small": entry.small, "full": entry.full,
             **{k: found.get(k) for k in ("seconds", "finding", "shape")}, "reason": None,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ..errors import UnknownBlock
 from ..program.dual import piecewise_root
 from ..program.sparsity import sparsify
 from .outcome import Claim, Outcome
+from .released_files import read_released
 
 GAMMA, BITS, ETA = 0.9, 16.0, 2.0
 _TRUE_COST_POSITIONS = {"cola": (0, 26, 28, 30, 31)}
@@ -35,18 +37,22 @@ def released() -> dict[str, Any]:
     return json.loads(text)
 
 
-def _task(name: str) -> tuple[dict[str, Any], dict[str, Any], np.ndarray]:
-    record = released()
+Record = Mapping[str, Any]
+
+
+def _task(name: str, record: Record | None) -> tuple[Record, Mapping[str, Any], np.ndarray]:
+    record = released() if record is None else record
     if name not in record["tasks"]:
         raise UnknownBlock(f"There is no task {name!r}.", f"Tasks: {', '.join(record['tasks'])}.", "Name one of those.")
     return record, record["tasks"][name], np.array(record["file_order"])
 
 
-def recompute_sparsity(name: str) -> dict[str, Any]:
+def recompute_sparsity(name: str, record: Record | None = None) -> dict[str, Any]:
     """Recompute the sparsity ratios of one task.
 
     Args:
-        name: ``cola``, ``mrpc`` or ``openbookqa``.
+        name: ``cola``, ``mrpc`` or ``openbookqa``; with files of one's own also ``commonsenseqa`` and ``scienceqa``.
+        record: From :func:`~layerbudget.reproduction.released_files.read_released`; the packaged one by default.
 
     Returns:
         ``{ratios, released, largest_difference, multiplier, released_multiplier, at_cap, gap, kkt_residual}``, lists in true
@@ -58,7 +64,7 @@ def recompute_sparsity(name: str) -> dict[str, Any]:
     >>> recompute_sparsity("cola")["largest_difference"] < 1e-9
     True
     """
-    record, task, order = _task(name)
+    record, task, order = _task(name, record)
     want = task["sparsity"]
     q, n = np.array(task["influence_scores"]), np.full(record["blocks"], float(record["numel_per_block"]))
     s = sparsify(
@@ -81,13 +87,14 @@ def recompute_sparsity(name: str) -> dict[str, Any]:
     }
 
 
-def recompute_experts(name: str, variant: str = "all") -> dict[str, Any]:
+def recompute_experts(name: str, variant: str = "all", record: Record | None = None) -> dict[str, Any]:
     """Recompute the expert counts of one task.
 
     Args:
         name: ``cola``, ``mrpc`` or ``openbookqa``.
         variant: ``all`` or ``neg`` (released for another aggregation of the same influences; recomputed from the ``all``
             scores, so its multiplier differs by a few parts in a thousand).
+        record: As for :func:`recompute_sparsity`.
 
     Returns:
         ``{counts, released, equal, total, multiplier, released_multiplier, budget, unspent}``, lists in true layer order,
@@ -99,7 +106,7 @@ def recompute_experts(name: str, variant: str = "all") -> dict[str, Any]:
     >>> recompute_experts("mrpc")["equal"]
     32
     """
-    record, task, order = _task(name)
+    record, task, order = _task(name, record)
     want = task["experts"][variant]
     q = np.array(task["influence_scores"])[order]
     w = (q + 0.05 * np.median(q[q > 0])) ** 2
@@ -130,16 +137,19 @@ def _true_order(values: np.ndarray, order: np.ndarray) -> list[int]:
     return ordered.tolist()
 
 
-def reproduce_released() -> dict[str, Any]:
-    """Recompute everything that was released for the three tasks.
+def reproduce_released(record: Record | None = None) -> dict[str, Any]:
+    """Recompute everything that was released for the three packaged tasks, or for those of a record.
 
     Returns:
         ``{tasks: {name: {sparsity, experts: {all, neg}}}, file_order, all_counts_equal, largest_ratio_difference}``.
     """
-    record = released()
+    record = released() if record is None else record
     tasks = {
-        name: {"sparsity": recompute_sparsity(name), "experts": {v: recompute_experts(name, v) for v in ("all", "neg")}}
-        for name in record["tasks"]
+        name: {
+            "sparsity": recompute_sparsity(name, record),
+            "experts": {v: recompute_experts(name, v, record) for v in task["experts"]},
+        }
+        for name, task in record["tasks"].items()
     }
     return {
         "tasks": tasks,
@@ -151,25 +161,31 @@ def reproduce_released() -> dict[str, Any]:
     }
 
 
-def run_released(**_: Any) -> Outcome:
-    """The released lists and ratios under the constants of Table 4."""
+def run_released(*, files: Path | str | None = None, **_: Any) -> Outcome:
+    """The released lists and ratios under the constants of Table 4: three packaged tasks, or all whose files a folder holds.
+
+    Raises:
+        NotFound: The folder has no such files.
+        CorruptFile: A file that is not what its name says.
+    """
     started = time.monotonic()
-    found = reproduce_released()
+    found = reproduce_released(None if files is None else read_released(files, released()))
     rows = []
     for name, task in found["tasks"].items():
         rows.append({"task": name, "artefact": "sparsity ratios", "largest_difference": task["sparsity"]["largest_difference"]})
         for variant, e in task["experts"].items():
             rows.append({"task": name, "artefact": f"experts, {variant}", "equal": e["equal"], "of": 32, "total": e["total"]})
-    equal = sum(r.get("equal", 0) for r in rows)
+    equal, of = sum(r.get("equal", 0) for r in rows), sum(r.get("of", 0) for r in rows)
     worst = found["largest_ratio_difference"]
     claims = (
-        Claim(claim="every released expert count", met=found["all_counts_equal"], detail=f"{equal} of {32 * 6}"),
+        Claim(claim="every released expert count", met=found["all_counts_equal"], detail=f"{equal} of {of}"),
         Claim(claim="every released sparsity ratio", met=worst < 1e-9, detail=f"largest difference {worst:.1e}"),
         Claim(claim="with the printed beta of 1", met=False, detail="the released expert lists have beta 2, see the recipe"),
     )
-    text = f"{equal} of {32 * 6} expert counts and all ratios to {worst:.0e}, with beta 2 and the lists in file-name order"
+    text = f"{equal} of {of} expert counts and all ratios to {worst:.0e}, with beta 2 and the lists in file-name order"
     return Outcome(
-        name="released", items=("table-4",), setting={}, result=found, rows=rows, claims=claims, finding=text,
+        name="released", items=("table-4",), setting={"files": files is not None, "tasks": list(found["tasks"])},
+        result=found, rows=rows, claims=claims, finding=text,
         seconds=time.monotonic() - started, draw=lambda path: _draw(found, path),
     )  # fmt: skip
 
