@@ -8,8 +8,8 @@ q of a position, solved for it wherever the ratio is neither capped nor zero:
     data_dp/*_tau_{+-4}_mean_*.json   rho = (b + lambda + tau d_l) / (2 eta (q / mean q)^2),   d_l = mean(l) / (L-1) - l / (L-1)
 
 The third gives relative scores, for nearly all positions, and since they have mean one, what is missing of the sum. One
-position that every file caps follows from the sum; two follow from the sum and the multiplier of the released list of experts; of more
-than two the files do not say enough.
+position that every file caps follows from the sum; two follow from the sum and the multiplier of the released list of experts;
+of more than two the files do not say enough.
 """
 
 from __future__ import annotations
