@@ -13,10 +13,12 @@ from layerbudget.cli import main
 from layerbudget.comparison import bench as benches
 from layerbudget.comparison import grid, render, verdict
 from layerbudget.comparison.cells import Cells
+from layerbudget.comparison.format_bench import FormatBench
 from layerbudget.comparison.passes import counted
 from layerbudget.comparison.run import compare_scores
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput
+from layerbudget.treatments.base import Level, find_quantiser
 
 
 @pytest.fixture
@@ -184,3 +186,58 @@ def test_the_command_leaves_its_files(folder, capsys):
 def test_latex_escapes_and_csv_quotes(bench):
     found = compare_scores(bench, {"a_b": {b.name: 1.0 + i for i, b in enumerate(bench.blocks)}}, ["mdl"], [0.4])
     assert r"a\_b" in render.to_latex(found) and '"mdl(a_b, permuted)"' in render.to_csv(found)
+
+
+@pytest.fixture
+def formats(bench):
+    return FormatBench(
+        model=bench.model,
+        tokenizer=bench.tokenizer,
+        source=bench.source,
+        windows=bench.windows,
+        samples=6,
+        length=32,
+        by="linear",
+    )
+
+
+def test_every_score_decides_formats_within_the_bytes(formats):
+    own = {b.name: float(i + 1) for i, b in enumerate(formats.blocks)}
+    scores = {"rounding": "rounding", "own": own, "gain": "gradient-norm"}
+    found = compare_scores(formats, scores, ["choices", "ends"], [6.5], kind="bits")
+    (b,) = found.budgets
+    rows = {r["name"]: r for r in b["rows"]}
+    assert {"uniform", "ends", "choices(own)", "choices(own, permuted)", "choices(rounding)", "choices(gain)"} <= set(rows)
+    assert b["ignoring"] == ["ends"] and found.cost["rounding"]["backward"] > 0 == found.cost["own"]["forward"]
+    limit = 6.5 * sum(x.numel for x in formats.blocks) / 8
+    assert all(s <= limit for r in rows.values() for s in r["spent"])
+    assert formats.identity["method"] == "rtn" and formats.identity["runtime"] == "transformers"
+
+
+def test_a_score_weighs_relative_rounding_errors(formats):
+    own = lb.Scores.from_values({b.name: float(i) for i, b in enumerate(formats.blocks)}, formats.blocks)
+    table = formats.weighed(own).extra["choices"]
+    name = formats.blocks[3].modules[0].name
+    weight = formats.model.get_submodule(name).weight.detach()
+    for j, form in enumerate(table["formats"]):
+        if table["damage"][3][j] is None:
+            continue
+        rounded = find_quantiser("rtn").apply(weight, None, Level(format=form))
+        wanted = 3 * float((rounded - weight).square().sum() / weight.square().sum())
+        assert table["damage"][3][j] == pytest.approx(wanted, rel=1e-4, abs=1e-12)
+    assert all(not d for d in table["damage"][0]) and formats.weighed(formats.weighed(own)) is not own
+    below = lb.Scores.from_values({b.name: -1.0 for b in formats.blocks}, formats.blocks)
+    with pytest.raises(InvalidInput, match="zero or more"):
+        formats.weighed(below)
+    for wrong in ({"rules": ["mdl"]}, {"rules": ["choices"], "options": {"max_sparsity": 0.5}}):
+        with pytest.raises(InvalidInput):
+            compare_scores(formats, {"own": own}, budgets=[6.5], kind="bits", **wrong)
+
+
+def test_bits_are_compared_from_the_command_line(tmp_path, capsys):
+    out = tmp_path / "bits"
+    flags = ["--by", "layer", "--bits", "4.5", "--scores", "owl", "--samples", "2", "--length", "32", "--windows", "2"]
+    assert main(["compare", "demo", *flags, "--no-controls", "-o", str(out), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["kind"] == "bits" and {r["name"] for r in record["budgets"][0]["rows"]} == {"uniform", "choices(owl)"}
+    assert (out / "comparison.png").is_file()

@@ -11,7 +11,7 @@ from .files import say, show_table
 from .shared import named_values, progress_bar, refuse
 
 # What a budget flag plans, and whether that is trained (on a task) or applied (and measured on text).
-_KINDS = {"sparsity": "sparsity", "ranks": "ranks", "experts": "experts"}
+_KINDS = ("sparsity", "ranks", "experts", "bits")
 _TEXT = ("data", "evaluate", "windows", "length", "method", "dtype", "device")
 _TASK = ("task", "data_dir", "train_rows", "test_rows", "epochs", "lr", "split")
 
@@ -21,9 +21,12 @@ def register(subparsers: Any) -> None:
     p = subparsers.add_parser("compare")
     p.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     p.add_argument("--scores", required=True, help="comma-separated: estimators, gain, owl, alphapruning, or .csv/.json files")
-    p.add_argument("--rules", default="mdl", help="comma-separated rules of that kind of plan (default: mdl)")
+    p.add_argument("--rules", help="comma-separated rules of that kind of plan (default: mdl; of bits: choices)")
     budget = p.add_mutually_exclusive_group(required=True)
     budget.add_argument("--sparsity", type=float, nargs="+", help="global sparsities")
+    budget.add_argument(
+        "--bits", type=float, nargs="+", help="mean bits per weight, scales counted; score rounding: its damage"
+    )
     budget.add_argument("--ranks", type=float, nargs="+", help="mean ranks of LoRA adapters, trained on --task")
     budget.add_argument("--experts", type=int, nargs="+", help="totals of LoRA experts, trained on --task")
     p.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the calibration draw or the training (default 0)")
@@ -33,7 +36,7 @@ def register(subparsers: Any) -> None:
     p.add_argument("--evaluate", metavar="DATA", help="held-out text (default: the evaluation part of --data)")
     p.add_argument("--windows", type=int, help="held-out windows (default 96)")
     p.add_argument("--length", type=int, help="tokens per sequence and window (default 256)")
-    p.add_argument("--method", help="treatment of sparsity plans (default: wanda)")
+    p.add_argument("--method", help="pruner (default: wanda) or quantiser (default: rtn)")
     p.add_argument("--dtype", help="precision in which the model is loaded (default float32)")
     p.add_argument("--device", help="cpu, cuda, ... (default cpu)")
     p.add_argument("--task", help="cola, mrpc, rte, commonsenseqa, openbookqa, scienceqa, or a file: for ranks and experts")
@@ -64,7 +67,8 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     part = parse_part(a.part)
     check_output(f"{a.out}/comparison.json", overwrite=a.overwrite)
     bench = _task_bench(a) if kind in ("ranks", "experts") else _text_bench(a, kind)
-    names, rules = ([w.strip() for w in text.split(",") if w.strip()] for text in (a.scores, a.rules))
+    given = a.rules or ("choices" if kind == "bits" else "mdl")
+    names, rules = ([w.strip() for w in text.split(",") if w.strip()] for text in (a.scores, given))
     with progress_bar(a, "plans") as progress:
         result = compare_scores(
             bench, names, rules, getattr(a, kind), kind=kind, seeds=a.seeds, controls=not a.no_controls,
@@ -89,19 +93,19 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
 
 def _text_bench(a: argparse.Namespace, kind: str) -> Any:
     from ..comparison.bench import TextBench
+    from ..comparison.format_bench import FormatBench
     from ..evaluation.perplexity import evaluation_set
     from ..loading import load_model, load_tokenizer
 
     refuse(a, _TASK, f"a comparison of {kind}, which is measured on text")
-    if kind != "sparsity":
-        refuse(a, ("method",), f"a comparison of {kind}")
     source, length = a.data or "stdlib", a.length or 256
     tokenizer = load_tokenizer(a.model)
     windows = evaluation_set(a.evaluate or source, tokenizer, length=length, windows=a.windows or 96)
     model = load_model(a.model, dtype=a.dtype or "float32", device=a.device or "cpu")
-    return TextBench(
-        model=model, tokenizer=tokenizer, source=source, windows=windows, method=a.method or "wanda", samples=a.samples,
-        length=length, by=a.by,
+    bench = FormatBench if kind == "bits" else TextBench
+    return bench(
+        model=model, tokenizer=tokenizer, source=source, windows=windows, samples=a.samples, length=length, by=a.by,
+        **({"method": a.method} if a.method else {}),
     )  # fmt: skip
 
 

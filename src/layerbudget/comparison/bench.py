@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,28 @@ from ..lora.protocol import Protocol
 from ..lora.rows import Rows, is_causal
 from ..plan import Plan
 from ..records import Block
+from ..scores.gain import score
+from ..scores.record import Scores
 from .passes import counted
 
 
+class Scoring:
+    """How a bench makes score records, and what a rule of its kind needs of them."""
+
+    model: nn.Module
+    blocks: tuple[Block, ...]
+
+    def score(self, given: str, data: CalibrationSet | None, options: Mapping[str, Any]) -> Scores:
+        """The record of an estimator."""
+        return score(self.model, data, self.blocks, given, **options)
+
+    def weighed(self, scores: Scores) -> Scores:
+        """What rules plan from."""
+        return scores
+
+
 @dataclasses.dataclass(kw_only=True)
-class TextBench:
+class TextBench(Scoring):
     """Treat a language model by a plan and measure the loss on held-out windows.
 
     Attributes:
@@ -103,7 +120,7 @@ class TextBench:
 
 
 @dataclasses.dataclass(kw_only=True)
-class TaskBench:
+class TaskBench(Scoring):
     """Fine-tune a plan of ranks or experts on a task and count the mistakes on its held-out rows.
 
     Attributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,13 @@ import numpy as np
 from ..errors import InvalidInput, LayerbudgetError
 from ..kinds import KINDS
 from ..plan import Plan
+from ..planning.bits import RULES as BITS
 from ..planning.rule import Rule, as_rule, rules_of, shuffled
 from ..records import digest
 from ..scores.record import Scores
 
 UNIFORM = "uniform"
+Weighing = Callable[[Scores], Scores]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,33 +88,57 @@ def planned(kind: str, scores: Scores, rule: str | Any, budget: float, options: 
     """One plan through the kind's own door; options that this rule does not read are left to those that do."""
     what = KINDS.find(kind)
     value = int(budget) if what.budget == "total" else budget
-    heard = {k: v for k, v in options.items() if k in _BOUNDS or k in as_rule(kind, rule).options}
+    heard = {k: v for k, v in options.items() if k in _BOUNDS or k in find(kind, rule).options}
     return what.door("make")(scores, **{what.budget: value}, rule=rule, **heard)
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A rule that is no function of a problem: those of bits, which read a table of damages and no options."""
+
+    name: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def find(kind: str, rule: str | Any) -> Rule | Named:
+    """A rule of a kind by its name, or a function of one's own.
+
+    Raises:
+        InvalidInput: There is none, or a function for a kind that decides by formats.
+    """
+    if kind != "bits":
+        return as_rule(kind, rule)
+    if rule not in BITS:
+        raise InvalidInput(f"rule is {rule!r}.", f"Of bits it is one of {', '.join(BITS)}.", "Use 'choices'.")
+    return Named(rule)
 
 
 _BOUNDS = ("max_sparsity", "min_sparsity", "max_rank", "min_rank", "multiple", "max_experts", "min_experts", "expert_rank")
 
 
-def ignores(kind: str, scores: Scores, rule: str | Any, budget: float, options: Mapping[str, Any]) -> bool:
+def ignores(
+    kind: str, scores: Scores, rule: str | Any, budget: float, options: Mapping[str, Any], weighed: Weighing = lambda s: s
+) -> bool:
     """Whether turning the score upside down leaves the plan as it is."""
-    first = planned(kind, scores, rule, budget, options)
-    second = planned(kind, _reversed(scores), rule, budget, options)
+    first = planned(kind, weighed(scores), rule, budget, options)
+    second = planned(kind, weighed(_reversed(scores)), rule, budget, options)
     return bool((first.counts == second.counts).all()) and len(set(scores.values().tolist())) > 1
 
 
 def _control(
-    kind: str, scores: Scores, given: str | Any, rule: Rule, budget: float, seed: int, options: Mapping[str, Any]
-) -> Plan:
+    kind: str, scores: Scores, given: str | Any, rule: Rule | Named, budget: float, seed: int, options: Mapping[str, Any],
+    weighed: Weighing,
+) -> Plan:  # fmt: skip
     """The rule's own control where it has one, else the rule on permuted scores."""
     own = f"{rule.name}-permuted"
     if own in rules_of(kind):
         return planned(kind, scores, own, budget, {**options, "seed": seed})
-    return planned(kind, permuted(scores, seed), given, budget, options)
+    return planned(kind, weighed(permuted(scores, seed)), given, budget, options)
 
 
 def make_grid(
     kind: str, scores: Mapping[str, Scores], rules: Sequence[str | Any], budget: float, *, seed: int = 0,
-    controls: bool = True, options: Mapping[str, Any] | None = None,
+    controls: bool = True, options: Mapping[str, Any] | None = None, weighed: Weighing = lambda s: s,
 ) -> Grid:  # fmt: skip
     """Every score under every rule at one budget.
 
@@ -124,14 +150,15 @@ def make_grid(
         seed: Of the permuted controls.
         controls: Make a permuted control of every pair that reads its score.
         options: Bounds, and options of rules; a rule gets those that it reads.
+        weighed: What rules plan from, of a score record.
 
     Raises:
         InvalidInput: No pair makes a plan, or an option that no rule reads.
     """
-    chosen = [as_rule(kind, r) for r in rules]
+    chosen = [find(kind, r) for r in rules]
     options = dict(options or {})
     for name in options:
-        if name not in _BOUNDS and not any(name in r.options for r in chosen):
+        if (name not in _BOUNDS or kind == "bits") and not any(name in r.options for r in chosen):
             raise InvalidInput(
                 f"No rule here reads {name}.", f"The rules are {', '.join(r.name for r in chosen)}.", "Leave it out."
             )
@@ -139,19 +166,19 @@ def make_grid(
     impossible: dict[str, str] = {}
     ignoring: list[str] = []
     first = next(iter(scores.values()))
-    _add(entries, UNIFORM, UNIFORM, None, UNIFORM, planned(kind, first, UNIFORM, budget, options))
+    _add(entries, UNIFORM, UNIFORM, None, UNIFORM, planned(kind, weighed(first), UNIFORM, budget, options))
     for given, rule in zip(rules, chosen, strict=True):
         for score, record in scores.items():
             name = f"{rule.name}({score})"
             try:
-                if rule.name in ignoring or ignores(kind, record, given, budget, options):
+                if rule.name in ignoring or ignores(kind, record, given, budget, options, weighed):
                     if rule.name not in ignoring:
                         ignoring.append(rule.name)
-                    _add(entries, rule.name, rule.name, None, "", planned(kind, record, given, budget, options))
+                    _add(entries, rule.name, rule.name, None, "", planned(kind, weighed(record), given, budget, options))
                     continue
-                _add(entries, name, rule.name, score, "", planned(kind, record, given, budget, options))
+                _add(entries, name, rule.name, score, "", planned(kind, weighed(record), given, budget, options))
                 if controls:
-                    control = _control(kind, record, given, rule, budget, seed, options)
+                    control = _control(kind, record, given, rule, budget, seed, options, weighed)
                     _add(entries, f"{rule.name}({score}, permuted)", rule.name, score, "permuted", control)
             except LayerbudgetError as error:
                 impossible[name] = str(error)

@@ -12,10 +12,10 @@ import numpy as np
 
 from ..errors import InvalidInput
 from ..plan import Plan
+from ..planning.bits import ESTIMATOR
 from ..provenance import versions
 from ..records import Block, Result, digest
 from ..scores.estimators import find_estimator
-from ..scores.gain import score
 from ..scores.importing import import_scores
 from ..scores.record import Scores
 from .cells import Cells
@@ -48,6 +48,14 @@ class Bench(Protocol):
 
     def data(self, seed: int) -> Any:
         """Calibration data of a seed."""
+        ...
+
+    def score(self, given: str, data: Any, options: Mapping[str, Any]) -> Scores:
+        """The record of an estimator."""
+        ...
+
+    def weighed(self, scores: Scores) -> Scores:
+        """What rules plan from."""
         ...
 
     def measure(self, plan: Plan, seed: int) -> dict[str, Any]:
@@ -99,13 +107,13 @@ class _Run:
         if Path(given).suffix in (".csv", ".json"):
             return import_scores(given, self.bench.blocks, estimator=name), _FREE
         options = dict(self.score_options.get(name, {}))
-        data = self.bench.data(seed) if find_estimator(given).data else None
+        data = self.bench.data(seed) if given == ESTIMATOR or find_estimator(given).data else None
         key = {"score": given, "options": options, **self.bench.identity, "data": data.digest if data is not None else None}
 
         def make() -> dict[str, Any]:
             started = time.monotonic()
             with counted(self.bench.model) as passes:
-                record = score(self.bench.model, data, self.bench.blocks, given, **options)
+                record = self.bench.score(given, data, options)
             return {"scores": record.to_dict(), **passes.to_dict(), "seconds": time.monotonic() - started}
 
         cell = self.cells.get({"what": "score", **key}, make)
@@ -141,7 +149,7 @@ def compare_scores(
         bench: A :class:`~layerbudget.comparison.bench.TextBench` or :class:`~layerbudget.comparison.bench.TaskBench`.
         scores: By the name that they go by: estimators, files (.csv, .json), records or ``{block: value}``; or names alone.
         rules: Names of rules, or functions of one's own.
-        budgets: In the unit of the kind: global sparsities, mean ranks, totals of experts.
+        budgets: In the unit of the kind: global sparsities, mean ranks, totals of experts, mean bits.
         kind: Kind of plan.
         seeds: Seeds of the calibration draw (or of the training), and of the controls.
         controls: Add a permuted control of every pair that reads its score.
@@ -177,7 +185,9 @@ def compare_scores(
         return _unfinished(run, settings, seeds)
     records = [(seed, {n: one[0] for n, one in by_name.items() if one}) for seed, by_name in found]
     grids = {
-        (b, seed): make_grid(kind, by_name, rules, b, seed=seed, controls=controls, options=options)
+        (b, seed): make_grid(
+            kind, by_name, rules, b, seed=seed, controls=controls, options=options, weighed=bench.weighed
+        )
         for b in budgets for seed, by_name in records
     }  # fmt: skip
     tables, total = _measure(run, grids, progress), sum(len(g.entries) for g in grids.values())

@@ -43,7 +43,7 @@ from .rounding_bench import Bench, Damages, has, measured
 
 Progress = Callable[[int, int], None]
 KEEP_BYTES = 1 << 30
-MEASURES = ("directional", "measured")
+MEASURES = ("directional", "measured", "relative")
 
 
 def rounding_damage(
@@ -72,7 +72,8 @@ def rounding_damage(
         runtime: ``transformers``, ``vllm`` or ``llama.cpp``: which matrices must agree, and which formats run.
         by: ``linear`` or ``layer``.
         group: Group size of compressed-tensors.
-        damage: ``directional`` or ``measured``.
+        damage: ``directional``, ``measured``, or ``relative``: ``|Delta|^2 / |W|^2`` to nearest, no damage yet and no pass, to
+            be weighed by a score.
         method: The quantiser that will write the file: ``rtn``, ``weighted`` or ``gptq``.
         draws: Draws of labels (directional).
         batch_size: Sequences per forward.
@@ -87,7 +88,7 @@ def rounding_damage(
         InvalidInput: An unknown name, a format that the runtime does not read, or one that fits no matrix.
     """
     if damage not in MEASURES:
-        raise InvalidInput(f"There is no damage {damage!r}.", f"There are {' and '.join(MEASURES)}.", "Choose one of those.")
+        raise InvalidInput(f"There is no damage {damage!r}.", f"There are {', '.join(MEASURES)}.", "Choose one of those.")
     if mapped(model) is not None:
         _check_streamed(damage, method)
     target = find_runtime(runtime, family)
@@ -95,6 +96,8 @@ def rounding_damage(
     chosen = candidates(blocks, target, formats, group)
     if damage == "measured":
         found = measured(model, data, blocks, chosen, method=method, batch_size=batch_size, progress=progress)
+    elif damage == "relative":
+        found = relative(model, blocks, chosen)
     else:
         found = directional(
             model, data, blocks, chosen, method=method, batch_size=batch_size, progress=progress, draws=draws, seed=seed
@@ -208,6 +211,18 @@ def directional(
         found.passes = forms.passes
     found.passes += bench.passes
     return found
+
+
+def relative(model: nn.Module, blocks: Sequence[Block], formats: Sequence[Format]) -> Damages:
+    """Squared rounding errors to nearest over the squared weights, of every block in every format that it has."""
+    out = np.full((len(blocks), len(formats)), np.inf)
+    for i, block in enumerate(blocks):
+        names = [f.name if has(block, f) else None for f in formats]
+        held = [matrices(*weight_of(model, m.name)) for m in block.modules]
+        errors = sum((Rounding(v, quantiser_of("rtn"), names, mapped(model)).norms() for v in held), np.zeros(len(names)))
+        weights = sum(float(v.detach().float().square().sum()) for views in held for v in views)
+        out[i] = np.where([n is None for n in names], np.inf, errors / max(weights, np.finfo(float).tiny))
+    return Damages(damage=out, error=np.zeros_like(out))
 
 
 class Rounding(Directions):
