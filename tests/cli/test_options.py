@@ -52,7 +52,7 @@ CAPACITY = {
     "--exponent": ([], ["--exponent", 3]), "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]),
     "--damping": ([], ["--damping", 1.0]), "--smoothing": ([], ["--smoothing", 3]),
     "--utility": ([], ["--utility", "saturating"]), "--spend": ([], ["--spend", "at_most"]),
-    "--method": ([], ["--method", "floor"]), "--seed": (["--seed", 1], ["--seed", 2]), "--fix": ([], ["--fix", "k_proj=2"]),
+    "--rounding": ([], ["--rounding", "floor"]), "--seed": (["--seed", 1], ["--seed", 2]), "--fix": ([], ["--fix", "k_proj=2"]),
     "--set": ([], ["--set", "own=1"]), "--alpha": ([], ["--alpha", 2]), "--gamma": ([], ["--gamma", 3]),
     "--units": ([], ["--units", "literal"]),
 }  # fmt: skip
@@ -229,7 +229,7 @@ def flags_of(command) -> set[str]:
     cli_plan.register(parser.add_subparsers())
     for word in command:
         parser = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[word]
-    own = {a.option_strings[-1] for a in parser._actions if a.option_strings}
+    own = {a.option_strings[-1] for a in parser._actions if a.option_strings and a.help != argparse.SUPPRESS}
     return own - {"--help", "--out", "--output", "--overwrite", "--rule", "--program"}
 
 

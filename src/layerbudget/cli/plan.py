@@ -19,7 +19,7 @@ from ..records import to_jsonable
 from ..scores.record import Scores
 from . import bits, compare, structured
 from .files import Leaves, load_scores, need_scores, read_curves, read_fixed, read_latency, say, show_table
-from .shared import add_out, named_values
+from .shared import Renamed, add_out, named_values
 
 _TYPES = {"number": float, "whole": int, "word": str}
 _WEIGHTS = ("exponent", "exponent_on", "damping", "smoothing")
@@ -43,6 +43,10 @@ def _scores_argument(p: argparse.ArgumentParser) -> None:
     p.add_argument("scores", metavar="SCORES", help="scores.json; for rules without scores a model's config.json will do")
 
 
+# Where the flag is not called as the option: --method is a pruner or a quantiser everywhere else.
+_FLAGS = {"method": "--rounding"}
+
+
 def _rules(p: argparse.ArgumentParser, kind: str) -> None:
     """``--rule`` and a flag for every shared option that some rule of this kind reads; a rule refuses what it does not."""
     rules = rules_of(kind)
@@ -61,12 +65,16 @@ def _rules(p: argparse.ArgumentParser, kind: str) -> None:
 
 def add_option(p: argparse.ArgumentParser, name: str, who: str = "") -> None:
     """A flag for a shared option of rules; what is not given is not passed on."""
-    option, flag = OPTIONS[name], f"--{name.replace('_', '-')}"
+    option, flag = OPTIONS[name], _FLAGS.get(name, f"--{name.replace('_', '-')}")
     text = "; ".join(filter(None, (option.help, f"default: {option.default}" if option.default else "", who)))
     if option.value == "flag":
         p.add_argument(flag, action="store_true", help=text)
     else:
-        p.add_argument(flag, type=_TYPES[option.value], choices=option.choices or None, help=text)
+        p.add_argument(flag, dest=name, type=_TYPES[option.value], choices=option.choices or None, help=text)
+    if name in _FLAGS:
+        old = f"--{name}"
+        p.add_argument(old, dest=name, action=Renamed, metavar=flag, choices=option.choices or None, default=argparse.SUPPRESS,
+                       help=argparse.SUPPRESS)  # fmt: skip
 
 
 def _register_sparsity(verbs: Any) -> None:
