@@ -2,7 +2,8 @@
 
     python benchmarks/weather_fuzz.py [--files 10000] [--flags 5000] [--seed 0] [--out benchmarks/results]
 
-Every case runs one command in this process, with a time limit and a limit on memory. Files are mutated as JSON (a value becomes
+Every case runs one command without starting Python again: workers are forked for some cases each, with a time limit per case, a limit on
+memory, and a watchdog outside that ends a worker which no signal of its own can end. Files are mutated as JSON (a value becomes
 one of another type, range or depth, a key goes) or as bytes (cut, flipped, emptied, replaced). Flags are drawn from the parser of
 each command, with values of every kind. A case fails when an exception leaves the command line, when its time is over, or when a
 command that failed has left an output. ``--only KIND`` runs one kind, ``--case N`` one case again, with what it said.
@@ -18,12 +19,14 @@ import os
 import platform
 import random
 import resource
+import select
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
 
-from weather_small import make_model, make_task, run, say, text
+from weather_small import Outcome, make_model, make_task, run, say, text
 
 HERE = Path(__file__).resolve().parent
 ODD = [
@@ -129,6 +132,11 @@ FILES = {
     "scores, sweep": (5, "scores.json", "plan sweep scores.json --budgets 0.3 0.5"),
     "scores, transfer": (4, "scores.json", "transfer scores.json scores.json"),
     "scores, import": (4, "own.json", "score model --import own.json -o O"),
+    "scores with shapes, csv": (3, "shapes.csv", "plan ranks shapes.csv --mean-rank 2 -o O"),
+    "scores with shapes, json": (3, "shapes.json", "plan sparsity shapes.json -o O"),
+    "scores with shapes, npy": (3, "shapes.npy", "plan sparsity shapes.npy -o O"),
+    "scores, columns": (5, "large.json", "plan sparsity large.json -o O"),
+    "plan, columns": (5, "large_plan.json", "plan explain large_plan.json"),
     "scores, import csv": (3, "own.csv", "score model --import own.csv -o O"),
     "curves": (6, "curves.json", "plan sparsity scores.json --curves curves.json -o O"),
     "latency": (4, "latency.json", "plan ranks scores.json --mean-rank 2 --latency latency.json -o O"),
@@ -191,6 +199,30 @@ def prepare(folder: Path) -> None:
     for name in ("scores.json", "plan.json", "result.json"):
         shutil.copy(folder / name, folder / "results" / name)
     _half_pruned(folder, data)
+    _columns(folder)
+
+
+def _columns(folder: Path) -> None:
+    """Tables with shapes, and scores and a plan in columns, as those of very many blocks are written."""
+    import dataclasses
+
+    import numpy as np
+
+    from layerbudget.plan import Plan
+    from layerbudget.planning import plan_sparsity
+    from layerbudget.scores.record import Scores
+    from layerbudget.scores.with_shapes import COLUMNS
+    from layerbudget.tables import BlockTable
+
+    rows = [(f"layers.{i}", 1.0 + i, 8 + i, 16) for i in range(6)]
+    (folder / "shapes.csv").write_text("\n".join(",".join(map(str, r)) for r in [COLUMNS, *rows]) + "\n")
+    (folder / "shapes.json").write_text(json.dumps([dict(zip(COLUMNS, r, strict=True)) for r in rows]))
+    np.save(folder / "shapes.npy", np.array(rows, dtype=[("name", "S9"), ("score", "f8"), ("d_in", "i8"), ("d_out", "i8")]))
+    scores = Scores.load(folder / "scores.json")
+    table = dataclasses.replace(scores, blocks=BlockTable.of_rows([scores.blocks]))
+    table.save(folder / "large.json")
+    plan: Plan = plan_sparsity(table)
+    plan.save(folder / "large_plan.json")
 
 
 def _half_pruned(folder: Path, data: list[str]) -> None:
@@ -350,6 +382,47 @@ def main() -> None:
     say(table(record))
 
 
+AT_ONCE = 50  # cases of one worker
+WAIT = 60.0  # seconds without a word from a worker after which it is ended
+
+
+def outcomes(jobs: list[tuple[str, int]], sound: Path, work: Path):
+    """What every case gave, in order: ``(kind, number, outcome, what was run)``."""
+    at = 0
+    while at < len(jobs):
+        ends, told = os.pipe()
+        worker = os.fork()
+        if worker == 0:
+            os.close(ends)
+            _work(jobs[at : at + AT_ONCE], sound, work, told)
+        os.close(told)
+        due = min(AT_ONCE, len(jobs) - at)
+        with os.fdopen(ends, "rb") as words:
+            while due:
+                ready, _, _ = select.select([words], [], [], WAIT)
+                line = words.readline() if ready else b""
+                if not line:  # it hangs where no signal reaches it, or it died
+                    os.kill(worker, signal.SIGKILL)
+                    kind, number = jobs[at]
+                    trouble = "hang" if not ready else "the process died"
+                    yield kind, number, Outcome(None, WAIT, trouble), f"case {number}"
+                    at += 1
+                    break
+                found = json.loads(line)
+                yield *jobs[at], Outcome(found["code"], found["seconds"], found["trouble"], ""), found["what"]
+                at, due = at + 1, due - 1
+        os.waitpid(worker, 0)
+
+
+def _work(jobs: list[tuple[str, int]], sound: Path, work: Path, told: int) -> None:
+    """A worker: run some cases, tell of each on a line, end without cleaning up."""
+    for kind, number in jobs:
+        outcome, what = one_flags(number, sound, work) if kind == "flags" else one_file(kind, number, sound, work)
+        said = {"code": outcome.code, "seconds": outcome.seconds, "trouble": outcome.trouble, "what": what}
+        os.write(told, json.dumps(said).encode() + b"\n")
+    os._exit(0)
+
+
 def fuzz(a: argparse.Namespace, sound: Path, work: Path) -> dict:
     """All cases: counts by kind, and every trouble."""
     total, jobs = sum(w for w, _, _ in FILES.values()), []
@@ -361,8 +434,7 @@ def fuzz(a: argparse.Namespace, sound: Path, work: Path) -> dict:
     random.Random(0).shuffle(jobs)
     counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     troubles, slowest, began = [], [], time.perf_counter()
-    for done, (kind, number) in enumerate(jobs, 1):
-        outcome, what = one_flags(number, sound, work) if kind == "flags" else one_file(kind, number, sound, work)
+    for done, (kind, number, outcome, what) in enumerate(outcomes(jobs, sound, work), 1):
         row = counts[kind]
         row["cases"] += 1
         row["accepted" if outcome.code == 0 else "refused"] += outcome.trouble is None
@@ -399,7 +471,7 @@ def table(record: dict) -> str:
     slow = ", ".join(f"{s:.1f} s ({kind} {number})" for s, kind, number in record["slowest_seconds"])
     return (
         "# Rough weather: mutated files and odd flags\n\n" + "\n".join(lines)
-        + f"\n\n`python benchmarks/weather_fuzz.py --seed {record['first_case']}`: {record['cases']} commands in one process, {record['seconds']:.0f} s, at most "
+        + f"\n\n`python benchmarks/weather_fuzz.py --seed {record['first_case']}`: {record['cases']} commands in forked workers, {record['seconds']:.0f} s, at most "
         f"{record['limit_seconds']} s and {record['limit_gib']:g} GiB each; the slowest took {slow}. *Accepted* means that the change "
         "did no harm (a note, a number of the right kind), *refused* one sentence and exit code 2 (1 from a doctor).\n"
     )  # fmt: skip

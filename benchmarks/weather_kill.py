@@ -18,11 +18,15 @@ import platform
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 from weather_small import make_model, make_task, say, text
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.killing import count_changes  # noqa: E402
 
 DATA = ["--data", "text.txt", "--samples", "8", "--length", "16", "--batch-size", "2", "--quiet"]
 TUNE = ["--task", "task.jsonl", "--train-rows", "16", "--epochs", "3", "--batch", "8", "--quiet"]
@@ -105,19 +109,7 @@ def _work(words: list[str], folder: Path, told: int, step: int) -> None:
     """The child: count changes of the file system, and die at one of them."""
     import torch
 
-    count = [0]
-
-    def counted(function):
-        def inner(*arguments, **options):
-            count[0] += 1
-            if count[0] == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*arguments, **options)
-
-        return inner
-
-    for name in ("replace", "rename", "unlink", "mkdir", "rmdir", "fsync"):
-        setattr(os, name, counted(getattr(os, name)))
+    count = count_changes(step)
     torch.set_num_threads(1)
     os.chdir(folder)
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -131,7 +131,8 @@ def by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequence[floa
         if len(given) != len(names):
             raise InvalidInput(f"There are {len(given)} values for {len(names)} blocks.", "One each.", "Give one per block.")
         values = dict(zip(names, given, strict=True))
-    wrong = [n for n in names if n not in values] + [n for n in values if n not in names]
+    known = set(names)
+    wrong = [n for n in names if n not in values] + [n for n in values if n not in known]
     if wrong:
         raise InvalidInput(
             f"Values and blocks differ in {', '.join(wrong[:4])}.", f"The blocks are {', '.join(names[:3])}, ...", "Name each."

@@ -14,41 +14,15 @@ from typing_extensions import Self
 
 from .errors import CorruptFile, InvalidInput, ModelMismatch
 from .keeping import reading
+from .keeping.columns import LARGE, Table, matrices_of, names_of
 from .keeping.schemas import Certificate, Extra, Formats, PlanBudget, Structured, StructuredSettings
 from .kinds import KINDS, by_name, count_of
+from .plan_blocks import PlanBlock as PlanBlock
+from .plan_blocks import PlanTable
 from .records import Block, Record, digest
 from .row_groups import RowGroups
 
 _WERE_RULES = {"structured": "measured", "depth": "greedy"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanBlock:
-    """What one block gets.
-
-    Attributes:
-        name: Block name as in the model (``model.layers.3`` or a Linear's full name).
-        value: Sparsity in [0, 1], or the continuous number of experts or ranks.
-        count: Pruned parameters (sparsity), experts, or rank of every module of the block.
-        numel: Prunable parameters of the block.
-        modules: Full names of the block's weight matrices: what applying the plan touches.
-    """
-
-    name: reading.Name
-    value: float
-    count: reading.Count
-    numel: reading.Count
-    modules: tuple[reading.Name, ...]
-
-    @classmethod
-    def of(cls, block: Block, value: float, count: int) -> PlanBlock:
-        """What a block of a model gets."""
-        names = tuple(m.name for m in block.modules)
-        return cls(name=block.name, value=float(value), count=int(count), numel=block.numel, modules=names)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return dict(self.__dict__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,11 +41,12 @@ class Plan(Record):
     """
 
     what: ClassVar[str] = "plan"
+    table: ClassVar[Any] = PlanTable
 
     kind: str
     rule: str
     model: Mapping[str, Any]
-    blocks: tuple[PlanBlock, ...]
+    blocks: Sequence[PlanBlock]
     budget: Mapping[str, Any]
     hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     certificate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -80,27 +55,44 @@ class Plan(Record):
 
     def __post_init__(self) -> None:
         KINDS.find(self.kind)
-        names = [b.name for b in self.blocks]
+        names = names_of(self.blocks)
         if not names or len(set(names)) != len(names):
             raise InvalidInput(
                 f"The plan names {len(names)} blocks, {len(set(names))} of them distinct.", "", "Name each once."
             )
-        object.__setattr__(self, "blocks", tuple(self.blocks))
+        if not isinstance(self.blocks, Table):
+            many = len(self.blocks) > LARGE and all(b.modules for b in self.blocks)
+            object.__setattr__(self, "blocks", PlanTable.of_rows([self.blocks]) if many else tuple(self.blocks))
 
     @property
     def names(self) -> list[str]:
         """Block names, in order."""
-        return [b.name for b in self.blocks]
+        return names_of(self.blocks)
 
     @property
     def values(self) -> np.ndarray:
         """The decision as a vector, shape ``(K,)``."""
-        return np.array([b.value for b in self.blocks], dtype=np.float64)
+        return self._column("value", np.float64)
 
     @property
     def counts(self) -> np.ndarray:
         """The integer decision as a vector, shape ``(K,)``."""
-        return np.array([b.count for b in self.blocks], dtype=np.int64)
+        return self._column("count", np.int64)
+
+    @property
+    def numel(self) -> np.ndarray:
+        """Prunable parameters per block, shape ``(K,)``."""
+        return self._column("numel", np.int64)
+
+    @property
+    def matrices(self) -> np.ndarray:
+        """Weight matrices per block, shape ``(K,)``."""
+        return matrices_of(self.blocks)
+
+    def _column(self, name: str, dtype: Any) -> np.ndarray:
+        if isinstance(self.blocks, PlanTable):
+            return self.blocks.columns[name].copy()
+        return np.array([getattr(b, name) for b in self.blocks], dtype=dtype)
 
     @property
     def digest(self) -> str:
@@ -110,7 +102,7 @@ class Plan(Record):
     @property
     def sparsity(self) -> float:
         """Pruned parameters over prunable parameters (sparsity plans)."""
-        return float(sum(b.count for b in self.blocks) / sum(b.numel for b in self.blocks))
+        return int(self.counts.sum()) / int(self.numel.sum())
 
     @property
     def rows(self) -> RowGroups | None:

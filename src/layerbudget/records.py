@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from .canonical import digest as digest
+from .canonical import dumps as dumps
+from .canonical import to_jsonable as to_jsonable
 from .errors import CorruptFile, InvalidInput, NotFound
 from .keeping import reading
+from .keeping.columns import Table
 from .keeping.writing import check_output as check_output
 from .keeping.writing import check_writable as check_writable
 from .keeping.writing import write_text as write_text
@@ -92,46 +94,7 @@ def natural_key(name: str) -> tuple[Any, ...]:
     return tuple((1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name))
 
 
-def to_jsonable(value: Any) -> Any:
-    """Turn numpy scalars and arrays, tuples and dataclasses into plain JSON values; NaN and infinities become null."""
-    kind = type(value)  # the plain kinds first: a large plan has millions of them
-    if kind is str or kind is int or kind is bool or value is None:
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else None
-    if kind is dict:
-        return {k if type(k) is str else str(k): to_jsonable(v) for k, v in value.items()}
-    if kind is list or kind is tuple:
-        return [to_jsonable(v) for v in value]
-    if isinstance(value, Result):
-        return {k: to_jsonable(v) for k, v in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return to_jsonable(value.to_dict() if hasattr(value, "to_dict") else dataclasses.asdict(value))
-    if isinstance(value, Mapping):
-        return {str(k): to_jsonable(v) for k, v in value.items()}
-    if isinstance(value, str) or value is None or isinstance(value, bool):
-        return value
-    if hasattr(value, "tolist"):
-        return to_jsonable(value.tolist())
-    if isinstance(value, Iterable):
-        return [to_jsonable(v) for v in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value
-
-
-def dumps(record: Any) -> str:
-    """Canonical JSON text: keys in the order given, one-space indent, ends with a newline."""
-    return json.dumps(to_jsonable(record), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def digest(record: Any) -> str:
-    """Return a short content hash of a JSON-able record (sorted keys)."""
-    text = json.dumps(to_jsonable(record), sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def read_json(path: Path | str, kind: str, command: str | None = None, *, as_type: Any = None) -> Any:
+def read_json(path: Path | str, kind: str, command: str | None = None, *, as_type: Any = None, large: Any = None) -> Any:
     """Read one of this package's JSON files.
 
     Args:
@@ -139,6 +102,7 @@ def read_json(path: Path | str, kind: str, command: str | None = None, *, as_typ
         kind: What it is, for messages.
         command: What makes one, where that is another word.
         as_type: The type of its content; an object of anything by default.
+        large: The type in the place of it for files of more than 32 MiB.
 
     Raises:
         NotFound: No such file.
@@ -154,7 +118,12 @@ def read_json(path: Path | str, kind: str, command: str | None = None, *, as_typ
             f"{path} has schema version {str(version)[:40]}.", f"This release reads version {SCHEMA_VERSION}.",
             f"Make the {kind} again.",
         )  # fmt: skip
+    if large is not None and len(content) > _MANY:
+        as_type = large
     return reading.parse(content, str(path), kind, as_type=dict[str, Any] if as_type is None else as_type)
+
+
+_MANY = 1 << 25  # bytes; a file above is read some blocks at a time
 
 
 class _Versioned(msgspec.Struct):
@@ -167,16 +136,22 @@ class Record:
     Attributes:
         what: The word for such a file.
         command: The command that makes one, where it is another word.
+        table: What holds its blocks as columns, where it has any.
     """
 
     what: ClassVar[str] = "record"
     command: ClassVar[str | None] = None
+    table: ClassVar[Any] = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, the content of the file."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-        parts = {k: [b.to_dict() for b in v] if k == "blocks" and isinstance(v, tuple) else v for k, v in fields.items()}
-        return {"schema_version": SCHEMA_VERSION, **parts}
+        blocks = fields.get("blocks")
+        if isinstance(blocks, Table):
+            fields["blocks"] = blocks.to_dict()
+        elif isinstance(blocks, tuple):
+            fields["blocks"] = [b.to_dict() for b in blocks]
+        return {"schema_version": SCHEMA_VERSION, **fields}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
@@ -196,6 +171,10 @@ class Record:
     def _made(cls, shape: Any) -> Self:
         """The record from a shape whose types are checked."""
         fields = {name: getattr(shape, name) for name in shape.__struct_fields__}
+        if cls.table is not None and isinstance(fields["blocks"], msgspec.Raw):
+            fields["blocks"] = cls.table.read(memoryview(fields["blocks"]), f"The list of blocks of the {cls.what}", cls.what)
+        elif cls.table is not None and isinstance(fields["blocks"], cls.table.file):
+            fields["blocks"] = cls.table.of_file(fields["blocks"])
         for name, value in fields.items():
             reading.check_loose(value, cls.what, name)
         return cls(**cls._upgraded(fields))
@@ -222,17 +201,21 @@ class Record:
             CorruptFile: Not such a file.
             InvalidInput: Values that contradict each other.
         """
-        return cls._made(read_json(path, cls.what, cls.command, as_type=_shape(cls)))
+        large = None if cls.table is None else _shape(cls, unread=True)
+        return cls._made(read_json(path, cls.what, cls.command, as_type=_shape(cls), large=large))
 
 
-_SHAPES: dict[type, type[msgspec.Struct]] = {}
+_SHAPES: dict[tuple[type, bool], type[msgspec.Struct]] = {}
 
 
-def _shape(cls: type) -> type[msgspec.Struct]:
-    """The fields of a record as a structure that msgspec fills while it checks their types."""
-    if cls in _SHAPES:
-        return _SHAPES[cls]
+def _shape(cls: Any, *, unread: bool = False) -> type[msgspec.Struct]:
+    """The fields of a record as a structure that msgspec fills while it checks types; ``unread`` leaves its blocks raw."""
+    if (cls, unread) in _SHAPES:
+        return _SHAPES[cls, unread]
     hints = typing.get_type_hints(cls, include_extras=True)
+    if cls.table is not None:
+        (item,) = typing.get_args(hints["blocks"])
+        hints["blocks"] = msgspec.Raw if unread else tuple[item, ...] | cls.table.file  # type: ignore[valid-type]
     parts: list[Any] = []
     for field in dataclasses.fields(cls):
         part: tuple[Any, ...] = (field.name, hints[field.name])
@@ -241,7 +224,7 @@ def _shape(cls: type) -> type[msgspec.Struct]:
         elif field.default is not dataclasses.MISSING:
             part += (field.default,)
         parts.append(part)
-    return _SHAPES.setdefault(cls, msgspec.defstruct(f"{cls.__name__}File", parts, kw_only=True))
+    return _SHAPES.setdefault((cls, unread), msgspec.defstruct(f"{cls.__name__}File", parts, kw_only=True))
 
 
 class Result(Mapping[str, Any]):

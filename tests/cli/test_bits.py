@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -47,6 +48,13 @@ def test_plan_write_count_and_measure(folder, plan, capsys):
     assert made["extra"]["check"]["verdict"] in told["sentences"]
     main(["report", str(folder), "-o", str(folder / "page.html")])
     assert "bits by" in (folder / "page.html").read_text()
+
+
+def test_a_file_that_would_not_fit_on_the_disk_is_not_made(folder, plan, capsys, monkeypatch):
+    sound = shutil.disk_usage
+    monkeypatch.setattr("layerbudget.keeping.writing.shutil.disk_usage", lambda path: sound(path)._replace(free=20_000))
+    assert "are free" in sentence(capsys, "quantize", "demo", plan, "-o", folder / "nowhere", "--quiet")
+    assert not (folder / "nowhere").exists()
 
 
 def test_gptq_reads_its_data(folder, plan, capsys):

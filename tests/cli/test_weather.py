@@ -1,6 +1,7 @@
 """Broken files and odd flags on the command line: one sentence and exit code 2, nothing left behind."""
 
 import json
+import shutil
 
 import pytest
 from tests import zoo
@@ -108,3 +109,33 @@ def test_curves_that_overflow_are_refused(tmp_path, capsys, damage):
     (tmp_path / "curves.json").write_text(json.dumps(curves))
     said = refused(capsys, "plan", "sparsity", tmp_path / "scores.json", "--curves", tmp_path / "curves.json")
     assert "beyond 1e+100" in said.replace("\n", " ")
+
+
+@pytest.mark.parametrize("verb", ["prune", "prune --resume", "prune, smaller", "finetune"])
+def test_a_model_that_would_not_fit_on_the_disk_is_not_made(folder, capsys, monkeypatch, verb):
+    model, out = str(folder / "model"), folder / "out"
+    data = ["--data", str(folder / "text.txt"), "--samples", "2", "--length", "8", "--quiet"]
+    if verb == "finetune":
+        ranks = zoo.linears(load_model(model), 2)
+        ranks.save(folder / "plan.json")
+        words = (folder / "text.txt").read_text().split()
+        (folder / "rows.jsonl").write_text(
+            "\n".join(json.dumps({"text": " ".join(words[i : i + 20])}) for i in range(0, 240, 20))
+        )
+        command = ["finetune", model, folder / "plan.json", "--data", folder / "rows.jsonl", "--epochs", "1", "--quiet"]
+    elif verb == "prune, smaller":
+        command = ["plan", "structured", model, *data, "--save", "10% flops", "--even", "-o", str(folder / "plan.json")]
+        assert main(command) == 0
+        command = ["prune", model, folder / "plan.json", *data]
+    else:
+        zoo.plan(load_model(model)).save(folder / "plan.json")
+        command = ["prune", model, folder / "plan.json", *data]
+        command += ["--resume", folder / "parts"] if "resume" in verb else []
+    capsys.readouterr()
+    sound = shutil.disk_usage
+    monkeypatch.setattr("layerbudget.keeping.writing.shutil.disk_usage", lambda path: sound(path)._replace(free=20_000))
+    said = " ".join(refused(capsys, *command, "-o", out).split())
+    assert "are free" in said and "MiB" in said
+    assert not [p for p in out.rglob("*") if p.is_file()] and not (folder / "parts").exists()
+    monkeypatch.undo()
+    assert main([str(w) for w in [*command, "-o", out]]) == 0

@@ -1,9 +1,9 @@
 """Folders of results: whole or not at all, wherever a run is killed; the user's files stay."""
 
 import os
-import signal
 
 import pytest
+from tests.killing import killed_at
 
 from layerbudget.errors import AlreadyExists, InvalidInput
 from layerbudget.keeping import folders, locks
@@ -22,30 +22,6 @@ def save(out, files, **options):
 
 def content(out):
     return {f.relative_to(out).as_posix(): f.read_text() for f in out.rglob("*") if f.is_file() and f.name != folders.MANIFEST}
-
-
-def killed_at(step, call):
-    """Run ``call`` in a child that is killed by the n-th change of the file system; whether it was."""
-    child = os.fork()
-    if child == 0:
-        count = [0]
-
-        def counted(function):
-            def inner(*arguments, **options):
-                count[0] += 1
-                if count[0] == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*arguments, **options)
-
-            return inner
-
-        for name in ("replace", "rename", "unlink", "mkdir", "rmdir", "fsync"):
-            setattr(os, name, counted(getattr(os, name)))
-        try:
-            call()
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 def test_a_folder_appears_whole_with_a_manifest_of_it(tmp_path):

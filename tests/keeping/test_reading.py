@@ -1,6 +1,7 @@
 """Files from outside: bounds, types, and one sentence for what is wrong."""
 
 import os
+import shutil
 
 import pytest
 
@@ -70,5 +71,9 @@ def test_leftovers_of_a_dead_writer_go_at_the_next_run(tmp_path):
 
 
 def test_a_full_disk_is_said_before(tmp_path):
-    with pytest.raises(InvalidInput, match="MiB free"):
-        writing.check_space(tmp_path / "out", 1 << 62)
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(InvalidInput, match="GiB are free"):
+        writing.check_space({tmp_path / "out": 1 << 62})
+    with pytest.raises(InvalidInput, match="a and .*b.c will take"):  # each would fit
+        writing.check_space({tmp_path / "a": 0.7 * free, tmp_path / "b" / "c": 0.7 * free})
+    writing.check_space({tmp_path / "a": 0.5 * free})

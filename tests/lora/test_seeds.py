@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests import zoo
+from tests.killing import killed_at
 from tests.lora.test_finetune import encoder, task, tokenizer  # noqa: F401
 from transformers import TrainerCallback
 
@@ -154,24 +153,7 @@ def test_replacing_keeps_what_the_user_wrote_and_changed(tmp_path):
 @pytest.mark.parametrize("step", range(1, 60, 4))
 def test_a_kill_while_results_are_replaced_loses_nothing_of_the_user(tmp_path, step):
     earlier(tmp_path)
-    child = os.fork()
-    if child == 0:
-        count = [0]
-
-        def counted(function):
-            def inner(*arguments, **options):
-                count[0] += 1
-                if count[0] == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*arguments, **options)
-
-            return inner
-
-        for name in ("replace", "rename", "unlink", "mkdir", "rmdir"):
-            setattr(os, name, counted(getattr(os, name)))
-        replaced(tmp_path)
-        os._exit(0)
-    os.waitpid(child, 0)
+    killed_at(step, lambda: replaced(tmp_path))
     replaced(tmp_path)
     found = files(tmp_path)
     assert sum(text in ("mine", "changed by me") for text in found.values()) == 5

@@ -10,6 +10,7 @@ from layerbudget.errors import InvalidInput, ModelMismatch, NotFound
 from layerbudget.scores import stages
 from layerbudget.scores.curvature import gram
 from layerbudget.scores.gain import score
+from layerbudget.scores.kept import Kept
 
 
 @pytest.fixture
@@ -58,6 +59,34 @@ def test_a_crash_costs_one_batch(case, tmp_path):
     left = []
     score(model, data, blocks, stage=tmp_path, batch_size=2, progress=lambda n, total: left.append(total))
     assert left[-1] == 9 - 4
+
+
+@pytest.mark.parametrize("walk", ["layers", "whole"])
+@pytest.mark.parametrize(
+    "estimator, options",
+    [("kfac", {}), ("kfac", {"damping": 0.1, "damping_unit": "absolute"}), ("ekfac", {}), ("rank-gain", {}),
+     ("rank-gain", {"curvature": "none"})],
+)  # fmt: skip
+def test_a_stopped_run_settles_only_what_is_left(case, tmp_path, monkeypatch, estimator, options, walk):
+    model, data, blocks = case
+    options = {"batch_size": 4, "walk": walk, **options}
+    undisturbed, put, kept = score(model, data, blocks, estimator, **options), Kept.put, []
+
+    def crash(self, k, record):
+        put(self, k, record)
+        kept.append(k)
+        if len(kept) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Kept, "put", crash)
+    with pytest.raises(KeyboardInterrupt):
+        score(model, data, blocks, estimator, stage=tmp_path, **options)
+    broken = next((tmp_path / "parts").glob(f"*-{kept[0]}.*"))
+    broken.write_bytes(broken.read_bytes()[:-3])  # it fails its checksum and is made again
+    monkeypatch.setattr(Kept, "put", lambda self, k, record: put(self, k, record) or kept.append(k))
+    resumed = score(model, data, blocks, estimator, stage=tmp_path, **options)
+    assert sorted(kept[2:]) == sorted({*range(len(blocks))} - {kept[1]})
+    assert resumed.digest == undisturbed.digest and not (tmp_path / "parts").exists()
 
 
 def test_an_unchanged_request_is_read_and_a_changed_one_is_not(case, tmp_path, monkeypatch):

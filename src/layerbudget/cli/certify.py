@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .files import say, show_table
-from .shared import add_data_options, batch_of, load, progress_bar
+from .shared import add_data_options, add_partition_options, batch_of, load, progress_bar
 
 
 def register(subparsers: Any) -> None:
@@ -15,9 +15,7 @@ def register(subparsers: Any) -> None:
     p = subparsers.add_parser("certify")
     p.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     add_data_options(p, samples=32, length=128)
-    p.add_argument("--by", default="layer", help="layer, linear, or a regular expression (default %(default)s)")
-    p.add_argument("--include", help="only matrices whose full name matches this regular expression")
-    p.add_argument("--exclude", help="drop matrices whose full name matches this regular expression")
+    add_partition_options(p)
     p.add_argument(
         "--curvature", choices=("fisher", "diagonal", "ggn", "hessian"), default="fisher",
         help="hessian is the paper's own; ggn and hessian solve by conjugate gradients (default: fisher)",

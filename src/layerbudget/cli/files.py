@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ..errors import CorruptFile, InvalidInput
 from ..keeping import reading
 from ..records import Block
 from ..scores.record import Scores
+from ..scores.with_shapes import scores_with_shapes
 
 
 class Leaves:
@@ -25,21 +26,29 @@ class Leaves:
         return self.subparsers.add_parser(name, parents=self.parents, **options)
 
 
-def load_scores(path: str) -> Scores | tuple[Block, ...]:
-    """Scores from scores.json, or blocks from a model's config.json.
+_HEAD = 1 << 25  # bytes that a configuration may have
+
+
+def load_scores(path: str) -> Scores | Sequence[Block]:
+    """Scores from scores.json, or from a table with the shapes of the blocks; or blocks from a model's config.json.
 
     Raises:
-        NotFound, CorruptFile: No such file, or neither of the two.
+        NotFound, CorruptFile: No such file, or none of these.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    if file.is_file():
+    if file.suffix.lower() in (".csv", ".npy"):
+        return scores_with_shapes(file)
+    if file.is_file() and file.stat().st_size <= _HEAD:
         record = read_any(file)
-        if (
-            isinstance(record, Mapping)
-            and "schema_version" not in record
-            and ("hidden_size" in record or "text_config" in record)
-        ):
-            return blocks_from_config(record)
+        if isinstance(record, Mapping) and "schema_version" not in record:
+            if "hidden_size" in record or "text_config" in record:
+                return blocks_from_config(record)
+        if isinstance(record, list) or (isinstance(record, Mapping) and {"name", "d_in"} <= set(record)):
+            return scores_with_shapes(file)
+    elif file.is_file():
+        with file.open("rb") as handle:
+            if b'"schema_version"' not in handle.read(4096):
+                return scores_with_shapes(file)
     return Scores.load(file)
 
 
@@ -123,7 +132,9 @@ def read_fixed(items: Iterable[str]) -> dict[str, float]:
 ROWS = 400  # of a table: nobody reads more, and drawing a million takes minutes
 
 
-def show_table(a: argparse.Namespace, title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def show_table(
+    a: argparse.Namespace, title: str, head: Sequence[str], rows: Iterable[Any], cells: Callable[[Any], Sequence[Any]] = tuple
+) -> None:
     """Show a table where ``arguments.console`` is a rich console that a person may read; a long one loses its middle."""
     console = getattr(a, "console", None)
     if console is None or (getattr(a, "json", False) and not console.is_terminal):
@@ -133,11 +144,12 @@ def show_table(a: argparse.Namespace, title: str, head: Sequence[str], rows: Ite
     table = Table(title=title, title_justify="left")
     for name in head:
         table.add_column(name, no_wrap=name == "block")  # cut names of layers would all look alike
-    rows = list(rows)
+    rows = rows if isinstance(rows, Sequence) else list(rows)
     left_out = len(rows) - ROWS
+    shown = [cells(row) for row in (rows if left_out <= 0 else [*rows[: ROWS // 2], *rows[-(ROWS // 2) :]])]
     if left_out > 0:
-        rows = [*rows[: ROWS // 2], (f"... {left_out:,} more", *[""] * (len(head) - 1)), *rows[-(ROWS // 2) :]]
-    for row in rows:
+        shown.insert(ROWS // 2, (f"... {left_out:,} more", *[""] * (len(head) - 1)))
+    for row in shown:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row))
     console.print(table)
 

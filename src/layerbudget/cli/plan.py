@@ -12,6 +12,7 @@ from typing import Any
 
 from ..costs import rank_parameters
 from ..errors import InvalidInput
+from ..keeping.columns import Table
 from ..plan import Plan
 from ..planning.options import OPTIONS
 from ..planning.rule import rules_of
@@ -39,8 +40,13 @@ def register(subparsers: Any, *, parents: Sequence[argparse.ArgumentParser] = ()
     compare.register_transfer(Leaves(subparsers, parents))
 
 
+_SCORES = (
+    "scores.json; or a .csv, .npy or .json table of name, score, d_in and d_out; for rules without scores a model's config.json"
+)
+
+
 def _scores_argument(p: argparse.ArgumentParser) -> None:
-    p.add_argument("scores", metavar="SCORES", help="scores.json; for rules without scores a model's config.json will do")
+    p.add_argument("scores", metavar="SCORES", help=_SCORES)
 
 
 # Where the flag is not called as the option: --method is a pruner or a quantiser everywhere else.
@@ -183,7 +189,7 @@ def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
         min_rank=a.min_rank, max_rank=a.max_rank, **_rule_options(a), **_capacity_options(a),
     )  # fmt: skip
     blocks = scores.blocks if isinstance(scores, Scores) else scores
-    return _finish(a, plan, rank_parameters(blocks).tolist())
+    return _finish(a, plan, rank_parameters(blocks))
 
 
 def run_joint(a: argparse.Namespace) -> dict[str, Any]:
@@ -234,21 +240,29 @@ def _capacity_options(a: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _finish(a: argparse.Namespace, plan: Plan, price: Sequence[float] | None = None) -> dict[str, Any]:
+def _finish(a: argparse.Namespace, plan: Plan, price: Any = None) -> dict[str, Any]:
     if a.out:
         plan.save(a.out, overwrite=a.overwrite)
     from ..planning import explain_plan
+
+    if not getattr(a, "json", False):
+        _show(a, plan, price)
+    say(a, explain_plan(plan)["sentences"] + ([f"Written to {a.out}."] if a.out else []))
+    return plan.to_dict() if isinstance(plan.blocks, Table) else to_jsonable(plan.to_dict())
+
+
+def _show(a: argparse.Namespace, plan: Plan, price: Any) -> None:
+    """The decision as a picture of the network, or as a table where that would be too wide or too long."""
     from ..report.tables import plan_grid
 
+    title = f"{plan.kind} by {plan.rule}{', in percent' if plan.kind == 'sparsity' else ''}"
+    grid = None if isinstance(plan.blocks, Table) else plan_grid(plan, title, price=price)
+    if grid is not None and getattr(a, "console", None) is not None:
+        a.console.print(grid)
+        return
     extra = plan.extra.get("capacity", {}).get("counts", {})
     head = ("block", "value", "count", "parameters") + (("capacity",) if extra else ())
-    rows = [(b.name, b.value, b.count, b.numel) + ((extra[b.name],) if extra else ()) for b in plan.blocks]
-    title = f"{plan.kind} by {plan.rule}{', in percent' if plan.kind == 'sparsity' else ''}"
-    if not getattr(a, "json", False):
-        grid = plan_grid(plan, title, price=price)
-        if grid is not None and getattr(a, "console", None) is not None:
-            a.console.print(grid)
-        else:
-            show_table(a, f"{plan.kind} by {plan.rule}", head, rows)
-    say(a, explain_plan(plan)["sentences"] + ([f"Written to {a.out}."] if a.out else []))
-    return to_jsonable(plan.to_dict())
+    show_table(
+        a, f"{plan.kind} by {plan.rule}", head, plan.blocks,
+        lambda b: (b.name, b.value, b.count, b.numel) + ((extra[b.name],) if extra else ()),
+    )  # fmt: skip

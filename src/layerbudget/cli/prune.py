@@ -40,6 +40,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..plan import Plan
     from ..pruning.apply import prune
     from ..pruning.resume import clear_checkpoints
+    from ..pruning.room import check_room
     from ..pruning.save import check_output, save_pruned
     from ..report.runtime import runtime_box
     from ..running.shares import first
@@ -48,6 +49,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     _refuse_unread(arguments, plan.kind)
     check_output(arguments.out, overwrite=arguments.overwrite)
     model, tokenizer, data = _load(arguments, plan.kind)
+    check_room(model, arguments.out, resume=arguments.resume, plan=plan)
     if plan.kind in SMALLER:
         return prune_smaller(arguments, plan, model, tokenizer, data)
     method = arguments.method or "wanda"

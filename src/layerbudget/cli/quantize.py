@@ -27,6 +27,7 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Round, write, recount from the file."""
     from ..errors import CoverageError
+    from ..keeping.writing import check_space
     from ..mapped import mapped
     from ..plan import Plan
     from ..pruning.save import check_output
@@ -52,6 +53,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
     if tokenizer is None:
         tokenizer = _tokenizer(arguments)
+    check_space({arguments.out: _size(model, plan)})
     with progress_bar(arguments, f"quantise by {method}") as progress:
         stored = apply_bits(
             model, plan, data, method=method, batch_size=batch_of(arguments), progress=progress, **named_values(arguments.own)
@@ -64,6 +66,12 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     for note in receipt.notes:
         arguments.console.print(note)
     return {**receipt.to_dict(), "output": str(arguments.out)}
+
+
+def _size(model: Any, plan: Any) -> int:
+    """Bytes of the file that will be written: what the plan counted, and the rest of the model in two bytes each."""
+    total = sum(p.numel() for p in model.parameters())
+    return int(plan.counts.sum()) + 2 * max(0, total - int(plan.numel.sum()))
 
 
 def _tokenizer(arguments: argparse.Namespace) -> Any:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..scores.estimators import Estimator, estimators, find_estimator
-from .shared import DATA, add_data_options, announce, batch_of, load, named_values, progress_bar, refuse
+from .shared import DATA, add_data_options, add_partition_options, announce, batch_of, load, named_values, progress_bar, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -16,9 +16,7 @@ def register(subparsers: Any) -> None:
     add_data_options(parser)
     known = "; ".join(f"{e.name}: {e.summary}" for e in estimators().values())
     parser.add_argument("--estimator", help=f"{known} (default: fisher-gram)")
-    parser.add_argument("--by", default="layer", help="layer, linear, or a regular expression (default %(default)s)")
-    parser.add_argument("--include", help="only matrices whose full name matches this regular expression")
-    parser.add_argument("--exclude", help="drop matrices whose full name matches this regular expression")
+    add_partition_options(parser)
     parser.add_argument("--damping", type=float, nargs="+", help="one or more dampings (default: a sweep)")
     unit = (
         "relative to each block's own largest or mean eigenvalue, to the median of the blocks' largest ones (one damping for "

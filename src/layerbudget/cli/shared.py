@@ -32,6 +32,13 @@ def add_data_options(parser: argparse.ArgumentParser, *, samples: int = 128, len
     add_place_options(parser)
 
 
+def add_partition_options(parser: argparse.ArgumentParser) -> None:
+    """``--by --include --exclude``: the blocks of a model."""
+    parser.add_argument("--by", default="layer", help="layer, linear, or a regular expression (default %(default)s)")
+    parser.add_argument("--include", help="only matrices whose full name matches this regular expression")
+    parser.add_argument("--exclude", help="drop matrices whose full name matches this regular expression")
+
+
 def add_place_options(parser: argparse.ArgumentParser) -> None:
     """``--dtype --device --revision``: the same for every verb that loads a model."""
     parser.add_argument("--dtype", help="float32, bfloat16, float16, ...; auto (default): what the checkpoint holds")
@@ -151,7 +158,7 @@ def named_values(texts: Sequence[str]) -> dict[str, Any]:
             raise InvalidInput(f"--set {text} is not NAME=VALUE.", "", "Write for example --set draws=4.")
         try:
             values[name] = json.loads(value)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             values[name] = value
     return values
 

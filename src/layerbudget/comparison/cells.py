@@ -82,7 +82,7 @@ class Cells:
             if record["key"] != json.loads(dumps(key)):
                 raise CorruptFile(f"{path} is the cell of something else.", "", "Remove it.")
             self._memory[name], self._took[name] = record["cell"], float(record.get("seconds", 0.0))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise CorruptFile(f"{path} is not a cell ({error!r}).", "", "Remove it; it is measured again.") from error
         return self._memory[name]
 

@@ -39,6 +39,7 @@ def counted(model: nn.Module) -> Iterator[Passes]:
     passes = Passes(layers=max(1, len(found)))
 
     def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+        """Count the rows of one call, and those whose gradient comes back."""
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         rows = int(hidden.shape[0])
         passes.forward += rows

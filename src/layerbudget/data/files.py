@@ -99,7 +99,7 @@ def _json_lines(path: Path) -> list[Row]:
             continue
         try:
             rows.append(_row(json.loads(line), path))
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInput(f"Line {number} of {path} is not JSON ({error}).", "", "Correct or drop the line.") from error
     return rows
 
@@ -107,7 +107,7 @@ def _json_lines(path: Path) -> list[Row]:
 def _json(path: Path) -> list[Row]:
     try:
         rows = json.loads(_text(path))
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return _json_lines(path)
     return [_row(row, path) for row in (rows if isinstance(rows, list) else [rows])]
 

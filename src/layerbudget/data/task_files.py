@@ -52,7 +52,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         if line.strip():
             try:
                 rows.append(json.loads(line))
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 raise CorruptFile(f"{path}, line {number} is not JSON ({error}).", "", "Repair the file.") from error
     return rows
 
@@ -185,7 +185,7 @@ def _scienceqa(folder: Path) -> Task:
     path = _open(folder, "problems.json", "problems*.json")
     try:
         problems = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptFile(f"{path} is not JSON ({error}).", "", "Repair the file.") from error
     splits: dict[str, list[ChoiceRow]] = {"train": [], "val": [], "test": []}
     for name, problem in problems.items():

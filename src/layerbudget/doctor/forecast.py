@@ -213,6 +213,7 @@ def _factors(groups: int, whitened: bool) -> Any:
     """Work of kfac and rank-gain."""
 
     def work(shape: Shape, tokens: int, samples: int) -> tuple[float, int, float, tuple[float, float]]:
+        """Passes, retained sites, bytes beside the model, and products in single and double precision."""
         single = double = state = largest = 0.0
         for m in shape.matrices:
             kept = tokens * (m.d_in + 2 * m.d_out)
@@ -237,6 +238,7 @@ def _pruner(solves: bool) -> Any:
     """Work of Wanda and SparseGPT: two forwards, statistics of inputs, and the solve."""
 
     def work(shape: Shape, tokens: int, samples: int) -> tuple[float, int, float, tuple[float, float]]:
+        """As for the factors."""
         widest = max(m.d_in for m in shape.matrices)
         if not solves:
             return 2.0, 0, 8.0 * max(m.numel for m in shape.matrices), (0.0, 0.0)

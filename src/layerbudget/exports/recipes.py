@@ -19,7 +19,7 @@ def with_levels(plan: Plan, levels: int) -> tuple[Plan, float]:
         plan: A plan of sparsities.
         levels: How many.
     """
-    numel = np.array([b.numel for b in plan.blocks], dtype=np.float64)
+    numel = plan.numel.astype(np.float64)
     values = few_levels(plan.counts / numel, numel, levels)
     counts = round_parameters(values, numel, int(plan.counts.sum()), np.ones(len(values)))
     blocks = [dataclasses.replace(b, value=float(v), count=int(c)) for b, v, c in zip(plan.blocks, values, counts, strict=True)]

@@ -7,6 +7,7 @@ made again. Nothing but such files is ever read or removed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -96,6 +97,16 @@ class Parts:
         text = json.dumps(make(), ensure_ascii=True)
         self.put(name, "json", lambda path: path.write_text(text, encoding="utf-8"))
         return json.loads(text)  # the same types whether it was stored or not
+
+    def drop(self, prefix: str) -> None:
+        """Remove the parts whose names begin so, and the folder where it is empty then."""
+        if self.folder is None:
+            return
+        for file, name, _ in _parts(self.folder):
+            if name.startswith(prefix):
+                file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
 
     def clear(self) -> None:
         """Remove the parts; see :func:`clear`."""

@@ -11,9 +11,11 @@ import math
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tokenize import TokenError
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from ..errors import CorruptFile, NotFound
 
@@ -41,11 +43,11 @@ def read(path: Path | str, kind: str, *, limit: int = LIMIT, as_type: Any = Any,
         NotFound: No such file.
         CorruptFile: No ordinary file, too large, not JSON, too deep, or of another shape.
     """
-    return parse(read_bytes(path, kind, limit=limit, remedy=remedy), str(path), kind, as_type=as_type, remedy=remedy)
+    return parse(read_bytes(path, kind, limit=limit), str(path), kind, as_type=as_type, remedy=remedy)
 
 
-def read_bytes(path: Path | str, kind: str, *, limit: int = LIMIT, remedy: str = "Make it again.") -> bytes:
-    """Content of an ordinary file that is not too large; see :func:`read`."""
+def check_ordinary(path: Path | str, kind: str, *, limit: int = LIMIT) -> Path:
+    """Refuse what is no ordinary file, or too large; see :func:`read`."""
     path = Path(path)
     try:
         found = path.stat()
@@ -57,10 +59,34 @@ def read_bytes(path: Path | str, kind: str, *, limit: int = LIMIT, remedy: str =
         raise CorruptFile(
             f"{path} has {found.st_size:,} bytes.", f"A {kind} has at most {limit:,}.", "Check that it is the right file."
         )
-    return path.read_bytes()
+    return path
 
 
-def parse(content: bytes | str, where: str, kind: str, *, as_type: Any = Any, remedy: str = "Make it again.") -> Any:
+def read_bytes(path: Path | str, kind: str, *, limit: int = LIMIT) -> bytes:
+    """Content of an ordinary file that is not too large; see :func:`read`."""
+    return check_ordinary(path, kind, limit=limit).read_bytes()
+
+
+def read_array(path: Path, kind: str) -> np.ndarray:
+    """An array from an npy file, mapped; pickles are refused.
+
+    Raises:
+        NotFound: No such file.
+        CorruptFile: Not an npy file of plain numbers or texts.
+    """
+    check_ordinary(path, kind)
+    try:
+        found: np.ndarray = np.load(path, allow_pickle=False, mmap_mode="r")
+    except (ValueError, OSError, EOFError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError) as error:
+        raise CorruptFile(f"{path} is not an npy file of numbers ({error}).", "", "Save it with numpy.save.") from error
+    if not isinstance(found, np.ndarray):
+        raise CorruptFile(f"{path} is an archive.", "One array is read.", "Save it with numpy.save.")
+    return found
+
+
+def parse(
+    content: bytes | memoryview | str, where: str, kind: str, *, as_type: Any = Any, remedy: str = "Make it again."
+) -> Any:
     """Parse JSON; see :func:`read`."""
     try:
         value = _decoder(as_type).decode(content.encode() if isinstance(content, str) else content)

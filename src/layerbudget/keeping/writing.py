@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..errors import AlreadyExists, InvalidInput
@@ -214,18 +214,30 @@ def sweep(folder: Path, name: str | None = None) -> None:
             locks.release(lock)
 
 
-def check_space(path: Path, needed: int) -> None:
-    """Refuse a result that the disk has no room for, before it is computed.
+def check_space(needs: Mapping[Path | str, float]) -> None:
+    """Refuse results that the disk has no room for, before they are computed.
+
+    Args:
+        needs: About how many bytes each place will take; what lies on one file system is added up.
 
     Raises:
         InvalidInput: Says how much is needed and how much is free.
     """
-    folder = real(path)
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise InvalidInput(
-            f"{path} needs about {needed / 2**20:,.1f} MiB; {folder} has {free / 2**20:,.1f} MiB free.", "",
-            "Free some, or choose another output.",
-        )  # fmt: skip
+    held: dict[int, list[tuple[Path | str, Path, float]]] = {}
+    for path, needed in needs.items():
+        folder = real(path)
+        while not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
+        held.setdefault(folder.stat().st_dev, []).append((path, folder, needed))
+    for places in held.values():
+        needed, free = sum(n for _, _, n in places), shutil.disk_usage(places[0][1]).free
+        if needed > free:
+            raise InvalidInput(
+                f"{' and '.join(str(p) for p, _, _ in places)} will take about {_size(needed)}, and {_size(free)} are free in "
+                f"{places[0][1]}.", "The result is not computed where it could not be kept.",
+                "Free some space, or choose another output.",
+            )  # fmt: skip
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"

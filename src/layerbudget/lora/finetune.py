@@ -21,7 +21,7 @@ from ..data.examples import Task
 from ..data.texts import Texts
 from ..errors import InvalidInput
 from ..evaluation import statistics
-from ..keeping.writing import real, whole
+from ..keeping.writing import check_space, real, whole
 from ..plan import Plan
 from ..provenance import computation, versions
 from ..records import dumps, write_text
@@ -238,12 +238,13 @@ def _over_seeds(
         folder = out / f"seed-{seed}"
         record = by_first(lambda folder=folder: seeds_of.kept(folder, identity))  # type: ignore[misc]
         if record is None:
-            if first():
-                seeds_of.begin(folder, identity)
             plain = load(seed)
             rows = rows_of(task, tokenizer, plain, protocol)
             protocol.check(plan.kind, causal=rows.causal)
             model = started(plain, plan, protocol, rows, task)
+            check_space({folder: _room(model)})
+            if first():
+                seeds_of.begin(folder, identity)
             record = train_one(model, rows, task, protocol, seed, folder, callbacks=list(callbacks()), **options)
             record["identity"] = identity
             record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -260,6 +261,11 @@ def _over_seeds(
     }  # fmt: skip
     by_first(lambda: _write_summary(out, summary, task, plan))
     return summary
+
+
+def _room(model: nn.Module) -> int:
+    """Bytes that one seed may take at once: the adapter, and three checkpoints of it with the moments of the optimiser."""
+    return sum(p.numel() * (4 + 3 * (p.element_size() + 8)) for p in model.parameters() if p.requires_grad)
 
 
 def _write_summary(out: Path, summary: dict[str, Any], task: Task | Texts, plan: Plan) -> None:

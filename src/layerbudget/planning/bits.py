@@ -38,7 +38,7 @@ class Table:
         family, runtime, method: Of the formats, of the groups, and the quantiser that was measured.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
     formats: tuple[str, ...]
     size: np.ndarray
     damage: np.ndarray

@@ -9,17 +9,22 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidInput, UnknownBlock
-from ..plan import Plan, PlanBlock
+from ..keeping.columns import names_of
+from ..plan import Plan
+from ..plan_blocks import planned
 from ..program.inputs import Vector
 from ..program.solution import Solution
 from ..records import Block, to_jsonable
 from ..scores.record import Scores
+from ..tables import BlockTable
 from .options import CONSTANTS
 
 
-def blocks_of(scores: Scores | Sequence[Block]) -> tuple[Block, ...]:
+def blocks_of(scores: Scores | Sequence[Block]) -> Sequence[Block]:
     """The blocks of a score record, or the blocks themselves."""
-    return scores.blocks if isinstance(scores, Scores) else tuple(scores)
+    if isinstance(scores, Scores):
+        return scores.blocks
+    return scores if isinstance(scores, BlockTable) else tuple(scores)
 
 
 def record_of(scores: Scores | Sequence[Block]) -> Scores | None:
@@ -34,15 +39,17 @@ def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
         UnknownBlock: None does.
         InvalidInput: The expression does not compile.
     """
-    found = [i for i, b in enumerate(blocks) if b.name == pattern]
+    names = names_of(blocks)
+    found = [i for i, name in enumerate(names) if name == pattern]
     try:
-        found = found or [i for i, b in enumerate(blocks) if re.search(pattern, b.name)]
+        search = re.compile(pattern).search
+        found = found or [i for i, name in enumerate(names) if search(name)]
     except re.error as error:
         raise InvalidInput(f"{pattern!r} is not a regular expression ({error}).", "", "Correct it.") from error
     if not found:
         raise UnknownBlock(
             f"No block matches {pattern!r}.",
-            f"The blocks are {', '.join(b.name for b in blocks[:3])}, ...",
+            f"The blocks are {', '.join(names[:3])}, ...",
             "Correct the name.",
         )
     return found
@@ -54,12 +61,11 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """Bind a decision into a plan."""
     record = record_of(scores)
-    rows = tuple(PlanBlock.of(b, v, c) for b, v, c in zip(blocks_of(scores), value, counts, strict=True))
     return Plan(
         kind=kind,
         rule=rule,
         model=dict(record.model) if record is not None else {},
-        blocks=rows,
+        blocks=planned(blocks_of(scores), value, counts),
         budget=dict(budget),
         hyperparameters=to_jsonable(dict(hyperparameters)),
         certificate=to_jsonable(solution.certificate()) if solution is not None else {},

@@ -146,7 +146,7 @@ def sweep(
 
 def _row(plan: Plan, budget: float, exponent: float | None, q: Vector, worth: Sequence[Sequence[float]] | None) -> SweepRow:
     harms = KINDS.find(plan.kind).harms
-    value = plan.counts / np.array([b.numel for b in plan.blocks]) if harms else plan.counts
+    value = plan.counts / plan.numel if harms else plan.counts
     if KINDS.find(plan.kind).predicts:
         value, predicted = plan.values, plan.extra["predicted"]
     elif worth is not None:

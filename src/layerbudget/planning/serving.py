@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from ..errors import InvalidInput
 from ..plan import Plan
 from .rules.by_rank import SERVED_RANKS
@@ -40,10 +42,11 @@ def serving_hint(plan: Plan, alpha_policy: str = "constant-ratio") -> ServingHin
         raise InvalidInput(
             f"This plan is of kind {plan.kind!r}.", "Ranks have a serving hint.", "Make one with `layerbudget plan ranks`."
         )
-    ranks = [b.count for b in plan.by_module().values() if b.count]
-    largest = max(ranks, default=0)
+    ranks = np.repeat(plan.counts, plan.matrices)
+    ranks = ranks[ranks > 0]
+    largest = int(ranks.max(initial=0))
     served = next((r for r in SERVED_RANKS if r >= largest), None)
-    padded = 1 - sum(ranks) / (len(ranks) * served) if ranks and served else 0.0
+    padded = 1 - int(ranks.sum()) / (ranks.size * served) if ranks.size and served else 0.0
     if served is None:
         note = f"Rank {largest} is above the 512 that vLLM accepts: merge the adapter before serving."
     elif alpha_policy != "constant-ratio":

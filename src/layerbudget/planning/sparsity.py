@@ -16,6 +16,7 @@ from ..program.inputs import Vector, bound_vector
 from ..program.utilities import Function
 from ..records import Block, check_fraction
 from ..scores.record import Scores
+from ..tables import numbers_of
 from .common import blocks_of, make_plan, matching, record_of, recorded
 from .rule import Decision, Problem, as_rule
 
@@ -107,7 +108,7 @@ def plan_sparsity(
     chosen = as_rule("sparsity", rule)
     options = chosen.heard(given)
     cap = default_cap(sparsity) if max_sparsity is None else max_sparsity
-    numel = np.array([b.numel for b in blocks], dtype=np.float64)
+    numel = numbers_of(blocks, "numel").astype(np.float64)
     low, high, held = _bounds(blocks, min_sparsity, cap, fixed, exclude)
     total = _total(sparsity, numel, low, high)
     problem = Problem(

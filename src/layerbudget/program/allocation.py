@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import InfeasibleBudget
+from ..errors import DegenerateScores, InfeasibleBudget
 from .inputs import Vector, bound_vector, choice, cost_vector, filled, is_constant, number, renamed, weight_vector
 from .separable import Program, solve
 from .solution import Solution
@@ -108,6 +108,11 @@ def weigh(q: Vector, size: Vector, exponent: float, exponent_on: str, smallest: 
         smallest = float(np.minimum.reduce(q))
     if smallest > 0.0:
         return q
+    if not (q > 0.0).any():
+        raise DegenerateScores(
+            "No weight is left: scores, costs or the exponent are beyond what floating point counts.", "",
+            "Use an exponent near 1, and costs in a larger unit.",
+        )  # fmt: skip
     least = float(q[q > 0.0].min())
     return np.where(q > 0.0, q, least * 2.0**-80 if least > 1e-280 else least)
 

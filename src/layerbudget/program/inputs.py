@@ -153,6 +153,8 @@ def renamed(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Take a keyword under its old name too, with a warning, for one release."""
 
     def around(function: Callable[P, T]) -> Callable[P, T]:
+        """The function, which now takes both names."""
+
         @functools.wraps(function)
         def call(*arguments: P.args, **keywords: P.kwargs) -> T:
             if old in keywords:

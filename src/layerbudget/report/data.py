@@ -132,7 +132,7 @@ def _add_water(data: dict[str, Any], plan: Plan | None, scores: Scores | None) -
         data["grid"] = grid
     if plan is not None:
         cap = plan.hyperparameters.get("max_sparsity")
-        numel = np.array([b.numel for b in plan.blocks], dtype=float)
+        numel = plan.numel.astype(np.float64)
         values = np.array(_values(plan))
         mean = plan.hyperparameters.get("mean_rank") or float(values.mean())
         mean = float(values @ numel / numel.sum()) if plan.kind == "sparsity" else float(mean)

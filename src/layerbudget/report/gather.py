@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorruptFile, LayerbudgetError, NotFound
+from ..errors import LayerbudgetError, NotFound
+from ..keeping import reading
 from ..plan import Plan
 from ..scores.record import Scores
 
@@ -82,10 +82,7 @@ def _records(folder: Path, pattern: str = "*.json") -> Iterator[tuple[Path, dict
     for path in sorted(folder.glob(pattern)) if folder.is_dir() else []:
         if path.name.startswith(_PASSED) or path.name.endswith(".index.json"):
             continue
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CorruptFile(f"{path} does not parse ({error}).", "", "Make it again, or move it away.") from error
+        record = reading.read(path, "result", remedy="Make it again, or move it away.")
         if isinstance(record, dict):
             yield path, record
 

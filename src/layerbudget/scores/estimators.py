@@ -28,7 +28,7 @@ from .record import Scores
 
 Call = Callable[..., Scores]
 SHARED = ("damping", "damping_unit", "batch_size", "seed")
-_GIVEN = ("model", "data", "blocks", "progress", "stage")
+_GIVEN = ("model", "data", "blocks", "progress", "stage", "kept")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,11 @@ class Estimator:
     def reports(self) -> bool:
         """Whether it tells a ``progress(done, total)`` callback how far it is."""
         return "progress" in inspect.signature(self.call).parameters
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps finished blocks under a stage."""
+        return "kept" in inspect.signature(self.call).parameters
 
     def heard(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The options that were given (``None`` means not given).

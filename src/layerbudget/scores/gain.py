@@ -18,9 +18,11 @@ from ..errors import InvalidInput
 from ..provenance import computation, versions
 from ..records import Block
 from ..running.loss import Data
+from ..running.shares import team
 from . import stages
 from .curvature.common import Progress
 from .estimators import find_estimator
+from .kept import Kept
 from .record import Scores
 
 
@@ -54,7 +56,8 @@ def score(
         seed: Of what is random, 0 by default. The same seed gives the same bytes.
         progress: Called with ``(done, total)`` sequences or products.
         stage: Folder in which finished records are kept and found again; ``fisher-gram`` also keeps its per-sequence rows
-            there, so that a run resumes and more samples cost only themselves.
+            there, so that a run resumes and more samples cost only themselves; ``kfac``, ``ekfac`` and ``rank-gain`` keep every
+            finished block until the record is there (not with dampings that wait for the last block, nor in several processes).
         **options: Of the estimator (``sketch``, ``draws``, ``steps``, ...).
 
     Returns:
@@ -82,8 +85,13 @@ def score(
     known = stages.finished(stage, key)
     if known is not None:
         return known
-    scores = _told(call(model, data, blocks, **told, **arguments, **({"stage": stage} if chosen.stage else {})), model, data)
+    own: dict[str, Any] = {"stage": stage} if chosen.stage else {}
+    if chosen.keeps and team() is None:
+        own["kept"] = Kept(stage, key, blocks)
+    scores = _told(call(model, data, blocks, **told, **arguments, **own), model, data)
     stages.keep(stage, key, scores)
+    if "kept" in own:
+        own["kept"].clear()
     return scores
 
 

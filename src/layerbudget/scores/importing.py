@@ -83,10 +83,7 @@ def _from_csv(path: Path, column: str | None) -> dict[str, float]:
 
 
 def _from_npy(path: Path, names: Sequence[str] | None) -> dict[str, float]:
-    try:
-        values = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise CorruptFile(f"{path} is not an npy file of numbers ({error}).", "", "Save it with numpy.save.") from error
+    values = reading.read_array(path, "scores")
     if names is None:
         raise InvalidInput(
             f"{path} holds {values.size} numbers and no names.",

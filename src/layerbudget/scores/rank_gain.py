@@ -14,6 +14,7 @@ the linearised loss loses per unit of norm.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,6 +31,7 @@ from .curvature import common
 from .curvature.gram import real_type
 from .curvature.kronecker import Sums, Tokens, collect, factors_of
 from .curvature.whitened import Spectrum, of_halves, whitened
+from .kept import Kept, matrices_of
 from .record import Scores
 
 CURVATURES = ("none", "kfac")
@@ -47,6 +49,7 @@ def score_rank_gain(
     largest: int = 64,
     curvature: str = "kfac",
     walk: str = "auto",
+    kept: Kept | None = None,
 ) -> Scores:
     """Squared singular values of every gradient, plain or whitened by K-FAC; partition by ``linear`` for ranks per matrix.
 
@@ -65,6 +68,7 @@ def score_rank_gain(
         largest: How many ranks per matrix are kept.
         curvature: ``kfac`` or ``none``.
         walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits. By layers, one layer's factors exist at a time.
+        kept: Blocks that an earlier run has finished; where finished ones are kept.
 
     Returns:
         ``gain`` sums all ranks; ``extra['increments']`` has, per damping and block, the gain of the first, second, ... rank;
@@ -89,7 +93,7 @@ def score_rank_gain(
         )
     seed = seed or 0
     values = (0.0,) if curvature == "none" else common.check_damping(damping, "absolute") or (1.0,)
-    work = _Spectra(blocks, values, largest)
+    work = _Spectra(blocks, values, largest, kept)
     tick = common.Ticker(progress, data.samples)
     if curvature == "none":
         halves = _Halves(model, data, work)
@@ -101,7 +105,7 @@ def score_rank_gain(
         factors = factors_of(
             model, data, blocks, lambda name, found: work.add(name, found, scale), seed=seed, groups=2, interleaved=True
         )
-        factors.after = work.merge
+        factors.after, factors.done = work.merge, work.done
         collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
     extra = {
         "curvature": "none" if curvature == "none" else "K-FAC, sampled labels",
@@ -121,11 +125,18 @@ def score_rank_gain(
 class _Spectra:
     """Sums and largest squared singular values by damping and block, matrix by matrix."""
 
-    def __init__(self, blocks: Sequence[Block], values: Sequence[float], largest: int) -> None:
+    def __init__(self, blocks: Sequence[Block], values: Sequence[float], largest: int, kept: Kept | None = None) -> None:
         self.values, self.place = values, {m.name: k for k, b in enumerate(blocks) for m in b.modules}
         self.gain = np.zeros((2, len(values), len(blocks)))
         self.size = [min(largest, *(min(m.d_in, m.d_out) for m in b.modules)) for b in blocks]
         self.ranks = [[[np.zeros(n) for n in self.size] for _ in values] for _ in range(2)]
+        self.kept, self.waiting = kept, [len(b.modules) for b in blocks]
+        found = {} if kept is None else kept.found()
+        for k, record in found.items():
+            self.gain[:, :, k] = record["gain"]
+            for side, row in itertools.product(range(2), range(len(values))):
+                self.ranks[side][row][k][:] = record["ranks"][side][row]
+        self.done = matrices_of(blocks, list(found))
 
     def put(self, name: str, row: int, found: Sequence[Spectrum]) -> None:
         """Add one matrix at one damping: the whole gradient's, then the noise's."""
@@ -133,6 +144,11 @@ class _Spectra:
         for side, (total, largest) in enumerate(found):
             self.gain[side, row, k] += total
             self.ranks[side][row][k] += largest[: self.size[k]].cpu().numpy()
+        if row == len(self.values) - 1:  # the matrix is done
+            self.waiting[k] -= 1
+            if self.kept is not None and not self.waiting[k]:
+                ranks = [[rank[k].tolist() for rank in side] for side in self.ranks]
+                self.kept.put(k, {"gain": self.gain[:, :, k].tolist(), "ranks": ranks})
 
     def add(self, name: str, found: Sums | Tokens, scale: tuple[float, float]) -> None:
         """Whiten one matrix at every damping."""
@@ -178,7 +194,7 @@ class _Halves(Feeding):
 
     def take(self, site: Site) -> None:
         """Add the sequences of each half."""
-        for name in site.names:
+        for name in (n for n in site.names if n not in self.work.done):
             for half in (0, 1):
                 rows = slice((self.first + half) % 2, None, 2)
                 b, a = (x[rows].to(self.dtype).flatten(0, 1) for x in (site.b[name], site.a))

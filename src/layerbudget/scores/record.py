@@ -10,7 +10,9 @@ import numpy as np
 
 from ..errors import DegenerateScores, InvalidInput
 from ..keeping import reading
+from ..keeping.columns import LARGE, Numbers, names_of
 from ..records import Block, Record, digest
+from ..tables import BlockTable, numbers_of
 
 Table = tuple[tuple[float | None, ...], ...]
 
@@ -18,7 +20,7 @@ Table = tuple[tuple[float | None, ...], ...]
 def _table(rows: Any, shape: tuple[int, int], name: str) -> Table:
     if rows is None:
         return tuple((None,) * shape[1] for _ in range(shape[0]))
-    table = tuple(tuple(None if v is None or (isinstance(v, float) and np.isnan(v)) else float(v) for v in row) for row in rows)
+    table = tuple(_row(row) for row in rows)
     if len(table) != shape[0] or any(len(row) != shape[1] for row in table):
         raise InvalidInput(
             f"{name} has {len(table)} rows of {sorted({len(r) for r in table})} values.",
@@ -26,6 +28,14 @@ def _table(rows: Any, shape: tuple[int, int], name: str) -> Table:
             "Give one row per damping and one value per block.",
         )
     return table
+
+
+def _row(row: Any) -> tuple[float | None, ...]:
+    if len(row) <= LARGE:
+        return tuple(None if v is None or (isinstance(v, float) and np.isnan(v)) else float(v) for v in row)
+    numbers = np.array(row, dtype=np.float64)
+    found = numbers.tolist()
+    return tuple(None if v != v else v for v in found) if np.isnan(numbers).any() else tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,9 +59,10 @@ class Scores(Record):
 
     what: ClassVar[str] = "scores"
     command: ClassVar[str] = "score"
+    table: ClassVar[Any] = BlockTable
 
     estimator: str
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
     gain: Table
     damping: tuple[float, ...] = (0.0,)
     damping_unit: str = "none"
@@ -67,12 +78,15 @@ class Scores(Record):
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        names = [b.name for b in self.blocks]
+        if not isinstance(self.blocks, BlockTable):
+            many = len(self.blocks) > LARGE and all(b.modules for b in self.blocks)
+            object.__setattr__(self, "blocks", BlockTable.of_rows([self.blocks]) if many else tuple(self.blocks))
+        names = names_of(self.blocks)
         if not names or len(set(names)) != len(names):
             raise InvalidInput(
                 f"The record has {len(names)} blocks with {len(set(names))} distinct names.", "", "Name each block once."
             )
-        if sum(b.numel for b in self.blocks) >= reading.WHOLE:
+        if not isinstance(self.blocks, BlockTable) and sum(b.numel for b in self.blocks) >= reading.WHOLE:
             raise InvalidInput("The blocks have more than 2^62 parameters.", "", "Check their shapes.")
         if self.orientation not in ("gain", "redundancy"):
             raise InvalidInput(f"orientation is {self.orientation!r}.", "It is 'gain' or 'redundancy'.", "")
@@ -86,18 +100,28 @@ class Scores(Record):
         if len(status) != shape[0] or any(len(row) != shape[1] for row in status):
             raise InvalidInput("status has another shape than the gains.", f"It needs {shape[0]} x {shape[1]} words.", "")
         object.__setattr__(self, "status", tuple(tuple(row) for row in status))
-        object.__setattr__(self, "blocks", tuple(self.blocks))
         object.__setattr__(self, "damping", tuple(float(d) for d in self.damping))
 
     @property
     def names(self) -> list[str]:
         """Block names, in order."""
-        return [b.name for b in self.blocks]
+        return names_of(self.blocks)
 
     @property
     def numel(self) -> np.ndarray:
         """Prunable parameters per block, shape ``(K,)``."""
-        return np.array([b.numel for b in self.blocks], dtype=np.int64)
+        return numbers_of(self.blocks, "numel")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, the content of the file; of many blocks errors and floors that nobody knows are left out."""
+        fields = super().to_dict()
+        if isinstance(self.blocks, BlockTable):
+            for name in ("gain", "standard_error", "noise_floor"):
+                known = any(v is not None for row in fields[name] for v in row)
+                fields[name] = Numbers(fields[name] if known else ())
+            if {word for row in self.status for word in row} == {"ok"}:
+                fields["status"] = ()
+        return fields
 
     @property
     def digest(self) -> str:
@@ -124,8 +148,8 @@ class Scores(Record):
             InvalidInput: No such damping, or an entry without a usable value (the status says why).
         """
         row = self.index(damping)
-        bad = [f"{n} ({s})" for n, v, s in zip(self.names, self.gain[row], self.status[row], strict=True) if v is None]
-        if bad:
+        if None in self.gain[row]:
+            bad = [f"{n} ({s})" for n, v, s in zip(self.names, self.gain[row], self.status[row], strict=True) if v is None]
             raise InvalidInput(
                 f"No usable score for {', '.join(bad[:4])} at damping {self.damping[row]}.",
                 "",
@@ -163,8 +187,9 @@ class Scores(Record):
         Raises:
             InvalidInput: A block without a value, a value without a block, or a value that is not finite.
         """
-        names = [b.name for b in blocks]
-        missing, unknown = [n for n in names if n not in values], [n for n in values if n not in names]
+        names = names_of(blocks)
+        known = set(names)
+        missing, unknown = [n for n in names if n not in values], [n for n in values if n not in known]
         if missing or unknown:
             raise InvalidInput(
                 f"Scores are missing for {missing[:4]} and given for unknown blocks {unknown[:4]}.",
@@ -175,4 +200,4 @@ class Scores(Record):
         if bad:
             raise InvalidInput(f"The score of {bad[0]} is {values[bad[0]]}.", "Scores must be finite.", "Correct or drop it.")
         fields = {"estimator": "imported", "unit": "arbitrary", **fields}
-        return cls(blocks=tuple(blocks), gain=(tuple(float(values[n]) for n in names),), **fields)
+        return cls(blocks=blocks, gain=(tuple(float(values[n]) for n in names),), **fields)

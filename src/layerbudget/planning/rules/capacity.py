@@ -10,6 +10,7 @@ import numpy as np
 from ...program.allocation import allocate
 from ...program.inputs import Vector
 from ...program.rounding import round_capacity
+from ...tables import numbers_of
 from ..options import constants_of
 from ..rule import Decision, Problem, rule
 
@@ -65,6 +66,6 @@ def uniform(problem: Problem, options: Mapping[str, Any]) -> Decision:
 @rule("ranks", "size", reads=("method",), summary="ranks that grow with the size of the block")
 def size(problem: Problem, options: Mapping[str, Any]) -> Decision:
     """Ranks in proportion to ``n``: with ``w = c n`` the water level is the same per parameter."""
-    numel = np.array([float(b.numel) for b in problem.blocks])
+    numel = numbers_of(problem.blocks, "numel").astype(np.float64)
     decision = allocated(problem, problem.amount * numel, method=options["method"])
     return Decision(value=decision.value, counts=decision.counts, extra=decision.extra)

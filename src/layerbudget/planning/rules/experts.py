@@ -10,6 +10,7 @@ import numpy as np
 from ...errors import InfeasibleBudget
 from ...program import rules as published
 from ...program.inputs import Vector
+from ...tables import numbers_of
 from ..rule import Decision, Problem, rule
 
 Make = Callable[[int], Vector]
@@ -25,7 +26,7 @@ def uniform(problem: Problem, options: Mapping[str, Any]) -> Decision:
 @rule("experts", "size", summary="experts in proportion to a block's size")
 def size(problem: Problem, options: Mapping[str, Any]) -> Decision:
     """:func:`layerbudget.program.rules.apportion` by parameters."""
-    numel = np.array([float(b.numel) for b in problem.blocks])[~problem.held]
+    numel = numbers_of(problem.blocks, "numel").astype(np.float64)[~problem.held]
     return _largest(problem, "size", lambda total: published.apportion(numel, total, minimum=_least(problem)))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import InvalidInput
+from ...keeping.columns import names_of
 from ...program.calibrated import CalibratedPenalty
 from ...program.sparsity import sparsify
 from ..options import constants_of
@@ -46,7 +47,7 @@ def by_scores(problem: Problem, options: Mapping[str, Any]) -> Decision:
 )
 def by_curves(problem: Problem, options: Mapping[str, Any]) -> Decision:
     """Protected pruning with the damage that was measured at several sparsities of every block."""
-    given, names = options["curves"], [b.name for b in problem.blocks]
+    given, names = options["curves"], names_of(problem.blocks)
     if not isinstance(given, Mapping):
         raise InvalidInput("The rule calibrated needs measured curves.", "", "Measure them: layerbudget measure --curves FILE.")
     penalty = CalibratedPenalty.from_curves(given, names)

@@ -24,6 +24,7 @@ from ...records import Block
 from ...running.loss import Batch, Data, token_count
 from ...running.shares import Team
 from ...running.sites import Site
+from ..kept import Kept, matrices_of
 from ..record import Scores
 from . import common
 from .kronecker import Factors, Sums, Tokens, collect, factors_of
@@ -44,6 +45,7 @@ def score_kfac(
     draws: int | None = None,
     groups: int = 4,
     walk: str = "auto",
+    kept: Kept | None = None,
 ) -> Scores:
     """Gain under K-FAC with exact damping.
 
@@ -64,6 +66,7 @@ def score_kfac(
         groups: Groups of sequences, one per sequence at most.
         walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits. By layers one layer's factors exist at a time
             (all of them with ``damping_unit='median'`` or the absolute default sweep, which wait for the last block).
+        kept: Blocks that an earlier run has finished; where finished ones are kept.
 
     Returns:
         Gains per block; ``extra['by_module']`` has them per weight matrix.
@@ -72,7 +75,7 @@ def score_kfac(
         CoverageError: Fused experts, or a weight matrix that was never seen.
         InvalidInput: An argument outside its domain, or a seed or draws where no label is sampled.
     """
-    return _score(model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, walk, False)
+    return _score(model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, walk, False, kept)
 
 
 def score_ekfac(
@@ -89,6 +92,7 @@ def score_ekfac(
     draws: int | None = None,
     groups: int = 4,
     walk: str = "auto",
+    kept: Kept | None = None,
 ) -> Scores:
     """Gain under EK-FAC: as :func:`score_kfac`, with eigenvalues replaced by exact second moments.
 
@@ -96,13 +100,15 @@ def score_ekfac(
         CoverageError: Fused experts, or a weight matrix that was never seen.
         InvalidInput: As :func:`score_kfac`.
     """
-    return _score(model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, walk, True)
+    return _score(model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, walk, True, kept)
 
 
 class _Settling:
     """Quadratic forms block by block, as soon as a block's matrices are whole and its damping is known."""
 
-    def __init__(self, blocks: Sequence[Block], damping: float | Sequence[float] | None, unit: str, groups: int) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], damping: float | Sequence[float] | None, unit: str, groups: int, kept: Kept | None = None
+    ) -> None:
         self.blocks, self.damping, self.unit, self.groups = blocks, damping, unit, groups
         self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
         self.waiting = [len(b.modules) for b in blocks]
@@ -110,6 +116,14 @@ class _Settling:
         self.largest, self.trace = np.zeros(len(blocks)), np.zeros(len(blocks))
         self.forms: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.local = unit in ("max", "mean") or (unit == "absolute" and damping is not None)
+        self.kept = kept if self.local else None
+        found = {} if self.kept is None else self.kept.found()
+        for k, record in found.items():
+            self.largest[k], self.trace[k], self.waiting[k] = record["largest"], record["trace"], 0
+            for name, forms in record["forms"].items():
+                whole, noise, jack = (np.array(form) for form in forms)
+                self.forms[name] = (whole, noise, jack)
+        self.done = matrices_of(blocks, list(found))
 
     def add(self, name: str, found: Rotated) -> None:
         """Take one matrix; settle its block if it was the last."""
@@ -120,6 +134,9 @@ class _Settling:
         self.waiting[k] -= 1
         if self.local and not self.waiting[k]:
             self._settle(k, self.dampings(k)[1][:, 0])
+            if self.kept is not None:
+                forms = {m.name: [form.tolist() for form in self.forms[m.name]] for m in self.blocks[k].modules}
+                self.kept.put(k, {"largest": float(self.largest[k]), "trace": float(self.trace[k]), "forms": forms})
 
     @property
     def mean(self) -> np.ndarray:
@@ -177,7 +194,7 @@ class _Corrected(Factors):
 
     def wants(self, loss: int) -> bool:
         """The second pass reads drawn labels only."""
-        return not self._second or loss > 0 or self.own
+        return super().wants(loss) and (not self._second or loss > 0 or self.own)
 
     def take(self, site: Site) -> None:
         """Second pass: per-sequence gradients in the eigenbasis."""
@@ -225,7 +242,7 @@ class _Corrected(Factors):
 def _score(
     model: nn.Module, data: Data, blocks: Sequence[Block], damping: float | Sequence[float] | None, damping_unit: str,
     batch_size: int, seed: int | None, progress: common.Progress | None, labels: str, draws: int | None, groups: int, walk: str,
-    corrected: bool,
+    corrected: bool, kept: Kept | None,
 ) -> Scores:  # fmt: skip
     common.check_arguments(damping, damping_unit, data, batch_size)
     if labels == "data" and (seed is not None or draws is not None):
@@ -235,7 +252,7 @@ def _score(
             "Leave it out.",
         )
     seed, draws = seed or 0, 1 if draws is None else draws
-    settling = _Settling(blocks, damping, damping_unit, groups)
+    settling = _Settling(blocks, damping, damping_unit, groups, kept)
     factors = factors_of(
         model, data, blocks, lambda name, found: settling.add(name, rotated(found, factors.groups)), seed=seed, labels=labels,
         draws=draws, groups=groups, kind=_Corrected if corrected else Factors,
@@ -243,6 +260,7 @@ def _score(
     if isinstance(factors, _Corrected):
         factors.prepare(settling.add)
     factors.after = None if corrected else settling.merge
+    factors.done = settling.done
     tick = common.Ticker(progress, data.samples)
     collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
     values, tau = settling.finish()

@@ -106,6 +106,8 @@ class Factors(Feeding):
         self._owner: dict[str, int] = {}
         self._team: Team | None = None
         self.after: Callable[[Team], None] | None = None
+        self.done: frozenset[str] = frozenset()  # matrices that an earlier run has settled
+        self._idle = False
         self._batch: Batch | None = None
         self._loss = 0
         self._fresh: set[str] = set()
@@ -125,12 +127,22 @@ class Factors(Feeding):
                 total += 3 * (m.d_in**2 + m.d_out**2) + (1 + self.groups) * m.d_in * m.d_out
         return total * self.dtype.itemsize
 
+    def open(self, names: Sequence[str]) -> None:
+        """Nothing is to be had of matrices that are all settled."""
+        self._idle = self.done.issuperset(names)
+
+    def wants(self, loss: int) -> bool:
+        """Every loss, while anything is left to settle."""
+        return not self._idle
+
     def begin(self, batch: Batch, loss: int) -> None:
         """Remember whose gradients come, and that their inputs have not been counted."""
         self._batch, self._loss, self._fresh = batch, loss, set()
 
     def take(self, site: Site) -> None:
         """Add a site to the factors and to the gradients."""
+        if self.done.issuperset(site.names):
+            return
         a = site.a.to(self.dtype)
         leader = self.leaders.setdefault(site.names[0], site.names[0])
         held = self.inputs.setdefault(leader, _Input())
@@ -228,7 +240,7 @@ class Factors(Feeding):
         moments: dict[str, torch.Tensor] = {}
         for name in [n for n in names if n in self.outputs]:
             held = self.outputs.pop(name)
-            if not self.owns(name):
+            if name in self.done or not self.owns(name):
                 caches.setdefault(held.leader, {})
                 continue
             entry = self.inputs[held.leader]

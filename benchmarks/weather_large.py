@@ -1,0 +1,143 @@
+"""A million blocks through the command line: seconds and peak memory of every verb that reads or writes plans.
+
+    python benchmarks/weather_large.py --blocks 1000000
+
+Scores come as a CSV, a JSON and an npy table with shapes, as a scores file in columns, and as a scores file of an object per
+block, as earlier releases wrote it. Every command is a process of its own; what it took is what the system says of it (`wait4`).
+"""
+
+import argparse
+import csv
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layerbudget.plan import Plan
+from layerbudget.scores.with_shapes import COLUMNS, scores_with_shapes
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S, LIMIT_MB = 10.0, 1024.0
+
+
+def write_inputs(folder: Path, count: int) -> dict[str, Path]:
+    """The same scores in every form."""
+    rng = np.random.default_rng(0)
+    names = [f"model.layers.{i // 256}.mlp.experts.{i % 256}.up_proj" for i in range(count)]
+    gain, sides = rng.lognormal(size=count).tolist(), rng.choice([1024, 2048, 4096, 11008], size=(count, 2)).tolist()
+    rows = [(n, g, a, b) for n, g, (a, b) in zip(names, gain, sides, strict=True)]
+    with (folder / "scores.csv").open("w", newline="") as f:
+        csv.writer(f).writerows([COLUMNS, *rows])
+    (folder / "table.json").write_text(json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in rows]))
+    np.save(folder / "scores.npy", np.array(rows, dtype=[("name", "S64"), ("score", "f8"), ("d_in", "i8"), ("d_out", "i8")]))
+    scores_with_shapes(folder / "scores.csv").save(folder / "columns.json")
+    with (folder / "objects.json").open("w") as f:
+        f.write('{\n "schema_version": 1,\n "estimator": "imported",\n "blocks": [\n')
+        for i, (name, _, a, b) in enumerate(rows):
+            module = {"name": name, "d_in": a, "d_out": b, "copies": 1, "active": 1}
+            block = {"name": name, "numel": a * b, "flops_per_token": 2 * a * b, "modules": [module]}
+            f.write(("" if i == 0 else ",\n") + json.dumps(block, indent=1))
+        rest = {"standard_error": [[None] * count], "noise_floor": [[None] * count], "status": [["ok"] * count]}
+        f.write('\n ],\n "gain": [' + json.dumps(gain) + "],\n" + json.dumps(rest, indent=1)[1:])
+    kinds = ("scores.csv", "table.json", "scores.npy", "columns.json", "objects.json")
+    return {name: folder / name for name in kinds}
+
+
+def all_same(folder: Path) -> bool:
+    """Whether the plans of one kind are the same, block by block, whatever file their scores came from."""
+    found: dict[str, set[str]] = {}
+    for path in folder.glob("*.plan.json"):
+        found.setdefault(path.name.split("-")[0], set()).add(Plan.load(path).blocks.digest)  # type: ignore[attr-defined]
+    return all(len(digests) == 1 for digests in found.values())
+
+
+def apart(function: Callable[..., Any], *given: Any) -> Any:
+    """Call a function in a process of its own: the system counts the parent's memory as the child's until it starts a program."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(function, given)
+
+
+def measured(folder: Path, words: list[str]) -> dict[str, float | int | str]:
+    """Run a command; seconds, processor seconds, MB, and what it printed."""
+    start = time.perf_counter()
+    with (folder / "printed").open("wb") as out, (folder / "said").open("wb") as err:
+        process = os.posix_spawn(
+            sys.executable, [sys.executable, "-m", "layerbudget", *words], os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, out.fileno(), 1), (os.POSIX_SPAWN_DUP2, err.fileno(), 2)],
+        )  # fmt: skip
+        _, status, used = os.wait4(process, 0)
+    wall = time.perf_counter() - start
+    if os.waitstatus_to_exitcode(status):
+        raise SystemExit(f"{' '.join(words)}: {(folder / 'said').read_text()[-2000:]}")
+    return {
+        "seconds": wall, "processor": used.ru_utime + used.ru_stime, "megabytes": used.ru_maxrss / 1024,
+        "printed_megabytes": (folder / "printed").stat().st_size / 1e6,
+    }  # fmt: skip
+
+
+def commands(inputs: dict[str, Path], folder: Path) -> dict[str, list[str]]:
+    """What is run, by what is said of it."""
+    found: dict[str, list[str]] = {}
+    for name, path in inputs.items():
+        for kind, budget in (("sparsity", ["--sparsity", "0.5"]), ("ranks", ["--mean-rank", "8"])):
+            plan = str(folder / f"{kind}-{name}.plan.json")
+            found[f"plan {kind} {name} --json -o plan.json"] = ["plan", kind, str(path), *budget, "--json", "-o", plan]
+    found["plan sparsity scores.csv (a table for the terminal)"] = ["plan", "sparsity", str(inputs["scores.csv"])]
+    plans = [str(folder / f"sparsity-{name}.plan.json") for name in ("scores.csv", "columns.json")]
+    found["plan explain plan.json --json"] = ["plan", "explain", plans[0], "--json"]
+    found["plan diff plan.json plan.json"] = ["plan", "diff", *plans]
+    found["export plan.json --to csv"] = ["export", plans[0], "--to", "csv", "-o", str(folder / "plan.csv")]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "weather_large"))
+    a = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        inputs = apart(write_inputs, folder, a.blocks)
+        sizes = {name: path.stat().st_size / 1e6 for name, path in inputs.items()}
+        rows = []
+        for said, words in commands(inputs, folder).items():
+            load = os.getloadavg()[0]
+            rows.append({"command": said, **measured(folder, words), "load": load})
+            print(rows[-1], flush=True)
+        same = apart(all_same, folder)
+        sizes["plan.json"] = (folder / "sparsity-scores.csv.plan.json").stat().st_size / 1e6
+    result = {
+        "blocks": a.blocks, "rows": rows, "megabytes_of_files": sizes, "cores": os.cpu_count(), "python": sys.version.split()[0],
+        "same_decision_from_every_file": same,
+    }  # fmt: skip
+    Path(a.out + ".json").write_text(json.dumps(result, indent=1) + "\n")
+    Path(a.out + ".md").write_text(table(result))
+
+
+def table(r: dict) -> str:
+    """The result as a page."""
+    lines = [
+        f"# {r['blocks']:,} blocks through the command line", "",
+        "Wall time on two cores (load: runnable processes when it began; the committed figures ran with priority over them), processor "
+        "time of the command alone, one thread, and its largest resident memory. The bar is "
+        f"{LIMIT_S:g} s and {LIMIT_MB:g} MB for `plan sparsity` and `plan ranks`.", "",
+        "| command | wall s | processor s | peak MB | load |", "|---|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    lines += [
+        f"| `{x['command']}` | {x['seconds']:.1f} | {x['processor']:.1f} | {x['megabytes']:,.0f} | {x['load']:.1f} |"
+        for x in r["rows"]
+    ]
+    files = ", ".join(f"{name} {size:,.0f} MB" for name, size in r["megabytes_of_files"].items())
+    same = "The blocks of the plans from all files have one digest." if r["same_decision_from_every_file"] else "PLANS DIFFER."
+    return "\n".join([*lines, "", f"Files: {files}. {same}", ""])
+
+
+if __name__ == "__main__":
+    main()
