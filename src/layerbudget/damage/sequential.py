@@ -18,7 +18,6 @@ from ..blocks import check_finite, describe
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..keeping.parts import Parts
-from ..mapped import need_settled
 from ..plan import Plan
 from ..program.counts import round_parameters
 from ..provenance import computation, versions
@@ -102,7 +101,6 @@ def plan_directional(
     """
     check_fraction(sparsity, "sparsity")
     check_fraction(max_sparsity, "max_sparsity", low=sparsity)
-    need_settled(model, "measuring")
     check_finite(model)
     names = [by] if isinstance(by, str) else list(by)
     crossfit = len(names) > 1 if crossfit is None else crossfit
@@ -190,7 +188,7 @@ class _Run:
     ) -> tuple[Point, Course]:
         decisions = Decisions.by(self.model, by)
         settings = self.plain.settings(decisions, steps, passes, leap=judge is None)
-        point = Point(self.model, data, decisions, self.treatment, self.own, batch_size=self.batch_size)
+        point = Point(self.model, data, decisions, self.treatment, self.own, batch_size=self.batch_size, draws=self.plain.draws)
         share = np.full(len(decisions), self.plain.sparsity)
         start = round_parameters(share, decisions.numel, settings.total, self.plain.cap)
         journal = Journal(self.parts, f"{name} {by}")

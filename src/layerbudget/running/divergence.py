@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -66,10 +66,7 @@ class Meter:
             raise InvalidInput(f"There is no metric {metric!r}.", f"Metrics are {', '.join(METRICS)}.", "Use kl.")
         self.walk, self.metric = walk, metric
         self.batches = range(min(batches or walk.batches, walk.batches))
-        self.final = []
-        for batch in self.batches:
-            with during(batch) if during else nullcontext():
-                self.final.append(walk.final(batch))
+        self.final = walk.finals(self.batches, during)
         self._held: dict[int, torch.Tensor] = {}
         self._dense: dict[int, tuple[float, float]] = {}
         if metric == "loss":
