@@ -98,6 +98,11 @@ def _gather(found: dict[str, list[Statistic]], kind: str) -> Callable[[Site, Bat
     return listen
 
 
+def _below(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Copies below each other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class Point:
     """A model that moves between treated points; :meth:`restore` brings it back.
 
@@ -224,10 +229,10 @@ class Point:
         now = np.array([zeros]) if self.decisions.rows is None else counts[of]
         treatment = self.treating.treatment
         if treatment.nested and (treatment.by_row or m.copies == 1):
-            order = torch.cat([treatment.order(w, p) for w, p in zip(dense, prepared, strict=True)])
+            order = _below([treatment.order(w, p) for w, p in zip(dense, prepared, strict=True)])
             device = order.device
             return Nested(
-                torch.cat(dense), order, torch.from_numpy(now).to(device), torch.from_numpy(wanted).to(device),
+                _below(dense), order, torch.from_numpy(now).to(device), torch.from_numpy(wanted).to(device),
                 rows=self.decisions.rows, by_row=treatment.by_row,
             )  # fmt: skip
         present = torch.cat([w.detach() for w in matrices(owner, parameter)])
