@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _RUNNING = ("score", "measure", "prune", "quantize", "finetune", "evaluate", "certify", "compare", "reproduce", "demo")
-_SHARED = ("score", "prune", "finetune", "evaluate")
+_SHARED = ("score", "measure", "prune", "finetune", "evaluate")
 
 
 def _settle_memory(verb: str) -> None:
@@ -162,10 +162,11 @@ def _join(arguments: argparse.Namespace) -> bool:
     from ..running.shares import join
     from .terminal import Terminal
 
-    if arguments.verb not in _SHARED:
+    words = (arguments.verb, getattr(arguments, "plan_command", None))
+    if arguments.verb not in _SHARED and words != ("plan", "structured"):
         raise InvalidInput(
-            f"{arguments.verb} runs in one process, and the launcher started {os.environ['WORLD_SIZE']}.",
-            f"Work is shared by {', '.join(_SHARED)}.",
+            f"{' '.join(filter(None, words))} runs in one process, and the launcher started {os.environ['WORLD_SIZE']}.",
+            f"Work is shared by {', '.join(_SHARED)} and plan structured.",
             "Start it without torchrun.",
         )
     together = join(getattr(arguments, "device", None))

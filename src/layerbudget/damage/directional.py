@@ -30,6 +30,7 @@ from ..errors import InvalidInput, UnknownBlock
 from ..records import Block
 from ..running.backward import Feeding, Loss, SampledLoss, feed
 from ..running.loss import IGNORE, Batch, Data, unlabelled
+from ..running.shares import mine, total
 from ..running.sites import Site, tracked
 from .directions import Written
 from .ledger import Candidates, Forms, Ledger, Unit
@@ -56,10 +57,10 @@ def forms_along(
 
     Args:
         model: The model at the point where the terms are wanted.
-        data: The text.
+        data: The text; several processes share its sequences.
         units: Directions by full name of the matrix; :class:`Candidates` are made one layer at a time.
-        clean: ``batch -> (B, T, V)`` log-probabilities of the dense model, padding behind the tokens; None at the dense point,
-            where the first term vanishes.
+        clean: ``batch -> (B, T, V)`` log-probabilities of the dense model on this process's sequences, padding behind the
+            tokens; None at the dense point, where the first term vanishes.
         draws: Draws of labels for the second term; 0 leaves it out.
         seed: Of the draws. Every sequence draws by its own content, so order, padding and batch size change nothing.
         batch_size: Sequences per pass.
@@ -86,20 +87,21 @@ def forms_along(
     losses: list[Loss] = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
     if clean is not None:
         losses.insert(0, _Divergence(clean, size))
-    batches, done = list(unlabelled(model, data, size)), [0]
+    own = mine(data)
+    batches, done = list(unlabelled(model, own, size)), [0]
 
     def tick(sequences: int) -> None:
         done[0] += sequences
         if progress:
-            progress(done[0], data.samples)
+            progress(done[0], own.samples)
 
     consumer = _Along(model, ledger, losses, plain=clean is not None, listen=listen)
-    fed = feed(
-        model, batches, blocks, consumer, walk="whole" if draws and spanning(model, candidates.first) else walk, tick=tick
-    )
-    tokens = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
-    forms = ledger.forms(tokens, data.samples, 1.0 + 2.0 * len(losses))
-    return dataclasses.replace(forms, divergence=fed.loss / tokens if clean is not None else 0.0)
+    way = "whole" if draws and spanning(model, candidates.first) else walk
+    fed = feed(model, batches, blocks, consumer, walk=way, tick=tick, alone=True)
+    ledger.take(total(ledger.sums()))
+    loss, tokens = total(np.array([fed.loss, sum(int((batch.targets != IGNORE).sum()) for batch in batches)])).tolist()
+    forms = ledger.forms(round(tokens), data.samples, 1.0 + 2.0 * len(losses))
+    return dataclasses.replace(forms, divergence=loss / tokens if clean is not None else 0.0)
 
 
 def divergence(logits: torch.Tensor, clean: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

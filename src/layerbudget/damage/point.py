@@ -19,10 +19,11 @@ from ..blocks import weight_of
 from ..data.calibration import CalibrationSet
 from ..mapped import mapped
 from ..records import Module
-from ..running.divergence import Meter, kl_sum
-from ..running.inputs import InputStatistics, Statistic
+from ..running.divergence import Meter, kl_sum, mean
+from ..running.inputs import InputStatistics, Statistic, share_statistics
 from ..running.loss import Batch, pad_right, unlabelled
 from ..running.modes import inference
+from ..running.shares import mine
 from ..running.sites import Site
 from ..running.walk import Walk
 from ..treatments.base import Level, Treatment
@@ -40,7 +41,7 @@ class Reference:
 
     Args:
         model: The dense model, at the moment of making this.
-        data: The text; padding is moved behind the tokens.
+        data: The text; padding is moved behind the tokens, several processes share the sequences.
         batch_size: Sequences per forward.
         listen: Statistics to gather from the same forward.
     """
@@ -49,10 +50,12 @@ class Reference:
         padded = pad_right(data)
         self.data = padded if isinstance(padded, CalibrationSet) else data
         with inference(model):
-            self.walk = Walk(model, self.data, batch_size=batch_size)
+            self.walk = Walk(model, mine(self.data), batch_size=batch_size)
             self.walk.capture()
             during = (lambda i: listen.listening(self.walk.token_mask(i))) if listen is not None else None
             self.meter = Meter(self.walk, "kl", during=during)
+            if listen is not None:
+                listen.share()
 
     def clean(self, batch: int) -> torch.Tensor:
         """Log-probabilities of a batch."""
@@ -71,7 +74,7 @@ class Reference:
                 logits = self.walk.model(**self.walk.inputs(batch)).logits
                 each, count = kl_sum(logits, self.clean(batch), self.meter.counted(batch))
                 total, tokens = total + each, tokens + count
-        return total / tokens
+        return mean(total, tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,6 +174,8 @@ class Point:
         if experts:  # their inputs are formed inside their module: one more forward
             gathered = self._again().found
             self.passes += 1.0
+        else:
+            share_statistics(gathered)
         return Look(divergence=forms.divergence, forms=forms, found=gathered)
 
     def _again(self) -> InputStatistics:
@@ -180,6 +185,7 @@ class Point:
         with inference(self.model):
             walk.capture()
             walk.finals(during=lambda i: found.listening(walk.token_mask(i)))
+            found.share()
         return found
 
     def measure(self) -> float:

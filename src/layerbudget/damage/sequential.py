@@ -22,6 +22,7 @@ from ..plan import Plan
 from ..program.counts import round_parameters
 from ..provenance import computation, versions
 from ..records import check_fraction, digest
+from ..running.shares import first
 from ..treatments.base import Treatment, find_treatment
 from .decisions import Decisions
 from .descent import TERMS, Settings, descend
@@ -115,7 +116,7 @@ def plan_directional(
         "batch_size": batch_size, "max_sparsity": max_sparsity, **dataclasses.asdict(plain), "versions": versions(),
         "computation": computation(model),
     }  # fmt: skip
-    parts = Parts(resume, digest({**key, "by": names}), {**key, "by": names})
+    parts = Parts(resume if first() else None, digest({**key, "by": names}), {**key, "by": names})
     run = _Run(model=model, treatment=treatment, own=own, batch_size=batch_size, plain=plain, parts=parts, progress=progress)
     chosen = run.choose(names, data, passes, steps) if crossfit else None
     point, path, measured = run.decide(chosen.by if chosen else names[0], data, passes, chosen, steps)
