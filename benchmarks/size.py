@@ -27,6 +27,7 @@ import torch
 import layerbudget as lb
 from layerbudget.blocks import layers, partition
 from layerbudget.data.calibration import CalibrationSet
+from layerbudget.machine import keep_freed
 from layerbudget.running.backward import Feeding, feed
 from layerbudget.running.modes import prepared
 from layerbudget.running.replay import Replay
@@ -131,6 +132,7 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
 
 def run_one(given: argparse.Namespace) -> dict[str, Any]:
     """One task in this process."""
+    keep_freed()
     model = lb.load_model(str(given.model), dtype="auto", stream=True, device=given.device)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.vocab_size

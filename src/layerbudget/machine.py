@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from pathlib import Path
 
 import torch
 
 SHARE = 0.5  # of the free memory may be planned for; the rest is left to what estimates do not know
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def keep_freed() -> None:
+    """Let this process keep the memory of freed tensors for the next ones (glibc).
+
+    Tensors of megabytes are otherwise given back to the system one by one, and every page of the next one is cleared again:
+    more time than many of the operations take that fill them. What is kept counts as this process's memory.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages, read at torch's first allocation
+    try:
+        tune = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library
+        return
+    tune(_MMAP_THRESHOLD, 1 << 30)
+    tune(_TRIM_THRESHOLD, 1 << 30)
 
 
 def free_bytes(device: torch.device | str = "cpu") -> int:

@@ -181,6 +181,14 @@ class Mapped:
         name = self.names.get(id(parameter))
         return self.converts and any(name in own for own in self._own.values())
 
+    def at_hand(self, index: int) -> bool:
+        """Whether a layer is on the device now."""
+        return index == self._current
+
+    def computed(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A parameter's values in the precision and on the device that its layer computes in."""
+        return parameter.data.to(self.device, self.dtype if parameter.is_floating_point() else parameter.dtype)
+
     def leave(self) -> None:
         """Drop the layer that is at hand; its mapped weights take its place."""
         for own, tensor in self._held.items():

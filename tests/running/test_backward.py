@@ -11,7 +11,7 @@ from torch import nn
 from layerbudget.blocks import partition
 from layerbudget.errors import CoverageError, CurvatureFailure, InvalidInput
 from layerbudget.records import Block, Module
-from layerbudget.running import backward, memory
+from layerbudget.running import memory, walkable
 from layerbudget.running.backward import Feeding, SampledLoss, data_loss, feed
 from layerbudget.scores.curvature.kronecker import Sums, Tokens, collect, factors_of
 from layerbudget.scores.curvature.rotated import rotated, second_moments, token_basis
@@ -155,7 +155,7 @@ def test_what_cannot_be_walked_is_refused_or_falls_back(monkeypatch, caplog):
     blocks = partition(model, "layer")
     with pytest.raises(CoverageError, match="share state"):
         feed(model, data, blocks, Keep((data_loss,)), walk="layers")
-    monkeypatch.setattr(backward, "fits_whole", lambda *given: False)
+    monkeypatch.setattr(walkable, "fits_whole", lambda *given: False)
     with caplog.at_level("WARNING"):
         assert feed(model, data, blocks, Keep((data_loss,))).way == "whole" and "share state" in caplog.text
 

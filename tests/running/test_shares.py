@@ -18,12 +18,15 @@ import numpy as np, torch
 from tests import zoo
 from tests.running.test_backward import ESTIMATORS, data_for, numbers
 from layerbudget.blocks import partition
+from layerbudget.damage.by_curves import plan_by_curves
+from layerbudget.damage.sequential import plan_directional
 from layerbudget.errors import LayerbudgetError
 from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.planning import plan_sparsity
 from layerbudget.pruning.apply import prune
 from layerbudget.running.shares import first, join, leave
 from layerbudget.scores.gain import score
+from layerbudget.shrinking.shapes import plan_structured
 join("cpu")
 out = {{}}
 for name in ("llama-tied", "bert", "mixtral"):
@@ -49,6 +52,17 @@ for name in ("llama-tied", "bert", "mixtral"):
         own = plan_sparsity(score(pruned, data, blocks, "fisher-trace"), sparsity=0.5)
         prune(pruned, own, data if method != "magnitude" else None, method)
         out[f"{{name}} {{method}}"] = [int(v) for p in pruned.parameters() for v in (p == 0).flatten()]
+    if name == "llama-tied":
+        whole = plan_structured(model, zoo.tokens(8, padded=True), "20% params", multiple=4, points=1, batch_size=2)
+        out[f"{{name}} structured"] = whole.counts.tolist()
+    text = zoo.tokens(8, padded=True)
+    for by in ("linear", "rows:4") if name == "llama-tied" else ("rows:4",):
+        plan = plan_directional(model, text, by=by, passes=8, batch_size=4, method="magnitude" if name == "bert" else "wanda")
+        out[f"{{name}} {{by}} measure"] = [*plan.counts.tolist(), plan.extra["forward_passes"]]
+        out[f"{{name}} {{by}} damage"] = [plan.extra["measured"], *(e["divergence"] for e in plan.extra["path"])]
+    if name == "llama-tied":
+        plan, curves = plan_by_curves(model, text, sparsity=0.5, batch_size=4, method="magnitude")
+        out[f"{{name}} curves measure"] = plan.counts.tolist()
     if name != "bert":
         out[f"{{name}} perplexity"] = [perplexity(model, zoo.tokens(7), batch_size=2).value]
 if first():
@@ -78,6 +92,10 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
         found = two[key]
         if isinstance(expected, str):
             assert found == expected, key
+        elif key.split()[-1] in ("structured", "measure"):
+            assert found == expected, key
+        elif key.split()[-1] == "damage":
+            assert found == pytest.approx(expected, rel=1e-6), key
         elif key.split()[1] in ("magnitude", "wanda", "sparsegpt"):
             assert found == expected, key
         else:
@@ -149,10 +167,10 @@ def test_the_command_line_is_shared_by_torchrun(shards, tmp_path):
 
 
 def test_what_cannot_be_shared_refuses_in_a_sentence(shards, tmp_path):
-    done = launched(["-m", "layerbudget", "measure", str(shards), "--sparsity", "0.5", "-o", str(tmp_path / "plan.json")])
+    done = launched(["-m", "layerbudget", "plan", "bits", str(shards), "--bits", "4", "-o", str(tmp_path / "plan.json")])
     assert (
         done.returncode != 0
-        and "runs in one process" in done.stderr
+        and "plan bits runs in one process" in done.stderr
         and "Traceback (most recent call last):\n  File" not in done.stdout
     )
     few = ["--samples", "1", "--length", "16", "--device", "cpu"]

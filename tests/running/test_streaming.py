@@ -117,12 +117,35 @@ def test_what_needs_the_whole_graph_refuses_a_streamed_model(folders):
 def test_what_writes_trials_refuses_layers_that_come_and_go(folders):
     model = load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=True)
     data = zoo.tokens()
-    for work in (plan_directional, damage_curves, lambda m, d: plan_pattern(m, d, "2:4")):
+    for work in (damage_curves, lambda m, d: plan_pattern(m, d, "2:4")):
         with pytest.raises(CoverageError, match="lost|one at a time"):
             work(model, data)
     whole, streamed = (load_model(str(folders["llama-tied", "bfloat16"]), dtype="bfloat16", stream=s) for s in (False, True))
     plans = [plan_pattern(m, data, "2:4").extra for m in (whole, streamed)]
     assert plans[0]["measured"] == plans[1]["measured"] and plans[0]["predicted"] == plans[1]["predicted"]
+
+
+@pytest.mark.parametrize("name", (*MODELS, "mixtral"))
+@pytest.mark.parametrize("stored", ("float32", "bfloat16"))
+def test_plans_by_directional_damage_are_those_of_the_whole_model(folders, name, stored):
+    """Layers are treated when they come: mapped ones are dense again behind it, converted ones are dropped."""
+    data, found = zoo.tokens(samples=5, padded=True), []
+    for stream in (False, True):
+        model = load_model(str(folders[name, stored]), dtype="float32", stream=stream)
+        before = fingerprint(model)
+        given = {"sparsity": 0.5, "passes": 10, "batch_size": 2, "method": "magnitude" if name == "bert" else "wanda"}
+        found.append([plan_directional(model, data, by=by, draws=by == "layer", **given) for by in ("layer", "rows:4")])
+        assert fingerprint(model) == before
+        assert not any(module._forward_pre_hooks for module in model.modules()) or mapped(model).converts
+    assert [p.digest for p in found[0]] == [p.digest for p in found[1]]
+
+
+def test_half_of_the_text_judges_streamed_models_too(folders):
+    models = [load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=s) for s in (False, True)]
+    given = {"by": ("layer", "linear"), "method": "sparsegpt", "passes": 18, "steps": 1, "batch_size": 4}
+    tried = [plan_directional(m, zoo.tokens(samples=6), **given).extra["tried"] for m in models]
+    assert tried[0].keys() == tried[1].keys()
+    assert all(tried[0][by] == pytest.approx(tried[1][by], rel=1e-5) for by in tried[0])
 
 
 def test_bad_checkpoints_are_refused_in_a_sentence(folders, tmp_path):

@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _quiet_libraries()
     try:
         check_numbers(arguments)
+        _settle_memory(arguments.verb)
         writes = _join(arguments)
         result = arguments.handler(arguments)
     except LayerbudgetError as error:
@@ -137,7 +138,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
 
 
-_SHARED = ("score", "prune", "finetune", "evaluate")
+_RUNNING = ("score", "measure", "prune", "quantize", "finetune", "evaluate", "certify", "compare", "reproduce", "demo")
+_SHARED = ("score", "measure", "prune", "finetune", "evaluate")
+
+
+def _settle_memory(verb: str) -> None:
+    """Have the memory of freed tensors kept by the verbs that run a model (importing torch would slow the others down)."""
+    if verb in _RUNNING:
+        from ..machine import keep_freed
+
+        keep_freed()
 
 
 def _join(arguments: argparse.Namespace) -> bool:
@@ -152,10 +162,11 @@ def _join(arguments: argparse.Namespace) -> bool:
     from ..running.shares import join
     from .terminal import Terminal
 
-    if arguments.verb not in _SHARED:
+    words = (arguments.verb, getattr(arguments, "plan_command", None))
+    if arguments.verb not in _SHARED and words != ("plan", "structured"):
         raise InvalidInput(
-            f"{arguments.verb} runs in one process, and the launcher started {os.environ['WORLD_SIZE']}.",
-            f"Work is shared by {', '.join(_SHARED)}.",
+            f"{' '.join(filter(None, words))} runs in one process, and the launcher started {os.environ['WORLD_SIZE']}.",
+            f"Work is shared by {', '.join(_SHARED)} and plan structured.",
             "Start it without torchrun.",
         )
     together = join(getattr(arguments, "device", None))

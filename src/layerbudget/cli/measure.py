@@ -81,6 +81,7 @@ def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
     """What a pattern costs, and its plan."""
     from ..damage.patterned import check_pattern, plan_pattern
     from ..records import check_output
+    from ..running.shares import first
     from .files import show_table
     from .shared import named_values
 
@@ -99,7 +100,8 @@ def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
             model, data, arguments.pattern, by=arguments.by or "linear", method=arguments.method,
             batch_size=batch_of(arguments), seed=arguments.seed or 0, progress=progress, **own,
         )  # fmt: skip
-    plan.save(arguments.out, overwrite=arguments.overwrite)
+    if first():
+        plan.save(arguments.out, overwrite=arguments.overwrite)
     rows = [(kind, plan.extra["predicted"][kind], plan.extra["measured"][kind]) for kind in plan.extra["measured"]]
     title = f"damage at {plan.blocks[0].value:.0%}, nats per token, by {arguments.method}"
     show_table(arguments, title, ("zeros", "predicted", "measured"), rows)
@@ -126,6 +128,7 @@ def _refuse_unread(arguments: argparse.Namespace) -> None:
 def _directional(arguments: argparse.Namespace) -> Any:
     from ..damage.sequential import plan_directional
     from ..keeping.parts import clear
+    from ..running.shares import first
     from .shared import named_values
 
     options = {name: getattr(arguments, name) for name in ("passes", "steps", "draws", "trust", "resume", "max_sparsity")}
@@ -141,9 +144,10 @@ def _directional(arguments: argparse.Namespace) -> Any:
             crossfit=arguments.cross_fit, batch_size=batch_of(arguments), seed=arguments.seed or 0, progress=progress,
             **given, **named_values(arguments.own),
         )  # fmt: skip
-    plan.save(arguments.out, overwrite=arguments.overwrite)
-    if arguments.resume:
-        clear(arguments.resume)
+    if first():
+        plan.save(arguments.out, overwrite=arguments.overwrite)
+        if arguments.resume:
+            clear(arguments.resume)
     return plan
 
 
@@ -152,6 +156,7 @@ def _by_curves(arguments: argparse.Namespace) -> Any:
     from ..damage.by_curves import plan_by_curves
     from ..planning.sparsity import default_cap
     from ..records import check_fraction, dumps, write_text
+    from ..running.shares import first
 
     cap = max(0.9, default_cap(arguments.sparsity)) if arguments.max_sparsity is None else arguments.max_sparsity
     check_fraction(cap, "max_sparsity", low=arguments.sparsity)
@@ -163,6 +168,8 @@ def _by_curves(arguments: argparse.Namespace) -> Any:
             model, data, partition(model, arguments.by or "layer"), sparsity=arguments.sparsity, max_sparsity=cap,
             method=arguments.method, metric=metric, iterations=iterations, batch_size=batch_of(arguments), progress=progress,
         )  # fmt: skip
+    if not first():
+        return plan
     plan.save(arguments.out, overwrite=arguments.overwrite)
     if arguments.curves:
         record = {"method": arguments.method, "metric": metric, "curves": curves[0].penalty()}

@@ -39,6 +39,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
 
     from ..errors import AlreadyExists, InvalidInput
     from ..records import to_jsonable
+    from ..running.shares import first
     from ..shrinking.shapes import plan_structured
 
     if a.out and Path(a.out).exists() and not a.overwrite:
@@ -55,7 +56,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
             max_removed=a.max_removed, depth=a.depth, even=a.even, context=a.context, points=a.points,
             trials=a.trials, batch_size=batch_of(a), progress=progress,
         )  # fmt: skip
-    if a.out:
+    if a.out and first():
         plan.save(a.out, overwrite=a.overwrite)
     _show(a, plan)
     return to_jsonable(plan.to_dict())
@@ -87,6 +88,7 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
         UnknownStructure: A plain config cannot describe the result; nothing is written.
     """
     from ..report.runtime import runtime_box
+    from ..running.shares import first
     from ..shrinking.checkpoint import apply_depth, apply_structured, check_exportable, save_smaller
 
     before = sum(p.numel() for p in model.parameters())
@@ -97,7 +99,9 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
         with progress_bar(a, "remove heads and widths, layers") as progress:
             done = dict(apply_structured(model, plan, data, batch_size=batch_of(a), progress=progress))
     check_exportable(model)
-    out = save_smaller(model, tokenizer, a.out, plan=plan, record=done, overwrite=a.overwrite)
+    out = a.out
+    if first():
+        out = save_smaller(model, tokenizer, a.out, plan=plan, record=done, overwrite=a.overwrite)
     after = sum(p.numel() for p in model.parameters())
     a.console.print(
         f"Removed {done['saved']:.6g} {done['unit']} (planned {done['planned']:.6g}); parameters {before} -> {after} "

@@ -19,20 +19,21 @@ A forward costs one pass, a backward two: ``3 + 2 draws`` with the first term, `
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..blocks import layer_lists, partition, weight_of
-from ..errors import InvalidInput, LengthMismatch, UnknownBlock
+from ..errors import InvalidInput, UnknownBlock
 from ..records import Block
 from ..running.backward import Feeding, Loss, SampledLoss, feed
 from ..running.loss import IGNORE, Batch, Data, unlabelled
+from ..running.shares import mine, total
 from ..running.sites import Site, tracked
 from .directions import Written
-from .ledger import Forms, Ledger, Unit
+from .ledger import Candidates, Forms, Ledger, Unit
 
 Clean = Callable[[int], torch.Tensor]
 Listen = Callable[[Site, Batch], None]
@@ -42,7 +43,7 @@ Progress = Callable[[int, int], None]
 def forms_along(
     model: nn.Module,
     data: Data,
-    units: Mapping[str, Unit],
+    units: Mapping[str, Unit] | Candidates,
     *,
     clean: Clean | None = None,
     draws: int = 2,
@@ -56,17 +57,17 @@ def forms_along(
 
     Args:
         model: The model at the point where the terms are wanted.
-        data: The text.
-        units: Directions by full name of the matrix.
-        clean: ``batch -> (B, T, V)`` log-probabilities of the dense model, padding behind the tokens; None at the dense point,
-            where the first term vanishes.
+        data: The text; several processes share its sequences.
+        units: Directions by full name of the matrix; :class:`Candidates` are made one layer at a time.
+        clean: ``batch -> (B, T, V)`` log-probabilities of the dense model on this process's sequences, padding behind the
+            tokens; None at the dense point, where the first term vanishes.
         draws: Draws of labels for the second term; 0 leaves it out.
         seed: Of the draws. Every sequence draws by its own content, so order, padding and batch size change nothing.
         batch_size: Sequences per pass.
         progress: Called with (sequences done, sequences).
         listen: Called with every site and batch once, for statistics of the same forward.
-        walk: ``whole``, ``layers`` or ``auto``, see :func:`layerbudget.running.backward.feed`; units that span layers need the
-            whole graph.
+        walk: ``whole``, ``layers`` or ``auto``, see :func:`layerbudget.running.backward.feed`; draws along units that
+            span layers need the whole graph.
 
     Raises:
         InvalidInput: Neither term is wanted, or an option outside its domain.
@@ -79,24 +80,28 @@ def forms_along(
             "Draws are 1 or more at the dense point, 0 or more elsewhere; batch_size 1 or more.",
             "Use draws=2, batch_size=8.",
         )
-    blocks = _blocks(model, units)
+    candidates = units if isinstance(units, Candidates) else Candidates.of(units)
+    blocks = _blocks(model, candidates.first)
     size = 1 if tracked(model, blocks)[1] else batch_size
-    ledger = Ledger(units, *_extent(units))
+    ledger = Ledger(candidates)
     losses: list[Loss] = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
     if clean is not None:
         losses.insert(0, _Divergence(clean, size))
-    batches, done = list(unlabelled(model, data, size)), [0]
+    own = mine(data)
+    batches, done = list(unlabelled(model, own, size)), [0]
 
     def tick(sequences: int) -> None:
         done[0] += sequences
         if progress:
-            progress(done[0], data.samples)
+            progress(done[0], own.samples)
 
     consumer = _Along(model, ledger, losses, plain=clean is not None, listen=listen)
-    fed = feed(model, batches, blocks, consumer, walk="whole" if _spanning(model, units) else walk, tick=tick)
-    tokens = sum(int((batch.targets != IGNORE).sum()) for batch in batches)
-    forms = ledger.forms(tokens, data.samples, 1.0 + 2.0 * len(losses))
-    return dataclasses.replace(forms, divergence=fed.loss / tokens if clean is not None else 0.0)
+    way = "whole" if draws and spanning(model, candidates.first) else walk
+    fed = feed(model, batches, blocks, consumer, walk=way, tick=tick, alone=True)
+    ledger.take(total(ledger.sums()))
+    loss, tokens = total(np.array([fed.loss, sum(int((batch.targets != IGNORE).sum()) for batch in batches)])).tolist()
+    forms = ledger.forms(round(tokens), data.samples, 1.0 + 2.0 * len(losses))
+    return dataclasses.replace(forms, divergence=loss / tokens if clean is not None else 0.0)
 
 
 def divergence(logits: torch.Tensor, clean: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -153,12 +158,17 @@ class _Along(Feeding):
         if loss == len(self.losses) - 1:
             self.ledger.close()
 
+    def close(self, names: Sequence[str]) -> bool:
+        """See :meth:`Feeding.close`."""
+        self.ledger.candidates.drop(names)
+        return False
+
     def bytes(self, blocks: Sequence[Block]) -> int:
         """See :meth:`Feeding.bytes`: places and values of the entries within reach."""
         return 12 * sum(b.numel for b in blocks)
 
 
-def _blocks(model: nn.Module, units: Mapping[str, Unit]) -> list[Block]:
+def _blocks(model: nn.Module, units: Iterable[str]) -> list[Block]:
     """One block per matrix.
 
     Raises:
@@ -171,30 +181,14 @@ def _blocks(model: nn.Module, units: Mapping[str, Unit]) -> list[Block]:
     return [Block(name=name, modules=(known[name],)) for name in units]
 
 
-def _spanning(model: nn.Module, units: Mapping[str, Unit]) -> bool:
-    """Whether matrices of several layers are treated together."""
+def spanning(model: nn.Module, units: Mapping[str, int]) -> bool:
+    """Whether matrices of several layers are treated together: whether they have the same first unit."""
     stacks = [name for name, _ in layer_lists(model)]
     where: dict[int, set[str]] = {}
-    for name, unit in units.items():
+    for name, first in units.items():
         layer = next((".".join((s, name[len(s) + 1 :].split(".")[0])) for s in stacks if name.startswith(f"{s}.")), "")
-        where.setdefault(unit.first, set()).add(layer)
+        where.setdefault(first, set()).add(layer)
     return any(len(found) > 1 for found in where.values())
-
-
-def _extent(units: Mapping[str, Unit]) -> tuple[int, int]:
-    """Number of units and of levels.
-
-    Raises:
-        LengthMismatch: Different numbers of levels, or no unit.
-    """
-    levels = {u.directions.levels for u in units.values()}
-    if len(levels) != 1:
-        raise LengthMismatch(
-            f"The matrices have {sorted(levels)} candidates.",
-            "All need the same number.",
-            "Repeat a candidate where one has less.",
-        )
-    return max(u.first + u.directions.groups for u in units.values()), levels.pop()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import LengthMismatch
+from ..treatments.ranking import ranked
 
 
 class Directions(abc.ABC):
@@ -121,8 +122,7 @@ class Nested(Directions):
         width = int((edges.amax(1).ceil().long() - low).max()) if edges.numel() else 0
         width = min(max(width, 1), self.line)
         low = low.clamp_max(self.line - width)
-        place = low[:, None] + torch.arange(width, device=weight.device)
-        self.index = scores.argsort(dim=1, stable=True).gather(1, place)
+        self.index = ranked(scores, low, width)
         self.values = values.gather(1, self.index)
         self.edges = edges - low[:, None]
 

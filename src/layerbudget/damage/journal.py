@@ -15,6 +15,7 @@ from ..keeping.parts import Parts
 from ..program.solution import Solution
 from ..records import digest
 from ..running.inputs import Statistic
+from ..running.shares import by_first
 from ..treatments.treating import Found
 
 
@@ -78,11 +79,14 @@ class Journal:
             before.unlink()
 
     def resume(self, kind: str) -> Held | None:
-        """What was kept; None where nothing was.
+        """What was kept; None where nothing was. Of several processes the first one reads, and writes.
 
         Args:
             kind: Of the statistics.
         """
+        return by_first(lambda: self._read(kind))
+
+    def _read(self, kind: str) -> Held | None:
         file = None if self.parts is None else self._last(self.parts)
         if file is None:
             return None

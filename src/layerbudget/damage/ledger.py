@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
 
+from ..errors import LengthMismatch
 from .directions import Directions
 
 _CHUNK = 64 << 20  # entries of the gradients of single sequences at a time
@@ -25,6 +26,48 @@ class Unit:
 
     directions: Directions
     first: int
+
+
+class Candidates:
+    """Directions of many matrices, made when their matrix comes and dropped behind it.
+
+    Args:
+        first: Index of the first group among all units, by matrix; see :class:`Unit`.
+        make: Directions of a matrix.
+        count: Number of units.
+        levels: Candidates of every unit.
+    """
+
+    def __init__(self, first: Mapping[str, int], make: Callable[[str], Directions], count: int, levels: int) -> None:
+        self.first, self._make, self.count, self.levels = dict(first), make, count, levels
+        self._held: dict[str, Directions] = {}
+
+    @classmethod
+    def of(cls, units: Mapping[str, Unit]) -> Candidates:
+        """Those that are written down.
+
+        Raises:
+            LengthMismatch: Different numbers of levels, or no unit.
+        """
+        levels = {u.directions.levels for u in units.values()}
+        if len(levels) != 1:
+            raise LengthMismatch(
+                f"The matrices have {sorted(levels)} candidates.", "All need the same number.",
+                "Repeat a candidate where one has less.",
+            )  # fmt: skip
+        count = max(u.first + u.directions.groups for u in units.values())
+        return cls({n: u.first for n, u in units.items()}, lambda name: units[name].directions, count, levels.pop())
+
+    def directions(self, name: str) -> Directions:
+        """Of a matrix."""
+        if name not in self._held:
+            self._held[name] = self._make(name)
+        return self._held[name]
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forget the directions of some matrices."""
+        for name in names:
+            self._held.pop(name, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,13 +103,11 @@ class Ledger:
     comes :meth:`gradient` (the backward of the divergence) or :meth:`draw` (of a draw of labels), after a batch :meth:`close`.
 
     Args:
-        units: Directions by matrix.
-        count: Number of units.
-        levels: Candidates of every unit.
+        candidates: Directions by matrix.
     """
 
-    def __init__(self, units: Mapping[str, Unit], count: int, levels: int) -> None:
-        self.units, self.shape = dict(units), (count, levels)
+    def __init__(self, candidates: Candidates) -> None:
+        self.candidates, self.shape = candidates, (candidates.count, candidates.levels)
         zeros = np.zeros(self.shape)
         self._first, self._sum, self._squares = zeros.copy(), zeros.copy(), zeros.copy()
         self._held: dict[int, torch.Tensor] = {}  # (B, groups, levels) by first unit: calls and matrices of one unit add up
@@ -81,20 +122,20 @@ class Ledger:
             b: Gradients of the summed loss.
             apart: Keep sequences apart (they will be squared), or add them up.
         """
-        if name not in self.units:
+        if name not in self.candidates.first:
             return
         if not apart:
             return self.hold(name, (b.flatten(0, 1).T @ a.flatten(0, 1))[None])
         size = max(1, _CHUNK // (a.shape[2] * b.shape[2]))
-        found = [self.units[name].directions.along(b[i : i + size].mT @ a[i : i + size]) for i in range(0, len(a), size)]
+        found = [self.candidates.directions(name).along(b[i : i + size].mT @ a[i : i + size]) for i in range(0, len(a), size)]
         self._add(name, torch.cat(found))
 
     def hold(self, name: str, gradient: torch.Tensor) -> None:
         """Take gradients ``(B, d_out, d_in)`` that are there already."""
-        self._add(name, self.units[name].directions.along(gradient))
+        self._add(name, self.candidates.directions(name).along(gradient))
 
     def _add(self, name: str, along: torch.Tensor) -> None:
-        first = self.units[name].first
+        first = self.candidates.first[name]
         held = self._held.get(first)
         self._held[first] = along if held is None else held + along
 
@@ -117,6 +158,14 @@ class Ledger:
             self._sum[rows] += mean.sum(0).cpu().numpy()
             self._squares[rows] += mean.square().sum(0).cpu().numpy()
         self._draws.clear()
+
+    def sums(self) -> np.ndarray:
+        """All that was added up, ``(3, units, levels)``; those of several processes add up in turn."""
+        return np.stack((self._first, self._sum, self._squares))
+
+    def take(self, sums: np.ndarray) -> None:
+        """Go on with these sums."""
+        self._first, self._sum, self._squares = sums
 
     def forms(self, tokens: int, sequences: int, passes: float) -> Forms:
         """The sums as means over tokens."""

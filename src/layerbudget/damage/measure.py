@@ -22,6 +22,7 @@ from ..records import Block
 from ..running.divergence import Meter
 from ..running.inputs import Statistic
 from ..running.modes import inference
+from ..running.shares import mine
 from ..running.walk import Walk
 from ..treatments.base import Level, find_treatment
 from ..treatments.select import share
@@ -76,7 +77,7 @@ def damage_curves(
     others = _counts(around) if around is not None else {}
     damage: dict[str, tuple[float, ...]] = {}
     with inference(model):
-        walk = Walk(model, data, batch_size=batch_size)
+        walk = Walk(model, mine(data), batch_size=batch_size)
         check_places(blocks, [name for name, _ in walk.layers])
         walk.capture()
         meter = Meter(walk, metric, measure_batches)
@@ -86,10 +87,10 @@ def damage_curves(
                 treat_all(walk, treating, blocks, others)
                 walk.capture()
             for i, (name, _) in enumerate(walk.layers):
-                mine = _in_layer(blocks, name)
-                own = held if around is not None else Originals(model, mine)
+                inside = _in_layer(blocks, name)
+                own = held if around is not None else Originals(model, inside)
                 bench = _Bench(walk=walk, meter=meter, treating=treating, held=own, others=others)
-                damage |= bench.curves(i, mine, wanted)
+                damage |= bench.curves(i, inside, wanted)
                 walk.position = i
                 walk.advance()
                 if progress:
@@ -221,7 +222,7 @@ def plan_damage(
     """
     treating, values = Treating(model, find_treatment(method)), []
     with inference(model):
-        walk = Walk(model, data, batch_size=batch_size)
+        walk = Walk(model, mine(data), batch_size=batch_size)
         held = Originals(model, blocks)
         try:
             walk.capture()

@@ -27,6 +27,7 @@ from ..planning import plan_sparsity
 from ..records import Block
 from ..running.divergence import Meter
 from ..running.modes import inference
+from ..running.shares import mine
 from ..running.walk import Walk
 from ..treatments.base import Level, find_treatment
 from ..treatments.select import check_group, parse_pattern
@@ -139,7 +140,7 @@ class _Trial:
         damage: dict[str, float] = {}
         changes: dict[str, list[torch.Tensor]] = {m.name: [] for b in self.blocks for m in b.modules}
         with inference(self.model):
-            walk = Walk(self.model, self.data, batch_size=self.batch_size)
+            walk = Walk(self.model, mine(self.data), batch_size=self.batch_size)
             held = Originals(self.model, self.blocks)
             dense = {n: torch.cat([v.clone() for v in self._views(n)]) for n in changes}
             try:

@@ -17,20 +17,23 @@ from torch import nn
 
 from ..blocks import weight_of
 from ..data.calibration import CalibrationSet
-from ..running.divergence import Meter, kl_sum
-from ..running.inputs import InputStatistics, Statistic
-from ..running.loss import Batch, pad_right
+from ..mapped import mapped
+from ..records import Module
+from ..running.divergence import Meter, kl_sum, mean
+from ..running.inputs import InputStatistics, Statistic, share_statistics
+from ..running.loss import Batch, pad_right, unlabelled
 from ..running.modes import inference
+from ..running.shares import mine
 from ..running.sites import Site
 from ..running.walk import Walk
 from ..treatments.base import Level, Treatment
 from ..treatments.select import share
 from ..treatments.treating import Found, Treating, matrices
 from .decisions import Decisions
-from .directional import forms_along
+from .directional import forms_along, spanning
 from .directions import Directions, Nested, Written
-from .ledger import Forms, Unit
-from .originals import Originals
+from .ledger import Candidates, Forms
+from .trials import trials
 
 
 class Reference:
@@ -38,7 +41,7 @@ class Reference:
 
     Args:
         model: The dense model, at the moment of making this.
-        data: The text; padding is moved behind the tokens.
+        data: The text; padding is moved behind the tokens, several processes share the sequences.
         batch_size: Sequences per forward.
         listen: Statistics to gather from the same forward.
     """
@@ -47,10 +50,12 @@ class Reference:
         padded = pad_right(data)
         self.data = padded if isinstance(padded, CalibrationSet) else data
         with inference(model):
-            self.walk = Walk(model, self.data, batch_size=batch_size)
+            self.walk = Walk(model, mine(self.data), batch_size=batch_size)
             self.walk.capture()
             during = (lambda i: listen.listening(self.walk.token_mask(i))) if listen is not None else None
             self.meter = Meter(self.walk, "kl", during=during)
+            if listen is not None:
+                listen.share()
 
     def clean(self, batch: int) -> torch.Tensor:
         """Log-probabilities of a batch."""
@@ -60,11 +65,16 @@ class Reference:
         """Mean divergence of the model as it is now, in nats per token; one forward."""
         total = tokens = 0.0
         with inference(self.walk.model):
+            if mapped(self.walk.model) is not None:  # every layer comes once, for all batches
+                self.walk.capture()
+                while self.walk.position < len(self.walk):
+                    self.walk.advance()
+                return self.meter.reached()
             for batch in range(self.walk.batches):
                 logits = self.walk.model(**self.walk.inputs(batch)).logits
                 each, count = kl_sum(logits, self.clean(batch), self.meter.counted(batch))
                 total, tokens = total + each, tokens + count
-        return total / tokens
+        return mean(total, tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,6 +101,11 @@ def _gather(found: dict[str, list[Statistic]], kind: str) -> Callable[[Site, Bat
     return listen
 
 
+def _below(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Copies below each other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class Point:
     """A model that moves between treated points; :meth:`restore` brings it back.
 
@@ -101,6 +116,7 @@ class Point:
         treatment: The pruner.
         options: Its options.
         batch_size: Sequences per forward.
+        draws: Most draws of labels that will be asked for.
 
     Attributes:
         passes: Forward equivalents of this text so far: forward 1, backward 2.
@@ -109,13 +125,14 @@ class Point:
 
     def __init__(
         self, model: nn.Module, data: CalibrationSet, decisions: Decisions, treatment: Treatment,
-        options: Mapping[str, Any] | None = None, *, batch_size: int = 8,
+        options: Mapping[str, Any] | None = None, *, batch_size: int = 8, draws: int = 0,
     ) -> None:  # fmt: skip
         self.model, self.decisions = model, decisions
         self.treating = Treating(model, treatment, options)
         single = any(m.copies > 1 for m in decisions.modules)
         self.batch_size = 1 if single else batch_size
-        self.held = Originals(model, decisions.blocks)
+        first = next(unlabelled(model, data, 1))
+        self.trials = trials(self.treating, decisions, first, spanning=draws > 0 and spanning(model, decisions.first))
         listen = self._statistics()
         self.reference = Reference(model, data, self.batch_size, listen)
         self.dense: Found = {} if listen is None else listen.found
@@ -127,13 +144,12 @@ class Point:
 
     def restore(self) -> None:
         """Put the dense weights back."""
-        self.held.restore()
+        self.trials.restore()
 
     @torch.no_grad()
     def move(self, counts: np.ndarray, found: Found) -> None:
         """Treat the dense model by a plan, with statistics that were gathered before."""
-        self.restore()
-        self.treating.jobs(self.decisions.jobs(counts), found)
+        self.trials.move(self.decisions.jobs(counts), found)
 
     def look(self, counts: np.ndarray, found: Found, levels: np.ndarray, *, draws: int = 0, seed: int = 0) -> Look:
         """Divergence, forms and statistics at the present point.
@@ -145,18 +161,21 @@ class Point:
             draws: Draws of labels; 0: first order only.
             seed: Of the draws.
         """
-        units = self._units(counts, found, levels)
+        units = self._candidates(counts, found, levels)
         gathered: dict[str, list[Statistic]] = {}
         kind = self.treating.treatment.statistic
         experts = any(m.copies > 1 for m in self.decisions.modules) and kind != "none"
         forms = forms_along(
             self.model, self.reference.data, units, clean=self.reference.clean, draws=draws, seed=seed,
             batch_size=self.batch_size, listen=None if kind == "none" or experts else _gather(gathered, kind),
+            walk=self.trials.walk,
         )  # fmt: skip
         self.passes += forms.passes
         if experts:  # their inputs are formed inside their module: one more forward
             gathered = self._again().found
             self.passes += 1.0
+        else:
+            share_statistics(gathered)
         return Look(divergence=forms.divergence, forms=forms, found=gathered)
 
     def _again(self) -> InputStatistics:
@@ -164,9 +183,9 @@ class Point:
         found = InputStatistics(self.model, self.decisions.modules, self.treating.treatment.statistic)
         walk = self.reference.walk
         with inference(self.model):
-            for i in range(walk.batches):
-                with found.listening(walk.token_mask(i)):
-                    self.model(**walk.inputs(i))
+            walk.capture()
+            walk.finals(during=lambda i: found.listening(walk.token_mask(i)))
+            found.share()
         return found
 
     def measure(self) -> float:
@@ -183,38 +202,47 @@ class Point:
             walk.capture()
             for i, (name, _) in enumerate(walk.layers):
                 walk.position = i
-                self.treating.layer(walk, self.decisions.jobs(counts, f"{name}."))
-                walk.advance()
+                self.trials.layer(walk, self.decisions.jobs(counts, f"{name}."))
             found = self.reference.meter.reached()
         self.passes += walk.forwards / (len(walk) * walk.batches)
         return found
 
-    def _units(self, counts: np.ndarray, found: Found, levels: np.ndarray) -> dict[str, Unit]:
+    def _candidates(self, counts: np.ndarray, found: Found, levels: np.ndarray) -> Candidates:
+        """The changes that lead from here to the levels, each matrix's made when its gradient is there."""
         made: dict[Statistic, Any] = {}
-        units = {}
         jobs = {job.module.name: job for job in self.decisions.jobs(counts)}
-        for m in self.decisions.modules:
-            owner, parameter = weight_of(self.model, m.name)
-            dense = matrices(owner, nn.Parameter(self.held.held[m.name], requires_grad=False))
-            prepared = [self.treating.prepared(s, made) for s in found.get(m.name, [None] * len(dense))]
-            of = self.decisions.of(m.name)
-            share_of = m.numel / self.decisions.numel[of] if self.decisions.rows is None else np.ones(1)
-            wanted = levels[of] * (self.decisions.numel[of] * share_of)[:, None]
-            now = np.array([jobs[m.name].level.zeros]) if self.decisions.rows is None else counts[of]
-            treatment = self.treating.treatment
-            directions: Directions
-            if treatment.nested and (treatment.by_row or m.copies == 1):
-                order = torch.cat([treatment.order(w, p) for w, p in zip(dense, prepared, strict=True)])
-                device = order.device
-                directions = Nested(
-                    torch.cat(dense), order, torch.from_numpy(now).to(device), torch.from_numpy(wanted).to(device),
-                    rows=self.decisions.rows, by_row=treatment.by_row,
-                )  # fmt: skip
-            else:
-                present = torch.cat([w.detach() for w in matrices(owner, parameter)])
-                directions = Written([self._become(dense, prepared, row) - present for row in wanted.T], self.decisions.rows)
-            units[m.name] = Unit(directions=directions, first=self.decisions.first[m.name])
-        return units
+        modules = {m.name: m for m in self.decisions.modules}
+
+        def make(name: str) -> Directions:
+            statistics = found.get(name)
+            if statistics and statistics[0] not in made:
+                made.clear()  # what was prepared for the matrices of another input
+            return self._directions(modules[name], jobs[name].level.zeros, counts, statistics, levels, made)
+
+        return Candidates(self.decisions.first, make, len(self.decisions), levels.shape[1])
+
+    @torch.no_grad()
+    def _directions(
+        self, m: Module, zeros: int, counts: np.ndarray, found: list[Statistic] | None, levels: np.ndarray,
+        made: dict[Statistic, Any],
+    ) -> Directions:  # fmt: skip
+        owner, parameter = weight_of(self.model, m.name)
+        dense = matrices(owner, nn.Parameter(self.trials.dense(m.name), requires_grad=False))
+        prepared = [self.treating.prepared(s, made) for s in found] if found else [None] * len(dense)
+        of = self.decisions.of(m.name)
+        share_of = m.numel / self.decisions.numel[of] if self.decisions.rows is None else np.ones(1)
+        wanted = levels[of] * (self.decisions.numel[of] * share_of)[:, None]
+        now = np.array([zeros]) if self.decisions.rows is None else counts[of]
+        treatment = self.treating.treatment
+        if treatment.nested and (treatment.by_row or m.copies == 1):
+            order = _below([treatment.order(w, p) for w, p in zip(dense, prepared, strict=True)])
+            device = order.device
+            return Nested(
+                _below(dense), order, torch.from_numpy(now).to(device), torch.from_numpy(wanted).to(device),
+                rows=self.decisions.rows, by_row=treatment.by_row,
+            )  # fmt: skip
+        present = torch.cat([w.detach() for w in matrices(owner, parameter)])
+        return Written([self._become(dense, prepared, row) - present for row in wanted.T], self.decisions.rows)
 
     @torch.no_grad()
     def _become(self, dense: list[torch.Tensor], prepared: list[Any], zeros: np.ndarray) -> torch.Tensor:

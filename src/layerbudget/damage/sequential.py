@@ -18,11 +18,11 @@ from ..blocks import check_finite, describe
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..keeping.parts import Parts
-from ..mapped import need_settled
 from ..plan import Plan
 from ..program.counts import round_parameters
 from ..provenance import computation, versions
 from ..records import check_fraction, digest
+from ..running.shares import first
 from ..treatments.base import Treatment, find_treatment
 from .decisions import Decisions
 from .descent import TERMS, Settings, descend
@@ -102,7 +102,6 @@ def plan_directional(
     """
     check_fraction(sparsity, "sparsity")
     check_fraction(max_sparsity, "max_sparsity", low=sparsity)
-    need_settled(model, "measuring")
     check_finite(model)
     names = [by] if isinstance(by, str) else list(by)
     crossfit = len(names) > 1 if crossfit is None else crossfit
@@ -117,7 +116,7 @@ def plan_directional(
         "batch_size": batch_size, "max_sparsity": max_sparsity, **dataclasses.asdict(plain), "versions": versions(),
         "computation": computation(model),
     }  # fmt: skip
-    parts = Parts(resume, digest({**key, "by": names}), {**key, "by": names})
+    parts = Parts(resume if first() else None, digest({**key, "by": names}), {**key, "by": names})
     run = _Run(model=model, treatment=treatment, own=own, batch_size=batch_size, plain=plain, parts=parts, progress=progress)
     chosen = run.choose(names, data, passes, steps) if crossfit else None
     point, path, measured = run.decide(chosen.by if chosen else names[0], data, passes, chosen, steps)
@@ -190,7 +189,7 @@ class _Run:
     ) -> tuple[Point, Course]:
         decisions = Decisions.by(self.model, by)
         settings = self.plain.settings(decisions, steps, passes, leap=judge is None)
-        point = Point(self.model, data, decisions, self.treatment, self.own, batch_size=self.batch_size)
+        point = Point(self.model, data, decisions, self.treatment, self.own, batch_size=self.batch_size, draws=self.plain.draws)
         share = np.full(len(decisions), self.plain.sparsity)
         start = round_parameters(share, decisions.numel, settings.total, self.plain.cap)
         journal = Journal(self.parts, f"{name} {by}")

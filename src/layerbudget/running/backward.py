@@ -18,29 +18,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from ..errors import CoverageError, CurvatureFailure, InvalidInput, UnknownStructure
-from ..mapped import converting
+from ..errors import CurvatureFailure, InvalidInput
 from ..records import Block
 from .feeding import Fed, Feeding, Loss, SampledLoss, data_loss
 from .loss import Batch, Data, batches, logits_of
-from .memory import fits_whole, fitting, room_for
-from .modes import inference
+from .memory import fitting, room_for
 from .replay import Replay
 from .shares import Team, team
 from .sites import Collector
 from .store import STORES, Store
+from .walkable import chosen_way
 
-logger = logging.getLogger(__name__)
-_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-4}
 WALKS = ("auto", "whole", "layers")
 
 
@@ -91,7 +86,7 @@ def feed(
             runs = list(batches(model, data, 1 if collector.single else most))
         if together is not None:
             runs = together.mine(runs)
-        way, reason = _way(model, collector, runs, walk, consumer.bytes(blocks))
+        way, reason = chosen_way(model, [*collector.hooked.values(), *collector.direct], runs, walk, consumer.bytes(blocks))
         if together is not None and together.gathered(way) != [way] * together.size:
             way, reason = "layers", ""  # memory differs between the processes, the order of layers must not
         if way == "whole":
@@ -104,82 +99,6 @@ def feed(
             fed = dataclasses.replace(fed, loss=float(together.added(np.array([fed.loss]))[0]))
         collector.check_coverage()
     return dataclasses.replace(fed, reason=reason)
-
-
-def _way(model: nn.Module, collector: Collector, runs: Sequence[Batch], walk: str, state: int) -> tuple[str, str]:
-    """``whole`` or ``layers``, and why.
-
-    Raises:
-        CoverageError: ``layers`` was asked for and cannot be had.
-    """
-    if walk == "whole" and converting(model):
-        raise CoverageError(
-            "Layers come to the device one at a time, so no graph of the whole model exists.", "Streamed models are walked.",
-            "Use walk='layers', or load without --stream.",
-        )  # fmt: skip
-    if walk == "whole" or (walk == "auto" and not converting(model) and fits_whole(model, runs, state)):
-        return "whole", ""
-    reason = _unwalkable(model, collector, runs)
-    if not reason:
-        return "layers", ""
-    if walk == "layers" or converting(model):
-        raise CoverageError(f"{type(model).__name__} cannot be walked layer by layer: {reason}.", "", "Use walk='whole'.")
-    logger.warning("%s cannot be walked layer by layer (%s): the whole graph is used.", type(model).__name__, reason)
-    return "whole", reason
-
-
-def _unwalkable(model: nn.Module, collector: Collector, runs: Sequence[Batch]) -> str:
-    """Why this model cannot be walked, or an empty string."""
-    try:
-        replay = Replay(model)
-    except UnknownStructure as error:
-        return str(error).splitlines()[0].rstrip(".")
-    if not runs or not runs[0].kwargs:
-        return "it takes no tokens"
-    inside = tuple(f"{name}." for name, _ in replay.layers)
-    outside = [n for n in [*collector.hooked.values(), *collector.direct] if not n.startswith(inside)]
-    if outside:
-        return f"{outside[0]} lies outside its layers"
-    try:
-        return unfaithful(replay, runs[0])
-    except (
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        CoverageError,
-    ) as error:
-        return f"a layer does not run alone ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-
-
-def unfaithful(replay: Replay, batch: Batch) -> str:
-    """Run a piece of one sequence as a whole and layer by layer; say where they differ, or return an empty string.
-
-    Layers that share state (key and value caches, inputs per layer) are found this way, and gradients that flow beside the
-    hidden states as well.
-    """
-    tiny = {k: v[:1, : min(8, v.shape[1])] for k, v in batch.kwargs.items() if v.ndim == 2}
-    with inference(replay.model):
-        replay.probe(tiny)
-        expected = _logits(replay.model(**tiny))
-        hidden = replay.first_inputs(tiny)
-        for i in range(len(replay.layers)):
-            with replay.begin(i, hidden), replay.end(i):
-                found = replay.run(tiny)
-            if found is None or found.shape != hidden.shape:
-                return f"{replay.layers[i][0]} changes the shape of its hidden states"
-            hidden = found
-        with replay.begin(len(replay.layers), hidden):
-            found = _logits(replay.model(**tiny))
-    scale = float(expected.abs().max().clamp_min(1e-6))
-    if not float((found - expected).abs().max()) <= _CLOSE.get(hidden.dtype, 5e-2) * scale:
-        return "its layers give other values one at a time than all together: they share state"
-    return ""
-
-
-def _logits(output: Any) -> torch.Tensor:
-    return (output if isinstance(output, torch.Tensor) else output.logits).float()
 
 
 def _check(loss: torch.Tensor, batch: Batch) -> float:
@@ -367,4 +286,4 @@ class _Layers:
         return next(iter(batch.kwargs.values())).device
 
 
-__all__ = ["WALKS", "Fed", "Feeding", "Loss", "SampledLoss", "data_loss", "feed", "length_of", "unfaithful"]
+__all__ = ["WALKS", "Fed", "Feeding", "Loss", "SampledLoss", "data_loss", "feed", "length_of"]

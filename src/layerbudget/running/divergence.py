@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ..errors import InvalidInput
 from .loss import IGNORE, head_of
+from .shares import team, total
 from .walk import Walk
 
 METRICS = ("kl", "loss")
@@ -45,8 +47,14 @@ def next_tokens(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return (ids if mask is None else ids.masked_fill(~mask, IGNORE))[:, 1:]
 
 
+def mean(found: float, tokens: float) -> float:
+    """``found / tokens``, of all processes together."""
+    both = total(np.array([found, tokens]))
+    return float(both[0] / both[1])
+
+
 class Meter:
-    """Damage of a model's output against what it was when the meter was made.
+    """Damage of a model's output against what it was when the meter was made; of several processes' sequences together.
 
     Args:
         walk: A walk that has captured the inputs of layer 0.
@@ -64,12 +72,15 @@ class Meter:
     ) -> None:  # fmt: skip
         if metric not in METRICS:
             raise InvalidInput(f"There is no metric {metric!r}.", f"Metrics are {', '.join(METRICS)}.", "Use kl.")
+        if batches is not None and team() is not None:
+            raise InvalidInput(
+                "Only some batches are to be measured, and several processes share them.",
+                "",
+                "Measure all, or use one process.",
+            )
         self.walk, self.metric = walk, metric
         self.batches = range(min(batches or walk.batches, walk.batches))
-        self.final = []
-        for batch in self.batches:
-            with during(batch) if during else nullcontext():
-                self.final.append(walk.final(batch))
+        self.final = walk.finals(self.batches, during)
         self._held: dict[int, torch.Tensor] = {}
         self._dense: dict[int, tuple[float, float]] = {}
         if metric == "loss":
@@ -84,16 +95,16 @@ class Meter:
         return self.damage(len(self.walk))
 
     def _compare(self, logits_of: Callable[[int], torch.Tensor]) -> float:
-        total = tokens = 0.0
+        found = tokens = 0.0
         for batch in self.batches:
             logits = logits_of(batch)
             if self.metric == "loss":
                 (now, count), (dense, _) = self._loss(logits, batch), self._dense[batch]
-                total, tokens = total + now - dense, tokens + count
+                found, tokens = found + now - dense, tokens + count
             else:
                 each, count = kl_sum(logits, self.clean(batch), self.counted(batch))
-                total, tokens = total + each, tokens + count
-        return total / tokens
+                found, tokens = found + each, tokens + count
+        return mean(found, tokens)
 
     def counted(self, batch: int) -> torch.Tensor | None:
         """Which tokens of a batch are compared, ``(B, T)``; None when all are."""

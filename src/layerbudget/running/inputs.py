@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -70,6 +70,37 @@ class Statistic:
             value += columns.matmul(columns.t())
 
 
+def share_statistics(found: Mapping[str, Sequence[Statistic]], *, parity: bool = False) -> None:
+    """Add up what several processes saw, each of its own sequences; in one process there is nothing to do.
+
+    Args:
+        found: Statistics by matrix; matrices of one input share theirs.
+        parity: Whether they are running means.
+
+    Raises:
+        CoverageError: Running means over sequences, which have an order; matrices that ran in some processes only.
+    """
+    together = team()
+    if together is None:
+        return
+    names = sorted(found)
+    if parity or together.gathered(names) != [names] * together.size:
+        raise CoverageError(
+            "Statistics of the references are running means in the order of the sequences." if parity
+            else "Some matrices ran in some processes only.", "", "Use one process.",
+        )  # fmt: skip
+    statistics = list({id(s): s for n in names for s in found[n]}.values())
+    widths = together.gathered([0 if s.value is None else len(s.value) for s in statistics])
+    for s, width in zip(statistics, [max(w) for w in zip(*widths, strict=True)], strict=True):
+        if s.value is None and width:
+            shape = (width,) if s.kind == "diagonal" else (width, width)
+            s.value = torch.zeros(shape, dtype=torch.float32, device=together.device)
+    together.add([s.value for s in statistics if s.value is not None])
+    rows = together.added(np.array([[s.rows, s.sequences] for s in statistics], dtype=np.float64))
+    for s, (count, sequences) in zip(statistics, rows.tolist(), strict=True):
+        s.rows, s.sequences = int(count), int(sequences)
+
+
 class InputStatistics:
     """Gather statistics for the matrices of one block.
 
@@ -121,33 +152,11 @@ class InputStatistics:
             with self._hooks():
                 walk.forward(walk.position, batch)
             self._current.clear()
-        self._share()
+        self.share()
 
-    def _share(self) -> None:
-        """Add up what several processes saw, each of its own sequences.
-
-        Raises:
-            CoverageError: Running means over sequences, which have an order; matrices that ran in some processes only.
-        """
-        together = team()
-        if together is None:
-            return
-        names = sorted(self.found)
-        if self.parity or together.gathered(names) != [names] * together.size:
-            raise CoverageError(
-                "Statistics of the references are running means in the order of the sequences." if self.parity
-                else "Some matrices ran in some processes only.", "", "Use one process.",
-            )  # fmt: skip
-        statistics = list({id(s): s for n in names for s in self.found[n]}.values())
-        widths = together.gathered([0 if s.value is None else len(s.value) for s in statistics])
-        for s, width in zip(statistics, [max(w) for w in zip(*widths, strict=True)], strict=True):
-            if s.value is None and width:
-                shape = (width,) if s.kind == "diagonal" else (width, width)
-                s.value = torch.zeros(shape, dtype=torch.float32, device=together.device)
-        together.add([s.value for s in statistics if s.value is not None])
-        rows = together.added(np.array([[s.rows, s.sequences] for s in statistics], dtype=np.float64))
-        for s, (count, sequences) in zip(statistics, rows.tolist(), strict=True):
-            s.rows, s.sequences = int(count), int(sequences)
+    def share(self) -> None:
+        """Add up what several processes saw, see :func:`share_statistics`."""
+        share_statistics(self.found, parity=self.parity)
 
     @contextlib.contextmanager
     def listening(self, mask: torch.Tensor | None) -> Iterator[None]:

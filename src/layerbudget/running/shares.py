@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,20 @@ from ..errors import InvalidInput
 from ..records import Block
 
 T = TypeVar("T")
+
+
+class _Sequences(Protocol):
+    """Some text."""
+
+    @property
+    def samples(self) -> int:
+        """Sequences."""
+
+    def select(self, rows: list[int]) -> Any:
+        """Some of them."""
+
+
+Some = TypeVar("Some", bound=_Sequences)
 
 
 class Team:
@@ -140,6 +154,16 @@ def spread(parts: Sequence[T]) -> list[T]:
     """Every n-th of the parts, none of them where there are fewer than processes."""
     found = team()
     return list(parts) if found is None else list(parts[found.rank :: found.size])
+
+
+def mine(data: Some) -> Some:
+    """The sequences of this process.
+
+    Raises:
+        InvalidInput: There are fewer than processes.
+    """
+    found = team()
+    return data if found is None else data.select(found.mine(range(data.samples)))
 
 
 def total(values: np.ndarray) -> np.ndarray:

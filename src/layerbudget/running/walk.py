@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,7 @@ class Walk:
                 self.store.put(batch, self.replay.first_inputs(self.inputs(batch)))
         self.position = 0
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+    def _precision(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, getattr(torch, self.autocast))
@@ -146,14 +148,24 @@ class Walk:
         """The model's own output for the hidden states behind the last layer; no layer is run."""
         return self.tail(len(self.layers), batch, hidden)
 
-    def final(self, batch: int) -> torch.Tensor:
-        """Hidden states behind the last layer, from the stored ones in front of the current layer."""
-        hidden = self.store.get(batch)
+    def finals(
+        self, batches: Sequence[int] | None = None, during: Callable[[int], AbstractContextManager[None]] | None = None
+    ) -> list[torch.Tensor]:
+        """Hidden states behind the last layer, from the stored ones in front of the current layer.
+
+        Args:
+            batches: Of which batches; all by default.
+            during: A context to be in while a batch runs through a layer.
+        """
+        wanted = range(self.batches) if batches is None else batches
+        hidden = [self.store.get(batch) for batch in wanted]
         for i in range(max(self.position, 0), len(self)):
-            found = self.forward(i, batch, hidden)
-            if found is None:
-                raise CoverageError(f"{self.layers[i][0]} gave no output.", "", "Remove hooks that end the forward.")
-            hidden = found
+            for j, batch in enumerate(wanted):
+                with during(batch) if during else contextlib.nullcontext():
+                    found = self.forward(i, batch, hidden[j])
+                if found is None:
+                    raise CoverageError(f"{self.layers[i][0]} gave no output.", "", "Remove hooks that end the forward.")
+                hidden[j] = found
         return hidden
 
     def close(self) -> None:

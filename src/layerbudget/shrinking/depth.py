@@ -14,6 +14,7 @@ from ..plan import Plan, PlanBlock
 from ..running.divergence import Meter
 from ..running.modes import inference
 from ..running.replay import Replay
+from ..running.shares import mine
 from ..running.walk import Walk
 
 Progress = Callable[[int, int], None]
@@ -67,7 +68,7 @@ def drop_damage(
     """
     out: dict[str, float] = {}
     with inference(model):
-        walk = Walk(model, data, batch_size=batch_size)
+        walk = Walk(model, mine(data), batch_size=batch_size)
         walk.capture()
         meter = Meter(walk)
         for i, (name, _) in enumerate(walk.layers):

@@ -19,6 +19,7 @@ from ..records import to_jsonable
 from ..running.divergence import Meter
 from ..running.inputs import gram_of
 from ..running.modes import inference
+from ..running.shares import mine
 from ..running.walk import Walk
 from .attention import Attention, expressible, find_attention
 from .depth import plan_depth
@@ -71,9 +72,9 @@ def shape_curves(
         raise InvalidInput(f"points is {points}.", "At least one number of units is measured per part.", "Use 4.")
     out: dict[str, Curve] = {}
     with inference(model):
-        walk = Walk(model, data, batch_size=batch_size)
+        walk = Walk(model, mine(data), batch_size=batch_size)
         walk.capture()
-        test = walk if held_out is None else Walk(model, held_out, batch_size=batch_size)
+        test = walk if held_out is None else Walk(model, mine(held_out), batch_size=batch_size)
         walks = [walk] if test is walk else [walk, test]
         if test is not walk:
             test.capture()

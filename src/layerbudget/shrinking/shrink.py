@@ -16,9 +16,10 @@ from ..errors import CoverageError, InvalidInput, UnknownStructure
 from ..plan import Plan
 from ..planning.parts import KINDS, Part, amount
 from ..records import Result
-from ..running.divergence import kl_sum
+from ..running.divergence import kl_sum, mean
 from ..running.inputs import gram_of
 from ..running.modes import inference
+from ..running.shares import mine
 from ..running.walk import Walk
 from .attention import find_attention
 from .depth import drop_layers
@@ -131,7 +132,7 @@ def _apply(
     touched = {parts[n].kind for n, units in jobs.items() if units}
     heads = [find_attention(layer, n) for n, layer in layers(model)] if "heads" in touched else []
     with inference(model):
-        walk = Walk(model, data, batch_size=batch_size)
+        walk = Walk(model, mine(data), batch_size=batch_size)
         walk.capture()
         for i, (name, layer) in enumerate(walk.layers):
             walk.position = i
@@ -214,14 +215,14 @@ def measure_plan(
     """
     total = tokens = 0.0
     with inference(model):
-        test = data if held_out is None else held_out
+        test = mine(data if held_out is None else held_out)
         clean = [torch.log_softmax(model(**b).logits.float(), -1) for b in test.batches(batch_size, _device(model))]
         with preserved(model):
             apply_structured(model, plan, data, damping=damping, batch_size=batch_size)
             for batch, before in zip(test.batches(batch_size, _device(model)), clean, strict=True):
                 each, count = kl_sum(model(**batch).logits, before, batch.get("attention_mask"))
                 total, tokens = total + each, tokens + count
-    return total / tokens
+    return mean(total, tokens)
 
 
 def _device(model: nn.Module) -> torch.device:

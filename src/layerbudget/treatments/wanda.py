@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from .base import Level, Treatment
-from .select import row_counts, smallest_per_group, smallest_per_row, spread_over_rows
+from .ranking import smallest_evenly, zeroed
+from .select import smallest_per_group, smallest_per_row, spread_over_rows
 
 
 def wanda_scores(weight: torch.Tensor, moment: torch.Tensor | None) -> torch.Tensor:
@@ -44,14 +45,13 @@ def wanda_mask(
     Returns:
         Boolean mask ``(d_out, d_in)``.
     """
+    if pattern is None and ratio is None:
+        rows, columns = weight.shape
+        return smallest_evenly(lambda part: wanda_scores(weight[part], moment), (rows, columns), count)
     scores = wanda_scores(weight, moment)
     if pattern is not None:
         return smallest_per_group(scores, *pattern)
-    if ratio is not None:
-        counts = torch.full((scores.shape[0],), int(scores.shape[1] * ratio))
-    else:
-        counts = row_counts(scores, count)
-    return smallest_per_row(scores, counts)
+    return smallest_per_row(scores, torch.full((scores.shape[0],), int(scores.shape[1] * (ratio or 0.0))))
 
 
 class Wanda(Treatment):
@@ -64,14 +64,14 @@ class Wanda(Treatment):
     def apply(self, weight: torch.Tensor, prepared: torch.Tensor | None, level: Level, **options: Any) -> torch.Tensor:
         """See :meth:`Treatment.apply`; by magnitude where no token was seen."""
         mask = wanda_mask(weight, prepared, level.zeros, ratio=level.ratio, pattern=level.pattern)
-        return weight.masked_fill(mask, 0)
+        return zeroed(weight, mask)
 
     def apply_rows(
         self, weight: torch.Tensor, prepared: torch.Tensor | None, size: int, zeros: np.ndarray, **options: Any
     ) -> torch.Tensor:
         """See :meth:`Treatment.apply_rows`."""
         scores = wanda_scores(weight, prepared)
-        return weight.masked_fill(smallest_per_row(scores, spread_over_rows(scores, size, torch.from_numpy(zeros))), 0)
+        return zeroed(weight, smallest_per_row(scores, spread_over_rows(scores, size, torch.from_numpy(zeros))))
 
     def order(self, weight: torch.Tensor, prepared: torch.Tensor | None) -> torch.Tensor:
         """See :meth:`Treatment.order`."""
