@@ -120,6 +120,12 @@ def _on_formats(plan: Plan) -> list[str]:
         f"Damages of single blocks add up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token "
         f"(without a program: {others})."
     )
+    if len(e.get("steps", ())) > 1:
+        first, last = e["steps"][0], e["steps"][-1]
+        sentences.append(
+            f"{len(e['steps']) - 1} steps from there: on the text that decided, KL fell from {first['divergence']:.4g} to "
+            f"{last['divergence']:.4g} ({e['passes']:g} passes in all)."
+        )
     if plan.certificate:
         price = plan.certificate["price"] * 0.01 * plan.budget["limit"]
         sentences.append(f"One percent more bytes would save about {price:.2g} nats.")
