@@ -12,8 +12,8 @@ is worse, half and a quarter of the way are tried. ``3 + 2 draws`` passes a step
 inputs walk the rounded model besides. Embedding and head keep their measured damages.
 
 Products are many and text is short, so they are taken on two halves of it. Of ``c = delta(j) - (d(j) - d(now))``, what the
-point says beside the dense one, only the share is kept on which the halves agree: with ``r`` the correlation of ``c / ||Delta||``
-between them, ``w = 2 r / (1 + r)`` of their mean (Spearman and Brown), nothing where r is not positive.
+point says beside the dense one, only the share is kept on which the halves agree: with ``r`` the correlation between them of
+``c / ||Delta||``, ``w = 2 r / (1 + r)`` of their mean (Spearman and Brown), nothing where r is not positive.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Rounded:
         """What the plan's point says of every other format of every block.
 
         Returns:
-            ``delta`` (beside the present format, ``(K, m)``), its standard ``error``, ``divergence``, and ``agreed``, the share.
+            ``delta`` beside the present format, ``(K, m)``, its standard ``error``, ``divergence``, and ``agreed``, the share.
         """
         units: dict[str, Unit] = {}
         inside = [i for i, p in enumerate(self.place) if p is not None]
@@ -144,7 +144,8 @@ class Rounded:
         there = np.array([[has(self.table.blocks[i], f) for f in self.formats] for i in inside])
         own = self.table.damage - self.table.damage[np.arange(len(chosen)), chosen][:, None]
         delta, error = own.copy(), self.table.error.copy()
-        more, square, divergence = [], np.zeros(norm.shape), 0.0
+        more: list[np.ndarray] = []
+        square, divergence = np.zeros(norm.shape), 0.0
         for share, half in zip(self.share, self.halves, strict=True):
             forms = forms_along(
                 self.model, half.data, units, clean=half.clean, draws=draws, seed=seed, batch_size=self.batch_size
@@ -154,7 +155,7 @@ class Rounded:
             more.append(np.where(there, forms.first + second, 0.0) - np.where(there, own[inside], 0.0))
             square += (share * forms.error) ** 2
             divergence += share * forms.divergence
-        agreed = agreement(*more, norm)
+        agreed = agreement(more[0], more[1], norm)
         delta[inside] += agreed * sum(s * c for s, c in zip(self.share, more, strict=True))
         error[inside] = np.where(there, np.sqrt(square), 0.0)
         return {"delta": delta, "error": error, "divergence": divergence, "agreed": agreed}
