@@ -9,8 +9,8 @@ from ..plan import Plan
 from ..planning.bits import RULES
 from ..records import to_jsonable
 from ..treatments.base import QUANTISERS
-from ..treatments.formats import FAMILIES, PACKED
-from ..treatments.runtimes import RUNTIMES
+from ..treatments.formats import FAMILIES, PACKED, find_format
+from ..treatments.runtimes import RUNTIMES, find_runtime
 from .files import say, show_table
 from .shared import DATA, add_data_options, add_out, batch_of, progress_bar, refuse
 
@@ -89,6 +89,9 @@ def _measure(a: argparse.Namespace) -> Plan:
     count = 16 if a.check is None else a.check
     if count < 0:
         raise InvalidInput(f"--check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
+    chosen = a.formats.split(",") if a.formats else None
+    for name in chosen or ():
+        find_runtime(a.runtime, a.family or PACKED).check(find_format(name))
     samples = a.data_defaults["samples"] if a.samples is None else a.samples
     a.samples = samples + count
     a.dtype = a.dtype or "float32"  # damages of eight bits are below the noise of bfloat16
@@ -103,7 +106,7 @@ def _measure(a: argparse.Namespace) -> Plan:
         plan, scores = plan_formats(
             model, data.select(slice(0, samples)), check, bits=a.bits, budget=a.budget, rule=a.rule, batch_size=batch_of(a),
             progress=progress, family=a.family or PACKED, runtime=a.runtime, by=a.by or "linear", group=a.group,
-            formats=a.formats.split(",") if a.formats else None, damage=a.damage or "directional", method=a.method or "rtn",
+            formats=chosen, damage=a.damage or "directional", method=a.method or "rtn",
             seed=a.seed or 0, resume=a.resume, **own,
         )  # fmt: skip
     if a.save_scores:
