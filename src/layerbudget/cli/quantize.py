@@ -13,7 +13,7 @@ def register(subparsers: Any) -> None:
     """Add the parser of ``quantize``."""
     parser = subparsers.add_parser("quantize")
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
-    parser.add_argument("plan", metavar="PLAN", help="plan of kind bits, made for this model")
+    parser.add_argument("plan", metavar="PLAN", help="plan of kind bits or recipe, made for this model")
     parser.add_argument("--method", choices=QUANTISERS.names(), help="quantiser (default: the one that was measured)")
     parser.add_argument(
         "--set", dest="own", action="append", default=[], metavar="NAME=VALUE",
@@ -30,12 +30,12 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..keeping.parts import clear
     from ..plan import Plan
     from ..pruning.save import check_output
-    from ..quantising.plans import formats_of_plan
+    from ..quantising.plans import bits_of, formats_of_plan
     from ..quantising.write import quantise
     from ..treatments.base import find_quantiser
     from .shared import load
 
-    plan = Plan.load(arguments.plan)
+    plan = bits_of(Plan.load(arguments.plan))
     formats_of_plan(plan)
     check_output(arguments.out, overwrite=arguments.overwrite)
     method = arguments.method or str(plan.extra["method"])

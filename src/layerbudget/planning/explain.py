@@ -13,6 +13,7 @@ from ..plan import Plan
 from ..records import Result
 from ..scores.record import Scores
 from .codelength import codelengths
+from .recipe import sentences as of_recipe
 from .serving import serving_hint
 
 
@@ -111,6 +112,8 @@ def _on_serving(plan: Plan) -> list[str]:
 
 def _on_formats(plan: Plan) -> list[str]:
     """What a plan of bits predicts, what noise leaves open, and what the check of the whole plan found."""
+    if plan.kind == "recipe":
+        return [*of_recipe(plan)]
     if plan.kind != "bits":
         return []
     e, sentences = plan.extra, []

@@ -26,7 +26,7 @@ from ..provenance import computation, versions
 from ..records import digest
 from ..treatments.base import Treatment
 from ..treatments.storing import Piece, Storing, in_turn, need_data, pieces_of, quantiser_of
-from .plans import formats_of_plan
+from .plans import bits_of, formats_of_plan
 from .receipt import QuantisationReceipt
 from .save import finish
 from .writers import Tensors, Writer, writer_of
@@ -53,7 +53,7 @@ def quantise(
     Args:
         model: A streamed one is afterwards as it was (but for what lies outside its layers); one in memory is rounded.
         tokenizer: Saved beside the model where it is not None; of a GGUF file its vocabulary is part.
-        plan: Of kind ``bits``, made for this model.
+        plan: Of kind ``bits`` or ``recipe``, made for this model.
         out_dir: Must not exist, or be empty.
         data: Calibration tokens, for quantisers that look at inputs.
         method: ``rtn``, ``weighted`` or ``gptq``; by default the one that was measured when the plan was made.
@@ -76,6 +76,7 @@ def quantise(
         BadModel: Weights that are not finite.
         MissingDependency: The package of the format is not installed.
     """
+    plan = bits_of(plan)
     formats = formats_of_plan(plan)
     identity = describe(model)
     plan.validate(identity)
