@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-LIMIT = 1 << 30  # bytes of one file; one tensor may be larger
+LIMIT = 1 << 29  # bytes of one file; one tensor may be larger
 
 
 class Shards:
