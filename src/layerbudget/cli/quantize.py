@@ -6,20 +6,16 @@ import argparse
 from typing import Any
 
 from ..treatments.base import QUANTISERS
-from .shared import DATA, add_data_options, batch_of, named_values, progress_bar, refuse
+from .shared import DATA, add_treating_options, batch_of, named_values, progress_bar, refuse
 
 
 def register(subparsers: Any) -> None:
     """Add the parser of ``quantize``."""
     parser = subparsers.add_parser("quantize")
-    parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
-    parser.add_argument("plan", metavar="PLAN", help="plan of kind bits or recipe, made for this model")
-    parser.add_argument("--method", choices=QUANTISERS.names(), help="quantiser (default: the one that was measured)")
-    parser.add_argument(
-        "--set", dest="own", action="append", default=[], metavar="NAME=VALUE",
-        help="an option of the method, for example --set damping=0.1 (may be repeated)",
+    add_treating_options(
+        parser, "plan of kind bits or recipe, made for this model", QUANTISERS.names(),
+        "quantiser (default: the one that was measured)",
     )  # fmt: skip
-    add_data_options(parser)
     parser.add_argument("--resume", metavar="DIR", help="keep finished layers here until the result is saved")
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the written model")
     parser.set_defaults(handler=handler)

@@ -14,27 +14,12 @@ import torch
 from torch import nn
 
 from ..blocks import config_of, layers, matrix_of, pretrained
-from ..errors import CoverageError, InvalidInput, MissingDependency
+from ..errors import CoverageError, InvalidInput
 from ..treatments.formats import Format, find_format
 from ..treatments.rounding import Rounded
+from ..treatments.rounding_packages import need_packing
 from ..treatments.storing import Piece
 from .shards import Shards
-
-
-def need_packing() -> tuple[Any, Any]:
-    """The packer of compressed-tensors and its scheme.
-
-    Raises:
-        MissingDependency: It is not installed.
-    """
-    try:
-        from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-        from compressed_tensors.quantization import QuantizationScheme
-    except ImportError as error:
-        raise MissingDependency(
-            "Writing these formats needs the package compressed-tensors.", "", "Install layerbudget[bits], or plan for gguf."
-        ) from error
-    return PackedQuantizationCompressor, QuantizationScheme
 
 
 def scheme_words(form: Format) -> dict[str, Any]:
