@@ -23,6 +23,7 @@ import layerbudget as lb
 from layerbudget.blocks import weight_of
 from layerbudget.damage.jointly import Joint, describe_rows
 from layerbudget.damage.rounding import rounding_damage
+from layerbudget.damage.rounding_steps import stepped
 from layerbudget.planning.bits import plan_bits
 from layerbudget.records import dumps, write_text
 from layerbudget.running.divergence import next_tokens, sequence_losses
@@ -30,7 +31,7 @@ from layerbudget.scores.record import Scores
 from layerbudget.treatments.base import Level, find_quantiser
 from program import environment
 
-RULES = ("uniform", "ends", "mix", "first-order", "measured", "directional")
+RULES = ("uniform", "ends", "mix", "first-order", "measured", "directional", "steps")
 
 
 def first_order(model, data, scores: Scores) -> Scores:
@@ -94,9 +95,12 @@ class Bench:
         """One plan, in the model as a whole."""
         scores = self.damages(rule, method)
         plan = plan_bits(scores, budget=budget_of(scores, bits), rule=rule if rule in ("uniform", "ends", "mix") else "choices")
+        if rule == "steps":
+            plan = stepped(self.model, self.fit, scores, plan, steps=3)
         rows = self.joint.of_plan(self.model, plan.extra["formats"], self.fit, method)
         blind = rule in ("uniform", "ends", "mix")
-        spent = {"passes": 0.0 if blind else scores.extra["choices"]["passes"], "bytes": plan.budget["spent"]}
+        passes = plan.extra.get("passes", scores.extra["choices"]["passes"])
+        spent = {"passes": 0.0 if blind else passes, "bytes": plan.budget["spent"]}
         return {"bits": bits, "method": method, "rule": rule, "exact_bits": plan.extra["bits"], **spent,
                 "predicted": plan.extra["predicted"], **describe_rows(rows)}, rows  # fmt: skip
 

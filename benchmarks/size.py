@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 import layerbudget as lb
-from layerbudget.blocks import layers, partition
+from layerbudget.blocks import describe, layers, partition
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.machine import keep_freed
+from layerbudget.plan import PlanBlock
 from layerbudget.running.backward import Feeding, feed
 from layerbudget.running.modes import prepared
 from layerbudget.running.replay import Replay
@@ -43,7 +44,11 @@ TASKS = (
     "magnitude",
     "measure",
     "perplexity",
+    "plan-bits",
+    "quantize-rtn",
+    "quantize-gptq",
 )
+BITS = ("plan-bits", "quantize-rtn", "quantize-gptq")  # computed in float32, as their commands do by default
 
 
 def anonymous() -> float:
@@ -126,14 +131,42 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
         from layerbudget.damage.sequential import plan_directional
 
         return lambda: plan_directional(model, data, sparsity=0.5, batch_size=batch_size, passes=9)
+    if name in BITS:
+        return bits_task(name, model, data, batch_size, folder)
     by = "linear" if name == "rank-gain" else "layer"
     return lambda: lb.score(model, data, partition(model, by), name, batch_size=batch_size, walk="layers")
+
+
+def bits_task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: Path) -> Callable[[], Any]:
+    """``plan bits --stream`` with two draws, or ``quantize --stream`` of a plan without a measurement."""
+    from layerbudget.damage.jointly import plan_formats
+    from layerbudget.planning.bits import sizes_of
+    from layerbudget.planning.by_format import uniform
+    from layerbudget.quantising.write import quantise
+    from layerbudget.treatments.formats import find_format
+
+    if name == "plan-bits":
+        return lambda: plan_formats(model, data, None, bits=4.5, group=32, draws=2, batch_size=batch_size)
+    blocks, names = partition(model, "linear"), ("w3-g32", "w4-g32")
+    size = sizes_of(blocks, {n: find_format(n).bytes for n in names})
+    limit = int(size.sum(0).mean())
+    chosen = uniform(size, size > 0, limit)
+    rows = [(b, names[j], int(size[i, j])) for i, (b, j) in enumerate(zip(blocks, chosen, strict=True))]
+    plan = lb.Plan(
+        kind="bits", rule="uniform", model=describe(model), budget={"unit": "bytes", "limit": limit, "spent": sum(r[2] for r in rows)},
+        blocks=tuple(PlanBlock.of(b, 8 * s / b.numel, s) for b, _, s in rows),
+        extra={"formats": {b.modules[0].name: n for b, n, _ in rows}, "family": "compressed-tensors", "method": "rtn"},
+    )  # fmt: skip
+    method = name.removeprefix("quantize-")
+    given = None if method == "rtn" else data
+    return lambda: quantise(model, None, plan, folder / "out", given, method=method, batch_size=batch_size)
 
 
 def run_one(given: argparse.Namespace) -> dict[str, Any]:
     """One task in this process."""
     keep_freed()
-    model = lb.load_model(str(given.model), dtype="auto", stream=True, device=given.device)
+    dtype = "float32" if given.task in BITS else "auto"
+    model = lb.load_model(str(given.model), dtype=dtype, stream=True, device=given.device)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.vocab_size
     data = CalibrationSet(input_ids=torch.randint(3, vocabulary, (given.samples, given.length), generator=generator))

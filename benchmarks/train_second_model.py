@@ -1,6 +1,6 @@
-"""Train a small Mistral-architecture model on books, as a second model for the quality table (minutes on one core).
+"""Train a small model on books, as a second one for the quality tables (minutes on one core).
 
-    python benchmarks/train_second_model.py --books FOLDER --out FOLDER [--minutes 6]
+    python benchmarks/train_second_model.py --books FOLDER --out FOLDER [--minutes 6] [--architecture gemma2]
 
 Of every book the first 90 % is training text, the next 5 % calibration.txt, the last 5 % evaluation.txt.
 """
@@ -14,7 +14,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+ARCHITECTURES = {
+    "mistral": {"sliding_window": None},
+    "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 512},  # post-norms, gelu, capped logits
+    "qwen3": {"head_dim": 32},
+}
 
 
 def split(folder: Path):
@@ -46,6 +52,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=6.0, help="of processor time")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="mistral")
     a = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -56,10 +63,10 @@ def main():
     tokenizer = tokenizer_of(parts["train"], 2048)
     tokenizer.save_pretrained(a.out)
     stream = torch.tensor(tokenizer("\n".join(parts["train"]), verbose=False)["input_ids"])
-    config = MistralConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, sliding_window=None, tie_word_embeddings=True,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    config = AutoConfig.for_model(
+        a.architecture, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, **ARCHITECTURES[a.architecture],
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)

@@ -97,6 +97,11 @@ for _kind in (
         summary="a format for every weight matrix, in whole bytes",
     ),
     Kind(
+        name="recipe", decides="bits per weight", counts="bytes", predicts=True,
+        summary="a format for every matrix and a LoRA rank for every adapter, in whole bytes; quantize writes its base, "
+        "finetune trains its ranks on that, split_recipe gives the two plans",
+    ),
+    Kind(
         name="joint", decides="sparsity", counts="pruned parameters", harms=True,
         summary="one byte budget for pruning and adapting; split_joint gives the two plans that are applied",
     ),

@@ -154,7 +154,20 @@ class Mapped:
                 layer.register_forward_pre_hook(lambda module, given, i=index: self._arrive(module, i))
 
     def _arrive(self, layer: nn.Module, index: int) -> None:
-        if index == self._current or getattr(layer.forward, "skips", False):
+        if not getattr(layer.forward, "skips", False):
+            self._bring(index)
+
+    def bring(self, name: str) -> None:
+        """Have a layer at hand without running it, in the precision and place where layers compute.
+
+        Args:
+            name: Full name of the layer.
+        """
+        if self.converts:
+            self._bring([n for n, _ in self.layers].index(name))
+
+    def _bring(self, index: int) -> None:
+        if index == self._current:
             return
         step = index - self._current if abs(index - self._current) == 1 else 1
         self.leave()

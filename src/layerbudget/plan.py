@@ -15,7 +15,7 @@ from typing_extensions import Self
 from .errors import CorruptFile, InvalidInput, ModelMismatch
 from .keeping import reading
 from .keeping.columns import LARGE, Table, matrices_of, names_of
-from .keeping.schemas import Certificate, Extra, Formats, PlanBudget, Structured, StructuredSettings
+from .keeping.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, Structured, StructuredSettings
 from .kinds import KINDS, by_name, count_of
 from .plan_blocks import PlanBlock as PlanBlock
 from .plan_blocks import PlanTable
@@ -191,7 +191,7 @@ class Plan(Record):
         array([10])
         """
         numbers = by_name(blocks, values)
-        if kind in ("joint", "structured", "depth", "bits"):
+        if kind in ("joint", "structured", "depth", "bits", "recipe"):
             raise InvalidInput(f"A plan of kind {kind} is more than one number per block.", "", "Use its own plan function.")
         rows = tuple(PlanBlock.of(b, v, count_of(kind, b, v)) for b, v in zip(blocks, numbers, strict=True))
         spent, unit = sum(r.count for r in rows), "parameters" if kind == "sparsity" else KINDS.find(kind).counts
@@ -208,8 +208,8 @@ class Plan(Record):
         shapes = {"budget": PlanBudget, **({"certificate": Certificate} if fields["certificate"] else {}), "extra": Extra}
         if fields["kind"] == "structured":
             shapes |= {"extra": Structured, "hyperparameters": StructuredSettings}
-        if fields["kind"] == "bits":
-            shapes |= {"extra": Formats}
+        if fields["kind"] in ("bits", "recipe"):
+            shapes |= {"extra": Formats if fields["kind"] == "bits" else RecipeExtra}
         for name, shape in shapes.items():
             try:
                 reading.converted(fields[name], shape)

@@ -5,12 +5,33 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-from collections.abc import Iterator, Mapping
-from typing import Generic, TypeVar
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 from .errors import InvalidInput
 
 T = TypeVar("T")
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def opened(home: str | Call, package: str | None) -> Call:
+    """The function that an entry names: itself, or ``module:function`` below a package, imported when it is asked for."""
+    if not isinstance(home, str):
+        return home
+    module, function = home.split(":")
+    found: Call = getattr(importlib.import_module(module, package), function)
+    return found
+
+
+def keywords(function: Callable[..., Any], *, without: Collection[str] = ()) -> dict[str, Any]:
+    """Keyword-only parameters of a function, which are its options, with their defaults.
+
+    >>> keywords(lambda model, *, rank=8, progress=None: rank, without=("progress",))
+    {'rank': 8}
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in without}
 
 
 class Registry(Generic[T]):

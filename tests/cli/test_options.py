@@ -84,8 +84,15 @@ JOINT = {
     "--penalty": ([], ["--penalty", "exponential"]), "--prune-exponent": ([], ["--prune-exponent", 2]),
     "--min-sparsity": ([], ["--min-sparsity", 0.3]), "--min-capacity": ([], ["--min-capacity", 4]),
     "--max-capacity": ([], ["--max-capacity", 2]), "--bytes-per-parameter": ([], ["--bytes-per-parameter", 4]),
-    "--curves": ([], ["--curves", "curves.json"]),
+    "--curves": ([], ["--curves", "curves.json"]), "--formats": ([], ["--formats", "formats.json"]),
+    "--exchange": ([], ["--exchange", 2]), "--multiple": ([], ["--multiple", 2]),
 }  # fmt: skip
+RECIPE = {
+    "--bytes": (["--bytes=20KiB"], ["--bytes=22KiB"]),
+    "--min-capacity": (["--bytes=24KiB"], ["--bytes=24KiB", "--min-capacity", 2]),
+    "--exchange": ([], ["--exchange", 0.001]),
+    "--damping": ([], ["--damping", 1.0]),
+}
 SWEEP = {
     "--budgets": (["--budgets", 0.3], ["--budgets", 0.4]), "--exponents": ([], ["--exponents", 2]),
     "--rule": ([], ["--rule", "permuted"]), "--max-sparsity": ([], ["--max-sparsity", 0.35]),
@@ -122,6 +129,13 @@ def files(tmp_path_factory):
             estimator="rank-gain", blocks=blocks, damping=(1.0, 2.0, 4.0), gain=[g[::flip] for g in gain],
             extra={"increments": curves},
         ).save(folder / f"{name}.json")  # fmt: skip
+    size = np.array([[b.numel // 4 + 64, b.numel // 2 + 64, 2 * b.numel] for b in blocks])
+    held = {
+        "formats": ["w2-g32", "w4-g32", "bf16"], "size": size.tolist(),
+        "damage": (1e4 / size**1.0 * rng.random((len(blocks), 1))).tolist(),
+        "error": (0 * size).tolist(), "fixed": 0, "family": "compressed-tensors", "runtime": "transformers", "method": "rtn",
+    }  # fmt: skip
+    Scores(estimator="rounding", blocks=blocks, gain=gain[:1], extra={"choices": held}).save(folder / "formats.json")
     measured = {b.name: [[0.2, 0.4, 0.6, 0.8], np.cumsum(np.sort(rng.random(4))).tolist()] for b in blocks}
     (folder / "curves.json").write_text(json.dumps({"curves": measured}))
     (folder / "latency.json").write_text(json.dumps({b.name: 1e-3 * (1 + i % 3) for i, b in enumerate(blocks)}))
@@ -209,6 +223,17 @@ def tables(run):
             pair = ([], alone(flag, with_it)) if bare else (without, with_it)
             found["sparsity"][f"{rule} --curves"][flag] = cell(run, command, [], *pair)
     found["joint"] = {"mdl": {f: cell(run, ["plan", "joint", "scores.json"], ALWAYS["joint"], *p) for f, p in JOINT.items()}}
+    found["joint"]["mdl --formats"] = {
+        f: "heard"
+        if f == "--formats"
+        else cell(
+            run,
+            ["plan", "joint", "scores.json", "--formats", "formats.json"],
+            ["--bytes=20KiB"],
+            *(RECIPE[f] if f in RECIPE else ([], alone(f, p[1]))),
+        )
+        for f, p in JOINT.items()
+    }
     found["sweep"] = {
         "sparsity": {f: cell(run, ["plan", "sweep", "scores.json"], ["--budgets", 0.3], *p) for f, p in SWEEP.items()}
     }

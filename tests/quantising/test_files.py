@@ -18,6 +18,7 @@ from layerbudget.exports.base import EXPORTS
 from layerbudget.planning.bits import plan_bits
 from layerbudget.quantising import save as S
 from layerbudget.quantising.apply import apply_bits
+from layerbudget.quantising.gguf_file import GgufWriter
 from layerbudget.quantising.receipt import QuantisationReceipt
 from layerbudget.quantising.recipes import dynamic, layer_config
 from layerbudget.quantising.save import save_quantised
@@ -181,9 +182,7 @@ def test_nothing_half_written(tmp_path, monkeypatch):
 def test_what_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
     model, plan, stored = made("gpt2", "compressed-tensors", 17.0)  # sixteen bits for all: nothing to pack
     with pytest.raises(InvalidInput, match="gpt2 model is not written as GGUF"):
-        from layerbudget.quantising.gguf_file import write_gguf
-
-        write_gguf(model, None, stored, tmp_path / "x.gguf")
+        GgufWriter(model, None, stored.formats, tmp_path / "x.gguf")
     model, plan, stored = made("gpt2", "compressed-tensors", 5.0)
     with pytest.raises(InvalidInput, match="is no plain Linear"):
         save_quantised(model, None, plan, stored, tmp_path / "out")

@@ -9,12 +9,12 @@ from ..plan import Plan
 from ..planning.bits import RULES
 from ..records import to_jsonable
 from ..treatments.base import QUANTISERS
-from ..treatments.formats import FAMILIES, PACKED
-from ..treatments.runtimes import RUNTIMES
+from ..treatments.formats import FAMILIES, PACKED, find_format
+from ..treatments.runtimes import RUNTIMES, find_runtime
 from .files import say, show_table
 from .shared import DATA, add_data_options, add_out, batch_of, progress_bar, refuse
 
-MEASURING = ("family", "runtime", "formats", "group", "by", "method", "damage", "draws", "save_scores")
+MEASURING = ("family", "runtime", "formats", "group", "by", "method", "damage", "draws", "steps", "save_scores")
 
 
 def register(verbs: Any) -> None:
@@ -35,6 +35,11 @@ def register(verbs: Any) -> None:
         help="directional (default): the Fisher form along the rounding errors, a few passes; measured: one pass per format",
     )  # fmt: skip
     p.add_argument("--draws", type=int, help="draws of labels, for directional (default: 4)")
+    p.add_argument(
+        "--steps", type=int,
+        help="take the damage again at the quantised point and plan again, so many times (default 0: for rounding the dense "
+        "point is enough)",
+    )  # fmt: skip
     p.add_argument("--rule", choices=RULES, default="choices", help="choices: the exact program (default); others need none")
     p.add_argument("--check", type=int, help="further sequences on which the plan is checked as a whole (default 16, 0: none)")
     p.add_argument(
@@ -84,6 +89,9 @@ def _measure(a: argparse.Namespace) -> Plan:
     count = 16 if a.check is None else a.check
     if count < 0:
         raise InvalidInput(f"--check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
+    chosen = a.formats.split(",") if a.formats else None
+    for name in chosen or ():
+        find_runtime(a.runtime, a.family or PACKED).check(find_format(name))
     samples = a.data_defaults["samples"] if a.samples is None else a.samples
     a.samples = samples + count
     a.dtype = a.dtype or "float32"  # damages of eight bits are below the noise of bfloat16
@@ -93,11 +101,12 @@ def _measure(a: argparse.Namespace) -> Plan:
         announce(a, "The weights stay in their files: the plan is not checked as a whole. Check the written file by evaluate.")
     check = data.select(slice(samples, samples + count)) if count else None
     own = {"draws": a.draws} if a.draws is not None else {}
+    own |= {"steps": a.steps} if a.steps is not None else {}
     with progress_bar(a, "measuring formats") as progress:
         plan, scores = plan_formats(
             model, data.select(slice(0, samples)), check, bits=a.bits, budget=a.budget, rule=a.rule, batch_size=batch_of(a),
             progress=progress, family=a.family or PACKED, runtime=a.runtime, by=a.by or "linear", group=a.group,
-            formats=a.formats.split(",") if a.formats else None, damage=a.damage or "directional", method=a.method or "rtn",
+            formats=chosen, damage=a.damage or "directional", method=a.method or "rtn",
             seed=a.seed or 0, resume=a.resume, **own,
         )  # fmt: skip
     if a.save_scores:

@@ -84,7 +84,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         refuse(arguments, ("data_dir",), "a task in a file of its own" if arguments.task else "--data")
     if arguments.task:
         refuse(arguments, ("held_out", "packing"), "a labelled task")
-    plan, base = _validated_plan(arguments)
+    plan, base, recipe = _validated_plan(arguments)
     protocol = _protocol(arguments, base)
     tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
     task: Any
@@ -109,6 +109,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
             classifier_loader(
                 arguments.model, len(getattr(task, "labels", ())), dtype=arguments.dtype, device=arguments.device,
                 revision=arguments.revision, four_bit=arguments.four_bit,
+                prepare=None if recipe is None else recipe.prepare, prepared=None if recipe is None else recipe.identity,
             ),
             tokenizer, plan, task, arguments.out, protocol=protocol,
             checkpointing=arguments.gradient_checkpointing, seeds=arguments.seeds, resume=arguments.resume,
@@ -116,6 +117,8 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
             callbacks=_callbacks(arguments, plan, progress), progress=None,
         )  # fmt: skip
     _show(arguments.console, result)
+    if recipe is not None:
+        result = {**result, "recipe": _recounted(arguments, recipe, result["trained_parameters"])}
     if arguments.against:
         result["against"] = compare(arguments.out, arguments.against)
         if first():
@@ -144,25 +147,45 @@ def _protocol(arguments: argparse.Namespace, base: Any) -> Any:
     return dataclasses.replace(PRESETS[arguments.preset].changed(settings), **given)
 
 
-def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Read the plan, refuse one that was made for another model, and return that model too."""
+def _recounted(arguments: argparse.Namespace, recipe: Any, trained: int) -> dict[str, int]:
+    """Bytes of base and adapter."""
+    from ..plan import Plan
+
+    found: dict[str, int] = recipe.recount(trained, Plan.load(arguments.plan).hyperparameters["bytes_per_parameter"])
+    where = arguments.model if recipe.written else "what `layerbudget quantize MODEL RECIPE` writes"
+    arguments.console.print(
+        f"Recounted {found['base']} bytes of base and {found['adapter']} of adapter, {found['spent']} of {found['limit']}; "
+        f"the adapter belongs on {where}."
+    )
+    return found
+
+
+def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Read the plan, refuse one that was made for another model; return that model too, and what a recipe says of its base."""
     from ..blocks import describe
     from ..errors import InvalidInput
     from ..loading import load_model
     from ..plan import Plan
 
     plan = Plan.load(arguments.plan)
-    if plan.kind not in ("ranks", "experts"):
+    if plan.kind == "recipe":
+        refuse(arguments, ("four_bit", "replan"), "a recipe, which says the base's formats")
+    elif plan.kind not in ("ranks", "experts"):
         raise InvalidInput(
             f"{arguments.plan} is a plan of kind {plan.kind!r}.",
-            "Ranks and experts can be trained.",
-            "Make one with `layerbudget plan ranks` or `layerbudget plan experts`.",
+            "Ranks, experts and recipes can be trained.",
+            "Make one with `layerbudget plan ranks`, `plan experts` or `plan joint --formats`.",
         )
     base = load_model(  # a cast keeps the digest
         arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device
     )
+    if plan.kind == "recipe":
+        from ..lora.recipe import base_of
+
+        recipe = base_of(plan, arguments.model, base)
+        return recipe.ranks, base, recipe
     plan.validate(describe(base, arguments.model))
-    return plan, base
+    return plan, base, None
 
 
 def _callbacks(arguments: argparse.Namespace, plan: Any, progress: Any) -> Any:

@@ -20,7 +20,7 @@ from ..records import to_jsonable
 from ..scores.record import Scores
 from . import bits, compare, structured
 from .files import Leaves, load_scores, need_scores, read_curves, read_fixed, read_latency, say, show_table
-from .shared import Renamed, add_out, named_values
+from .shared import Renamed, add_out, named_values, refuse
 
 _TYPES = {"number": float, "whole": int, "word": str}
 _WEIGHTS = ("exponent", "exponent_on", "damping", "smoothing")
@@ -135,22 +135,34 @@ def _capacity(p: argparse.ArgumentParser) -> None:
 def _register_joint(verbs: Any) -> None:
     p = verbs.add_parser("joint", help="one byte budget for pruning and adapting")
     _scores_argument(p)
-    p.add_argument("--bytes", required=True, dest="budget", help="net bytes, negative to shrink: --bytes=-2GiB")
-    p.add_argument("--capacity", choices=("ranks", "experts"), default="ranks")
+    p.add_argument(
+        "--bytes",
+        required=True,
+        dest="budget",
+        help="net bytes, negative to shrink: --bytes=-2GiB; of file and adapter of a recipe",
+    )
+    p.add_argument(
+        "--formats", metavar="FILE", help="what `plan bits --save-scores` wrote: decide formats instead of zeros, a recipe"
+    )
+    p.add_argument(
+        "--exchange", type=float, help="a recipe's: what a nat gained by training is worth in nats of damage (default 1)"
+    )
+    p.add_argument("--multiple", type=int, help="a recipe's: ranks are multiples of this (default 1)")
+    p.add_argument("--capacity", choices=("ranks", "experts"), help="what is added (default: ranks)")
     p.add_argument("--expert-rank", type=int, help="rank of one expert, for --capacity experts (default: 8)")
-    p.add_argument("--max-sparsity", type=float, default=0.7)
-    p.add_argument("--min-sparsity", type=float, default=0.0)
-    p.add_argument("--min-capacity", type=float, default=0, help="ranks or experts that every block gets")
+    p.add_argument("--max-sparsity", type=float, help="cap per block (default 0.7)")
+    p.add_argument("--min-sparsity", type=float, help="floor per block (default 0)")
+    p.add_argument("--min-capacity", type=float, help="ranks or experts that every block gets (default 0)")
     p.add_argument("--max-capacity", type=float, help="cap per block")
-    p.add_argument("--bytes-per-parameter", type=float, default=2.0, help="2 for bf16 (default)")
-    p.add_argument("--alpha", type=float, default=0.5, help="price of capacity")
-    p.add_argument("--gamma", type=float, default=0.9, help="weight of adapting")
-    p.add_argument("--eta", type=float, default=2.0, help="weight of damage")
-    p.add_argument("--prune-exponent", type=float, default=1.0, help="exponent of the pruning weights (paper: kappa)")
+    p.add_argument("--bytes-per-parameter", type=float, help="2 for bf16 (default)")
+    p.add_argument("--alpha", type=float, help="price of capacity (default 0.5)")
+    p.add_argument("--gamma", type=float, help="weight of adapting (default 0.9)")
+    p.add_argument("--eta", type=float, help="weight of damage (default 2)")
+    p.add_argument("--prune-exponent", type=float, help="exponent of the pruning weights (paper: kappa; default 1)")
     add_option(p, "utility")
     add_option(p, "penalty")
     p.add_argument("--curves", metavar="FILE", help="measured damage in the place of a penalty: {block: [ratios, losses]}")
-    p.add_argument("--spend", choices=("exactly", "at_most"), default="exactly")
+    p.add_argument("--spend", choices=("exactly", "at_most"), help="default: exactly")
     for name in _WEIGHTS:
         add_option(p, name)
     add_out(p)
@@ -192,18 +204,35 @@ def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     return _finish(a, plan, rank_parameters(blocks))
 
 
-def run_joint(a: argparse.Namespace) -> dict[str, Any]:
-    """``plan joint``."""
-    from ..planning import plan_joint
+_ADAPTING = (
+    "capacity",
+    "expert_rank",
+    "max_sparsity",
+    "min_sparsity",
+    "alpha",
+    "gamma",
+    "eta",
+    "prune_exponent",
+    "spend",
+    "utility",
+)
+_BOTH = ("min_capacity", "max_capacity", "bytes_per_parameter")
 
-    plan = plan_joint(
-        need_scores(a.scores), budget=a.budget, capacity=a.capacity, expert_rank=a.expert_rank, gamma=a.gamma, eta=a.eta,
-        max_sparsity=a.max_sparsity, min_sparsity=a.min_sparsity, min_capacity=a.min_capacity, max_capacity=a.max_capacity,
-        alpha=a.alpha, prune_exponent=a.prune_exponent, bytes_per_parameter=a.bytes_per_parameter, spend=a.spend,
-        utility=a.utility or "log", penalty=_penalty(a) or "quadratic",
-        **{k: getattr(a, k) for k in _WEIGHTS if getattr(a, k) is not None},
-    )  # fmt: skip
-    return _finish(a, plan)
+
+def run_joint(a: argparse.Namespace) -> dict[str, Any]:
+    """``plan joint``: zeros and adapters, or formats and ranks."""
+    from ..planning import plan_joint, plan_recipe
+
+    def given(*names: str) -> dict[str, Any]:
+        return {k: getattr(a, k) for k in names if getattr(a, k) is not None}
+
+    if a.formats:
+        refuse(a, (*_ADAPTING, *(n for n in _WEIGHTS if n != "damping"), "penalty", "curves"), "a recipe of formats and ranks")
+        options = given(*_BOTH, "exchange", "multiple", "damping")
+        return _finish(a, plan_recipe(need_scores(a.scores), need_scores(a.formats), budget=a.budget, **options))
+    refuse(a, ("exchange", "multiple"), "zeros and adapters: it is of recipes (--formats)")
+    options = given(*_ADAPTING, *_BOTH, *_WEIGHTS) | {"penalty": _penalty(a) or "quadratic"}
+    return _finish(a, plan_joint(need_scores(a.scores), budget=a.budget, **options))
 
 
 def _rule_options(a: argparse.Namespace) -> dict[str, Any]:

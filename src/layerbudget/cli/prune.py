@@ -6,21 +6,17 @@ import argparse
 from typing import Any
 
 from ..treatments.base import TREATMENTS, find_treatment
-from .shared import DATA, add_data_options, announce, named_values, progress_bar, refuse
+from .shared import DATA, add_treating_options, announce, named_values, progress_bar, refuse
 from .structured import SMALLER, prune_smaller
 
 
 def register(subparsers: Any) -> None:
     """Add the parser of ``prune``."""
     parser = subparsers.add_parser("prune")
-    parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
-    parser.add_argument("plan", metavar="PLAN", help="plan.json of kind sparsity, structured or depth, made for this model")
-    parser.add_argument("--method", choices=TREATMENTS.names(), help="not for smaller shapes (default: wanda)")
-    parser.add_argument(
-        "--set", dest="own", action="append", default=[], metavar="NAME=VALUE",
-        help="an option of the method, for example --set damping=0.1 (may be repeated)",
+    add_treating_options(
+        parser, "plan.json of kind sparsity, structured or depth, made for this model", TREATMENTS.names(),
+        "not for smaller shapes (default: wanda)",
     )  # fmt: skip
-    add_data_options(parser)
     parser.add_argument(
         "--pattern", metavar="N:M", help="zero n of every m inputs; n:8 with a literal n lets each block differ"
     )

@@ -6,38 +6,33 @@ import argparse
 from typing import Any
 
 from ..treatments.base import QUANTISERS
-from .shared import DATA, add_data_options, batch_of, named_values, progress_bar, refuse
+from .shared import DATA, add_treating_options, batch_of, named_values, progress_bar, refuse
 
 
 def register(subparsers: Any) -> None:
     """Add the parser of ``quantize``."""
     parser = subparsers.add_parser("quantize")
-    parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
-    parser.add_argument("plan", metavar="PLAN", help="plan of kind bits, made for this model")
-    parser.add_argument("--method", choices=QUANTISERS.names(), help="quantiser (default: the one that was measured)")
-    parser.add_argument(
-        "--set", dest="own", action="append", default=[], metavar="NAME=VALUE",
-        help="an option of the method, for example --set damping=0.1 (may be repeated)",
+    add_treating_options(
+        parser, "plan of kind bits or recipe, made for this model", QUANTISERS.names(),
+        "quantiser (default: the one that was measured)",
     )  # fmt: skip
-    add_data_options(parser)
+    parser.add_argument("--resume", metavar="DIR", help="keep finished layers here until the result is saved")
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the written model")
     parser.set_defaults(handler=handler)
 
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Round, write, recount from the file."""
-    from ..errors import CoverageError
+    from ..keeping.parts import clear
     from ..keeping.writing import check_space
-    from ..mapped import mapped
     from ..plan import Plan
     from ..pruning.save import check_output
-    from ..quantising.apply import apply_bits
-    from ..quantising.plans import formats_of_plan
-    from ..quantising.save import save_quantised
+    from ..quantising.plans import bits_of, formats_of_plan
+    from ..quantising.write import quantise
     from ..treatments.base import find_quantiser
     from .shared import load
 
-    plan = Plan.load(arguments.plan)
+    plan = bits_of(Plan.load(arguments.plan))
     formats_of_plan(plan)
     check_output(arguments.out, overwrite=arguments.overwrite)
     method = arguments.method or str(plan.extra["method"])
@@ -46,19 +41,16 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         refuse(arguments, DATA, f"the method {method}")
     arguments.dtype = arguments.dtype or "float32"  # grids of formats are finer than what checkpoints hold
     model, tokenizer, data = load(arguments, data=not blind)
-    if mapped(model) is not None:
-        raise CoverageError(
-            "The weights of a streamed model stay in their files, and quantize writes into them before it packs them.", "",
-            "Use --no-stream where memory allows, or layerbudget export PLAN: other tools write the same formats.",
-        )  # fmt: skip
     if tokenizer is None:
         tokenizer = _tokenizer(arguments)
     check_space({arguments.out: _size(model, plan)})
     with progress_bar(arguments, f"quantise by {method}") as progress:
-        stored = apply_bits(
-            model, plan, data, method=method, batch_size=batch_of(arguments), progress=progress, **named_values(arguments.own)
-        )
-    receipt = save_quantised(model, tokenizer, plan, stored, arguments.out, overwrite=arguments.overwrite)
+        receipt = quantise(
+            model, tokenizer, plan, arguments.out, data, method=method, batch_size=batch_of(arguments),
+            resume=arguments.resume, overwrite=arguments.overwrite, progress=progress, **named_values(arguments.own),
+        )  # fmt: skip
+    if arguments.resume:
+        clear(arguments.resume)
     arguments.console.print(
         f"Recounted {receipt.bytes} bytes (planned {receipt.planned}), {receipt.bits:.4f} bits per weight; "
         f"{receipt.file} bytes of file; saved to {arguments.out}."

@@ -39,6 +39,25 @@ def add_partition_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exclude", help="drop matrices whose full name matches this regular expression")
 
 
+def add_treating_options(parser: argparse.ArgumentParser, plan: str, methods: Sequence[str], method: str) -> None:
+    """``MODEL PLAN --method --set`` and text: what every verb has that does to a model what a plan says.
+
+    Args:
+        parser: Of the verb.
+        plan: Help of the plan.
+        methods: Names of the methods.
+        method: Help of the method.
+    """
+    parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
+    parser.add_argument("plan", metavar="PLAN", help=plan)
+    parser.add_argument("--method", choices=methods, help=method)
+    parser.add_argument(
+        "--set", dest="own", action="append", default=[], metavar="NAME=VALUE",
+        help="an option of the method, for example --set damping=0.1 (may be repeated)",
+    )  # fmt: skip
+    add_data_options(parser)
+
+
 def add_place_options(parser: argparse.ArgumentParser) -> None:
     """``--dtype --device --revision``: the same for every verb that loads a model."""
     parser.add_argument("--dtype", help="float32, bfloat16, float16, ...; auto (default): what the checkpoint holds")
@@ -83,7 +102,9 @@ class Renamed(argparse.Action):
 def add_out(parser: argparse.ArgumentParser, default: str | None = None, what: str = "plan.json", **options: Any) -> None:
     """``-o``, ``--out`` and ``--overwrite``."""
     parser.add_argument("-o", "--out", default=default, metavar="PLAN", help=f"write {what}", **options)
-    parser.add_argument("--output", dest="out", action=Renamed, metavar="--out", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--output", dest="out", action=Renamed, metavar="--out", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
 
 

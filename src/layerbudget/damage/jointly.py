@@ -34,6 +34,7 @@ from ..treatments.storing import store
 from .originals import Originals
 from .rounding import rounding_damage
 from .rounding_bench import mean_and_error
+from .rounding_steps import stepped
 
 Progress = Callable[[int, int], None]
 BESIDE = ("uniform", "mix")
@@ -106,6 +107,7 @@ def plan_formats(
     progress: Progress | None = None,
     scores: Scores | None = None,
     resume: Path | str | None = None,
+    steps: int = 0,
     **options: Any,
 ) -> tuple[Plan, Scores]:
     """Measure formats on a model, plan, and check the plan as a whole: the plan *is* the baseline where that is better.
@@ -121,6 +123,7 @@ def plan_formats(
         progress: Called with (steps done, steps).
         scores: What was measured before, with the same options.
         resume: Folder that keeps the damages and every plan's check as they are finished; other budgets may use it too.
+        steps: Steps from there at the quantised point (:mod:`layerbudget.damage.rounding_steps`).
         **options: Of :func:`~layerbudget.damage.rounding.rounding_damage`.
 
     Returns:
@@ -143,6 +146,9 @@ def plan_formats(
 
         scores = Scores.from_dict(parts.json("damages", measure))
     plan = plan_bits(scores, bits=bits, budget=budget, rule=rule)
+    if steps:
+        draws = {k: options[k] for k in ("draws", "seed") if k in options}
+        plan = stepped(model, data, scores, plan, steps=steps, batch_size=batch_size, kept=parts, progress=progress, **draws)
     return (plan if check is None else checked(model, plan, scores, data, check, batch_size, parts)), scores
 
 

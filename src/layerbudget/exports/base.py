@@ -15,15 +15,13 @@ its module does the same.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput, NotFound
 from ..plan import Plan
-from ..registry import Registry
+from ..registry import Registry, keywords, opened
 
 Call = Callable[..., str]
 
@@ -51,16 +49,12 @@ class Export:
     @property
     def call(self) -> Call:
         """The function."""
-        if not isinstance(self.home, str):
-            return self.home
-        module, function = self.home.split(":")
-        return getattr(importlib.import_module(module, __package__), function)
+        return opened(self.home, __package__)
 
     @property
     def options(self) -> dict[str, Any]:
         """Options that it reads, with their defaults."""
-        parameters = inspect.signature(self.call).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return keywords(self.call)
 
     def text(self, plan: Plan, given: Mapping[str, Any]) -> str:
         """The content of the file.

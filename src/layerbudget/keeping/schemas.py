@@ -73,6 +73,22 @@ class Formats(TypedDict):
     near_ties: list[dict[str, Any]]
 
 
+class Adapter(TypedDict):
+    """What a recipe says of its adapter."""
+
+    blocks: list[dict[str, Any]]
+    bytes: reading.Count
+    gain: float
+    parameters: reading.Count
+    scores: str | None
+
+
+class RecipeExtra(Formats):
+    """What a recipe says beside it."""
+
+    adapter: Adapter
+
+
 class Shape(TypedDict):
     """What one part of a layer loses."""
 

@@ -52,8 +52,9 @@ def device_named(name: str) -> torch.device:
 
 
 def classifier_loader(
-    name: str, labels: int, *, dtype: str = "float32", device: str = "cpu", revision: str | None = None, four_bit: bool = False
-) -> NamedLoader:
+    name: str, labels: int, *, dtype: str = "float32", device: str = "cpu", revision: str | None = None, four_bit: bool = False,
+    prepare: Callable[[nn.Module], object] | None = None, prepared: Mapping[str, Any] | None = None,
+) -> NamedLoader:  # fmt: skip
     """``seed -> model``: a causal LM as it is, any other checkpoint with a fresh classification head.
 
     Args:
@@ -64,6 +65,8 @@ def classifier_loader(
         device: ``cpu``, ``cuda`` or ``auto``.
         revision: Hub revision.
         four_bit: Hold the base's Linear weights in 4 bits (NF4), as QLoRA does; computes in ``dtype``.
+        prepare: Called with every model that was loaded: puts a base into the formats of a recipe.
+        prepared: What it does, for the identity of what is trained on it.
 
     Raises:
         InvalidInput: Another precision or device, or 4 bits without bitsandbytes.
@@ -89,6 +92,8 @@ def classifier_loader(
             model = AutoModelForCausalLM.from_pretrained(where, **options)
         else:
             model = AutoModelForSequenceClassification.from_pretrained(where, num_labels=labels, **options)
+        if prepare is not None:
+            prepare(model)
         return model if four_bit else model.to(place)
 
-    return NamedLoader(load, {"dtype": dtype, "quantised": four_bit, "revision": revision})
+    return NamedLoader(load, {"dtype": dtype, "quantised": four_bit, "revision": revision, **(prepared or {})})

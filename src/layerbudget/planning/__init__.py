@@ -5,6 +5,7 @@ from .capacity import plan_experts, plan_ranks
 from .compare import diff_plans, sweep
 from .explain import explain_plan
 from .joint import plan_joint, split_joint
+from .recipe import plan_recipe, split_recipe
 from .sparsity import plan_sparsity
 from .transfer import transfer_scores
 
@@ -15,8 +16,10 @@ __all__ = [
     "plan_experts",
     "plan_joint",
     "plan_ranks",
+    "plan_recipe",
     "plan_sparsity",
     "split_joint",
+    "split_recipe",
     "sweep",
     "transfer_scores",
 ]

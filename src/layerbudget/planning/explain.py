@@ -13,6 +13,7 @@ from ..plan import Plan
 from ..records import Result
 from ..scores.record import Scores
 from .codelength import codelengths
+from .recipe import sentences as of_recipe
 from .serving import serving_hint
 
 
@@ -111,6 +112,8 @@ def _on_serving(plan: Plan) -> list[str]:
 
 def _on_formats(plan: Plan) -> list[str]:
     """What a plan of bits predicts, what noise leaves open, and what the check of the whole plan found."""
+    if plan.kind == "recipe":
+        return [*of_recipe(plan)]
     if plan.kind != "bits":
         return []
     e, sentences = plan.extra, []
@@ -120,6 +123,12 @@ def _on_formats(plan: Plan) -> list[str]:
         f"Damages of single blocks add up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token "
         f"(without a program: {others})."
     )
+    if len(e.get("steps", ())) > 1:
+        first, last = e["steps"][0], e["steps"][-1]
+        sentences.append(
+            f"{len(e['steps']) - 1} steps from there: on the text that decided, KL fell from {first['divergence']:.4g} to "
+            f"{last['divergence']:.4g} ({e['passes']:g} passes in all)."
+        )
     if plan.certificate:
         price = plan.certificate["price"] * 0.01 * plan.budget["limit"]
         sentences.append(f"One percent more bytes would save about {price:.2g} nats.")

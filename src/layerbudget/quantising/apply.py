@@ -11,7 +11,7 @@ from ..blocks import check_finite, describe
 from ..data.calibration import CalibrationSet
 from ..plan import Plan
 from ..treatments.storing import Stored, store
-from .plans import formats_of_plan
+from .plans import bits_of, formats_of_plan
 
 Progress = Callable[[int, int], None]
 
@@ -30,7 +30,7 @@ def apply_bits(
 
     Args:
         model: Changed in place.
-        plan: Of kind ``bits``, made for this model.
+        plan: Of kind ``bits`` or ``recipe``, made for this model.
         data: Calibration tokens, for quantisers that look at inputs.
         method: ``rtn``, ``weighted`` or ``gptq``; by default the one that was measured when the plan was made.
         batch_size: Sequences per forward.
@@ -45,6 +45,7 @@ def apply_bits(
         InvalidInput: A plan of another kind, an unknown method, or missing data.
         BadModel: Weights that are not finite.
     """
+    plan = bits_of(plan)
     formats = formats_of_plan(plan)
     plan.validate(describe(model))
     check_finite(model)

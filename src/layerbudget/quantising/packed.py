@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..blocks import config_of, matrix_of, pretrained
-from ..errors import CoverageError, InvalidInput, MissingDependency
+from ..blocks import config_of, layers, matrix_of, pretrained
+from ..errors import CoverageError, InvalidInput
 from ..treatments.formats import Format, find_format
 from ..treatments.rounding import Rounded
-from ..treatments.storing import Stored
-
-
-def need_packing() -> tuple[Any, Any]:
-    """The packer of compressed-tensors and its scheme.
-
-    Raises:
-        MissingDependency: It is not installed.
-    """
-    try:
-        from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-        from compressed_tensors.quantization import QuantizationScheme
-    except ImportError as error:
-        raise MissingDependency(
-            "Writing these formats needs the package compressed-tensors.", "", "Install layerbudget[bits], or plan for gguf."
-        ) from error
-    return PackedQuantizationCompressor, QuantizationScheme
+from ..treatments.rounding_packages import need_packing
+from ..treatments.storing import Piece
+from .shards import Shards
 
 
 def scheme_words(form: Format) -> dict[str, Any]:
@@ -83,57 +71,116 @@ def quantization_config(formats: Mapping[str, str], others: list[str]) -> dict[s
     }  # fmt: skip
 
 
-def write_packed(model: nn.Module, stored: Stored, folder: Path) -> dict[str, int]:
-    """Write config and tensors of a model that was rounded.
+class PackedWriter:
+    """An ordinary transformers checkpoint, piece after piece.
 
     Args:
-        model: After :func:`~layerbudget.treatments.storing.store`.
-        stored: What that returned.
+        model: Its weights are read when their piece is asked for.
+        formats: Format of every planned matrix.
         folder: An empty folder.
-
-    Returns:
-        Bytes of every planned matrix, as they should be found again.
 
     Raises:
         InvalidInput: A matrix that is no ``nn.Linear``: the format has no place for it.
         MissingDependency: Without compressed-tensors.
     """
-    from safetensors.torch import save_file
 
-    need_packing()
-    modules = dict(model.named_modules())
-    for name, form in stored.formats.items():
-        if not isinstance(modules.get(name), nn.Linear) and not find_format(form).plain:
-            raise InvalidInput(
-                f"{name} is no plain Linear, and compressed-tensors packs nothing else.",
-                "Fused experts and Conv1D stay in 16 bits.",
-                "Plan with --format gguf, or give it bf16.",
-            )
-    pretrained(model).save_pretrained(folder)
-    tensors = _load(folder)
-    for name, form in stored.formats.items():
-        if find_format(form).plain:
-            continue
-        weight = matrix_of(modules[name])
-        del tensors[f"{name}.weight"]
-        packed = pack(weight, stored.rounded[name][0], find_format(form), name)
-        tensors |= {f"{name}.{part}": tensor for part, tensor in packed.items()}
-    half = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in tensors.items()}
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
-    save_file(half, folder / "model.safetensors", metadata={"format": "pt"})
-    others = [n for n, m in modules.items() if isinstance(m, nn.Linear) and n not in stored.formats]
-    record = config_of(model).to_dict()
-    record |= {"quantization_config": quantization_config(stored.formats, others), "dtype": "bfloat16"}
-    record["architectures"] = [type(model).__name__]
-    (folder / "config.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return {n: sum(t.nbytes for k, t in half.items() if k.rpartition(".")[0] == n) for n in stored.formats}
+    def __init__(self, model: nn.Module, formats: Mapping[str, str], folder: Path) -> None:
+        need_packing()
+        self.model, self.formats, self.folder = model, dict(formats), folder
+        self.modules = dict(model.named_modules())
+        for name, form in formats.items():
+            if not isinstance(self.modules.get(name), nn.Linear) and not find_format(form).plain:
+                raise InvalidInput(
+                    f"{name} is no plain Linear, and compressed-tensors packs nothing else.",
+                    "Fused experts and Conv1D stay in 16 bits.",
+                    "Plan with --format gguf, or give it bf16.",
+                )
+        self.layers = [f"{name}." for name, _ in layers(model)]
+        self.shards = Shards(folder)
+        self.config = config_of(model).to_dict()
+        with _quiet():
+            pretrained(model).save_pretrained(folder, state_dict={})  # what belongs to a model beside its weights
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+
+    def tensors(self, piece: Piece, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
+        """What the file holds of a piece whose weights are at hand.
+
+        Args:
+            piece: A layer, or what lies outside them.
+            rounded: Scales and zero points of its matrices.
+        """
+        packed = {n: find_format(f) for n, f in self.formats.items() if not find_format(f).plain and self._inside(n, piece)}
+        left = {f"{n}.weight" for n in packed}
+        state = pretrained(self.model).state_dict()
+        found = _as_saved(self.model, {n: t for n, t in state.items() if n not in left and self._inside(n, piece)})
+        found = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in found.items()}
+        for name, form in packed.items():
+            stored = pack(matrix_of(self.modules[name]), rounded[name][0], form, name)
+            found |= {f"{name}.{part}": t.to(torch.bfloat16) if t.is_floating_point() else t for part, t in stored.items()}
+        return found
+
+    def _inside(self, name: str, piece: Piece) -> bool:
+        if piece.name:
+            return name.startswith(f"{piece.name}.")
+        return not any(name.startswith(layer) for layer in self.layers)
+
+    def back(self, piece: Piece, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put a finished piece's matrices into the model again, as they were when they were written."""
+        for job in piece.jobs:
+            name = job.module.name
+            form = find_format(self.formats[name])
+            weight = matrix_of(self.modules[name]).data
+            weight.copy_(weight.to(torch.bfloat16) if form.plain else unpack(tensors, form, name))
+
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a piece."""
+        self.shards.add(tensors)
+
+    def close(self) -> list[str]:
+        """Finish the files and write the configuration; returns notes."""
+        self.shards.close()
+        others = [n for n, m in self.modules.items() if isinstance(m, nn.Linear) and n not in self.formats]
+        record = self.config | {"quantization_config": quantization_config(self.formats, others), "dtype": "bfloat16"}
+        record["architectures"] = [type(self.model).__name__]
+        (self.folder / "config.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if any(f.endswith("-asym") for f in self.formats.values()):
+            return ["transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."]
+        return []
 
 
-def _load(folder: Path) -> dict[str, torch.Tensor]:
+def unpack(tensors: Mapping[str, torch.Tensor], form: Format, name: str) -> torch.Tensor:
+    """The rounded weights of one matrix, ``(d_out, d_in)`` float32, from the tensors that :func:`pack` made."""
+    packer, scheme = need_packing()
+    stored = {n.removeprefix(f"{name}."): t for n, t in tensors.items() if n.startswith(f"{name}.weight_")}
+    stored["weight_scale"] = stored["weight_scale"].float()
+    weight: torch.Tensor = packer.decompress(stored, scheme(targets=["Linear"], weights=scheme_words(form)))["weight"]
+    return weight
+
+
+def _as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors under the names, and in the shapes, that transformers saves them with."""
     from safetensors.torch import load_file
 
     found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
+    with tempfile.TemporaryDirectory(prefix="layerbudget-") as folder:
+        if state:
+            with _quiet():
+                pretrained(model).save_pretrained(folder, state_dict=dict(state))
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            found |= load_file(file)
     return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No bar of transformers for every piece."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ from ..provenance import versions
 from ..pruning.save import check_output, new_folder
 from ..records import dumps, write_text
 from ..treatments.formats import GGUF
-from ..treatments.storing import Stored
-from .gguf_file import write_gguf
-from .packed import write_packed
+from ..treatments.rounding_packages import need_gguf
+from ..treatments.storing import Stored, pieces_of
+from .gguf_names import names_by_map
 from .receipt import QuantisationReceipt, compare, recount_gguf, recount_safetensors
 from .recipes import dynamic, layer_config, tensor_types
-
-GGUF_FILE = "model.gguf"
+from .writers import GGUF_FILE, writer_of
 
 
 def save_quantised(
@@ -50,47 +49,49 @@ def save_quantised(
         MissingDependency: The package of the format is not installed.
     """
     check_output(out_dir, overwrite=overwrite)
-    write = _gguf if plan.extra["family"] == GGUF else _packed
     with new_folder(out_dir, overwrite=overwrite) as folder:
-        counted, tensors, file, notes = write(model, tokenizer, stored, folder)
-        compare(plan, counted)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        spent = sum(counted.values())
-        receipt = QuantisationReceipt(
-            method=stored.method, family=str(plan.extra["family"]), plan_digest=plan.digest, model=dict(plan.model),
-            modules={n: {"format": f, "bytes": counted[n]} for n, f in stored.formats.items()}, bytes=spent,
-            planned=int(plan.counts.sum()), tensors=tensors, file=file, bits=8 * spent / sum(b.numel for b in plan.blocks),
-            notes=(*stored.notes, *notes), versions=versions(),
-        )  # fmt: skip
-        plan.save(folder / "plan.json")
-        receipt.save(folder / "receipt.json")
+        writer = writer_of(model, tokenizer, plan, folder)
+        for piece in pieces_of(model, stored.formats):
+            writer.add(writer.tensors(piece, stored.rounded))
+        return finish(folder, tokenizer, plan, stored.formats, stored.method, [*stored.notes, *writer.close()])
+
+
+def finish(
+    folder: Path, tokenizer: Any, plan: Plan, formats: Mapping[str, str], method: str, notes: Sequence[str]
+) -> QuantisationReceipt:
+    """Count the written bytes again, and write what lies beside the weights: recipes, tokenizer, plan, receipt.
+
+    Raises:
+        CoverageError: The files are not as large as planned.
+    """
+    found, counted = _counted(folder, plan, formats)
+    compare(plan, counted)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    spent = sum(counted.values())
+    receipt = QuantisationReceipt(
+        method=method, family=str(plan.extra["family"]), plan_digest=plan.digest, model=dict(plan.model),
+        modules={n: {"format": f, "bytes": counted[n]} for n, f in formats.items()}, bytes=spent,
+        planned=int(plan.counts.sum()), tensors=sum(found.values()),
+        file=sum(f.stat().st_size for f in (*folder.glob("*.safetensors"), *folder.glob(GGUF_FILE))),
+        bits=8 * spent / sum(b.numel for b in plan.blocks), notes=tuple(notes), versions=versions(),
+    )  # fmt: skip
+    plan.save(folder / "plan.json")
+    receipt.save(folder / "receipt.json")
     return receipt
 
 
-Written = tuple[dict[str, int], int, int, list[str]]
-
-
-def _gguf(model: nn.Module, tokenizer: Any, stored: Stored, folder: Path) -> Written:
-    """Bytes by matrix and in all, size of the file, notes."""
-    file = folder / GGUF_FILE
-    names, notes = write_gguf(model, tokenizer, stored, file)
-    found = recount_gguf(file)
-    write_text(folder / "tensor-types.txt", tensor_types(stored.formats, names))
-    return {n: found[f"{other}.weight"] for n, other in names.items()}, sum(found.values()), file.stat().st_size, notes
-
-
-def _packed(model: nn.Module, tokenizer: Any, stored: Stored, folder: Path) -> Written:
-    write_packed(model, stored, folder)
+def _counted(folder: Path, plan: Plan, formats: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of every tensor of the files and of every planned matrix; writes the recipes beside them."""
+    if plan.extra["family"] == GGUF:
+        found = recount_gguf(folder / GGUF_FILE)
+        names = names_by_map(need_gguf(), list(formats))
+        write_text(folder / "tensor-types.txt", tensor_types(formats, names))
+        return found, {n: found[f"{other}.weight"] for n, other in names.items()}
     found = recount_safetensors(folder)
-    counted = {
-        n: sum(size for k, size in found.items() if k.rpartition(".")[0] == n and ".weight" in k) for n in stored.formats
-    }
-    write_recipes(stored.formats, folder)
-    notes = []
-    if any(f.endswith("-asym") for f in stored.formats.values()):
-        notes.append("transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them.")
-    return counted, sum(found.values()), sum(f.stat().st_size for f in folder.glob("*.safetensors")), notes
+    write_recipes(formats, folder)
+    parts = {n: [k for k in found if k.rpartition(".")[0] == n and ".weight" in k] for n in formats}
+    return found, {n: sum(found[k] for k in keys) for n, keys in parts.items()}
 
 
 def write_recipes(formats: Mapping[str, str], folder: Path) -> None:

@@ -17,13 +17,12 @@ functions are imported when they are used.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InvalidInput
-from ..registry import Registry
+from ..registry import Registry, keywords, opened
 from .record import Scores
 
 Call = Callable[..., Scores]
@@ -52,16 +51,12 @@ class Estimator:
     @property
     def call(self) -> Call:
         """The function."""
-        if not isinstance(self.home, str):
-            return self.home
-        module, function = self.home.split(":")
-        return getattr(importlib.import_module(module, __package__), function)
+        return opened(self.home, __package__)
 
     @property
     def options(self) -> dict[str, Any]:
         """Every option that it reads, shared ones first, with its default."""
-        parameters = inspect.signature(self.call).parameters.values()
-        found = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in _GIVEN}
+        found = keywords(self.call, without=_GIVEN)
         return {name: found[name] for name in sorted(found, key=lambda n: SHARED.index(n) if n in SHARED else len(SHARED))}
 
     @property

@@ -186,6 +186,7 @@ def treatment(name: str, *, summary: str = "") -> Callable[[Some], Some]:
     """
 
     def add(made: Some) -> Some:
+        """Put the class into the table of what it changes."""
         if made.statistic not in STATISTICS:
             raise InvalidInput(
                 f"{name} needs the statistic {made.statistic!r}.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from ..errors import MissingDependency
@@ -13,10 +14,22 @@ def need_gguf() -> Any:
     Raises:
         MissingDependency: It is not installed.
     """
+    return _need("gguf", "GGUF formats need the package gguf.", "use compressed-tensors")
+
+
+def need_packing() -> tuple[Any, Any]:
+    """The packer of compressed-tensors and its scheme.
+
+    Raises:
+        MissingDependency: It is not installed.
+    """
+    what, other = "Writing these formats needs the package compressed-tensors.", "plan for gguf"
+    packer = _need("compressed_tensors.compressors.pack_quantized.base", what, other)
+    return packer.PackedQuantizationCompressor, _need("compressed_tensors.quantization", what, other).QuantizationScheme
+
+
+def _need(module: str, what: str, other: str) -> Any:
     try:
-        import gguf
+        return importlib.import_module(module)
     except ImportError as error:
-        raise MissingDependency(
-            "GGUF formats need the package gguf.", "", "Install layerbudget[bits], or use compressed-tensors."
-        ) from error
-    return gguf
+        raise MissingDependency(what, "", f"Install layerbudget[bits], or {other}.") from error

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..blocks import layers
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
-from ..records import Module
+from ..mapped import mapped
 from ..running.modes import inference
 from ..running.walk import Walk
 from .base import Level, find_quantiser
@@ -77,6 +78,42 @@ def need_data(quantiser: Quantiser, data: CalibrationSet | None) -> None:
         raise InvalidInput(f"{quantiser.name} needs calibration data.", "", "Pass data, or use method rtn.")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What is rounded, and written, together: a layer, or all that lies outside the layers.
+
+    Attributes:
+        name: Full name of the layer; empty outside.
+        index: Its place; -1 outside.
+        jobs: What its planned matrices become.
+    """
+
+    name: str
+    index: int
+    jobs: tuple[Job, ...]
+
+
+Begin = Callable[[Piece], bool]
+End = Callable[[Piece, Sequence[str]], None]
+
+
+def pieces_of(model: nn.Module, formats: Mapping[str, str]) -> list[Piece]:
+    """The model in the order in which it is rounded: embedding and head first, then layer after layer.
+
+    Raises:
+        InvalidInput: An unknown format, or a shape that it does not divide.
+        UnknownBlock: A matrix that the model does not have.
+    """
+    modules = modules_by_name(model, formats)
+    for name, module in modules.items():
+        find_format(formats[name]).check(name, module.d_in)
+    jobs = {name: Job(module=m, level=Level(format=formats[name])) for name, m in modules.items()}
+    names = [name for name, _ in layers(model)]
+    inside = {n: tuple(j for m, j in jobs.items() if m.startswith(f"{n}.")) for n in names}
+    apart = tuple(j for m, j in jobs.items() if not any(m.startswith(f"{n}.") for n in names))
+    return [Piece(name="", index=-1, jobs=apart), *(Piece(name=n, index=i, jobs=inside[n]) for i, n in enumerate(names))]
+
+
 def store(
     model: nn.Module,
     formats: Mapping[str, str],
@@ -98,7 +135,7 @@ def store(
         data: Calibration tokens, for quantisers that look at inputs.
         method: ``rtn``, ``weighted``, ``gptq`` or a quantiser of your own.
         batch_size: Sequences per forward.
-        progress: Called with (layers done, layers).
+        progress: Called with (pieces done, pieces).
         **own: Options of the quantiser.
 
     Raises:
@@ -108,42 +145,77 @@ def store(
     """
     quantiser = quantiser_of(method)
     need_data(quantiser, data)
-    modules = modules_by_name(model, formats)
-    for name, module in modules.items():
-        _check(name, module, formats[name])
     storing = Storing(model, quantiser, own)
-    jobs = {name: Job(module=m, level=Level(format=formats[name])) for name, m in modules.items()}
-    with inference(model):
-        forwards, notes = _run(storing, jobs, data, batch_size, progress)
+    forwards, notes = in_turn(storing, pieces_of(model, formats), data, batch_size=batch_size, progress=progress)
     return Stored(rounded=storing.rounded, formats=dict(formats), method=method, notes=tuple(notes), forwards=forwards)
 
 
-def _check(name: str, module: Module, form: str) -> None:
-    find_format(form).check(name, module.d_in)
+def in_turn(
+    storing: Storing, pieces: Sequence[Piece], data: CalibrationSet | None, *, batch_size: int = 8,
+    progress: Progress | None = None, begin: Begin = lambda piece: False, end: End | None = None,
+) -> tuple[int, list[str]]:  # fmt: skip
+    """Round piece after piece.
+
+    Args:
+        storing: The quantiser on its model.
+        pieces: See :func:`pieces_of`.
+        data: Calibration tokens, for quantisers that look at inputs.
+        batch_size: Sequences per forward.
+        progress: Called with (pieces done, pieces).
+        begin: Called with a piece, whose weights are at hand; true where it has put it in place itself.
+        end: Called with a rounded piece and its notes while its weights are at hand; weights of a streamed model are dropped
+            after that. Without it they stay, rounded.
+
+    Returns:
+        Forwards of one layer on one batch, and notes.
+    """
+    blind = storing.treatment.statistic == "none" or data is None
+    walk = None if blind or data is None else Walk(storing.model, data, batch_size=batch_size)
+    notes: list[str] = []
+    with inference(storing.model):
+        try:
+            for done, piece in enumerate(pieces, 1):
+                at_hand(storing.model, piece)
+                found = [] if begin(piece) else _round(storing, piece, walk)
+                notes += found
+                if end is not None:
+                    end(piece, found)
+                if walk is not None:
+                    _onward(walk, piece, len(pieces))
+                if end is not None:
+                    _drop(storing.model, piece)
+                if progress:
+                    progress(done, len(pieces))
+        finally:
+            if walk is not None:
+                walk.close()
+    return 0 if walk is None else walk.forwards, notes
 
 
-def _run(
-    storing: Storing, jobs: Mapping[str, Job], data: CalibrationSet | None, batch_size: int, progress: Progress | None
-) -> tuple[int, list[str]]:
-    if storing.treatment.statistic == "none" or data is None:
-        for done, job in enumerate(jobs.values(), 1):
-            storing.jobs([job], {})
-            if progress:
-                progress(done, len(jobs))
-        return 0, []
-    walk = Walk(storing.model, data, batch_size=batch_size)
-    names = [name for name, _ in walk.layers]
-    inside = {n: [j for m, j in jobs.items() if m.startswith(f"{n}.")] for n in names}
-    apart = [j for m, j in jobs.items() if not any(m.startswith(f"{n}.") for n in names)]
-    try:
-        notes = storing.jobs(apart, {})
+def _round(storing: Storing, piece: Piece, walk: Walk | None) -> list[str]:
+    if walk is None or piece.index < 0:
+        return storing.jobs(piece.jobs, {})
+    return storing.layer(walk, piece.jobs)
+
+
+def _onward(walk: Walk, piece: Piece, count: int) -> None:
+    """To the inputs of the next layer, as the rounded ones give them."""
+    if piece.index < 0:
         walk.capture()
-        for i, name in enumerate(names):
-            notes += storing.layer(walk, inside[name])
-            if i + 1 < len(names):
-                walk.advance()
-            if progress:
-                progress(i + 1, len(names))
-    finally:
-        walk.close()
-    return walk.forwards, notes
+    elif piece.index + 2 < count:
+        walk.advance()
+
+
+def at_hand(model: nn.Module, piece: Piece) -> None:
+    """Bring a layer whose weights come and go."""
+    lies = mapped(model)
+    if lies is not None and lies.converts and piece.index >= 0:
+        lies.bring(piece.name)
+
+
+def _drop(model: nn.Module, piece: Piece) -> None:
+    """Have a streamed layer's weights as its files have them: what was written into them leaves the memory."""
+    lies = mapped(model)
+    if lies is not None and piece.index >= 0:
+        lies.leave()
+        lies.fresh([job.module.name + ".weight" for job in piece.jobs])

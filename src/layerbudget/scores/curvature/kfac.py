@@ -75,7 +75,9 @@ def score_kfac(
         CoverageError: Fused experts, or a weight matrix that was never seen.
         InvalidInput: An argument outside its domain, or a seed or draws where no label is sampled.
     """
-    return _score(model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, walk, False, kept)
+    return _score(
+        model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, walk, False, kept
+    )
 
 
 def score_ekfac(
@@ -100,7 +102,9 @@ def score_ekfac(
         CoverageError: Fused experts, or a weight matrix that was never seen.
         InvalidInput: As :func:`score_kfac`.
     """
-    return _score(model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, walk, True, kept)
+    return _score(
+        model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, walk, True, kept
+    )
 
 
 class _Settling:

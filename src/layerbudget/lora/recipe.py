@@ -1,0 +1,113 @@
+"""The base of a recipe: a model in the planned formats, rounded when it is loaded or written by ``quantize`` before."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..blocks import describe
+from ..errors import CoverageError, InvalidInput, ModelMismatch
+from ..plan import Plan
+from ..planning.recipe import split_recipe
+from ..quantising.plans import formats_of_plan
+from ..quantising.receipt import QuantisationReceipt
+from ..running.modes import inference
+from ..treatments.base import find_quantiser
+from ..treatments.storing import store
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Base:
+    """What the adapters of a recipe are trained on.
+
+    Attributes:
+        bits: The plan of its formats.
+        ranks: The plan of the adapters.
+        written: Whether the model comes from a folder that ``quantize`` wrote by this recipe.
+        limit: Bytes of file and adapter.
+    """
+
+    bits: Plan
+    ranks: Plan
+    written: bool
+    limit: int
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What tells results on this base from others."""
+        return {"formats": self.bits.digest, "written": self.written}
+
+    def prepare(self, model: nn.Module) -> None:
+        """Put a model that was just loaded into the planned formats: its folder may hold them already."""
+        if self.written:
+            unpacked(model)
+        else:
+            store(model, formats_of_plan(self.bits), method=str(self.bits.extra["method"]))
+
+    def recount(self, trained: int, bytes_per_parameter: float) -> dict[str, int]:
+        """Bytes of base and adapter from what is there: the receipt, or the plan where nothing was written, and parameters.
+
+        Raises:
+            CoverageError: The adapter is not as large as planned.
+        """
+        adapter = int(trained * bytes_per_parameter)
+        if adapter != self.ranks.budget["spent"]:
+            raise CoverageError(
+                f"The adapter takes {adapter} bytes, {self.ranks.budget['spent']} were planned.", "", "Report this."
+            )
+        base = int(self.bits.budget["file"])
+        return {"base": base, "adapter": adapter, "spent": base + adapter, "limit": self.limit}
+
+
+def unpacked(model: nn.Module) -> nn.Module:
+    """Have the packed weights of a loaded compressed-tensors model as numbers: transformers makes them at the first forward."""
+    with inference(model):
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device))
+    return model
+
+
+def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
+    """Find out what a recipe's base is.
+
+    Args:
+        plan: Of kind ``recipe``.
+        folder: Where the model was loaded from.
+        model: The model.
+
+    Raises:
+        ModelMismatch: The model is another one, or was written by another plan.
+        InvalidInput: Formats that need text to be rounded to, and a model that is not in them.
+        CoverageError: A written file that is not as large as planned.
+    """
+    bits, ranks = split_recipe(plan)
+    receipt = Path(folder) / "receipt.json"
+    if (Path(folder) / "plan.json").is_file() and receipt.is_file():
+        held = Plan.load(Path(folder) / "plan.json")
+        if held.kind == "bits":
+            return _written(bits, ranks, held, QuantisationReceipt.load(receipt), int(plan.budget["limit"]))
+    bits.validate(describe(model, str(folder)))
+    method = str(bits.extra["method"])
+    if find_quantiser(method).statistic != "none":
+        raise InvalidInput(
+            f"The recipe rounds by {method}, which reads text.", "Its base is written first.",
+            "Write it: layerbudget quantize MODEL RECIPE -o BASE, and finetune BASE.",
+        )  # fmt: skip
+    return Base(bits=bits, ranks=ranks, written=False, limit=int(plan.budget["limit"]))
+
+
+def _written(bits: Plan, ranks: Plan, held: Plan, receipt: QuantisationReceipt, limit: int) -> Base:
+    if held.digest != bits.digest:
+        raise ModelMismatch(
+            "This folder was written by another plan than this recipe.", "Adapters belong on the base of their recipe.",
+            "Write it: layerbudget quantize MODEL RECIPE -o BASE.",
+        )  # fmt: skip
+    if receipt.tensors != bits.budget["file"]:
+        raise CoverageError(
+            f"The base takes {receipt.tensors} bytes, {bits.budget['file']} were planned.", "", "Write it again."
+        )
+    return Base(bits=bits, ranks=ranks, written=True, limit=limit)
