@@ -27,7 +27,10 @@ def plans(model, data, *, sparsity, method, by, steps=(1, 2, 4, 8), budgets=(PAS
     decisions = Decisions.by(model, by)
     plain = _Plain(sparsity=sparsity, cap=cap, trust=trust, draws=0, terms="first", seed=0)
     settings = plain.settings(decisions, longest, 1e9, leap=True)
-    point = Point(model, data, decisions, find_treatment(method))
+    treatment = find_treatment(method)
+    treatment.begin(model, data)
+    point = Point(model, data, decisions, treatment)
+    point.passes += treatment.price
     start = round_parameters(np.full(len(decisions), sparsity), decisions.numel, settings.total, cap)
     path = Course(counts=[start], log=[])
     point.move(start, point.dense)
