@@ -49,7 +49,7 @@ SCORED = {
 }
 AGAIN = "calibrated (Linear), measured again"
 BY = {"block": "layer", "Linear": "linear", "rows": "rows:1", "8 rows": "rows:8"}
-STEPS, DEFAULT = (1, 2, 4, 8, 12), f"{PASSES:g} passes"
+STEPS, DEFAULT = (1, 2, 4, 8, 12, 20), f"{PASSES:g} passes"
 DIRECTIONAL = {
     # label: (by, most steps, options); steps are of three forward equivalents, beside one dense forward and the last measurement
     **{f"directional ({name}), {k} step{'s' if k > 1 else ''}": (by, k, {}) for name, by in BY.items() for k in STEPS},
