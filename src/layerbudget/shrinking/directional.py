@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..blocks import check_finite, describe, matrix_of, partition
+from ..blocks import check_finite, describe, matrix_of, partition, weight_of
 from ..damage.directional import forms_along
 from ..damage.directions import Written
 from ..damage.ledger import Forms, Unit
@@ -112,8 +112,7 @@ class _Shapes:
         self.held.restore()
         for k, units in enumerate(counts.tolist()):
             if units:
-                owner = self.model.get_submodule(self.names[k])
-                matrices(owner, owner.weight)[0].copy_(self.become(k, grams[self.names[k]], [units])[0])
+                matrices(*weight_of(self.model, self.blocks[k].modules[0].name))[0].copy_(self.become(k, grams[self.names[k]], [units])[0])
 
     def look(self, levels: np.ndarray, grams: dict[str, Statistic], *, draws: int, seed: int, dense: bool = False) -> _Seen:
         """Both terms along the way to every level; at the dense model the first one vanishes."""
