@@ -112,7 +112,8 @@ class _Shapes:
         self.held.restore()
         for k, units in enumerate(counts.tolist()):
             if units:
-                matrices(*weight_of(self.model, self.blocks[k].modules[0].name))[0].copy_(self.become(k, grams[self.names[k]], [units])[0])
+                view = matrices(*weight_of(self.model, self.blocks[k].modules[0].name))[0]
+                view.copy_(self.become(k, grams[self.names[k]], [units])[0])
 
     def look(self, levels: np.ndarray, grams: dict[str, Statistic], *, draws: int, seed: int, dense: bool = False) -> _Seen:
         """Both terms along the way to every level; at the dense model the first one vanishes."""
