@@ -1,7 +1,7 @@
 """Directional damage taken apart: what each ingredient brings, and predicted against measured damage matrix by matrix.
 
     python benchmarks/directional.py ablation [--sparsity 0.7] [--samples 16]
-    python benchmarks/directional.py scatter
+    python benchmarks/directional.py scatter        # pruning (Wanda) and rounding, and directional_scatter.png
 
 Rows are appended to a .jsonl file as they are measured, so that a run that was cut continues and a partial table is a table.
 """
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from layerbudget.damage.decisions import Decisions
+from layerbudget.damage.directional import fisher_along
 from layerbudget.damage.point import Point
 from layerbudget.damage.sequential import plan_directional
 from layerbudget.data.text import calibration
@@ -27,7 +28,7 @@ from layerbudget.program.counts import round_parameters
 from layerbudget.pruning.apply import prune
 from layerbudget.running.loss import IGNORE, logits_of, sampled_targets, summed_loss, unlabelled
 from layerbudget.running.sites import Collector
-from layerbudget.treatments.base import find_treatment
+from layerbudget.treatments.base import Level, find_quantiser, find_treatment
 
 RESULTS = Path(__file__).parent / "results"
 ABLATION = {
@@ -40,6 +41,7 @@ ABLATION = {
     "first term, trust 0.03": {"steps": 8, "trust": 0.03},
     "first term, trust 0.12": {"steps": 8, "trust": 0.12},
     "first term, cross-fitted": {"crossfit": True, "passes": 50},
+    "first term, cap 0.9": {"steps": 8, "max_sparsity": 0.9},
     "rows, first term": {"steps": 8, "by": "rows:1"},
     "rows, cross-fitted": {"crossfit": True, "passes": 50, "by": "rows:1"},
 }
@@ -104,7 +106,9 @@ def scatter(a):
     decisions = Decisions.by(model, "linear")
     point = Point(model, data, decisions, find_treatment("wanda"))
     done = {(r["point"], r["level"]) for r in rows_of(path)}
-    for where, steps in ((0.0, (0.1, 0.3, 0.5, 0.7)), (0.5, (-0.1, 0.1)), (0.7, (-0.2, -0.1, -0.03, 0.03, 0.1, 0.2))):
+    for where, steps in ((0.0, (0.3, 0.5, 0.7)), (0.5, (-0.1, 0.1)), (0.7, (-0.1, -0.03, 0.03, 0.1))):
+        if all((where, step) in done for step in steps):
+            continue
         total = round(where * int(decisions.numel.sum()))
         counts = round_parameters(np.full(len(decisions), where), decisions.numel, total)
         point.move(counts, point.dense)
@@ -123,9 +127,38 @@ def scatter(a):
             first, second = look.forms.first[:, j].tolist(), look.forms.second[:, j].tolist()
             keep(path, {"point": where, "level": step, "measured": measured, "first": first, "second": second})
     point.restore()
+    rounding(a, model, data, point, path, done)
     if not (RESULTS / f"{a.name}_tokens.json").exists():
         (RESULTS / f"{a.name}_tokens.json").write_text(json.dumps(tokens_squared(model, data)))
     table_of_scatter(a, rows_of(path))
+    draw_scatter(a, rows_of(path))
+
+
+@torch.no_grad()
+def changes_of(model, names, name):
+    """What rounding to nearest in a format changes, by matrix."""
+    quantiser, level = find_quantiser("rtn"), Level(format=name)
+    weights = {n: model.get_submodule(n).weight.detach() for n in names}
+    return {n: quantiser.apply(w, None, level) - w for n, w in weights.items()}
+
+
+def rounding(a, model, data, point, path, done):
+    """The same for rounding, at the dense point."""
+    names = [m.name for m in point.decisions.modules]
+    for name in ("w2-g32", "w3-g32", "w4-g32"):
+        if (name, 0.0) in done:
+            continue
+        deltas = changes_of(model, names, name)
+        found = fisher_along(model, data, deltas, draws=4)
+        measured = []
+        for n, delta in deltas.items():
+            weight = model.get_submodule(n).weight.data
+            dense = weight.clone()
+            weight.add_(delta)
+            measured.append(point.reference.measure())
+            weight.copy_(dense)
+        second = [float(found[n].damage[0]) for n in deltas]
+        keep(path, {"point": name, "level": 0.0, "measured": measured, "first": [0.0] * len(names), "second": second})
 
 
 def tokens_squared(model, data, level=0.3, draws=4):
@@ -133,8 +166,9 @@ def tokens_squared(model, data, level=0.3, draws=4):
     decisions = Decisions.by(model, "linear")
     point = Point(model, data, decisions, find_treatment("wanda"))
     counts = np.rint(level * decisions.numel).astype(np.int64)
+    dense = {m.name: model.get_submodule(m.name).weight.detach().clone() for m in decisions.modules}
     point.move(counts, point.dense)
-    deltas = {m.name: model.get_submodule(m.name).weight.detach() - point.held.held[m.name] for m in decisions.modules}
+    deltas = {name: model.get_submodule(name).weight.detach() - held for name, held in dense.items()}
     point.restore()
     sums = {name: [0.0, 0.0] for name in deltas}
 
@@ -159,14 +193,13 @@ def table_of_scatter(a, rows):
     lines = ["# Predicted against measured damage, one matrix at a time (Wanda, embedded model)", ""]
     lines += ["Change of the divergence in nats per token. Ratio: predicted over measured, median over matrices.", ""]
     lines += ["| point | level | first: ratio, correlation | second | both |", "|---|---|---|---|---|"]
-    for r in sorted(rows, key=lambda r: (r["point"], r["level"])):
+    for r in sorted(rows, key=lambda r: (str(r["point"]), r["level"])):
         m, first, second = (np.array(r[k]) for k in ("measured", "first", "second"))
         cells = []
         for p in (first, second, first + second):
-            known = np.abs(p).max() > 1e-9
+            known = np.abs(p).max() > 1e-4 * np.abs(m).max()
             cells.append(f"{np.median(p / m):.2f}, {np.corrcoef(p, m)[0, 1]:.3f}" if known else "-")
-        name = "dense" if r["point"] == 0 else f"uniform {r['point']:.0%}"
-        level = f"{r['point'] + r['level']:.0%}"
+        name, level = naming(r)
         lines.append(f"| {name} | {level} | " + " | ".join(cells) + " |")
     pairs = np.array(list(json.loads((RESULTS / f"{a.name}_tokens.json").read_text()).values()))
     measured = next((np.array(r["measured"]) for r in rows if (r["point"], r["level"]) == (0.0, 0.3)), None)
@@ -180,6 +213,46 @@ def table_of_scatter(a, rows):
     text = "\n".join([*lines, ""])
     (RESULTS / f"{a.name}_scatter.md").write_text(text)
     print(text)
+
+
+def naming(row):
+    """Point and level in words."""
+    if isinstance(row["point"], str):
+        return "dense", f"rounded to {row['point']}"
+    return "dense" if row["point"] == 0 else f"uniform {row['point']:.0%}", f"{row['point'] + row['level']:.0%}"
+
+
+def draw_scatter(a, rows):
+    """Predicted over measured change, one panel per kind of point."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    kinds = {
+        "rounding, dense point": [r for r in rows if isinstance(r["point"], str)],
+        "Wanda, dense point": [r for r in rows if r["point"] == 0.0],
+        "Wanda, at uniform 50 %": [r for r in rows if r["point"] == 0.5],
+        "Wanda, at uniform 70 %": [r for r in rows if r["point"] == 0.7],
+    }
+    fig, axes = plt.subplots(1, len(kinds), figsize=(15, 3.8))
+    for ax, (title, chosen) in zip(axes, kinds.items(), strict=True):
+        for r in chosen:
+            p, m = np.array(r["first"]) + np.array(r["second"]), np.array(r["measured"])
+            ax.plot(m, p, ".", ms=4, label=naming(r)[1])
+        dense = chosen and (isinstance(chosen[0]["point"], str) or chosen[0]["point"] == 0.0)
+        if dense:
+            ax.set_xscale("log")
+            ax.set_yscale("log")
+        low, high = ax.get_xlim()
+        ax.plot([low, high], [low, high], color="0.6", lw=0.8)
+        ax.set_title(title, fontsize=9)
+        ax.set_xlabel("measured change of the divergence, nats", fontsize=7)
+        ax.set_ylabel("predicted (both terms)", fontsize=7)
+        ax.tick_params(labelsize=7)
+        ax.legend(fontsize=6)
+    fig.tight_layout()
+    fig.savefig(RESULTS / f"{a.name}_scatter.png", dpi=130, metadata={"Software": None})
 
 
 def main():

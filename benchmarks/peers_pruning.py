@@ -56,8 +56,19 @@ def _on_path(folder: Path, drop: tuple[str, ...]):
             del sys.modules[name]
 
 
+class _Turns(Namespace):
+    """Arguments whose ``sparsity_ratio`` is the next matrix's every time it is read; the repository reads it once a matrix."""
+
+    @property
+    def sparsity_ratio(self):
+        return next(self.ratios)
+
+
 def wanda_repository(path: Path, method: str):
-    """``run(model, ids, ratio, pattern)`` of locuslab/wanda: magnitude, wanda or sparsegpt."""
+    """``run(model, ids, ratio, pattern)`` of locuslab/wanda: magnitude, wanda or sparsegpt.
+
+    The ratio may be a dictionary by full name of the matrix.
+    """
     _neutralise_cuda()
     with _on_path(path, ("lib",)):
         sys.modules["lib.data"] = types.ModuleType("lib.data")
@@ -67,7 +78,12 @@ def wanda_repository(path: Path, method: str):
     def run(model, ids, ratio, pattern=(0, 0)):
         _give_position_embeddings(model, ids.shape[1])
         module.get_loaders = lambda *a, **k: (_loader(ids), None)
-        args = Namespace(sparsity_ratio=ratio, nsamples=len(ids), seed=0, use_variant=False)
+        args = {"nsamples": len(ids), "seed": 0, "use_variant": False}
+        if isinstance(ratio, dict):
+            named = [f"model.layers.{i}.{n}" for i, layer in enumerate(model.model.layers) for n in module.find_layers(layer)]
+            args = _Turns(**args, ratios=iter([ratio[name] for name in named]))
+        else:
+            args = Namespace(**args, sparsity_ratio=ratio)
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             getattr(module, f"prune_{method}")(args, model, None, torch.device("cpu"), *pattern)
 

@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import courses
 from layerbudget.blocks import describe, partition
 from layerbudget.damage.by_curves import plan_by_curves
 from layerbudget.damage.measure import damage_curves
-from layerbudget.damage.sequential import plan_directional
+from layerbudget.damage.sequential import PASSES, plan_directional
 from layerbudget.data.text import calibration
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.loading import load_model, load_tokenizer
@@ -35,6 +36,10 @@ RESULTS = Path(__file__).parent / "results"
 SCORED = {
     # label: (estimator, granularity, rule of plan_sparsity)
     "OWL": ("outlier-ratio", "layer", "owl"),
+    "DLP": ("mean-metric", "layer", "dlp"),
+    "ATP": (None, "layer", "atp"),
+    "LSA (block)": ("reconstruction", "layer", "lsa"),
+    "LSA (Linear)": ("reconstruction", "linear", "lsa"),
     "AlphaPruning": ("spectral-tail", "layer", "alphapruning"),
     "LayerIF": ("layerif", "layer", "layerif"),
     "gradient norm": ("gradient-norm", "layer", "mdl"),
@@ -43,12 +48,12 @@ SCORED = {
     "gain (Linear)": ("fisher-gram", "linear", "mdl"),
 }
 AGAIN = "calibrated (Linear), measured again"
+BY = {"block": "layer", "Linear": "linear", "rows": "rows:1", "8 rows": "rows:8"}
+STEPS, DEFAULT = (1, 2, 4, 8, 12, 20), f"{PASSES:g} passes"
 DIRECTIONAL = {
     # label: (by, most steps, options); steps are of three forward equivalents, beside one dense forward and the last measurement
-    **{f"directional (Linear), {k} step{'s' if k > 1 else ''}": ("linear", k, {}) for k in (1, 2, 4, 8)},
-    "directional (block), 8 steps": ("layer", 8, {}),
-    **{f"directional (rows), {k} steps": ("rows:1", k, {}) for k in (4, 8, 12)},
-    "directional (8 rows), 8 steps": ("rows:8", 8, {}),
+    **{f"directional ({name}), {k} step{'s' if k > 1 else ''}": (by, k, {}) for name, by in BY.items() for k in STEPS},
+    **{f"directional ({name}), {DEFAULT}": (by, DEFAULT, {}) for name, by in BY.items()},
     "directional (Linear or rows), cross-fitted": (("linear", "rows:1"), None, {"passes": 80}),
 }
 RULES = ("uniform", "size-proportional (Linear)", *SCORED, "calibrated (block)", "calibrated (Linear)", AGAIN, *DIRECTIONAL)
@@ -63,7 +68,7 @@ class Bench:
         self.model = load_model(a.model)
         self.held_out = evaluation_set(a.evaluation, self.tokenizer, length=a.length, windows=a.windows)
         self.blocks = {by: partition(self.model, by) for by in ("layer", "linear")}
-        self.scores, self.data = {}, {}
+        self.scores, self.data, self.last = {}, {}, None
 
     def calibration(self, seed):
         if seed not in self.data:
@@ -91,6 +96,18 @@ class Bench:
             self.scores[key] = (found, time.process_time() - started)
         return self.scores[key]
 
+    def course(self, method, sparsity, seed, by):
+        """Directional plans at all lengths that are wanted, from one descent."""
+        key = ("course", method, sparsity, seed, by)
+        if key not in self.scores:
+            wanted = [k for name, (b, k, _) in DIRECTIONAL.items() if b == by and name in self.a.rules]
+            steps = [k for k in wanted if isinstance(k, int)] or [int(PASSES / 3)]
+            self.scores = {k: v for k, v in self.scores.items() if k[0] != "course"}
+            self.scores[key] = courses.plans(
+                self.model, self.calibration(seed), sparsity=sparsity, method=method, by=by, steps=steps
+            )
+        return self.scores[key]
+
     def plan(self, rule, method, sparsity, seed):
         """The plan, what it cost in full forwards of the calibration set, and CPU seconds."""
         cap = self.a.cap
@@ -112,6 +129,9 @@ class Bench:
             return plan, forwards / full, spent + time.process_time() - started
         if rule in DIRECTIONAL:
             by, steps, options = DIRECTIONAL[rule]
+            if not options:
+                plan, seconds = self.course(method, sparsity, seed, by)[steps]
+                return plan, plan.extra["forward_passes"], seconds
             started = time.process_time()
             plan = plan_directional(
                 self.model, self.calibration(seed), sparsity=sparsity, by=by, steps=steps, method=method,
@@ -119,16 +139,21 @@ class Bench:
             )  # fmt: skip
             return plan, plan.extra["forward_passes"], time.process_time() - started
         estimator, by, how = SCORED[rule]
+        if estimator is None:
+            return plan_sparsity(self.blocks[by], sparsity=sparsity, max_sparsity=cap, rule=how), 0.0, 0.0
         found, seconds = self.scored(estimator, by, seed)
         # a forward and a backward count as three forwards; data-free scores as none
-        cost = {"spectral-tail": 0.0, "outlier-ratio": 1.0}.get(estimator, 3.0)
+        cost = {"spectral-tail": 0.0, "outlier-ratio": 1.0, "mean-metric": 1.0, "reconstruction": 2.0}.get(estimator, 3.0)
         control = {"seed": seed} if how == "permuted" else {}
         return plan_sparsity(found, sparsity=sparsity, max_sparsity=cap, rule=how, **control), cost, seconds
 
     def measure(self, plan, method, seed):
+        if self.last is not None and self.last[0] is plan:
+            return self.last[1]
         pruned = copy.deepcopy(self.model)
         receipt = prune(pruned, plan, self.calibration(seed), method, 8)
-        return receipt.sparsity, perplexity(pruned, self.held_out)
+        self.last = plan, (receipt.sparsity, perplexity(pruned, self.held_out))
+        return self.last[1]
 
 
 def random_search(bench, method, sparsity, seed, generations, offspring):

@@ -43,7 +43,7 @@ SPARSITY = {
     "--min-sparsity": ([], ["--min-sparsity", 0.48]), "--exponent": ([], ["--exponent", 2]),
     "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]), "--damping": ([], ["--damping", 1.0]),
     "--smoothing": ([], ["--smoothing", 0.5]), "--penalty": ([], ["--penalty", "exponential"]),
-    "--curves": ([], ["--curves", "curves.json"]), "--seed": (["--seed", 1], ["--seed", 2]), "--width": ([], ["--width", 0.04]),
+    "--curves": ([], ["--curves", "curves.json"]), "--seed": (["--seed", 1], ["--seed", 2]), "--width": ([], ["--width", 0.05]),
     "--parity": (["--max-sparsity", 0.505], ["--max-sparsity", 0.505, "--parity"]), "--exclude": ([], ["--exclude", "q_proj"]),
     "--fix": ([], ["--fix", "k_proj=0.3"]), "--set": ([], ["--set", "own=1"]), "--bits": ([], ["--bits", 4]),
     "--eta": ([], ["--eta", 5]), "--units": ([], ["--units", "literal"]), "--spend": ([], ["--spend", "at_least"]),
@@ -296,6 +296,7 @@ OWN = {
     "rank-gain": {"largest": (3, {}), "curvature": ("none", {})},
     "layerif": {"validation": ("other", {}), "mode": ("parity", {}), "aggregation": ("positive", {}), "divisor": (2.0, {}),
                 "memory": (1, {}), "sketch": (2, {})},
+    "reconstruction": {"share": (0.25, {}), "width": (4, {})},
     "outlier-ratio": {"multiple": (2.0, {})}, "spectral-tail": {"method": ("mid", {}), "lower_bound": ("corrected", {})},
 }  # fmt: skip
 VALUES = {"damping": 0.7, "damping_unit": "absolute", "batch_size": 1, "seed": 5}
@@ -321,7 +322,7 @@ def tiny():
     model = MistralForCausalLM(config).double().eval()
     ids = torch.randint(3, 41, (8, 7), generator=torch.Generator().manual_seed(1))
     passes = []
-    model.register_forward_hook(lambda *_: passes.append(1))
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
     return model, CalibrationSet(input_ids=ids), CalibrationSet(input_ids=ids.flip(1)[:3]), passes
 
 
@@ -334,7 +335,11 @@ def scored(tiny, name, **options):
     passes.clear()
     found = score(model, data, partition(model), name, **options)
     record = dataclasses.replace(found, versions={}, model={}, data={}, seed=0, damping=(0.0,) * len(found.damping), unit="")
-    extra = {k: v for k, v in found.extra.items() if k not in ("draws", "rank", "scaling", "mode", "multiple", "method")}
+    extra = {
+        k: v
+        for k, v in found.extra.items()
+        if k not in ("draws", "rank", "scaling", "mode", "multiple", "method", "share", "width")
+    }
     return json.loads(json.dumps(dataclasses.replace(record, extra=extra).to_dict(), default=str)), len(passes)
 
 

@@ -16,7 +16,7 @@ from layerbudget.errors import CoverageError
 from layerbudget.running.loss import FeatureSet
 from layerbudget.scores.gain import score
 
-SIGNALS = ("fisher-trace", "outlier-ratio", "spectral-tail", "ablation", "block-influence", "layerif")
+SIGNALS = ("fisher-trace", "outlier-ratio", "spectral-tail", "ablation", "block-influence", "layerif", "reconstruction")
 OPTIONS = {"outlier-ratio": {"multiple": 2.0}}
 
 

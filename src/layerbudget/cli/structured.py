@@ -26,8 +26,13 @@ def register(verbs: Any) -> None:
     p.add_argument("--depth", type=int, default=0, help="so many whole layers may go where that is cheaper (default: none)")
     p.add_argument("--even", action="store_true", help="the same in all layers: what an ordinary checkpoint can hold")
     p.add_argument("--context", type=int, default=0, help="mean tokens attended to, to count attention scores in FLOPs")
-    p.add_argument("--points", type=int, default=4, help="numbers of units measured per layer and kind (default: %(default)s)")
-    p.add_argument("--trials", type=int, default=8, help="plans that are measured as a whole (default: %(default)s)")
+    p.add_argument(
+        "--search", choices=("curves", "directional"), default="curves",
+        help="curves: measure every part alone (default); directional: predict along what removal does, step by step",
+    )  # fmt: skip
+    p.add_argument("--points", type=int, help="curves: numbers of units measured per layer and kind (default: 4)")
+    p.add_argument("--trials", type=int, help="curves: plans that are measured as a whole (default: 8)")
+    p.add_argument("--passes", type=float, help="directional: most forward equivalents (default: 24)")
     add_data_options(p, samples=16)
     add_out(p)
     p.set_defaults(handler=run)
@@ -40,6 +45,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     from ..errors import AlreadyExists, InvalidInput
     from ..records import to_jsonable
     from ..running.shares import first
+    from ..shrinking.directional import plan_shapes_directional
     from ..shrinking.shapes import plan_structured
 
     if a.out and Path(a.out).exists() and not a.overwrite:
@@ -49,13 +55,23 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     kinds = tuple(k.strip() for k in a.kinds.split(","))
     if kinds in (("heads",), ("mlp",)):
         refuse(a, ("multiple",) if kinds == ("heads",) else ("heads",), f"--kinds {a.kinds}")
+    directional = a.search == "directional"
+    refuse(a, ("points", "trials", "depth", "even") if directional else ("passes",), f"--search {a.search}")
     model, _, data = load(a)
-    with progress_bar(a, "measuring heads and widths, layers") as progress:
-        plan = plan_structured(
-            model, data, a.save, kinds=kinds, by=a.heads or "auto", multiple=8 if a.multiple is None else a.multiple,
-            max_removed=a.max_removed, depth=a.depth, even=a.even, context=a.context, points=a.points,
-            trials=a.trials, batch_size=batch_of(a), progress=progress,
-        )  # fmt: skip
+    shared: dict[str, Any] = {
+        "kinds": kinds, "by": a.heads or "auto", "multiple": 8 if a.multiple is None else a.multiple,
+        "max_removed": a.max_removed, "context": a.context, "batch_size": batch_of(a),
+    }  # fmt: skip
+    with progress_bar(a, "measuring heads and widths, " + ("passes" if directional else "layers")) as progress:
+        if directional:
+            plan = plan_shapes_directional(
+                model, data, a.save, passes=24.0 if a.passes is None else a.passes, progress=progress, **shared
+            )
+        else:
+            plan = plan_structured(
+                model, data, a.save, depth=a.depth, even=a.even, points=4 if a.points is None else a.points,
+                trials=8 if a.trials is None else a.trials, progress=progress, **shared,
+            )  # fmt: skip
     if a.out and first():
         plan.save(a.out, overwrite=a.overwrite)
     _show(a, plan)
@@ -72,8 +88,12 @@ def _show(a: argparse.Namespace, plan: Plan) -> None:
     b = plan.budget
     saved = f"Saves {b['spent']:.6g} {b['unit']}, {b['spent'] / b['base']:.2%} of the layers"
     lines = [f"{saved} ({b['limit']:.6g} were asked for)."]
-    lines.append(f"Predicted damage {plan.extra['predicted']:.4g} nats per token, if the damages of the parts add up.")
-    if plan.extra["measured"] is not None:
+    if plan.rule == "directional":
+        spent = f"{plan.extra['forward_passes']:.0f} forward equivalents"
+        lines.append(f"Measured, cut and refitted: {plan.extra['measured']:.4g} nats per token, after {spent}.")
+    else:
+        lines.append(f"Predicted damage {plan.extra['predicted']:.4g} nats per token, if the damages of the parts add up.")
+    if plan.rule != "directional" and plan.extra["measured"] is not None:
         lines.append(f"Measured as a whole: {plan.extra['measured']:.4g}, the best of {len(plan.extra['candidates'])} plans.")
     left = [s for s in shapes.values() if s["layer"] not in gone]
     if any(len({s["removed"] for s in left if s["kind"] == k}) > 1 for k in ("heads", "mlp")):

@@ -70,6 +70,7 @@ def damage_curves(
     """
     need_settled(model, "measuring")
     treating = Treating(model, find_treatment(method))
+    treating.begin(data, batch_size)
     blocks = tuple(blocks) if blocks is not None else partition(model)
     wanted = {b.name: tuple(ratios[b.name] if isinstance(ratios, Mapping) else ratios) for b in blocks}
     for name, chosen in wanted.items():
@@ -221,6 +222,7 @@ def plan_damage(
         Damage per plan in nats per token, and the forwards of one block on one batch that it took.
     """
     treating, values = Treating(model, find_treatment(method)), []
+    treating.begin(data, batch_size)
     with inference(model):
         walk = Walk(model, mine(data), batch_size=batch_size)
         held = Originals(model, blocks)

@@ -82,7 +82,9 @@ def plan_pattern(
         check_group(module.d_in, group, module.name)
     check_places(blocks, [name for name, _ in layers(model)])
     plan = plan_sparsity(blocks, sparsity=zeroed / group, max_sparsity=1.0, rule="uniform")
-    trial = _Trial(model, data, blocks, Treating(model, find_treatment(method), own), batch_size, progress)
+    treating = Treating(model, find_treatment(method), own)
+    treating.begin(data, batch_size)
+    trial = _Trial(model, data, blocks, treating, batch_size, progress)
     counts = {b.name: b.count for b in plan.blocks}
     work = {"pattern": _grouped(blocks, zeroed, group), "unstructured": jobs_of(blocks, counts)}
     measured, changes = trial.run(work)

@@ -229,6 +229,7 @@ class Point:
         owner, parameter = weight_of(self.model, m.name)
         dense = matrices(owner, nn.Parameter(self.trials.dense(m.name), requires_grad=False))
         prepared = [self.treating.prepared(s, made) for s in found] if found else [None] * len(dense)
+        prepared = [self.treating.treatment.of(m.name, i, p) for i, p in enumerate(prepared)]
         of = self.decisions.of(m.name)
         share_of = m.numel / self.decisions.numel[of] if self.decisions.rows is None else np.ones(1)
         wanted = levels[of] * (self.decisions.numel[of] * share_of)[:, None]

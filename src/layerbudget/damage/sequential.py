@@ -189,7 +189,9 @@ class _Run:
     ) -> tuple[Point, Course]:
         decisions = Decisions.by(self.model, by)
         settings = self.plain.settings(decisions, steps, passes, leap=judge is None)
+        self.treatment.begin(self.model, data, batch_size=self.batch_size, **self.own)
         point = Point(self.model, data, decisions, self.treatment, self.own, batch_size=self.batch_size, draws=self.plain.draws)
+        point.passes += self.treatment.price
         share = np.full(len(decisions), self.plain.sparsity)
         start = round_parameters(share, decisions.numel, settings.total, self.plain.cap)
         journal = Journal(self.parts, f"{name} {by}")

@@ -112,6 +112,7 @@ def efforts(one: Pass, blocks: Sequence[Block], samples: int, batch_size: int) -
         "fisher-trace": (1.3, acts),
         "outlier-ratio": (0.34, acts // k),
         "mean-metric": (0.34, acts // k),
+        "reconstruction": (1.0, acts // k + 2 * factors // k),
         "ablation": ((1 + k / 2) / 3, acts),
         "block-influence": (0.34, acts),
         "spectral-tail": (0.0, 8 * max(m.d_in * m.d_out for m in modules)),

@@ -21,6 +21,7 @@ from ..costs import parse_budget
 from ..errors import InfeasibleBudget, InvalidInput
 from ..plan import Plan, PlanBlock
 from ..program.calibrated import CalibratedPenalty
+from ..program.choices import Choice
 from ..program.counts import round_units
 from ..program.inputs import Vector
 from ..program.solution import Solution
@@ -29,10 +30,13 @@ from ..records import check_fraction, to_jsonable
 from .parts import KINDS, Part, amount
 
 Curve = tuple[Sequence[float], Sequence[float]]
+Certified = Solution | Choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Problem:
+class ShapeProblem:
+    """Parts, what a unit and the whole of each amount to, how many units may go, and what is to be saved."""
+
     parts: tuple[Part, ...]
     each: Mapping[str, float]
     whole: Mapping[str, float]
@@ -44,12 +48,14 @@ class _Problem:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Found:
+class FoundShapes:
+    """Layers and units that go, with their predicted damage."""
+
     dropped: list[str]
     counts: dict[str, int]
     damage: float
     gap: float
-    solution: Solution | None
+    solution: Certified | None
 
 
 def plan_shapes(parts: Sequence[Part], curves: Mapping[str, Curve], **options: Any) -> Plan:
@@ -103,25 +109,26 @@ def shape_plans(
     each, whole = ({p.name: amount(p, wanted.unit, **options)[i] for p in parts} for i in (0, 1))
     base = sum(whole.values())
     target = wanted.amount * base if wanted.relative else wanted.amount
-    _check(parts, kinds, max_removed, target, base, wanted.text or str(budget))
+    check_shapes(parts, kinds, max_removed, target, base, wanted.text or str(budget))
     top = {p.name: _top(p, kinds, max_removed, curves) for p in parts}
     levels = {p.name: _levels(p, top[p.name], curves) for p in parts}
-    problem = _Problem(
+    problem = ShapeProblem(
         parts=tuple(parts), each=each, whole=whole, top=top, levels=levels, target=target, even=even, allowed=allowed
     )
     found = [f for d in range(len(order) + 1) for f in _with_dropped(problem, [n for n, _ in order[:d]])]
     if not found:
-        raise _infeasible(problem, order, base, wanted.unit, max_removed)
+        raise too_much(problem, order, base, wanted.unit, max_removed)
     steps = np.concatenate(([0.0], np.cumsum([damage for _, damage in order])))
     found = [dataclasses.replace(f, damage=f.damage + float(steps[len(f.dropped)])) for f in found]
     found.sort(key=lambda f: f.damage)
     hyper = {"budget": str(budget), "kinds": list(kinds), "max_removed": max_removed, "even": even, **options}
-    return [_plan(problem, f, {"unit": wanted.unit, "base": base}, hyper, model or {}) for f in found]
+    return [shaped_plan(problem, f, {"unit": wanted.unit, "base": base}, hyper, model or {}) for f in found]
 
 
-def _plan(
-    problem: _Problem, found: _Found, budget: Mapping[str, Any], hyper: Mapping[str, Any], model: Mapping[str, Any]
+def shaped_plan(
+    problem: ShapeProblem, found: FoundShapes, budget: Mapping[str, Any], hyper: Mapping[str, Any], model: Mapping[str, Any]
 ) -> Plan:
+    """Write a decision down as a plan."""
     parts, gone = problem.parts, found.dropped
     spent = sum(problem.whole[p.name] if p.layer in gone else problem.each[p.name] * found.counts[p.name] for p in parts)
     return Plan(
@@ -136,7 +143,8 @@ def _plan(
     )  # fmt: skip
 
 
-def _check(parts: Sequence[Part], kinds: Sequence[str], share: float, target: float, base: float, text: str) -> None:
+def check_shapes(parts: Sequence[Part], kinds: Sequence[str], share: float, target: float, base: float, text: str) -> None:
+    """Refuse kinds that are not there, and a target outside of what there is."""
     check_fraction(share, "max_removed")
     wrong, there = [k for k in kinds if k not in KINDS], sorted({p.kind for p in parts} - {"rest"})
     if wrong or not any(p.kind in kinds for p in parts):
@@ -176,7 +184,7 @@ def _levels(part: Part, top: int, curves: Mapping[str, Any]) -> Vector:
     return np.where(units < x[0], y[0] * (units / x[0]) ** 2, value)
 
 
-def _with_dropped(problem: _Problem, dropped: list[str]) -> list[_Found]:
+def _with_dropped(problem: ShapeProblem, dropped: list[str]) -> list[FoundShapes]:
     """The best shapes of the layers that stay; one for every number of heads with ``even``; none that saves too little."""
     left = [p for p in problem.parts if p.layer not in dropped]
     counts = {p.name: 0 for p in problem.parts}
@@ -184,7 +192,7 @@ def _with_dropped(problem: _Problem, dropped: list[str]) -> list[_Found]:
     if not left:
         return []
     if need <= 0:
-        return [_Found(dropped=dropped, counts=counts, damage=0.0, gap=0.0, solution=None)]
+        return [FoundShapes(dropped=dropped, counts=counts, damage=0.0, gap=0.0, solution=None)]
     free = [p for p in left if problem.top[p.name]]
     if sum(problem.each[p.name] * problem.top[p.name] for p in free) < need * (1 - 1e-12):
         return []
@@ -195,7 +203,7 @@ def _with_dropped(problem: _Problem, dropped: list[str]) -> list[_Found]:
         rounded, gap = round_units(solution, units)
         choices = [{p.name: int(u) for p, u in zip(free, rounded, strict=True)}]
     return [
-        _Found(
+        FoundShapes(
             dropped=dropped, counts=counts | chosen, gap=gap, solution=solution,
             damage=sum(float(problem.levels[n][u]) for n, u in chosen.items()),
         )
@@ -203,7 +211,7 @@ def _with_dropped(problem: _Problem, dropped: list[str]) -> list[_Found]:
     ]  # fmt: skip
 
 
-def _relax(problem: _Problem, free: Sequence[Part], need: float) -> tuple[Solution, Vector]:
+def _relax(problem: ShapeProblem, free: Sequence[Part], need: float) -> tuple[Solution, Vector]:
     """The sparsity program on the hulls of the levels; rows get equally many points, all extra ones collinear."""
     units = np.array([p.units for p in free], dtype=np.float64)
     size = max(len(problem.levels[p.name]) for p in free)
@@ -222,7 +230,7 @@ def _relax(problem: _Problem, free: Sequence[Part], need: float) -> tuple[Soluti
     return solution, units
 
 
-def _even(problem: _Problem, left: Sequence[Part], free: Sequence[Part], need: float) -> list[dict[str, int]]:
+def _even(problem: ShapeProblem, left: Sequence[Part], free: Sequence[Part], need: float) -> list[dict[str, int]]:
     """Numbers of units that all layers share: for every number of heads the fewest MLP units that save enough."""
     kinds = sorted({p.kind for p in free})
     groups = {k: [p for p in left if p.kind == k] for k in kinds}
@@ -244,7 +252,7 @@ def _even(problem: _Problem, left: Sequence[Part], free: Sequence[Part], need: f
     return found
 
 
-def _choices(problem: _Problem, kind: str, group: Sequence[Part]) -> list[tuple[int, float]]:
+def _choices(problem: ShapeProblem, kind: str, group: Sequence[Part]) -> list[tuple[int, float]]:
     """``(removed, saved)`` of every number of units that this kind may lose in all layers, increasing."""
     most = min(problem.top[p.name] for p in group)
     numbers = [u for u in range(most + 1) if u == 0 or problem.allowed is None or u in problem.allowed.get(kind, range(u + 1))]
@@ -252,16 +260,16 @@ def _choices(problem: _Problem, kind: str, group: Sequence[Part]) -> list[tuple[
     return [(u, saved * u) for u in numbers]
 
 
-def _block(part: Part, found: _Found) -> PlanBlock:
+def _block(part: Part, found: FoundShapes) -> PlanBlock:
     gone = part.layer in found.dropped
     count = part.parameters if gone else found.counts[part.name] * part.unit_parameters
     return PlanBlock(name=part.name, value=count / part.parameters, count=count, numel=part.parameters, modules=part.modules)
 
 
-def _infeasible(
-    problem: _Problem, order: Sequence[tuple[str, float]], base: float, unit: str, share: float
+def too_much(
+    problem: ShapeProblem, order: Sequence[tuple[str, float]], base: float, unit: str, share: float
 ) -> InfeasibleBudget:
-    """What could be saved at most, and what to change."""
+    """The refusal that says what could be saved at most, and what to change."""
     gone = {n for n, _ in order}
     most = 0.0
     for dropped in (set[str](), gone):

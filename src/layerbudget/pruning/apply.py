@@ -96,6 +96,8 @@ def prune(
     jobs = plan_jobs(model, plan, options)
     treating = Treating(model, treatment, options.own, parity=parity, true_sequential=true_sequential)
     started = time.monotonic()
+    if data is not None:
+        treating.begin(data, options.batch_size)
     with _kept(model, resume, folder) as kept:
         if treatment.statistic == "none" or data is None:
             forwards, notes = _without_data(treating, jobs, Resume(kept, {}), progress)

@@ -110,6 +110,7 @@ _OWN = (
     Estimator(name="fisher-trace", home=".trace:fisher_trace", summary="trace of the empirical Fisher"),
     Estimator(name="outlier-ratio", home=".outliers:outlier_ratio", summary="OWL's share of outlying weights"),
     Estimator(name="mean-metric", home=".outliers:mean_metric", summary="DLP's importance: the smaller |W| |x|, the more"),
+    Estimator(name="reconstruction", home=".reconstruction:reconstruction", summary="LSA's error of a greedy removal"),
     Estimator(
         name="spectral-tail", home=".spectral:spectral_tail", data=False, summary="AlphaPruning's exponent of weight spectra"
     ),

@@ -21,6 +21,7 @@ from ..pruning.save import add_metadata, new_folder
 from ..records import SCHEMA_VERSION, dumps, write_text
 from .attention import Attention, expressible, find_attention
 from .depth import apply_depth, drop_damage, drop_layers, plan_depth
+from .directional import plan_shapes_directional
 from .heads import remove_heads
 from .mlp import Mlp, find_mlp
 from .parts import find_parts
@@ -30,7 +31,7 @@ from .width import narrow
 
 __all__ = [
     "apply_depth", "apply_structured", "check_exportable", "crossed_curves", "drop_damage", "drop_layers", "find_parts",
-    "narrow", "plan_depth", "plan_structured", "remove_heads", "save_smaller", "shape_curves",
+    "narrow", "plan_depth", "plan_shapes_directional", "plan_structured", "remove_heads", "save_smaller", "shape_curves",
 ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from ..running.modes import inference
 from ..running.walk import Walk
 from .attention import Attention, channels, expressible, find_attention, keep_heads, set_heads
 from .mlp import check_layers
+from .width import damped, refitted
 
 CRITERIA = ("surgeon", "alone", "wanda")
 UNITS = ("auto", "groups", "queries")
@@ -142,12 +143,11 @@ def cut_heads(
     """Take units out of one layer, given ``sum x x'`` of the output projection's inputs (upper triangle), in place."""
     if units == 0:
         return attention
-    h = (gram.triu() + gram.triu(1).T).double()
-    h.diagonal().add_(damping * float(h.diagonal().mean()) + 1e-12)
+    h = damped(gram, damping)
     weight = matrix_of(model.get_submodule(attention.consumer)).double()
     keep = choose_heads(weight, h, attention, units, by=by, criterion=criterion)
     columns = channels(keep, attention.head_dim)
-    kept = torch.linalg.solve(h[columns][:, columns], h[columns] @ weight.T).T if refit else weight[:, columns]
+    kept = refitted(weight, h, columns) if refit else weight[:, columns]
     return keep_heads(model, attention, keep, kept)
 
 

@@ -89,33 +89,58 @@ def _width(mlp: Mlp, fraction: float, multiple: int) -> int:
 
 def cut_units(model: nn.Module, mlp: Mlp, upper: torch.Tensor, width: int, damping: float = 0.01) -> None:
     """Shrink one MLP to ``width`` units, given ``sum x x'`` of its inner units (upper triangle), in place."""
-    h = (upper.triu() + upper.triu(1).T).double()
-    h.diagonal().add_(damping * float(h.diagonal().mean()) + 1e-12)
+    h = damped(upper, damping)
     weight = matrix_of(model.get_submodule(mlp.consumer)).double()
     keep = surgeon(weight, h, width)
-    refit = torch.linalg.solve(h[keep][:, keep], h[keep] @ weight.T).T
-    keep_units(model, mlp, keep, refit)
+    keep_units(model, mlp, keep, refitted(weight, h, keep))
+
+
+def damped(upper: torch.Tensor, damping: float) -> torch.Tensor:
+    """Second moments in full and in double precision, ``damping`` times the mean of their diagonal added to it."""
+    h = (upper.triu() + upper.triu(1).T).double()
+    h.diagonal().add_(damping * float(h.diagonal().mean()) + 1e-12)
+    return h
+
+
+def refitted(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """``W H_{:S} H_{SS}^-1``: the columns that stay do what they can of those that go, ``(d_out, kept)``."""
+    return torch.linalg.solve(h[keep][:, keep], h[keep] @ weight.T).T
 
 
 def surgeon(weight: torch.Tensor, h: torch.Tensor, width: int) -> torch.Tensor:
-    """Indices of the units that stay: units are removed one after the other, each time the one that costs least.
-
-    Costs are updated after every removal (of a few units at once above 1024), so that of two copies one stays.
+    """Indices of the units that stay, increasing: those that :func:`removal_order` has not taken.
 
     Args:
         weight: ``(d_out, d)``.
         h: Second moments of the units, ``(d, d)``, positive definite.
         width: How many stay.
     """
+    alive = torch.ones(len(h), dtype=torch.bool, device=h.device)
+    alive[removal_order(weight, h, len(h) - width)] = False
+    return torch.nonzero(alive).flatten()
+
+
+def removal_order(weight: torch.Tensor, h: torch.Tensor, count: int) -> torch.Tensor:
+    """So many units in the order in which they go: one after the other, each time the one that costs least.
+
+    Costs are updated after every removal (of a few units at once above 1024), so that of two copies one stays. The units of a
+    smaller count are the first of a larger one's.
+
+    Args:
+        weight: ``(d_out, d)``.
+        h: Second moments of the units, ``(d, d)``, positive definite.
+        count: How many go.
+    """
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
     work, alive = weight.clone(), torch.ones(len(h), dtype=torch.bool, device=h.device)
-    chunk = max(1, len(h) // 1024)
-    while int(alive.sum()) > width:
+    chunk, order = max(1, len(h) // 1024), [torch.zeros(0, dtype=torch.long, device=h.device)]
+    while (left := count - sum(map(len, order))) > 0:
         cost = (work.square().sum(0) / inverse.diagonal()).masked_fill(~alive, math.inf)
-        gone = torch.topk(cost, min(chunk, int(alive.sum()) - width), largest=False).indices
+        gone = torch.topk(cost, min(chunk, left), largest=False).indices
         factor = torch.linalg.solve(inverse[gone][:, gone], inverse[gone])
         work -= work[:, gone] @ factor
         inverse = inverse - inverse[:, gone] @ factor
         alive[gone] = False
         inverse.diagonal()[gone] = 1.0
-    return torch.nonzero(alive).flatten()
+        order.append(gone)
+    return torch.cat(order)

@@ -31,6 +31,9 @@ from ..registry import Registry
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+
+    from ..data.calibration import CalibrationSet
 
 STATISTICS = ("none", "diagonal", "gram")
 
@@ -73,6 +76,7 @@ class Treatment(abc.ABC):
         unseen: What happens to a matrix that no token reached, in a sentence.
         nested: Whether :meth:`order` tells the entries apart: what goes at one level goes at every higher one.
         by_row: Whether entries compete within their row (whose counts are then equal to within one), or within the matrix.
+        price: Forward equivalents of :meth:`begin`: forward 1, backward 2.
     """
 
     name: ClassVar[str] = ""
@@ -84,6 +88,22 @@ class Treatment(abc.ABC):
     nested: ClassVar[bool] = False
     unseen: ClassVar[str] = "its weights were ranked by magnitude"
     by_row: ClassVar[bool] = True
+    price: ClassVar[float] = 0.0
+
+    def begin(self, model: nn.Module, data: CalibrationSet, *, batch_size: int = 8, **options: Any) -> None:
+        """Gather what the dense model says of single entries, before anything is treated. Nothing, by default.
+
+        Args:
+            model: The dense model; left as it was.
+            data: Calibration tokens.
+            batch_size: Sequences per pass.
+            **options: Of the treatment.
+        """
+        return None
+
+    def of(self, name: str, copy: int, prepared: Any) -> Any:
+        """What :meth:`apply` gets of one copy of a matrix: what was prepared, and what :meth:`begin` gathered of it."""
+        return prepared
 
     def prepare(self, moment: torch.Tensor, *, parity: bool = False, **options: Any) -> Any:
         """What :meth:`apply` needs of the statistic, made once for all matrices that read the same input.
@@ -165,6 +185,7 @@ TREATMENTS: Registry[type[Treatment]] = Registry(
         "magnitude": ".magnitude:Magnitude",
         "wanda": ".wanda:Wanda",
         "sparsegpt": ".sparsegpt:SparseGPT",
+        "gradient": ".gradient:GradientWeighted",
         "n:m": ".n_of_m:NofM",
     },
 )

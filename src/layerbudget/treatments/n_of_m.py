@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
+from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from .base import Level, Treatment, find_treatment
 from .select import check_group
@@ -23,6 +25,15 @@ class NofM(Treatment):
             raise InvalidInput(f"Groups of {group} by {base}.", "Groups have one input or more.", "Use group=4, base='wanda'.")
         self.base, self.group = find_treatment(base), group
         self.statistic = self.base.statistic  # type: ignore[misc]
+        self.price = self.base.price  # type: ignore[misc]
+
+    def begin(self, model: nn.Module, data: CalibrationSet, *, batch_size: int = 8, **options: Any) -> None:
+        """As the base does it."""
+        self.base.begin(model, data, batch_size=batch_size)
+
+    def of(self, name: str, copy: int, prepared: Any) -> Any:
+        """As the base does it."""
+        return self.base.of(name, copy, prepared)
 
     def prepare(self, moment: torch.Tensor, *, parity: bool = False, **options: Any) -> Any:
         """As the base does it."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..blocks import is_conv1d, weight_of
+from ..data.calibration import CalibrationSet
 from ..records import Module
 from ..running.inputs import InputStatistics, Statistic
 from ..running.walk import Walk
@@ -53,6 +54,10 @@ class Treating:
     ) -> None:  # fmt: skip
         self.model, self.treatment, self.parity, self.true_sequential = model, treatment, parity, true_sequential
         self.options = treatment.heard(options or {})
+
+    def begin(self, data: CalibrationSet, batch_size: int) -> None:
+        """Let the treatment look at the dense model before anything is treated."""
+        self.treatment.begin(self.model, data, batch_size=batch_size, **self.options)
 
     def collect(self, walk: Walk, modules: Sequence[Module]) -> InputStatistics | None:
         """Statistics of the inputs of some matrices of the walk's current layer; None where none are needed."""
@@ -102,7 +107,9 @@ class Treating:
         counts = share(job.level.zeros, [v.numel() for v in views])
         for i, (view, count) in enumerate(zip(views, counts, strict=True)):
             prepared = self.prepared(statistics[i] if statistics else None, made)
-            if prepared is None and self.treatment.statistic != "none":
+            unseen = prepared is None
+            prepared = self.treatment.of(name, i, prepared)
+            if unseen and self.treatment.statistic != "none":
                 notes.append(f"{name}[{i}] saw no token; {self.treatment.unseen}.")
             if job.level.rows is None:
                 level = dataclasses.replace(job.level, zeros=count)

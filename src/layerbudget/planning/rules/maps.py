@@ -62,6 +62,28 @@ def dlp(problem: Problem, options: Mapping[str, Any]) -> Decision:
     return _on_free(problem, maps.owl_sparsity, problem.oriented(options["damping"]), width=width)
 
 
+_LSA = (0.06, 0.06, 0.02, 0.04, 0.02, 0.04, 0.10, 0.15, 0.12, 0.12)  # published widths at 10 % to 80 %; the ends repeat
+
+
+@rule("sparsity", "lsa", reads=("damping", "width"), summary="LSA's map: the larger the removal error, the more zeros")
+def lsa(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """``n_k rho_k = n_k s + (mean d - d_k) mean n``, d the importances stretched to twice the width, of layers or matrices.
+
+    The width is that of the target's tenth by default (:mod:`layerbudget.scores.reconstruction`).
+    """
+    free, n = ~problem.held, problem.amount
+    value = problem.low.copy()
+    width = _LSA[min(int(10 * problem.share + 1e-9), 9)] if options["width"] is None else options["width"]
+    importance = problem.oriented(options["damping"])[free]
+    spread = np.ptp(importance) if free.any() else 0.0
+    if spread > 0:
+        d = (importance - importance.min()) / spread * 2.0 * width
+        value[free] = problem.share + (d.mean() - d) * n[free].mean() / n[free]
+    else:
+        value[free] = problem.share
+    return Decision(value=value)
+
+
 @rule("sparsity", "atp", summary="ATP: an arithmetic progression over depth", step=None)
 def atp(problem: Problem, options: Mapping[str, Any]) -> Decision:
     """``rho_i = s - step (L - 1) / 2 + step i`` (ICML 2025); its step is found by a grid on perplexity, here it is given."""
