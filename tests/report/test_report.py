@@ -42,7 +42,9 @@ def test_figures_are_written_and_deterministic(tmp_path):
         figure = new_figure(4, 3)
         draw_plans(figure.subplots(), [plan])
         save_figure(figure, tmp_path / f"{name}.png")
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    for suffix in ("png", "svg"):
+        assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
+    assert "<text" in (tmp_path / "a.svg").read_text()  # words, not outlines
     assert damping_sweep(zoo.scores([1.0, 2.0]), tmp_path / "sweep.png").stat().st_size > 1000
 
 
