@@ -11,6 +11,7 @@ from tests import zoo
 
 from layerbudget.planning import plan_experts, plan_ranks, plan_sparsity
 from layerbudget.records import dumps, write_text
+from layerbudget.report.figures import new_figure, save_figure
 from layerbudget.report.grid import grid_of
 from layerbudget.report.page import build_page, write_page
 from layerbudget.report.solved import solved_grid
@@ -24,6 +25,21 @@ DEMO = [
 ]  # fmt: skip
 
 
+VERSUS = {"difference": -0.1, "low": -0.2, "high": -0.01}
+CONTEST = {
+    "kind": "sparsity", "unit": "nats per token", "seeds": [0], "held_out": 9, "versions": {"torch": "2"},
+    "sentences": ["At 0.5: better than uniform: owl(own).", "First is owl(own) (in 90% of the resamples)."],
+    "settings": {"scores": {"own": "own.csv"}, "rules": ["owl"], "budgets": [0.5, 0.6]},
+    "budgets": [
+        {"budget": at, "rows": [
+            {"name": "owl(own)", "control": "", "mean": 2.0 + at, "versus_uniform": VERSUS},
+            {"name": "owl(own, permuted)", "control": "permuted", "mean": 2.2, "versus_uniform": VERSUS},
+            {"name": "uniform", "control": "uniform", "mean": 2.1 + at, "versus_uniform": None},
+        ]} for at in (0.5, 0.6)
+    ],
+}  # fmt: skip
+
+
 def by_rank():
     scores = zoo.scores([3.0, 2.0, 1.0, 4.0])
     curves = [[g / (1 + i) ** 2 for i in range(40)] for g in scores.gain[0]]
@@ -33,7 +49,7 @@ def by_rank():
 @pytest.fixture
 def folders(tmp_path):
     """One folder of each kind."""
-    for name in ("demo", "scores", "ranks", "experts", "pruned", "tuned", "other"):
+    for name in ("demo", "scores", "ranks", "experts", "pruned", "tuned", "other", "compared", "reproduced"):
         (tmp_path / name).mkdir()
     scores = zoo.scores([1.0, 2.0, 3.0])
     scores.save(tmp_path / "demo" / "scores.json")
@@ -51,6 +67,17 @@ def folders(tmp_path):
         "identity": {"versions": {"torch": "2"}}, "against": {"held_out": {"seeds": test, "samples": None}},
     }  # fmt: skip
     write_text(tmp_path / "tuned" / "result.json", dumps(tuned))
+    write_text(tmp_path / "compared" / "comparison.json", dumps(CONTEST))
+    claims = [{"claim": "a above b", "met": True, "detail": "by 2"}, {"claim": "b above c", "met": None, "detail": "p = 1"}]
+    paper = {
+        "experiment": "experts",
+        "items": ["table-5"],
+        "setting": {"scale": "small"},
+        "finding": "a wins",
+        "claims": claims,
+    }
+    write_text(tmp_path / "reproduced" / "result.json", dumps(paper))
+    save_figure(new_figure(2, 2), tmp_path / "reproduced" / "figure.png")
     write_text(tmp_path / "other" / "table.json", dumps({"sentence": "x", "rows": [{"name": "a<b", "value": 1.5}]}))
     return tmp_path
 
@@ -70,7 +97,10 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
         "demo": ("50% sparsity for", "Verdict: better by 3 %.", "layerbudget plan sparsity scores.json", 'data-chart="paired"'),
         "scores": ("can still gain", "layerbudget score"), "ranks": ("LoRA ranks", "take uniform", "--rule by-rank"),
         "experts": ("9 LoRA experts", "The plan in words"),
-        "tuned": ("rows.jsonl: ranks by by-rank", "Before: 2.5000", "told from"), "other": ("Results of other", "a&lt;b"),
+        "tuned": ("rows.jsonl: ranks by by-rank", "Before: 2.5000", "told from"),
+        "compared": ("6 plans of sparsity compared: owl(own) is first", 'data-chart="curve"', "compare MODEL --scores own"),
+        "reproduced": ("Table 5 of the paper", "A wins.", "Met: a above b (by 2).", "Open: b above c", "data:image/png"),
+        "other": ("Results of other", "a&lt;b"),
     }  # fmt: skip
     for name, parts in said.items():
         text = build_page(folders / name)

@@ -11,6 +11,7 @@ import numpy as np
 from ..kinds import KINDS
 from ..plan import Plan
 from ..scores.record import Scores
+from .evidence import contest_headline, contest_paired, curve_of, experiment_headline
 from .gather import Found
 from .grid import grid_of
 from .solved import solved_grid
@@ -29,6 +30,10 @@ def headline_of(found: Found) -> tuple[str, str]:
         if before is not None:
             verdict += f" Before: {before['value']:.4f}."
         return title, " ".join([verdict, *_sentences(t.get("against"))])
+    if found.contest is not None:
+        return contest_headline(found.contest)
+    if found.result is not None and "experiment" in found.result:
+        return experiment_headline(found.result)
     if found.result is not None:
         verdict = str(found.result.get("verdict") or found.result.get("sentence") or "")
     if plan is not None:
@@ -112,7 +117,7 @@ def charts_of(found: Found) -> dict[str, Any]:
             "unit": scores.unit, "names": scores.names,
         }  # fmt: skip
     _add_water(data, plan, scores)
-    data["results"], data["paired"] = _results(found), _paired(found)
+    data["results"], data["paired"], data["curve"] = _results(found), _paired(found), curve_of(found)
     data["predicted"] = _predicted(found)
     return data
 
@@ -181,6 +186,8 @@ def _paired(found: Found) -> dict[str, Any] | None:
             for name in ("seeds", "samples") if (t := tests.get(name))
         ]  # fmt: skip
         return {"unit": found.tuned["metric"], "items": items} if items else None
+    if found.contest is not None:
+        return contest_paired(found.contest)
     items = []
     for r in (found.result or {}).get("rows") or []:
         mean, error = r.get("log_difference"), r.get("log_difference_error")
@@ -209,7 +216,7 @@ def versions_of(found: Found) -> dict[str, str]:
     made: dict[str, str] = {}
     for record in (
         found.scores.versions if found.scores is not None else {}, (found.receipt or {}).get("versions") or {},
-        ((found.tuned or {}).get("identity") or {}).get("versions") or {},
+        ((found.tuned or {}).get("identity") or {}).get("versions") or {}, (found.contest or {}).get("versions") or {},
     ):  # fmt: skip
         made |= record
     return made

@@ -34,7 +34,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path | str) -> Path:
-    """Write a PNG for screens and, beside it, an SVG for a paper, whose words stay words; atomically, equal bytes for equal figures.
+    """Write a PNG for screens and, beside it, an SVG for papers whose words stay words; equal bytes for equal figures.
 
     Args:
         figure: From :func:`new_figure`.

@@ -38,6 +38,7 @@ class Found:
         receipt: Of ``prune``.
         result: ``result.json`` of a demo, or what else was measured.
         tuned: ``result.json`` of a fine-tuning.
+        contest: ``comparison.json`` of scores and rules.
         others: Further records by file.
         seeds: Records of single seeds.
         figures: PNG files.
@@ -50,6 +51,7 @@ class Found:
     receipt: dict[str, Any] | None = None
     result: dict[str, Any] | None = None
     tuned: dict[str, Any] | None = None
+    contest: dict[str, Any] | None = None
     others: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     seeds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     figures: list[Path] = dataclasses.field(default_factory=list)
@@ -97,6 +99,8 @@ def _sort(found: Found, path: Path, record: dict[str, Any]) -> None:
         found.receipt = record
     elif "trained_parameters" in record and "metrics" in record:
         found.tuned = record
+    elif {"budgets", "held_out", "sentences", "seeds"} <= set(record):
+        found.contest = found.contest or record
     elif path.name == "result.json" or "rows" in record:
         found.result = found.result or record
         if found.result is not record:

@@ -206,8 +206,26 @@ function predicted() {
   f.innerHTML = `<svg viewBox="0 0 ${W} ${H}" style="max-width:${W}px">${h}<text class="soft" x="${L}" y="${H - 4}">predicted (across) against measured (up), ${esc(D.predicted.unit)}</text></svg>`;
 }
 
+function curve() {
+  const f = figure("curve");
+  if (!f) return;
+  const C = D.curve, W = width(f), H = 280, L = 56, B = 38, all = C.series.flatMap(s => s.points);
+  const xs = all.map(p => p[0]), ys = all.map(p => p[1]), x0 = Math.min(...xs), x1 = Math.max(...xs), y0 = Math.min(...ys), y1 = Math.max(...ys);
+  const pad = (y1 - y0 || 1) * .08, x = v => L + (W - L - 16) * (v - x0) / (x1 - x0 || 1), y = v => 10 + (H - B - 10) * (1 - (v - y0 + pad) / (y1 - y0 + 2 * pad));
+  let h = ticks(y0, y1, 5).map(t => `<line class="axis" x1="${L}" x2="${W - 16}" y1="${y(t)}" y2="${y(t)}"/><text class="soft" text-anchor="end" x="${L - 6}" y="${y(t) + 4}">${num(t)}</text>`).join("");
+  h += [...new Set(xs)].map(t => `<text class="soft" text-anchor="middle" x="${x(t)}" y="${H - B + 18}">${num(t)}</text>`).join("");
+  const hue = i => `hsl(${(205 + i * 47) % 360} 55% 48%)`;
+  C.series.forEach((s, i) => {
+    const plain = s.name === "uniform", col = plain ? "var(--ink)" : hue(i);
+    h += `<polyline fill="none" stroke="${col}" stroke-width="2" ${plain ? 'stroke-dasharray="6 4"' : ""} points="${s.points.map(p => x(p[0]) + "," + y(p[1])).join(" ")}"/>`;
+    h += s.points.map(p => `<circle cx="${x(p[0])}" cy="${y(p[1])}" r="4" fill="${col}"><title>${esc(s.name)} at ${num(p[0])}: ${+p[1].toPrecision(5)}</title></circle>`).join("");
+  });
+  const keys = C.series.map((s, i) => `<span style="white-space:nowrap;margin-right:1em"><b style="color:${s.name === "uniform" ? "var(--ink)" : hue(i)}">${s.name === "uniform" ? "╌" : "━"}</b> ${esc(s.name)}</span>`).join("");
+  f.innerHTML = `<svg viewBox="0 0 ${W} ${H}">${h}<text class="soft" x="${L}" y="${H - 4}">${esc(C.budget)} (across) and ${esc(C.unit)} (up)</text></svg><p class="tip">${keys}</p>`;
+}
+
 function moving() { network(); water(); say(); }
-function all() { moving(); gains(); results(); paired(); predicted(); }
+function all() { moving(); gains(); results(); paired(); curve(); predicted(); }
 for (const id of ["budget", "exponent"]) {
   const input = document.getElementById(id);
   if (input) input.addEventListener("input", () => { state[id] = +input.value; state.own = false; moving(); });

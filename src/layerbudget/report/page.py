@@ -16,6 +16,7 @@ from typing import Any
 from ..records import dumps, write_text
 from . import sections
 from .data import cards_of, charts_of, headline_of, versions_of
+from .evidence import commands_of, said_of
 from .gather import Found, explained, gather, tables_of
 from .repeat import finetune_command, plan_command, prune_command, score_command
 from .runtime import runtime_box
@@ -50,9 +51,14 @@ def build_page(folder: Path | str) -> str:
     parts = [f"<header><p class='kicker'>layerbudget · {html.escape(found.folder)}</p><h1>{html.escape(title)}</h1>"]
     parts.append(f"<p class='verdict'>{html.escape(verdict)}</p><div class='cards'>{cards}</div></header><main>")
     parts += _charts(data)
+    said = said_of(found)
+    if said:
+        parts.append(sections.sentences("In words", said, "words"))
+        parts += [f"<section>{_figure(path)}</section>" for path in found.figures]
     if found.plan is not None:
         parts.append(sections.sentences("The plan in words", explained(found.plan), "words"))
-    parts.append(_honest(found))
+    if found.plan is not None or found.receipt is not None or not said:
+        parts.append(_honest(found))
     parts.append(sections.commands(_commands(found)))
     parts.append(_details(found))
     text = json.dumps(json.loads(dumps(data))).replace("</", "<\\/")
@@ -76,6 +82,7 @@ def _charts(data: dict[str, Any]) -> list[str]:
         "water": ("The water level", "What every block gets (filled), its cap (outline) and uniform (line)."),
         "results": ("What came of it", "Measured on held-out text; bars are one standard error."),
         "paired": ("Differences, paired", "On the same text or seeds, 95 % intervals. Across zero: cannot be told apart."),
+        "curve": ("Over the budget", "What was measured at each budget; uniform is dashed. Lower is better."),
         "gains": ("What each block can still gain", "Bars with their standard errors; the mark is the noise floor."),
         "predicted": ("Predicted against measured", "On the line, the prediction was right."),
     }  # fmt: skip
@@ -121,6 +128,7 @@ def _commands(found: Found) -> list[str]:
     lines += [prune_command(found.receipt)] if found.receipt is not None else []
     lines += [finetune_command(found.tuned, found.plan)] if found.tuned is not None else []
     lines += ["layerbudget demo"] if found.result is not None and "saved" in found.result else []
+    lines += commands_of(found)
     made = versions_of(found)
     return lines + ([f"# {', '.join(f'{k} {v}' for k, v in made.items())}"] if made else [])
 
@@ -128,18 +136,22 @@ def _commands(found: Found) -> list[str]:
 def _details(found: Found) -> str:
     parts = [sections.scores_details(found.scores)] if found.scores is not None else []
     parts += [sections.plan_details(plan, name) for name, plan in found.plans.items()]
-    records = {"result.json": found.result, "receipt.json": found.receipt, "fine-tuning": found.tuned, **found.others}
+    records = {"result.json": found.result, "receipt.json": found.receipt, "fine-tuning": found.tuned}
+    records |= {"comparison.json": found.contest, **found.others}
     for name, record in records.items():
         if record is None:
             continue
         plain = {k: v for k, v in record.items() if not isinstance(v, (dict, list))}
         shown = "".join(f"<h3>{html.escape(n)}</h3>{sections.rows_table(rows)}" for n, rows in tables_of(record))
         parts.append(sections.folded(name, (sections.facts(plain) if plain else "") + shown))
-    for path in found.figures:
-        text = base64.b64encode(path.read_bytes()).decode()
-        image = f'<img alt="{html.escape(path.stem)}" src="data:image/png;base64,{text}">'
-        parts.append(sections.folded(f"Figure {path.name}", f"<figure>{image}</figure>"))
+    for path in [] if said_of(found) else found.figures:
+        parts.append(sections.folded(f"Figure {path.name}", _figure(path)))
     return f"<section id='details'><h2>All numbers</h2>{''.join(parts)}</section>"
+
+
+def _figure(path: Path) -> str:
+    text = base64.b64encode(path.read_bytes()).decode()
+    return f'<figure><img alt="{html.escape(path.stem)}" src="data:image/png;base64,{text}"></figure>'
 
 
 def write_page(folder: Path | str, out: Path | str, *, overwrite: bool = False) -> Path:

@@ -1,0 +1,102 @@
+"""Comparisons and reproduced experiments on the page: headline, paired differences, and the measure over budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .gather import Found
+
+Record = Mapping[str, Any]
+_MOST = 40
+
+
+def contest_headline(record: Record) -> tuple[str, str]:
+    """Title and sentence of a comparison of scores and rules."""
+    kind, seeds = record["kind"], len(record["seeds"])
+    if not record["budgets"]:
+        return f"A comparison of {kind}, not finished", " ".join(record["sentences"])
+    first = record["budgets"][-1]["rows"][0]["name"]
+    title = f"{sum(len(b['rows']) for b in record['budgets'])} plans of {kind} compared: {first} is first"
+    said = [s for s in record["sentences"] if s.startswith(("At ", "First is "))]
+    return title, f"{seeds} {'seed' if seeds == 1 else 'seeds'}, {record['held_out']} held-out items. {' '.join(said)}"
+
+
+def experiment_headline(record: Record) -> tuple[str, str]:
+    """Title and sentence of an experiment of the paper."""
+    items = " and ".join(str(i).replace("-", " ").capitalize() for i in record.get("items", ()))
+    finding = str(record.get("finding", ""))
+    return f"{items or record['experiment']} of the paper, reproduced", finding[:1].upper() + finding[1:] + "."
+
+
+def said_of(found: Found) -> list[str]:
+    """What a comparison found, or where the shape of the paper's result was met."""
+    if found.contest is not None:
+        return list(found.contest["sentences"])
+    words = {True: "Met", False: "Not met", None: "Open"}
+    claims = (found.result or {}).get("claims") or []
+    return [f"{words[c['met']]}: {c['claim']} ({c['detail']})." for c in claims if isinstance(c, dict) and "met" in c]
+
+
+def commands_of(found: Found) -> list[str]:
+    """What repeats it."""
+    lines = []
+    if found.contest is not None:
+        held = found.contest["settings"]
+        flag = "--" + found.contest["kind"]
+        seeds, budgets = (" ".join(f"{v:g}" for v in values) for values in (found.contest["seeds"], held["budgets"]))
+        lines.append(
+            f"layerbudget compare MODEL --scores {','.join(held['scores'])} --rules {','.join(held['rules'])} {flag} {budgets} "
+            f"--seeds {seeds} -o {found.folder}"
+        )
+    if found.result is not None and "experiment" in found.result:
+        held = found.result.get("setting") or {}
+        named = "".join(f" --{k.replace('_', '-')} {held[k]}" for k in ("scale", "model", "paper") if k in held)
+        lines.append(f"layerbudget reproduce {found.result['experiment']}{named} -o {found.folder}")
+    return lines
+
+
+def contest_paired(record: Record) -> dict[str, Any] | None:
+    """Differences to uniform with their intervals, contenders before their controls."""
+    many = len(record["budgets"]) > 1
+    items = [
+        {"label": f"{r['name']} at {b['budget']:g}" if many else r["name"], "value": u["difference"], "low": u["low"],
+         "high": u["high"], "sentence": ""}
+        for b in record["budgets"] for r in b["rows"] if (u := r["versus_uniform"]) and not r["control"]
+    ]  # fmt: skip
+    return {"unit": f"{record['unit']}, against uniform", "items": items[:_MOST]} if items else None
+
+
+def curve_of(found: Found) -> dict[str, Any] | None:
+    """What was measured at several budgets, one line per plan: ``{unit, budget, series: [{name, points}]}``."""
+    rows: list[tuple[str, float, float]] = []
+    unit, budget = "perplexity", "target"
+    if found.contest is not None:
+        unit, budget = found.contest["unit"], found.contest["kind"]
+        rows = [
+            (r["name"], b["budget"], r["mean"])
+            for b in found.contest["budgets"]
+            for r in b["rows"]
+            if r["control"] != "permuted"
+        ]
+    elif found.result is not None:
+        rows = [
+            (r["model"], r["target"], r["perplexity"])
+            for r in found.result.get("rows") or [] if _point(r)
+        ]  # fmt: skip
+    series: dict[str, list[list[float]]] = {}
+    for name, x, y in rows:
+        series.setdefault(name, []).append([x, y])
+    lines = [{"name": n, "points": sorted(p)} for n, p in series.items() if len({x for x, _ in p}) > 1]
+    return {"unit": unit, "budget": budget, "series": _best(lines)} if lines else None
+
+
+def _point(row: Record) -> bool:
+    return all(isinstance(row.get(k), (int, float)) for k in ("target", "perplexity")) and "model" in row
+
+
+def _best(lines: Sequence[dict[str, Any]], most: int = 8) -> list[dict[str, Any]]:
+    """The lowest lines, and uniform wherever it is."""
+    ordered = sorted(lines, key=lambda line: line["points"][-1][1])
+    kept = ordered[:most]
+    return kept + [line for line in ordered[most:] if line["name"] == "uniform"]
