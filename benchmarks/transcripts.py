@@ -45,7 +45,7 @@ def users(python: str, other: str | None) -> dict[str, tuple[str, list[str]]]:
     recipe = [f"{other} {HERE / 'recipe_run.py'} run recipe | tail -3", f"{lb} evaluate recipe/theirs {held}"] if other else []
     return {
         "fine-tuning": ("300 rows of chat, ranks under a budget, an adapter beside uniform's, merged and served.", [
-            f"{python} {ROOT / 'examples' / 'chat_rows.py'} > chat.jsonl; wc -l chat.jsonl",
+            f"{python} {ROOT / 'examples' / 'chat_rows.py'} chat.jsonl; wc -l chat.jsonl",
             f"{lb} score demo --data chat.jsonl --estimator rank-gain --by linear --samples 64 -o scores.json",
             f"{lb} plan ranks scores.json --params 180k -o ranks.json",
             f"{lb} plan ranks scores.json --params 180k --rule uniform -o uniform.json",
