@@ -29,6 +29,7 @@ def test_the_best_row_is_the_one_that_is_saved(tmp_path, monkeypatch, capsys):
     assert best["sparsity"] == pytest.approx(plan.counts.sum() / sum(b.numel for b in plan.blocks))
 
 
+@pytest.mark.slow
 def test_a_stopped_demo_goes_on_where_it_was(tmp_path, monkeypatch):
     rules = {k: demo.RULES[k] for k in ("uniform", "directional")}
     small = {"SAMPLES": 3, "LENGTH": 16, "WINDOWS": 3, "MEASURED": 3, "PASSES": 6, "TARGETS": (0.5,), "RULES": rules}
