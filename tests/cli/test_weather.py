@@ -48,7 +48,7 @@ def test_a_broken_model_folder(folder, capsys, file, text):
 @pytest.mark.parametrize(
     "flags, word",
     [(["--seed", "-1"], "seed"), (["--device", "meta"], "meta"), (["--length", "100"], "positions"),
-     (["--samples", str(10**30)], "samples")],
+     (["--samples", str(10**30)], "samples"), (["--batch-size", "-1"], "batch")],
 )  # fmt: skip
 def test_odd_flags(folder, capsys, flags, word):
     given = {"--data": folder / "text.txt", "--samples": 2, "--length": 8, flags[0]: flags[1]}
