@@ -57,7 +57,9 @@ VERBS = {
         ["plan", "structured", "model", *DATA, "--save", "10% flops", "--even", "--resume", "parts", "-o", "out.json"],
         ["--overwrite"], "out.json", ("parts/notes",),
     ),
-    "quantize": Verb(["quantize", "model", "bits.json", "--quiet", "-o", "out"], ["--overwrite"], "out"),
+    "quantize": Verb(
+        ["quantize", "model", "bits.json", "--quiet", "--resume", "parts", "-o", "out"], ["--overwrite"], "out", ("parts/notes",)
+    ),
     "compare": Verb(
         ["compare", "model", "--scores", "fisher-gram,gradient-norm", "--sparsity", "0.5", "--data", "text.txt", "--samples", "4", "--length",
          "16", "--windows", "6", "--quiet", "-o", "out"], ["--overwrite"], "out", ("out/notes",),
