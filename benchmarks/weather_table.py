@@ -2,17 +2,23 @@
 
     python benchmarks/weather_table.py [--out benchmarks/results]
 
-A full disk is a limit on the size of files (RLIMIT_FSIZE, which fails with "File too large" where a disk fails with "No space left").
+A full disk is a limit on the size of files (RLIMIT_FSIZE, which fails with "File too large" where a disk fails with "No space left"), and,
+where this process may mount, a file system of 48 KiB. Rights do not bind root: what may not be written to is a read-only mount and a
+folder marked immutable (`chattr +i`), where this process may make them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
+import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from weather_kill import DATA, TUNE, prepare
@@ -28,6 +34,39 @@ COMMANDS = {
     "prune, smaller": ["prune", "model", "smaller.json", *DATA, "-o", "OUT"],
     "finetune": ["finetune", "model", "ranks.json", *TUNE, "-o", "OUT"],
     "evaluate": ["evaluate", "model", "--perplexity", "text.txt", "--length", "16", "--quiet", "-o", "OUT"],
+    "plan structured": [
+        "plan",
+        "structured",
+        "model",
+        *DATA,
+        "--save",
+        "10% flops",
+        "--even",
+        "--resume",
+        "OUT.parts",
+        "-o",
+        "OUT",
+    ],
+    "quantize": ["quantize", "model", "bits.json", "--quiet", "-o", "OUT"],
+    "compare": [
+        "compare",
+        "model",
+        "--scores",
+        "gradient-norm",
+        "--sparsity",
+        "0.5",
+        "--data",
+        "text.txt",
+        "--samples",
+        "4",
+        "--length",
+        "16",
+        "--windows",
+        "6",
+        "--quiet",
+        "-o",
+        "OUT",
+    ],
     "report": ["report", "results", "-o", "OUT"],
 }
 
@@ -59,7 +98,40 @@ def left(folder: Path, name: str) -> str:
     return ", ".join(found) or "nothing"
 
 
-def cases(folder: Path) -> list[dict]:
+@contextlib.contextmanager
+def special(folder: Path) -> Iterator[dict[str, Path]]:
+    """Places that take nothing, or little: those that this process may make."""
+    made: dict[str, Path] = {}
+    wanted = {
+        "a full disk of 48 KiB": ("small", [["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", "PLACE"]], [["umount", "PLACE"]]),
+        "a read-only mount": (
+            "locked", [["mount", "--bind", "PLACE", "PLACE"], ["mount", "-o", "remount,ro,bind", "PLACE"]], [["umount", "PLACE"]],
+        ),
+        "an immutable folder": ("immutable", [["chattr", "+i", "PLACE"]], [["chattr", "-i", "PLACE"]]),
+    }  # fmt: skip
+    undo = []
+    try:
+        for weather, (name, steps, back) in wanted.items():
+            place = folder / name
+            place.mkdir()
+            undo += [[w.replace("PLACE", str(place)) for w in words] for words in back]
+            if all(command([w.replace("PLACE", str(place)) for w in words]) for words in steps):
+                made[weather] = place
+        yield made
+    finally:
+        for words in undo:
+            command(words)
+
+
+def command(words: list[str]) -> bool:
+    """Run a program of the system; whether it could."""
+    try:
+        return subprocess.run(words, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def cases(folder: Path, places: dict[str, Path]) -> list[dict]:
     """Every command under every weather."""
     rows = []
     for k, (name, words) in enumerate(COMMANDS.items()):
@@ -70,6 +142,13 @@ def cases(folder: Path) -> list[dict]:
         for weather, out in odd(folder, k).items():
             done = forked([w.replace("OUT", out) for w in words], folder)
             rows.append({"command": name, "weather": weather, **done, "left": ""})
+        for weather, place in places.items():
+            out = f"out-{k}"
+            done = forked([w.replace("OUT", f"{place.name}/{out}") for w in words], folder)
+            rows.append({"command": name, "weather": weather, **done, "left": left(place, out)})
+            if weather.startswith("a full"):
+                for entry in place.iterdir():
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         rows.append({"command": name, "weather": "two writers", **two(words, folder, f"two-{k}")})
     return rows
 
@@ -120,7 +199,8 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as base:
         prepare(Path(base))
-        rows = cases(Path(base))
+        with special(Path(base)) as places:
+            rows = cases(Path(base), places)
     for row in rows:
         row["said"] = row["said"].replace(base, "...")
     bad = [r for r in rows if r["trouble"] or ".layerbudget" in r["left"]]

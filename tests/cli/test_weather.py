@@ -48,7 +48,7 @@ def test_a_broken_model_folder(folder, capsys, file, text):
 @pytest.mark.parametrize(
     "flags, word",
     [(["--seed", "-1"], "seed"), (["--device", "meta"], "meta"), (["--length", "100"], "positions"),
-     (["--samples", str(10**30)], "samples")],
+     (["--samples", str(10**30)], "samples"), (["--batch-size", "-1"], "batch")],
 )  # fmt: skip
 def test_odd_flags(folder, capsys, flags, word):
     given = {"--data": folder / "text.txt", "--samples": 2, "--length": 8, flags[0]: flags[1]}
@@ -135,7 +135,7 @@ def test_a_model_that_would_not_fit_on_the_disk_is_not_made(folder, capsys, monk
     sound = shutil.disk_usage
     monkeypatch.setattr("layerbudget.keeping.writing.shutil.disk_usage", lambda path: sound(path)._replace(free=20_000))
     said = " ".join(refused(capsys, *command, "-o", out).split())
-    assert "are free" in said and "MiB" in said
+    assert "are free" in said and "19.5 KiB" in said
     assert not [p for p in out.rglob("*") if p.is_file()] and not (folder / "parts").exists()
     monkeypatch.undo()
     assert main([str(w) for w in [*command, "-o", out]]) == 0

@@ -253,3 +253,29 @@ def test_depth_plans_really_remove_layers_from_the_command_line(folder, capsys):
     )
     assert json.loads(capsys.readouterr().out)["saved"] > 0
     assert load_model(str(folder / "out")).config.num_hidden_layers == 2
+
+
+def test_a_stopped_measurement_goes_on_where_it_was(tmp_path, monkeypatch):
+    from layerbudget.shrinking import shapes
+
+    model, data = zoo.build("llama"), zoo.text(samples=4)
+    options = {"depth": 1, "even": True, "multiple": 4, "points": 2}
+    whole, plain, done = plan_structured(model, data, "30% flops", **options), shapes.shape_curves, []
+
+    def stopping(*arguments, **given):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(plain(*arguments, **given))
+        return done[-1]
+
+    monkeypatch.setattr(shapes, "shape_curves", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        plan_structured(model, data, "30% flops", resume=tmp_path / "parts", **options)
+    monkeypatch.setattr(shapes, "shape_curves", lambda *a, **g: done.append(None) or plain(*a, **g))
+    resumed = plan_structured(model, data, "30% flops", resume=tmp_path / "parts", **options)
+    assert resumed.digest == whole.digest and len(done) % 4 == 0
+    count = len(done)
+    assert plan_structured(model, data, "30% flops", resume=tmp_path / "parts", **options).digest == whole.digest
+    assert len(done) == count
+    with pytest.raises(ModelMismatch):
+        plan_structured(model, data, "30% flops", resume=tmp_path / "parts", **{**options, "points": 3})

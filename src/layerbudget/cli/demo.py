@@ -14,6 +14,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("demo")
     parser.add_argument("--out", default="layerbudget-demo", help="folder of the results (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", metavar="DIR", help="keep scores and measured models' figures here until all are saved")
     parser.set_defaults(handler=handler)
 
 
@@ -23,7 +24,9 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..report.tables import demo_table
 
     with progress_bar(arguments, "demo") as progress:
-        result = run_demo(Path(arguments.out), seed=arguments.seed, overwrite=arguments.overwrite, progress=progress)
+        result = run_demo(
+            Path(arguments.out), seed=arguments.seed, overwrite=arguments.overwrite, resume=arguments.resume, progress=progress
+        )
     arguments.console.print(demo_table(result))
     arguments.console.print(result["verdict"])
     arguments.console.print(

@@ -43,7 +43,8 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer, data = load(arguments, data=not blind)
     if tokenizer is None:
         tokenizer = _tokenizer(arguments)
-    check_space({arguments.out: _size(model, plan)})
+    places = [arguments.out, *([arguments.resume] if arguments.resume else [])]
+    check_space(dict.fromkeys(places, _size(model, plan)))
     with progress_bar(arguments, f"quantise by {method}") as progress:
         receipt = quantise(
             model, tokenizer, plan, arguments.out, data, method=method, batch_size=batch_of(arguments),
@@ -61,9 +62,11 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _size(model: Any, plan: Any) -> int:
-    """Bytes of the file that will be written: what the plan counted, and the rest of the model in two bytes each."""
+    """Bytes of what will be written: what the plan counted, the rest of the model in two bytes each, and a tokenizer."""
+    from ..pruning.room import BESIDE
+
     total = sum(p.numel() for p in model.parameters())
-    return int(plan.counts.sum()) + 2 * max(0, total - int(plan.numel.sum()))
+    return BESIDE + int(plan.counts.sum()) + 2 * max(0, total - int(plan.numel.sum()))
 
 
 def _tokenizer(arguments: argparse.Namespace) -> Any:

@@ -142,6 +142,8 @@ def check_numbers(arguments: argparse.Namespace) -> None:
                 raise NotFinite(f"{flag} is {value}.", "It is a finite number.", "Correct it.")
             if isinstance(value, int) and abs(value) > _LARGEST:
                 raise InvalidInput(f"{flag} is {value}.", f"Whole numbers go to {_LARGEST}.", "Correct it.")
+            if value < 1 and name == "batch_size":
+                raise InvalidInput(f"{flag} is {value}.", "A batch has at least one sequence.", "Use 8.")
             if value < 0 and name in ("seed", "seeds"):
                 raise InvalidInput(f"{flag} is {value}.", "Seeds are whole numbers of at least 0.", "Use 0.")
 

@@ -33,6 +33,7 @@ def register(verbs: Any) -> None:
     p.add_argument("--points", type=int, help="curves: numbers of units measured per layer and kind (default: 4)")
     p.add_argument("--trials", type=int, help="curves: plans that are measured as a whole (default: 8)")
     p.add_argument("--passes", type=float, help="directional: most forward equivalents (default: 24)")
+    p.add_argument("--resume", metavar="DIR", help="curves: keep finished measurements here until the plan is there")
     add_data_options(p, samples=16)
     add_out(p)
     p.set_defaults(handler=run)
@@ -43,6 +44,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     from pathlib import Path
 
     from ..errors import AlreadyExists, InvalidInput
+    from ..keeping.parts import clear
     from ..records import to_jsonable
     from ..running.shares import first
     from ..shrinking.directional import plan_shapes_directional
@@ -56,7 +58,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     if kinds in (("heads",), ("mlp",)):
         refuse(a, ("multiple",) if kinds == ("heads",) else ("heads",), f"--kinds {a.kinds}")
     directional = a.search == "directional"
-    refuse(a, ("points", "trials", "depth", "even") if directional else ("passes",), f"--search {a.search}")
+    refuse(a, ("points", "trials", "depth", "even", "resume") if directional else ("passes",), f"--search {a.search}")
     model, _, data = load(a)
     shared: dict[str, Any] = {
         "kinds": kinds, "by": a.heads or "auto", "multiple": 8 if a.multiple is None else a.multiple,
@@ -70,10 +72,12 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
         else:
             plan = plan_structured(
                 model, data, a.save, depth=a.depth, even=a.even, points=4 if a.points is None else a.points,
-                trials=8 if a.trials is None else a.trials, progress=progress, **shared,
+                trials=8 if a.trials is None else a.trials, resume=a.resume, progress=progress, **shared,
             )  # fmt: skip
     if a.out and first():
         plan.save(a.out, overwrite=a.overwrite)
+    if a.resume:
+        clear(a.resume)
     _show(a, plan)
     return to_jsonable(plan.to_dict())
 

@@ -9,24 +9,28 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..blocks import partition
+from ..blocks import fingerprint, partition
 from ..damage.sequential import plan_directional
 from ..data.text import calibration
 from ..errors import AlreadyExists, MissingDependency
 from ..evaluation.perplexity import Evaluation, evaluation_set, perplexity
+from ..keeping.parts import Parts
 from ..loading import load_model, load_tokenizer
 from ..plan import Plan
 from ..planning import plan_sparsity
+from ..provenance import computation, versions
 from ..pruning.apply import prune
 from ..pruning.save import save_pruned
-from ..records import dumps, write_text
+from ..records import digest, dumps, to_jsonable, write_text
 from ..report.figures import overview
 from ..scores.gain import score
+from ..scores.record import Scores
 
 logger = logging.getLogger(__name__)
 
@@ -67,78 +71,126 @@ def peak_memory_mib() -> float:
 
 
 def run_demo(
-    out: Path, *, seed: int = 0, overwrite: bool = False, progress: Callable[[int, int], None] | None = None
-) -> dict[str, Any]:
+    out: Path, *, seed: int = 0, overwrite: bool = False, resume: Path | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Run the main job and write ``scores.json``, ``plan.json``, ``result.json``, ``overview.png`` and ``pruned/``.
 
-    Plan and model that are saved are the ones with the lowest held-out perplexity at the first target.
+    Plan and model that are saved are the ones with the lowest held-out perplexity at the first target. Nothing is written into
+    ``out`` before everything is measured.
+
+    Args:
+        out: Folder of the results.
+        seed: Of the draw of the text and of the permuted plans.
+        overwrite: Write into a folder that holds files.
+        resume: Folder that keeps the scores and every measured model's figures until the results are saved.
+        progress: Called with steps done and in total.
 
     Raises:
         AlreadyExists: ``out`` holds files and ``overwrite`` is false.
+        ModelMismatch: ``resume`` holds a run with another seed or version.
     """
     if out.exists() and any(out.iterdir()) and not overwrite:
         raise AlreadyExists(f"{out} is not empty.", "", "Choose another --out or pass --overwrite.")
     began = time.perf_counter()
-    total = 3 + 2 * len(TARGETS) * len(RULES)
-    step = iter(range(1, total + 1))
-
-    def tick() -> None:
-        if progress:
-            progress(next(step), total)
-
-    tokenizer, model = load_tokenizer("demo"), load_model("demo")
-    data = calibration("stdlib", tokenizer, samples=SAMPLES, length=LENGTH, seed=seed)
-    held_out = evaluation_set("stdlib", tokenizer, length=LENGTH, windows=WINDOWS)
-    blocks = partition(model, "layer")
-    tick()
-    scores = score(model, data, blocks, estimator="fisher-gram", batch_size=4, seed=seed)
-    scores.save(out / "scores.json", overwrite=True)
-    tick()
-    dense = perplexity(model, held_out)
-    rows = [_row("dense", None, 0.0, dense, None)]
-    tick()
-    plans: dict[tuple[float, str], Plan] = {}
-    kept: tuple[float, str, Plan, Any, Any] | None = None
+    job = _Job(seed, resume)
+    total, done = 3 + 2 * len(TARGETS) * len(RULES), 1
+    tick = (lambda count: progress(count, total)) if progress else (lambda count: None)
+    tick(done)
+    scores = Scores.from_dict(job.parts.json("scores", lambda: to_jsonable(job.scored().to_dict())))
+    tick(done := done + 1)
+    dense = _evaluation(job.parts.json("dense", lambda: _told(perplexity(job.model, job.held_out))))
+    tick(done := done + 1)
+    rows, plans = [_row("dense", None, 0.0, dense, None)], {}
+    kept: tuple[float, str, Plan] | None = None
     for target in TARGETS:
         base: Evaluation | None = None
         for rule, label in RULES.items():
-            cap = min(1.0, target + MAX_SPARSITY_ABOVE_TARGET)
-            if rule == "directional":
-                plan = plan_directional(model, data.select(slice(0, MEASURED)), sparsity=target, passes=PASSES)
-            else:
-                plan = plan_sparsity(
-                    scores, sparsity=target, max_sparsity=cap, rule=rule, seed=seed if rule == "permuted" else None
-                )
+            cell = job.parts.json(f"cell-{round(1000 * target)}-{rule}", partial(job.cell, scores, target, rule))
+            tick(done := done + 2)
+            plan, found = Plan.from_dict(cell["plan"]), _evaluation(cell["found"])
             plans[target, rule] = plan
-            pruned = copy.deepcopy(model)
-            receipt = prune(pruned, plan, data, method="wanda")
-            tick()
-            found = perplexity(pruned, held_out)
             base = base or found
-            rows.append(_row(label, target, receipt.sparsity, found, base))
+            rows.append(_row(label, target, cell["sparsity"], found, base))
             if target == TARGETS[0] and (kept is None or found.value < kept[0]):
-                kept = (found.value, label, plan, pruned, receipt)
-            tick()
+                kept = (found.value, label, plan)
+    scores.save(out / "scores.json", overwrite=True)
     result = {
-        "saved": _saved(out, tokenizer, kept), "rows": rows, "verdict": verdict(rows),
+        "saved": _saved(out, job, kept), "rows": rows, "verdict": verdict(rows),
         "seconds": time.perf_counter() - began, "peak_memory_mib": peak_memory_mib(),
-        "method": "wanda", "data": data.describe(), "missing_modules": data.missing, "seed": seed, "output": str(out),
+        "method": "wanda", "data": job.data.describe(), "missing_modules": job.data.missing, "seed": seed, "output": str(out),
     }  # fmt: skip
     write_text(out / "result.json", dumps(result), overwrite=True)
     try:
         overview(scores, [plans[TARGETS[0], r] for r in RULES], rows, out / "overview.png")
     except MissingDependency as error:
         logger.warning("There is no overview.png: %s", error)  # the numbers are there
+    job.parts.clear()
     return result
 
 
-def _saved(out: Path, tokenizer: Any, kept: tuple[float, str, Plan, Any, Any] | None) -> dict[str, Any]:
+class _Job:
+    """The model, the texts, and what is measured with them."""
+
+    def __init__(self, seed: int, resume: Path | str | None) -> None:
+        self.seed, self.tokenizer, self.model = seed, load_tokenizer("demo"), load_model("demo")
+        self.data = calibration("stdlib", self.tokenizer, samples=SAMPLES, length=LENGTH, seed=seed)
+        self.held_out = evaluation_set("stdlib", self.tokenizer, length=LENGTH, windows=WINDOWS)
+        request = {
+            "model": fingerprint(self.model), "data": self.data.digest, "held_out": self.held_out.digest, "seed": seed,
+            "measured": MEASURED, "passes": PASSES, "computation": computation(self.model), "versions": versions(),
+        }  # fmt: skip
+        self.parts = Parts(resume, digest(request), request)
+        self._pruned: dict[str, tuple[Any, Any]] = {}
+
+    def scored(self) -> Scores:
+        """The gain of every layer."""
+        return score(
+            self.model, self.data, partition(self.model, "layer"), estimator="fisher-gram", batch_size=4, seed=self.seed
+        )
+
+    def cell(self, scores: Scores, target: float, rule: str) -> dict[str, Any]:
+        """One plan and what the model pruned by it gives."""
+        if rule == "directional":
+            plan = plan_directional(self.model, self.data.select(slice(0, MEASURED)), sparsity=target, passes=PASSES)
+        else:
+            cap = min(1.0, target + MAX_SPARSITY_ABOVE_TARGET)
+            seed = self.seed if rule == "permuted" else None
+            plan = plan_sparsity(scores, sparsity=target, max_sparsity=cap, rule=rule, seed=seed)
+        pruned, receipt = self.pruned(plan)
+        return {
+            "plan": to_jsonable(plan.to_dict()),
+            "sparsity": receipt.sparsity,
+            "found": _told(perplexity(pruned, self.held_out)),
+        }
+
+    def pruned(self, plan: Plan) -> tuple[Any, Any]:
+        """The model pruned by a plan, and its receipt; those of the first target are held."""
+        if plan.digest in self._pruned:
+            return self._pruned[plan.digest]
+        model = copy.deepcopy(self.model)
+        found = (model, prune(model, plan, self.data, method="wanda"))
+        if plan.hyperparameters.get("sparsity") == TARGETS[0]:
+            self._pruned[plan.digest] = found
+        return found
+
+
+def _told(found: Evaluation) -> dict[str, Any]:
+    return {**found.to_dict(), "nll": list(found.nll)}
+
+
+def _evaluation(record: dict[str, Any]) -> Evaluation:
+    return Evaluation(**{**record, "nll": tuple(record["nll"])})
+
+
+def _saved(out: Path, job: _Job, kept: tuple[float, str, Plan] | None) -> dict[str, Any]:
     """Write the plan and the model with the lowest perplexity at the first target, and say which they are."""
     if kept is None:
         raise ValueError("no model was pruned")
-    _, label, plan, pruned, receipt = kept
+    _, label, plan = kept
+    pruned, receipt = job.pruned(plan)
     plan.save(out / "plan.json", overwrite=True)
-    save_pruned(pruned, tokenizer, plan, receipt, out / "pruned", overwrite=True)
+    save_pruned(pruned, job.tokenizer, plan, receipt, out / "pruned", overwrite=True)
     return {"model": label, "target": TARGETS[0], "rule": plan.rule}
 
 

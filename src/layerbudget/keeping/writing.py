@@ -240,4 +240,7 @@ def check_space(needs: Mapping[Path | str, float]) -> None:
 
 
 def _size(count: float) -> str:
-    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if count >= unit:
+            return f"{count / unit:,.1f} {name}"
+    return f"{count / 2**10:,.1f} KiB"

@@ -11,7 +11,7 @@ from ..mapped import mapped
 from ..plan import Plan
 
 _SHARD = 1e9  # bytes of the largest file of a streamed model; otherwise the model may be one file
-_BESIDE = 1 << 22  # bytes of tokenizer, plan and receipt
+BESIDE = 1 << 22  # bytes of tokenizer, plan and receipt
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -35,7 +35,7 @@ def check_room(model: nn.Module, out: Path | str, *, resume: Path | str | None =
         InvalidInput: Says what is needed and what is free.
     """
     size = weight_bytes(model)
-    needs: dict[Path | str, float] = {out: size + min(size, _SHARD if mapped(model) is not None else size) + _BESIDE}
+    needs: dict[Path | str, float] = {out: size + min(size, _SHARD if mapped(model) is not None else size) + BESIDE}
     if resume is not None and plan is not None:
         parameters = next(iter(model.parameters()))
         kept = sum(f.stat().st_size for f in Path(resume).iterdir() if f.is_file()) if Path(resume).is_dir() else 0

@@ -1,8 +1,8 @@
 """Blocks that an estimator has finished, kept while it goes on, so that a run that was stopped settles only the others.
 
 A walk by layers settles one layer after the other: what a killed run had settled is read from ``parts/`` of the stage folder,
-and its matrices are neither summed nor decomposed again (gradients are still passed on). In the whole graph the passes
-are made again, the decompositions are not. Numbers come back bit by bit, so the record is that of an undisturbed run.
+and that layer's matrices are neither summed nor decomposed again (its gradients are still passed on). In the whole graph the
+passes are made again, the decompositions are not. Numbers come back bit by bit, so the record is that of an undisturbed run.
 """
 
 from __future__ import annotations

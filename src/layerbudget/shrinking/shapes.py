@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ..blocks import describe, layers
 from ..data.calibration import CalibrationSet
-from ..errors import InfeasibleBudget, InvalidInput, UnknownStructure
+from ..errors import InfeasibleBudget, InvalidInput
 from ..plan import Plan
 from ..planning.parts import KINDS, Part
 from ..planning.shapes import shape_plans
@@ -21,9 +23,10 @@ from ..running.inputs import gram_of
 from ..running.modes import inference
 from ..running.shares import mine
 from ..running.walk import Walk
-from .attention import Attention, expressible, find_attention
+from .attention import Attention, find_attention
 from .depth import plan_depth
-from .heads import unit_of
+from .head_units import allowed_units, head_units
+from .measured import Keep, measurements
 from .mlp import Mlp
 from .parts import cut, find_parts, inner_width, where_is
 from .shrink import measure_plan
@@ -140,6 +143,7 @@ def plan_structured(
     points: int = 4,
     trials: int = 8,
     batch_size: int = 8,
+    resume: Path | str | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide heads, MLP widths and layers together: at least ``budget`` is saved at the least measured damage.
@@ -162,6 +166,7 @@ def plan_structured(
             layers, numbers of heads with ``even``), so many of the best predicted ones are applied and measured as a whole,
             none beyond twice the least prediction.
         batch_size: Sequences per forward.
+        resume: Folder that keeps finished measurements; an interrupted run continues from it.
         progress: Called with (layers done, layers) of each measurement.
 
     Returns:
@@ -173,10 +178,14 @@ def plan_structured(
         UnknownStructure: A layer without heads or MLP of a known layout; with ``even``: the config cannot express fewer heads.
         InfeasibleBudget: The caps do not allow it.
     """
-    sets = {word: find_parts(model, kinds=kinds, by=word, multiple=multiple) for word in _head_units(model, kinds, by, curves)}
+    sets = {word: find_parts(model, kinds=kinds, by=word, multiple=multiple) for word in head_units(model, kinds, by, curves)}
     if context:
         find_attention(layers(model)[0][1], layers(model)[0][0])
-    gone = plan_depth(model, data, remove=depth, batch_size=batch_size).extra if depth else {"removed": [], "damage": []}
+    told = {"kinds": list(kinds), "by": by, "max_removed": max_removed, "points": points, "batch_size": batch_size}
+    keep = measurements(model, data, resume, {**told, "multiple": multiple, "depth": depth})
+    gone: dict[str, Any] = {"removed": [], "damage": []}
+    if depth:
+        gone = keep("depth", lambda: dict(plan_depth(model, data, remove=depth, batch_size=batch_size).extra))
     options: dict[str, Any] = {
         "budget": budget, "kinds": kinds, "max_removed": max_removed, "even": even, "context": context,
         "model": describe(model),
@@ -185,12 +194,13 @@ def plan_structured(
     }  # fmt: skip
     plans, refused, held = [], [], dict(curves or {})
     for word, parts in sets.items():
-        allowed = _allowed(model, parts, kinds) if even else None
+        allowed = allowed_units(model, parts, kinds) if even else None
         if curves is None:
             left = [p for p in parts if p.kind == "heads" or p.name not in held]
             held |= crossed_curves(
-                model, data, left, kinds=kinds, max_removed=max_removed, points=points, batch_size=batch_size, progress=progress
-            )
+                model, data, left, kinds=kinds, max_removed=max_removed, points=points, batch_size=batch_size,
+                progress=progress, keep=partial(_under, keep, word),
+            )  # fmt: skip
         try:
             found = shape_plans(parts, held, allowed=allowed, **options)
         except InfeasibleBudget as error:
@@ -199,7 +209,11 @@ def plan_structured(
         plans += _recorded(found, held, options["order"], {"by": word, "multiple": multiple, "depth": depth})
     if not plans:
         raise refused[0]
-    return _best(model, data, plans, trials, batch_size)
+    return _best(model, data, plans, trials, batch_size, keep)
+
+
+def _under(keep: Keep, word: str, name: str, make: Callable[[], Any]) -> Any:
+    return keep(f"{word}-{name}", make)
 
 
 def _recorded(
@@ -223,14 +237,16 @@ def folds_of(data: CalibrationSet, folds: int = 4) -> list[tuple[CalibrationSet,
 
 
 def crossed_curves(
-    model: nn.Module, data: CalibrationSet, parts: Sequence[Part], *, progress: Progress | None = None, **options: Any
-) -> dict[str, Curve]:
+    model: nn.Module, data: CalibrationSet, parts: Sequence[Part], *, progress: Progress | None = None,
+    keep: Keep = lambda name, make: make(), **options: Any,
+) -> dict[str, Curve]:  # fmt: skip
     """:func:`shape_curves`, every sequence measured on by a refit that has not seen it; the mean over :func:`folds_of`."""
     folds = folds_of(data)
     found, total = [], len(layers(model))
     for k, (fit, test) in enumerate(folds):
         tell = (lambda done, _, k=k: progress(k * total + done, len(folds) * total)) if progress else None
-        found.append(shape_curves(model, fit, parts, held_out=test, progress=tell, **options))
+        measure = partial(shape_curves, model, fit, parts, held_out=test, progress=tell, **options)
+        found.append(keep(f"fold-{k}", measure))
     share = [test.samples / data.samples for _, test in folds]
     return {
         name: (units, [sum(w * f[name][1][i] for w, f in zip(share, found, strict=True)) for i in range(len(units))])
@@ -238,15 +254,17 @@ def crossed_curves(
     }
 
 
-def _best(model: nn.Module, data: CalibrationSet, plans: list[Plan], trials: int, batch_size: int) -> Plan:
+def _best(model: nn.Module, data: CalibrationSet, plans: list[Plan], trials: int, batch_size: int, keep: Keep) -> Plan:
     """The plan with the least damage as a whole, among the ones with the least predicted damage."""
     plans = sorted({(*p.counts.tolist(), *p.extra["dropped"]): p for p in plans}.values(), key=lambda p: p.extra["predicted"])
     near = [p for p in plans if p.extra["predicted"] <= _NEAR * plans[0].extra["predicted"]]
     tried = near[:trials] if len(near) > 1 and trials > 1 else []
     measured = [
         sum(
-            measure_plan(model, p, fit, held_out=test, batch_size=batch_size) * test.samples / data.samples
-            for fit, test in folds_of(data)
+            keep(f"trial-{p.digest}-{k}", partial(measure_plan, model, p, fit, held_out=test, batch_size=batch_size))
+            * test.samples
+            / data.samples
+            for k, (fit, test) in enumerate(folds_of(data))
         )
         for p in tried
     ]
@@ -258,38 +276,3 @@ def _best(model: nn.Module, data: CalibrationSet, plans: list[Plan], trials: int
     ]  # fmt: skip
     found = {"measured": measured[best] if measured else None, "candidates": candidates}
     return dataclasses.replace(plans[best], extra={**plans[best].extra, **found})
-
-
-def _head_units(model: nn.Module, kinds: Sequence[str], by: str, curves: Any) -> tuple[str, ...]:
-    """Units of heads to plan with: both, where ``auto`` leaves the choice and grouped queries offer one."""
-    if by != "auto" or "heads" not in kinds:
-        return (by,)
-    a = find_attention(layers(model)[0][1], layers(model)[0][0])
-    return ("groups", "queries") if curves is None and a.groups > 1 and a.per_group > 1 else (unit_of(a, by),)
-
-
-def _allowed(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str]) -> dict[str, Collection[int]]:
-    """Numbers of head units that a plain config can describe.
-
-    Raises:
-        UnknownStructure: Heads alone are to go and no number of them can be described.
-    """
-    first = next((p for p in parts if p.kind == "heads"), None)
-    if first is None or "heads" not in kinds:
-        return {}
-    a = find_attention(layers(model)[0][1], first.layer)
-    fits, why = set[int](), None
-    for units in range(1, first.units):
-        gone = units * (a.per_group if first.by == "groups" else a.groups)
-        groups = a.groups - units if first.by == "groups" else a.groups
-        reason = expressible(model, dataclasses.replace(a, heads=a.heads - gone, groups=groups))
-        why = why or reason
-        if reason is None:
-            fits.add(units)
-    if not fits and "mlp" not in kinds:
-        raise UnknownStructure(
-            f"No smaller number of heads can be written into a plain config: {why or 'there is one unit only'}.",
-            "even=True plans what an ordinary checkpoint can hold.",
-            "Remove MLP units or blocks instead, or plan without even and use the model in memory.",
-        )
-    return {"heads": fits}

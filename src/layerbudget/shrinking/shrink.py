@@ -94,6 +94,7 @@ def apply_structured(
         raise InvalidInput(f"The plan does not say its {lacking[0]}.", "", "Plan with plan_structured.")
     parts = {p.name: p for p in find_parts(model, kinds=(), by=hyper["by"], multiple=hyper["multiple"])}
     wrong = [n for n, s in shapes.items() if n not in parts or parts[n].units != s["units"] or parts[n].by != s["by"]]
+    wrong += [n for n, s in shapes.items() if s["removed"] > s["units"] - (s["layer"] not in plan.extra["dropped"])]
     if wrong:
         raise CoverageError(f"The model has no {wrong[0]} as planned.", "", "Plan again for this model.")
     before = _recount(model, plan)
