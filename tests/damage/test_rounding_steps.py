@@ -30,9 +30,9 @@ def test_both_terms_predict_what_one_other_format_changes(measured, method, monk
     now = S.chosen_of(table, plan_bits(scores, bits=5.4))
     point = S.Rounded(model, zoo.tokens(16, 16), table, 8)
     before = describe(model)
-    seen = point.look(now, draws=8, seed=0)
+    seen = point.look(now, draws=4, seed=0)
     rng, pairs = np.random.default_rng(0), []
-    for i in rng.permutation(len(now))[:8]:
+    for i in rng.permutation(len(now))[:5]:
         for j in (j for j in range(3) if j != now[i]):
             there = now.copy()
             there[i] = j

@@ -181,7 +181,6 @@ def directional(
 ) -> Damages:
     """All blocks in all formats from one forward and ``draws`` backwards; embedding and head measured. See the module."""
     shape = (len(blocks), len(formats))
-    norm = np.zeros(shape)
     found = Damages(damage=np.full(shape, np.inf), error=np.zeros(shape))
     bench = Bench(model, data, formats, method, batch_size)
     place = [layer_index(model, b) for b in blocks]
@@ -198,8 +197,7 @@ def directional(
             mine = [i for i in inside if place[i] == layer]
             statistics = bench.statistics(layer, [blocks[i] for i in mine])
             for i in mine:
-                more, norm[i] = _units(bench, blocks[i], inside.index(i), statistics, keep)
-                units |= more
+                units |= _units(bench, blocks[i], inside.index(i), statistics, keep)
             if bench.quantiser.statistic != "none":
                 bench.walk.advance()
     if inside:
@@ -207,7 +205,8 @@ def directional(
         there = np.array([[has(blocks[i], f) for f in formats] for i in inside])
         predicted = np.where(there, forms.second, np.inf)
         found.error[inside] = np.where(there, forms.error, 0.0)
-        found.damage[inside], found.kept = pooled(predicted, forms.error, norm[inside])
+        norm = np.stack([sum(_norms(units[m.name].directions) for m in blocks[i].modules) for i in inside])
+        found.damage[inside], found.kept = pooled(predicted, forms.error, norm)
         found.passes = forms.passes
     found.passes += bench.passes
     return found
@@ -240,6 +239,7 @@ class Rounding(Directions):
     ) -> None:
         self.views, self.quantiser, self.names, self.lies = list(views), quantiser, list(names), lies
         self.groups, self.levels = 1, len(self.names)
+        self._norms: dict[str, float] = {}
 
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.along`."""
@@ -248,7 +248,10 @@ class Rounding(Directions):
     def _one(self, gradient: torch.Tensor, name: str | None) -> torch.Tensor:
         if name is None:
             return gradient.new_zeros(len(gradient), dtype=torch.float64)
-        return torch.einsum("boi,oi->bo", gradient, self._errors(name).to(gradient)).double().sum(1)
+        errors = self._errors(name)
+        if name not in self._norms:  # they are there now, and making them is what takes the time
+            self._norms[name] = float(errors.square().sum())
+        return torch.einsum("boi,oi->bo", gradient, errors.to(gradient)).double().sum(1)
 
     def _errors(self, name: str) -> torch.Tensor:
         level = Level(format=name)
@@ -257,21 +260,29 @@ class Rounding(Directions):
 
     def norms(self) -> np.ndarray:
         """Squared norms of the rounding errors, ``(levels,)``."""
-        return np.array([0.0 if n is None else float(self._errors(n).square().sum()) for n in self.names])
+        for name in (n for n in self.names if n is not None and n not in self._norms):
+            self._norms[name] = float(self._errors(name).square().sum())
+        return np.array([0.0 if n is None else self._norms[n] for n in self.names])
 
 
-def _units(bench: Bench, block: Block, first: int, statistics: Found, keep: bool) -> tuple[dict[str, Unit], np.ndarray]:
-    """The rounding errors of a block's matrices in every format, none where it does not have one; and their squared norms."""
+def _units(bench: Bench, block: Block, first: int, statistics: Found, keep: bool) -> dict[str, Unit]:
+    """The rounding errors of a block's matrices in every format, none where it does not have one."""
     views = {m.name: matrices(*weight_of(bench.model, m.name)) for m in block.modules}
     if not keep:
         names = [f.name if has(block, f) else None for f in bench.formats]
         again = {n: Rounding(v, bench.quantiser, names, mapped(bench.model)) for n, v in views.items()}
-        norm = sum((d.norms() for d in again.values()), np.zeros(len(names)))
-        return {n: Unit(directions=d, first=first) for n, d in again.items()}, norm
+        return {n: Unit(directions=d, first=first) for n, d in again.items()}
     dense = {name: torch.cat([v.detach() for v in held]).clone() for name, held in views.items()}
     deltas = {name: [torch.zeros_like(w) for _ in bench.formats] for name, w in dense.items()}
     for j, changed in bench.trials(block, statistics):
         for name, held in views.items() if changed else ():
             deltas[name][j] = torch.cat([v.detach() for v in held]) - dense[name]
-    norm = np.array([sum(float(d[j].square().sum()) for d in deltas.values()) for j in range(len(bench.formats))])
-    return {name: Unit(directions=Written(d), first=first) for name, d in deltas.items()}, norm
+    return {name: Unit(directions=Written(d), first=first) for name, d in deltas.items()}
+
+
+def _norms(directions: Directions) -> np.ndarray:
+    """Squared norms of the errors of a matrix, ``(levels,)``."""
+    if isinstance(directions, Rounding):
+        return directions.norms()
+    deltas = directions.deltas if isinstance(directions, Written) else []
+    return np.array([float(d.square().sum()) for d in deltas])

@@ -32,7 +32,7 @@ class Grid:
     def nearest(self, weight: torch.Tensor) -> torch.Tensor:
         """The nearest ``q``, as float."""
         step = torch.where(self.d == 0, torch.ones_like(self.d), self.d)
-        return torch.round((weight - self.base) / step).clamp_(0, self.top)
+        return (weight - self.base).div_(step).round_().clamp_(0, self.top)
 
     def value(self, q: torch.Tensor) -> torch.Tensor:
         """``base + d q``."""
@@ -40,7 +40,7 @@ class Grid:
 
     def round(self, weight: torch.Tensor) -> torch.Tensor:
         """The nearest points of the grid."""
-        return self.value(self.nearest(weight))
+        return self.nearest(weight).mul_(self.d).add_(self.base)
 
 
 def grouped(weight: torch.Tensor, form: Format) -> torch.Tensor:
