@@ -66,9 +66,8 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     with progress_bar(a, "measuring heads and widths, " + ("passes" if directional else "layers")) as progress:
         if directional:
-            plan = plan_shapes_directional(
-                model, data, a.save, passes=24.0 if a.passes is None else a.passes, progress=progress, **shared
-            )
+            most = 24.0 if a.passes is None else a.passes
+            plan = plan_shapes_directional(model, data, a.save, passes=most, progress=progress, **shared)
         else:
             plan = plan_structured(
                 model, data, a.save, depth=a.depth, even=a.even, points=4 if a.points is None else a.points,

@@ -22,12 +22,12 @@ from torch import nn
 
 from ..blocks import check_finite, describe, matrix_of, partition, weight_of
 from ..damage.directional import forms_along
-from ..damage.directions import Written
-from ..damage.ledger import Forms, Unit
+from ..damage.directions import Directions, Written
+from ..damage.ledger import Candidates, Forms
 from ..damage.originals import Originals
 from ..damage.point import Reference
 from ..data.calibration import CalibrationSet
-from ..errors import InvalidInput
+from ..errors import CoverageError, InvalidInput
 from ..mapped import need_settled
 from ..plan import Plan
 from ..planning.parts import KINDS, Part
@@ -36,6 +36,7 @@ from ..program.choices import Choice
 from ..records import to_jsonable
 from ..running.inputs import InputStatistics, Statistic
 from ..running.loss import Batch
+from ..running.shares import team
 from ..running.sites import Site
 from ..treatments.treating import matrices
 from .attention import Attention, channels
@@ -117,11 +118,13 @@ class _Shapes:
 
     def look(self, levels: np.ndarray, grams: dict[str, Statistic], *, draws: int, seed: int, dense: bool = False) -> _Seen:
         """Both terms along the way to every level; at the dense model the first one vanishes."""
-        units, gathered = {}, dict[str, Statistic]()
-        for k, name in enumerate(self.names):
-            present = matrix_of(self.model.get_submodule(name)).detach()
-            wanted = self.become(k, grams[name], levels[k].tolist())
-            units[self.blocks[k].modules[0].name] = Unit(directions=Written([w - present for w in wanted]), first=k)
+        gathered = dict[str, Statistic]()
+        place = {block.modules[0].name: k for k, block in enumerate(self.blocks)}
+
+        def make(name: str) -> Directions:
+            k = place[name]
+            present = matrices(*weight_of(self.model, name))[0]
+            return Written([w - present for w in self.become(k, grams[self.names[k]], levels[k].tolist())])
 
         def listen(site: Site, batch: Batch) -> None:
             mask, x = batch.kwargs.get("attention_mask"), site.a
@@ -130,8 +133,8 @@ class _Shapes:
                 gathered.setdefault(name, Statistic("gram")).add(rows)
 
         forms = forms_along(
-            self.model, self.reference.data, units, clean=None if dense else self.reference.clean, draws=draws, seed=seed,
-            batch_size=self.size, listen=listen,
+            self.model, self.reference.data, Candidates(place, make, *levels.shape),
+            clean=None if dense else self.reference.clean, draws=draws, seed=seed, batch_size=self.size, listen=listen,
         )  # fmt: skip
         self.passes += forms.passes
         return _Seen(divergence=forms.divergence, forms=forms, grams=gathered)
@@ -182,10 +185,12 @@ def plan_shapes_directional(
         UnknownStructure: A layer without heads or MLP of a known layout.
         InfeasibleBudget: The caps do not allow it.
         InvalidInput: Passes that allow no step, or an option outside its domain.
-        CoverageError: Layers of a streamed model that come and go.
+        CoverageError: Layers of a streamed model that come and go, or several processes.
     """
     need_settled(model, "measuring")
     check_finite(model)
+    if team() is not None:
+        raise CoverageError("Shapes by directional damage are planned in one process.", "", "Use one, or --search curves.")
     least = 1.0 + (1.0 + 2.0 * draws) + (3.0 + 2.0 * draws) + MEASURING
     if draws < 1 or not 0 < trust <= 1 or passes < least:
         raise InvalidInput(
