@@ -105,14 +105,9 @@ def score_rank_gain(
         factors = factors_of(
             model, data, blocks, lambda name, found: work.add(name, found, scale), seed=seed, groups=2, interleaved=True
         )
-<<<<<<< HEAD
-        factors.after, factors.done = work.merge, work.done
-=======
-        factors.after = work.merge
+        factors.after, factors.done, factors.closed = work.merge, work.done, work.settle
         factors.workers = torch.get_num_threads() if next(model.parameters()).device.type == "cpu" else 1
->>>>>>> 4f0929a (Whiten the matrices of a layer side by side, and both spectra from one set of products)
         collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
-    work.settle()
     extra = {
         "curvature": "none" if curvature == "none" else "K-FAC, sampled labels",
         "tokens": token_count(model, data),
@@ -136,7 +131,6 @@ class _Spectra:
         self.gain = np.zeros((2, len(values), len(blocks)))
         self.size = [min(largest, *(min(m.d_in, m.d_out) for m in b.modules)) for b in blocks]
         self.ranks = [[[np.zeros(n) for n in self.size] for _ in values] for _ in range(2)]
-<<<<<<< HEAD
         self.kept, self.waiting = kept, [len(b.modules) for b in blocks]
         found = {} if kept is None else kept.found()
         for k, record in found.items():
@@ -144,9 +138,7 @@ class _Spectra:
             for side, row in itertools.product(range(2), range(len(values))):
                 self.ranks[side][row][k][:] = record["ranks"][side][row]
         self.done = matrices_of(blocks, list(found))
-=======
         self._found: dict[tuple[str, int], tuple[Spectrum, Spectrum]] = {}
->>>>>>> 4f0929a (Whiten the matrices of a layer side by side, and both spectra from one set of products)
 
     def put(self, name: str, row: int, found: Sequence[Spectrum]) -> None:
         """Add one matrix at one damping: the whole gradient's, then the noise's."""

@@ -10,8 +10,7 @@ A matrix is settled as soon as its batches are through, so a walk by layers neve
 
 from __future__ import annotations
 
-import concurrent.futures
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from ...errors import CoverageError, InvalidInput
+from ...machine import in_threads
 from ...records import Block, Module
 from ...running.backward import Feeding, Loss, SampledLoss, data_loss, feed
 from ...running.loss import Batch, Data, token_count
@@ -50,6 +50,7 @@ class Factors(Feeding):
 
     Attributes:
         after: Called when several processes have settled what they own.
+        closed: Called when the matrices of a layer are settled.
         workers: Threads in which ``settle`` may be called at a time.
     """
 
@@ -88,6 +89,7 @@ class Factors(Feeding):
         self._owner: dict[str, int] = {}
         self._team: Team | None = None
         self.after: Callable[[Team], None] | None = None
+        self.closed: Callable[[], None] | None = None
         self.workers = 1
         self.done: frozenset[str] = frozenset()  # matrices that an earlier run has settled
         self._idle = False
@@ -223,21 +225,14 @@ class Factors(Feeding):
         for name in [n for n in names if n in self.outputs]:
             inputs.setdefault(self.outputs[name].leader, []).append(name)
         if self.workers > 1 and all(self.outputs[n].tokens for own in inputs.values() for n in own):
-            self._together(inputs)
+            first = sorted(inputs, key=lambda leader: -len(inputs[leader]))
+            in_threads(lambda leader: self._settle(leader, inputs[leader]), first, self.workers)
         else:
             for leader, own in inputs.items():
                 self._settle(leader, own)
+        if self.closed is not None:
+            self.closed()
         return False
-
-    def _together(self, inputs: Mapping[str, Sequence[str]]) -> None:
-        """Several inputs at a time, a thread each: what tokens are asked for is too small for all threads to help."""
-        threads = torch.get_num_threads()
-        first = sorted(inputs, key=lambda leader: -len(inputs[leader]))
-        with concurrent.futures.ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            found = [pool.submit(self._settle, leader, inputs[leader]) for leader in first]
-        torch.set_num_threads(threads)
-        for each in found:
-            each.result()
 
     def _settle(self, leader: str, names: Sequence[str]) -> None:
         """Matrices that share an input."""
