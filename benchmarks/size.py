@@ -130,7 +130,7 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
     if name == "measure":
         from layerbudget.damage.sequential import plan_directional
 
-        return lambda: plan_directional(model, data, sparsity=0.5, batch_size=batch_size, passes=9)
+        return lambda: plan_directional(model, data, sparsity=0.5, batch_size=batch_size, passes=6)
     if name in BITS:
         return bits_task(name, model, data, batch_size, folder)
     by = "linear" if name == "rank-gain" else "layer"

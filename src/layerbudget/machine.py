@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 SHARE = 0.5  # of the free memory may be planned for; the rest is left to what estimates do not know
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -26,6 +30,27 @@ def keep_freed() -> None:
         return
     tune(_MMAP_THRESHOLD, 1 << 30)
     tune(_TRIM_THRESHOLD, 1 << 30)
+
+
+def in_threads(work: Callable[[T], None], items: Sequence[T], workers: int | None = None) -> None:
+    """Do many small things side by side, one thread each, where torch's own threads would find too little to share.
+
+    Args:
+        work: Called once per item.
+        items: In order of their beginning.
+        workers: Threads; as many as torch has by default. With one, or one item, nothing is started.
+    """
+    threads = torch.get_num_threads()
+    workers = threads if workers is None else workers
+    if workers < 2 or len(items) < 2:
+        for item in items:
+            work(item)
+        return
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = [pool.submit(work, item) for item in items]
+    torch.set_num_threads(threads)
+    for each in found:
+        each.result()
 
 
 def free_bytes(device: torch.device | str = "cpu") -> int:

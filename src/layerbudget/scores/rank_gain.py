@@ -105,7 +105,8 @@ def score_rank_gain(
         factors = factors_of(
             model, data, blocks, lambda name, found: work.add(name, found, scale), seed=seed, groups=2, interleaved=True
         )
-        factors.after, factors.done = work.merge, work.done
+        factors.after, factors.done, factors.closed = work.merge, work.done, work.settle
+        factors.workers = torch.get_num_threads() if next(model.parameters()).device.type == "cpu" else 1
         collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
     extra = {
         "curvature": "none" if curvature == "none" else "K-FAC, sampled labels",
@@ -137,6 +138,7 @@ class _Spectra:
             for side, row in itertools.product(range(2), range(len(values))):
                 self.ranks[side][row][k][:] = record["ranks"][side][row]
         self.done = matrices_of(blocks, list(found))
+        self._found: dict[tuple[str, int], tuple[Spectrum, Spectrum]] = {}
 
     def put(self, name: str, row: int, found: Sequence[Spectrum]) -> None:
         """Add one matrix at one damping: the whole gradient's, then the noise's."""
@@ -153,10 +155,18 @@ class _Spectra:
     def add(self, name: str, found: Sums | Tokens, scale: tuple[float, float]) -> None:
         """Whiten one matrix at every damping."""
         for row, value in enumerate(self.values):
-            self.put(name, row, whitened(found, value * scale[0], value * scale[1], self.size[self.place[name]]))
+            self._found[name, row] = whitened(found, value * scale[0], value * scale[1], self.size[self.place[name]])
+
+    def settle(self) -> None:
+        """Add what was whitened up, in the order of the matrices, whichever thread was first."""
+        for name in self.place:
+            for row in range(len(self.values)):
+                if (name, row) in self._found:
+                    self.put(name, row, self._found.pop((name, row)))
 
     def merge(self, team: Team) -> None:
         """Add up what the owners found."""
+        self.settle()
         self.gain = team.added(self.gain)
         self.ranks = [[[team.added(rank) for rank in row] for row in side] for side in self.ranks]
 

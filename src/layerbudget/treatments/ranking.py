@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from ..machine import in_threads
 from .select import row_counts, smallest, smallest_per_row
 
 CHUNK = 1 << 18
@@ -43,7 +44,8 @@ def ranked(scores: torch.Tensor, low: torch.Tensor, width: int) -> torch.Tensor:
     lines, columns = scores.shape
     found, places = np.empty((lines, width), np.int64), np.arange(columns)
     starts, same = low.numpy(), bool((low == low[0]).all()) if lines else True
-    for part in chunks(lines, columns):
+
+    def rank(part: slice) -> None:
         keys = _keys(scores[part], places)
         if same:
             keys = _between(keys, int(starts[0]), width)
@@ -51,6 +53,8 @@ def ranked(scores: torch.Tensor, low: torch.Tensor, width: int) -> torch.Tensor:
             keys.sort(axis=1)
             keys = np.take_along_axis(keys, starts[part, None] + np.arange(width), 1)
         np.bitwise_and(keys, 0xFFFFFFFF, out=found[part])
+
+    in_threads(rank, list(chunks(lines, columns)))
     return torch.from_numpy(found)
 
 
@@ -95,26 +99,31 @@ def smallest_evenly(scores: Callable[[slice], torch.Tensor], shape: tuple[int, i
         return smallest_per_row(everything, row_counts(everything, count))
     base, extra = divmod(count, rows)
     last, following = torch.full((rows,), -torch.inf), torch.full((rows,), torch.inf)
-    for part in chunks(rows, columns):
+
+    def look(part: slice) -> None:
         held = scores(part).numpy()
         if base < columns:
             held = np.partition(held, base, axis=1)
             following[part] = torch.from_numpy(held[:, base])
         if base:
             last[part] = torch.from_numpy(held[:, :base].max(axis=1))
+
+    in_threads(look, list(chunks(rows, columns)))
     counts = torch.full((rows,), base)
     if extra:
         counts[smallest(following[None], extra)[0]] += 1
     threshold = torch.where(counts > base, following, last)[:, None]
     mask = torch.empty(rows, columns, dtype=torch.bool)
-    for part in chunks(rows, columns):
-        held_scores = scores(part)
-        torch.le(held_scores, threshold[part], out=mask[part])
+
+    def mark(part: slice) -> None:
+        held = scores(part)
+        torch.le(held, threshold[part], out=mask[part])
         surplus = mask[part].sum(dim=1) - counts[part]
         for r in torch.nonzero(surplus).flatten().tolist():
-            row = mask[part][r]
-            ties = torch.nonzero(held_scores[r] == threshold[part][r]).flatten()
-            row[ties[len(ties) - int(surplus[r]) :]] = False
+            ties = torch.nonzero(held[r] == threshold[part][r]).flatten()
+            mask[part][r, ties[len(ties) - int(surplus[r]) :]] = False
+
+    in_threads(mark, list(chunks(rows, columns)))
     return mask
 
 

@@ -10,7 +10,6 @@ A matrix is settled as soon as its batches are through, so a walk by layers neve
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from ...errors import CoverageError, InvalidInput
+from ...machine import in_threads
 from ...records import Block, Module
 from ...running.backward import Feeding, Loss, SampledLoss, data_loss, feed
 from ...running.loss import Batch, Data, token_count
@@ -26,31 +26,9 @@ from ...running.shares import Team
 from ...running.sites import Site, tracked
 from .factored import Cache, Settle, Sums, Tokens
 from .gram import real_type
+from .held import Input, Output, accumulate, symmetric
 
-_PANEL = 128
 FORMS = ("auto", "sums", "tokens")
-
-
-@dataclasses.dataclass(eq=False)
-class _Input:
-    """What is kept of one input: panels of its second moment on and above the diagonal, or its rows."""
-
-    sums: torch.Tensor | None = None
-    rows: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    positions: float = 0.0
-
-
-@dataclasses.dataclass(eq=False)
-class _Output:
-    """What is kept of one matrix: sums of ``b~ b~'`` and gradients by group, or rows by loss."""
-
-    module: Module
-    tokens: bool
-    leader: str = ""
-    sums: torch.Tensor | None = None
-    parts: torch.Tensor | None = None
-    rows: dict[int, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
-    places: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # first sequence, sequences, length
 
 
 class Factors(Feeding):
@@ -69,6 +47,11 @@ class Factors(Feeding):
         groups: J groups of sequences, at most n.
         interleaved: Sequence i belongs to group ``i mod J``, else to ``i J / n``.
         form: ``sums``, ``tokens``, or ``auto``: whichever is smaller.
+
+    Attributes:
+        after: Called when several processes have settled what they own.
+        closed: Called when the matrices of a layer are settled.
+        workers: Threads in which ``settle`` may be called at a time.
     """
 
     def __init__(
@@ -99,13 +82,15 @@ class Factors(Feeding):
         self.samples, self.length, self.total = samples, length, float(tokens)
         self.settle, self.dtype, self.form = settle, dtype, form
         self.groups, self.interleaved = max(1, min(groups, samples)), interleaved
-        self.inputs: dict[str, _Input] = {}
-        self.outputs: dict[str, _Output] = {}
+        self.inputs: dict[str, Input] = {}
+        self.outputs: dict[str, Output] = {}
         self.leaders: dict[str, str] = {}
         self.blocks = blocks
         self._owner: dict[str, int] = {}
         self._team: Team | None = None
         self.after: Callable[[Team], None] | None = None
+        self.closed: Callable[[], None] | None = None
+        self.workers = 1
         self.done: frozenset[str] = frozenset()  # matrices that an earlier run has settled
         self._idle = False
         self._batch: Batch | None = None
@@ -145,19 +130,19 @@ class Factors(Feeding):
             return
         a = site.a.to(self.dtype)
         leader = self.leaders.setdefault(site.names[0], site.names[0])
-        held = self.inputs.setdefault(leader, _Input())
+        held = self.inputs.setdefault(leader, Input())
         for name in site.names:
             self.leaders.setdefault(name, leader)
             if name not in self.outputs:
                 module = self.modules[name]
                 by = all(self._by_tokens(self.modules[n]) for n in site.names)  # one input, one form
-                self.outputs[name] = _Output(module, by, leader)
+                self.outputs[name] = Output(module, by, leader)
         if self._loss == len(self.losses) - 1:  # once per batch
             self._input(held, a, self.outputs[site.names[0]].tokens)
         for name in site.names:
             self._output(self.outputs[name], a, site.b[name].to(self.dtype))
 
-    def _input(self, held: _Input, a: torch.Tensor, tokens: bool) -> None:
+    def _input(self, held: Input, a: torch.Tensor, tokens: bool) -> None:
         mask = self._batch.kwargs.get("attention_mask") if self._batch is not None else None
         if mask is not None and mask.shape == a.shape[:2]:
             a, count = a * mask[..., None], float(mask.sum())
@@ -168,9 +153,9 @@ class Factors(Feeding):
         if tokens:
             held.rows.append(rows)
         else:
-            held.sums = _accumulate(held.sums, rows)
+            held.sums = accumulate(held.sums, rows)
 
-    def _output(self, held: _Output, a: torch.Tensor, b: torch.Tensor) -> None:
+    def _output(self, held: Output, a: torch.Tensor, b: torch.Tensor) -> None:
         batch = self._batch
         if batch is None:
             return
@@ -188,7 +173,7 @@ class Factors(Feeding):
                 chosen = slice(None) if bool((group == j).all()) else (group == j).to(b.device)
                 held.parts[j].addmm_(b[chosen].flatten(0, 1).T, a[chosen].flatten(0, 1))
         if not true or self.own:
-            held.sums = _accumulate(held.sums, rows)
+            held.sums = accumulate(held.sums, rows)
 
     def direct(self, name: str, gradient: torch.Tensor) -> None:
         """Refused: no factors are known.
@@ -235,42 +220,47 @@ class Factors(Feeding):
         return self._owner[name] == self._team.rank
 
     def close(self, names: Sequence[str]) -> bool:
-        """Settle the matrices one by one, and forget them."""
-        caches: dict[str, Cache] = {}
-        moments: dict[str, torch.Tensor] = {}
+        """Settle the matrices input by input, and forget them."""
+        inputs: dict[str, list[str]] = {}
         for name in [n for n in names if n in self.outputs]:
+            inputs.setdefault(self.outputs[name].leader, []).append(name)
+        if self.workers > 1 and all(self.outputs[n].tokens for own in inputs.values() for n in own):
+            first = sorted(inputs, key=lambda leader: -len(inputs[leader]))
+            in_threads(lambda leader: self._settle(leader, inputs[leader]), first, self.workers)
+        else:
+            for leader, own in inputs.items():
+                self._settle(leader, own)
+        if self.closed is not None:
+            self.closed()
+        return False
+
+    def _settle(self, leader: str, names: Sequence[str]) -> None:
+        """Matrices that share an input."""
+        entry, cache = self.inputs.pop(leader), Cache()
+        moment: torch.Tensor | None = None
+        for name in names:
             held = self.outputs.pop(name)
             if name in self.done or not self.owns(name):
-                caches.setdefault(held.leader, {})
                 continue
-            entry = self.inputs[held.leader]
-            cache = caches.setdefault(held.leader, {})
-            if held.tokens:
-                if held.leader not in moments:
-                    moments[held.leader] = torch.cat(entry.rows)
-                    entry.rows = []
-                self.settle(name, self._tokens(held, entry, moments[held.leader], cache))
-            else:
-                if held.leader not in moments and entry.sums is not None:
-                    moments[held.leader] = symmetric(entry.sums) / entry.positions
-                    entry.sums = None
-                self.settle(name, self._sums(held, moments[held.leader], cache))
-        for leader in caches:
-            self.inputs.pop(leader, None)
-        return False
+            if moment is None and held.tokens:
+                moment, entry.rows = torch.cat(entry.rows), []
+            elif moment is None and entry.sums is not None:
+                moment, entry.sums = symmetric(entry.sums) / entry.positions, None
+            if moment is not None:
+                self.settle(name, self._tokens(held, entry, moment, cache) if held.tokens else self._sums(held, moment, cache))
 
     @property
     def _scale(self) -> float:
         return self.total * max(len(self.losses) - 1, 1)
 
-    def _sums(self, held: _Output, a: torch.Tensor, cache: Cache) -> Sums:
+    def _sums(self, held: Output, a: torch.Tensor, cache: Cache) -> Sums:
         g, parts = held.sums, held.parts
         if g is None or parts is None:
             raise CoverageError(f"{held.module.name} has no gradient.", "", "Give data that reaches it.")
         held.sums = held.parts = None
         return Sums(a=a, g=symmetric(g) / self._scale, parts=parts / self.total, cache=cache)
 
-    def _tokens(self, held: _Output, entry: _Input, x: torch.Tensor, cache: Cache) -> Tokens:
+    def _tokens(self, held: Output, entry: Input, x: torch.Tensor, cache: Cache) -> Tokens:
         b = torch.cat(held.rows.pop(0))
         drawn = torch.cat([torch.cat(held.rows[i]) for i in sorted(held.rows)]) if held.rows else b
         sequence = torch.cat([torch.arange(first, first + n).repeat_interleave(length) for first, n, length in held.places])
@@ -286,22 +276,6 @@ class Factors(Feeding):
 
     def _group(self, sequence: torch.Tensor) -> torch.Tensor:
         return sequence % self.groups if self.interleaved else sequence * self.groups // self.samples
-
-
-def _accumulate(sums: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-    """Add ``rows' rows``: panels on and above the diagonal only, which is all that :func:`symmetric` reads."""
-    width = rows.shape[1]
-    sums = rows.new_zeros(width, width) if sums is None else sums
-    for low in range(0, width, _PANEL):
-        high = min(low + _PANEL, width)
-        sums[low:high, low:].addmm_(rows[:, low:high].T, rows[:, low:])
-    return sums
-
-
-def symmetric(panels: torch.Tensor) -> torch.Tensor:
-    """The whole matrix in float64."""
-    upper = panels.double().triu()
-    return upper.add_(upper.triu(1).T.clone())
 
 
 def collect(
@@ -330,6 +304,3 @@ def factors_of(
     """A consumer for a model and its data; options of :class:`Factors`."""
     tokens = float(token_count(model, data))
     return kind(blocks, data.samples, data.length, tokens, settle, dtype=real_type(model)[0], **options)
-
-
-__all__ = ["FORMS", "Factors", "Settle", "Sums", "Tokens", "collect", "factors_of", "symmetric"]

@@ -83,15 +83,21 @@ def _from_tokens(found: Tokens, a: float, s: float, count: int) -> tuple[Spectru
         _cholesky((found.drawn @ found.drawn.T).double(), found.scale * s), cross, upper=False
     )
     middle = (bb - solved.T @ solved) / s
-    out = []
-    sign = 1.0 - 2.0 * found.group.double()
-    for signs in (None, sign):
-        side = root if signs is None else root * signs[:, None]
-        product = side.T @ middle @ side
-        product = (product + product.T) / 2
-        found_values = torch.linalg.eigvalsh(product).flip(0).clamp_min(0)
-        out.append((float(product.trace()), _padded(found_values[:count], count)))
-    return out[0], out[1]
+    sides = [root[found.group == j] for j in (0, 1)]
+    own, across = torch.zeros_like(root), torch.zeros_like(root)
+    for j, side in enumerate(sides):
+        image = middle[:, found.group == j] @ side
+        own += side.T @ image[found.group == j]
+        if j == 0:
+            across = sides[1].T @ image[found.group == 1]
+    across = across + across.T
+    return _top(own + across, count), _top(own - across, count)
+
+
+def _top(product: torch.Tensor, count: int) -> Spectrum:
+    """Of a symmetric matrix, up to rounding."""
+    values = torch.linalg.eigvalsh((product + product.T) / 2).flip(0).clamp_min(0)
+    return float(product.trace()), _padded(values[:count], count)
 
 
 def _padded(values: torch.Tensor, count: int) -> torch.Tensor:
