@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .dual import CHUNK, monotone_root, search
+from ..errors import NotFinite
 from .inputs import LARGE, Vector, is_constant
 from .solution import Solution
 from .utilities import Function
@@ -135,6 +136,11 @@ def solve(raw: Program) -> Solution:
 def _solve_extreme(raw: Program, program: Program) -> Solution:
     """Weights that span hundreds of decades: solve in units in which none of them underflows, then convert back."""
     low, high = (math.log2(float(f.reduce(raw.scale))) + math.log2(raw.factor) for f in (np.minimum, np.maximum))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise NotFinite(
+            "Weights and constants are together beyond what floating point counts.", "Their products lie within 1e-300 and 1e300.",
+            "Leave the constants (eta, gamma) at their defaults, or scale the scores.",
+        )  # fmt: skip
     budget = 2.0 ** round(math.log2(float(np.add.reduce(raw.amount)) / raw.amount.size))
     value = 2.0 ** max(min(-round((low + high) / 2.0), 1000 - round(high), 1000), -1000)
     s = _solve(raw.scaled(value, budget))
