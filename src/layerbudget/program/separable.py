@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .dual import CHUNK, monotone_root, search
 from ..errors import NotFinite
+from .dual import CHUNK, monotone_root, search
 from .inputs import LARGE, Vector, is_constant
 from .solution import Solution
 from .utilities import Function
@@ -138,7 +138,7 @@ def _solve_extreme(raw: Program, program: Program) -> Solution:
     low, high = (math.log2(float(f.reduce(raw.scale))) + math.log2(raw.factor) for f in (np.minimum, np.maximum))
     if not (math.isfinite(low) and math.isfinite(high)):
         raise NotFinite(
-            "Weights and constants are together beyond what floating point counts.", "Their products lie within 1e-300 and 1e300.",
+            "Weights and constants are together beyond what floating point counts.", "Products lie within 1e-300 and 1e300.",
             "Leave the constants (eta, gamma) at their defaults, or scale the scores.",
         )  # fmt: skip
     budget = 2.0 ** round(math.log2(float(np.add.reduce(raw.amount)) / raw.amount.size))
