@@ -4,7 +4,7 @@
     python benchmarks/size.py MODEL --samples 4 --length 256 --out benchmarks/results
 
 Each task runs in a process of its own. Its memory is the anonymous memory at the peak (mapped weights are the system's to
-drop) above that of an interpreter with torch; its time is divided by that of a forward and backward of every layer on the same
+drop), the interpreter's included; its time is divided by that of a forward and backward of every layer on the same
 tokens in the same process, and by the *bound*: that, and what else the task must multiply at least (its products of tokens,
 timed on one layer).
 """
@@ -27,6 +27,7 @@ import torch
 import layerbudget as lb
 from layerbudget.blocks import describe, layers, partition
 from layerbudget.data.calibration import CalibrationSet
+from layerbudget.doctor.forecast import forecast, shape_of, time_layer
 from layerbudget.machine import keep_freed
 from layerbudget.plan import PlanBlock
 from layerbudget.running.backward import Feeding, feed
@@ -49,6 +50,11 @@ TASKS = (
     "quantize-gptq",
 )
 BITS = ("plan-bits", "quantize-rtn", "quantize-gptq")  # computed in float32, as their commands do by default
+
+FORECAST = {
+    "fisher-gram": "score fisher-gram", "rank-gain": "score rank-gain", "kfac": "score kfac", "measure": "measure",
+    "wanda": "prune wanda", "sparsegpt": "prune sparsegpt", "perplexity": "evaluate",
+}  # fmt: skip
 
 
 def anonymous() -> float:
@@ -176,13 +182,33 @@ def run_one(given: argparse.Namespace) -> dict[str, Any]:
     watch.start()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=given.scratch) as folder:
-        task(given.task, model, data, given.batch_size, Path(folder))()
+        result = task(given.task, model, data, given.batch_size, Path(folder))()
     seconds = time.perf_counter() - start
     watch.ended.set()
+    passes = result.extra["forward_passes"] if given.task == "measure" else 3.0
     return {
-        "task": given.task, "seconds": seconds, "forward_backward": reference, "bound": reference + extra,
+        "task": given.task, "seconds": seconds, "forward_backward": reference, "bound": reference * passes / 3.0 + extra,
         "memory_gib": watch.largest, "parameters": sum(p.numel() for p in model.parameters()),
+        **predicted(given, model.config, passes),
     }  # fmt: skip
+
+
+def predicted(given: argparse.Namespace, config: Any, passes: float) -> dict[str, float]:
+    """What ``doctor`` says of the task on a machine without room for the weights; nothing where it does not know it."""
+    verb = FORECAST.get(given.task)
+    if verb is None:
+        return {}
+    shape = shape_of(config, torch.bfloat16)
+    speed = time_layer(shape, torch.bfloat16, given.device)
+    sizes = {"samples": given.samples, "length": given.length, "batch_size": given.batch_size}
+    found = forecast(shape, speed, machine=1, verbs=[verb], **sizes)[0]
+    share = passes / found.forwards if given.task == "measure" else 1.0
+    return {"predicted_gib": found.memory / 2**30, "predicted_seconds": found.seconds * share}
+
+
+def said(row: dict[str, Any], key: str, digits: str) -> str:
+    """A prediction, or a dash."""
+    return format(row[key], digits) if key in row else "-"
 
 
 def table(rows: list[dict[str, Any]], given: argparse.Namespace) -> str:
@@ -192,13 +218,13 @@ def table(rows: list[dict[str, Any]], given: argparse.Namespace) -> str:
         "",
         f"{torch.get_num_threads()} threads, bfloat16 weights mapped from safetensors; made by `benchmarks/size.py`.",
         "",
-        "| task | seconds | forwards+backwards | over its bound | anonymous GiB at the peak |",
-        "|---|---:|---:|---:|---:|",
+        "| task | seconds | doctor said | forwards+backwards | over its bound | anonymous GiB at the peak | doctor said |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
         lines.append(
-            f"| {r['task']} | {r['seconds']:.0f} | {r['seconds'] / r['forward_backward']:.2f} | {r['seconds'] / r['bound']:.2f} | "
-            f"{r['memory_gib']:.2f} |"
+            f"| {r['task']} | {r['seconds']:.0f} | {said(r, 'predicted_seconds', '.0f')} | {r['seconds'] / r['forward_backward']:.2f} | {r['seconds'] / r['bound']:.2f} | "
+            f"{r['memory_gib']:.2f} | {said(r, 'predicted_gib', '.2f')} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -220,7 +246,9 @@ def main() -> None:
     if given.task:
         sys.stdout.write(json.dumps(run_one(given)) + "\n")
         return
-    rows = []
+    stem = (given.out or Path()) / f"size-{given.name or given.model.name}"
+    held = json.loads(stem.with_suffix(".json").read_text()) if given.out and stem.with_suffix(".json").exists() else []
+    rows = [r for r in held if r["task"] not in given.tasks]
     for name in given.tasks:
         done = subprocess.run([sys.executable, *sys.argv, "--task", name], capture_output=True, text=True)
         if done.returncode:
@@ -229,7 +257,6 @@ def main() -> None:
         rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
         sys.stderr.write(f"{rows[-1]}\n")
         if given.out:
-            stem = given.out / f"size-{given.name or given.model.name}"
             stem.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
             stem.with_suffix(".md").write_text(table(rows, given))
     sys.stdout.write(table(rows, given) if rows else "")

@@ -1,8 +1,14 @@
 """Fast selection says what the plain one says."""
 
+import numpy as np
 import pytest
 import torch
+from tests import zoo
 
+from layerbudget.blocks import partition
+from layerbudget.machine import in_threads
+from layerbudget.scores.gain import score
+from layerbudget.treatments import ranking
 from layerbudget.treatments.ranking import ranked, smallest_evenly, zeroed
 from layerbudget.treatments.select import row_counts, smallest_per_row
 
@@ -31,3 +37,32 @@ def test_zeros_are_positive_and_the_rest_is_kept_bit_for_bit(dtype):
     for w, m in ((weight, mask), (weight.T, mask.T)):
         made = zeroed(w, m)
         assert torch.equal(made, w.masked_fill(m, 0)) and not torch.signbit(made[m]).any() and made.dtype == dtype
+
+
+def test_threads_change_nothing_and_their_errors_are_heard(monkeypatch):
+    scores, low = torch.rand(64, 50), torch.full((64,), 7)
+    own = torch.get_num_threads()
+    expected = ranked(scores, low, 9), smallest_evenly(lambda part: scores[part], (64, 50), 1234)
+    monkeypatch.setattr(ranking, "CHUNK", 200)
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(ranked(scores, low, 9), expected[0])
+        assert torch.equal(smallest_evenly(lambda part: scores[part], (64, 50), 1234), expected[1])
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ZeroDivisionError):
+            in_threads(lambda i: 1 // i, [1, 0, 2])
+    finally:
+        torch.set_num_threads(own)
+
+
+def test_rank_gain_in_threads_is_rank_gain():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
+    blocks, own, found = partition(model, "layer"), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(score(model, data, blocks, "rank-gain", walk="layers", largest=4))
+    finally:
+        torch.set_num_threads(own)
+    assert np.allclose(found[0].gain, found[1].gain, rtol=1e-5)
+    assert np.allclose(found[0].extra["increments"], found[1].extra["increments"], rtol=1e-4)

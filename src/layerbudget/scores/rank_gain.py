@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,19 +79,7 @@ def score_rank_gain(
         CoverageError: Fused experts, or a matrix that was never seen.
         InvalidInput: An argument outside its domain.
     """
-    common.check_inputs(data, batch_size)
-    if curvature not in CURVATURES or largest < 1 or data.samples < 2:
-        raise InvalidInput(
-            f"curvature={curvature!r}, largest={largest}, {data.samples} sequences.",
-            f"Curvatures are {' and '.join(CURVATURES)}; one rank and two sequences at least.",
-            "",
-        )
-    if curvature == "none" and (damping is not None or seed is not None):
-        raise InvalidInput(
-            f"{'damping' if damping is not None else 'seed'} was given with curvature='none'.",
-            "K-FAC alone reads it.",
-            "Leave it out.",
-        )
+    _check(data, batch_size, curvature, largest, damping=damping, seed=seed)
     seed = seed or 0
     values = (0.0,) if curvature == "none" else common.check_damping(damping, "absolute") or (1.0,)
     work = _Spectra(blocks, values, largest, kept)
@@ -121,6 +110,20 @@ def score_rank_gain(
         seed=seed, extra=extra, damping_unit="none" if curvature == "none" else "median",
         unit="(nats per parameter)^2" if curvature == "none" else "nats of average loss",
     )  # fmt: skip
+
+
+def _check(data: Data, batch_size: int, curvature: str, largest: int, **kfac: Any) -> None:
+    """Refuse options outside their domain, and those of K-FAC without it."""
+    common.check_inputs(data, batch_size)
+    if curvature not in CURVATURES or largest < 1 or data.samples < 2:
+        raise InvalidInput(
+            f"curvature={curvature!r}, largest={largest}, {data.samples} sequences.",
+            f"Curvatures are {' and '.join(CURVATURES)}; one rank and two sequences at least.",
+            "",
+        )
+    given = [name for name, value in kfac.items() if value is not None]
+    if curvature == "none" and given:
+        raise InvalidInput(f"{given[0]} was given with curvature='none'.", "K-FAC alone reads it.", "Leave it out.")
 
 
 class _Spectra:

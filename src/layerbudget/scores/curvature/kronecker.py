@@ -55,21 +55,9 @@ class Factors(Feeding):
     """
 
     def __init__(
-        self,
-        blocks: Sequence[Block],
-        samples: int,
-        length: int,
-        tokens: float,
-        settle: Settle,
-        *,
-        dtype: torch.dtype,
-        seed: int = 0,
-        labels: str = "sampled",
-        draws: int = 1,
-        groups: int = 4,
-        interleaved: bool = False,
-        form: str = "auto",
-    ) -> None:
+        self, blocks: Sequence[Block], samples: int, length: int, tokens: float, settle: Settle, *, dtype: torch.dtype,
+        seed: int = 0, labels: str = "sampled", draws: int = 1, groups: int = 4, interleaved: bool = False, form: str = "auto",
+    ) -> None:  # fmt: skip
         if labels not in ("sampled", "data") or draws < 1 or form not in FORMS:
             raise InvalidInput(
                 f"labels={labels!r}, draws={draws}, form={form!r}.",
