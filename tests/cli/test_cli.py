@@ -28,7 +28,9 @@ def sentence(*argv, cwd=None):
 SMALL = ("--samples", "6", "--length", "24", "--quiet")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "qwen2", "opt", "gpt2"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gemma", "qwen2", "opt"))]
+)
 def test_score_plan_prune_evaluate_on_other_architectures(saved_model, tmp_path, kind):
     folder = saved_model(kind)
     scores = json.loads(run("score", folder, *SMALL, "--json", "-o", tmp_path / "s.json").stdout)

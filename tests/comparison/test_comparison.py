@@ -241,3 +241,26 @@ def test_bits_are_compared_from_the_command_line(tmp_path, capsys):
     record = json.loads(capsys.readouterr().out)
     assert record["kind"] == "bits" and {r["name"] for r in record["budgets"][0]["rows"]} == {"uniform", "choices(owl)"}
     assert (out / "comparison.png").is_file()
+
+
+GRID = ["compare", "demo", "--scores", "owl", "--sparsity", "0.4", "--samples", "2", "--length", "32", "--windows", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["local", "submitit-local"])
+def test_parts_that_were_started_fill_one_folder(tmp_path, how, capsys):
+    if how != "local":
+        pytest.importorskip("submitit")
+    out = tmp_path / "grid"
+    assert main([*GRID, "--no-controls", "--workers", "2", "--launcher", how, "-o", str(out), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    alone = tmp_path / "alone"
+    assert main([*GRID, "--no-controls", "-o", str(alone), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["budgets"] == record["budgets"]
+    assert "3 cells found again" in record["sentences"][-1] and any((out / "launch").iterdir())
+
+
+def test_workers_need_sense(tmp_path, capsys):
+    for flags in (["--workers", "0"], ["--launcher", "local"], ["--workers", "2", "--part", "1/2"]):
+        assert main([*GRID, *flags, "-o", str(tmp_path / "x")]) == 2
+    assert not (tmp_path / "x").exists()

@@ -272,7 +272,7 @@ def test_plans_of_bits_are_those_of_the_whole_model(demo_shards, tmp_path, dtype
     assert a["extra"]["choices"]["size"] == b["extra"]["choices"]["size"] and a["model"]["digest"] == b["model"]["digest"]
 
 
-def test_what_bits_cannot_do_with_streamed_weights_is_refused(demo_shards, tmp_path, capsys):
+def test_what_bits_can_do_with_streamed_weights_and_what_is_refused(demo_shards, tmp_path, capsys):
     from layerbudget.cli import main
 
     pytest.importorskip("compressed_tensors")
@@ -285,8 +285,8 @@ def test_what_bits_cannot_do_with_streamed_weights_is_refused(demo_shards, tmp_p
         assert main([*given, *flags, "--stream"]) == 2
         assert says in " ".join(capsys.readouterr().err.split())
     assert main([*given, "--draws", "1", "--check", "0"]) == 0
-    assert main(["quantize", str(demo_shards), str(tmp_path / "p.json"), "--stream", "-o", str(tmp_path / "out")]) == 2
-    assert "before it packs them" in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "out").exists()
+    assert main(["quantize", str(demo_shards), str(tmp_path / "p.json"), "--stream", "-o", str(tmp_path / "out")]) == 0
+    assert any((tmp_path / "out").glob("*.safetensors"))
 
 
 def test_a_plan_of_bits_continues_with_the_damages_that_it_had(tmp_path, monkeypatch):

@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .shared import check_numbers
     from .terminal import Terminal
 
-    arguments.console = Terminal(stderr=as_json)
+    arguments.console, arguments.words = Terminal(stderr=as_json), argv
     errors = Terminal(stderr=True)
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", force=True,
