@@ -46,6 +46,9 @@ def run(folder: Path) -> None:
     from llmcompressor import oneshot
     from transformers import AutoModelForCausalLM
 
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "theirs").mkdir(exist_ok=True)
+        (folder / "theirs" / name).write_bytes((folder / "dense" / name).read_bytes())
     ids = json.loads((folder / "tokens.json").read_text())
     rows = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(r) for r in ids]})
     model = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float32)

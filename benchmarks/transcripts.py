@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -140,6 +141,8 @@ def _plain(text: str, folder: Path) -> str:
     """Without paths of this machine, and without what progress bars overwrote."""
     for path, name in ((sys.executable, "python"), (folder, "."), (HERE, "benchmarks"), (ROOT, ".")):
         text = text.replace(str(path), name)
+    text = re.sub(r"(?<![\w.])/(?:[\w.-]+/)+bin/python", "other-python", text)
+    text = re.sub(r"/(?:[\w.-]+/)+site-packages/", ".../", text)
     return "\n".join(line.rsplit("\r", 1)[-1] for line in text.splitlines())
 
 

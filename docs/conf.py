@@ -24,8 +24,11 @@ html_theme = "furo"
 html_title = "layerbudget"
 html_math_renderer = "mathml"
 nitpicky = True  # every role must lead somewhere; names of other libraries are not looked up
-nitpick_ignore = [("py:obj", "layerbudget.registry.T")]  # a type variable
+nitpick_ignore = [
+    ("py:obj", f"layerbudget.{room}.T") for room in ("registry", "keeping.columns", "keeping.reading")
+]  # type variables
 nitpick_ignore_regex = [
+    ("py:class", r"layerbudget\.(.+\.)?_\w+"),  # shapes of files, private to the module that reads them
     (
         "py:.*",
         r"(torch|numpy|np|transformers|peft|collections|abc|typing|argparse|safetensors|nn|rich|pathlib|msgspec"

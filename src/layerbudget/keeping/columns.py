@@ -1,6 +1,6 @@
 """Many blocks as columns: one array per number and one list of names in the place of an object per block.
 
-Records of more than :data:`LARGE` blocks hold them so, and so do their files: ``{"length", "digest", "name": [...], ...}``.
+Records of more than ``LARGE`` blocks hold them so, and so do their files: ``{"length", "digest", "name": [...], ...}``.
 Blocks are made when somebody asks for one. The digest is SHA-256 over the names and the little-endian bytes of the numbers.
 """
 

@@ -105,7 +105,7 @@ def _decoder(as_type: Any) -> msgspec.json.Decoder[Any]:
 
 
 def check_bounds(value: Any, where: str, kind: str, remedy: str = "Make it again.") -> None:
-    """Refuse what is nested more than :data:`DEPTH` levels deep, and whole numbers that do not fit into 64 bits.
+    """Refuse what is nested more than ``DEPTH`` levels deep, and whole numbers that do not fit into 64 bits.
 
     Raises:
         CorruptFile: Says which.

@@ -59,7 +59,7 @@ def quantise(
         method: ``rtn``, ``weighted`` or ``gptq``; by default the one that was measured when the plan was made.
         batch_size: Sequences per forward.
         resume: Folder that keeps finished layers; an interrupted run continues from it, to the same bytes. They stay there
-            until :func:`~layerbudget.keeping.parts.clear`.
+            until ``keeping.parts.clear``.
         overwrite: Replace a folder that an earlier call wrote.
         progress: Called with (pieces done, pieces).
         **own: Options of the quantiser.
