@@ -253,6 +253,7 @@ class _Run:
     seed: int
 
     def descend(self, plan: Plan, steps: int, progress: Progress | None) -> Plan:
+        """Go on from a plan for at most so many steps, and stop where none is accepted."""
         spent = 1.0 + float(self.scores.extra["choices"].get("passes", 0.0))
         log: list[dict[str, Any]] = []
         for step in range(1, steps + 1):

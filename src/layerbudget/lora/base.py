@@ -86,6 +86,7 @@ def classifier_loader(
     causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
 
     def load(seed: int) -> nn.Module:
+        """The base, with the random parts of a seed."""
         set_seed(seed)
         model: nn.Module
         if causal:

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ..costs import parse_budget
 from ..errors import InfeasibleBudget
 from ..plan import Plan
 from ..program.choices import Choice, choose
-from .parts import Part, amount
-from .shapes import FoundShapes, ShapeProblem, check_shapes, shaped_plan, too_much
+from .parts import Part
+from .shapes import FoundShapes, ShapeProblem, priced, shaped_plan, too_much
 
 
 class ShapeSpace:
@@ -47,25 +46,23 @@ class ShapeSpace:
         self, parts: Sequence[Part], budget: str | float, *, kinds: Sequence[str], max_removed: float, context: int = 0,
         bytes_per_parameter: float = 2.0,
     ) -> None:  # fmt: skip
-        wanted = parse_budget(budget, default="params")
-        options: dict[str, Any] = {"context": context, "bytes_per_parameter": bytes_per_parameter}
-        each, whole = ({p.name: amount(p, wanted.unit, **options)[i] for p in parts} for i in (0, 1))
-        base = sum(whole.values())
-        target = wanted.amount * base if wanted.relative else wanted.amount
-        check_shapes(parts, kinds, max_removed, target, base, wanted.text or str(budget))
+        each, whole, target, base, unit = priced(parts, budget, kinds, max_removed, context, bytes_per_parameter)
         top = {p.name: self._top(p, kinds, max_removed) for p in parts}
         self.problem = ShapeProblem(
             parts=tuple(parts), each=each, whole=whole, top=top, levels={}, target=target, even=False, allowed=None
         )
-        self.budget = {"unit": wanted.unit, "base": base}
-        self.hyper = {"budget": str(budget), "kinds": list(kinds), "max_removed": max_removed, "even": False, **options}
+        self.budget = {"unit": unit, "base": base}
+        self.hyper = {
+            "budget": str(budget), "kinds": list(kinds), "max_removed": max_removed, "even": False, "context": context,
+            "bytes_per_parameter": bytes_per_parameter,
+        }  # fmt: skip
         self.free = [p for p in parts if top[p.name]]
         self.units = np.array([p.units for p in self.free])
         self.top = np.array([top[p.name] for p in self.free])
         self.each = np.array([round(each[p.name]) for p in self.free], dtype=np.int64)
         self.need = int(np.ceil(target - 1e-9))
         if int(self.each @ self.top) < self.need:
-            raise too_much(self.problem, (), base, wanted.unit, max_removed)
+            raise too_much(self.problem, (), base, unit, max_removed)
 
     @staticmethod
     def _top(part: Part, kinds: Sequence[str], share: float) -> int:

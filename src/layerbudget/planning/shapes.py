@@ -63,6 +63,30 @@ def plan_shapes(parts: Sequence[Part], curves: Mapping[str, Curve], **options: A
     return shape_plans(parts, curves, **options)[0]
 
 
+def priced(
+    parts: Sequence[Part],
+    budget: str | float,
+    kinds: Sequence[str],
+    max_removed: float,
+    context: int,
+    bytes_per_parameter: float,
+) -> tuple[dict[str, float], dict[str, float], float, float, str]:
+    """What a unit of every part and the whole part cost, what is to be saved, what all parts cost, and in which unit.
+
+    Raises:
+        InvalidInput: An unknown kind, or a share outside [0, 1].
+        InfeasibleBudget: The parts cannot save so much.
+        UnknownUnit: A budget in another unit.
+    """
+    wanted = parse_budget(budget, default="params")
+    options: dict[str, Any] = {"context": context, "bytes_per_parameter": bytes_per_parameter}
+    each, whole = ({p.name: amount(p, wanted.unit, **options)[i] for p in parts} for i in (0, 1))
+    base = sum(whole.values())
+    target = wanted.amount * base if wanted.relative else wanted.amount
+    check_shapes(parts, kinds, max_removed, target, base, wanted.text or str(budget))
+    return each, whole, target, base, wanted.unit
+
+
 def shape_plans(
     parts: Sequence[Part],
     curves: Mapping[str, Curve],
@@ -104,12 +128,7 @@ def shape_plans(
         InfeasibleBudget: Whole units within the caps, and the layers of ``order``, do not save enough.
         UnknownUnit: A budget in another unit.
     """
-    wanted = parse_budget(budget, default="params")
-    options: dict[str, Any] = {"context": context, "bytes_per_parameter": bytes_per_parameter}
-    each, whole = ({p.name: amount(p, wanted.unit, **options)[i] for p in parts} for i in (0, 1))
-    base = sum(whole.values())
-    target = wanted.amount * base if wanted.relative else wanted.amount
-    check_shapes(parts, kinds, max_removed, target, base, wanted.text or str(budget))
+    each, whole, target, base, unit = priced(parts, budget, kinds, max_removed, context, bytes_per_parameter)
     top = {p.name: _top(p, kinds, max_removed, curves) for p in parts}
     levels = {p.name: _levels(p, top[p.name], curves) for p in parts}
     problem = ShapeProblem(
@@ -117,12 +136,19 @@ def shape_plans(
     )
     found = [f for d in range(len(order) + 1) for f in _with_dropped(problem, [n for n, _ in order[:d]])]
     if not found:
-        raise too_much(problem, order, base, wanted.unit, max_removed)
+        raise too_much(problem, order, base, unit, max_removed)
     steps = np.concatenate(([0.0], np.cumsum([damage for _, damage in order])))
     found = [dataclasses.replace(f, damage=f.damage + float(steps[len(f.dropped)])) for f in found]
     found.sort(key=lambda f: f.damage)
-    hyper = {"budget": str(budget), "kinds": list(kinds), "max_removed": max_removed, "even": even, **options}
-    return [shaped_plan(problem, f, {"unit": wanted.unit, "base": base}, hyper, model or {}) for f in found]
+    hyper = {
+        "budget": str(budget),
+        "kinds": list(kinds),
+        "max_removed": max_removed,
+        "even": even,
+        "context": context,
+        "bytes_per_parameter": bytes_per_parameter,
+    }
+    return [shaped_plan(problem, f, {"unit": unit, "base": base}, hyper, model or {}) for f in found]
 
 
 def shaped_plan(
