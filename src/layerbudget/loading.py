@@ -157,11 +157,25 @@ def describe_place(model: nn.Module) -> str:
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     unit, held = ("GiB", size / 2**30) if size >= 2**30 else ("MiB", size / 2**20)
-    count, lies = sum(p.numel() for p in model.parameters()), mapped(model)
+    count, packed = _weights(model)
+    lies = mapped(model)
     if lies is not None:
         how = f"one layer at a time in {str(lies.dtype).removeprefix('torch.')}" if lies.converts else "mapped"
         return f"{count / 1e6:,.1f} M parameters streamed from their files, {how}, on {lies.device}"
-    return f"{count / 1e6:,.1f} M parameters in {' and '.join(kinds)} on {first.device}, {held:.3g} {unit}"
+    kept = f" ({packed / count:.0%} of them packed)" if packed else ""
+    return f"{count / 1e6:,.1f} M parameters{kept} in {' and '.join(kinds)} on {first.device}, {held:.3g} {unit}"
+
+
+def _weights(model: nn.Module) -> tuple[int, int]:
+    """How many weights there are, and how many of these lie packed (several in an integer, as compressed-tensors does)."""
+    packed, plain = 0, {}
+    for module in model.modules():
+        shape = module._parameters.get("weight_shape")
+        if shape is not None:
+            packed += math.prod(shape.tolist())
+        own = module.named_parameters(recurse=False)
+        plain |= {id(p): p.numel() for n, p in own if shape is None or not n.startswith("weight")}
+    return sum(plain.values()) + packed, packed
 
 
 def _check_stream(stream: bool | None, where: str, four_bit: bool) -> None:

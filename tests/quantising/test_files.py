@@ -15,6 +15,7 @@ import layerbudget as lb
 from layerbudget.damage.rounding import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
 from layerbudget.exports.base import EXPORTS
+from layerbudget.loading import describe_place
 from layerbudget.planning.bits import plan_bits
 from layerbudget.quantising import save as S
 from layerbudget.quantising.apply import apply_bits
@@ -79,6 +80,9 @@ def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtim
     model, plan, stored = made(name, "compressed-tensors", 6.0 if runtime == "vllm" else 4.2, method, runtime=runtime)
     receipt = save_quantised(model, None, plan, stored, tmp_path / "out")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    said = describe_place(lb.load_model(str(tmp_path / "out"), dtype="float32"))
+    share = sum(model.get_submodule(n).weight.numel() for n in plan.extra["formats"]) / model.num_parameters()
+    assert said.startswith(f"{model.num_parameters() / 1e6:,.1f} M parameters ({share:.0%} of them packed)")
     halved = zoo.build(name, **WIDE)  # what is not planned is written in sixteen bits
     halved.load_state_dict({n: t.bfloat16().float() for n, t in halved.state_dict().items()})
     for module in plan.extra["formats"]:
