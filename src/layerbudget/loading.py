@@ -168,7 +168,8 @@ def describe_place(model: nn.Module) -> str:
 
 def _weights(model: nn.Module) -> tuple[int, int]:
     """How many weights there are, and how many of these lie packed (several in an integer, as compressed-tensors does)."""
-    packed, plain = 0, {}
+    packed = 0
+    plain: dict[int, int] = {}
     for module in model.modules():
         shape = module._parameters.get("weight_shape")
         if shape is not None:
