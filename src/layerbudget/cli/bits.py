@@ -46,7 +46,7 @@ def register(verbs: Any) -> None:
         "--save-scores", metavar="FILE", help="also write what was measured: for other budgets, and plan sweep --kind bits"
     )
     p.add_argument("--resume", metavar="DIR", help="keep damages and checks here as they are finished, until the plan is saved")
-    add_data_options(p, samples=32)
+    add_data_options(p, samples=32, dtype="float32")
     add_out(p)
     p.set_defaults(handler=run)
 

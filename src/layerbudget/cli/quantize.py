@@ -14,7 +14,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("quantize")
     add_treating_options(
         parser, "plan of kind bits or recipe, made for this model", QUANTISERS.names(),
-        "quantiser (default: the one that was measured)",
+        "quantiser (default: the one that was measured)", dtype="float32",
     )  # fmt: skip
     parser.add_argument("--resume", metavar="DIR", help="keep finished layers here until the result is saved")
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the written model")

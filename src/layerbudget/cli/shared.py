@@ -16,7 +16,7 @@ Callback = Callable[[int, int], None]
 DATA = ("data", "samples", "length", "seed", "batch_size")
 
 
-def add_data_options(parser: argparse.ArgumentParser, *, samples: int = 128, length: int = 256) -> None:
+def add_data_options(parser: argparse.ArgumentParser, *, samples: int = 128, length: int = 256, dtype: str = "auto") -> None:
     """``--data --samples --length --seed --batch-size --dtype --device``.
 
     What is not given stays ``None``, so that a command can refuse what it would not read; :func:`load` fills in the defaults.
@@ -29,7 +29,7 @@ def add_data_options(parser: argparse.ArgumentParser, *, samples: int = 128, len
     parser.add_argument("--length", type=int, help=f"tokens per sequence (default {length})")
     parser.add_argument("--seed", type=int, help="of the draw of the text, and of whatever else is random (default 0)")
     parser.add_argument("--batch-size", type=int, help="sequences per forward pass (default 8)")
-    add_place_options(parser)
+    add_place_options(parser, dtype)
 
 
 def add_partition_options(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,9 @@ def add_partition_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exclude", help="drop matrices whose full name matches this regular expression")
 
 
-def add_treating_options(parser: argparse.ArgumentParser, plan: str, methods: Sequence[str], method: str) -> None:
+def add_treating_options(
+    parser: argparse.ArgumentParser, plan: str, methods: Sequence[str], method: str, dtype: str = "auto"
+) -> None:
     """``MODEL PLAN --method --set`` and text: what every verb has that does to a model what a plan says.
 
     Args:
@@ -47,6 +49,7 @@ def add_treating_options(parser: argparse.ArgumentParser, plan: str, methods: Se
         plan: Help of the plan.
         methods: Names of the methods.
         method: Help of the method.
+        dtype: Default precision.
     """
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     parser.add_argument("plan", metavar="PLAN", help=plan)
@@ -55,12 +58,12 @@ def add_treating_options(parser: argparse.ArgumentParser, plan: str, methods: Se
         "--set", dest="own", action="append", default=[], metavar="NAME=VALUE",
         help="an option of the method, for example --set damping=0.1 (may be repeated)",
     )  # fmt: skip
-    add_data_options(parser)
+    add_data_options(parser, dtype=dtype)
 
 
-def add_place_options(parser: argparse.ArgumentParser) -> None:
-    """``--dtype --device --revision``: the same for every verb that loads a model."""
-    parser.add_argument("--dtype", help="float32, bfloat16, float16, ...; auto (default): what the checkpoint holds")
+def add_place_options(parser: argparse.ArgumentParser, dtype: str = "auto") -> None:
+    """``--dtype --device --revision --stream``: the same for every verb that loads a model, up to the default precision."""
+    parser.add_argument("--dtype", help=f"float32, bfloat16, float16, ...; auto: what the checkpoint holds (default: {dtype})")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; auto (default): the accelerator where there is one")
     parser.add_argument("--revision", help="hub revision of the model")
     parser.add_argument(
