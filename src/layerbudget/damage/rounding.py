@@ -13,7 +13,7 @@ are few, and an embedding has no inputs. Standard errors are over sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from .rounding_bench import Bench, Damages, has, measured
 
 Progress = Callable[[int, int], None]
 KEEP_BYTES = 1 << 30
+CACHED = 1 << 17  # entries of a matrix that are rounded together
 MEASURES = ("directional", "measured", "relative")
 
 
@@ -246,22 +247,28 @@ class Rounding(Directions):
         return torch.stack([self._one(gradient, name) for name in self.names], -1)[:, None]
 
     def _one(self, gradient: torch.Tensor, name: str | None) -> torch.Tensor:
-        if name is None:
-            return gradient.new_zeros(len(gradient), dtype=torch.float64)
-        errors = self._errors(name)
-        if name not in self._norms:  # they are there now, and making them is what takes the time
-            self._norms[name] = float(errors.square().sum())
-        return torch.einsum("boi,oi->bo", gradient, errors.to(gradient)).double().sum(1)
+        found, norm, start = gradient.new_zeros(len(gradient), dtype=torch.float64), 0.0, 0
+        for errors in self._errors(name) if name is not None else ():
+            rows = gradient[:, start : start + len(errors)]
+            found += torch.einsum("boi,oi->bo", rows, errors.to(gradient)).double().sum(1)
+            norm += 0.0 if name in self._norms else float(errors.square().sum())
+            start += len(errors)
+        if name is not None:  # they were there, and making them is what takes the time
+            self._norms.setdefault(name, norm)
+        return found
 
-    def _errors(self, name: str) -> torch.Tensor:
+    def _errors(self, name: str) -> Iterator[torch.Tensor]:
+        """Some rows at a time: as many as stay in the processor's cache through all that rounding does to them."""
         level = Level(format=name)
-        views = [v.detach() if self.lies is None else v.detach().to(self.lies.device, self.lies.dtype) for v in self.views]
-        return torch.cat([self.quantiser.apply(v, None, level) - v for v in views])
+        for view in self.views:
+            for rows in view.detach().split(max(1, CACHED // view.shape[1])):
+                held = rows if self.lies is None else rows.to(self.lies.device, self.lies.dtype)
+                yield self.quantiser.apply(held, None, level) - held
 
     def norms(self) -> np.ndarray:
         """Squared norms of the rounding errors, ``(levels,)``."""
         for name in (n for n in self.names if n is not None and n not in self._norms):
-            self._norms[name] = float(self._errors(name).square().sum())
+            self._norms[name] = sum(float(errors.square().sum()) for errors in self._errors(name))
         return np.array([0.0 if n is None else self._norms[n] for n in self.names])
 
 
