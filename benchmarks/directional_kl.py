@@ -1,0 +1,108 @@
+"""What plans of sparsity were made for, on text that decided nothing: the divergence from the dense model, beside perplexity.
+
+    python benchmarks/directional_kl.py --models demo MODEL --calibration stdlib FILE --evaluation stdlib FILE
+
+A directional plan minimises the Kullback-Leibler divergence from the dense model; perplexity asks something else, and a model
+that lies closer to the dense one may have the larger. Rules are those of ``pruning_quality.py``; differences from the first of
+``--rules`` are paired by window. Rows are appended to a .jsonl file as they are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+
+import torch
+
+import pruning_quality
+from layerbudget.damage.jointly import Joint, describe_rows
+from layerbudget.pruning.apply import prune
+
+RULES = ("calibrated (Linear)", "uniform", "directional (Linear), 24 passes", "directional (Linear), 8 steps")
+
+
+def measured(bench, reference, rule, method, sparsity):
+    """Rows of windows of a plan, and what the plan cost."""
+    plan, forwards, _ = bench.plan(rule, method, sparsity, 0)
+    pruned = copy.deepcopy(bench.model)
+    prune(pruned, plan, bench.calibration(0), method, 8)
+    return reference.rows(pruned), forwards
+
+
+def model_rows(a, place, log, done):
+    """Every pruner, sparsity and rule of one model."""
+    own = {"model": a.models[place], "calibration": a.calibration[place], "evaluation": a.evaluation[place]}
+    bench = pruning_quality.Bench(argparse.Namespace(**vars(a) | own))
+    reference = Joint(bench.model, bench.held_out, batch_size=16)
+    for method in a.methods:
+        for sparsity in a.sparsities:
+            first = None
+            for rule in a.rules:
+                key = (a.labels[place], method, sparsity, rule)
+                if key in done:
+                    first = None if rule == a.rules[0] else first
+                    continue
+                if first is None and rule != a.rules[0]:
+                    first, _ = measured(bench, reference, a.rules[0], method, sparsity)
+                rows, forwards = measured(bench, reference, rule, method, sparsity)
+                first = rows if first is None else first
+                row = dict(zip(("model", "method", "target", "rule"), key, strict=True)) | {"forwards": forwards}
+                row |= describe_rows(rows, first) | {"loss": _loss(rows, first)}
+                with log.open("a") as f:
+                    f.write(json.dumps(row) + "\n")
+
+
+def _loss(rows, first):
+    """Paired difference of the mean next-token loss, with its standard error."""
+    each = (rows[:, 2] - first[:, 2]) / rows[:, 3]
+    return [float(each.mean()), float(each.std(ddof=1) / math.sqrt(len(each)))]
+
+
+def table(rows, a):
+    """As Markdown."""
+    lines = ["# What directional plans minimise, on held-out text", ""]
+    lines += [
+        f"KL from the dense model in nats per token and perplexity on {a.windows} windows of {a.length} tokens, plans from 16 sequences;"
+    ]
+    lines += [
+        f"differences from {a.rules[0]}, paired by window, with standard errors. Made by `benchmarks/directional_kl.py`.",
+        "",
+    ]
+    lines += [
+        "| model | pruner | zeros | rule | forwards | KL | difference | perplexity | difference of the loss |",
+        "|---" * 9 + "|",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r['model']} | {r['method']} | {r['target']:.0%} | {r['rule']} | {r['forwards']:.0f} | {r['kl']:.4f} | "
+            f"{r['difference']:+.4f} +- {r['difference_error']:.4f} | {r['perplexity']:.2f} | {r['loss'][0]:+.4f} +- {r['loss'][1]:.4f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("models", "labels", "calibration", "evaluation"):
+        parser.add_argument(f"--{name}", nargs="+", required=True)
+    parser.add_argument("--methods", nargs="+", default=["wanda", "sparsegpt"])
+    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.6, 0.7])
+    parser.add_argument("--rules", nargs="+", default=list(RULES))
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.35, 0.5, 0.65, 0.8, 0.9])
+    for name, default in (("samples", 16), ("length", 128), ("windows", 256), ("iterations", 1), ("measure-batches", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--cap", type=float, default=0.9)
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    log = pruning_quality.RESULTS / "directional_kl.jsonl"
+    done = {(r["model"], r["method"], r["target"], r["rule"]) for r in pruning_quality.rows_of(log)}
+    for place in range(len(a.models)):
+        model_rows(a, place, log, done)
+    text = table(pruning_quality.rows_of(log), a)
+    log.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
