@@ -60,6 +60,13 @@ def encoder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def fsdp(monkeypatch):
+    """What `accelerate launch --use_fsdp --fsdp_version 2` sets."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+
+
 def same(one, two, seeds=(0,)):
     """Largest difference of the adapters' entries, relative to the largest entry; numbers and files are compared on the way."""
     files = [sorted(str(f.relative_to(out)) for f in out.rglob("*") if "rng_state" not in f.name) for out in (one, two)]
@@ -105,6 +112,24 @@ def test_two_processes_train_the_adapter_of_one(speaker, tmp_path):
     assert same(tmp_path / "one", tmp_path / "two") < 1e-3
 
 
+def test_two_processes_that_share_weights_train_the_adapter_of_one(speaker, tmp_path, fsdp):
+    """There is one batch of held-out rows, so one process runs it for the other's sake alone."""
+    script = tmp_path / "shared.py"  # a process holds half of everything while it trains
+    script.write_text(
+        "import sys\nfrom layerbudget.cli import main\nfrom layerbudget.lora import sharding\n"
+        "found, gather = [], sharding.trained\n"
+        "def seen(model):\n"
+        "    found.append(sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters()))\n"
+        "    return gather(model)\n"
+        "sharding.trained = seen\ncode = main(sys.argv[1:])\nsys.exit(code or (not found or max(found) > 0.6))\n"
+    )
+    words = ("--data", str(speaker / "rows.jsonl"), "--seeds", "0", "1", "--epochs", "1")
+    assert main(command(speaker, "ranks.json", tmp_path / "one", *words)) == 0
+    done = launched([str(script), *command(speaker, "ranks.json", tmp_path / "two", *words)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert same(tmp_path / "one", tmp_path / "two", (0, 1)) < 1e-3
+
+
 def test_what_processes_cannot_share_refuses_by_name(speaker, tmp_path):
     words = command(speaker, "ranks.json", tmp_path / "no", "--data", str(speaker / "rows.jsonl"))
     script = tmp_path / "all.py"  # several refusals in one start
@@ -114,16 +139,19 @@ def test_what_processes_cannot_share_refuses_by_name(speaker, tmp_path):
         "wrong = (['--batch', '15'], ['--batch', '9', '--accumulation', '9'], ['--replan', '0.5'],"
         " ['--set', 'start=gradients'])\n"
         "codes = [main([*words, *more]) for more in wrong]\n"
-        "os.environ['ACCELERATE_USE_FSDP'] = 'true'\ncodes.append(main(words))\n"
-        "sys.exit(0 if codes == [2] * 5 else 1)\n"
+        "os.environ['ACCELERATE_USE_DEEPSPEED'] = 'true'\ncodes.append(main(words))\n"
+        "os.environ |= {'ACCELERATE_USE_DEEPSPEED': 'false', 'ACCELERATE_USE_FSDP': 'true', 'FSDP_VERSION': '1'}\n"
+        "codes.append(main(words))\n"
+        "os.environ |= {'FSDP_VERSION': '2', 'FSDP_OFFLOAD_PARAMS': 'true'}\ncodes.append(main(words))\n"
+        "sys.exit(0 if codes == [2] * 7 else 1)\n"
     )
     done = launched([str(script)])
     said = " ".join(done.stderr.split())
     assert done.returncode == 0, done.stderr[-3000:]
     for sentence in (
         "A batch of 15 rows does not divide between 2 processes", "A re-plan (--replan) is not shared",
-        "A batch of 9 rows in 9 passes does not divide", "FSDP is not shared", "gradients (--start) is not shared",
-        "--batch 14",
+        "A batch of 9 rows in 9 passes does not divide", "DeepSpeed is not shared", "gradients (--start) is not shared",
+        "--batch 14", "FSDP's version is 1", "Add --fsdp_version 2", "--fsdp_offload_params is not read",
     ):  # fmt: skip
         assert sentence in said, sentence
     assert not (tmp_path / "no").exists()
@@ -192,3 +220,56 @@ def test_resume_overwrite_and_accelerate(speaker, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert main(command(speaker, "ranks.json", tmp_path / "one", *rows, "--overwrite")) == 0
     assert same(tmp_path / "one", tmp_path / "two") < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["experts", "labels", "head", "accumulation", "packing"])
+def test_every_way_of_training_shares_weights(speaker, encoder, tmp_path, fsdp, monkeypatch, way):
+    """FSDP against DDP in as many processes: the same sums."""
+    folder = encoder if way == "head" else speaker
+    learned = ("--task", str(folder / "labels.jsonl")) if way in ("head", "labels") else ("--data", str(folder / "rows.jsonl"))
+    more = {
+        "accumulation": ("--accumulation", "2", "--alpha-policy", "rslora", "--gradient-checkpointing"),
+        "packing": ("--packing", "--set", "cutoff=32"),
+    }.get(way, ())
+    for name in ("fsdp", "ddp"):
+        words = command(folder, "experts.json" if way == "experts" else "ranks.json", tmp_path / name, *learned, *more)
+        done = launched(["-m", "layerbudget", *words])
+        assert done.returncode == 0, done.stderr[-3000:]
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    one = tmp_path / "ddp" / "seed-0" / "result.json"
+    record = json.loads(one.read_text())
+    assert record.pop("processes") == 2
+    one.write_text(json.dumps(record))
+    assert same(tmp_path / "ddp", tmp_path / "fsdp") < 1e-3
+
+
+@pytest.mark.slow
+def test_one_process_continues_what_shared_weights_began_and_the_other_way_round(speaker, tmp_path, fsdp):
+    """`accelerate launch --use_fsdp` starts it; checkpoints are those of one process."""
+    rows = ("--data", str(speaker / "rows.jsonl"))
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "29614", "--use_fsdp"]
+    environment = {k: v for k, v in os.environ.items() if "FSDP" not in k} | {"OMP_NUM_THREADS": "1"}
+    words = ["-m", "layerbudget", *command(speaker, "ranks.json", tmp_path / "two", *rows)]
+    for version, code in (("1", 2), ("2", 0)):
+        start = [*launch, "--fsdp_version", version, *words]
+        done = subprocess.run(start, capture_output=True, text=True, env=environment, timeout=500)
+        assert bool(done.returncode) == bool(code), done.stderr[-3000:]
+        assert code == 0 or "FSDP's version is 1" in " ".join(done.stderr.split())
+    assert main(command(speaker, "ranks.json", tmp_path / "one", *rows)) == 0
+    assert same(tmp_path / "one", tmp_path / "two") < 1e-3
+    for out, shared in ((tmp_path / "one", True), (tmp_path / "two", False)):
+        before = load_file(out / "seed-0" / "adapter" / "adapter_model.safetensors")
+        for name in ("result.json", "manifest.json", "adapter/adapter_model.safetensors"):
+            (out / "seed-0" / name).unlink()
+        last = max((out / "seed-0" / "checkpoints").iterdir(), key=lambda f: int(f.name[11:]))
+        (last / "trainer_state.json").write_text("{")  # half written: the one before it counts
+        again = command(speaker, "ranks.json", out, *rows, "--resume")
+        if shared:
+            done = launched(["-m", "layerbudget", *again])
+            assert done.returncode == 0, done.stderr[-3000:]
+        else:
+            assert main(again) == 0
+        after = load_file(out / "seed-0" / "adapter" / "adapter_model.safetensors")
+        assert max(float((v - after[k]).abs().max()) for k, v in before.items()) < 1e-4

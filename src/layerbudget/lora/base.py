@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import InvalidInput
 from ..loading import four_bit_config, held_dtype, resolve
 from .protocol import DEVICES
+from .sharding import wanted
 
 Loader = Callable[[int], nn.Module]
 
@@ -95,6 +96,6 @@ def classifier_loader(
             model = AutoModelForSequenceClassification.from_pretrained(where, num_labels=labels, **options)
         if prepare is not None:
             prepare(model)
-        return model if four_bit else model.to(place)
+        return model if four_bit or wanted() else model.to(place)
 
     return NamedLoader(load, {"dtype": dtype, "quantised": four_bit, "revision": revision, **(prepared or {})})

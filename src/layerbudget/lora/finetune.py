@@ -27,6 +27,7 @@ from ..provenance import computation, versions
 from ..records import dumps, write_text
 from ..running.shares import by_first, first, team
 from . import seeds as seeds_of
+from . import sharding
 from .adapt import started
 from .base import Loader, NamedLoader
 from .protocol import Protocol
@@ -43,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 def _arguments(
-    folder: Path, protocol: Protocol, seed: int, steps: int, *, cpu: bool, bf16: bool, checkpointing: bool, quiet: bool
+    folder: Path, model: nn.Module, protocol: Protocol, seed: int, steps: int, *, cpu: bool, bf16: bool, checkpointing: bool,
+    quiet: bool,
 ) -> TrainingArguments:  # fmt: skip
     from transformers import TrainingArguments
 
@@ -54,6 +56,7 @@ def _arguments(
         new = "activation_checkpointing" in {f.name for f in dataclasses.fields(TrainingArguments)}
         name = "activation_checkpointing" if new else "gradient_checkpointing"
         options = {name: True, f"{name}_kwargs": {"use_reentrant": False}}
+    options |= sharding.arguments(model)
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"), seed=seed, data_seed=seed, num_train_epochs=protocol.epochs,
         per_device_train_batch_size=per_device, gradient_accumulation_steps=protocol.accumulation,
@@ -98,10 +101,10 @@ def train_one(
         )
     read = rows.training()
     steps = math.ceil(len(read) / protocol.batch) * math.ceil(protocol.epochs)
-    device = next(model.parameters()).device
+    device = sharding.place(next(model.parameters()).device)
     half = bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters())
     arguments = _arguments(
-        folder, protocol, seed, steps, cpu=device.type == "cpu", bf16=half, checkpointing=checkpointing, quiet=quiet
+        folder, model, protocol, seed, steps, cpu=device.type == "cpu", bf16=half, checkpointing=checkpointing, quiet=quiet
     )
     set_seed(seed)
     checkpoint = by_first(lambda: seeds_of.last_whole(folder)) if resume else None
@@ -117,9 +120,10 @@ def train_one(
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if protocol.alpha_policy != "constant-ratio":
         fold_scales(model, protocol.ratio)  # what is saved has one scale, as servers assume
+    state = sharding.trained(model) if sharding.wanted() else None
     if first():
         with whole(folder):
-            cast("PeftModel", model).save_pretrained(str(folder / "adapter"))
+            cast("PeftModel", model).save_pretrained(str(folder / "adapter"), state_dict=state)
     result: dict[str, Any] = {
         "seed": seed,
         "training_loss": mean_loss(trainer.state.log_history),
@@ -150,6 +154,10 @@ def _trainer(
     together = team()
     if together is None:
         return Trainer(train_dataset=cast(Any, read), **options)
+    if sharding.wanted():
+        from .sharded import ShardedTrainer
+
+        return ShardedTrainer(together, read, protocol.batch // protocol.accumulation, causal=rows.causal, **options)
     return SharedTrainer(together, read, protocol.batch // protocol.accumulation, causal=rows.causal, **options)
 
 
@@ -212,6 +220,7 @@ def finetune(
         raise InvalidInput("resume and overwrite were given together.", "One keeps what the other removes.", "Leave one out.")
     moved = [c.describe() for c in callbacks() if hasattr(c, "describe")]
     check(protocol, load, moved, bf16=bf16)
+    sharding.check()
     by_first(lambda: seeds_of.check_free(out, resume=resume, overwrite=overwrite))
     identity = {
         "plan": plan.digest, "task": task.digest, "protocol": dataclasses.asdict(protocol), "bf16": bf16,

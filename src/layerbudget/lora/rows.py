@@ -11,7 +11,7 @@ from torch import nn
 
 from ..data.examples import Example, Task
 from ..evaluation import statistics
-from ..running.shares import spread, total
+from ..running.shares import rounds, total
 
 IGNORE = -100
 
@@ -118,23 +118,26 @@ class Rows:
             rows = self.encoded(examples)
             order = np.argsort([len(r["input_ids"]) for r in rows], kind="stable")
             result = np.zeros(len(rows), dtype=np.int64)
-            for start in spread(range(0, len(rows), batch)):
+            for start, counts in rounds(range(0, len(rows), batch)):
                 part = order[start : start + batch]
                 inputs = {k: v.to(device) for k, v in self.collate([rows[i] for i in part]).items() if k != "labels"}
-                result[part] = model(**inputs).logits.float().argmax(-1).cpu().numpy()
+                predicted = model(**inputs).logits.float().argmax(-1).cpu().numpy()
+                if counts:
+                    result[part] = predicted
             return total(result).astype(np.int64)
         scored = Rows(self.task, self.tokenizer, causal=True, cutoff=self.cutoff)
         owners = [(i, answer) for i, e in enumerate(examples) for answer in range(e.choices)]
         rows = [scored._answered(examples[i], answer) for i, answer in owners]
         sums = np.zeros(len(rows))
         order = np.argsort([len(r["input_ids"]) for r in rows], kind="stable")
-        for start in spread(range(0, len(rows), batch)):
+        for start, counts in rounds(range(0, len(rows), batch)):
             part = order[start : start + batch]
             inputs = {k: v.to(device) for k, v in self.collate([rows[i] for i in part]).items()}
             labels = inputs.pop("labels")[:, 1:]
             chances = model(**inputs).logits[:, :-1].float().log_softmax(-1)
             taken = chances.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels != IGNORE)
-            sums[part] = taken.sum(-1).cpu().numpy()
+            if counts:
+                sums[part] = taken.sum(-1).cpu().numpy()
         table = np.full((len(examples), len(self.task.answers)), -np.inf)
         for owner, value in zip(owners, total(sums), strict=True):
             table[owner] = value

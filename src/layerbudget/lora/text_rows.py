@@ -19,7 +19,7 @@ from ..data.examples import Task
 from ..data.texts import Texts
 from ..errors import InvalidInput
 from ..running.divergence import next_tokens, sequence_losses
-from ..running.shares import spread, total
+from ..running.shares import rounds, total
 from .protocol import Protocol
 from .rows import Rows, is_causal
 
@@ -117,12 +117,13 @@ class TextRows:
         model.eval()
         device, found = next(model.parameters()).device, np.zeros(len(examples))
         order = np.argsort([len(r.input_ids) for r in examples], kind="stable")
-        for start in spread(range(0, len(order), batch)):
+        for start, counts in rounds(range(0, len(order), batch)):
             part = order[start : start + batch]
             inputs = {k: v.to(device) for k, v in padded([examples[i] for i in part], self.pad).items()}
             targets = next_tokens(inputs.pop("labels"), None)
             sums = sequence_losses(model(**inputs).logits[:, :-1].float(), targets)
-            found[part] = (sums / (targets != IGNORE).sum(1)).cpu().numpy()
+            if counts:
+                found[part] = (sums / (targets != IGNORE).sum(1)).cpu().numpy()
         return total(found)
 
     def judge(self, model: nn.Module) -> dict[str, Any]:

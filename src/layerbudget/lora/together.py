@@ -27,7 +27,7 @@ from .base import Loader, NamedLoader
 from .protocol import Protocol
 
 _ENGINES = {  # of accelerate, by the variable that it sets for the processes it starts
-    "ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
 }  # fmt: skip
 
@@ -43,7 +43,7 @@ def check(protocol: Protocol, load: Loader, moved: Sequence[Any], *, bf16: bool)
 
     Raises:
         InvalidInput: Processes that did not join; a batch that does not divide; a balance loss, a start in gradients, a
-            re-plan, a base in 4 bits; FSDP and other engines of accelerate, and its mixed precision.
+            re-plan, a base in 4 bits; engines of accelerate other than DDP and FSDP, and its mixed precision.
     """
     started, found = int(os.environ.get("WORLD_SIZE", "1")), team()
     if started < 2 and found is None:
@@ -69,10 +69,10 @@ def check(protocol: Protocol, load: Loader, moved: Sequence[Any], *, bf16: bool)
         (moved, "A re-plan (--replan)", "Plan before, and leave --replan out: parameters take other shapes."),
         (named, "A base in 4 bits (--four-bit)", "Use --dtype bfloat16."),
         (precision != "no" and not (precision == "bf16" and bf16), f"Accelerate's mixed precision {precision}", "Say --bf16."),
-        *((os.environ.get(v, "").lower() in ("1", "true"), e, "Launch plain DDP.") for v, e in _ENGINES.items()),
+        *((os.environ.get(v, "").lower() in ("1", "true"), e, "Launch plain DDP, or FSDP.") for v, e in _ENGINES.items()),
     ):
         if refused:
-            raise InvalidInput(f"{what} is not shared between processes.", f"There are {found.size}, under DDP.", remedy)
+            raise InvalidInput(f"{what} is not shared between processes.", f"There are {found.size}.", remedy)
 
 
 class Shares(Sampler[list[int]]):

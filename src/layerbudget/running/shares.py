@@ -128,6 +128,7 @@ def join(device: str | None = None) -> Team | None:
         if accelerated:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         dist.init_process_group("nccl" if accelerated else "gloo")
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers reads weights in process 0 alone
         atexit.register(leave)
     return team()
 
@@ -154,6 +155,17 @@ def spread(parts: Sequence[T]) -> list[T]:
     """Every n-th of the parts, none of them where there are fewer than processes."""
     found = team()
     return list(parts) if found is None else list(parts[found.rank :: found.size])
+
+
+def rounds(parts: Sequence[T]) -> list[tuple[T, bool]]:
+    """Every n-th of the parts, as many for each process: one that has none left gets the last again, marked False.
+
+    A model whose weights are shared runs in all processes at once.
+    """
+    own = [(part, True) for part in spread(parts)]
+    found = team()
+    most = 0 if found is None else -(-len(parts) // found.size)
+    return own + [(parts[-1], False)] * (most - len(own))
 
 
 def mine(data: Some) -> Some:
