@@ -12,12 +12,12 @@ import layerbudget.errors
 from layerbudget.cli import main
 from layerbudget.comparison import bench as benches
 from layerbudget.comparison import grid, render, verdict
-from layerbudget.comparison.cells import Cells
 from layerbudget.comparison.format_bench import FormatBench
 from layerbudget.comparison.passes import counted
 from layerbudget.comparison.run import compare_scores
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput
+from layerbudget.running.cells import Cells
 from layerbudget.treatments.base import Level, find_quantiser
 
 

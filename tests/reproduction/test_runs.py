@@ -1,5 +1,6 @@
 """The experiments that prune, train and ask, on a tiny model and a few rows of every task."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -9,10 +10,10 @@ from tests import task_rows, zoo
 
 import layerbudget as lb
 from layerbudget.cli import main
-from layerbudget.comparison.cells import Cells
 from layerbudget.errors import NotFound
 from layerbudget.lora.protocol import Protocol
 from layerbudget.reproduction import drift_run, expert_bench, experts_run, histogram, influences, pruning_run, setting
+from layerbudget.running.cells import Cells, Elsewhere
 
 
 def speaker():
@@ -70,7 +71,7 @@ def test_pruning_and_kappa(tiny):
     assert plan.values.max() <= 0.51 + 1e-12 and plan.sparsity == pytest.approx(0.5, abs=1e-3)
     assert plan.hyperparameters["exponent_on"] == "block"
     made = runs.cells.made
-    runs.ask(plan, "wanda")
+    runs.ask(lambda: plan, "wanda")
     assert runs.cells.made == made  # kept from the run before
     study = pruning_run.run_kappa(**tiny)
     assert len(study.rows) == 3 * 6 and [c.met for c in study.claims].count(None) == 0
@@ -84,6 +85,16 @@ def test_experts_and_drift(tiny):
     assert published == [87.44, 80.43] and found.rows[2]["MDL (All), published"] == pytest.approx(np.mean(published))
     assert "MDL (+ve) - LayerIF (+ve) = -0.71 points over CoLA, CommonsenseQA" in found.line  # over the tasks that ran
     moved = drift_run.run_drift(**tiny)
+    shared = {**tiny, "out": tiny["out"] + "-parts"}
+    for _ in range(2):  # scores, then what is planned from them
+        for i in (1, 2):
+            with contextlib.suppress(Elsewhere):
+                drift_run.run_drift(**shared, part=(i, 2))
+    runs = expert_bench.ExpertRuns(
+        scale="small", model=tiny["model"], data_dir=tiny["data_dir"], out=shared["out"], part=(3, 99)
+    )
+    assert all(runs.wrong(lambda task=t: runs.mdl(task, "positive", 3.0), t) for t in ("cola", "commonsenseqa"))
+    assert drift_run.run_drift(**shared).rows == moved.rows
     first = next(r for r in moved.rows if "source" in r["task"])
     assert first["drift, sum one"] == first["regret"] == first["accuracy difference"] == 0.0
     other = next(r for r in moved.rows if "source" not in r["task"])
@@ -114,3 +125,26 @@ def test_the_command_leaves_a_run(tiny, capsys, monkeypatch):
     assert len(json.loads(capsys.readouterr().out)["items"]) == 18
     assert main(["reproduce", "published", "table-7"]) == 0
     assert "uniform is ahead of MDL" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["local", "submitit-local", "ray"])
+def test_parts_that_were_started_make_the_table_of_one_process(tiny, how, capsys):
+    """As the command has it: small scale on files of a few rows."""
+    if how != "local":
+        pytest.importorskip(how.split("-")[0])
+    words = ["reproduce", "drift", "--model", tiny["model"], "--data-dir", tiny["data_dir"], "--quiet", "--json"]
+    assert main([*words, "--out", tiny["out"], "--workers", "2", "--launcher", how]) == 0
+    shared = json.loads(capsys.readouterr().out)
+    assert main([*words, "--out", tiny["out"] + "-alone"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert {**shared, "seconds": 0} == {**alone, "seconds": 0}
+    logs = sorted(p.name for p in (setting.Path(tiny["out"]) / "launch").iterdir())
+    assert len(logs) >= 4 and main([*words, "--workers", "2"]) == 2  # parts need a folder
+
+
+def test_what_keeps_no_cells_has_no_parts(capsys):
+    with pytest.raises(SystemExit):
+        main(["reproduce", "tests", "--workers", "2"])
+    assert main(["reproduce", "drift", "--workers", "2"]) == 2 and main(["reproduce", "drift", "--part", "1/2"]) == 2
+    assert "Parts share the folder of --out" in " ".join(capsys.readouterr().err.split())

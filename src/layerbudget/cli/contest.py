@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
-from ..comparison.launch import LAUNCHERS, launch
 from ..errors import InvalidInput
 from .files import say, show_table
+from .parts import add_parts, asked_for_parts, launch_parts
 from .shared import named_values, progress_bar, refuse
 
 # What a budget flag plans, and whether that is trained (on a task) or applied (and measured on text).
@@ -51,29 +50,22 @@ def register(subparsers: Any) -> None:
     p.add_argument("--set", dest="own", action="append", default=[], metavar="NAME=VALUE",
                    help="an option of rules (exponent, max_sparsity, ...); rules that do not read it go without")  # fmt: skip
     p.add_argument("--no-controls", action="store_true", help="leave the permuted controls out")
-    p.add_argument("--part", default="1/1", metavar="I/N", help="measure every N-th missing cell: N processes share --out")
-    p.add_argument("--cells-only", action="store_true", help="measure and keep cells, leave table and figure to a later run")
-    p.add_argument("--workers", type=int, help="start so many parts by --launcher first, then put their cells together")
-    p.add_argument("--launcher", choices=LAUNCHERS, help="of --workers: processes here (default), or jobs through submitit")
+    add_parts(p)
     p.add_argument("-o", "--out", required=True, metavar="DIR", help="cells (kept, resumed), table, LaTeX and figure")
     p.set_defaults(handler=handler)
 
 
 def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Compare, show the ranking and the sentences, leave the files."""
-    from ..comparison.cells import parse_part
     from ..comparison.render import flat, leave
     from ..comparison.run import compare_scores
     from ..kinds import KINDS
     from ..records import check_output
+    from ..running.cells import parse_part
 
-    if a.workers is None:
-        refuse(a, ("launcher",), "one process: it starts those of --workers")
-    elif a.part != "1/1":
-        refuse(a, ("workers",), "one part, which starts no others")
-    else:
+    if asked_for_parts(a):
         check_output(f"{a.out}/comparison.json", overwrite=a.overwrite)
-        launch(_without(a.words, "--workers", "--launcher"), a.workers, a.out, a.launcher or "local")
+        launch_parts(a)
     kind = next(k for k in _KINDS if getattr(a, k) is not None)
     KINDS.find(kind)
     part = parse_part(a.part)
@@ -101,22 +93,6 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     files = leave(result, a.out, overwrite=a.overwrite)
     say(a, [f"Written to {a.out}: {', '.join(sorted(files))}."])
     return {**result, "files": files}
-
-
-def _without(words: Sequence[str], *flags: str) -> list[str]:
-    """A command line without some flags and their values.
-
-    >>> _without(["compare", "demo", "--workers", "2", "--seeds", "0", "--launcher=local"], "--workers", "--launcher")
-    ['compare', 'demo', '--seeds', '0']
-    """
-    kept: list[str] = []
-    skip = False
-    for word in words:
-        name = word.split("=")[0]
-        if not skip and name not in flags:
-            kept.append(word)
-        skip = not skip and name in flags and "=" not in word
-    return kept
 
 
 def _text_bench(a: argparse.Namespace, kind: str) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..lora.protocol import ALPHA_POLICIES, DEVICES, STARTS
+from .parts import add_parts, asked_for_parts, launch_parts
 from .shared import announce, named_values, progress_bar, refuse
 
 
@@ -63,6 +64,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="keep finished seeds, continue unfinished ones")
     parser.add_argument("--against", metavar="DIR", help="paired tests against another result folder (of a uniform plan, say)")
+    add_parts(parser, "seed", left="")
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the adapters and results")
     parser.set_defaults(handler=handler)
 
@@ -78,6 +80,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..records import dumps, write_text
     from ..running.shares import first
 
+    part, elsewhere = _parts(arguments)
     if arguments.against:
         read_result(arguments.against)  # before the training
     if arguments.task not in NAMES:
@@ -114,7 +117,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
             tokenizer, plan, task, arguments.out, protocol=protocol,
             checkpointing=arguments.gradient_checkpointing, seeds=arguments.seeds, resume=arguments.resume,
             overwrite=arguments.overwrite, bf16=arguments.bf16, quiet=True,
-            callbacks=_callbacks(arguments, plan, progress), progress=None,
+            callbacks=_callbacks(arguments, plan, progress), progress=None, part=part, elsewhere=elsewhere,
         )  # fmt: skip
     _show(arguments.console, result)
     if recipe is not None:
@@ -128,6 +131,33 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
                 if tests[test]:
                     arguments.console.print(f"{split}, over {test}: {tests[test]['sentence']}")
     return {**result, "output": arguments.out}
+
+
+def _parts(arguments: argparse.Namespace) -> tuple[tuple[int, int], Any]:
+    """Which of the seeds are trained here, and what has the others trained.
+
+    Raises:
+        InvalidInput: No such part; parts of a run that several processes share already.
+    """
+    from ..errors import InvalidInput
+    from ..running.cells import parse_part
+    from ..running.shares import team
+
+    part = parse_part(arguments.part)
+    if not 1 <= part[0] <= part[1] <= len(arguments.seeds):
+        raise InvalidInput(
+            f"The part is {arguments.part} of {len(arguments.seeds)} seeds.", "It is I/N with 1 <= I <= N <= seeds.",
+            "Write for example 1/2.",
+        )  # fmt: skip
+    if part[1] > 1:
+        refuse(arguments, ("against", "overwrite"), "a part, which writes no summary")
+    if not asked_for_parts(arguments):
+        return part, None
+    if team() is not None:
+        refuse(arguments, ("workers",), "seeds that several processes train together")
+    parts = min(arguments.workers, len(arguments.seeds))
+    words: dict[str, Any] = {"drop": ("--overwrite",), "valued": ("--against",), "parts": parts, "rounds": 1}
+    return part, lambda: launch_parts(arguments, ("--resume", "--quiet"), **words)
 
 
 LONGEST = 1024  # tokens of a row of text where no cutoff is named, as TRL has it

@@ -6,7 +6,10 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import InvalidInput
+from ..running.cells import Elsewhere, parse_part
 from .files import say, show_table
+from .parts import add_parts, asked_for_parts, launch_parts
 from .shared import progress_bar
 
 SCALES = ("small", "full")
@@ -36,6 +39,8 @@ def register(subparsers: Any) -> None:
             p.add_argument(f"--{flag.replace('_', '-')}", **_FLAGS[flag])
         kept = ", and keep finished cells: a run that was stopped goes on" if entry.keeps else ""
         p.add_argument("-o", "--out", metavar="DIR", help=f"leave result.json, table.csv and figure.png here{kept}")
+        if entry.keeps:
+            add_parts(p)
         p.set_defaults(handler=run_experiment, experiment=entry.name)
 
 
@@ -73,6 +78,20 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:g}"
 
 
+def _parts(a: argparse.Namespace) -> tuple[int, int]:
+    """The part of this run; those of ``--workers`` have ended when it begins.
+
+    Raises:
+        InvalidInput: Parts without a folder that they share.
+    """
+    part = parse_part(a.part)
+    if a.out is None and (a.workers is not None or a.cells_only or part[1] > 1):
+        raise InvalidInput("Parts share the folder of --out, and none was named.", "Cells are kept in it.", "Name one.")
+    if asked_for_parts(a):
+        launch_parts(a)
+    return part
+
+
 def run_experiment(a: argparse.Namespace) -> dict[str, Any]:
     """Run one experiment, show its table, finding and shape, and leave its files."""
     from ..reproduction.catalogue import find_experiment
@@ -81,9 +100,18 @@ def run_experiment(a: argparse.Namespace) -> dict[str, Any]:
     entry = find_experiment(a.experiment)
     if a.out:
         check_folder(a.out, overwrite=a.overwrite)
-    given = {name: getattr(a, name) for name in entry.reads}
-    with progress_bar(a, entry.name) as progress:
-        outcome = entry.open()(scale=a.scale, out=a.out, progress=progress, **given)
+    given: dict[str, Any] = {name: getattr(a, name) for name in entry.reads}
+    if entry.keeps:
+        given["part"] = _parts(a)
+    try:
+        with progress_bar(a, entry.name) as progress:
+            outcome = entry.open()(scale=a.scale, out=a.out, progress=progress, **given)
+    except Elsewhere as others:
+        say(a, [f"Part {a.part}: {others}. The table is made when all are there."])
+        return {"experiment": entry.name, "part": a.part, "complete": False, "cells": str(others)}
+    if getattr(a, "cells_only", False):
+        say(a, ["All cells are there; the table is left to a run without --cells-only."])
+        return {"experiment": entry.name, "part": a.part, "complete": True}
     columns = tuple(dict.fromkeys(name for row in outcome.rows for name in row))
     show_table(a, entry.summary, columns, [["" if r.get(c) is None else r[c] for c in columns] for r in outcome.rows])
     say(a, [f"Finding: {outcome.finding}.", f"The paper's shape: {outcome.line}"])

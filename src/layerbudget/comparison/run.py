@@ -15,10 +15,10 @@ from ..plan import Plan
 from ..planning.bits import ESTIMATOR
 from ..provenance import versions
 from ..records import Block, Result, digest
+from ..running.cells import Cells
 from ..scores.estimators import find_estimator
 from ..scores.importing import import_scores
 from ..scores.record import Scores
-from .cells import Cells
 from .grid import UNIFORM, Grid, make_grid, twins
 from .passes import counted
 from .verdict import difference, holm, ranking

@@ -177,6 +177,8 @@ def finetune(
     quiet: bool = True,
     callbacks: Callable[[], Sequence[Any]] = tuple,
     progress: Callable[[int, int], None] | None = None,
+    part: tuple[int, int] = (1, 1),
+    elsewhere: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
     """Fine-tune a plan over seeds.
 
@@ -196,6 +198,9 @@ def finetune(
         quiet: No progress bars of the Trainer.
         callbacks: Makes the callbacks of one seed.
         progress: Called with seeds done and in total.
+        part: ``(i, n)``: train every n-th seed only, beginning with the i-th (from 1), and write no summary.
+        elsewhere: Called when earlier results are out of the way: trains seeds in other processes. Those that it leaves
+            are trained here.
 
     Returns:
         The record that is also written to ``result.json``: per split and metric the mean, the standard error and the
@@ -230,19 +235,22 @@ def finetune(
     if moved:  # they change numbers too
         identity["callbacks"] = moved
     with seeds_of.replacing(out) if overwrite and first() else contextlib.nullcontext():
+        if elsewhere is not None:
+            elsewhere()
         return _over_seeds(
             load, tokenizer, plan, task, out, protocol, seeds, identity, progress=progress, resume=resume, bf16=bf16,
-            callbacks=callbacks, checkpointing=checkpointing, quiet=quiet,
+            callbacks=callbacks, checkpointing=checkpointing, quiet=quiet, part=part,
         )  # fmt: skip
 
 
 def _over_seeds(
     load: Loader, tokenizer: Any, plan: Plan, task: Task | Texts, out: Path, protocol: Protocol, seeds: Sequence[int],
     identity: dict[str, Any], *, callbacks: Callable[[], Sequence[Any]], progress: Callable[[int, int], None] | None,
-    **options: Any,
+    part: tuple[int, int], **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Train what is missing, seed by seed, and write the summary."""
     results, trained = [], 0
+    seeds = seeds[part[0] - 1 :: part[1]]
     for done, seed in enumerate(seeds):
         folder = out / f"seed-{seed}"
         record = by_first(lambda folder=folder: seeds_of.kept(folder, identity))  # type: ignore[misc]
@@ -268,7 +276,8 @@ def _over_seeds(
         "rule": plan.rule, "trained_parameters": trained, "seeds": list(seeds), "identity": identity,
         "metrics": _summary(results), "one_class": _one_class(results),
     }  # fmt: skip
-    by_first(lambda: _write_summary(out, summary, task, plan))
+    if part[1] == 1:
+        by_first(lambda: _write_summary(out, summary, task, plan))
     return summary
 
 

@@ -7,6 +7,7 @@ squared norm, as in the paper, of scores that sum to one (its text) and that hav
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,25 +27,32 @@ SOURCE = "commonsenseqa"
 
 def run_drift(
     *, scale: str = "small", model: str = "demo", data_dir: Path | str | None = None, out: Path | str | None = None,
-    progress: Callable[[int, int], None] | None = None, **_: Any,
+    part: tuple[int, int] = (1, 1), progress: Callable[[int, int], None] | None = None, **_: Any,
 ) -> Outcome:  # fmt: skip
     """Plan on CommonsenseQA, use on the others.
 
     Raises:
+        Elsewhere: Another part of the grid has cells to measure.
         NotFound: The tasks' files are not there.
     """
-    runs = ExpertRuns(scale=scale, model=model, data_dir=data_dir, out=out)
+    runs = ExpertRuns(scale=scale, model=model, data_dir=data_dir, out=out, part=part)
     beta, theirs = BETAS["gemma"], item("table-3")["rows"]
-    source = runs.influence(SOURCE, "positive")
-    carried = runs.mdl(SOURCE, "positive", beta)
-    rows = []
+    plans = {task: functools.partial(runs.mdl, task, "positive", beta) for task in (SOURCE, *runs.setting.tuned)}
+    trained = {}
     for done, task in enumerate(runs.setting.tuned, 1):
+        trained[task] = [runs.wrong(plans[of], task) for of in (task, SOURCE)]
+        if progress is not None:
+            progress(done, len(runs.setting.tuned))
+    runs.cells.check()
+    source = runs.influence(SOURCE, "positive")
+    rows = []
+    for task, wrong in trained.items():
         target = runs.influence(task, "positive")
         t = transfer_scores(
             source, target, program="experts", budget=f"{runs.total} experts", exponent=beta, exponent_on="block",
             smoothing=1e-6,
         )  # fmt: skip
-        own, moved = (accuracy_row(runs.wrong(p, task)) for p in (runs.mdl(task, "positive", beta), carried))
+        own, moved = (accuracy_row(w) for w in wrong if w is not None)
         test = compare_means({task: own}, {task: moved})
         label = TASKS[task] + (" (source)" if task == SOURCE else "")
         printed = theirs.get(label, {})
@@ -54,8 +62,6 @@ def run_drift(
             "uniform regret": t.uniform_regret, "accuracy difference": 100 * test.difference, "low": 100 * test.low,
             "high": 100 * test.high, "accuracy difference, published": printed.get("accuracy difference"),
         })  # fmt: skip
-        if progress is not None:
-            progress(done, len(runs.setting.tuned))
     return Outcome(
         name="drift", items=("table-3",), setting={**runs.setting_record, "beta": beta}, result={"rows": rows}, rows=rows,
         claims=_claims(rows), finding=_finding(rows), seconds=runs.cells.seconds, draw=lambda path: _draw(rows, path),

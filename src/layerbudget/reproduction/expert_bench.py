@@ -7,7 +7,7 @@ the paper in block form, rounded with a proven gap; its beta is that of the rele
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import numpy as np
 
 from ..blocks import describe, partition
 from ..comparison.bench import TaskBench
-from ..comparison.cells import Cells
 from ..data.tasks import load_task
 from ..evaluation.paired import compare_means
 from ..loading import load_model, load_tokenizer
 from ..lora.base import classifier_loader
 from ..plan import Plan
 from ..planning import plan_experts
+from ..running.cells import Cells
 from ..scores.gain import score
 from ..scores.record import Scores
 from .influences import drawn, influence_scores, text_rows
@@ -34,12 +34,14 @@ EXPONENTS: Mapping[str, float] = {"all": 2.0, "positive": 3.0}  # of LayerIF's h
 class ExpertRuns:
     """Scores, plans and fine-tunings of one model; finished ones are kept in ``out/cells``."""
 
-    def __init__(self, *, scale: str, model: str, data_dir: Path | str | None, out: Path | str | None) -> None:
+    def __init__(
+        self, *, scale: str, model: str, data_dir: Path | str | None, out: Path | str | None, part: tuple[int, int] = (1, 1)
+    ) -> None:
         self.setting, self.name, self.folder = SETTINGS[scale], model, need_data(data_dir)
         self.model, self.tokenizer = load_model(model, dtype=self.setting.dtype), load_tokenizer(model)
         self.blocks = tuple(partition(self.model))
         self.total = PER_LAYER * len(self.blocks)
-        self.cells = Cells(None if out is None else Path(out) / "cells")
+        self.cells = Cells(None if out is None else Path(out) / "cells", part)
         self.setting_record = {
             "scale": scale, "model": model, "digest": describe(self.model)["digest"], "experts": self.total,
             "tasks": list(self.setting.tuned), "train_rows": self.setting.train_rows, "test_rows": self.setting.test_rows,
@@ -73,13 +75,18 @@ class ExpertRuns:
         scores = score(self.model, None, self.blocks, "spectral-tail") if rule == "alphalora" else self.blocks
         return plan_experts(scores, total=self.total, rule=rule, min_experts=0 if rule == "alphalora" else 1)
 
-    def wrong(self, plan: Plan, task: str) -> list[list[float]]:
-        """Mistakes of the fine-tuned plan, ``[seed][question]``."""
+    def wrong(self, make: Callable[[], Plan], task: str) -> list[list[float]] | None:
+        """Mistakes of the fine-tuned plan, ``[seed][question]``; None where another part of the grid finds some of them."""
+        plan = self.cells.here(make)
+        if plan is None:
+            return None
+        found = [self.cells.here(functools.partial(self._measured, plan, task, seed)) for seed in self.setting.seeds]
+        return None if None in found else [f for f in found if f is not None]
+
+    def _measured(self, plan: Plan, task: str, seed: int) -> list[float]:
         bench = self._bench(task)
-        found = []
-        for seed in self.setting.seeds:
-            key = {"what": "experts", "counts": plan.counts.tolist(), "seed": seed, **bench.identity}
-            found.append(self.cells.need(key, functools.partial(bench.measure, plan, seed))["values"])
+        key = {"what": "experts", "counts": plan.counts.tolist(), "seed": seed, **bench.identity}
+        found: list[float] = self.cells.own(key, functools.partial(bench.measure, plan, seed))["values"]
         return found
 
     def _bench(self, task: str) -> TaskBench:

@@ -27,10 +27,13 @@ def _train(runs: ExpertRuns, columns: Mapping[str, Column], progress: Progress |
     done, total = 0, len(columns) * len(runs.setting.tuned)
     for task in runs.setting.tuned:
         for name, make in columns.items():
-            cells[name][task] = accuracy_row(runs.wrong(make(task), task))
+            wrong = runs.wrong(functools.partial(make, task), task)
+            if wrong is not None:
+                cells[name][task] = accuracy_row(wrong)
             done += 1
             if progress is not None:
                 progress(done, total)
+    runs.cells.check()
     return cells
 
 
@@ -59,14 +62,15 @@ def _outcome(
 
 def run_experts(
     *, scale: str = "small", model: str = "demo", data_dir: Path | str | None = None, out: Path | str | None = None,
-    paper: str = "mistral", progress: Progress | None = None, **_: Any,
+    paper: str = "mistral", part: tuple[int, int] = (1, 1), progress: Progress | None = None, **_: Any,
 ) -> Outcome:  # fmt: skip
     """LayerIF against MDL: All and +ve (``paper="mistral"``: Table 5, Figure 2) or +ve alone (``"gemma"``: Table 6, Figure 3).
 
     Raises:
+        Elsewhere: Another part of the grid has cells to measure.
         NotFound: The tasks' files are not there.
     """
-    runs = ExpertRuns(scale=scale, model=model, data_dir=data_dir, out=out)
+    runs = ExpertRuns(scale=scale, model=model, data_dir=data_dir, out=out, part=part)
     beta = BETAS[paper]
     columns: dict[str, Column] = {
         "LayerIF (All)": lambda t: runs.layerif(t, "all"), "MDL (All)": lambda t: runs.mdl(t, "all", beta),
@@ -85,14 +89,15 @@ def run_experts(
 
 def run_strategies(
     *, scale: str = "small", model: str = "demo", data_dir: Path | str | None = None, out: Path | str | None = None,
-    progress: Progress | None = None, **_: Any,
+    part: tuple[int, int] = (1, 1), progress: Progress | None = None, **_: Any,
 ) -> Outcome:  # fmt: skip
     """Table 7: MoLA's shapes, AlphaLoRA, Fisher, LayerIF and MDL at one total.
 
     Raises:
+        Elsewhere: Another part of the grid has cells to measure.
         NotFound: The tasks' files are not there.
     """
-    runs = ExpertRuns(scale=scale, model=model, data_dir=data_dir, out=out)
+    runs = ExpertRuns(scale=scale, model=model, data_dir=data_dir, out=out, part=part)
     free = {name: runs.free(name) for name in ("mola-5555", "mola-2468", "mola-8642", "alphalora")}
     columns: dict[str, Column] = {
         "MoLA 5555": lambda t: free["mola-5555"], "MoLA 2468": lambda t: free["mola-2468"],
@@ -116,14 +121,15 @@ def run_strategies(
 
 def run_beta(
     *, scale: str = "small", model: str = "demo", data_dir: Path | str | None = None, out: Path | str | None = None,
-    progress: Progress | None = None, **_: Any,
+    part: tuple[int, int] = (1, 1), progress: Progress | None = None, **_: Any,
 ) -> Outcome:  # fmt: skip
     """Figure 4: beta 1, 2 and 3, trained, beside LayerIF (+ve).
 
     Raises:
+        Elsewhere: Another part of the grid has cells to measure.
         NotFound: The tasks' files are not there.
     """
-    runs = ExpertRuns(scale=scale, model=model, data_dir=data_dir, out=out)
+    runs = ExpertRuns(scale=scale, model=model, data_dir=data_dir, out=out, part=part)
     columns: dict[str, Column] = {"LayerIF": lambda t: runs.layerif(t, "positive")}
     for beta in (1.0, 2.0, 3.0):
         columns[f"beta {beta:g}"] = functools.partial(runs.mdl, aggregation="positive", beta=beta)

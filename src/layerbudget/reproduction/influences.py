@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from ..blocks import describe
-from ..comparison.cells import Cells
 from ..data.calibration import CalibrationSet
 from ..data.examples import Example, Task
 from ..data.tasks import load_task
 from ..lora.rows import Rows
 from ..records import Block
+from ..running.cells import Cells
 from ..scores.gain import score
 from ..scores.record import Scores
 from .setting import Setting
@@ -58,6 +58,9 @@ def influence_scores(
         cells: Where finished ones are kept.
         aggregation: ``all`` or ``positive`` (the paper's +ve).
         seed: Of the draw of rows.
+
+    Raises:
+        Elsewhere: Another part of the grid makes them.
     """
     task = load_task(name, data_dir)
     n, m = setting.influence_train, setting.influence_validation
@@ -68,6 +71,6 @@ def influence_scores(
         train, held = (text_rows(task, part, tokenizer, setting.cutoff) for part in (rows[:n], rows[n:]))
         return score(model, train, blocks, "layerif", validation=held).to_dict()
 
-    record = Scores.from_dict(cells.need(key, make))
+    record = Scores.from_dict(cells.own(key, make))
     values = record.extra["all" if aggregation == "all" else "positive"]
     return dataclasses.replace(record, gain=(tuple(values[b.name] for b in blocks),), standard_error=())

@@ -8,6 +8,7 @@ paper has neither.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ import numpy as np
 import torch
 
 from ..blocks import describe, partition, weight_of
-from ..comparison.cells import Cells
 from ..data.text import calibration
 from ..evaluation.paired import compare_means
 from ..loading import load_model, load_tokenizer
 from ..plan import Plan
 from ..planning import plan_sparsity
 from ..pruning.apply import prune
+from ..running.cells import Cells
 from ..scores.record import Scores
 from .influences import influence_scores
 from .outcome import Claim, Outcome
@@ -38,7 +39,10 @@ KAPPAS = (1, 2, 3, 4)
 class PruningRuns:
     """Plans, pruned and asked, each once; finished ones are kept in ``out/cells``."""
 
-    def __init__(self, *, scale: str, model: str, data_dir: Path | str | None, out: Path | str | None, paper: str) -> None:
+    def __init__(
+        self, *, scale: str, model: str, data_dir: Path | str | None, out: Path | str | None, paper: str,
+        part: tuple[int, int] = (1, 1),
+    ) -> None:  # fmt: skip
         self.setting, self.paper, self.scale, self.name = SETTINGS[scale], paper, scale, model
         self.folder = need_data(data_dir)
         self.model, self.tokenizer = load_model(model, dtype=self.setting.dtype), load_tokenizer(model)
@@ -47,7 +51,7 @@ class PruningRuns:
         self.text = calibration(
             text_source(data_dir, scale), self.tokenizer, samples=self.setting.samples, length=self.setting.length
         )
-        self.cells = Cells(None if out is None else Path(out) / "cells")
+        self.cells = Cells(None if out is None else Path(out) / "cells", part)
         self.identity = {
             "model": describe(self.model)["digest"], "text": self.text.digest, "tasks": self.tasks.identity,
             "limit": self.setting.limit,
@@ -67,10 +71,13 @@ class PruningRuns:
         """LayerIF's map of them."""
         return plan_sparsity(self.scores(task), sparsity=0.5, max_sparsity=0.99, rule="layerif", width=WIDTHS[method])
 
-    def ask(self, plan: Plan | None, method: str) -> dict[str, Any]:
-        """Accuracy of the model pruned by a plan; of the dense one without."""
+    def ask(self, make: Callable[[], Plan | None], method: str) -> dict[str, Any] | None:
+        """Accuracy of the model pruned by a plan; of the dense one without; None where another part of the grid finds it."""
+        return self.cells.here(lambda: self._ask(make(), method))
+
+    def _ask(self, plan: Plan | None, method: str) -> dict[str, Any]:
         key = {"what": "zero-shot", **self.identity, "plan": None if plan is None else plan.counts.tolist(), "method": method}
-        return self.cells.need(key, lambda: self._asked(plan, method))
+        return self.cells.own(key, lambda: self._asked(plan, method))
 
     def _asked(self, plan: Plan | None, method: str) -> dict[str, Any]:
         names = [m.name for b in self.blocks for m in b.modules]
@@ -87,27 +94,31 @@ class PruningRuns:
 
 def run_pruning(
     *, scale: str = "small", model: str = "demo", data_dir: Path | str | None = None, out: Path | str | None = None,
-    paper: str = "mistral", progress: Progress | None = None, **_: Any,
+    paper: str = "mistral", part: tuple[int, int] = (1, 1), progress: Progress | None = None, **_: Any,
 ) -> Outcome:  # fmt: skip
     """Table 1 (``paper="mistral"``) or Table 2 (``"gemma"``).
 
     Raises:
+        Elsewhere: Another part of the grid has cells to measure.
         NotFound: The tasks' files are not there.
         MissingDependency: lm-eval is not installed.
     """
-    runs = PruningRuns(scale=scale, model=model, data_dir=data_dir, out=out, paper=paper)
+    runs = PruningRuns(scale=scale, model=model, data_dir=data_dir, out=out, paper=paper, part=part)
     asked: dict[str, dict[str, dict[str, Any]]] = {m: {} for m in METHODS}
     chosen = runs.setting.calibrations
     total, done = len(METHODS) * (2 * len(chosen) + 2), 0
     uniform = plan_sparsity(runs.blocks, sparsity=0.5, rule="uniform")
     for method in METHODS:
-        plans: dict[str, Plan | None] = {f"MDL, {t}": runs.mdl(t) for t in chosen}
-        plans |= {f"LayerIF, {t}": runs.layerif(t, method) for t in chosen}
-        for name, plan in {**plans, "uniform": uniform, "dense": None}.items():
-            asked[method][name] = runs.ask(plan, "none" if plan is None else method)
+        plans: dict[str, Callable[[], Plan | None]] = {f"MDL, {t}": functools.partial(runs.mdl, t) for t in chosen}
+        plans |= {f"LayerIF, {t}": functools.partial(runs.layerif, t, method) for t in chosen}
+        for name, make in {**plans, "uniform": lambda: uniform, "dense": lambda: None}.items():
+            found = runs.ask(make, "none" if name == "dense" else method)
+            if found is not None:
+                asked[method][name] = found
             done += 1
             if progress is not None:
                 progress(done, total)
+    runs.cells.check()
     published = item("table-1" if paper == "mistral" else "table-2")
     rows = _table(asked, published["rows"])
     tests = {m: _tested(asked[m]) for m in METHODS}
@@ -207,34 +218,41 @@ def _draw(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 def run_kappa(
     *, scale: str = "small", model: str = "demo", data_dir: Path | str | None = None, out: Path | str | None = None,
-    progress: Progress | None = None, **_: Any,
+    part: tuple[int, int] = (1, 1), progress: Progress | None = None, **_: Any,
 ) -> Outcome:  # fmt: skip
     """Figure 5: every kappa pruned and asked, beside LayerIF and uniform (Gemma's cap).
 
     Raises:
+        Elsewhere: Another part of the grid has cells to measure.
         NotFound: The tasks' files are not there.
         MissingDependency: lm-eval is not installed.
     """
-    runs = PruningRuns(scale=scale, model=model, data_dir=data_dir, out=out, paper="gemma")
+    runs = PruningRuns(scale=scale, model=model, data_dir=data_dir, out=out, paper="gemma", part=part)
     chosen = runs.setting.swept
     rows: list[dict[str, Any]] = []
     done, total = 0, len(METHODS) * (len(chosen) * (len(KAPPAS) + 1) + 1)
-    uniform = plan_sparsity(runs.blocks, sparsity=0.5, rule="uniform")
+    asked: list[tuple[str, str, list[Plan], list[dict[str, Any]]]] = []
     for method, title in METHODS.items():
-        kinds = [(f"kappa {k}", [runs.mdl(t, k) for t in chosen]) for k in KAPPAS]
-        kinds += [("LayerIF", [runs.layerif(t, method) for t in chosen]), ("uniform", [uniform])]
-        for name, plans in kinds:
+        kinds = [(f"kappa {k}", [functools.partial(runs.mdl, t, k) for t in chosen]) for k in KAPPAS]
+        kinds.append(("LayerIF", [functools.partial(runs.layerif, t, method) for t in chosen]))
+        kinds.append(("uniform", [functools.partial(plan_sparsity, runs.blocks, sparsity=0.5, rule="uniform")]))
+        for name, makers in kinds:
             found = []
-            for plan in plans:
-                found.append(percent(runs.ask(plan, method)))
+            for make in makers:
+                found.append(runs.ask(make, method))
                 done += 1
                 if progress is not None:
                     progress(done, total)
-            rows.append({
-                "pruner": title, "plan": name, "accuracy": float(np.mean([f[0] for f in found])),
-                "error": float(np.mean([f[1] for f in found])), "spread": float(np.mean([p.values.std() for p in plans])),
-                "published": _published_kappa(title, name),
-            })  # fmt: skip
+            if None not in found:
+                asked.append((title, name, [make() for make in makers], [f for f in found if f is not None]))
+    runs.cells.check()
+    for title, name, plans, answers in asked:
+        each = [percent(f) for f in answers]
+        rows.append({
+            "pruner": title, "plan": name, "accuracy": float(np.mean([f[0] for f in each])),
+            "error": float(np.mean([f[1] for f in each])), "spread": float(np.mean([p.values.std() for p in plans])),
+            "published": _published_kappa(title, name),
+        })  # fmt: skip
     claims = [_kappa_claim([r for r in rows if r["pruner"] == t], t) for t in METHODS.values()]
     best = {t: max((r for r in rows if r["pruner"] == t), key=lambda r: float(r["accuracy"]))["plan"] for t in METHODS.values()}
     return Outcome(

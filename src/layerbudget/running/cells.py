@@ -1,4 +1,4 @@
-"""Finished cells of a comparison: one file each, written atomically, so that a run that was stopped goes on.
+"""Finished cells of a grid: one file each, written atomically, so that a run that was stopped goes on.
 
 Several processes may share a folder: each takes the cells of its part, and whoever comes last finds all of them.
 """
@@ -9,10 +9,16 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CorruptFile, InvalidInput
 from ..records import digest, dumps, write_text
+
+T = TypeVar("T")
+
+
+class Elsewhere(Exception):
+    """Another part of the grid makes this cell."""
 
 
 class Cells:
@@ -27,7 +33,9 @@ class Cells:
         if not 1 <= part[0] <= part[1]:
             raise InvalidInput(f"The part is {part[0]}/{part[1]}.", "It is I/N with 1 <= I <= N.", "Write for example 1/4.")
         self.folder = None if folder is None else Path(folder)
-        self.part, self.made, self.kept, self.missing, self._turn = part, 0, 0, 0, 0
+        self.part, self.made, self.kept = part, 0, 0
+        self._turns: dict[str, int] = {}  # of keys that were missing when they were asked for first
+        self._left: set[str] = set()
         self._memory: dict[str, dict[str, Any]] = {}
         self._took: dict[str, float] = {}
 
@@ -41,15 +49,16 @@ class Cells:
         found = self._memory.get(name) or self._read(name, key)
         if found is not None:
             self.kept += 1
+            self._left.discard(name)
             return found
-        self._turn += 1
-        if (self._turn - 1) % self.part[1] != self.part[0] - 1:
-            self.missing += 1
+        if self._turns.setdefault(name, len(self._turns)) % self.part[1] != self.part[0] - 1:
+            self._left.add(name)
             return None
         started = time.process_time()
         found = dict(make())
         self._memory[name], self._took[name] = found, time.process_time() - started
         self.made += 1
+        self._left.discard(name)
         if self.folder is not None:
             write_text(
                 self.folder / f"{name}.json", dumps({"key": key, "cell": found, "seconds": self._took[name]}), overwrite=True
@@ -57,9 +66,42 @@ class Cells:
         return found
 
     @property
+    def missing(self) -> int:
+        """Cells that were asked for and left to other parts."""
+        return len(self._left)
+
+    @property
     def seconds(self) -> float:
         """Processor time that the cells which were used took, also where they were found."""
         return sum(self._took.values())
+
+    def own(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """The cell of a key: read, or made and kept.
+
+        Raises:
+            Elsewhere: Another part makes it.
+            CorruptFile: A file that is not the cell of this key.
+        """
+        found = self.get(key, make)
+        if found is None:
+            raise Elsewhere(f"{self.part[0]}/{self.part[1]}")
+        return found
+
+    def here(self, make: Callable[[], T]) -> T | None:
+        """What is made of cells; None where another part makes one of them."""
+        try:
+            return make()
+        except Elsewhere:
+            return None
+
+    def check(self) -> None:
+        """Go on where every cell that was asked for is there.
+
+        Raises:
+            Elsewhere: Another part makes one of them.
+        """
+        if self.missing:
+            raise Elsewhere(f"{self.made} cells made, {self.kept} found, {self.missing} left to other parts")
 
     def need(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """The cell of a key, made here in any case.
