@@ -55,6 +55,7 @@ def test_no_print_no_bare_except_no_assert():
 ROOMS = (
     # fmt: off
     "errors",
+    "progress",
     "keeping",
     "canonical",
     "records",

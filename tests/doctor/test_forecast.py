@@ -51,6 +51,6 @@ def test_the_command_reads_no_weights(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 256, "intermediate_size": 512}))
     assert main(["doctor", str(tmp_path), "--machine", "4 GiB", "--samples", "4", "--length", "64", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert {f["verb"] for f in record["forecast"]} == set(VERBS) and record["layers"] == 32
+    assert {f["verb"] for f in record["forecast"]} >= set(VERBS) and record["layers"] == 32
     for wrong in (["--machine", "plenty"], ["--machine", "3% flops"], ["--machine", "4 GiB", "--data", "stdlib"]):
         assert main(["doctor", str(tmp_path), *wrong]) == 2

@@ -106,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from ..errors import LayerbudgetError
     from ..records import dumps
+    from .outlook import conclude, dismiss
     from .shared import check_numbers
     from .terminal import Terminal
 
@@ -120,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_numbers(arguments)
         _settle_memory(arguments.verb)
         writes = _join(arguments)
-        result = arguments.handler(arguments)
+        result = conclude(arguments, arguments.handler(arguments))
     except LayerbudgetError as error:
         errors.print(f"layerbudget: {error}", style="red")
         return 2
@@ -133,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("layerbudget: interrupted; finished stages are kept.")
         return 130
+    finally:
+        dismiss(arguments)
     if as_json and writes:
         sys.stdout.write(dumps(result))
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0

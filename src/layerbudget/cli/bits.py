@@ -12,7 +12,8 @@ from ..treatments.base import QUANTISERS
 from ..treatments.formats import FAMILIES, PACKED, find_format
 from ..treatments.runtimes import RUNTIMES, find_runtime
 from .files import say, show_table
-from .shared import DATA, add_data_options, add_out, batch_of, progress_bar, refuse
+from .progress import progress_bar
+from .shared import DATA, add_data_options, add_out, batch_of, refuse
 
 MEASURING = ("family", "runtime", "formats", "group", "by", "method", "damage", "draws", "steps", "save_scores")
 
@@ -100,6 +101,7 @@ def _measure(a: argparse.Namespace) -> Plan:
         count = 0
         announce(a, "The weights stay in their files: the plan is not checked as a whole. Check the written file by evaluate.")
     check = data.select(slice(samples, samples + count)) if count else None
+    _expect(a, model, data.select(slice(0, samples)), check, len(chosen or ()))
     own = {"draws": a.draws} if a.draws is not None else {}
     own |= {"steps": a.steps} if a.steps is not None else {}
     with progress_bar(a, "measuring formats") as progress:
@@ -112,6 +114,18 @@ def _measure(a: argparse.Namespace) -> Plan:
     if a.save_scores:
         scores.save(a.save_scores, overwrite=a.overwrite)
     return plan
+
+
+def _expect(a: argparse.Namespace, model: Any, data: Any, check: Any, formats: int) -> None:
+    """Say what the damages and the check will cost."""
+    from ..doctor.pricing import choosing
+    from .outlook import expect, text_of, words_of
+
+    text, held = text_of(data, a), None if check is None else text_of(check, a)
+    given = {name: value for name in ("damage", "draws", "steps") if (value := getattr(a, name)) is not None}
+    given |= {"formats": formats} if formats else {}
+    what = f"{a.damage or 'directional'} damages of formats on {words_of(data)}"
+    expect(a, what, model, lambda shape: choosing(text, held, shape, **given), length=text.length)
 
 
 def _show(a: argparse.Namespace, plan: Plan) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .files import say, show_table
-from .shared import add_data_options, add_partition_options, batch_of, load, progress_bar
+from .progress import progress_bar
+from .shared import add_data_options, add_partition_options, batch_of, load
 
 
 def register(subparsers: Any) -> None:
@@ -34,8 +35,10 @@ def register(subparsers: Any) -> None:
 def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Take each block's Newton step, compare, certify, and say what was certified."""
     from ..blocks import describe, partition
+    from ..doctor.pricing import scoring
     from ..records import check_output, dumps, to_jsonable, write_text
     from ..scores.certificate import certify_ranking, direct_check, plot_direct_check
+    from .outlook import expect, text_of, words_of
     from .shared import refuse
 
     if a.curvature in ("fisher", "diagonal"):
@@ -43,6 +46,9 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     for path in filter(None, (a.out, a.figure)):
         check_output(path, overwrite=a.overwrite)
     model, _, data = load(a)
+    priced, text = {"fisher": "fisher-gram", "diagonal": "fisher-diagonal"}.get(a.curvature, a.curvature), text_of(data, a)
+    what = f"direct check, curvature {a.curvature}, on {words_of(data)}"
+    expect(a, what, model, lambda shape: scoring(priced, text, shape), length=text.length)
     blocks = partition(model, a.by, include=a.include, exclude=a.exclude)
     steps = {} if a.steps is None else {"steps": a.steps}
     with progress_bar(a, "direct check") as progress:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InvalidInput
 from .files import say, show_table
 from .parts import add_parts, asked_for_parts, launch_parts
-from .shared import named_values, progress_bar, refuse
+from .progress import progress_bar
+from .shared import named_values, refuse
 
 # What a budget flag plans, and whether that is trained (on a task) or applied (and measured on text).
 _KINDS = ("sparsity", "ranks", "experts", "bits")
@@ -73,7 +75,8 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     bench = _task_bench(a) if kind in ("ranks", "experts") else _text_bench(a, kind)
     given = a.rules or ("choices" if kind == "bits" else "mdl")
     names, rules = ([w.strip() for w in text.split(",") if w.strip()] for text in (a.scores, given))
-    with progress_bar(a, "plans") as progress:
+    _expect(a, bench, kind, names, rules)
+    with progress_bar(a, "compare") as progress:
         result = compare_scores(
             bench, names, rules, getattr(a, kind), kind=kind, seeds=a.seeds, controls=not a.no_controls,
             options=named_values(a.own), folder=a.out, part=part, progress=progress,
@@ -93,6 +96,31 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     files = leave(result, a.out, overwrite=a.overwrite)
     say(a, [f"Written to {a.out}: {', '.join(sorted(files))}."])
     return {**result, "files": files}
+
+
+def _expect(a: argparse.Namespace, bench: Any, kind: str, names: Sequence[str], rules: Sequence[str]) -> None:
+    """Say what the cells of a comparison on text will cost; trainings are said by the number of plans alone."""
+    from ..comparison.run import ALIASES
+    from ..doctor.pricing import Text, comparing
+    from .outlook import begin, expect
+
+    count = len(getattr(a, kind)) * len(a.seeds)
+    what = f"{kind} by {', '.join(names)} under {', '.join(rules)}, {count} budgets and seeds"
+    if kind in ("ranks", "experts"):
+        begin(a, f"{a.model}: {what}, {len(bench.task.train)} rows to train on each", None)
+        return
+    text = Text(samples=bench.samples, length=bench.length, batch=bench.batch_size)
+    held = Text(samples=bench.windows.samples, length=bench.windows.length, batch=bench.batch_size)
+    found: dict[str, Any] = {"rules": len(rules), "budgets": len(getattr(a, kind)), "seeds": len(a.seeds)}
+    scores = [ALIASES.get(name, name) for name in names]
+    method = bench.method
+    expect(
+        a,
+        what,
+        bench.model,
+        lambda shape: comparing(text, held, shape, scores, method=method, controls=not a.no_controls, **found),
+        length=text.length,
+    )
 
 
 def _text_bench(a: argparse.Namespace, kind: str) -> Any:

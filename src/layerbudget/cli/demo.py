@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .shared import progress_bar
+from .progress import progress_bar
 
 
 def register(subparsers: Any) -> None:
@@ -23,6 +23,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..demo.run import run_demo
     from ..report.tables import demo_table
 
+    _expect(arguments)
     with progress_bar(arguments, "demo") as progress:
         result = run_demo(
             Path(arguments.out), seed=arguments.seed, overwrite=arguments.overwrite, resume=arguments.resume, progress=progress
@@ -35,3 +36,13 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         "(its model, a transformers checkpoint), result.json, overview.png."
     )
     return result
+
+
+def _expect(arguments: argparse.Namespace) -> None:
+    """Say what the demo will cost on this machine."""
+    from ..doctor.pricing import demonstrating
+    from ..loading import load_model
+    from .outlook import expect
+
+    arguments.model = "demo"
+    expect(arguments, "four plans at two targets, pruned and measured", load_model("demo"), demonstrating)

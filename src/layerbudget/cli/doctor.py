@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..doctor.forecast import Forecast
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
+_LENGTH, _BATCH = 256, 8
 
 
 def register(subparsers: Any) -> None:
@@ -13,74 +21,144 @@ def register(subparsers: Any) -> None:
     from .shared import add_data_options
 
     parser = subparsers.add_parser("doctor")
-    parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
+    parser.add_argument("model", metavar="MODEL", help="demo, a local folder, a hub id, or a config.json (prices only)")
     add_data_options(parser)
-    parser.add_argument("--estimator", help="estimate the cost of this one only (default: of all)")
+    parser.add_argument("--estimator", help="price this one only (default: every long verb)")
     parser.add_argument(
         "--machine",
         metavar="SIZE",
-        help='only what the long verbs would take on a machine with so much memory, for example "24 GiB"; loads no weights',
+        help='price the long verbs for a machine with so much memory, say "24 GiB" (default: this one); loads no weights',
     )
     parser.set_defaults(handler=handler)
 
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Examine the model and print findings and costs; exit code 1 where something will fail."""
+    """Examine the model, price every long verb; exit code 1 where something will fail."""
     from rich.table import Table
 
     from ..doctor import diagnose
-    from ..doctor.diagnosis import duration
-    from .shared import batch_of, load, refuse
+    from ..loading import describe_place
+    from .shared import announce, batch_of, load, refuse
 
-    if arguments.machine:
-        refuse(arguments, ("estimator", "data", "seed", "stream"), "--machine, which reads no text and no weights")
-        return _forecast(arguments)
+    if arguments.machine or not _has_weights(arguments.model):
+        why = "--machine, which reads no text and no weights" if arguments.machine else "a configuration without weights"
+        refuse(arguments, ("data", "seed", "stream"), why)
+        return _unloaded(arguments)
     model, tokenizer, data = load(arguments)
+    announce(arguments, f"{arguments.model}: {describe_place(model)}.")
     diagnosis = diagnose(model, tokenizer, data, estimator=arguments.estimator, batch_size=batch_of(arguments))
     table = Table("check", "", "finding", "what to do", box=None, pad_edge=False)
     for f in diagnosis.findings:
         table.add_row(f.check, f"[{_STYLES[f.severity]}]{f.severity}[/]", f.what, f.remedy)
     arguments.console.print(table)
-    if diagnosis.efforts:
-        title = f"cost on {diagnosis.samples} samples of {diagnosis.length} tokens (estimated from one timed sample)"
-        costs = Table("estimator", "passes", "time", "peak memory", box=None, pad_edge=False, title=title, title_justify="left")
-        for e in diagnosis.efforts:
-            costs.add_row(e.estimator, f"{e.passes:.2f}", duration(e.seconds), f"{e.memory / 2**30:.2f} GiB")
-        arguments.console.print(costs)
-    return {**diagnosis.to_dict(), "model": arguments.model, "exit_code": 0 if diagnosis.ok else 1}
+    record = _loaded(arguments, model) if diagnosis.ok else {}
+    return {**diagnosis.to_dict(), **record, "model": arguments.model, "exit_code": 0 if diagnosis.ok else 1}
 
 
-def _forecast(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The long verbs on a machine that may be another one: memory, time (as fast as this one), and whether it fits."""
-    import dataclasses
+def _has_weights(name: str) -> bool:
+    """Whether there is more than a configuration; what is no local folder is left to the loader."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return False
+    endings = (".safetensors", ".bin", ".index.json", ".pt", ".gguf")
+    return not path.is_dir() or any(f.name.endswith(endings) for f in path.iterdir())
 
-    from rich.table import Table
-    from transformers import AutoConfig
 
+def _loaded(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """Prices for a model that is in memory, or streamed, on this machine."""
+    from ..doctor.pace import pace, shape_in_memory
+    from ..errors import UnknownStructure
+    from ..machine import free_bytes
+    from ..mapped import mapped
+
+    try:
+        shape = shape_in_memory(model)
+    except UnknownStructure:
+        return {"forecast": []}
+    first, lies = next(model.parameters()), mapped(model)
+    length = arguments.length or _LENGTH
+    speed = pace(
+        shape, first.dtype, first.device, model=None if lies is not None else model, batch=arguments.batch_size or _BATCH,
+        length=length,
+    )  # fmt: skip
+    machine = free_bytes(first.device) + (shape.weights if lies is None else 0)
+    return _priced(arguments, shape, speed, machine, f"on this machine's {first.device.type}")
+
+
+def _unloaded(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Prices from a configuration, on a machine that may be another one: as fast as this one."""
     from ..costs import parse_budget
-    from ..doctor.diagnosis import duration
-    from ..doctor.forecast import forecast, shape_of, time_layer
+    from ..doctor.forecast import shape_of
+    from ..doctor.pace import pace
     from ..errors import UnknownUnit
-    from ..loading import find_device, held_dtype, resolve
+    from ..loading import find_device, held_dtype
+    from ..machine import free_bytes
 
-    wanted = parse_budget(arguments.machine)
-    if wanted.unit != "bytes" or wanted.amount <= 0:
-        raise UnknownUnit(f"A machine of {arguments.machine} is not in bytes.", "Memory is meant.", "Write '24 GiB'.")
-    config = AutoConfig.from_pretrained(resolve(arguments.model, arguments.revision), revision=arguments.revision)
+    machine, where = None, "this machine"
+    if arguments.machine:
+        wanted, where = parse_budget(arguments.machine), arguments.machine
+        if wanted.unit != "bytes" or wanted.amount <= 0:
+            raise UnknownUnit(f"A machine of {arguments.machine} is not in bytes.", "Memory is meant.", "Write '24 GiB'.")
+        machine = int(wanted.amount)
+    config = _configuration(arguments)
     dtype, device = held_dtype(config, arguments.dtype or "auto"), find_device(arguments.device or "auto")
     shape = shape_of(config, dtype)
-    samples, length = arguments.samples or 128, arguments.length or 256
-    found = forecast(
-        shape, time_layer(shape, dtype, device), samples=samples, length=length, batch_size=arguments.batch_size or 8,
-        machine=int(wanted.amount),
+    speed = pace(shape, dtype, device, length=arguments.length or _LENGTH)
+    title = f"in {where}, {str(dtype).removeprefix('torch.')}, as fast as this machine's {device.type}; no weights were read"
+    record = _priced(arguments, shape, speed, free_bytes(device) if machine is None else machine, title)
+    return {"model": arguments.model, "layers": shape.layers, "weights": shape.weights, **record, "exit_code": 0}
+
+
+def _configuration(arguments: argparse.Namespace) -> Any:
+    """The configuration of a model, or a file that is one.
+
+    Raises:
+        NotFound, CorruptFile: No such file, or no configuration in it.
+    """
+    from transformers import AutoConfig
+
+    from ..keeping import reading
+    from ..loading import foreign, resolve
+
+    path = Path(arguments.model).expanduser()
+    where = str(path)
+    if path.is_file():
+        reading.read(path, "configuration", limit=1 << 26, remedy="Point to config.json.")
+    else:
+        where = resolve(arguments.model, arguments.revision)
+    with foreign(f"{arguments.model} is no configuration", "It is a transformers config.json.", "Point to a model folder."):
+        return AutoConfig.from_pretrained(where, revision=arguments.revision)
+
+
+def _priced(arguments: argparse.Namespace, shape: Any, speed: Any, machine: int, title: str) -> dict[str, Any]:
+    """Price every long verb, and show it."""
+    from ..doctor.pricing import long_verbs, price
+    from ..errors import InvalidInput
+
+    verbs = long_verbs(
+        shape, samples=arguments.samples, length=arguments.length or _LENGTH, batch=arguments.batch_size or _BATCH,
+        demo=arguments.model == "demo",
     )  # fmt: skip
-    title = f"{samples} samples of {length} tokens in {arguments.machine}, as fast as this machine's {device.type}"
-    table = Table(
-        "verb", "how", "memory", "time", "forwards", "fits", box=None, pad_edge=False, title=title, title_justify="left"
-    )
-    for f in found:
-        row = (f.verb, f.how, f"{f.memory / 2**30:.2f} GiB", duration(f.seconds), f"{f.forwards:.1f}")
-        table.add_row(*row, "yes" if f.fits else "[bold red]no[/]")
+    if arguments.estimator is not None:
+        wanted = f"score {arguments.estimator}"
+        if wanted not in verbs:
+            known = ", ".join(v.removeprefix("score ") for v in verbs if v.startswith("score "))
+            raise InvalidInput(f"There is no price for {arguments.estimator!r}.", f"There is one for {known}.", "Choose one.")
+        verbs = {wanted: verbs[wanted]}
+    found = [(price(verb, parts, shape, speed, machine), parts[0].text) for verb, parts in verbs.items()]
+    _show(arguments, found, title)
+    return {"forecast": [{**dataclasses.asdict(f), "samples": t.samples, "length": t.length} for f, t in found]}
+
+
+def _show(arguments: argparse.Namespace, found: Sequence[tuple[Forecast, Any]], title: str) -> None:
+    from rich.table import Table
+
+    from ..doctor.diagnosis import duration
+
+    head = ("verb", "text", "how", "memory", "time", "forwards", "fits")
+    title = f"what the long verbs take {title}; finetune: one epoch"
+    table = Table(*head, box=None, pad_edge=False, title=title, title_justify="left")
+    for f, text in found:
+        row = (f.verb, f"{text.samples} x {text.length}", f.how, f"{f.memory / 2**30:.2f} GiB", duration(f.seconds))
+        table.add_row(*row, f"{f.forwards:.1f}", "yes" if f.fits else "[bold red]no[/]")
     arguments.console.print(table)
-    record = {"layers": shape.layers, "weights": shape.weights, "forecast": [dataclasses.asdict(f) for f in found]}
-    return {"model": arguments.model, **record, "exit_code": 0}

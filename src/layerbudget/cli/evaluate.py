@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput
-from .shared import add_place_options, load_named, progress_bar, refuse
+from .progress import progress_bar
+from .shared import add_place_options, load_named, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -90,6 +91,7 @@ def _measured(arguments: argparse.Namespace, name: str, adapter: str | None, sou
     tokenizer = load_tokenizer(name, revision=arguments.revision)
     sets = {s: evaluation_set(s, tokenizer, length=arguments.length or 256, windows=arguments.windows) for s in sources}
     model = load_named(named, four_bit=arguments.four_bit)
+    _expect(arguments, named, model, sets)
     if adapter:
         from ..lora.loading import load_adapter
 
@@ -109,6 +111,26 @@ def _measured(arguments: argparse.Namespace, name: str, adapter: str | None, sou
         result |= _tasks(arguments, model, tokenizer, kept)
     kept.clear()
     return result
+
+
+def _expect(arguments: argparse.Namespace, named: argparse.Namespace, model: Any, sets: dict[str, Any]) -> None:
+    """Say what the evaluation will cost: twice as much where another model follows."""
+    import dataclasses
+
+    from ..doctor.pricing import evaluating
+    from .outlook import expect, text_of
+
+    texts = [text_of(data, arguments) for data in sets.values()]
+    tasks = [t.strip() for t in (arguments.tasks or "").split(",") if t.strip()]
+    times = 2.0 if arguments.against and not arguments.against.endswith(".json") else 1.0
+
+    def parts(shape: Any) -> list[Any]:
+        found = evaluating(texts, tasks, arguments.limit, arguments.batch_size)
+        return [dataclasses.replace(p, times=p.times * times) for p in found]
+
+    windows = [f"{data.samples} windows of {data.length} tokens of {source}" for source, data in sets.items()]
+    expect(named, ", ".join([*windows, *tasks]), model, parts, length=max([t.length for t in texts], default=64))
+    arguments.outlook = getattr(named, "outlook", None)  # one for both models
 
 
 def _told(found: Any) -> dict[str, Any]:

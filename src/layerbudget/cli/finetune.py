@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 from ..lora.protocol import ALPHA_POLICIES, DEVICES, STARTS
+from ..progress import Steps
 from .parts import add_parts, asked_for_parts, launch_parts
-from .shared import announce, named_values, progress_bar, refuse
+from .progress import progress_bar
+from .shared import named_values, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -73,7 +76,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import NAMES, load_task
     from ..data.texts import read_texts
-    from ..loading import describe_place, load_tokenizer
+    from ..loading import load_tokenizer
     from ..lora.base import classifier_loader
     from ..lora.compare import compare, read_result
     from ..lora.finetune import finetune
@@ -101,13 +104,10 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # the head's weights are missing from a bare encoder, as they should be
-    rows = ", ".join(f"{len(found)} {split}" for split, found in (("to train on", task.train), *task.evaluation.items()))
-    announce(
-        arguments, f"{arguments.model}: {describe_place(base)}. {task.name}: {rows}; {protocol.epochs:g} epochs of "
-        f"{-(-len(task.train) // protocol.batch)} steps, seeds {', '.join(map(str, arguments.seeds))}.",
-    )  # fmt: skip
+    _expect(arguments, base, task, protocol)
     del base  # every seed loads its own
     with progress_bar(arguments, f"finetune on {task.name}") as progress:
+        Steps(progress, math.ceil(len(task.train) / protocol.batch * protocol.epochs), "loading")
         result = finetune(
             classifier_loader(
                 arguments.model, len(getattr(task, "labels", ())), dtype=arguments.dtype, device=arguments.device,
@@ -158,6 +158,24 @@ def _parts(arguments: argparse.Namespace) -> tuple[tuple[int, int], Any]:
     parts = min(arguments.workers, len(arguments.seeds))
     words: dict[str, Any] = {"drop": ("--overwrite",), "valued": ("--against",), "parts": parts, "rounds": 1}
     return part, lambda: launch_parts(arguments, ("--resume", "--quiet"), **words)
+
+
+def _expect(arguments: argparse.Namespace, base: Any, task: Any, protocol: Any) -> None:
+    """Say what will be trained on, and what it will cost; rows of a labelled task count a quarter of the longest allowed."""
+    from ..doctor.pricing import Text, training
+    from .outlook import expect
+
+    rows = ", ".join(f"{len(found)} {split}" for split, found in (("to train on", task.train), *task.evaluation.items()))
+    lengths = [len(row.input_ids) for row in task.train if hasattr(row, "input_ids")] or [protocol.cutoff // 4]
+    text = Text(
+        samples=len(task.train), length=max(1, sum(lengths) // len(lengths)), batch=protocol.batch // protocol.accumulation
+    )
+    held, seeds = sum(map(len, task.evaluation.values())), len(arguments.seeds)
+    what = (
+        f"{task.name}: {rows}; {protocol.epochs:g} epochs of {-(-len(task.train) // protocol.batch)} steps, "
+        f"seeds {', '.join(map(str, arguments.seeds))}"
+    )
+    expect(arguments, what, base, lambda shape: training(text, protocol.epochs, seeds, held), length=text.length)
 
 
 LONGEST = 1024  # tokens of a row of text where no cutoff is named, as TRL has it

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..treatments.base import TREATMENTS
-from .shared import add_data_options, announce, batch_of, load, progress_bar
+from .progress import progress_bar
+from .shared import add_data_options, batch_of, load
 
 SEARCHES = {
     "directional": ("passes", "steps", "cross_fit", "draws", "trust", "resume", "own"),
@@ -94,7 +95,8 @@ def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
     check_output(arguments.out, overwrite=arguments.overwrite)
     own = {**named_values(arguments.own), **({} if arguments.draws is None else {"draws": arguments.draws})}
     model, _, data = load(arguments)
-    announce(arguments, f"{arguments.method} on {data.samples} samples of {data.length} tokens of {data.source}.")
+    draws = 2 if arguments.draws is None else arguments.draws
+    _expect(arguments, model, data, "pattern", draws=draws)
     with progress_bar(arguments, f"measuring {arguments.pattern}") as progress:
         plan = plan_pattern(
             model, data, arguments.pattern, by=arguments.by or "linear", method=arguments.method,
@@ -107,6 +109,15 @@ def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
     show_table(arguments, title, ("zeros", "predicted", "measured"), rows)
     arguments.console.print(f"written to {arguments.out}; apply it by layerbudget prune with --pattern {arguments.pattern}")
     return {**plan.to_dict(), "predicted": plan.extra["predicted"], "measured": plan.extra["measured"]}
+
+
+def _expect(arguments: argparse.Namespace, model: Any, data: Any, search: str, **options: Any) -> None:
+    """Say what the search will cost."""
+    from ..doctor.pricing import measuring
+    from .outlook import expect, text_of, words_of
+
+    text, what = text_of(data, arguments), f"{arguments.method} ({search}) on {words_of(data)}"
+    expect(arguments, what, model, lambda shape: measuring(text, search, shape, **options), length=text.length)
 
 
 def _refuse_unread(arguments: argparse.Namespace) -> None:
@@ -137,7 +148,7 @@ def _directional(arguments: argparse.Namespace) -> Any:
     several = by.split(",")
     known = all(name in ("layer", "linear") or name.startswith("rows:") for name in several)
     model, _, data = load(arguments)
-    announce(arguments, f"{arguments.method} on {data.samples} samples of {data.length} tokens of {data.source}.")
+    _expect(arguments, model, data, "directional", passes=arguments.passes)
     with progress_bar(arguments, f"stepping down, {arguments.method}") as progress:
         plan = plan_directional(
             model, data, sparsity=arguments.sparsity, by=several if known else by, method=arguments.method,
@@ -162,7 +173,7 @@ def _by_curves(arguments: argparse.Namespace) -> Any:
     check_fraction(cap, "max_sparsity", low=arguments.sparsity)
     metric, iterations = arguments.metric or "kl", 1 if arguments.iterations is None else arguments.iterations
     model, _, data = load(arguments)
-    announce(arguments, f"{arguments.method} on {data.samples} samples of {data.length} tokens of {data.source}.")
+    _expect(arguments, model, data, "curves", by=arguments.by or "layer", iterations=iterations)
     with progress_bar(arguments, f"measuring {arguments.method}, blocks") as progress:
         plan, curves = plan_by_curves(
             model, data, partition(model, arguments.by or "layer"), sparsity=arguments.sparsity, max_sparsity=cap,

@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from ..treatments.base import TREATMENTS, find_treatment
-from .shared import DATA, add_treating_options, announce, named_values, progress_bar, refuse
+from .progress import progress_bar
+from .shared import DATA, add_treating_options, named_values, refuse
 from .structured import SMALLER, prune_smaller
 
 
@@ -46,10 +47,10 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     check_output(arguments.out, overwrite=arguments.overwrite)
     model, tokenizer, data = _load(arguments, plan.kind)
     check_room(model, arguments.out, resume=arguments.resume, plan=plan)
+    _expect(arguments, plan, model, data)
     if plan.kind in SMALLER:
         return prune_smaller(arguments, plan, model, tokenizer, data)
     method = arguments.method or "wanda"
-    announce(arguments, f"{method} to {plan.budget['spent']:,} zeros{_text(data)}.")
     with progress_bar(arguments, f"prune by {method}") as progress:
         receipt = prune(
             model, plan, data, method, arguments.batch_size, arguments.parity, arguments.pattern, progress,
@@ -71,8 +72,16 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"sparsity": receipt.sparsity, "blocks": blocks, "output": str(out)}
 
 
-def _text(data: Any) -> str:
-    return f" with {data.samples} samples of {data.length} tokens of {data.source}" if data is not None else ""
+def _expect(arguments: argparse.Namespace, plan: Any, model: Any, data: Any) -> None:
+    """Say what pruning will cost."""
+    from ..doctor.pricing import treating
+    from .outlook import expect, text_of, words_of
+
+    text, again = text_of(data, arguments), 5.0 if arguments.true_sequential else 1.0
+    method = {"structured": "sparsegpt", "depth": "magnitude"}.get(plan.kind, arguments.method or "wanda")  # it refits, or cuts
+    how = "smaller shapes" if plan.kind in SMALLER else f"{method} to {plan.budget['spent']:,} zeros"
+    what = f"{how} with {words_of(data)}" if data is not None else how
+    expect(arguments, what, model, lambda shape: treating(method, text, again=again), length=text.length)
 
 
 _PASSES = ("true_sequential", "autocast", "store", "resume")

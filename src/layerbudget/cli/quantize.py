@@ -6,7 +6,9 @@ import argparse
 from typing import Any
 
 from ..treatments.base import QUANTISERS
-from .shared import DATA, add_treating_options, batch_of, named_values, progress_bar, refuse
+from .outlook import expect, text_of, words_of
+from .progress import progress_bar
+from .shared import DATA, add_treating_options, batch_of, named_values, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -23,6 +25,7 @@ def register(subparsers: Any) -> None:
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Round, write, recount from the file."""
+    from ..doctor.pricing import treating
     from ..keeping.parts import clear
     from ..keeping.writing import check_space
     from ..plan import Plan
@@ -45,6 +48,8 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         tokenizer = _tokenizer(arguments)
     places = [arguments.out, *([arguments.resume] if arguments.resume else [])]
     check_space(dict.fromkeys(places, _size(model, plan)))
+    text, what = text_of(data, arguments), f"{method}{f' with {words_of(data)}' if data is not None else ''}"
+    expect(arguments, what, model, lambda shape: treating(method, text), length=text.length)
     with progress_bar(arguments, f"quantise by {method}") as progress:
         receipt = quantise(
             model, tokenizer, plan, arguments.out, data, method=method, batch_size=batch_of(arguments),

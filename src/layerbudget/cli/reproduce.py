@@ -10,7 +10,7 @@ from ..errors import InvalidInput
 from ..running.cells import Elsewhere, parse_part
 from .files import say, show_table
 from .parts import add_parts, asked_for_parts, launch_parts
-from .shared import progress_bar
+from .progress import progress_bar
 
 SCALES = ("small", "full")
 _FLAGS: Mapping[str, Mapping[str, Any]] = {
@@ -103,6 +103,7 @@ def run_experiment(a: argparse.Namespace) -> dict[str, Any]:
     given: dict[str, Any] = {name: getattr(a, name) for name in entry.reads}
     if entry.keeps:
         given["part"] = _parts(a)
+    _expect(a, entry)
     try:
         with progress_bar(a, entry.name) as progress:
             outcome = entry.open()(scale=a.scale, out=a.out, progress=progress, **given)
@@ -120,3 +121,14 @@ def run_experiment(a: argparse.Namespace) -> dict[str, Any]:
     if a.out:
         say(a, [f"Written to {leave(outcome, a.out, overwrite=a.overwrite)}."])
     return {**outcome.result, **outcome.to_dict()} if entry.name == "released" else outcome.to_dict()
+
+
+def _expect(a: argparse.Namespace, entry: Any) -> None:
+    """Say what it took for this release, where it was run; another machine takes another time."""
+    from ..doctor.diagnosis import duration
+    from ..reproduction.catalogue import listing
+    from .outlook import begin
+
+    known = [r["seconds"] for r in listing() if r["command"] == entry.command and r["seconds"] is not None]
+    took = f"; it took {duration(max(known))} when this release was made" if known and a.scale == "small" else ""
+    begin(a, f"{entry.name} at {a.scale} scale{took}", None)

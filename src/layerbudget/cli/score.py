@@ -6,7 +6,9 @@ import argparse
 from typing import Any
 
 from ..scores.estimators import Estimator, estimators, find_estimator
-from .shared import DATA, add_data_options, add_partition_options, announce, batch_of, load, named_values, progress_bar, refuse
+from .outlook import expect, text_of, words_of
+from .progress import progress_bar
+from .shared import DATA, add_data_options, add_partition_options, load, named_values, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -95,6 +97,7 @@ def _imported(arguments: argparse.Namespace) -> Any:
 def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[str, Any]) -> Any:
     from ..blocks import partition
     from ..data.text import calibration
+    from ..doctor.pricing import scoring
     from ..scores.gain import score
     from ..scores.noise import subtract_floor
 
@@ -111,34 +114,15 @@ def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[st
     blocks = partition(model, arguments.by, include=arguments.include, exclude=arguments.exclude)
     if "seed" in chosen.options and arguments.seed is not None and _sampling(chosen, options):
         named["seed"] = arguments.seed  # it always seeds the draw of the text
-    _expect(arguments, chosen.name, model, data, blocks)
+    what = f"{chosen.name} on {words_of(data)}" if data is not None else chosen.name
+    text = text_of(data, arguments)
+    expect(arguments, what, model, lambda shape: scoring(chosen.name, text, shape), length=text.length)
     with progress_bar(arguments, f"scoring by {chosen.name}") as progress:
         scores = score(
             model, data, blocks, chosen.name, progress=progress, stage=arguments.stage,
             **{k: v for k, v in named.items() if v is not None}, **options,
         )  # fmt: skip
     return subtract_floor(scores) if arguments.excess else scores
-
-
-def _expect(arguments: argparse.Namespace, name: str, model: Any, data: Any, blocks: Any) -> None:
-    """Say what the estimator will cost, from one timed sample; nothing where it reads no data or has no cost model."""
-    from ..doctor.diagnosis import duration
-    from ..doctor.effort import efforts, time_pass
-    from ..errors import LayerbudgetError
-    from ..running.loss import batches
-
-    if data is None or getattr(arguments, "quiet", False):
-        return
-    try:
-        one = time_pass(model, next(batches(model, data.select(slice(0, 1)), 1)), blocks)
-    except (LayerbudgetError, RuntimeError):
-        return  # what cannot run says so itself, with the remedy
-    found = next((e for e in efforts(one, blocks, data.samples, batch_of(arguments)) if e.estimator == name), None)
-    if found is not None:
-        announce(
-            arguments, f"{name} on {data.samples} samples of {data.length} tokens: about {duration(found.seconds)} at most, "
-            f"{found.memory / 2**30:.2g} GiB (from one timed sample).",
-        )  # fmt: skip
 
 
 def _sampling(chosen: Estimator, options: dict[str, Any]) -> bool:

@@ -1,17 +1,13 @@
-"""What several commands share: options for text, progress bars, writing results."""
+"""What several commands share: options for text and place, reading their values, loading."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-Callback = Callable[[int, int], None]
-
 
 DATA = ("data", "samples", "length", "seed", "batch_size")
 
@@ -73,15 +69,13 @@ def add_place_options(parser: argparse.ArgumentParser, dtype: str = "auto") -> N
 
 
 def load_named(arguments: argparse.Namespace, **options: Any) -> Any:
-    """The model that the options name, in the precision and place that they name; says what is loaded."""
-    from ..loading import describe_place, load_model
+    """The model that the options name, in the precision and place that they name."""
+    from ..loading import load_model
 
-    model = load_model(
+    return load_model(
         arguments.model, dtype=arguments.dtype or "auto", revision=arguments.revision, device=arguments.device or "auto",
         stream=arguments.stream, **options,
     )  # fmt: skip
-    announce(arguments, f"{arguments.model}: {describe_place(model)}.")
-    return model
 
 
 def announce(arguments: argparse.Namespace, sentence: str) -> None:
@@ -187,26 +181,3 @@ def named_values(texts: Sequence[str]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             values[name] = value
     return values
-
-
-@contextlib.contextmanager
-def progress_bar(arguments: argparse.Namespace, text: str) -> Iterator[Callback | None]:
-    """Yield a ``callback(done, total)`` that draws a bar with the time left, or nothing with ``--quiet``."""
-    if getattr(arguments, "quiet", False):
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[count]}"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(text, total=None, count="started")
-
-        def update(done: int, total: int, phase: str | None = None) -> None:
-            said = f"{text}, {phase}" if phase else text
-            bar.update(task, completed=done, total=total, count=f"{done}/{total}", description=said)
-
-        yield update

@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from ..plan import Plan
-from .shared import add_data_options, add_out, batch_of, load, progress_bar, refuse
+from .progress import progress_bar
+from .shared import add_data_options, add_out, batch_of, load, refuse
 
 SMALLER = ("structured", "depth")
 
@@ -60,6 +61,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     directional = a.search == "directional"
     refuse(a, ("points", "trials", "depth", "even", "resume") if directional else ("passes",), f"--search {a.search}")
     model, _, data = load(a)
+    _expect(a, model, data, len(kinds))
     shared: dict[str, Any] = {
         "kinds": kinds, "by": a.heads or "auto", "multiple": 8 if a.multiple is None else a.multiple,
         "max_removed": a.max_removed, "context": a.context, "batch_size": batch_of(a),
@@ -79,6 +81,17 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
         clear(a.resume)
     _show(a, plan)
     return to_jsonable(plan.to_dict())
+
+
+def _expect(a: argparse.Namespace, model: Any, data: Any, kinds: int) -> None:
+    """Say what the measurements will cost."""
+    from ..doctor.pricing import structuring
+    from .outlook import expect, text_of, words_of
+
+    text = text_of(data, a)
+    given = {name: value for name in ("points", "trials", "passes") if (value := getattr(a, name)) is not None}
+    what = f"{a.search} on {words_of(data)}"
+    expect(a, what, model, lambda shape: structuring(text, a.search, shape, kinds=kinds, **given), length=text.length)
 
 
 def _show(a: argparse.Namespace, plan: Plan) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..planning.bits import ESTIMATOR
+from ..progress import Progress, Steps
 from ..provenance import versions
 from ..records import Block, Result, digest
 from ..running.cells import Cells
@@ -141,7 +142,7 @@ def compare_scores(
     score_options: Mapping[str, Mapping[str, Any]] | None = None,
     folder: Path | str | None = None,
     part: tuple[int, int] = (1, 1),
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> ScoreComparison:
     """Measure every score under every rule, beside uniform and permuted controls.
 
@@ -175,7 +176,9 @@ def compare_scores(
         bench=bench, kind=kind, scores=named, score_options=score_options or {},
         cells=Cells(None if folder is None else Path(folder) / "cells", part),
     )  # fmt: skip
-    found = [(seed, {name: run.scored(name, seed) for name in named}) for seed in seeds]
+    tick, found = Steps(progress, len(seeds) * len(named), "scores"), []
+    for seed in seeds:
+        found.append((seed, {name: _ticked(tick, run.scored(name, seed)) for name in named}))
     settings = {
         "scores": {n: Path(v).name if isinstance(v, str) else "given" for n, v in named.items()}, "budgets": list(budgets),
         "rules": [r if isinstance(r, str) else getattr(r, "__name__", str(r)) for r in rules], "controls": controls,
@@ -212,18 +215,22 @@ def _unfinished(run: _Run, settings: Mapping[str, Any], seeds: Sequence[int]) ->
     )  # fmt: skip
 
 
+def _ticked(tick: Steps, found: Any) -> Any:
+    """What was found, once it is counted."""
+    tick()
+    return found
+
+
 def _measure(
-    run: _Run, grids: Mapping[tuple[float, int], Grid], progress: Callable[[int, int], None] | None
+    run: _Run, grids: Mapping[tuple[float, int], Grid], progress: Progress | None
 ) -> dict[float, dict[str, dict[str, Any]]] | None:
     """``{budget: {entry: {values[seeds][items], spent[seeds], passes[seeds]}}}``, or None where cells are left to others."""
     tables: dict[float, dict[str, dict[str, Any]]] = {}
-    done, total, whole = 0, sum(len(g.entries) for g in grids.values()), True
+    tick, whole = Steps(progress, sum(len(g.entries) for g in grids.values()), "plans"), True
     for (budget, seed), grid in grids.items():
         for entry in grid.entries:
             cell = run.measured(entry.plan, entry.decision, seed)
-            done += 1
-            if progress is not None:
-                progress(done, total)
+            tick()
             if cell is None:
                 whole = False
                 continue

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..program.counts import round_parameters
 from ..program.steps import curves_at, damage_at, reach, step_within
+from ..progress import Progress, Steps, say
 from ..treatments.treating import Found
 from .journal import Course, Journal
 from .point import Look, Point, Reference
@@ -70,7 +71,7 @@ class _Here:
 
 def descend(
     point: Point, start: np.ndarray, settings: Settings, *, judge: Reference | None = None, journal: Journal | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Course:  # fmt: skip
     """Descend from a plan until nothing is gained, or steps or passes are spent.
 
@@ -87,6 +88,7 @@ def descend(
         The path; the model is left wherever it was last.
     """
     journal = journal or Journal(None, "")
+    tick = Steps(progress, settings.steps)
     held = journal.resume(point.treating.treatment.statistic)
     path = held.path if held else Course(counts=[start], log=[])
     found, reached = (held.found, held.reach) if held else (point.dense, settings.trust)
@@ -105,8 +107,8 @@ def descend(
         path.counts.append(here.counts)
         path.log.append({**_entry(point, here, judge, step=len(path.log)), **record})
         journal.keep(path, here.found, here.reach, here.trust)
-        if progress:
-            progress(len(path.log) - 1, settings.steps)
+        say(progress, f"damage {path.log[-1]['divergence']:.3g}")
+        tick(len(path.log) - 1 - tick.done)
     if settings.leap and len(path.log) <= settings.steps:
         _, _, path.goal, path.promise = _goal(point, here, path, settings)
     return path

@@ -27,6 +27,7 @@ from torch import nn
 
 from ..blocks import layer_lists, partition, weight_of
 from ..errors import InvalidInput, UnknownBlock
+from ..progress import Progress, Steps
 from ..records import Block
 from ..running.backward import Feeding, Loss, SampledLoss, feed
 from ..running.loss import IGNORE, Batch, Data, unlabelled
@@ -37,7 +38,6 @@ from .ledger import Candidates, Forms, Ledger, Unit
 
 Clean = Callable[[int], torch.Tensor]
 Listen = Callable[[Site, Batch], None]
-Progress = Callable[[int, int], None]
 
 
 def forms_along(
@@ -88,16 +88,10 @@ def forms_along(
     if clean is not None:
         losses.insert(0, _Divergence(clean, size))
     own = mine(data)
-    batches, done = list(unlabelled(model, own, size)), [0]
-
-    def tick(sequences: int) -> None:
-        done[0] += sequences
-        if progress:
-            progress(done[0], own.samples)
-
+    batches = list(unlabelled(model, own, size))
     consumer = _Along(model, ledger, losses, plain=clean is not None, listen=listen)
     way = "whole" if draws and spanning(model, candidates.first) else walk
-    fed = feed(model, batches, blocks, consumer, walk=way, tick=tick, alone=True)
+    fed = feed(model, batches, blocks, consumer, walk=way, tick=Steps(progress, own.samples, "gradients"), alone=True)
     ledger.take(total(ledger.sums()))
     loss, tokens = total(np.array([fed.loss, sum(int((batch.targets != IGNORE).sum()) for batch in batches)])).tolist()
     forms = ledger.forms(round(tokens), data.samples, 1.0 + 2.0 * len(losses))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..keeping.parts import Parts
 from ..mapped import mapped
 from ..plan import Plan
 from ..planning.bits import BASELINES, plan_bits, plan_of_formats
+from ..progress import Progress, say
 from ..provenance import computation, versions
 from ..records import Block, digest, to_jsonable
 from ..running.divergence import next_tokens, sequence_losses
@@ -36,7 +37,6 @@ from .rounding import rounding_damage
 from .rounding_bench import mean_and_error
 from .rounding_steps import stepped
 
-Progress = Callable[[int, int], None]
 BESIDE = ("uniform", "mix")
 
 
@@ -149,6 +149,7 @@ def plan_formats(
     if steps:
         draws = {k: options[k] for k in ("draws", "seed") if k in options}
         plan = stepped(model, data, scores, plan, steps=steps, batch_size=batch_size, kept=parts, progress=progress, **draws)
+    say(progress, "plans as a whole" if check is not None else "")
     return (plan if check is None else checked(model, plan, scores, data, check, batch_size, parts)), scores
 
 

@@ -8,7 +8,7 @@ every other block pruned as planned.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..mapped import need_settled
 from ..plan import Plan
+from ..progress import Progress, Steps
 from ..records import Block
 from ..running.divergence import Meter
 from ..running.inputs import Statistic
@@ -29,8 +30,6 @@ from ..treatments.select import share
 from ..treatments.treating import Found, Job, Treating
 from .curves import Curves
 from .originals import Originals
-
-Progress = Callable[[int, int], None]
 
 
 def damage_curves(
@@ -87,6 +86,7 @@ def damage_curves(
             if around is not None:
                 treat_all(walk, treating, blocks, others)
                 walk.capture()
+            tick = Steps(progress, len(walk))
             for i, (name, _) in enumerate(walk.layers):
                 inside = _in_layer(blocks, name)
                 own = held if around is not None else Originals(model, inside)
@@ -94,8 +94,7 @@ def damage_curves(
                 damage |= bench.curves(i, inside, wanted)
                 walk.position = i
                 walk.advance()
-                if progress:
-                    progress(i + 1, len(walk))
+                tick()
         finally:
             held.restore()
             walk.close()

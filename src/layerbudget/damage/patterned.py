@@ -13,7 +13,7 @@ Both plans are treated by the pruner, layer after layer, and their changes ``Del
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..planning import plan_sparsity
+from ..progress import Progress, Steps
 from ..records import Block
 from ..running.divergence import Meter
 from ..running.modes import inference
@@ -36,7 +37,6 @@ from .directional import fisher_along
 from .measure import check_places, jobs_of
 from .originals import Originals
 
-Progress = Callable[[int, int], None]
 KINDS = ("pattern", "unstructured")
 
 
@@ -146,11 +146,12 @@ class _Trial:
             held = Originals(self.model, self.blocks)
             dense = {n: torch.cat([v.clone() for v in self._views(n)]) for n in changes}
             try:
+                tick = Steps(self.progress, len(KINDS) * len(walk), "treating layers")
                 walk.capture()
                 meter = Meter(walk)
-                for turn, kind in enumerate(KINDS):
+                for kind in KINDS:
                     walk.capture()
-                    self._treat(walk, work[kind], turn)
+                    self._treat(walk, work[kind], tick)
                     damage[kind] = meter.reached()
                     for name, found in changes.items():
                         found.append(torch.cat([v.clone() for v in self._views(name)]) - dense[name])
@@ -160,14 +161,12 @@ class _Trial:
                 walk.close()
         return damage, changes
 
-    def _treat(self, walk: Walk, work: Sequence[Job], turn: int) -> None:
-        layers = len(walk)
+    def _treat(self, walk: Walk, work: Sequence[Job], tick: Steps) -> None:
         for i, (name, _) in enumerate(walk.layers):
             walk.position = i
             self.treating.layer(walk, [j for j in work if j.module.name.startswith(f"{name}.")])
             walk.advance()
-            if self.progress:
-                self.progress(turn * layers + i + 1, len(KINDS) * layers)
+            tick()
 
     def _views(self, name: str) -> list[torch.Tensor]:
         return [v.detach() for v in matrices(*weight_of(self.model, name))]

@@ -13,7 +13,7 @@ are few, and an embedding has no inputs. Standard errors are over sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput
 from ..mapped import Mapped, mapped
 from ..planning.bits import ESTIMATOR, sizes_of
+from ..progress import Progress, Steps
 from ..provenance import versions
 from ..records import Block
 from ..running.modes import inference
@@ -41,7 +42,6 @@ from .ledger import Unit
 from .pooling import pooled
 from .rounding_bench import Bench, Damages, has, measured
 
-Progress = Callable[[int, int], None]
 KEEP_BYTES = 1 << 30
 CACHED = 1 << 17  # entries of a matrix that are rounded together
 MEASURES = ("directional", "measured", "relative")
@@ -194,6 +194,7 @@ def directional(
             found.damage[i], found.error[i] = bench.end(blocks[i])
         if lies is not None:
             lies.leave()
+        tick = Steps(progress, len(bench.walk), "rounding layers")
         for layer in range(len(bench.walk)):
             mine = [i for i in inside if place[i] == layer]
             statistics = bench.statistics(layer, [blocks[i] for i in mine])
@@ -201,6 +202,7 @@ def directional(
                 units |= _units(bench, blocks[i], inside.index(i), statistics, keep)
             if bench.quantiser.statistic != "none":
                 bench.walk.advance()
+            tick()
     if inside:
         forms = forms_along(model, data, units, draws=draws, seed=seed, batch_size=batch_size, progress=progress)
         there = np.array([[has(blocks[i], f) for f in formats] for i in inside])

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..blocks import weight_of
 from ..data.calibration import CalibrationSet
+from ..progress import Progress, Steps
 from ..records import Block
 from ..running.divergence import Meter
 from ..running.inputs import Statistic
@@ -22,8 +23,6 @@ from ..treatments.items import layer_index
 from ..treatments.storing import need_data, quantiser_of
 from ..treatments.treating import Found, Job, Treating
 from .originals import Originals
-
-Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -94,14 +93,14 @@ def measured(
     with inference(model), bench:
         for i in (i for i, p in place.items() if p is None):
             found.damage[i], found.error[i] = bench.end(blocks[i])
+        tick = Steps(progress, len(bench.walk), "layers in every format")
         for layer in range(len(bench.walk)):
             inside = [i for i, p in place.items() if p == layer]
             statistics = bench.statistics(layer, [blocks[i] for i in inside])
             for i in inside:
                 found.damage[i], found.error[i] = bench.block(layer, blocks[i], statistics)
             bench.walk.advance()
-            if progress:
-                progress(layer + 1, len(bench.walk))
+            tick()
     found.passes = bench.passes
     return found
 

@@ -33,6 +33,7 @@ from ..keeping.parts import Parts
 from ..mapped import need_settled
 from ..plan import Plan
 from ..planning.bits import Table, plan_bits
+from ..progress import Progress, Steps
 from ..records import digest
 from ..running.modes import inference
 from ..running.walk import Walk
@@ -50,7 +51,6 @@ from .point import Reference
 from .pooling import pooled
 from .rounding_bench import has
 
-Progress = Callable[[int, int], None]
 LENGTHS = (1.0, 0.5, 0.25)
 
 
@@ -256,13 +256,13 @@ class _Run:
         """Go on from a plan for at most so many steps, and stop where none is accepted."""
         spent = 1.0 + float(self.scores.extra["choices"].get("passes", 0.0))
         log: list[dict[str, Any]] = []
+        tick = Steps(progress, steps, "steps at the quantised point")
         for step in range(1, steps + 1):
             seen = self._look(plan, self.seed + step)
             log = log or [{"step": 0, "divergence": seen["divergence"], "passes": spent}]
             there, record, passes = self._go(plan, seen)
             spent += seen["passes"] + passes
-            if progress:
-                progress(step, steps)
+            tick()
             if there is None:
                 break
             plan = there

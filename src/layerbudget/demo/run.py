@@ -8,7 +8,6 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from ..keeping.parts import Parts
 from ..loading import load_model, load_tokenizer
 from ..plan import Plan
 from ..planning import plan_sparsity
+from ..progress import Progress, Steps, say
 from ..provenance import computation, versions
 from ..pruning.apply import prune
 from ..pruning.save import save_pruned
@@ -72,7 +72,7 @@ def peak_memory_mib() -> float:
 
 def run_demo(
     out: Path, *, seed: int = 0, overwrite: bool = False, resume: Path | str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run the main job and write ``scores.json``, ``plan.json``, ``result.json``, ``overview.png`` and ``pruned/``.
 
@@ -93,21 +93,23 @@ def run_demo(
     if out.exists() and any(out.iterdir()) and not overwrite:
         raise AlreadyExists(f"{out} is not empty.", "", "Choose another --out or pass --overwrite.")
     began = time.perf_counter()
+    tick = Steps(progress, 3 + 2 * len(TARGETS) * len(RULES), "loading")
     job = _Job(seed, resume)
-    total, done = 3 + 2 * len(TARGETS) * len(RULES), 1
-    tick = (lambda count: progress(count, total)) if progress else (lambda count: None)
-    tick(done)
+    tick()
+    say(progress, "scoring")
     scores = Scores.from_dict(job.parts.json("scores", lambda: to_jsonable(job.scored().to_dict())))
-    tick(done := done + 1)
+    tick()
+    say(progress, "the dense model")
     dense = _evaluation(job.parts.json("dense", lambda: _told(perplexity(job.model, job.held_out))))
-    tick(done := done + 1)
+    tick()
     rows, plans = [_row("dense", None, 0.0, dense, None)], {}
     kept: tuple[float, str, Plan] | None = None
     for target in TARGETS:
         base: Evaluation | None = None
         for rule, label in RULES.items():
+            say(progress, f"{label}, {target:.0%}")
             cell = job.parts.json(f"cell-{round(1000 * target)}-{rule}", partial(job.cell, scores, target, rule))
-            tick(done := done + 2)
+            tick(2)
             plan, found = Plan.from_dict(cell["plan"]), _evaluation(cell["found"])
             plans[target, rule] = plan
             base = base or found

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..data.task_files import known_label
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
+from ..progress import Progress, Steps, say
 from ..records import digest
 
 Row = dict[str, Any]
@@ -193,7 +194,7 @@ def evaluate_tasks(
     data_dir: Path | str | None = None,
     limit: int | None = None,
     batch_size: int = 16,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Row]:
     """Zero-shot accuracy of a causal language model.
 
@@ -225,7 +226,10 @@ def evaluate_tasks(
     definitions = [_definition(t, data_dir, manager.task_index) for t in tasks]
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     result: dict[str, Row] = {}
-    for done, (name, definition) in enumerate(zip(tasks, definitions, strict=True)):
+    tick = Steps(progress, len(tasks))
+    for name, definition in zip(tasks, definitions, strict=True):
+        say(progress, name)
+        tick(0)
         try:
             output = lm_eval.simple_evaluate(
                 model=wrapped, tasks=[definition], num_fewshot=0, limit=limit, bootstrap_iters=0, log_samples=True,
@@ -246,6 +250,5 @@ def evaluate_tasks(
             "samples": len(correct), "correct": correct, "digest": digest([s["arguments"] for s in samples]),
             "one_class": one_class(*_answers(samples)),
         }  # fmt: skip
-        if progress:
-            progress(done + 1, len(tasks))
+        tick()
     return result

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from ..data.encoding import IGNORE
 from ..data.fitting import check_fits
 from ..data.text import calibration
 from ..errors import BadModel, InvalidInput
+from ..progress import Progress, Steps
 from ..running.divergence import next_tokens, sequence_losses
 from ..running.modes import inference
 from ..running.shares import team
@@ -76,7 +77,7 @@ def perplexity(
     data: CalibrationSet,
     *,
     batch_size: int = 16,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Evaluation:
     """Perplexity of a causal language model on the windows of ``data``; with labels, on the labelled tokens.
 
@@ -99,6 +100,7 @@ def perplexity(
     wanted = next_tokens(data.input_ids if data.labels is None else data.labels, None)
     counts = (wanted != IGNORE).sum(1).numpy()
     with inference(model):
+        tick = Steps(progress, data.samples)
         for done, batch in enumerate(data.batches(batch_size, device)):
             output = model(**batch)
             logits = getattr(output, "logits", None)
@@ -108,8 +110,7 @@ def perplexity(
                 )
             targets = wanted[done * batch_size :][: len(logits)].to(device)
             losses.append(sequence_losses(logits[:, :-1].float(), targets).cpu().numpy())
-            if progress:
-                progress(min(data.samples, (done + 1) * batch_size), data.samples)
+            tick(len(logits))
     sums = np.concatenate(losses).astype(np.float64)
     if together is not None:
         sums, counts, data = _joined(together.gathered((sums, counts)), whole)

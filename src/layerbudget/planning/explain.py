@@ -53,7 +53,8 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
     name, value = plan.names, plan.values
     word = KINDS.find(plan.kind).decides
     spent, limit, unit = float(plan.budget["spent"]), float(plan.budget["limit"]), plan.budget.get("unit")
-    sentences = [f"The rule {plan.rule} decides {word} for {len(name)} blocks and uses {spent:.6g} of {limit:.6g} {unit}."]
+    of = f"{_amount(spent)} of {_amount(limit)} {'units' if unit in (None, 'count') else unit}"
+    sentences = [f"The rule {plan.rule} decides {word} for {len(name)} blocks and uses {of}."]
     equal = float(np.ptp(value)) <= 1e-9 * float(np.abs(value).max(initial=0.0))
     sentences.append(
         f"Every block gets {value[0]:.4g}."
@@ -88,6 +89,11 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
         kind=plan.kind, rule=plan.rule, budget=dict(plan.budget), certificate=dict(c), sentences=sentences,
         most=[name[i] for i in order[::-1][:5]], least=[name[i] for i in order[:5]],
     )  # fmt: skip
+
+
+def _amount(value: float) -> str:
+    """A whole number with its thousands, another one in six digits."""
+    return f"{value:,.0f}" if value == round(value) and abs(value) < 1e15 else f"{value:.6g}"
 
 
 NEARLY_UNIFORM = 0.05

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..mapped import mapped
 from ..plan import Plan
+from ..progress import Progress, Steps
 from ..provenance import computation, versions
 from ..running.modes import inference
 from ..running.shares import team
@@ -26,8 +27,6 @@ from ..treatments.treating import Job, Treating
 from .jobs import Options, plan_jobs
 from .receipt import Receipt, check_recount, recount, recount_rows
 from .resume import Resume
-
-Progress = Callable[[int, int], None]
 
 
 def prune(
@@ -195,12 +194,12 @@ def _without_data(
 ) -> tuple[int, tuple[str, ...]]:
     """Every matrix by itself."""
     active = [t for t in jobs.values() if not t.level.idle]
+    tick = Steps(progress, len(active))
     for done, job in enumerate(active, 1):
         treating.jobs([job], {})
         kept.save(treating.model, done, [job.module.name])
         kept.settle(treating.model, done, [job.module.name])
-        if progress:
-            progress(done, len(active))
+        tick()
     return 0, ()
 
 
@@ -223,6 +222,7 @@ def _over_layers(
             model, data, batch_size=options.batch_size, store=options.store, folder=options.folder, autocast=options.autocast
         )
         try:
+            tick = Steps(progress, last + 1)
             if last >= 0:
                 walk.capture()
             for i in range(last + 1):
@@ -233,8 +233,7 @@ def _over_layers(
                     checkpoint.settle(model, i, names)
                 if i < last:
                     walk.advance()
-                if progress:
-                    progress(i + 1, last + 1)
+                tick()
         finally:
             walk.close()
     return walk.forwards, tuple(notes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,10 @@ def headline_of(found: Found) -> tuple[str, str]:
     plan, verdict = found.plan, ""
     if found.tuned is not None:
         t = found.tuned
-        title = f"{t['task'].rpartition('/')[2]}: {t['kind']} by {t['rule']}"
+        title = f"{t['task'].rpartition('/')[2]}: {t['kind']}, rule {t['rule']}"
         metric = next(iter(t["metrics"].values()))[t["metric"]]
         error = "" if metric["stderr"] is None else f" ± {metric['stderr']:.2g}"
-        verdict = f"Held-out {t['metric']} {metric['value']:.4f}{error} over {len(t['seeds'])} seed(s)."
+        verdict = f"Held-out {t['metric']} {metric['value']:.4f}{error} over {_seeds(t['seeds'])}."
         before = next(iter(t["metrics"].values())).get("loss_before")
         if before is not None:
             verdict += f" Before: {before['value']:.4f}."
@@ -45,6 +45,10 @@ def headline_of(found: Found) -> tuple[str, str]:
         said = verdict or str(found.scores.extra.get("verdict") or f"{len(found.scores.blocks)} blocks scored.")
         return f"What the layers of {of} can still gain", said
     return f"Results of {found.folder}", verdict
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"{len(seeds)} seeds" if len(seeds) > 1 else "one seed"
 
 
 def _amount(plan: Plan) -> str:

@@ -12,6 +12,11 @@ const ticks = (lo, hi, n) => {
   for (let v = Math.ceil(lo / step) * step; v <= hi + step * 1e-9; v += step) out.push(+v.toPrecision(12));
   return out;
 };
+// A tick in as few digits as tell it from the others.
+const mark = (t, all) => {
+  for (let p = 3; p < 8; p++) if (new Set(all.map(v => v.toPrecision(p))).size === all.length) return p === 3 ? num(t) : String(+t.toPrecision(p));
+  return num(t);
+};
 // The number of a layer under its first block, as far as there is room.
 function layers(names, x, y) {
   let out = "", last = -99, before = null;
@@ -81,7 +86,7 @@ function network() {
   for (const cell of f.querySelectorAll(".cell")) {
     const v = values[cell.dataset.k], p = v == null ? 0 : part(v);
     cell.style.background = `color-mix(in oklab, var(--hi) ${(100 * p).toFixed(1)}%, var(--lo))`;
-    cell.classList.toggle("dark", p > .55);
+    cell.classList.toggle("dark", p > .62);
     cell.textContent = v == null ? "–" : D.word === "sparsity" ? Math.round(100 * v) : num(v);
     cell.setAttribute("aria-label", `${N.names[cell.dataset.k]}: ${num(v)}`);
   }
@@ -167,7 +172,7 @@ function results() {
   const R = D.results, P = R.points, W = width(f), L = Math.min(210, W * .42), row = 26, H = 30 + P.length * row;
   const lo = Math.min(...P.map(p => Math.min(p.value - p.error, ...(p.by || [])))), hi = Math.max(...P.map(p => Math.max(p.value + p.error, ...(p.by || []))));
   const pad = (hi - lo || 1) * .08, x = v => L + (W - L - 58) * (v - lo + pad) / (hi - lo + 2 * pad);
-  let h = ticks(lo - pad, hi + pad, W < 500 ? 3 : 6).map(t => `<line class="axis" x1="${x(t)}" x2="${x(t)}" y1="4" y2="${H - 24}"/><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - 8}">${num(t)}</text>`).join("");
+  let h = ticks(lo - pad, hi + pad, W < 500 ? 3 : 6).map((t, _, all) => `<line class="axis" x1="${x(t)}" x2="${x(t)}" y1="4" y2="${H - 24}"/><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - 8}">${mark(t, all)}</text>`).join("");
   P.forEach((p, i) => {
     const y = 18 + i * row, col = /uniform|permuted|before|dense/.test(p.label) ? "var(--soft)" : "var(--hi)";
     h += `<text text-anchor="end" x="${L - 10}" y="${y + 4}">${esc(wrap(p.label, Math.floor(L / 7)))}<title>${esc(p.label)}</title></text>`;
@@ -184,7 +189,7 @@ function paired() {
   const P = D.paired.items, W = width(f), L = Math.min(210, W * .42), row = 28, H = 30 + P.length * row;
   const lo = Math.min(0, ...P.map(p => p.low)), hi = Math.max(0, ...P.map(p => p.high)), pad = (hi - lo || 1) * .08;
   const x = v => L + (W - L - 14) * (v - lo + pad) / (hi - lo + 2 * pad);
-  let h = ticks(lo - pad, hi + pad, W < 500 ? 3 : 6).map(t => `<line class="axis" x1="${x(t)}" x2="${x(t)}" y1="4" y2="${H - 24}"/><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - 8}">${num(t)}</text>`).join("");
+  let h = ticks(lo - pad, hi + pad, W < 500 ? 3 : 6).map((t, _, all) => `<line class="axis" x1="${x(t)}" x2="${x(t)}" y1="4" y2="${H - 24}"/><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - 8}">${mark(t, all)}</text>`).join("");
   h += `<line x1="${x(0)}" x2="${x(0)}" y1="2" y2="${H - 24}" stroke="var(--ink)"/>`;
   P.forEach((p, i) => {
     const y = 18 + i * row, sure = p.low > 0 || p.high < 0, col = sure ? "var(--hi)" : "var(--soft)";
@@ -212,7 +217,7 @@ function curve() {
   const C = D.curve, W = width(f), H = 280, L = 56, B = 38, all = C.series.flatMap(s => s.points);
   const xs = all.map(p => p[0]), ys = all.map(p => p[1]), x0 = Math.min(...xs), x1 = Math.max(...xs), y0 = Math.min(...ys), y1 = Math.max(...ys);
   const pad = (y1 - y0 || 1) * .08, x = v => L + (W - L - 16) * (v - x0) / (x1 - x0 || 1), y = v => 10 + (H - B - 10) * (1 - (v - y0 + pad) / (y1 - y0 + 2 * pad));
-  let h = ticks(y0, y1, 5).map(t => `<line class="axis" x1="${L}" x2="${W - 16}" y1="${y(t)}" y2="${y(t)}"/><text class="soft" text-anchor="end" x="${L - 6}" y="${y(t) + 4}">${num(t)}</text>`).join("");
+  let h = ticks(y0, y1, 5).map((t, _, all) => `<line class="axis" x1="${L}" x2="${W - 16}" y1="${y(t)}" y2="${y(t)}"/><text class="soft" text-anchor="end" x="${L - 6}" y="${y(t) + 4}">${mark(t, all)}</text>`).join("");
   h += [...new Set(xs)].map(t => `<text class="soft" text-anchor="middle" x="${x(t)}" y="${H - B + 18}">${num(t)}</text>`).join("");
   const hue = i => `hsl(${(205 + i * 47) % 360} 55% 48%)`;
   C.series.forEach((s, i) => {

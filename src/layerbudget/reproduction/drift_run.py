@@ -8,7 +8,7 @@ squared norm, as in the paper, of scores that sum to one (its text) and that hav
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from ..evaluation.paired import compare_means
 from ..planning.transfer import transfer_scores
 from ..program.transfer import spearman
+from ..progress import Progress, Steps
 from .expert_bench import BETAS, ExpertRuns, accuracy_row
 from .outcome import Claim, Outcome
 from .published import item
@@ -27,7 +28,7 @@ SOURCE = "commonsenseqa"
 
 def run_drift(
     *, scale: str = "small", model: str = "demo", data_dir: Path | str | None = None, out: Path | str | None = None,
-    part: tuple[int, int] = (1, 1), progress: Callable[[int, int], None] | None = None, **_: Any,
+    part: tuple[int, int] = (1, 1), progress: Progress | None = None, **_: Any,
 ) -> Outcome:  # fmt: skip
     """Plan on CommonsenseQA, use on the others.
 
@@ -39,10 +40,10 @@ def run_drift(
     beta, theirs = BETAS["gemma"], item("table-3")["rows"]
     plans = {task: functools.partial(runs.mdl, task, "positive", beta) for task in (SOURCE, *runs.setting.tuned)}
     trained = {}
-    for done, task in enumerate(runs.setting.tuned, 1):
+    tick = Steps(progress, len(runs.setting.tuned))
+    for task in runs.setting.tuned:
         trained[task] = [runs.wrong(plans[of], task) for of in (task, SOURCE)]
-        if progress is not None:
-            progress(done, len(runs.setting.tuned))
+        tick()
     runs.cells.check()
     source = runs.influence(SOURCE, "positive")
     rows = []

@@ -11,12 +11,12 @@ import numpy as np
 
 from ..plan import Plan
 from ..planning import plan_experts
+from ..progress import Progress, Steps
 from .expert_bench import BETAS, ExpertRuns, accuracy_row, table, versus
 from .outcome import Claim, Outcome
 from .published import item
 from .setting import TASKS
 
-Progress = Callable[[int, int], None]
 Cells = dict[str, dict[str, dict[str, Any]]]
 Column = Callable[[str], Plan]
 
@@ -24,15 +24,13 @@ Column = Callable[[str], Plan]
 def _train(runs: ExpertRuns, columns: Mapping[str, Column], progress: Progress | None) -> Cells:
     """Fine-tune every column on every task."""
     cells: Cells = {name: {} for name in columns}
-    done, total = 0, len(columns) * len(runs.setting.tuned)
+    tick = Steps(progress, len(columns) * len(runs.setting.tuned))
     for task in runs.setting.tuned:
         for name, make in columns.items():
             wrong = runs.wrong(functools.partial(make, task), task)
             if wrong is not None:
                 cells[name][task] = accuracy_row(wrong)
-            done += 1
-            if progress is not None:
-                progress(done, total)
+            tick()
     runs.cells.check()
     return cells
 

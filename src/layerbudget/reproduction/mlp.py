@@ -11,7 +11,7 @@ the GGN. Where the Hessian is indefinite at a damping, the seed does not count f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import nn
 
 from ..blocks import partition
 from ..errors import MissingDependency
+from ..progress import Progress, Steps
 from ..running.loss import FeatureSet
 from ..scores.gain import score
 from .published import mlp_entries
@@ -138,7 +139,7 @@ def tables(
     seeds: Sequence[int] = (0, 1, 2),
     dampings: Sequence[float] = DAMPINGS,
     setting: Setting | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Run the experiment.
 
@@ -156,10 +157,10 @@ def tables(
     """
     setting = setting or Setting()
     runs = []
-    for done, seed in enumerate(seeds, 1):
+    tick = Steps(progress, len(seeds))
+    for seed in seeds:
         runs.append(one_seed(seed, setting, dampings))
-        if progress is not None:
-            progress(done, len(seeds))
+        tick()
     found = {
         direct: {str(d): {p: correlations(runs, direct, i, p) for p in PROXIES} for i, d in enumerate(dampings)}
         for direct in ("ggn", "hessian")

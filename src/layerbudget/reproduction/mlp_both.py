@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..progress import Progress, Steps
 from . import mlp, mlp_parts
 from . import mlp_released as script
 from .published import mlp_entries
 
 Tables = Mapping[str, Mapping[str, Mapping[str, Any]]]
-Progress = Callable[[int, int], None]
 
 
 def within(tables: Tables) -> dict[str, Any]:
@@ -96,14 +96,14 @@ def as_released(seeds: Sequence[int] = (0, 1, 2), progress: Progress | None = No
 def differences(released: Tables, seeds: Sequence[int] = (0, 1, 2), progress: Progress | None = None) -> list[dict[str, Any]]:
     """Each of the six differences by itself, from the released script: ``{difference, within, sentence}``."""
     found = []
-    for done, (name, change) in enumerate(script.SWITCHES.items(), 1):
+    tick = Steps(progress, len(script.SWITCHES), "differences")
+    for name, change in script.SWITCHES.items():
         _, tables = script.tables(dataclasses.replace(script.RELEASED, **change), seeds)
         found.append({
             "difference": name, "within": within(tables)["count"], "tables": tables,
             "sentence": sentence(name, released, tables),
         })  # fmt: skip
-        if progress is not None:
-            progress(done, len(script.SWITCHES))
+        tick()
     return found
 
 

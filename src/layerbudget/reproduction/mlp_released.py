@@ -12,7 +12,7 @@ so that its seeds are its seeds.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ..errors import MissingDependency
+from ..progress import Progress, Steps
 from .mlp import DAMPINGS, PROXIES, digits
 from .mlp_scores import (
     EPSILON,
@@ -252,7 +253,7 @@ def tables(
     recipe: Recipe = RELEASED,
     seeds: Sequence[int] = (0, 1, 2),
     dampings: Sequence[float] = DAMPINGS,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[list[SeedRun], dict[str, dict[str, dict[str, Any]]]]:
     """Run the experiment under a recipe.
 
@@ -263,8 +264,8 @@ def tables(
         MissingDependency: scikit-learn is not installed.
     """
     runs = []
-    for done, seed in enumerate(seeds, 1):
+    tick = Steps(progress, len(seeds))
+    for seed in seeds:
         runs.append(one_seed(recipe, seed, dampings))
-        if progress is not None:
-            progress(done, len(seeds))
+        tick()
     return runs, {str(tau): {p: correlations(runs, tau, p) for p in PROXIES} for tau in dampings}

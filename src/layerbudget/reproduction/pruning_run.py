@@ -22,6 +22,7 @@ from ..evaluation.paired import compare_means
 from ..loading import load_model, load_tokenizer
 from ..plan import Plan
 from ..planning import plan_sparsity
+from ..progress import Progress, Steps
 from ..pruning.apply import prune
 from ..running.cells import Cells
 from ..scores.record import Scores
@@ -31,7 +32,6 @@ from .published import item
 from .setting import CAPS, METHODS, SETTINGS, TASKS, need_data, text_source
 from .zero_shot import ZeroShot, percent
 
-Progress = Callable[[int, int], None]
 WIDTHS: Mapping[str, float] = {"magnitude": 0.3, "wanda": 0.1, "sparsegpt": 0.1}
 KAPPAS = (1, 2, 3, 4)
 
@@ -106,7 +106,7 @@ def run_pruning(
     runs = PruningRuns(scale=scale, model=model, data_dir=data_dir, out=out, paper=paper, part=part)
     asked: dict[str, dict[str, dict[str, Any]]] = {m: {} for m in METHODS}
     chosen = runs.setting.calibrations
-    total, done = len(METHODS) * (2 * len(chosen) + 2), 0
+    tick = Steps(progress, len(METHODS) * (2 * len(chosen) + 2))
     uniform = plan_sparsity(runs.blocks, sparsity=0.5, rule="uniform")
     for method in METHODS:
         plans: dict[str, Callable[[], Plan | None]] = {f"MDL, {t}": functools.partial(runs.mdl, t) for t in chosen}
@@ -115,9 +115,7 @@ def run_pruning(
             found = runs.ask(make, "none" if name == "dense" else method)
             if found is not None:
                 asked[method][name] = found
-            done += 1
-            if progress is not None:
-                progress(done, total)
+            tick()
     runs.cells.check()
     published = item("table-1" if paper == "mistral" else "table-2")
     rows = _table(asked, published["rows"])
@@ -230,7 +228,7 @@ def run_kappa(
     runs = PruningRuns(scale=scale, model=model, data_dir=data_dir, out=out, paper="gemma", part=part)
     chosen = runs.setting.swept
     rows: list[dict[str, Any]] = []
-    done, total = 0, len(METHODS) * (len(chosen) * (len(KAPPAS) + 1) + 1)
+    tick = Steps(progress, len(METHODS) * (len(chosen) * (len(KAPPAS) + 1) + 1))
     asked: list[tuple[str, str, list[Plan], list[dict[str, Any]]]] = []
     for method, title in METHODS.items():
         kinds = [(f"kappa {k}", [functools.partial(runs.mdl, t, k) for t in chosen]) for k in KAPPAS]
@@ -240,9 +238,7 @@ def run_kappa(
             found = []
             for make in makers:
                 found.append(runs.ask(make, method))
-                done += 1
-                if progress is not None:
-                    progress(done, total)
+                tick()
             if None not in found:
                 asked.append((title, name, [make() for make in makers], [f for f in found if f is not None]))
     runs.cells.check()

@@ -12,12 +12,13 @@ from torch import nn
 
 from ..blocks import is_conv1d, weight_of
 from ..errors import CoverageError, InvalidInput, UnknownStructure
+from ..progress import Progress, Steps
 from ..records import Block
 from ..running.divergence import sequence_losses
 from ..running.loss import IGNORE, Batch, Data, batches, logits_of
 from ..running.modes import inference
 from ..running.replay import Replay, Trace
-from .curvature.common import Progress, Ticker, check_inputs, record
+from .curvature.common import check_inputs, record
 from .record import Scores
 
 
@@ -136,7 +137,7 @@ def ablation(
         CoverageError: A block of fused experts that is not a whole layer.
     """
     check_inputs(data, batch_size)
-    replay, tick = _replay(model), Ticker(progress, data.samples)
+    replay, tick = _replay(model), Steps(progress, data.samples)
     _refuse_fused(model, [b for b in blocks if replay is None or b.name not in dict(replay.layers)])
     increases: list[np.ndarray] = []
     counts: list[np.ndarray] = []
@@ -198,7 +199,7 @@ def block_influence(
             "Partition with by='layer', or use ablation.",
         )
     check_inputs(data, batch_size)
-    tick = Ticker(progress, data.samples)
+    tick = Steps(progress, data.samples)
     sums, counts = [], []
     with inference(model):
         for batch in batches(model, data, batch_size):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import CoverageError, InvalidInput
+from ..progress import Progress, Steps
 from ..records import Block
 from ..running.backward import Feeding, feed
 from ..running.loss import Data, token_count
@@ -55,7 +56,7 @@ def score_adapter(
     damping_unit: str = "median",
     batch_size: int = 8,
     seed: int = 0,
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
     rank: int = 8,
     scaling: float = 1.0,
     replicates: int = 50,
@@ -92,7 +93,7 @@ def score_adapter(
     dtype, device = real_type(model)
     starts = {m.name: start_matrix(m.name, m.d_in, rank, seed).to(device, dtype) for b in blocks for m in b.modules}
     rows = _Started(blocks, data.samples, data.length, dtype=dtype, device=device, starts=starts, rank=rank)
-    tick = common.Ticker(progress, data.samples)
+    tick = Steps(progress, data.samples)
     total = feed(model, data, blocks, rows, batch_size=batch_size, walk=walk, tick=tick).loss
     grams = rows.grams * scaling**2
     scores = fisher.from_grams(
@@ -128,7 +129,7 @@ def accumulated_gradients(
     modules: Sequence[str] | Sequence[Block],
     *,
     batch_size: int = 8,
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
     """Gradient of the mean token loss of every named weight matrix, as ``(d_out, d_in)`` (also for Conv1D).
 
@@ -151,7 +152,7 @@ def accumulated_gradients(
     dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
     _refuse_direct(model, blocks)
     sums = _Sums(dtype)
-    feed(model, data, blocks, sums, batch_size=batch_size, tick=common.Ticker(progress, data.samples))
+    feed(model, data, blocks, sums, batch_size=batch_size, tick=Steps(progress, data.samples))
     n = token_count(model, data)
     return {m.name: sums.found[m.name] / n for b in blocks for m in b.modules}
 

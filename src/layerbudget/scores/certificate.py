@@ -27,9 +27,10 @@ from torch import nn
 
 from ..blocks import is_conv1d, weight_of
 from ..errors import InvalidInput, MissingDependency
+from ..progress import Progress, Steps
 from ..records import Block
 from ..running.loss import Data, logits_of, summed_loss, token_count
-from .curvature.common import Progress, Ticker, check_damping, check_inputs
+from .curvature.common import check_damping, check_inputs
 from .curvature.gram import chunks, collect_rows
 from .curvature.inner import inner
 from .curvature.krylov import lanczos
@@ -221,7 +222,7 @@ def direct_check(
             f"curvature is one of {CURVATURES}; the unit is max, absolute, or (Fisher and its diagonal) mean.",
             "Use damping_unit='max'.",
         )
-    tick, table = Ticker(progress, len(blocks)), []
+    tick, table = Steps(progress, len(blocks)), []
     krylov = curvature in ("ggn", "hessian")
     runs = [[k] for k in range(len(blocks))] if krylov else list(chunks(blocks, data.samples, 4, max_bytes))
     tokens = token_count(model, data)

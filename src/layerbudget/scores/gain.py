@@ -15,12 +15,12 @@ from torch import nn
 from .. import blocks as model_blocks
 from ..data.fitting import check_fits
 from ..errors import InvalidInput
+from ..progress import Progress
 from ..provenance import computation, versions
 from ..records import Block
 from ..running.loss import Data
 from ..running.shares import team
 from . import stages
-from .curvature.common import Progress
 from .estimators import find_estimator
 from .kept import Kept
 from .record import Scores

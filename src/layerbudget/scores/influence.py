@@ -20,11 +20,12 @@ from torch import nn
 
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
+from ..progress import Progress, Steps
 from ..records import Block
 from ..running.backward import feed
 from ..running.loss import IGNORE, Batch, batches
 from ..running.sites import tracked
-from .curvature.common import Progress, Ticker, check_inputs, record
+from .curvature.common import check_inputs, record
 from .curvature.gram import Sketch, real_type
 from .curvature.inner import InnerProducts
 from .datainf import AGGREGATIONS, Influence, aggregate, influence_table
@@ -77,7 +78,7 @@ def _products(
     sketch: tuple[int, int] | None,
     seed: int,
     walk: str,
-    tick: Ticker,
+    tick: Steps,
 ) -> np.ndarray:
     """Inner products of the gradients of every sample of both sets, for each weight tensor (one block each)."""
     dtype, device = real_type(model)
@@ -149,7 +150,7 @@ def influence(
     modules = [Block(name=m.name, modules=(m,)) for b in chosen for m in b.modules]
     products = _products(
         model, (train, validation), modules, parity=mode == "parity", batch_size=batch_size, memory=int(memory), sketch=pair,
-        seed=seed, walk=walk, tick=Ticker(progress, total),
+        seed=seed, walk=walk, tick=Steps(progress, total),
     )  # fmt: skip
     by_name = dict(zip([m.name for m in modules], products, strict=True))
     found: dict[str, Influence] = {}

@@ -12,10 +12,11 @@ from torch import nn
 
 from ..blocks import is_conv1d, weight_of
 from ..errors import CoverageError, InvalidInput
+from ..progress import Progress, Steps
 from ..records import Block
 from ..running.loss import Data, FeatureSet, pad_right
 from ..running.modes import prepared
-from .curvature.common import Progress, Ticker, check_inputs, record
+from .curvature.common import check_inputs, record
 from .record import Scores
 
 
@@ -149,7 +150,7 @@ def _run(
     """``sum x^2`` of the inputs of all matrices; see :func:`outlier_ratio` for what is refused."""
     check_inputs(data, batch_size)
     names = [m.name for b in blocks for m in b.modules]
-    tick = Ticker(progress, data.samples)
+    tick = Steps(progress, data.samples)
     device = next(model.parameters()).device
     with prepared(model), torch.no_grad(), _input_power(model, names) as (power, state):
         for args, kwargs in _feed(data, batch_size, device):

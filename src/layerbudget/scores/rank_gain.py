@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ..errors import CoverageError, InvalidInput
+from ..progress import Progress, Steps
 from ..records import Block
 from ..running.backward import Feeding, Loss, SampledLoss, feed
 from ..running.loss import Batch, Data, batches, token_count
@@ -46,7 +47,7 @@ def score_rank_gain(
     damping: float | Sequence[float] | None = None,
     batch_size: int = 8,
     seed: int | None = None,
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
     largest: int = 64,
     curvature: str = "kfac",
     walk: str = "auto",
@@ -83,7 +84,7 @@ def score_rank_gain(
     seed = seed or 0
     values = (0.0,) if curvature == "none" else common.check_damping(damping, "absolute") or (1.0,)
     work = _Spectra(blocks, values, largest, kept)
-    tick = common.Ticker(progress, data.samples)
+    tick = Steps(progress, data.samples)
     if curvature == "none":
         halves = _Halves(model, data, work)
         halves.refuse_direct(model, blocks)

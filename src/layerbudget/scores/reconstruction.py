@@ -20,12 +20,13 @@ from torch import nn
 from ..blocks import is_conv1d, layers, weight_of
 from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput
+from ..progress import Progress, Steps
 from ..records import Block, Module, check_fraction
 from ..running.inputs import InputStatistics, Statistic
 from ..running.loss import Data, pad_right
 from ..running.modes import inference
 from ..running.walk import Walk
-from .curvature.common import Progress, check_inputs, record
+from .curvature.common import check_inputs, record
 from .record import Scores
 
 
@@ -114,6 +115,7 @@ def _walked(
     with inference(model):
         walk = Walk(model, data, batch_size=batch_size)
         try:
+            tick = Steps(progress, len(names))
             walk.capture()
             for i, name in enumerate(names):
                 mine = [m for m in modules if m.name.startswith(f"{name}.")]
@@ -123,8 +125,7 @@ def _walked(
                     errors |= {m.name: _error(model, m, found.found.get(m.name, []), share, width) for m in mine}
                 if i + 1 < len(names):
                     walk.advance()
-                if progress:
-                    progress(i + 1, len(names))
+                tick()
         finally:
             walk.close()
     return errors

@@ -21,9 +21,9 @@ from torch import nn
 from ..blocks import describe, weight_of
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
+from ..progress import Progress, Steps
 from ..provenance import computation, versions
 from ..records import Block
-from .curvature.common import Progress
 from .record import Scores
 
 METHODS = ("peak", "mid")
@@ -144,13 +144,13 @@ def spectral_tail(
         )
     exponents: dict[str, float | None] = {}
     gain, status = [], []
-    for i, block in enumerate(blocks):
+    tick = Steps(progress, len(blocks))
+    for block in blocks:
         own = {m.name: _exponent(weight_of(model, m.name)[1], method, lower_bound) for m in block.modules}
         exponents.update(own)
         usable = [v for v in own.values() if v is not None]
         gain.append(float(np.mean(usable)) if usable else None)
-        if progress is not None:
-            progress(i + 1, len(blocks))
+        tick()
         status.append("ok" if len(usable) == len(own) else f"no admissible threshold in {len(own) - len(usable)} matrices")
     return Scores(
         estimator="spectral-tail",

@@ -26,10 +26,11 @@ from ..keeping import reading
 from ..keeping.folders import checksum
 from ..keeping.parts import Parts
 from ..keeping.writing import new_file, sweep
+from ..progress import Progress, Steps
 from ..provenance import computation, versions
 from ..records import Block, digest, dumps, read_json, write_text
 from ..running.loss import Data, FeatureSet
-from .curvature import common, gram
+from .curvature import gram
 from .curvature.inner import inner
 from .record import Scores
 
@@ -207,7 +208,7 @@ def gram_matrices(
     sketch: tuple[int, int] | None,
     seed: int,
     walk: str = "auto",
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
 ) -> tuple[np.ndarray, int]:
     """Gram matrices of every block from a stage; sequences that it lacks are computed and stored first.
 
@@ -224,7 +225,7 @@ def gram_matrices(
         )
     have = stage.index()
     missing = [i for i, key in enumerate(keys) if key not in have]
-    tick = common.Ticker(progress, len(missing))
+    tick = Steps(progress, len(missing))
     for start in range(0, len(missing), batch_size):
         part = missing[start : start + batch_size]
         rows = gram.collect_rows(

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..progress import Progress, Steps
 from ..records import Block
 from ..running.backward import Feeding, feed
 from ..running.loss import Batch, Data
 from ..running.shares import Team
 from ..running.sites import Site
 from .ablation import over_sequences
-from .curvature.common import Progress, Ticker, check_inputs
+from .curvature.common import check_inputs
 from .curvature.gram import token_counts
 from .record import Scores
 
@@ -88,6 +89,6 @@ def fisher_trace(
     """
     check_inputs(data, batch_size)
     norms = _Norms(blocks, data.samples)
-    feed(model, data, blocks, norms, batch_size=batch_size, walk=walk, tick=Ticker(progress, data.samples))
+    feed(model, data, blocks, norms, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
     counts, unit = token_counts(model, data), "nats^2 per parameter^2"
     return over_sequences(model, data, blocks, "fisher-trace", norms.table, counts, unit=unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,13 +11,12 @@ from ..blocks import configs_of, describe, layers, partition
 from ..data.calibration import CalibrationSet
 from ..errors import InfeasibleBudget, InvalidInput, UnknownBlock
 from ..plan import Plan, PlanBlock
+from ..progress import Progress, Steps
 from ..running.divergence import Meter
 from ..running.modes import inference
 from ..running.replay import Replay
 from ..running.shares import mine
 from ..running.walk import Walk
-
-Progress = Callable[[int, int], None]
 
 
 def drop_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -107,13 +106,13 @@ def plan_depth(
     replay = Replay(model)
     with inference(model):
         replay.probe(next(data.select(slice(0, 1)).batches(1, next(model.parameters()).device)))
+    tick = Steps(progress, remove)
     for _ in range(remove):
         with replay.without(gone):
             found = drop_damage(model, data, [n for n in names if n not in gone], batch_size=batch_size)
         rounds.append(found)
         gone.append(min(found, key=lambda n: found[n]))
-        if progress:
-            progress(len(gone), remove)
+        tick()
     blocks = tuple(PlanBlock.of(b, float(b.name in gone), b.numel * (b.name in gone)) for b in partition(model))
     spent = sum(b.count for b in blocks)
     return Plan(

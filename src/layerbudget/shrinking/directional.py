@@ -33,6 +33,7 @@ from ..plan import Plan
 from ..planning.parts import KINDS, Part
 from ..planning.shape_steps import ShapeSpace
 from ..program.choices import Choice
+from ..progress import Progress, Steps
 from ..records import to_jsonable
 from ..running.inputs import InputStatistics, Statistic
 from ..running.loss import Batch
@@ -48,7 +49,6 @@ from .width import damped, refitted, removal_order
 
 PASSES, LEVELS = 24.0, 7
 MEASURING = 4.0  # dense, twice through every layer to cut it, and the smaller model
-Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -204,7 +204,11 @@ def plan_shapes_directional(
     by = next((p.by for p in parts if p.kind == "heads"), by)
     hyper = {"by": by, "multiple": multiple, "depth": 0, "trust": trust, "draws": draws, "passes": passes, "seed": seed}
     shapes = _Shapes(model, data, space.free, damping, batch_size)
-    tell = (lambda: progress(int(shapes.passes), int(passes))) if progress else None
+    tick = Steps(progress, int(passes), "forward equivalents")
+
+    def tell() -> None:
+        tick(int(shapes.passes) - tick.done)
+
     try:
         counts, log, solution = _descend(shapes, space, passes - MEASURING, trust, draws, seed, tell)
     finally:
@@ -216,7 +220,7 @@ def plan_shapes_directional(
 
 
 def _descend(
-    shapes: _Shapes, space: ShapeSpace, passes: float, trust: float, draws: int, seed: int, tell: Callable[[], None] | None
+    shapes: _Shapes, space: ShapeSpace, passes: float, trust: float, draws: int, seed: int, tell: Callable[[], None]
 ) -> tuple[np.ndarray, list[dict[str, Any]], Choice]:
     """Steps while they can be paid and gain."""
     zero = np.zeros(len(space.free), dtype=np.int64)
@@ -239,8 +243,7 @@ def _descend(
         around = space.reach(goal, trust, LEVELS)
         there = shapes.look(around, here.grams, draws=draws, seed=seed + 1 + len(log))
         gained = there.divergence - here.divergence
-        if tell:
-            tell()
+        tell()
         if gained >= 0:
             trust /= 2
             continue

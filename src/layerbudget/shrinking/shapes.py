@@ -17,6 +17,7 @@ from ..errors import InfeasibleBudget, InvalidInput
 from ..plan import Plan
 from ..planning.parts import KINDS, Part
 from ..planning.shapes import shape_plans
+from ..progress import Progress, Steps, say
 from ..records import to_jsonable
 from ..running.divergence import Meter
 from ..running.inputs import gram_of
@@ -32,7 +33,6 @@ from .parts import cut, find_parts, inner_width, where_is
 from .shrink import measure_plan
 
 _NEAR = 2.0  # plans whose predicted damage is beyond this multiple of the least are not measured
-Progress = Callable[[int, int], None]
 Curve = tuple[list[int], list[float]]
 
 
@@ -82,6 +82,7 @@ def shape_curves(
         if test is not walk:
             test.capture()
         meter = Meter(test, metric, None)
+        tick = Steps(progress, len(walk))
         for i, (name, layer) in enumerate(walk.layers):
             walk.position = i
             for part in (p for p in parts if p.layer == name and p.kind in kinds):
@@ -100,8 +101,7 @@ def shape_curves(
             for each in walks:
                 each.position = i
                 each.advance()
-            if progress:
-                progress(i + 1, len(walk))
+            tick()
         for each in walks:
             each.close()
     return out
@@ -196,6 +196,7 @@ def plan_structured(
     for word, parts in sets.items():
         allowed = allowed_units(model, parts, kinds) if even else None
         if curves is None:
+            say(progress, f"heads by {word}" if "heads" in kinds else "")
             left = [p for p in parts if p.kind == "heads" or p.name not in held]
             held |= crossed_curves(
                 model, data, left, kinds=kinds, max_removed=max_removed, points=points, batch_size=batch_size,
@@ -209,6 +210,7 @@ def plan_structured(
         plans += _recorded(found, held, options["order"], {"by": word, "multiple": multiple, "depth": depth})
     if not plans:
         raise refused[0]
+    say(progress, "plans as a whole")
     return _best(model, data, plans, trials, batch_size, keep)
 
 

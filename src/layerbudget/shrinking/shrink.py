@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput, UnknownStructure
 from ..plan import Plan
 from ..planning.parts import KINDS, Part, amount
+from ..progress import Progress, Steps
 from ..records import Result
 from ..running.divergence import kl_sum, mean
 from ..running.inputs import gram_of
@@ -27,8 +28,6 @@ from .heads import follow_heads
 from .mlp import find_mlp
 from .parts import cut, find_parts, inner_width, where_is
 from .width import follow_width
-
-Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,6 +133,7 @@ def _apply(
     heads = [find_attention(layer, n) for n, layer in layers(model)] if "heads" in touched else []
     with inference(model):
         walk = Walk(model, mine(data), batch_size=batch_size)
+        tick = Steps(progress, len(walk))
         walk.capture()
         for i, (name, layer) in enumerate(walk.layers):
             walk.position = i
@@ -144,8 +144,7 @@ def _apply(
                     gram = gram_of(model, walk, where.consumer, inner_width(where))
                     cut(model, part, where, gram, jobs[part.name], damping)
             walk.advance()
-            if progress:
-                progress(i + 1, len(walk))
+            tick()
         walk.close()
     if "heads" in touched:
         follow_heads(model, heads, [find_attention(layer, n) for n, layer in layers(model)])

@@ -13,6 +13,7 @@ from ..blocks import layers
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..mapped import mapped
+from ..progress import Progress, Steps
 from ..running.modes import inference
 from ..running.walk import Walk
 from .base import Level, find_quantiser
@@ -20,8 +21,6 @@ from .formats import find_format
 from .items import modules_by_name
 from .rounding import Quantiser, Rounded
 from .treating import Job, Treating
-
-Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,7 +173,8 @@ def in_turn(
     notes: list[str] = []
     with inference(storing.model):
         try:
-            for done, piece in enumerate(pieces, 1):
+            tick = Steps(progress, len(pieces))
+            for piece in pieces:
                 at_hand(storing.model, piece)
                 found = [] if begin(piece) else _round(storing, piece, walk)
                 notes += found
@@ -184,8 +184,7 @@ def in_turn(
                     _onward(walk, piece, len(pieces))
                 if end is not None:
                     _drop(storing.model, piece)
-                if progress:
-                    progress(done, len(pieces))
+                tick()
         finally:
             if walk is not None:
                 walk.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ SWEEPS = {
     "mean": (1e-1, 1.0, 10.0, 100.0, 1000.0),
     "absolute": (1e-3, 1e-2, 1e-1, 1.0, 10.0),
 }
-Progress = Callable[[int, int], None]
 
 
 def check_damping(damping: float | Sequence[float] | None, unit: str) -> tuple[float, ...] | None:
@@ -112,16 +111,3 @@ def check_inputs(data: Data, batch_size: int) -> None:
 def per_block(blocks: Sequence[Block], values: np.ndarray) -> dict[str, Any]:
     """``{block name: value}`` of a ``(K, ...)`` array."""
     return {b.name: v for b, v in zip(blocks, np.asarray(values).tolist(), strict=True)}
-
-
-class Ticker:
-    """Counts sequences over several passes for a ``progress(done, total)`` callback."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
-
-    def __call__(self, n: int) -> None:
-        """Advance by ``n``."""
-        self.done += n
-        if self.progress is not None:
-            self.progress(min(self.done, self.total), self.total)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...progress import Progress, Steps
 from ...records import Block
 from ...running.backward import Feeding, feed
 from ...running.loss import Batch, Data
@@ -126,7 +127,7 @@ def score_diagonal(
     damping: float | Sequence[float] | None = None,
     damping_unit: str = "max",
     batch_size: int = 8,
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
     groups: int = 4,
     walk: str = "auto",
 ) -> Scores:
@@ -145,7 +146,7 @@ def score_diagonal(
     groups = max(1, min(groups, data.samples))
     dtype, _ = real_type(model)
     sums = _Diagonal(blocks, dtype, groups, token_counts(model, data), damping, damping_unit)
-    tick = common.Ticker(progress, data.samples)
+    tick = Steps(progress, data.samples)
     total = feed(model, data, blocks, sums, batch_size=batch_size, walk=walk, tick=tick).loss
     values, tau = sums.settled()
     gain, floor, error = (np.zeros_like(tau) for _ in range(3))

@@ -17,6 +17,7 @@ import numpy as np
 from torch import nn
 
 from ...errors import InvalidInput
+from ...progress import Progress, Steps
 from ...records import Block
 from ...running.backward import SampledLoss, data_loss, feed
 from ...running.loss import Data, token_count
@@ -36,7 +37,7 @@ def score_gram(
     damping_unit: str = "max",
     batch_size: int = 8,
     seed: int = 0,
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
     sketch: tuple[int, int] | int | None = None,
     replicates: int = 50,
     max_bytes: int | None = None,
@@ -153,7 +154,7 @@ def score_monte_carlo(
     damping_unit: str = "max",
     batch_size: int = 8,
     seed: int = 0,
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
     draws: int = 1,
     max_bytes: int = 2 << 30,
     walk: str = "auto",
@@ -176,7 +177,7 @@ def score_monte_carlo(
         blocks, data.samples, data.length, (data_loss, *(SampledLoss(seed + r) for r in range(1, draws + 1))), dtype=dtype,
         device=device, max_bytes=max_bytes,
     )  # fmt: skip
-    tick = common.Ticker(progress, data.samples)
+    tick = Steps(progress, data.samples)
     feed(model, data, blocks, products, batch_size=batch_size, walk=walk, tick=tick)
     n = data.samples
     joint = [(float(k[:n, :n].sum()) / tokens**2, k[n:, :n].sum(1) / tokens, k[n:, n:]) for k in products.grams]

@@ -9,6 +9,7 @@ import numpy as np
 from torch import nn
 
 from ...errors import InvalidInput
+from ...progress import Progress, Steps
 from ...records import Block
 from ...running.loss import Data
 from ..record import Scores
@@ -48,7 +49,7 @@ def score_ggn(
     damping: float | Sequence[float] | None = None,
     damping_unit: str = "max",
     batch_size: int = 8,
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
     steps: int = 60,
     tolerance: float = 0.01,
     floor: bool = False,
@@ -82,7 +83,7 @@ def score_ggn(
     lower, upper, tau, floors = (np.zeros((d, count)) for _ in range(4))
     status = [["ok"] * count for _ in values]
     products, largest = [], []
-    tick = common.Ticker(progress, count)
+    tick = Steps(progress, count)
 
     for k, block in enumerate(blocks):
         with BlockProducts(model, data, block, batch_size) as p:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...progress import Progress, Steps
 from ...records import Block
 from ...running.backward import Feeding, feed
 from ...running.loss import IGNORE, Batch, Data
@@ -86,7 +87,7 @@ def score_gradient_norm(
     *,
     batch_size: int = 8,
     walk: str = "auto",
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
 ) -> Scores:
     """``|g_k|^2`` of the mean token loss; one forward and backward pass (``walk``: through the whole graph, by layers, or
     whole where it fits).
@@ -101,7 +102,7 @@ def score_gradient_norm(
     """
     common.check_inputs(data, batch_size)
     sums = _Gradients(blocks, real_type(model)[0])
-    tick = common.Ticker(progress, data.samples)
+    tick = Steps(progress, data.samples)
     total = feed(model, data, blocks, sums, batch_size=batch_size, walk=walk, tick=tick).loss
     counts = np.array(list(sums.counts.values()))
     n = float(counts.sum())

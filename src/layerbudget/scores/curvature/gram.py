@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...progress import Progress, Steps
 from ...records import Block, Module
 from ...running.backward import Fed, Feeding, feed
 from ...running.loss import IGNORE, Batch, Data, targets_of
@@ -180,7 +181,7 @@ def gram_matrices(
     seed: int = 0,
     max_bytes: int = 2 << 30,
     walk: str = "auto",
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
 ) -> tuple[np.ndarray, Fed]:
     """Gram matrices of per-sequence gradients of every block.
 
@@ -208,7 +209,7 @@ def gram_matrices(
         blocks, data.samples, data.length, dtype=dtype, device=device, max_bytes=max_bytes, project=maps,
         sides=None if maps is None else maps.sides,
     )  # fmt: skip
-    tick = common.Ticker(progress, data.samples)
+    tick = Steps(progress, data.samples)
     fed = feed(model, data, blocks, consumer, batch_size=batch_size, walk=walk, tick=tick)
     return consumer.grams, fed
 

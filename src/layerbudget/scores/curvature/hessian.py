@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import nn
 
+from ...progress import Progress, Steps
 from ...records import Block
 from ...running.loss import Data
 from ..record import Scores
@@ -30,7 +31,7 @@ def score_hessian(
     damping: float | Sequence[float] | None = None,
     damping_unit: str = "max",
     batch_size: int = 8,
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
     steps: int = 30,
     tolerance: float = 1e-3,
     absolute: bool = False,
@@ -63,7 +64,7 @@ def score_hessian(
     status = [["ok"] * len(blocks) for _ in values]
     tau = np.zeros((len(values), len(blocks)))
     smallest, largest, safe, products = [], [], [], []
-    tick = common.Ticker(progress, len(blocks))
+    tick = Steps(progress, len(blocks))
     for k, block in enumerate(blocks):
         with BlockProducts(model, data, block, batch_size) as p:
             g = p.gradient()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ...errors import InvalidInput
+from ...progress import Progress, Steps
 from ...records import Block
 from ...running.loss import Batch, Data, token_count
 from ...running.shares import Team
@@ -40,7 +41,7 @@ def score_kfac(
     damping_unit: str = "max",
     batch_size: int = 8,
     seed: int | None = None,
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
     labels: str = "sampled",
     draws: int | None = None,
     groups: int = 4,
@@ -89,7 +90,7 @@ def score_ekfac(
     damping_unit: str = "max",
     batch_size: int = 8,
     seed: int | None = None,
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
     labels: str = "sampled",
     draws: int | None = None,
     groups: int = 4,
@@ -245,7 +246,7 @@ class _Corrected(Factors):
 
 def _score(
     model: nn.Module, data: Data, blocks: Sequence[Block], damping: float | Sequence[float] | None, damping_unit: str,
-    batch_size: int, seed: int | None, progress: common.Progress | None, labels: str, draws: int | None, groups: int, walk: str,
+    batch_size: int, seed: int | None, progress: Progress | None, labels: str, draws: int | None, groups: int, walk: str,
     corrected: bool, kept: Kept | None,
 ) -> Scores:  # fmt: skip
     common.check_arguments(damping, damping_unit, data, batch_size)
@@ -265,7 +266,7 @@ def _score(
         factors.prepare(settling.add)
     factors.after = None if corrected else settling.merge
     factors.done = settling.done
-    tick = common.Ticker(progress, data.samples)
+    tick = Steps(progress, data.samples)
     collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
     values, tau = settling.finish()
     gain, floor, error = (np.zeros_like(tau) for _ in range(3))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...progress import Progress, Steps
 from ...records import Block
 from ...running.loss import Data
 from ..record import Scores
@@ -49,7 +50,7 @@ def score_nystrom(
     damping_unit: str = "max",
     batch_size: int = 8,
     seed: int = 0,
-    progress: common.Progress | None = None,
+    progress: Progress | None = None,
     rank: int = 32,
 ) -> Scores:
     """Gain under a rank-r Nystrom approximation of the GGN: an upper bound, often a loose one.
@@ -58,7 +59,7 @@ def score_nystrom(
         InvalidInput: A damping or batch size outside its domain.
     """
     common.check_arguments(damping, damping_unit, data, batch_size)
-    tick = common.Ticker(progress, len(blocks))
+    tick = Steps(progress, len(blocks))
     parts, largest, trace = [], [], []
     for block in blocks:
         with BlockProducts(model, data, block, batch_size) as p:
