@@ -113,14 +113,8 @@ def _expect(a: argparse.Namespace, bench: Any, kind: str, names: Sequence[str], 
     held = Text(samples=bench.windows.samples, length=bench.windows.length, batch=bench.batch_size)
     found: dict[str, Any] = {"rules": len(rules), "budgets": len(getattr(a, kind)), "seeds": len(a.seeds)}
     scores = [ALIASES.get(name, name) for name in names]
-    method = bench.method
-    expect(
-        a,
-        what,
-        bench.model,
-        lambda shape: comparing(text, held, shape, scores, method=method, controls=not a.no_controls, **found),
-        length=text.length,
-    )
+    found |= {"method": bench.method, "controls": not a.no_controls}
+    expect(a, what, bench.model, lambda shape: comparing(text, held, shape, scores, **found), length=text.length)
 
 
 def _text_bench(a: argparse.Namespace, kind: str) -> Any:

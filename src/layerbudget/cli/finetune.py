@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..lora.protocol import ALPHA_POLICIES, DEVICES, STARTS
+from ..lora.protocol import ALPHA_POLICIES, DEVICES, STARTS, TRAINERS
 from ..progress import Steps
 from .parts import add_parts, asked_for_parts, launch_parts
 from .progress import progress_bar
@@ -30,6 +30,9 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--held-out", metavar="DATA", help="with --data: held-out text (default: a tenth of the rows)")
     parser.add_argument("--packing", action="store_true", help="with --data: several rows in one sequence, kept apart")
+    parser.add_argument(
+        "--trainer", choices=TRAINERS, help="with --data: trl trains by TRL's SFTTrainer, on the same tokens (default: own)"
+    )
     parser.add_argument("--data-dir", metavar="DIR", help="folder with the task's original files")
     parser.add_argument("--preset", default="default", choices=("default", "paper"), help="training protocol")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -89,7 +92,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.task not in NAMES:
         refuse(arguments, ("data_dir",), "a task in a file of its own" if arguments.task else "--data")
     if arguments.task:
-        refuse(arguments, ("held_out", "packing"), "a labelled task")
+        refuse(arguments, ("held_out", "packing", "trainer"), "a labelled task")
     plan, base, recipe = _validated_plan(arguments)
     protocol = _protocol(arguments, base)
     tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
@@ -185,7 +188,7 @@ def _protocol(arguments: argparse.Namespace, base: Any) -> Any:
     """The preset with what was named; rows of text may be longer than labelled ones."""
     from ..lora.protocol import PRESETS
 
-    named = ("epochs", "lr", "batch", "accumulation", "balance", "start", "alpha_policy")
+    named = ("epochs", "lr", "batch", "accumulation", "balance", "start", "alpha_policy", "trainer")
     given = {k: getattr(arguments, k) for k in named if getattr(arguments, k) is not None}
     settings = named_values(arguments.settings)
     if arguments.data and "cutoff" not in settings:

@@ -27,7 +27,7 @@ from ..provenance import computation, versions
 from ..records import dumps, write_text
 from ..running.shares import by_first, first, team
 from . import seeds as seeds_of
-from . import sharding
+from . import sft, sharding
 from .adapt import started
 from .base import Loader, NamedLoader
 from .protocol import Protocol
@@ -129,8 +129,7 @@ def train_one(
         "training_loss": mean_loss(trainer.state.log_history),
         "steps": trainer.state.global_step,
     }
-    together = team()
-    if together is not None:
+    if (together := team()) is not None:
         result["processes"] = together.size
     with torch.autocast(device.type, torch.bfloat16, enabled=half and not bf16):
         result |= rows.judge(model)
@@ -152,6 +151,8 @@ def _trainer(
         "callbacks": [BalanceScale(), logging_before_saving()(), *callbacks, seeds_of.sealing()],
     }  # fmt: skip
     together = team()
+    if protocol.trainer == "trl":
+        return sft.sft_trainer(model, arguments, read, cast(TextRows, rows), options["callbacks"])
     if together is None:
         return Trainer(train_dataset=cast(Any, read), **options)
     if sharding.wanted():
@@ -226,11 +227,12 @@ def finetune(
     moved = [c.describe() for c in callbacks() if hasattr(c, "describe")]
     check(protocol, load, moved, bf16=bf16)
     sharding.check()
+    sft.check(protocol, load, moved)
     by_first(lambda: seeds_of.check_free(out, resume=resume, overwrite=overwrite))
     identity = {
         "plan": plan.digest, "task": task.digest, "protocol": dataclasses.asdict(protocol), "bf16": bf16,
         "base": dict(load.settings) if isinstance(load, NamedLoader) else computation(load(seeds[0])),
-        "versions": versions(("torch", "transformers", "peft")),
+        "versions": versions(("torch", "transformers", "peft", *sft.packages(protocol))),
     }  # fmt: skip
     if moved:  # they change numbers too
         identity["callbacks"] = moved

@@ -10,6 +10,7 @@ from ..errors import InvalidInput
 
 STARTS = ("default", "gradients")
 DEVICES = ("auto", "cpu", "cuda")
+TRAINERS = ("own", "trl")
 ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
 
 
@@ -35,6 +36,7 @@ class Protocol:
         weight_decay: AdamW's.
         clip: Largest gradient norm.
         start: ``default`` (PEFT's), or ``gradients``: ranks start in the top directions of the task's gradient.
+        trainer: ``own``, or ``trl``: TRL's SFTTrainer, for ranks on rows of text (:mod:`layerbudget.lora.sft`).
     """
 
     lr: float = 1e-3
@@ -54,6 +56,7 @@ class Protocol:
     weight_decay: float = 0.0
     clip: float = 1.0
     start: str = "default"
+    trainer: str = "own"
 
     def __post_init__(self) -> None:
         for name in ("lr", "epochs", "batch", "accumulation", "alpha", "ratio", "cutoff", "top_k", "clip"):
@@ -63,7 +66,7 @@ class Protocol:
             limit = 1.0 if name == "dropout" else float("inf")
             if not 0 <= getattr(self, name) < limit:
                 raise InvalidInput(f"{name} is {getattr(self, name)}.", f"It lies in [0, {limit:g}).", "")
-        for name, known in (("start", STARTS), ("alpha_policy", ALPHA_POLICIES)):
+        for name, known in (("start", STARTS), ("alpha_policy", ALPHA_POLICIES), ("trainer", TRAINERS)):
             if getattr(self, name) not in known:
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}.", f"It is one of {', '.join(known)}.", "")
         if self.batch % self.accumulation:
@@ -82,7 +85,7 @@ class Protocol:
             InvalidInput: Names the first one that differs from its default.
         """
         by_kind: dict[str, tuple[str, ...]] = {
-            "ranks": ("alpha", "top_k", "balance"), "experts": ("ratio", "alpha_policy", "start"),
+            "ranks": ("alpha", "top_k", "balance"), "experts": ("ratio", "alpha_policy", "start", "trainer"),
         }  # fmt: skip
         unread = (*by_kind.get(kind, ()), *(() if causal in (None, True) else ("on_prompt",)))
         own = {f.name: f.default for f in dataclasses.fields(self)}

@@ -62,7 +62,7 @@ class TextRows:
 
     def __init__(self, task: Texts, tokenizer: Any, *, cutoff: int, packing: bool = False) -> None:
         self.task, self.cutoff, self.packing = task, cutoff, packing
-        self.pad = pad_of(tokenizer)
+        self.tokenizer, self.pad = tokenizer, pad_of(tokenizer)
 
     def encoded(self, examples: Sequence[Encoded]) -> list[dict[str, Any]]:
         """One entry per row."""
@@ -155,6 +155,8 @@ def rows_of(task: Task | Texts, tokenizer: Any, model: nn.Module, protocol: Prot
     if isinstance(task, Task):
         if protocol.packing:
             raise InvalidInput("A labelled task does not read packing.", "It packs rows of text.", "Leave it out.")
+        if protocol.trainer != "own":
+            raise InvalidInput("A labelled task does not read trainer.", "TRL's trains on rows of text.", "Leave it out.")
         return Rows(task, tokenizer, causal=is_causal(model), cutoff=protocol.cutoff, on_prompt=protocol.on_prompt)
     if not is_causal(model):
         raise InvalidInput(
