@@ -22,6 +22,7 @@ from .writing import check_writable, new_file, real, sweep, whole, write_text
 logger = logging.getLogger(__name__)
 
 STATE = "resume.json"
+_NONE = "0" * 32
 _PART = re.compile(r"([A-Za-z0-9_-]+)\.([0-9a-f]{32})\.(json|npy|npz|safetensors)")
 
 
@@ -34,15 +35,18 @@ class Parts:
         told: The request in words, for people who look into the folder.
         shared: Parts of other requests lie there too: nothing says whose the folder is, and parts that fail are left alone.
 
+        passing: The folder goes with this process, so that nothing is found in it later: no checksums are made.
+
     Raises:
         ModelMismatch: The folder holds another run.
         InvalidInput: It is no folder, or cannot be written to.
     """
 
     def __init__(
-        self, folder: Path | str | None, key: str, told: Mapping[str, Any] | None = None, *, shared: bool = False
-    ) -> None:
-        self.folder, self.key = None if folder is None else real(folder), key
+        self, folder: Path | str | None, key: str, told: Mapping[str, Any] | None = None, *, shared: bool = False,
+        passing: bool = False,
+    ) -> None:  # fmt: skip
+        self.folder, self.key, self.passing = None if folder is None else real(folder), key, passing
         self._checked: set[Path] = set()
         if self.folder is None:
             return
@@ -70,7 +74,7 @@ class Parts:
         for file, found, total in _parts(self.folder):
             if found != name:
                 continue
-            if file in self._checked or folders.checksum(file, self.key.encode()) == total:
+            if self.passing or file in self._checked or folders.checksum(file, self.key.encode()) == total:
                 self._checked.add(file)
                 return file
             logger.warning("%s is broken, or of another run; it is made again.", file)
@@ -84,7 +88,10 @@ class Parts:
         folder = self.folder
 
         def place(temporary: Path) -> Path:
-            return folder / f"{name}.{folders.checksum(temporary, self.key.encode())}.{suffix}"
+            total = _NONE if self.passing else folders.checksum(temporary, self.key.encode())
+            file = folder / f"{name}.{total}.{suffix}"
+            self._checked.add(file)
+            return file
 
         with whole(folder), new_file(folder, name, place) as temporary:
             save(temporary)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -89,11 +90,33 @@ def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> Recount:
         for module in block.modules:
             name = module if isinstance(module, str) else module.name
             weight = weight_of(model, name)[1]
-            by_module[name] = _count(int(weight.numel()), int(weight.numel() - torch.count_nonzero(weight.detach())))
+            by_module[name] = _count(int(weight.numel()), zeros_of(weight.detach()))
         names = [m if isinstance(m, str) else m.name for m in block.modules]
         by_block[block.name] = _count(*(sum(by_module[n][k] for n in names) for k in ("numel", "zeros")))
     total = _count(*(sum(b[k] for b in by_block.values()) for k in ("numel", "zeros")))
     return Recount(**total, blocks=by_block, modules=by_module)
+
+
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def zeros_of(weight: torch.Tensor) -> int:
+    """Entries that are zero, of either sign; on a processor counted as whole numbers, which is several times faster.
+
+    >>> zeros_of(torch.tensor([0.0, -0.0, 1.0, float("nan")], dtype=torch.bfloat16))
+    2
+    """
+    whole = _WHOLE.get(weight.element_size())
+    if weight.device.type != "cpu" or whole is None or not weight.is_floating_point() or not weight.is_contiguous():
+        return int(weight.numel() - torch.count_nonzero(weight))
+    found, flat = 0, weight.view(whole).reshape(-1).numpy()
+    for start in range(0, flat.size, _CHUNK):
+        part = flat[start : start + _CHUNK]
+        found += part.size - int(np.count_nonzero(part + part))  # twice a number: its sign is gone, nothing else
+    return found
+
+
+_CHUNK = 1 << 18  # entries that stay in the cache
 
 
 def _count(numel: int, zeros: int) -> dict[str, Any]:

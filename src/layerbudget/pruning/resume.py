@@ -27,14 +27,16 @@ class Resume:
     Args:
         folder: Where; ``None`` switches checkpoints off.
         key: What must be equal for a continued run (plan, model, data, options).
+        passing: The folder goes with this run: nobody continues from it.
 
     Raises:
         ModelMismatch: The folder belongs to another run.
     """
 
-    def __init__(self, folder: Path | str | None, key: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path | str | None, key: Mapping[str, Any], *, passing: bool = False) -> None:
         self.team = team()
-        self.parts = Parts(folder if self.team is None or self.team.first else None, digest(dict(key)), key)
+        own = folder if self.team is None or self.team.first else None
+        self.parts = Parts(own, digest(dict(key)), key, passing=passing)
 
     def _find(self, index: int) -> Path | None:
         """The file of a finished block, as process 0 sees it."""

@@ -6,8 +6,12 @@ the 10 n^3 of an eigendecomposition. From m tokens fewer than the matrix is wide
     M_1 = B (G + s I)^-1 B' = (1/s) [B B' - C'(N s I + B~ B~')^-1 C],   C = B~ B',        (Woodbury)
     M_2 = X (A + a I)^-1 X' = P K (K + P a I)^-1,                       K = X X',
 
-and the squared singular values are the eigenvalues of ``M_2^1/2 M_1 M_2^1/2``, m x m. The largest ones of a large matrix come
-from a block Krylov space (Musco and Musco 2015), grown until they stand still.
+and the squared singular values are the eigenvalues of ``R' M_1 R``, m x m, for any R with ``R R' = M_2``: from ``K = C C'``,
+
+    R = P^1/2 C T^-T,    T T' = C'C + P a I.
+
+A matrix with fewer outputs than tokens has them as eigenvalues of ``H M_2 H'``, ``H = L_G^-1 B'``, as wide as its outputs. The
+largest ones of a large matrix come from a block Krylov space (Musco and Musco 2015), grown until they stand still.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from .kronecker import Sums, Tokens
 
 SMALL = 1024  # up to here the whole spectrum costs less than a search for its top
 _STEPS, _STILL = 12, 1e-7
+_PANEL = 256
+_LEAST = 1e-4  # of the mean eigenvalue: with less damping, a singular K is no longer told from its rounding by Cholesky
 
 Spectrum = tuple[float, torch.Tensor]
 
@@ -71,25 +77,53 @@ def _cholesky(matrix: torch.Tensor, damping: float) -> torch.Tensor:
     return factor
 
 
-def _from_tokens(found: Tokens, a: float, s: float, count: int) -> tuple[Spectrum, Spectrum]:
+def outer(x: torch.Tensor) -> torch.Tensor:
+    """``x x'`` in float64: half of the products on a processor, panel by panel."""
+    if x.device.type != "cpu":
+        return (x @ x.T).double()
+    found = torch.empty(len(x), len(x), dtype=torch.float64)
+    for start in range(0, len(x), _PANEL):
+        panel = x[start : start + _PANEL] @ x[start:].T
+        found[start : start + _PANEL, start:] = panel
+        found[start:, start : start + _PANEL] = panel.T
+    return found
+
+
+def _root(found: Tokens, a: float) -> torch.Tensor:
+    """R, ``(m, m)``, with ``R R' = P K (K + P a I)^-1``."""
     if "inputs" not in found.cache:
-        found.cache["inputs"] = torch.linalg.eigh((found.x @ found.x.T).double())
-    values, vectors = found.cache["inputs"]
+        found.cache["inputs"] = outer(found.x)
+    gram, damping = found.cache["inputs"], found.positions * a
+    level = float(gram.diagonal().mean())
+    if damping >= _LEAST * level:
+        raised = gram.clone()
+        raised.diagonal().add_(4 * len(gram) * torch.finfo(torch.float64).eps * level)
+        factor, failed = torch.linalg.cholesky_ex(raised)
+        if not int(failed):
+            inner = _cholesky(factor.T @ factor, damping)
+            return found.positions**0.5 * torch.linalg.solve_triangular(inner, factor.T, upper=False).T
+    values, vectors = torch.linalg.eigh(gram)
     values = values.clamp_min(0)
-    root = vectors * (found.positions * values / (values + found.positions * a)).sqrt()  # M_2 = root root'
-    bb = (found.b @ found.b.T).double()
-    cross = (found.drawn @ found.b.T).double()
-    solved = torch.linalg.solve_triangular(
-        _cholesky((found.drawn @ found.drawn.T).double(), found.scale * s), cross, upper=False
-    )
-    middle = (bb - solved.T @ solved) / s
-    sides = [root[found.group == j] for j in (0, 1)]
-    own, across = torch.zeros_like(root), torch.zeros_like(root)
-    for j, side in enumerate(sides):
-        image = middle[:, found.group == j] @ side
-        own += side.T @ image[found.group == j]
-        if j == 0:
-            across = sides[1].T @ image[found.group == 1]
+    return vectors * (found.positions * values / (values + damping)).sqrt()
+
+
+def _from_tokens(found: Tokens, a: float, s: float, count: int) -> tuple[Spectrum, Spectrum]:
+    root = found.cache.get(f"root {a}")
+    if root is None:
+        root = found.cache[f"root {a}"] = _root(found, a)
+    of = [found.group == j for j in (0, 1)]
+    if found.b.shape[1] < len(found.b):
+        factor = _cholesky(outer(found.drawn.T) / found.scale, s)
+        half = torch.linalg.solve_triangular(factor, found.b.T.double(), upper=False)
+        first, second = (half[:, rows] @ root[rows] for rows in of)
+        own, across = first @ first.T + second @ second.T, first @ second.T
+    else:
+        cross = (found.drawn @ found.b.T).double()
+        solved = torch.linalg.solve_triangular(_cholesky(outer(found.drawn), found.scale * s), cross, upper=False)
+        middle = (outer(found.b) - outer(solved.T)) / s
+        images = [middle[:, rows] @ root[rows] for rows in of]
+        own = sum((root[rows].T @ image[rows] for rows, image in zip(of, images, strict=True)), torch.zeros_like(root))
+        across = root[of[1]].T @ images[0][of[1]]
     across = across + across.T
     return _top(own + across, count), _top(own - across, count)
 
