@@ -86,7 +86,7 @@ def test_timing_leaves_the_random_numbers_alone():
     wanted = torch.rand(4)
     torch.manual_seed(3)
     found = pace(shape, torch.float32, model=model, length=16)
-    assert torch.equal(torch.rand(4), wanted) and 0 < found.token < 1 and found.single > 1e8
+    assert torch.equal(torch.rand(4), wanted) and 0 < found.token < 1 and found.single > 1e7
     assert 0 < pace(shape, torch.float32).token < 1
 
 

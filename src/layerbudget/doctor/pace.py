@@ -5,6 +5,8 @@ Timing draws random numbers; the generators of the process stay as they were, si
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import time
 from typing import Any
@@ -16,7 +18,7 @@ from ..blocks import layers, partition
 from ..errors import UnknownStructure
 from ..records import Module
 from ..running.modes import inference
-from .forecast import Shape, Speed, time_layer
+from .forecast import Shape, Speed, shape_of, time_layer
 
 MOST = 1e10  # operations that are spent on timing a real forward
 LARGE = 1 << 22  # entries of a matrix whose products run as fast, per entry, as those of any larger one
@@ -45,6 +47,8 @@ def shape_in_memory(model: nn.Module) -> Shape:
     Raises:
         UnknownStructure: It has no single list of layers, or one without matrices.
     """
+    if hasattr(model.config, "quantization_config"):  # its matrices may be packed in ways of other libraries
+        return _unpacked(model)
     stack = layers(model)
     middle = stack[len(stack) // 2][0]
     inside = tuple(m for b in partition(model, "layer") if b.name == middle for m in b.modules)
@@ -61,14 +65,23 @@ def shape_in_memory(model: nn.Module) -> Shape:
     )  # fmt: skip
 
 
+def _unpacked(model: nn.Module) -> Shape:
+    """Sizes of a model in a few bits: those of the plain one, in the bytes that it holds."""
+    config: Any = copy.deepcopy(model.config)
+    del config.quantization_config
+    held = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    return dataclasses.replace(shape_of(config, torch.float32), weights=held)
+
+
 def _pace(
     shape: Shape, dtype: torch.dtype, device: torch.device, model: nn.Module | None, batch: int, length: int
 ) -> Speed:  # fmt: skip
-    single, double = _products(device)
     every = 2.0 * length * (shape.layers * sum(m.numel for m in shape.matrices) + shape.hidden * shape.vocabulary)
     rows = min(batch, int(MOST / max(every, 1.0)))
     if model is not None and rows:
+        single, double = (_products(kind, device) for kind in (torch.float32, torch.float64))
         return Speed(token=_forward(model, shape, rows, length), single=single, double=double)
+    single, double = _large_products(device)
     return Speed(token=_layer(shape.matrices, dtype, device), single=single, double=double)
 
 
@@ -88,7 +101,18 @@ def _forward(model: nn.Module, shape: Shape, rows: int, length: int) -> float:
 
 
 @functools.lru_cache(maxsize=8)
-def _products(device: torch.device) -> tuple[float, float]:
+def _products(dtype: torch.dtype, device: torch.device) -> float:
+    """Products per second of matrices as small as a small model's."""
+    square, best = torch.rand(256, 256, dtype=dtype, device=device), float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        (square @ square)[0, 0].item()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * 256**3 / best
+
+
+@functools.lru_cache(maxsize=8)
+def _large_products(device: torch.device) -> tuple[float, float]:
     bare = Shape(matrices=(), layers=0, weights=0, outside=0, hidden=0, vocabulary=0, width=4)
     found = time_layer(bare, torch.float32, device)
     return found.single, found.double
