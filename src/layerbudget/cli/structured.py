@@ -6,6 +6,8 @@ import argparse
 from typing import Any
 
 from ..plan import Plan
+from ..planning.parts import WAYS
+from ..planning.zeros import ZEROS
 from .progress import progress_bar
 from .shared import add_data_options, add_out, batch_of, load, refuse
 
@@ -26,6 +28,15 @@ def register(verbs: Any) -> None:
     p.add_argument("--max-removed", type=float, default=0.75, help="largest share of one layer's heads or width")
     p.add_argument("--depth", type=int, default=0, help="so many whole layers may go where that is cheaper (default: none)")
     p.add_argument("--even", action="store_true", help="the same in all layers: what an ordinary checkpoint can hold")
+    p.add_argument(
+        "--compensate", choices=("auto", *WAYS), default="auto",
+        help="what remains makes up for what goes: none; refit: each matrix its own output; stream: the residual stream, "
+        "cross-fitted; auto (default): stream where the layers allow it",
+    )  # fmt: skip
+    p.add_argument(
+        "--zeros", choices=tuple(ZEROS),
+        help="directional: zeros in what remains, in the same program: none (default), 2:4 (FLOPs and bytes), packed (bytes)",
+    )  # fmt: skip
     p.add_argument("--context", type=int, default=0, help="mean tokens attended to, to count attention scores in FLOPs")
     p.add_argument(
         "--search", choices=("curves", "directional"), default="curves",
@@ -33,7 +44,7 @@ def register(verbs: Any) -> None:
     )  # fmt: skip
     p.add_argument("--points", type=int, help="curves: numbers of units measured per layer and kind (default: 4)")
     p.add_argument("--trials", type=int, help="curves: plans that are measured as a whole (default: 8)")
-    p.add_argument("--passes", type=float, help="directional: most forward equivalents (default: 24)")
+    p.add_argument("--passes", type=float, help="directional: most forward equivalents (default: 26)")
     p.add_argument("--resume", metavar="DIR", help="curves: keep finished measurements here until the plan is there")
     add_data_options(p, samples=16)
     add_out(p)
@@ -59,20 +70,21 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     if kinds in (("heads",), ("mlp",)):
         refuse(a, ("multiple",) if kinds == ("heads",) else ("heads",), f"--kinds {a.kinds}")
     directional = a.search == "directional"
-    refuse(a, ("points", "trials", "depth", "even", "resume") if directional else ("passes",), f"--search {a.search}")
+    refuse(a, ("points", "trials", "resume") if directional else ("passes", "zeros"), f"--search {a.search}")
     model, _, data = load(a)
     _expect(a, model, data, len(kinds))
     shared: dict[str, Any] = {
         "kinds": kinds, "by": a.heads or "auto", "multiple": 8 if a.multiple is None else a.multiple,
-        "max_removed": a.max_removed, "context": a.context, "batch_size": batch_of(a),
+        "max_removed": a.max_removed, "depth": a.depth, "compensate": a.compensate, "context": a.context, "even": a.even,
+        "batch_size": batch_of(a),
     }  # fmt: skip
     with progress_bar(a, "measuring heads and widths, " + ("passes" if directional else "layers")) as progress:
         if directional:
-            most = 24.0 if a.passes is None else a.passes
-            plan = plan_shapes_directional(model, data, a.save, passes=most, progress=progress, **shared)
+            own: dict[str, Any] = {"passes": 26.0 if a.passes is None else a.passes, "zeros": a.zeros or "none"}
+            plan = plan_shapes_directional(model, data, a.save, progress=progress, **own, **shared)
         else:
             plan = plan_structured(
-                model, data, a.save, depth=a.depth, even=a.even, points=4 if a.points is None else a.points,
+                model, data, a.save, points=4 if a.points is None else a.points,
                 trials=8 if a.trials is None else a.trials, resume=a.resume, progress=progress, **shared,
             )  # fmt: skip
     if a.out and first():

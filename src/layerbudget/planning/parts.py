@@ -7,6 +7,7 @@ import dataclasses
 from ..errors import UnknownUnit
 
 KINDS = ("heads", "mlp")
+WAYS = ("none", "refit", "stream")  # of compensation, see layerbudget.shrinking.compensation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

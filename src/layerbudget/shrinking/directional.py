@@ -1,13 +1,10 @@
-r"""Smaller shapes by directional damage: heads and MLP channels as treatments of the matrix that reads them.
+r"""Smaller shapes by directional damage: heads, MLP channels, whole layers and zeros, decided together.
 
-Removing units of a part is, as far as the output goes, a change of one matrix: the columns that belong to them become zero and
-those that stay are refitted,
-
-    T(u) = W H_{:S} H_{SS}^-1  on S,   0 elsewhere,      H = sum x x' at the present point.
-
-So the damage of a step is predicted as for any treatment (:mod:`layerbudget.damage.directional`): by the second term at the
-dense model, from where the first plan comes, then by the gradient at treated points. Every step is an exact program over whole
-units (:mod:`layerbudget.planning.shape_steps`), and is taken only where the measured divergence falls.
+Everything that a layer may lose is a change of its matrices (:mod:`layerbudget.shrinking.shape_point`), so its damage is
+predicted as for any treatment (:mod:`layerbudget.damage.directional`): at the dense model by the second term, at treated points
+by both. The budget is approached in a few strides, each planned where the last one has put the model; then steps within a
+trust region go on while the measured divergence falls. Every one of them is an exact program over whole units
+(:mod:`layerbudget.planning.shape_steps`). What comes out is applied as any such plan, layer after layer, compensation included.
 """
 
 from __future__ import annotations
@@ -17,127 +14,48 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
-from ..blocks import check_finite, describe, matrix_of, partition, weight_of
-from ..damage.directional import forms_along
-from ..damage.directions import Directions, Written
-from ..damage.ledger import Candidates, Forms
-from ..damage.originals import Originals
-from ..damage.point import Reference
+from ..blocks import check_finite, describe
 from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput
 from ..mapped import need_settled
 from ..plan import Plan
-from ..planning.parts import KINDS, Part
-from ..planning.shape_steps import ShapeSpace
+from ..planning.parts import KINDS
+from ..planning.shape_steps import GONE, ShapeSpace
 from ..program.choices import Choice
 from ..progress import Progress, Steps
 from ..records import to_jsonable
-from ..running.inputs import InputStatistics, Statistic
-from ..running.loss import Batch
 from ..running.shares import team
-from ..running.sites import Site
-from ..treatments.treating import matrices
-from .attention import Attention, channels
-from .heads import choose_heads
-from .mlp import Mlp
-from .parts import find_parts, where_is
+from .compensation import ways_of
+from .head_units import allowed_units
+from .parts import find_parts
+from .shape_point import Grams, Seen, ShapePoint
 from .shrink import measure_plan
-from .width import damped, refitted, removal_order
 
-PASSES, LEVELS = 24.0, 7
-MEASURING = 4.0  # dense, twice through every layer to cut it, and the smaller model
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Seen:
-    """Divergence and derivatives at a point, and the second moments there."""
-
-    divergence: float
-    forms: Forms
-    grams: dict[str, Statistic]
+PASSES, LEVELS = 26.0, 7
+MEASURING = 5.0  # dense, three times through every layer to cut it, and the smaller model; the stream needs one more
 
 
-class _Shapes:
-    """A model whose units are masked, not cut, so that they may come back.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """How to descend: passes in all, strides to the budget, trust in the first step, draws and their seed."""
 
-    Attributes:
-        passes: Forward equivalents so far: forward 1, backward 2.
-    """
+    passes: float
+    strides: int
+    trust: float
+    draws: int
+    seed: int
 
-    def __init__(self, model: nn.Module, data: CalibrationSet, parts: Sequence[Part], damping: float, size: int) -> None:
-        self.model, self.parts, self.damping, self.size = model, list(parts), damping, size
-        self.where = [where_is(model.get_submodule(p.layer), p) for p in parts]
-        self.names = [w.consumer for w in self.where]
-        known = {b.name: b for b in partition(model, "linear")}
-        self.blocks = [known[name] for name in self.names]
-        self.held = Originals(model, self.blocks)
-        listen = InputStatistics(model, [m for b in self.blocks for m in b.modules], "gram")
-        self.reference = Reference(model, data, size, listen)
-        self.dense = {name: listen.found[name][0] for name in self.names}
-        self.passes = 1.0
+    @property
+    def price(self) -> float:
+        """Of looking around at a treated point."""
+        return 3.0 + 2.0 * self.draws
 
-    def become(self, k: int, gram: Statistic, levels: Sequence[int]) -> list[torch.Tensor]:
-        """The matrix behind part k when so many of its units are gone."""
-        where, part = self.where[k], self.parts[k]
-        dense = self._dense(k).double()
-        h = damped(torch.as_tensor(gram.value), self.damping)
-        each = 1 if isinstance(where, Attention) else int(part.by.split()[0])
-        order = removal_order(dense, h, max(levels) * each) if isinstance(where, Mlp) else None
-        made = []
-        for units in levels:
-            keep = self._keep(dense, h, where, part, units, None if order is None else order[: units * each])
-            weight = torch.zeros_like(dense)
-            weight[:, keep] = refitted(dense, h, keep) if units else dense
-            made.append(weight.to(matrix_of(self.model.get_submodule(self.names[k])).dtype))
-        return made
-
-    def _keep(
-        self, dense: torch.Tensor, h: torch.Tensor, where: Attention | Mlp, part: Part, units: int, gone: torch.Tensor | None
-    ) -> torch.Tensor:  # fmt: skip
-        if isinstance(where, Attention):
-            return channels(choose_heads(dense, h, where, units, by=part.by), where.head_dim)
-        alive = torch.ones(len(h), dtype=torch.bool, device=h.device)
-        alive[gone] = False
-        return torch.nonzero(alive).flatten()
-
-    def _dense(self, k: int) -> torch.Tensor:
-        owner = self.model.get_submodule(self.names[k])
-        return matrices(owner, nn.Parameter(self.held.held[self.blocks[k].modules[0].name], requires_grad=False))[0]
-
-    @torch.no_grad()
-    def move(self, counts: np.ndarray, grams: dict[str, Statistic]) -> None:
-        """Mask and refit, from the dense weights."""
-        self.held.restore()
-        for k, units in enumerate(counts.tolist()):
-            if units:
-                view = matrices(*weight_of(self.model, self.blocks[k].modules[0].name))[0]
-                view.copy_(self.become(k, grams[self.names[k]], [units])[0])
-
-    def look(self, levels: np.ndarray, grams: dict[str, Statistic], *, draws: int, seed: int, dense: bool = False) -> _Seen:
-        """Both terms along the way to every level; at the dense model the first one vanishes."""
-        gathered = dict[str, Statistic]()
-        place = {block.modules[0].name: k for k, block in enumerate(self.blocks)}
-
-        def make(name: str) -> Directions:
-            k = place[name]
-            present = matrices(*weight_of(self.model, name))[0]
-            return Written([w - present for w in self.become(k, grams[self.names[k]], levels[k].tolist())])
-
-        def listen(site: Site, batch: Batch) -> None:
-            mask, x = batch.kwargs.get("attention_mask"), site.a
-            rows = x.flatten(0, 1) if mask is None or mask.shape != x.shape[:2] else x[mask.bool()]
-            for name in site.names:
-                gathered.setdefault(name, Statistic("gram")).add(rows)
-
-        forms = forms_along(
-            self.model, self.reference.data, Candidates(place, make, *levels.shape),
-            clean=None if dense else self.reference.clean, draws=draws, seed=seed, batch_size=self.size, listen=listen,
-        )  # fmt: skip
-        self.passes += forms.passes
-        return _Seen(divergence=forms.divergence, forms=forms, grams=gathered)
+    @property
+    def least(self) -> float:
+        """Dense output, dense point, and every stride's end."""
+        return 2.0 + 2.0 * self.draws + self.strides * self.price
 
 
 def plan_shapes_directional(
@@ -149,8 +67,13 @@ def plan_shapes_directional(
     by: str = "auto",
     multiple: int = 8,
     max_removed: float = 0.75,
+    depth: int = 0,
+    zeros: str = "none",
+    even: bool = False,
+    compensate: str = "auto",
     context: int = 0,
     passes: float = PASSES,
+    strides: int = 1,
     trust: float = 0.12,
     draws: int = 2,
     damping: float = 0.01,
@@ -158,7 +81,7 @@ def plan_shapes_directional(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Plan:
-    """Decide heads and MLP widths together by directional damage: at least ``budget`` is saved.
+    """Decide heads, MLP widths, layers and zeros together by directional damage: at least ``budget`` is saved.
 
     Args:
         model: The model; left as it was.
@@ -168,10 +91,17 @@ def plan_shapes_directional(
         by: Units of heads, see :func:`layerbudget.shrinking.parts.find_parts`.
         multiple: Channels of one MLP unit.
         max_removed: Largest share of the units of one part.
+        depth: So many whole layers may go.
+        zeros: Zeros of what remains: ``none``, ``2:4`` (saves FLOPs and bytes) or ``packed`` (saves bytes), by Wanda; see
+            :mod:`layerbudget.planning.zeros` for the runtimes in which that is real.
+        even: The same numbers of heads and MLP units in all layers that stay, so that a plain config can describe the model.
+        compensate: What the matrices behind become: ``none``, ``refit``, ``stream``, or ``auto``; see
+            :mod:`layerbudget.shrinking.compensation`.
         context: Mean number of tokens attended to, where attention scores shall count in the FLOPs.
         passes: Most forward equivalents of the whole text, the last measurement included.
+        strides: In so many equal parts of the budget the first plan is made.
         trust: Largest change of a part, as a share of its units, in the first step at a treated point.
-        draws: Draws of labels at the dense model.
+        draws: Draws of labels.
         damping: Relative to the mean of the second moments' diagonal.
         batch_size: Sequences per forward.
         seed: Of the draws.
@@ -191,67 +121,109 @@ def plan_shapes_directional(
     check_finite(model)
     if team() is not None:
         raise CoverageError("Shapes by directional damage are planned in one process.", "", "Use one, or --search curves.")
-    least = 1.0 + (1.0 + 2.0 * draws) + (3.0 + 2.0 * draws) + MEASURING
-    if draws < 1 or not 0 < trust <= 1 or passes < least:
+    way = ways_of(model, data, compensate)
+    last = MEASURING + (way == "stream")
+    settings = _Settings(passes=passes - last, strides=strides, trust=trust, draws=draws, seed=seed)
+    if min(draws, strides) < 1 or not 0 < trust <= 1 or depth < 0 or settings.passes < settings.least:
         raise InvalidInput(
-            f"draws is {draws}, trust {trust}, passes {passes:g}.",
-            f"Draws are 1 or more, trust lies in (0, 1], and one step needs {least:g} forward equivalents.",
-            f"Use draws=2, trust=0.12, passes={max(PASSES, least):g}.",
+            f"draws is {draws}, strides {strides}, trust {trust:g}, depth {depth}, passes {passes:g}.",
+            f"Draws and strides are 1 or more, trust lies in (0, 1], depth is 0 or more, and {settings.least + last:g} forward "
+            "equivalents are needed.",
+            f"Use draws=2, strides=1, trust=0.12, passes={max(PASSES, settings.least + last):g}.",
         )
     parts = find_parts(model, kinds=kinds, by=by, multiple=multiple)
     size = float(next(model.parameters()).element_size())
-    space = ShapeSpace(parts, budget, kinds=kinds, max_removed=max_removed, context=context, bytes_per_parameter=size)
+    space = ShapeSpace(
+        parts, budget, kinds=kinds, max_removed=max_removed, depth=depth, zeros=zeros, even=even, context=context,
+        allowed=allowed_units(model, parts, kinds) if even else None, bytes_per_parameter=size,
+    )  # fmt: skip
     by = next((p.by for p in parts if p.kind == "heads"), by)
-    hyper = {"by": by, "multiple": multiple, "depth": 0, "trust": trust, "draws": draws, "passes": passes, "seed": seed}
-    shapes = _Shapes(model, data, space.free, damping, batch_size)
+    hyper = {
+        "by": by, "multiple": multiple, "compensate": way, "trust": trust, "strides": strides, "draws": draws, "passes": passes,
+        "seed": seed,
+    }  # fmt: skip
+    point = ShapePoint(model, data, space, way, damping, batch_size)
     tick = Steps(progress, int(passes), "forward equivalents")
 
     def tell() -> None:
-        tick(int(shapes.passes) - tick.done)
+        tick(int(point.passes) - tick.done)
 
     try:
-        counts, log, solution = _descend(shapes, space, passes - MEASURING, trust, draws, seed, tell)
+        path = _Path(point, settings, tell)
+        path.stride()
+        path.descend()
     finally:
-        shapes.held.restore()
-    plan = space.plan(counts, log[-1]["divergence"], solution, hyper, describe(model))
+        point.restore()
+    plan = space.plan(path.state, path.log[-1]["divergence"], path.solution, hyper, describe(model))
     measured = measure_plan(model, plan, data, damping=damping, batch_size=batch_size)
-    extra = {"path": log, "forward_passes": shapes.passes + MEASURING, "measured": measured}
+    extra = {"path": path.log, "forward_passes": point.passes + last, "measured": measured}
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
 
 
-def _descend(
-    shapes: _Shapes, space: ShapeSpace, passes: float, trust: float, draws: int, seed: int, tell: Callable[[], None]
-) -> tuple[np.ndarray, list[dict[str, Any]], Choice]:
-    """Steps while they can be paid and gain."""
-    zero = np.zeros(len(space.free), dtype=np.int64)
-    levels = space.reach(zero, 1.0, LEVELS)
-    seen = shapes.look(levels, shapes.dense, draws=draws, seed=seed, dense=True)
-    counts, solution = space.step(levels, seen.forms.second)
-    grams, log = shapes.dense, list[dict[str, Any]]()
-    shapes.move(counts, grams)
-    levels = space.reach(counts, trust, LEVELS)
-    here = shapes.look(levels, grams, draws=draws, seed=seed + 1)
-    log.append({"step": 0, "divergence": here.divergence, "passes": shapes.passes, "predicted": solution.damage})
-    price = 3.0 + 2.0 * draws
-    while shapes.passes + price <= passes and trust * space.units.max() >= 1:
-        radius = np.maximum(np.rint(trust * space.units), 1)[:, None]
-        within = np.abs(levels - counts[:, None]) <= radius
-        goal, found = space.step(levels, np.where(within, here.forms.total, np.inf))
-        if (goal == counts).all() or found.damage >= 0:
-            break
-        shapes.move(goal, here.grams)
-        around = space.reach(goal, trust, LEVELS)
-        there = shapes.look(around, here.grams, draws=draws, seed=seed + 1 + len(log))
-        gained = there.divergence - here.divergence
-        tell()
-        if gained >= 0:
-            trust /= 2
-            continue
-        if gained > 0.5 * found.damage:
-            trust *= 0.8
-        log.append({
-            "step": len(log), "divergence": there.divergence, "passes": shapes.passes, "predicted": found.damage,
-            "measured": gained, "trust": trust,
-        })  # fmt: skip
-        counts, solution, here, levels = goal, found, there, around
-    return counts, log, solution
+class _Path:
+    """The way from the dense model to a plan.
+
+    Attributes:
+        state: Where the model is, ``(K, 5)``.
+        solution: The program that led here.
+        log: Divergence, predictions and passes of every accepted point.
+    """
+
+    solution: Choice
+
+    def __init__(self, point: ShapePoint, settings: _Settings, tell: Callable[[], None]) -> None:
+        self.point, self.space, self.settings, self.tell = point, point.space, settings, tell
+        self.state = self.space.start()
+        self.log: list[dict[str, Any]] = []
+        self.around = self.space.around(self.state, 1.0, LEVELS)
+        self.here = point.look(self.state, self.around, point.dense, draws=settings.draws, seed=settings.seed)
+
+    def _look(self, goal: np.ndarray, grams: Sequence[Grams], trust: float, number: int) -> tuple[np.ndarray, Seen]:
+        """Go there and look around."""
+        around = self.space.around(goal, trust, LEVELS)
+        seen = self.point.look(goal, around, grams, draws=self.settings.draws, seed=self.settings.seed + number)
+        self.tell()
+        return around, seen
+
+    def stride(self) -> None:
+        """Reach the budget, a part of it at a time."""
+        for number in range(1, self.settings.strides + 1):
+            last = number == self.settings.strides
+            goal, self.solution = self.space.step(self.around, self.here.forms.total, number / self.settings.strides)
+            predicted = self.here.divergence + self.solution.damage
+            grams = self.here.grams if self.log else self.point.dense
+            self.around, self.here = self._look(goal, grams, self.settings.trust if last else 1.0, number)
+            self.state = goal
+            self.log.append(
+                {"step": 0, "divergence": self.here.divergence, "passes": self.point.passes, "predicted": predicted}
+            )
+
+    def descend(self) -> None:
+        """Steps while they can be paid and gain; a layer whose going or coming back has not gained is left alone."""
+        trust, settled, tried = self.settings.trust, np.zeros(len(self.state), dtype=bool), self.settings.strides
+        while self.point.passes + self.settings.price <= self.settings.passes and trust * self.space.units.max() >= 1:
+            within = self._within(trust, settled)
+            goal, found = self.space.step(self.around, np.where(within, self.here.forms.total, np.inf))
+            if (goal == self.state).all() or found.damage >= 0:
+                break
+            tried += 1
+            around, there = self._look(goal, self.here.grams, trust, tried)
+            gained = there.divergence - self.here.divergence
+            if gained >= 0:
+                flips = goal[:, GONE] != self.state[:, GONE]
+                settled, trust = settled | flips, trust if flips.any() else trust / 2
+                continue
+            if gained > 0.5 * found.damage:
+                trust *= 0.8
+            self.state, self.solution, self.here, self.around = goal, found, there, around
+            self.log.append({
+                "step": len(self.log), "divergence": there.divergence, "passes": self.point.passes, "predicted": found.damage,
+                "measured": gained, "trust": trust,
+            })  # fmt: skip
+
+    def _within(self, trust: float, settled: np.ndarray) -> np.ndarray:
+        """Alternatives within reach by now, ``(K, A)``."""
+        radius = np.maximum(np.rint(trust * self.space.units), 1)
+        stays = (self.around[:, :, GONE] == self.state[:, None, GONE]) | ~settled[:, None]
+        near = (np.abs(self.around[:, :, :2] - self.state[:, None, :2]) <= radius[:, None, :]).all(2)
+        return (near | (self.around[:, :, GONE] == 1)) & stays

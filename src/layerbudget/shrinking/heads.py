@@ -29,7 +29,7 @@ from ..running.modes import inference
 from ..running.walk import Walk
 from .attention import Attention, channels, expressible, find_attention, keep_heads, set_heads
 from .mlp import check_layers
-from .width import damped, refitted
+from .width import Remake, damped, kept, refitted
 
 CRITERIA = ("surgeon", "alone", "wanda")
 UNITS = ("auto", "groups", "queries")
@@ -138,7 +138,7 @@ def unit_of(attention: Attention, by: str) -> str:
 
 def cut_heads(
     model: nn.Module, attention: Attention, gram: torch.Tensor, units: int, *, by: str, criterion: str = "surgeon",
-    refit: bool = True, damping: float = 0.01,
+    remake: Remake = refitted, damping: float = 0.01,
 ) -> Attention:  # fmt: skip
     """Take units out of one layer, given ``sum x x'`` of the output projection's inputs (upper triangle), in place."""
     if units == 0:
@@ -147,8 +147,7 @@ def cut_heads(
     weight = matrix_of(model.get_submodule(attention.consumer)).double()
     keep = choose_heads(weight, h, attention, units, by=by, criterion=criterion)
     columns = channels(keep, attention.head_dim)
-    kept = refitted(weight, h, columns) if refit else weight[:, columns]
-    return keep_heads(model, attention, keep, kept)
+    return keep_heads(model, attention, keep, remake(weight, h, columns))
 
 
 def remove_heads(
@@ -198,7 +197,14 @@ def remove_heads(
             if units[name]:
                 gram = gram_of(model, walk, a.consumer, a.heads * a.head_dim)
                 found[name] = cut_heads(
-                    model, a, gram, units[name], by=unit_of(a, by), criterion=criterion, refit=refit, damping=damping
+                    model,
+                    a,
+                    gram,
+                    units[name],
+                    by=unit_of(a, by),
+                    criterion=criterion,
+                    damping=damping,
+                    remake=refitted if refit else kept,
                 )
             walk.advance()
             if progress:

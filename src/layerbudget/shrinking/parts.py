@@ -15,7 +15,7 @@ from ..records import Block
 from .attention import Attention, find_attention
 from .heads import cut_heads, unit_of
 from .mlp import Mlp, find_mlp
-from .width import cut_units
+from .width import Remake, cut_units, refitted
 
 
 def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "auto", multiple: int = 8) -> list[Part]:
@@ -90,9 +90,12 @@ def inner_width(where: Attention | Mlp) -> int:
     return where.heads * where.head_dim if isinstance(where, Attention) else where.width
 
 
-def cut(model: nn.Module, part: Part, where: Attention | Mlp, gram: torch.Tensor, units: int, damping: float) -> None:
+def cut(
+    model: nn.Module, part: Part, where: Attention | Mlp, gram: torch.Tensor, units: int, damping: float,
+    remake: Remake = refitted,
+) -> None:  # fmt: skip
     """Take units out, in place, given the second moments at the matrix that reads them."""
     if isinstance(where, Attention):
-        cut_heads(model, where, gram, units, by=part.by, damping=damping)
+        cut_heads(model, where, gram, units, by=part.by, damping=damping, remake=remake)
     else:
-        cut_units(model, where, gram, where.width - units * int(part.by.split()[0]), damping)
+        cut_units(model, where, gram, where.width - units * int(part.by.split()[0]), damping, remake)

@@ -25,6 +25,7 @@ from ..running.modes import inference
 from ..running.shares import mine
 from ..running.walk import Walk
 from .attention import Attention, find_attention
+from .compensation import ways_of
 from .depth import plan_depth
 from .head_units import allowed_units, head_units
 from .measured import Keep, measurements
@@ -138,6 +139,7 @@ def plan_structured(
     max_removed: float = 0.75,
     depth: int = 0,
     even: bool = False,
+    compensate: str = "auto",
     context: int = 0,
     curves: Mapping[str, Curve] | None = None,
     points: int = 4,
@@ -159,6 +161,8 @@ def plan_structured(
         max_removed: Largest share of the units of one part.
         depth: So many whole layers may go, chosen one after the other by :func:`layerbudget.shrinking.depth.plan_depth`.
         even: The same number in all layers, so that a plain config can describe the model and the checkpoint can be saved.
+        compensate: What the matrices behind become: ``none``, ``refit``, ``stream``, or ``auto``; see
+            :mod:`layerbudget.shrinking.compensation`. Single parts are always measured refitted.
         context: Mean number of tokens attended to, where attention scores shall count in the FLOPs; 0 counts matrices only.
         curves: From :func:`shape_curves`, where they were measured before (for the same ``by`` and ``multiple``).
         points: See :func:`shape_curves`.
@@ -181,17 +185,15 @@ def plan_structured(
     sets = {word: find_parts(model, kinds=kinds, by=word, multiple=multiple) for word in head_units(model, kinds, by, curves)}
     if context:
         find_attention(layers(model)[0][1], layers(model)[0][0])
+    way = ways_of(model, data, compensate)
     told = {"kinds": list(kinds), "by": by, "max_removed": max_removed, "points": points, "batch_size": batch_size}
-    keep = measurements(model, data, resume, {**told, "multiple": multiple, "depth": depth})
-    gone: dict[str, Any] = {"removed": [], "damage": []}
-    if depth:
-        gone = keep("depth", lambda: dict(plan_depth(model, data, remove=depth, batch_size=batch_size).extra))
+    keep = measurements(model, data, resume, {**told, "multiple": multiple, "depth": depth, "compensate": way})
     options: dict[str, Any] = {
         "budget": budget, "kinds": kinds, "max_removed": max_removed, "even": even, "context": context,
-        "model": describe(model),
-        "order": [(n, float(found[n])) for n, found in zip(gone["removed"], gone["damage"], strict=True)],
+        "model": describe(model), "order": _order(model, data, depth, batch_size, keep),
         "bytes_per_parameter": float(next(model.parameters()).element_size()),
     }  # fmt: skip
+    hyper = {"multiple": multiple, "depth": depth, "compensate": way}
     plans, refused, held = [], [], dict(curves or {})
     for word, parts in sets.items():
         allowed = allowed_units(model, parts, kinds) if even else None
@@ -207,11 +209,19 @@ def plan_structured(
         except InfeasibleBudget as error:
             refused.append(error)
             continue
-        plans += _recorded(found, held, options["order"], {"by": word, "multiple": multiple, "depth": depth})
+        plans += _recorded(found, held, options["order"], {"by": word, **hyper})
     if not plans:
         raise refused[0]
     say(progress, "plans as a whole")
     return _best(model, data, plans, trials, batch_size, keep)
+
+
+def _order(model: nn.Module, data: CalibrationSet, depth: int, batch_size: int, keep: Keep) -> list[tuple[str, float]]:
+    """Layers that may go as a whole, the first one first, each with its damage on top of those before it."""
+    if not depth:
+        return []
+    gone = keep("depth", lambda: dict(plan_depth(model, data, remove=depth, batch_size=batch_size).extra))
+    return [(n, float(found[n])) for n, found in zip(gone["removed"], gone["damage"], strict=True)]
 
 
 def _under(keep: Keep, word: str, name: str, make: Callable[[], Any]) -> Any:

@@ -22,12 +22,14 @@ from ..running.inputs import gram_of
 from ..running.modes import inference
 from ..running.shares import mine
 from ..running.walk import Walk
-from .attention import find_attention
+from .attention import Attention, find_attention
+from .compensation import DAMPINGS, REMAKES, Stream
 from .depth import drop_layers
 from .heads import follow_heads
-from .mlp import find_mlp
+from .mlp import Mlp, find_mlp
 from .parts import cut, find_parts, inner_width, where_is
-from .width import follow_width
+from .sparse import Planned, put_zeros, saved_by_zeros
+from .width import Remake, follow_width, refitted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,13 +99,13 @@ def apply_structured(
     if wrong:
         raise CoverageError(f"The model has no {wrong[0]} as planned.", "", "Plan again for this model.")
     before = _recount(model, plan)
-    left = [n for n, _ in layers(model) if n not in plan.extra["dropped"]]
-    if plan.extra["dropped"]:
-        drop_layers(model, plan.extra["dropped"])
-    now = dict(zip((n for n, _ in layers(model)), left, strict=True))
-    jobs = {p.name: int(shapes[p.name]["removed"]) for p in parts.values() if p.name in shapes}
-    _apply(model, data, parts, jobs, now, damping, batch_size, progress)
-    after = _recount(model, plan)
+    dropped = list(plan.extra["dropped"])
+    names = [n for n, _ in layers(model) if n not in dropped]
+    jobs = {p.name: int(shapes[p.name]["removed"]) for p in parts.values() if p.name in shapes and p.layer not in dropped}
+    way = {"compensate": hyper.get("compensate", "refit"), "damping": damping, "batch_size": batch_size}
+    zeros = plan.extra.get("zeros", {})
+    _apply(model, data, parts, jobs, dropped, zeros, progress=progress, **way)
+    after = _recount(model, plan, names)
     saved = {k: before[k] - after[k] for k in ("amount", "parameters")}
     planned = {"amount": float(plan.budget["spent"]), "parameters": int(plan.counts.sum())}
     if saved != planned:
@@ -114,56 +116,74 @@ def apply_structured(
     return ShapeReceipt(
         unit=plan.budget["unit"], before=before["amount"], after=after["amount"], saved=saved["amount"],
         planned=planned["amount"], parameters={"before": before["parameters"], "after": after["parameters"]},
-        layers={now[n]: _sizes(layer, n) for n, layer in layers(model)}, dropped=list(plan.extra["dropped"]),
+        layers={n: _sizes(layer, now) for n, (now, layer) in zip(names, layers(model), strict=True)}, dropped=dropped,
     )  # fmt: skip
 
 
 def _apply(
-    model: nn.Module,
-    data: CalibrationSet,
-    parts: Mapping[str, Part],
-    jobs: Mapping[str, int],
-    now: Mapping[str, str],
-    damping: float,
-    batch_size: int,
-    progress: Progress | None,
-) -> None:
-    widths = _widths(model)
+    model: nn.Module, data: CalibrationSet, parts: Mapping[str, Part], jobs: Mapping[str, int], dropped: Sequence[str],
+    zeros: Planned, *, compensate: str, damping: float, batch_size: int, progress: Progress | None,
+) -> None:  # fmt: skip
+    widths = _widths(model, dropped)
     touched = {parts[n].kind for n, units in jobs.items() if units}
-    heads = [find_attention(layer, n) for n, layer in layers(model)] if "heads" in touched else []
+    heads = _heads(model, dropped) if "heads" in touched else []
     with inference(model):
         walk = Walk(model, mine(data), batch_size=batch_size)
         tick = Steps(progress, len(walk))
         walk.capture()
+        stream = Stream(walk) if compensate == "stream" else None
         for i, (name, layer) in enumerate(walk.layers):
             walk.position = i
-            for kind in KINDS:
-                part = parts.get(f"{now[name]}.{kind}")
-                if part is not None and jobs.get(part.name):
-                    where = where_is(layer, dataclasses.replace(part, layer=name))
-                    gram = gram_of(model, walk, where.consumer, inner_width(where))
-                    cut(model, part, where, gram, jobs[part.name], damping)
-            walk.advance()
+            if stream:
+                stream.look(find_attention(layer, name), find_mlp(layer, name))
+            for part in (parts[n] for kind in KINDS if (n := f"{name}.{kind}") in jobs):
+                if jobs[part.name]:
+                    _cut(model, walk, stream, part, where_is(layer, part), jobs[part.name], REMAKES.get(compensate), damping)
+                put_zeros(model, walk, part, zeros)
+            if name not in dropped:
+                walk.advance()
             tick()
         walk.close()
+    if dropped:
+        drop_layers(model, dropped)
     if "heads" in touched:
-        follow_heads(model, heads, [find_attention(layer, n) for n, layer in layers(model)])
+        follow_heads(model, heads, _heads(model))
     if "mlp" in touched:
         follow_width(model, widths, _widths(model))
 
 
-def _widths(model: nn.Module) -> list[int]:
+def _cut(
+    model: nn.Module, walk: Walk, stream: Stream | None, part: Part, where: Attention | Mlp, units: int,
+    remake: Remake | None, damping: float,
+) -> None:  # fmt: skip
+    if stream is None:
+        gram = gram_of(model, walk, where.consumer, inner_width(where))
+    else:
+        aim = stream.aim(where)
+        gram, remake = aim.total.gram, aim.remake(model.get_submodule(where.consumer), [damping * d for d in DAMPINGS])
+    cut(model, part, where, gram, units, damping, remake or refitted)
+
+
+def _heads(model: nn.Module, without: Sequence[str] = ()) -> list[Attention]:
+    return [find_attention(layer, n) for n, layer in layers(model) if n not in without]
+
+
+def _widths(model: nn.Module, without: Sequence[str] = ()) -> list[int]:
     with contextlib.suppress(UnknownStructure):
-        return [find_mlp(layer, n).width for n, layer in layers(model)]
+        return [find_mlp(layer, n).width for n, layer in layers(model) if n not in without]
     return []
 
 
-def _recount(model: nn.Module, plan: Plan) -> dict[str, Any]:
-    """What the layers of a model amount to, from its matrices as they are."""
+def _recount(model: nn.Module, plan: Plan, names: Sequence[str] = ()) -> dict[str, Any]:
+    """What the layers of a model amount to, from its matrices as they are; with the names that they had: their zeros too."""
     hyper = plan.hyperparameters
     options = {"context": hyper["context"], "bytes_per_parameter": hyper["bytes_per_parameter"]}
     parts = find_parts(model, kinds=(), by="auto", multiple=1)
     total = sum(amount(p, plan.budget["unit"], **options)[1] for p in parts)
+    if names:
+        was = dict(zip((n for n, _ in layers(model)), names, strict=True))
+        renamed = [dataclasses.replace(p, name=f"{was[p.layer]}.{p.kind}") for p in parts]
+        total -= saved_by_zeros(model, renamed, plan.extra.get("zeros", {}), plan.budget["unit"], **options)
     return {"amount": total, "parameters": sum(p.parameters for p in parts)}
 
 

@@ -17,6 +17,7 @@ from ..running.walk import Walk
 from .mlp import Mlp, check_layers, find_mlp, keep_units, set_width
 
 Progress = Callable[[int, int], None]
+Remake = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (W, H, S) -> (d_out, kept)
 
 
 def narrow(
@@ -87,12 +88,14 @@ def _width(mlp: Mlp, fraction: float, multiple: int) -> int:
     return min(mlp.width, max(multiple, multiple * math.ceil(mlp.width * (1 - fraction) / multiple - 1e-9)))
 
 
-def cut_units(model: nn.Module, mlp: Mlp, upper: torch.Tensor, width: int, damping: float = 0.01) -> None:
+def cut_units(
+    model: nn.Module, mlp: Mlp, upper: torch.Tensor, width: int, damping: float = 0.01, remake: Remake | None = None
+) -> None:
     """Shrink one MLP to ``width`` units, given ``sum x x'`` of its inner units (upper triangle), in place."""
     h = damped(upper, damping)
     weight = matrix_of(model.get_submodule(mlp.consumer)).double()
     keep = surgeon(weight, h, width)
-    keep_units(model, mlp, keep, refitted(weight, h, keep))
+    keep_units(model, mlp, keep, (remake or refitted)(weight, h, keep))
 
 
 def damped(upper: torch.Tensor, damping: float) -> torch.Tensor:
@@ -100,6 +103,11 @@ def damped(upper: torch.Tensor, damping: float) -> torch.Tensor:
     h = (upper.triu() + upper.triu(1).T).double()
     h.diagonal().add_(damping * float(h.diagonal().mean()) + 1e-12)
     return h
+
+
+def kept(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """``W_S``: the columns that stay, as they are."""
+    return weight[:, keep]
 
 
 def refitted(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
