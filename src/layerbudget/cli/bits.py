@@ -106,8 +106,9 @@ def _measure(a: argparse.Namespace) -> Plan:
     own |= {"steps": a.steps} if a.steps is not None else {}
     with progress_bar(a, "measuring formats") as progress:
         plan, scores = plan_formats(
-            model, data.select(slice(0, samples)), check, bits=a.bits, budget=a.budget, rule=a.rule, batch_size=batch_of(a),
-            progress=progress, family=a.family or PACKED, runtime=a.runtime, by=a.by or "linear", group=a.group,
+            model, data.select(slice(0, samples)), check, bits=a.bits, budget=a.budget, rule=a.rule,
+            batch_size=batch_of(a, model, data), progress=progress,
+            family=a.family or PACKED, runtime=a.runtime, by=a.by or "linear", group=a.group,
             formats=chosen, damage=a.damage or "directional", method=a.method or "rtn",
             seed=a.seed or 0, resume=a.resume, **own,
         )  # fmt: skip

@@ -54,7 +54,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     with progress_bar(a, "direct check") as progress:
         table = direct_check(
             model, data, blocks, curvature=a.curvature, damping=a.damping, damping_unit=a.damping_unit,
-            batch_size=batch_of(a), progress=progress, **steps,
+            batch_size=batch_of(a, model, data), progress=progress, **steps,
         )  # fmt: skip
     pairs = {name: certify_ranking(table, with_gap=gap) for name, gap in (("paper", False), ("with_gap", True))}
     result = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from .progress import progress_bar
-from .shared import add_place_options, load_named, refuse
+from .shared import add_place_options, batch_of, load_named, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -25,7 +25,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--limit", type=int, help="at most so many examples of each task")
     parser.add_argument("--length", type=int, help="tokens per window (default 256)")
     parser.add_argument("--windows", type=int, help="at most so many windows (default: all of the text)")
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, help="sequences per forward pass (default 16, fewer where memory is short)")
     parser.add_argument("--four-bit", action="store_true", help="hold the model's matrices in 4 bits (NF4, needs bitsandbytes)")
     add_place_options(parser)
     parser.add_argument(
@@ -100,7 +100,7 @@ def _measured(arguments: argparse.Namespace, name: str, adapter: str | None, sou
     kept = _parts(arguments, model, name)
     for source, data in sets.items():
         with progress_bar(arguments, f"perplexity on {source}") as progress:
-            measure = partial(perplexity, model, data, batch_size=arguments.batch_size, progress=progress)
+            measure = partial(perplexity, model, data, batch_size=batch_of(arguments, model, data, most=16), progress=progress)
             found = kept.json(f"text-{data.digest}", lambda measure=measure: _told(measure()))  # type: ignore[misc]
         result["perplexity"][source] = found
         arguments.console.print(
@@ -125,7 +125,7 @@ def _expect(arguments: argparse.Namespace, named: argparse.Namespace, model: Any
     times = 2.0 if arguments.against and not arguments.against.endswith(".json") else 1.0
 
     def parts(shape: Any) -> list[Any]:
-        found = evaluating(texts, tasks, arguments.limit, arguments.batch_size)
+        found = evaluating(texts, tasks, arguments.limit, batch_of(arguments, most=16))
         return [dataclasses.replace(p, times=p.times * times) for p in found]
 
     windows = [f"{data.samples} windows of {data.length} tokens of {source}" for source, data in sets.items()]
@@ -147,7 +147,7 @@ def _tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any, kept: Any)
     with progress_bar(arguments, "tasks") as progress:
         measure = partial(
             evaluate_tasks, model, tokenizer, data_dir=arguments.data_dir, limit=arguments.limit,
-            batch_size=arguments.batch_size, progress=progress,
+            batch_size=batch_of(arguments, most=16), progress=progress,
         )  # fmt: skip
         found: dict[str, Any] = {}
         for group in [[name] for name in names] if arguments.resume else [names]:
@@ -183,7 +183,7 @@ def _parts(arguments: argparse.Namespace, model: Any, name: str) -> Any:
     rows = sorted(f for f in Path(arguments.data_dir).rglob("*") if f.is_file()) if arguments.data_dir else []
     request = {
         "model": fingerprint(model), "computation": computation(model), "versions": versions((*PACKAGES, "lm-eval", "peft")),
-        "batch_size": arguments.batch_size, "limit": arguments.limit, "rows": {str(f): checksum(f) for f in rows},
+        "batch_size": batch_of(arguments, most=16), "limit": arguments.limit, "rows": {str(f): checksum(f) for f in rows},
     }  # fmt: skip
     folder = Path(arguments.resume)
     return Parts(folder / digest(name) if arguments.against else folder, digest(request), request)

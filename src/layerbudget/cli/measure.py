@@ -100,7 +100,7 @@ def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
     with progress_bar(arguments, f"measuring {arguments.pattern}") as progress:
         plan = plan_pattern(
             model, data, arguments.pattern, by=arguments.by or "linear", method=arguments.method,
-            batch_size=batch_of(arguments), seed=arguments.seed or 0, progress=progress, **own,
+            batch_size=batch_of(arguments, model, data), seed=arguments.seed or 0, progress=progress, **own,
         )  # fmt: skip
     if first():
         plan.save(arguments.out, overwrite=arguments.overwrite)
@@ -152,8 +152,8 @@ def _directional(arguments: argparse.Namespace) -> Any:
     with progress_bar(arguments, f"stepping down, {arguments.method}") as progress:
         plan = plan_directional(
             model, data, sparsity=arguments.sparsity, by=several if known else by, method=arguments.method,
-            crossfit=arguments.cross_fit, batch_size=batch_of(arguments), seed=arguments.seed or 0, progress=progress,
-            **given, **named_values(arguments.own),
+            crossfit=arguments.cross_fit, batch_size=batch_of(arguments, model, data), seed=arguments.seed or 0,
+            progress=progress, **given, **named_values(arguments.own),
         )  # fmt: skip
     if first():
         plan.save(arguments.out, overwrite=arguments.overwrite)
@@ -177,7 +177,8 @@ def _by_curves(arguments: argparse.Namespace) -> Any:
     with progress_bar(arguments, f"measuring {arguments.method}, blocks") as progress:
         plan, curves = plan_by_curves(
             model, data, partition(model, arguments.by or "layer"), sparsity=arguments.sparsity, max_sparsity=cap,
-            method=arguments.method, metric=metric, iterations=iterations, batch_size=batch_of(arguments), progress=progress,
+            method=arguments.method, metric=metric, iterations=iterations, batch_size=batch_of(arguments, model, data),
+            progress=progress,
         )  # fmt: skip
     if not first():
         return plan

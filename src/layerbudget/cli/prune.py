@@ -7,7 +7,7 @@ from typing import Any
 
 from ..treatments.base import TREATMENTS, find_treatment
 from .progress import progress_bar
-from .shared import DATA, add_treating_options, named_values, refuse
+from .shared import DATA, add_treating_options, batch_of, named_values, refuse
 from .structured import SMALLER, prune_smaller
 
 
@@ -53,7 +53,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     method = arguments.method or "wanda"
     with progress_bar(arguments, f"prune by {method}") as progress:
         receipt = prune(
-            model, plan, data, method, arguments.batch_size, arguments.parity, arguments.pattern, progress,
+            model, plan, data, method, batch_of(arguments, model, data), arguments.parity, arguments.pattern, progress,
             true_sequential=arguments.true_sequential, store=arguments.store, resume=arguments.resume,
             autocast=arguments.autocast, **named_values(arguments.own),
         )  # fmt: skip

@@ -52,7 +52,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     expect(arguments, what, model, lambda shape: treating(method, text), length=text.length)
     with progress_bar(arguments, f"quantise by {method}") as progress:
         receipt = quantise(
-            model, tokenizer, plan, arguments.out, data, method=method, batch_size=batch_of(arguments),
+            model, tokenizer, plan, arguments.out, data, method=method, batch_size=batch_of(arguments, model, data),
             resume=arguments.resume, overwrite=arguments.overwrite, progress=progress, **named_values(arguments.own),
         )  # fmt: skip
     if arguments.resume:

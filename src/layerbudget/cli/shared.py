@@ -24,7 +24,7 @@ def add_data_options(parser: argparse.ArgumentParser, *, samples: int = 128, len
     parser.add_argument("--samples", type=int, help=f"calibration sequences (default {samples})")
     parser.add_argument("--length", type=int, help=f"tokens per sequence (default {length})")
     parser.add_argument("--seed", type=int, help="of the draw of the text, and of whatever else is random (default 0)")
-    parser.add_argument("--batch-size", type=int, help="sequences per forward pass (default 8)")
+    parser.add_argument("--batch-size", type=int, help="sequences per forward pass (default 8, fewer where memory is short)")
     add_place_options(parser, dtype)
 
 
@@ -162,9 +162,23 @@ def load(arguments: argparse.Namespace, *, data: bool = True) -> tuple[Any, Any,
     return load_named(arguments, **options), tokenizer, found
 
 
-def batch_of(arguments: argparse.Namespace) -> int:
-    """Sequences per forward pass."""
-    return 8 if arguments.batch_size is None else arguments.batch_size
+def batch_of(arguments: argparse.Namespace, model: Any = None, data: Any = None, *, most: int = 8) -> int:
+    """Sequences per forward pass: what was given, else as many as fit.
+
+    Args:
+        arguments: Of the command.
+        model: What they will run through; without it nothing is known of memory.
+        data: The sequences.
+        most: How many where there is room.
+    """
+    if arguments.batch_size is not None:
+        return int(arguments.batch_size)
+    if model is None or data is None:
+        return most
+    from ..running.memory import fitting
+    from ..running.shares import by_first
+
+    return by_first(lambda: fitting(model, data.length, most))
 
 
 def named_values(texts: Sequence[str]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     shared: dict[str, Any] = {
         "kinds": kinds, "by": a.heads or "auto", "multiple": 8 if a.multiple is None else a.multiple,
         "max_removed": a.max_removed, "depth": a.depth, "compensate": a.compensate, "context": a.context, "even": a.even,
-        "batch_size": batch_of(a),
+        "batch_size": batch_of(a, model, data),
     }  # fmt: skip
     with progress_bar(a, "measuring heads and widths, " + ("passes" if directional else "layers")) as progress:
         if directional:
@@ -145,7 +145,7 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
         done: dict[str, Any] = {"unit": "parameters", "saved": int(plan.counts.sum()), "planned": int(plan.counts.sum())}
     else:
         with progress_bar(a, "remove heads and widths, layers") as progress:
-            done = dict(apply_structured(model, plan, data, batch_size=batch_of(a), progress=progress))
+            done = dict(apply_structured(model, plan, data, batch_size=batch_of(a, model, data), progress=progress))
     check_exportable(model)
     out = a.out
     if first():

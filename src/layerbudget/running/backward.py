@@ -82,7 +82,8 @@ def feed(
             runs = list(data)
         else:
             most = fitting(model, data.length, batch_size)
-            most = most if together is None else min(most, -(-data.samples // together.size))
+            if together is not None:  # which share the same batches
+                most = min(*together.gathered(most), -(-data.samples // together.size))
             runs = list(batches(model, data, 1 if collector.single else most))
         if together is not None:
             runs = together.mine(runs)

@@ -1,0 +1,75 @@
+"""Where no batch is named, as many sequences run at a time as fit; what comes out does not depend on it."""
+
+import argparse
+import json
+
+import pytest
+from tests import zoo
+
+import layerbudget as lb
+from layerbudget.cli import main
+from layerbudget.cli.shared import batch_of
+from layerbudget.plan import Plan
+from layerbudget.running import memory
+
+FEW = ["--samples", "6", "--length", "24", "--quiet", "--json"]
+
+
+@pytest.fixture
+def scarce(monkeypatch):
+    """Memory that one sequence fills; returns the batches that were chosen."""
+    chosen, fitting = [], memory.fitting
+
+    def seen(*given):
+        chosen.append(fitting(*given))
+        return chosen[-1]
+
+    def switch():
+        monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 1 << 12)
+        monkeypatch.setattr(memory, "fitting", seen)
+        return chosen
+
+    return switch
+
+
+def test_a_batch_that_was_given_stays(scarce):
+    model, data = zoo.mistral(2), zoo.tokens(4, 8, vocabulary=61)
+    assert batch_of(argparse.Namespace(batch_size=None), model, data) == 8
+    assert batch_of(argparse.Namespace(batch_size=None), model, data, most=16) == 16
+    scarce()
+    assert batch_of(argparse.Namespace(batch_size=5), model, data) == 5
+    assert batch_of(argparse.Namespace(batch_size=None), model, data) == 1
+    assert batch_of(argparse.Namespace(batch_size=None)) == 8
+
+
+def test_verbs_give_the_same_in_little_memory(tmp_path, scarce, capsys):
+    plan = tmp_path / "uniform.json"
+    lb.plan_sparsity(lb.partition(lb.load_model("demo")), sparsity=0.5, rule="uniform").save(plan)
+    found: list[dict[str, object]] = []
+    for way in ("room", "none"):
+        out = tmp_path / way
+        out.mkdir()
+        chosen = scarce() if way == "none" else []
+        jobs = (
+            ["score", "demo", *FEW, "--estimator", "fisher-gram", "-o", str(out / "scores.json")],
+            ["measure", "demo", *FEW, "--passes", "6", "--sparsity", "0.5", "-o", str(out / "plan.json")],
+            ["prune", "demo", str(plan), *FEW, "-o", str(out / "pruned")],
+            ["evaluate", str(out / "pruned"), "--windows", "6", "--length", "24", "--quiet", "--json"],
+        )
+        for job in jobs:
+            capsys.readouterr()
+            assert main(job) == 0, job
+        last = capsys.readouterr().out
+        weights = lb.load_model(str(out / "pruned")).state_dict()
+        found.append({
+            "chosen": chosen, "plan": Plan.load(out / "plan.json").counts.tolist(),
+            "scores": lb.Scores.load(out / "scores.json").values(),
+            "zeros": {name: (tensor == 0).tolist() for name, tensor in weights.items() if tensor.ndim == 2},
+            "perplexity": json.loads(last)["perplexity"],
+        })  # fmt: skip
+    room, none = found
+    assert none["chosen"] and set(none["chosen"]) == {1}
+    assert room["plan"] == none["plan"] and room["zeros"] == none["zeros"]
+    assert none["scores"] == pytest.approx(room["scores"], rel=1e-5)
+    a, b = (next(iter(f["perplexity"].values())) for f in found)
+    assert b["value"] == pytest.approx(a["value"], rel=1e-5)
