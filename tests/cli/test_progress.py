@@ -46,7 +46,11 @@ def check(seen, words):
     seen.told.clear()
 
 
-def test_every_long_verb_knows_its_total_from_the_start(saved_model, tmp_path, shown, capsys):
+RARER = ("curves", "--pattern", "structured", "compare")
+
+
+@pytest.mark.parametrize("rarer", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_long_verb_knows_its_total_and_its_cost_from_the_start(rarer, saved_model, tmp_path, shown, capsys):
     folder, kept = str(saved_model("llama")), tmp_path / "kept"
     kept.mkdir()
     sparsity, bits = str(kept / "p.json"), str(kept / "b.json")
@@ -66,10 +70,14 @@ def test_every_long_verb_knows_its_total_from_the_start(saved_model, tmp_path, s
         ["finetune", folder, str(kept / "ranks.json"), "--data", str(kept / "rows.jsonl"), "--epochs", "1", "-o",
          str(kept / "tuned")],
     ):  # fmt: skip
+        if any(word in RARER for word in words) != rarer:
+            continue
         assert main([*words, "--json"]) == 0, (words, capsys.readouterr().err)
         said = capsys.readouterr()
         check(shown, words)
         check_costs(json.loads(said.out), said.err.splitlines())
+        if words[0] == "measure" and "--pattern" not in words:
+            assert "Predicted damage " in said.err and json.loads(said.out)["against_uniform"]["uniform"] > 0
 
 
 def check_costs(result, lines):

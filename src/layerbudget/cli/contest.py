@@ -41,7 +41,7 @@ def register(subparsers: Any) -> None:
     p.add_argument("--length", type=int, help="tokens per sequence and window (default 256)")
     p.add_argument("--method", help="pruner (default: wanda) or quantiser (default: rtn)")
     p.add_argument("--dtype", help="precision in which the model is loaded (default float32)")
-    p.add_argument("--device", help="cpu, cuda, ... (default cpu)")
+    p.add_argument("--device", help="cpu, cuda, ...; auto (default): the accelerator where there is one")
     p.add_argument("--task", help="cola, mrpc, rte, commonsenseqa, openbookqa, scienceqa, or a file: for ranks and experts")
     p.add_argument("--data-dir", metavar="DIR", help="folder with the task's original files")
     p.add_argument("--split", help="held-out rows that count (default: the task's first split)")
@@ -127,7 +127,7 @@ def _text_bench(a: argparse.Namespace, kind: str) -> Any:
     source, length = a.data or "stdlib", a.length or 256
     tokenizer = load_tokenizer(a.model)
     windows = evaluation_set(a.evaluate or source, tokenizer, length=length, windows=a.windows or 96)
-    model = load_model(a.model, dtype=a.dtype or "float32", device=a.device or "cpu")
+    model = load_model(a.model, dtype=a.dtype or "float32", device=a.device or "auto")
     bench = FormatBench if kind == "bits" else TextBench
     return bench(
         model=model, tokenizer=tokenizer, source=source, windows=windows, samples=a.samples, length=length, by=a.by,

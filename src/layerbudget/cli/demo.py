@@ -12,7 +12,7 @@ from .progress import progress_bar
 def register(subparsers: Any) -> None:
     """Add the parser of ``demo``."""
     parser = subparsers.add_parser("demo")
-    parser.add_argument("--out", default="layerbudget-demo", help="folder of the results (default %(default)s)")
+    parser.add_argument("-o", "--out", default="layerbudget-demo", help="folder of the results (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", metavar="DIR", help="keep scores and measured models' figures here until all are saved")
     parser.set_defaults(handler=handler)

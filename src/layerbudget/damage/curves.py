@@ -65,6 +65,15 @@ class Curves:
         count = max(2, int(np.ceil(last / step - 1e-9)) + 1)  # one number of points for all, wherever a curve ends
         return {name: _exponential(np.array(self.ratios[name]), np.array(self.damage[name]), count) for name in self.names}
 
+    def total(self, sparsity: Mapping[str, float]) -> float:
+        """Damage of all blocks at these sparsities, as if it added up, in nats per token.
+
+        >>> one = {"ratios": {"a": (0.4, 0.8)}, "damage": {"a": (0.1, 0.4)}}
+        >>> round(Curves(**one, metric="kl", method="wanda").total({"a": 0.4}), 6)
+        0.1
+        """
+        return float(sum(np.interp(sparsity[name], *points) for name, points in self.penalty().items()))
+
 
 def _exponential(x: np.ndarray, y: np.ndarray, count: int) -> tuple[list[float], list[float]]:
     y = np.maximum.accumulate(np.maximum(y, _TINY))
