@@ -201,6 +201,16 @@ def test_plans_are_applied_recounted_and_measured(name):
     assert receipt.saved == plan.budget["spent"] and total / tokens == pytest.approx(plan.extra["measured"], rel=1e-3)
 
 
+def test_auto_takes_the_units_that_promise_less():
+    model, data = zoo.build("llama"), zoo.tokens(samples=8)
+    options = {"multiple": 4, "passes": 30.0, "draws": 1, "batch_size": 4}
+    plans = {by: plan_shapes_directional(model, data, "30% flops", by=by, **options) for by in ("auto", "groups", "queries")}
+    promised = {by: plans[by].extra["path"][0]["predicted"] for by in plans}
+    best = min(("groups", "queries"), key=promised.__getitem__)
+    assert plans["auto"].hyperparameters["by"] == best and promised["auto"] == promised[best]
+    assert plans["auto"].extra["path"][0]["passes"] == plans[best].extra["path"][0]["passes"] + 4.0  # the other was looked at
+
+
 def test_refusals(capsys):
     model, data = zoo.build("llama"), zoo.tokens()
     with pytest.raises(InvalidInput, match="forward equivalents are needed"):

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..blocks import check_finite, describe
 from ..data.calibration import CalibrationSet
-from ..errors import CoverageError, InvalidInput
+from ..errors import CoverageError, InfeasibleBudget, InvalidInput
 from ..mapped import need_settled
 from ..plan import Plan
 from ..planning.parts import KINDS
@@ -28,24 +28,25 @@ from ..progress import Progress, Steps
 from ..records import to_jsonable
 from ..running.shares import team
 from .compensation import ways_of
-from .head_units import allowed_units
+from .head_units import allowed_units, head_units
 from .parts import find_parts
 from .shape_point import Grams, Seen, ShapePoint
 from .shrink import measure_plan
 
-PASSES, LEVELS = 26.0, 7
+PASSES, LEVELS = 32.0, 7
 MEASURING = 5.0  # dense, three times through every layer to cut it, and the smaller model; the stream needs one more
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """How to descend: passes in all, strides to the budget, trust in the first step, draws and their seed."""
+    """How to descend: passes in all, strides to the budget, trust in the first step, draws and their seed, units tried."""
 
     passes: float
     strides: int
     trust: float
     draws: int
     seed: int
+    starts: int
 
     @property
     def price(self) -> float:
@@ -54,8 +55,8 @@ class _Settings:
 
     @property
     def least(self) -> float:
-        """Dense output, dense point, and every stride's end."""
-        return 2.0 + 2.0 * self.draws + self.strides * self.price
+        """Dense output and dense point for all units of heads that are tried, and every stride's end."""
+        return (2.0 + 2.0 * self.draws) * self.starts + self.strides * self.price
 
 
 def plan_shapes_directional(
@@ -88,7 +89,8 @@ def plan_shapes_directional(
         data: Calibration tokens.
         budget: What is to be saved: ``"25% flops"``, ``"100 MB"``, ``"2M params"`` (of the layers' matrices).
         kinds: ``heads``, ``mlp`` or both.
-        by: Units of heads, see :func:`layerbudget.shrinking.parts.find_parts`.
+        by: Units of heads, see :func:`layerbudget.shrinking.parts.find_parts`; ``auto`` looks at both where both are possible
+            and takes those whose first plan is predicted to do less damage.
         multiple: Channels of one MLP unit.
         max_removed: Largest share of the units of one part.
         depth: So many whole layers may go.
@@ -123,7 +125,8 @@ def plan_shapes_directional(
         raise CoverageError("Shapes by directional damage are planned in one process.", "", "Use one, or --search curves.")
     way = ways_of(model, data, compensate)
     last = MEASURING + (way == "stream")
-    settings = _Settings(passes=passes - last, strides=strides, trust=trust, draws=draws, seed=seed)
+    words = head_units(model, kinds, by, None)
+    settings = _Settings(passes=passes - last, strides=strides, trust=trust, draws=draws, seed=seed, starts=len(words))
     if min(draws, strides) < 1 or not 0 < trust <= 1 or depth < 0 or settings.passes < settings.least:
         raise InvalidInput(
             f"draws is {draws}, strides {strides}, trust {trust:g}, depth {depth}, passes {passes:g}.",
@@ -131,39 +134,60 @@ def plan_shapes_directional(
             "equivalents are needed.",
             f"Use draws=2, strides=1, trust=0.12, passes={max(PASSES, settings.least + last):g}.",
         )
-    parts = find_parts(model, kinds=kinds, by=by, multiple=multiple)
     size = float(next(model.parameters()).element_size())
-    space = ShapeSpace(
-        parts, budget, kinds=kinds, max_removed=max_removed, depth=depth, zeros=zeros, even=even, context=context,
-        allowed=allowed_units(model, parts, kinds) if even else None, bytes_per_parameter=size,
-    )  # fmt: skip
-    by = next((p.by for p in parts if p.kind == "heads"), by)
-    hyper = {
-        "by": by, "multiple": multiple, "compensate": way, "trust": trust, "strides": strides, "draws": draws, "passes": passes,
-        "seed": seed,
-    }  # fmt: skip
-    point = ShapePoint(model, data, space, way, damping, batch_size)
     tick = Steps(progress, int(passes), "forward equivalents")
 
-    def tell() -> None:
-        tick(int(point.passes) - tick.done)
+    def start(word: str, spent: float) -> _Path:
+        parts = find_parts(model, kinds=kinds, by=word, multiple=multiple)
+        space = ShapeSpace(
+            parts, budget, kinds=kinds, max_removed=max_removed, depth=depth, zeros=zeros, even=even, context=context,
+            allowed=allowed_units(model, parts, kinds) if even else None, bytes_per_parameter=size,
+        )  # fmt: skip
+        by = next((p.by for p in parts if p.kind == "heads"), word)
+        point = ShapePoint(model, data, space, way, damping, batch_size)
+        point.passes += spent
+        return _Path(point, by, settings, tick)
 
+    path = _best(words, start)
     try:
-        path = _Path(point, settings, tell)
         path.stride()
         path.descend()
     finally:
-        point.restore()
-    plan = space.plan(path.state, path.log[-1]["divergence"], path.solution, hyper, describe(model))
+        path.point.restore()
+    hyper = {
+        "by": path.by, "multiple": multiple, "compensate": way, "trust": trust, "strides": strides, "draws": draws,
+        "passes": passes, "seed": seed,
+    }  # fmt: skip
+    plan = path.space.plan(path.state, path.log[-1]["divergence"], path.solution, hyper, describe(model))
     measured = measure_plan(model, plan, data, damping=damping, batch_size=batch_size)
-    extra = {"path": path.log, "forward_passes": point.passes + last, "measured": measured}
+    extra = {"path": path.log, "forward_passes": path.point.passes + last, "measured": measured}
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
+
+
+def _best(words: Sequence[str], start: Callable[[str, float], _Path]) -> _Path:
+    """The units of heads for which the dense model promises least damage; all were paid for.
+
+    Raises:
+        InfeasibleBudget: None of them can save enough.
+    """
+    paths, refused = list[_Path](), list[InfeasibleBudget]()
+    for word in words:
+        try:
+            paths.append(start(word, paths[-1].point.passes if paths else 0.0))
+        except InfeasibleBudget as error:
+            refused.append(error)
+    if not paths:
+        raise refused[0]
+    best = min(paths, key=lambda p: p.promise()) if len(paths) > 1 else paths[0]
+    best.point.passes = paths[-1].point.passes
+    return best
 
 
 class _Path:
     """The way from the dense model to a plan.
 
     Attributes:
+        by: Units of heads.
         state: Where the model is, ``(K, 5)``.
         solution: The program that led here.
         log: Divergence, predictions and passes of every accepted point.
@@ -171,18 +195,22 @@ class _Path:
 
     solution: Choice
 
-    def __init__(self, point: ShapePoint, settings: _Settings, tell: Callable[[], None]) -> None:
-        self.point, self.space, self.settings, self.tell = point, point.space, settings, tell
+    def __init__(self, point: ShapePoint, by: str, settings: _Settings, tick: Steps) -> None:
+        self.point, self.by, self.space, self.settings, self.tick = point, by, point.space, settings, tick
         self.state = self.space.start()
         self.log: list[dict[str, Any]] = []
         self.around = self.space.around(self.state, 1.0, LEVELS)
         self.here = point.look(self.state, self.around, point.dense, draws=settings.draws, seed=settings.seed)
 
+    def promise(self) -> float:
+        """Damage of the budget as the dense model sees it."""
+        return self.space.step(self.around, self.here.forms.total)[1].damage
+
     def _look(self, goal: np.ndarray, grams: Sequence[Grams], trust: float, number: int) -> tuple[np.ndarray, Seen]:
         """Go there and look around."""
         around = self.space.around(goal, trust, LEVELS)
         seen = self.point.look(goal, around, grams, draws=self.settings.draws, seed=self.settings.seed + number)
-        self.tell()
+        self.tick(int(self.point.passes) - self.tick.done)
         return around, seen
 
     def stride(self) -> None:
