@@ -8,7 +8,9 @@ at the plan that comes out, :meth:`Point.applied` treats the model as the pruner
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import nn
 
 from ..blocks import weight_of
 from ..data.calibration import CalibrationSet
+from ..keeping.writing import check_space
 from ..mapped import mapped
 from ..records import Module
 from ..running.divergence import Meter, kl_sum, mean
@@ -25,6 +28,7 @@ from ..running.loss import Batch, pad_right, unlabelled
 from ..running.modes import inference
 from ..running.shares import mine
 from ..running.sites import Site
+from ..running.store import lying
 from ..running.walk import Walk
 from ..treatments.base import Level, Treatment
 from ..treatments.select import share
@@ -86,14 +90,14 @@ class Look:
     found: Found
 
 
-def _gather(found: dict[str, list[Statistic]], kind: str) -> Callable[[Site, Batch], None]:
+def _gather(found: dict[str, list[Statistic]], kind: str, folder: Path | None) -> Callable[[Site, Batch], None]:
     """Sum the second moments of what matrices are given, real tokens only; matrices of one site share theirs."""
 
     def listen(site: Site, batch: Batch) -> None:
         mask = batch.kwargs.get("attention_mask")
         x = site.a
         rows = x.flatten(0, 1) if mask is None or mask.shape != x.shape[:2] else x[mask.bool()]
-        shared = found.get(site.names[0]) or [Statistic(kind)]
+        shared = found.get(site.names[0]) or [Statistic(kind, folder=folder)]
         for name in site.names:
             found.setdefault(name, shared)
         shared[0].add(rows)
@@ -133,14 +137,29 @@ class Point:
         self.batch_size = 1 if single else batch_size
         first = next(unlabelled(model, data, 1))
         self.trials = trials(self.treating, decisions, first, spanning=draws > 0 and spanning(model, decisions.first))
+        self.folder = self._apart()
         listen = self._statistics()
         self.reference = Reference(model, data, self.batch_size, listen)
         self.dense: Found = {} if listen is None else listen.found
         self.passes = 1.0
 
+    def _apart(self) -> Path | None:
+        """Where Gram matrices and the changes made from them lie as files: only one layer of a streamed model is in memory.
+
+        Raises:
+            InvalidInput: The disk has no room for the Gram matrices of three points.
+        """
+        if self.treating.treatment.statistic != "gram" or mapped(self.model) is None:
+            return None
+        folder = Path(tempfile.gettempdir())
+        check_space({folder: 12.0 * sum(m.d_in**2 * m.copies for m in self.decisions.modules)})
+        return folder
+
     def _statistics(self) -> InputStatistics | None:
         kind = self.treating.treatment.statistic
-        return None if kind == "none" else InputStatistics(self.model, self.decisions.modules, kind)
+        if kind == "none":
+            return None
+        return InputStatistics(self.model, self.decisions.modules, kind, folder=self.folder)
 
     def restore(self) -> None:
         """Put the dense weights back."""
@@ -167,7 +186,7 @@ class Point:
         experts = any(m.copies > 1 for m in self.decisions.modules) and kind != "none"
         forms = forms_along(
             self.model, self.reference.data, units, clean=self.reference.clean, draws=draws, seed=seed,
-            batch_size=self.batch_size, listen=None if kind == "none" or experts else _gather(gathered, kind),
+            batch_size=self.batch_size, listen=None if kind == "none" or experts else _gather(gathered, kind, self.folder),
             walk=self.trials.walk,
         )  # fmt: skip
         self.passes += forms.passes
@@ -180,7 +199,7 @@ class Point:
 
     def _again(self) -> InputStatistics:
         """Statistics of the model's inputs as it is now, by a forward of its own."""
-        found = InputStatistics(self.model, self.decisions.modules, self.treating.treatment.statistic)
+        found = InputStatistics(self.model, self.decisions.modules, self.treating.treatment.statistic, folder=self.folder)
         walk = self.reference.walk
         with inference(self.model):
             walk.capture()
@@ -243,7 +262,11 @@ class Point:
                 rows=self.decisions.rows, by_row=treatment.by_row,
             )  # fmt: skip
         present = torch.cat([w.detach() for w in matrices(owner, parameter)])
-        return Written([self._become(dense, prepared, row) - present for row in wanted.T], self.decisions.rows)
+        changes = []
+        for row in wanted.T:
+            change = self._become(dense, prepared, row) - present
+            changes.append(change if self.folder is None else lying(change.shape, self.folder, change.dtype).copy_(change))
+        return Written(changes, self.decisions.rows)
 
     @torch.no_grad()
     def _become(self, dense: list[torch.Tensor], prepared: list[Any], zeros: np.ndarray) -> torch.Tensor:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..errors import CoverageError
 from ..records import Module
 from .replay import StopForward
 from .shares import team
+from .store import lying
 from .walk import Walk
 
 PANEL = 256
@@ -32,6 +34,7 @@ class Statistic:
         value: ``(d_in,)`` or ``(d_in, d_in)``, float32; a sum over tokens (parity: the references' mean over sequences).
         rows: Tokens seen.
         sequences: Batches seen (sequences, in parity mode).
+        folder: Where a Gram matrix lies as a file; in memory by default.
     """
 
     kind: str
@@ -39,13 +42,16 @@ class Statistic:
     value: torch.Tensor | None = None
     rows: int = 0
     sequences: int = 0
+    folder: Path | None = None
 
     def add(self, x: torch.Tensor) -> None:
         """Add tokens, shape ``(tokens, d_in)``."""
         value = self.value
         if value is None:
             shape = (x.shape[1],) if self.kind == "diagonal" else (x.shape[1], x.shape[1])
-            self.value = value = torch.zeros(shape, dtype=torch.float32, device=x.device)
+            apart = self.kind == "gram" and x.device.type == "cpu"
+            value = lying(shape, self.folder) if apart else torch.zeros(shape, dtype=torch.float32, device=x.device)
+            self.value = value
         x = x.detach().to(torch.float32)
         with torch.autocast(x.device.type, enabled=False):  # forwards may run in half precision, sums never
             if self.parity:
@@ -109,14 +115,17 @@ class InputStatistics:
         modules: Matrices of the block that will be pruned.
         kind: ``diagonal`` or ``gram``.
         parity: See :class:`Statistic`.
+        folder: See :class:`Statistic`.
 
     Attributes:
         found: Statistics by matrix name, one per copy (a fused mixture has one per expert). Matrices that share an input
             share the object.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[Module], kind: str, *, parity: bool = False) -> None:
-        self.kind, self.parity = kind, parity
+    def __init__(
+        self, model: nn.Module, modules: Sequence[Module], kind: str, *, parity: bool = False, folder: Path | None = None
+    ) -> None:
+        self.kind, self.parity, self.folder = kind, parity, folder
         self.found: dict[str, list[Statistic]] = {}
         self.owners: dict[str, nn.Module] = {}
         self.fused: dict[nn.Module, dict[str, Module]] = {}
@@ -193,7 +202,7 @@ class InputStatistics:
                 self._leader[name] = next((n for n, seen in self._current.items() if seen is x), name)
             leader = self._leader[name]
             if leader == name:
-                self.found.setdefault(name, [Statistic(self.kind, self.parity)])[0].add(self._tokens(x))
+                self.found.setdefault(name, [Statistic(self.kind, self.parity, folder=self.folder)])[0].add(self._tokens(x))
                 self._current[name] = x
             elif self._current.get(leader) is not x:
                 raise CoverageError(f"{name} shares its input with {leader} in some forwards only.", "", "Report the model.")
@@ -220,7 +229,7 @@ class InputStatistics:
                 hidden, index = hidden[keep], index[keep]
             for own, record in wanted.items():
                 statistics = self.found.setdefault(
-                    record.name, [Statistic(self.kind, self.parity) for _ in range(record.copies)]
+                    record.name, [Statistic(self.kind, self.parity, folder=self.folder) for _ in range(record.copies)]
                 )
                 for expert in range(record.copies):
                     x = hidden[(index == expert).any(dim=-1)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +14,28 @@ import torch
 from ..errors import InvalidInput
 
 STORES = ("device", "cpu", "disk")
+
+
+def lying(shape: Sequence[int], folder: Path | str | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros whose pages belong to a file and not to the process's own memory: the system writes them out where it needs room.
+
+    The file has no name and goes with the tensor.
+
+    Args:
+        shape: Of the tensor.
+        folder: Where there is room; None for ordinary memory, which it also is where open files cannot lose their names.
+        dtype: Of the tensor.
+    """
+    if folder is None or os.name != "posix":
+        return torch.zeros(tuple(shape), dtype=dtype)
+    count = math.prod(shape)
+    handle, name = tempfile.mkstemp(prefix="layerbudget-", dir=folder)
+    try:
+        os.ftruncate(handle, count * dtype.itemsize)
+        return torch.from_file(name, shared=True, size=count, dtype=dtype).view(tuple(shape))
+    finally:
+        os.close(handle)
+        Path(name).unlink()
 
 
 class Store:

@@ -14,6 +14,7 @@ from .select import share, smallest_per_group, smallest_per_group_of_rows, thres
 
 COLUMNS = 128
 INNER = 16
+_PANEL = 1024
 
 
 def inverse_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,13 +44,23 @@ def inverse_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Ten
         reverse.diagonal().copy_((diagonal + boost * damping * mean).flip(0))
         factor, info = torch.linalg.cholesky_ex(reverse)
         if int(info) == 0:
-            eye = torch.eye(len(diagonal), dtype=gram.dtype, device=gram.device)
-            return torch.linalg.solve_triangular(factor, eye, upper=False).flip(0, 1).contiguous(), dead
+            return _inverse(factor, out=reverse).flip(0, 1), dead
     raise CurvatureFailure(
         f"The second moments of {len(diagonal)} inputs are not positive definite at damping {damping:g}.",
         f"They were not at {1000 * damping:g} either.",
         "Use more calibration samples or a larger damping, and check the activations for infinities.",
     )
+
+
+def _inverse(factor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Inverse of a lower triangle, into memory of its size: by panels of columns, which are zero above themselves."""
+    n = len(factor)
+    out.zero_()
+    for start in range(0, n, _PANEL):
+        unit = torch.zeros(n - start, min(_PANEL, n - start), dtype=factor.dtype, device=factor.device)
+        unit.diagonal().fill_(1.0)
+        out[start:, start : start + _PANEL] = torch.linalg.solve_triangular(factor[start:, start:], unit, upper=False)
+    return out
 
 
 def reference_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
