@@ -3,7 +3,7 @@
     python benchmarks/screenshots.py demo=layerbudget-demo finetune=adapters plan=pruned compare=compared --out DIR
 
 Every folder becomes a page (``layerbudget report``), the page is drawn in a frame of 1200 and of 420 pixels (a window cannot be
-narrower than 500), as tall as it is up to ``--tall``, and kept as a PNG of 64 colours. Dark is drawn at 1200.
+narrower than 500), as tall as it is up to ``--tall``, and kept as a PNG of 128 colours. Dark is drawn at 1200.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def shoot(browser: str, page: Path, width: int, height: int, picture: Path, *, d
     browse(browser, frame, width, height, f"--screenshot={picture}")
     with Image.open(picture) as image:
         small = image.convert("RGB").crop((0, 0, width, min(height, image.height)))
-        small.quantize(colours, dither=Image.Dither.NONE).save(picture, optimize=True)
+        small.quantize(colours, kmeans=1, dither=Image.Dither.NONE).save(picture, optimize=True)
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def main() -> None:
     p.add_argument("folders", nargs="+", metavar="NAME=FOLDER")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--tall", type=int, default=2600, help="most pixels of a picture's height (default %(default)s)")
-    p.add_argument("--colours", type=int, default=64)
+    p.add_argument("--colours", type=int, default=128)
     a = p.parse_args()
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:

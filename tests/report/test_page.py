@@ -97,7 +97,7 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
         "demo": ("50% sparsity for", "Verdict: better by 3 %.", "layerbudget plan sparsity scores.json", 'data-chart="paired"'),
         "scores": ("can still gain", "layerbudget score"), "ranks": ("LoRA ranks", "take uniform", "--rule by-rank"),
         "experts": ("9 LoRA experts", "The plan in words"),
-        "tuned": ("rows.jsonl: ranks, rule by-rank", "Before: 2.5000", "told from"),
+        "tuned": ("rows.jsonl: ranks, rule by-rank", "Before: 2.5000", "told from", "loss before"),
         "compared": ("6 plans of sparsity compared: owl(own) is first", 'data-chart="curve"', "compare MODEL --scores own"),
         "reproduced": ("Table 5 of the paper", "A wins.", "Met: a above b (by 2).", "Open: b above c", "data:image/png"),
         "other": ("Results of other", "a&lt;b"),

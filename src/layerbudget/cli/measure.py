@@ -79,7 +79,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         predicted, uniform = plan.extra["predicted"], plan.extra["path"][0]["divergence"]  # where the steps begin
         arguments.console.print(plan_table(plan))
         arguments.console.print(path_table(plan))
-    against = {"predicted": predicted, "uniform": uniform, "measured": figures.get("measured")}
+    against: dict[str, Any] = {"predicted": predicted, "uniform": uniform, "measured": figures.get("measured")}
     arguments.console.print(against_uniform(**against))
     arguments.console.print(f"written to {arguments.out}")
     return {**plan.to_dict(), **figures, "against_uniform": against}

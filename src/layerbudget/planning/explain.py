@@ -57,7 +57,7 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
     sentences = [f"The rule {plan.rule} decides {word} for {len(name)} blocks and uses {of}."]
     equal = float(np.ptp(value)) <= 1e-9 * float(np.abs(value).max(initial=0.0))
     sentences.append(
-        f"Every block gets {value[0]:.4g}."
+        f"Every block gets {value[0]:.4g}{_in_whole(plan)}."
         if equal
         else f"Most goes to {name[order[-1]]} ({value[order[-1]]:.4g}), least to {name[order[0]]} ({value[order[0]]:.4g}); "
         f"the mean is {value.mean():.4g}, the standard deviation {value.std():.4g}."
@@ -89,6 +89,12 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
         kind=plan.kind, rule=plan.rule, budget=dict(plan.budget), certificate=dict(c), sentences=sentences,
         most=[name[i] for i in order[::-1][:5]], least=[name[i] for i in order[:5]],
     )  # fmt: skip
+
+
+def _in_whole(plan: Plan) -> str:
+    """What is given in whole numbers where they differ from block to block."""
+    low, high = int(plan.counts.min()), int(plan.counts.max())
+    return f", in whole numbers {low} to {high}" if plan.kind in ("ranks", "experts") and low < high else ""
 
 
 def _amount(value: float) -> str:

@@ -85,7 +85,8 @@ def cards_of(found: Found) -> list[tuple[str, str]]:
     plan = found.plan
     if plan is not None:
         cards.append(("blocks", f"{len(plan.blocks)}"))
-        cards.append((KINDS.find(plan.kind).decides, f"{plan.values.min():.3g} – {plan.values.max():.3g}"))
+        given = plan.counts if plan.kind in ("ranks", "experts") else plan.values
+        cards.append((KINDS.find(plan.kind).decides, f"{given.min():.3g} – {given.max():.3g}"))
         cards.append(("rule", plan.rule))
         status = plan.certificate.get("status") or ("optimal" if plan.extra.get("rounding", {}).get("exact") else None)
         cards += [("certificate", str(status))] if status else []
@@ -161,13 +162,17 @@ def _start(grid: dict[str, Any], plan: Plan | None) -> list[int]:
     return [row, int(np.argmin([abs(b - wanted) for b in grid["budgets"]]))]
 
 
+_LABELS = {"loss": "loss after", "loss_before": "loss before"}
+
+
 def _results(found: Found) -> dict[str, Any] | None:
     """Points with errors, by model and target."""
     rows = (found.result or {}).get("rows") or []
     if found.tuned is not None:
         t = found.tuned
         points = [
-            {"series": split, "label": name, "value": m["value"], "error": m["stderr"] or 0.0, "by": m["by_seed"]}
+            {"series": split, "label": _LABELS.get(name, name), "value": m["value"], "error": m["stderr"] or 0.0,
+             "by": m["by_seed"]}
             for split, metrics in t["metrics"].items() for name, m in metrics.items()
         ]  # fmt: skip
         return {"unit": t["metric"], "points": points, "better": "lower" if t["metric"] == "loss" else "higher"}

@@ -54,7 +54,7 @@ def build_page(folder: Path | str) -> str:
     said = said_of(found)
     if said:
         parts.append(sections.sentences("In words", said, "words"))
-        parts += [f"<section>{_figure(path)}</section>" for path in found.figures]
+        parts += [] if found.contest else [f"<section>{_figure(path)}</section>" for path in found.figures]
     if found.plan is not None:
         parts.append(sections.sentences("The plan in words", explained(found.plan), "words"))
     if found.plan is not None or found.receipt is not None or not said:
@@ -144,7 +144,7 @@ def _details(found: Found) -> str:
         plain = {k: v for k, v in record.items() if not isinstance(v, (dict, list))}
         shown = "".join(f"<h3>{html.escape(n)}</h3>{sections.rows_table(rows)}" for n, rows in tables_of(record))
         parts.append(sections.folded(name, (sections.facts(plain) if plain else "") + shown))
-    for path in [] if said_of(found) else found.figures:
+    for path in found.figures if found.contest or not said_of(found) else []:  # a comparison's are drawn above
         parts.append(sections.folded(f"Figure {path.name}", _figure(path)))
     return f"<section id='details'><h2>All numbers</h2>{''.join(parts)}</section>"
 
