@@ -188,11 +188,12 @@ def test_a_step_is_the_best_of_all(rng, depth):
 def test_plans_are_applied_recounted_and_measured(name):
     model, data = zoo.build(name), zoo.tokens()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    plan = plan_shapes_directional(model, data, "25% flops", multiple=4, passes=40, batch_size=4)
+    plan = plan_shapes_directional(model, data, "25% flops", multiple=4, passes=30, draws=1, batch_size=4)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     log = plan.extra["path"]
-    assert all(a["divergence"] > b["divergence"] for a, b in itertools.pairwise(log))
-    assert plan.rule == "directional" and plan.extra["forward_passes"] <= 40 and plan.budget["spent"] >= plan.budget["limit"]
+    assert [e["share"] for e in log[:2]] == [0.5, 1.0]
+    assert all(a["divergence"] > b["divergence"] for a, b in itertools.pairwise(log[1:]))
+    assert plan.rule == "directional" and plan.extra["forward_passes"] <= 30 and plan.budget["spent"] >= plan.budget["limit"]
     assert plan.extra["measured"] == pytest.approx(measure_plan(model, plan, data, batch_size=4))
     with torch.no_grad():
         clean = torch.log_softmax(model(input_ids=data.input_ids).logits.float(), -1)
@@ -203,7 +204,7 @@ def test_plans_are_applied_recounted_and_measured(name):
 
 def test_auto_takes_the_units_that_promise_less():
     model, data = zoo.build("llama"), zoo.tokens(samples=8)
-    options = {"multiple": 4, "passes": 30.0, "draws": 1, "batch_size": 4}
+    options = {"multiple": 4, "passes": 30.0, "strides": 1, "draws": 1, "batch_size": 4}
     plans = {by: plan_shapes_directional(model, data, "30% flops", by=by, **options) for by in ("auto", "groups", "queries")}
     promised = {by: plans[by].extra["path"][0]["predicted"] for by in plans}
     best = min(("groups", "queries"), key=promised.__getitem__)

@@ -19,7 +19,7 @@ from layerbudget.shrinking.directional import plan_shapes_directional
 from layerbudget.shrinking.shrink import preserved
 from layerbudget.shrinking.sparse import saved_by_zeros
 
-OPTIONS = {"multiple": 4, "passes": 40.0, "batch_size": 4, "draws": 1}
+OPTIONS = {"by": "groups", "multiple": 4, "passes": 22.0, "strides": 1, "batch_size": 4, "draws": 1}
 
 
 def written(model, plan, data, folder):

@@ -44,7 +44,7 @@ def register(verbs: Any) -> None:
     )  # fmt: skip
     p.add_argument("--points", type=int, help="curves: numbers of units measured per layer and kind (default: 4)")
     p.add_argument("--trials", type=int, help="curves: plans that are measured as a whole (default: 8)")
-    p.add_argument("--passes", type=float, help="directional: most forward equivalents (default: 32)")
+    p.add_argument("--passes", type=float, help="directional: most forward equivalents (default: 46)")
     p.add_argument("--resume", metavar="DIR", help="curves: keep finished measurements here until the plan is there")
     add_data_options(p, samples=16)
     add_out(p)
@@ -80,7 +80,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     with progress_bar(a, "measuring heads and widths, " + ("passes" if directional else "layers")) as progress:
         if directional:
-            own: dict[str, Any] = {"passes": 32.0 if a.passes is None else a.passes, "zeros": a.zeros or "none"}
+            own: dict[str, Any] = {"passes": 46.0 if a.passes is None else a.passes, "zeros": a.zeros or "none"}
             plan = plan_shapes_directional(model, data, a.save, progress=progress, **own, **shared)
         else:
             plan = plan_structured(

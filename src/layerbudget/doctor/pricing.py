@@ -162,7 +162,7 @@ def structuring(text: Text, search: str, shape: Shape, *, kinds: int = 2, points
                 passes: float | None = None) -> list[Part]:  # fmt: skip
     """Parts of ``plan structured``: every part of every layer at some sizes, the layers behind it, and plans as a whole."""
     if search == "directional":
-        return [Part(verb="measure", text=text, forwards=passes or 32.0)]
+        return [Part(verb="measure", text=text, forwards=passes or 46.0)]
     measured = kinds * points * shape.layers / 2
     refitted = Part(verb="prune sparsegpt", text=text)
     return [refitted, Part(verb="evaluate", text=text, forwards=2.0 * measured + 2.0 * trials)]

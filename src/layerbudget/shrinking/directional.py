@@ -33,7 +33,7 @@ from .parts import find_parts
 from .shape_point import Grams, Seen, ShapePoint
 from .shrink import measure_plan
 
-PASSES, LEVELS = 32.0, 7
+PASSES, LEVELS = 46.0, 7
 MEASURING = 5.0  # dense, three times through every layer to cut it, and the smaller model; the stream needs one more
 
 
@@ -74,7 +74,7 @@ def plan_shapes_directional(
     compensate: str = "auto",
     context: int = 0,
     passes: float = PASSES,
-    strides: int = 1,
+    strides: int = 2,
     trust: float = 0.12,
     draws: int = 2,
     damping: float = 0.01,
@@ -132,7 +132,7 @@ def plan_shapes_directional(
             f"draws is {draws}, strides {strides}, trust {trust:g}, depth {depth}, passes {passes:g}.",
             f"Draws and strides are 1 or more, trust lies in (0, 1], depth is 0 or more, and {settings.least + last:g} forward "
             "equivalents are needed.",
-            f"Use draws=2, strides=1, trust=0.12, passes={max(PASSES, settings.least + last):g}.",
+            f"Use draws=2, strides=2, trust=0.12, passes={max(PASSES, settings.least + last):g}.",
         )
     size = float(next(model.parameters()).element_size())
     tick = Steps(progress, int(passes), "forward equivalents")
@@ -223,7 +223,13 @@ class _Path:
             self.around, self.here = self._look(goal, grams, self.settings.trust if last else 1.0, number)
             self.state = goal
             self.log.append(
-                {"step": 0, "divergence": self.here.divergence, "passes": self.point.passes, "predicted": predicted}
+                {
+                    "step": 0,
+                    "divergence": self.here.divergence,
+                    "passes": self.point.passes,
+                    "share": number / self.settings.strides,
+                    "predicted": predicted,
+                }
             )
 
     def descend(self) -> None:
