@@ -82,8 +82,13 @@ def test_an_evaluation_goes_on_with_the_texts_that_were_done(folder, capsys, mon
     other.write_text((folder / "text.txt").read_text()[40:])
     texts = ["--perplexity", str(folder / "text.txt"), str(other), "--length", "16", "--json", "--quiet"]
     command = ["evaluate", str(folder / "model"), *texts]
+
+    def printed():
+        found = json.loads(capsys.readouterr().out)
+        return {k: v for k, v in found.items() if k not in ("expected", "took")}  # of the machine's mood
+
     assert main(command) == 0
-    whole, plain, done = json.loads(capsys.readouterr().out), measuring.perplexity, []
+    whole, plain, done = printed(), measuring.perplexity, []
 
     def once(model, data, **options):
         if done:
@@ -98,7 +103,7 @@ def test_an_evaluation_goes_on_with_the_texts_that_were_done(folder, capsys, mon
     capsys.readouterr()
     assert len(set(done)) == len(done) == 2 and not (folder / "parts").exists()
     assert main(command) == 0
-    assert json.loads(capsys.readouterr().out) == whole
+    assert printed() == whole
 
 
 @pytest.mark.parametrize("damage", [1e308, -1e200])

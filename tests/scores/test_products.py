@@ -84,7 +84,7 @@ def test_bracket_contains_the_truth_after_every_product(name):
         assert (run.gauss(tau) <= truth * (1 + 1e-6)).all() and (run.radau(tau) >= truth * (1 - 1e-6)).all()
 
 
-@pytest.mark.parametrize("name", ("mlp", "mistral", "gpt2"))
+@pytest.mark.parametrize("name", ("mlp", "mistral", pytest.param("gpt2", marks=pytest.mark.slow)))
 def test_hessian_products_against_the_dense_matrix_and_indefiniteness_is_named(name):
     model, data, block = small(name)
     dense = dense_hessian(model, data, block)
