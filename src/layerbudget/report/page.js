@@ -169,13 +169,13 @@ const wrap = (label, most) => label.length > most ? label.slice(0, most - 1) + "
 function results() {
   const f = figure("results");
   if (!f) return;
-  const R = D.results, P = R.points, W = width(f), L = Math.min(210, W * .42), row = 26, H = 30 + P.length * row;
+  const R = D.results, P = R.points, W = width(f), L = Math.min(210, W * .46), row = 26, H = 30 + P.length * row;
   const lo = Math.min(...P.map(p => Math.min(p.value - p.error, ...(p.by || [])))), hi = Math.max(...P.map(p => Math.max(p.value + p.error, ...(p.by || []))));
   const pad = (hi - lo || 1) * .08, x = v => L + (W - L - 58) * (v - lo + pad) / (hi - lo + 2 * pad);
   let h = ticks(lo - pad, hi + pad, W < 500 ? 3 : 6).map((t, _, all) => `<line class="axis" x1="${x(t)}" x2="${x(t)}" y1="4" y2="${H - 24}"/><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - 8}">${mark(t, all)}</text>`).join("");
   P.forEach((p, i) => {
     const y = 18 + i * row, col = /uniform|permuted|before|dense/.test(p.label) ? "var(--soft)" : "var(--hi)";
-    h += `<text text-anchor="end" x="${L - 10}" y="${y + 4}">${esc(wrap(p.label, Math.floor(L / 7)))}<title>${esc(p.label)}</title></text>`;
+    h += `<text text-anchor="end" x="${L - 10}" y="${y + 4}">${esc(wrap(p.label, Math.floor(L / 6.6)))}<title>${esc(p.label)}</title></text>`;
     h += `<line x1="${x(p.value - p.error)}" x2="${x(p.value + p.error)}" y1="${y}" y2="${y}" stroke="${col}" stroke-width="2"/><circle cx="${x(p.value)}" cy="${y}" r="5" fill="${col}"/>`;
     (p.by || []).forEach(v => { h += `<circle cx="${x(v)}" cy="${y}" r="2.2" fill="var(--ink)" opacity=".6"/>`; });
     h += `<text x="${x(p.value + p.error) + 8}" y="${y + 4}">${+p.value.toPrecision(4)}</text>`;
@@ -186,14 +186,14 @@ function results() {
 function paired() {
   const f = figure("paired");
   if (!f) return;
-  const P = D.paired.items, W = width(f), L = Math.min(210, W * .42), row = 28, H = 30 + P.length * row;
+  const P = D.paired.items, W = width(f), L = Math.min(210, W * .46), row = 28, H = 30 + P.length * row;
   const lo = Math.min(0, ...P.map(p => p.low)), hi = Math.max(0, ...P.map(p => p.high)), pad = (hi - lo || 1) * .08;
   const x = v => L + (W - L - 14) * (v - lo + pad) / (hi - lo + 2 * pad);
   let h = ticks(lo - pad, hi + pad, W < 500 ? 3 : 6).map((t, _, all) => `<line class="axis" x1="${x(t)}" x2="${x(t)}" y1="4" y2="${H - 24}"/><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - 8}">${mark(t, all)}</text>`).join("");
   h += `<line x1="${x(0)}" x2="${x(0)}" y1="2" y2="${H - 24}" stroke="var(--ink)"/>`;
   P.forEach((p, i) => {
     const y = 18 + i * row, sure = p.low > 0 || p.high < 0, col = sure ? "var(--hi)" : "var(--soft)";
-    h += `<text text-anchor="end" x="${L - 10}" y="${y + 4}">${esc(wrap(p.label, Math.floor(L / 7)))}<title>${esc(p.label)}</title></text>`;
+    h += `<text text-anchor="end" x="${L - 10}" y="${y + 4}">${esc(wrap(p.label, Math.floor(L / 6.6)))}<title>${esc(p.label)}</title></text>`;
     h += `<line x1="${x(p.low)}" x2="${x(p.high)}" y1="${y}" y2="${y}" stroke="${col}" stroke-width="3" stroke-linecap="round"/><circle cx="${x(p.value)}" cy="${y}" r="5" fill="${col}"><title>${num(p.value)} (${num(p.low)} to ${num(p.high)})</title></circle>`;
   });
   const words = P.map(p => p.sentence).filter(Boolean).map(s => `<p class="tip">${esc(s)}</p>`).join("");
@@ -208,7 +208,7 @@ function predicted() {
   let h = ticks(0, top, 4).map(t => `<line class="axis" x1="${L}" x2="${W - 20}" y1="${y(t)}" y2="${y(t)}"/><text class="soft" text-anchor="end" x="${L - 6}" y="${y(t) + 4}">${num(t)}</text><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - B + 16}">${num(t)}</text>`).join("");
   h += `<line x1="${x(0)}" y1="${y(0)}" x2="${x(top)}" y2="${y(top)}" stroke="var(--warm)" stroke-dasharray="5 4"/>`;
   P.forEach(p => { h += `<circle cx="${x(p.x)}" cy="${y(p.y)}" r="6" fill="var(--hi)"><title>${esc(p.label)}: predicted ${num(p.x)}, measured ${num(p.y)}</title></circle>`; });
-  f.innerHTML = `<svg viewBox="0 0 ${W} ${H}" style="max-width:${W}px">${h}<text class="soft" x="${L}" y="${H - 4}">predicted (across) against measured (up), ${esc(D.predicted.unit)}</text></svg>`;
+  f.innerHTML = `<svg viewBox="0 0 ${W} ${H}" style="max-width:${W}px">${h}</svg><p class="tip">predicted (across) against measured (up), ${esc(D.predicted.unit)}</p>`;
 }
 
 function curve() {
@@ -219,14 +219,14 @@ function curve() {
   const pad = (y1 - y0 || 1) * .08, x = v => L + (W - L - 16) * (v - x0) / (x1 - x0 || 1), y = v => 10 + (H - B - 10) * (1 - (v - y0 + pad) / (y1 - y0 + 2 * pad));
   let h = ticks(y0, y1, 5).map((t, _, all) => `<line class="axis" x1="${L}" x2="${W - 16}" y1="${y(t)}" y2="${y(t)}"/><text class="soft" text-anchor="end" x="${L - 6}" y="${y(t) + 4}">${mark(t, all)}</text>`).join("");
   h += [...new Set(xs)].map(t => `<text class="soft" text-anchor="middle" x="${x(t)}" y="${H - B + 18}">${num(t)}</text>`).join("");
-  const hue = i => `hsl(${(205 + i * 47) % 360} 55% 48%)`;
+  const hue = i => `hsl(${(205 + i * 47) % 360} 55% var(--lift))`;
   C.series.forEach((s, i) => {
     const plain = s.name === "uniform", col = plain ? "var(--ink)" : hue(i);
     h += `<polyline fill="none" stroke="${col}" stroke-width="2" ${plain ? 'stroke-dasharray="6 4"' : ""} points="${s.points.map(p => x(p[0]) + "," + y(p[1])).join(" ")}"/>`;
     h += s.points.map(p => `<circle cx="${x(p[0])}" cy="${y(p[1])}" r="4" fill="${col}"><title>${esc(s.name)} at ${num(p[0])}: ${+p[1].toPrecision(5)}</title></circle>`).join("");
   });
   const keys = C.series.map((s, i) => `<span style="white-space:nowrap;margin-right:1em"><b style="color:${s.name === "uniform" ? "var(--ink)" : hue(i)}">${s.name === "uniform" ? "╌" : "━"}</b> ${esc(s.name)}</span>`).join("");
-  f.innerHTML = `<svg viewBox="0 0 ${W} ${H}">${h}<text class="soft" x="${L}" y="${H - 4}">${esc(C.budget)} (across) and ${esc(C.unit)} (up)</text></svg><p class="tip">${keys}</p>`;
+  f.innerHTML = `<svg viewBox="0 0 ${W} ${H}">${h}</svg><p class="tip">${keys}</p><p class="tip">${esc(C.budget)} (across) and ${esc(C.unit)} (up)</p>`;
 }
 
 function moving() { network(); water(); say(); }
@@ -242,6 +242,8 @@ if (own) own.addEventListener("click", () => {
   for (const id of ["budget", "exponent"]) { const i = document.getElementById(id); if (i) i.value = state[id]; }
   moving();
 });
+for (const c of document.querySelectorAll("pre code"))  // a flag is not broken at its dashes
+  c.innerHTML = c.innerHTML.replace(/\S+/g, w => w.length < 40 ? `<span class="word">${w}</span>` : w);
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach(d => { d.open = true; }));
 let waiting = 0;
 addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(all, 80); });

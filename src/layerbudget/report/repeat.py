@@ -37,18 +37,22 @@ def score_command(scores: Scores) -> str:
 
 def plan_command(plan: Plan) -> str:
     """``layerbudget plan`` (or ``measure``) with a plan's budget and what differs from the defaults."""
-    held = plan.hyperparameters
-    if plan.rule == "calibrated":
-        return _line(
-            "layerbudget", "measure", plan.model.get("id", "MODEL"), "--sparsity", held.get("sparsity", "S"), "-o", "plan.json"
-        )
+    held, words = plan.hyperparameters, list[Any]()
+    if plan.kind == "sparsity" and plan.rule in ("calibrated", "directional"):
+        words = ["layerbudget", "measure", plan.model.get("id", "MODEL"), "--sparsity", held.get("sparsity", "S")]
+        if plan.rule == "calibrated":
+            return _line(*words, "--search", "curves", "-o", "plan.json")
+        for option in ("method", "by", "passes", "max_sparsity", "seed"):
+            if held.get(option) is not None:
+                words += [f"--{option.replace('_', '-')}", held[option]]
+        return _line(*words, "-o", "plan.json")
     if plan.kind == "bits":
         own = ["--format", plan.extra["family"], "--runtime", plan.extra["runtime"], "--method", plan.extra["method"]]
         amount = ["--budget", held["budget"]] if held.get("budget") else ["--bits", f"{held.get('bits', plan.extra['bits']):g}"]
         return _line("layerbudget", "plan", "bits", plan.model.get("id", "MODEL"), *amount, *own, "-o", "bits.json")
     if plan.kind not in _BUDGETS:
         return _line("layerbudget", "plan", plan.kind, "--help")
-    words: list[Any] = ["layerbudget", "plan", plan.kind, "scores.json", "--rule", plan.rule]
+    words = ["layerbudget", "plan", plan.kind, "scores.json", "--rule", plan.rule]
     name = _BUDGETS[plan.kind]
     if plan.kind == "sparsity":
         words += [name, held.get("sparsity"), "--max-sparsity", held.get("max_sparsity")]
