@@ -77,6 +77,33 @@ class Peak(threading.Thread):
             self.largest = max(self.largest, anonymous())
 
 
+def now(device: torch.device | str) -> float:
+    """Seconds, when the device has done what it was given."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak(device: torch.device | str) -> float:
+    """Operations per second of the largest products in bfloat16 that are worth their time here."""
+    size = 8192 if torch.device(device).type == "cuda" else 1024
+    a, best = torch.randn(size, size, device=device).bfloat16(), float("inf")
+    for _ in range(5):
+        start = now(device)
+        a @ a
+        best = min(best, now(device) - start)
+    return 2.0 * size**3 / best
+
+
+PASSES = {"walk": 3.0, "perplexity": 1.0, "wanda": 2.0, "sparsegpt": 2.0, "magnitude": 0.0, "rank-gain": 5.0, "kfac": 5.0}
+
+
+def share_of_peak(name: str, model: Any, data: CalibrationSet, passes: float, seconds: float, device: str) -> float:
+    """Operations of the task's forwards and backwards per second, over the peak."""
+    weights = sum(m.numel for b in partition(model, "layer") for m in b.modules)
+    return 2.0 * weights * data.samples * data.length * PASSES.get(name, passes) / seconds / peak(device)
+
+
 def plain(model: Any, data: CalibrationSet, batch_size: int) -> float:
     """Seconds of a forward and a backward with input gradients of one layer on all tokens, times the layers."""
     replay, best = Replay(model), float("inf")
@@ -86,15 +113,15 @@ def plain(model: Any, data: CalibrationSet, batch_size: int) -> float:
             p.requires_grad_(False)
         replay.probe(inputs[0])
         hidden = [replay.first_inputs(batch).detach().requires_grad_(True) for batch in inputs]
-        middle = len(replay.layers) // 2
+        middle, h0 = len(replay.layers) // 2, hidden[0]
         for _ in range(3):
-            start = time.perf_counter()
+            start = now(h0.device)
             for batch, h in zip(inputs, hidden, strict=True):
                 for again in (False, True):
                     with replay.begin(middle, h), replay.end(middle), torch.set_grad_enabled(again):
                         out = replay.run(batch)
                 out.backward(torch.ones_like(out))
-            best = min(best, time.perf_counter() - start)
+            best = min(best, now(h0.device) - start)
     return best * len(replay.layers)
 
 
@@ -112,14 +139,15 @@ def products(model: Any, data: CalibrationSet) -> float:
     name, _ = layers(model)[0]
     for block in partition(model, "linear", include=name.replace(".", r"\.") + r"\."):
         for m in block.modules:
-            inputs, outputs = torch.randn(tokens, m.d_in), torch.randn(tokens, m.d_out)
+            device = next(model.parameters()).device
+            inputs, outputs = torch.randn(tokens, m.d_in, device=device), torch.randn(tokens, m.d_out, device=device)
             once = not m.name.endswith(("k_proj", "v_proj", "up_proj"))
-            start = time.perf_counter()
+            start = now(device)
             for _ in range(3):
                 torch.mm(outputs, outputs.T)
             if once:
                 torch.mm(inputs, inputs.T)
-            spent += time.perf_counter() - start
+            spent += now(device) - start
     return spent * len(layers(model))
 
 
@@ -186,9 +214,10 @@ def run_one(given: argparse.Namespace) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     watch.ended.set()
     passes = result.extra["forward_passes"] if given.task == "measure" else 3.0
+    reached = share_of_peak(given.task, model, data, passes, seconds, given.device)
     return {
         "task": given.task, "seconds": seconds, "forward_backward": reference, "bound": reference * passes / 3.0 + extra,
-        "memory_gib": watch.largest, "parameters": sum(p.numel() for p in model.parameters()),
+        "memory_gib": watch.largest, "of_peak": reached, "parameters": sum(p.numel() for p in model.parameters()),
         **predicted(given, model.config, passes),
     }  # fmt: skip
 
@@ -218,13 +247,13 @@ def table(rows: list[dict[str, Any]], given: argparse.Namespace) -> str:
         "",
         f"{torch.get_num_threads()} threads, bfloat16 weights mapped from safetensors; made by `benchmarks/size.py`.",
         "",
-        "| task | seconds | doctor said | forwards+backwards | over its bound | anonymous GiB at the peak | doctor said |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| task | seconds | doctor said | forwards+backwards | over its bound | anonymous GiB at the peak | doctor said | of the machine's peak |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
         lines.append(
             f"| {r['task']} | {r['seconds']:.0f} | {said(r, 'predicted_seconds', '.0f')} | {r['seconds'] / r['forward_backward']:.2f} | {r['seconds'] / r['bound']:.2f} | "
-            f"{r['memory_gib']:.2f} | {said(r, 'predicted_gib', '.2f')} |"
+            f"{r['memory_gib']:.2f} | {said(r, 'predicted_gib', '.2f')} | {said(r, 'of_peak', '.1%')} |"
         )
     return "\n".join(lines) + "\n"
 

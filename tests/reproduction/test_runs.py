@@ -138,7 +138,8 @@ def test_parts_that_were_started_make_the_table_of_one_process(tiny, how, capsys
     shared = json.loads(capsys.readouterr().out)
     assert main([*words, "--out", tiny["out"] + "-alone"]) == 0
     alone = json.loads(capsys.readouterr().out)
-    assert {**shared, "seconds": 0} == {**alone, "seconds": 0}
+    spent = ("seconds", "took", "expected")
+    assert {k: v for k, v in shared.items() if k not in spent} == {k: v for k, v in alone.items() if k not in spent}
     logs = sorted(p.name for p in (setting.Path(tiny["out"]) / "launch").iterdir())
     assert len(logs) >= 4 and main([*words, "--workers", "2"]) == 2  # parts need a folder
 
