@@ -33,7 +33,7 @@ test -s plan.json
 {
     echo "# From a clone to a first result"
     echo
-    echo "Made by \`benchmarks/first_result.sh\` at $(git rev-parse --short HEAD): $(nproc) processors, $OMP_NUM_THREADS threads, packages from a local index${note:+; $note}."
+    echo "Made by \`benchmarks/first_result.sh\` on $(date -u +%F): $(getconf _NPROCESSORS_ONLN) processors, threads: $OMP_NUM_THREADS, packages from a local index${note:+; $note}."
     echo
     echo "| stage | seconds | processor seconds |"
     echo "|---|---:|---:|"
