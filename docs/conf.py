@@ -32,7 +32,7 @@ nitpick_ignore_regex = [
     (
         "py:.*",
         r"(torch|numpy|np|transformers|peft|collections|abc|typing|argparse|safetensors|nn|rich|pathlib|msgspec"
-        r"|typing_extensions)(\..*)?",
+        r"|typing_extensions|threading)(\..*)?",
     ),
 ]
 

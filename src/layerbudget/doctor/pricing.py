@@ -1,6 +1,6 @@
 """What a long verb costs as a sum of parts whose costs are known.
 
-A part is one of :data:`layerbudget.doctor.forecast.VERBS` on so much text: the demo is one scoring, eight prunings, nine
+A part is one of ``layerbudget.doctor.forecast.VERBS`` on so much text: the demo is one scoring, eight prunings, nine
 evaluations and two searches. Seconds and forwards add up, memory is that of the largest part. Where a search spends forward
 equivalents instead of running a verb, the part says how many.
 """
