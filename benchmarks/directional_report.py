@@ -69,7 +69,7 @@ def place(rule):
 def table(rows, samples):
     found = [r for r in rows if r["samples"] == samples]
     lines = []
-    for method in dict.fromkeys(r["method"] for r in found):
+    for method in sorted({r["method"] for r in found}):
         mine = [r for r in found if r["method"] == method]
         targets = sorted({r["target"] for r in mine})
         lines += [f"### {method}, {samples} sequences", ""]
