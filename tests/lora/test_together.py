@@ -289,7 +289,7 @@ def test_every_way_of_training_shares_weights(speaker, encoder, tmp_path, fsdp, 
 def test_one_process_continues_what_shared_weights_began_and_the_other_way_round(speaker, tmp_path, fsdp):
     """`accelerate launch --use_fsdp` starts it; checkpoints are those of one process."""
     rows = ("--data", str(speaker / "rows.jsonl"))
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "29614", "--use_fsdp"]
     environment = {k: v for k, v in os.environ.items() if "FSDP" not in k} | {"OMP_NUM_THREADS": "1"}
     words = ["-m", "layerbudget", *command(speaker, "ranks.json", tmp_path / "two", *rows)]
