@@ -88,6 +88,24 @@ def same(one, two, seeds=(0,)):
     return worst
 
 
+def continues(folder, out, rows, launch):
+    """A run whose last checkpoint is half written, taken up by ``launch`` (or by this process), ends in the same adapter."""
+    adapter = out / "seed-0" / "adapter" / "adapter_model.safetensors"
+    before = load_file(adapter)
+    for name in ("result.json", "manifest.json", "adapter/adapter_model.safetensors"):
+        (out / "seed-0" / name).unlink(missing_ok=True)
+    last = max((out / "seed-0" / "checkpoints").iterdir(), key=lambda f: int(f.name[11:]))
+    (last / "trainer_state.json").write_text("{")  # the one before it counts
+    words = command(folder, "ranks.json", out, *rows, "--resume")
+    if launch:
+        done = launch(["-m", "layerbudget", *words])
+        assert done.returncode == 0, done.stderr[-3000:]
+    else:
+        assert main(words) == 0
+    after = load_file(adapter)
+    assert max(float((v - after[k]).abs().max()) for k, v in before.items()) < 1e-4
+
+
 def both(folder, tmp_path, plan, *more):
     """Run alone and in two processes."""
     assert main(command(folder, plan, tmp_path / "one", *more)) == 0
@@ -237,19 +255,7 @@ def test_resume_overwrite_and_accelerate(speaker, tmp_path):
     rows = ("--data", str(speaker / "rows.jsonl"))
     both(speaker, tmp_path, "ranks.json", *rows)
     for out, launch in ((tmp_path / "one", launched), (tmp_path / "two", None)):
-        before = load_file(out / "seed-0" / "adapter" / "adapter_model.safetensors")
-        for name in ("result.json", "manifest.json"):
-            (out / "seed-0" / name).unlink(missing_ok=True)
-        last = max((out / "seed-0" / "checkpoints").iterdir(), key=lambda f: int(f.name[11:]))
-        (last / "trainer_state.json").write_text("{")  # half written: the one before it counts
-        words = command(speaker, "ranks.json", out, *rows, "--resume")
-        if launch:
-            done = launch(["-m", "layerbudget", *words])
-            assert done.returncode == 0, done.stderr[-3000:]
-        else:
-            assert main(words) == 0
-        after = load_file(out / "seed-0" / "adapter" / "adapter_model.safetensors")
-        assert max(float((v - after[k]).abs().max()) for k, v in before.items()) < 1e-4
+        continues(speaker, out, rows, launch)
     words = ["-m", "layerbudget", *command(speaker, "ranks.json", tmp_path / "two", *rows)]
     refused = launched(words)
     assert refused.returncode != 0 and "holds results already" in " ".join(refused.stderr.split())
@@ -300,17 +306,5 @@ def test_one_process_continues_what_shared_weights_began_and_the_other_way_round
         assert code == 0 or "FSDP's version is 1" in " ".join(done.stderr.split())
     assert main(command(speaker, "ranks.json", tmp_path / "one", *rows)) == 0
     assert same(tmp_path / "one", tmp_path / "two") < 1e-3
-    for out, shared in ((tmp_path / "one", True), (tmp_path / "two", False)):
-        before = load_file(out / "seed-0" / "adapter" / "adapter_model.safetensors")
-        for name in ("result.json", "manifest.json", "adapter/adapter_model.safetensors"):
-            (out / "seed-0" / name).unlink()
-        last = max((out / "seed-0" / "checkpoints").iterdir(), key=lambda f: int(f.name[11:]))
-        (last / "trainer_state.json").write_text("{")  # half written: the one before it counts
-        again = command(speaker, "ranks.json", out, *rows, "--resume")
-        if shared:
-            done = launched(["-m", "layerbudget", *again])
-            assert done.returncode == 0, done.stderr[-3000:]
-        else:
-            assert main(again) == 0
-        after = load_file(out / "seed-0" / "adapter" / "adapter_model.safetensors")
-        assert max(float((v - after[k]).abs().max()) for k, v in before.items()) < 1e-4
+    for out, launch in ((tmp_path / "one", launched), (tmp_path / "two", None)):
+        continues(speaker, out, rows, launch)

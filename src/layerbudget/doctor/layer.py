@@ -128,6 +128,7 @@ def _layer(shape: Shape, pairs: Sequence[Any], dtype: torch.dtype, device: torch
     normed = {shape.group(m): i for i, m in enumerate(shape.matrices)}
 
     def forward() -> list[torch.Tensor]:
+        """All outputs of one layer."""
         found = [torch.nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)]
         for i, (m, (_, w)) in enumerate(zip(shape.matrices, pairs, strict=True)):
             x = inputs[i]

@@ -58,6 +58,22 @@ class _Settings:
         """Dense output and dense point for all units of heads that are tried, and every stride's end."""
         return (2.0 + 2.0 * self.draws) * self.starts + self.strides * self.price
 
+    def check(self, depth: int, last: float) -> None:
+        """Refuse what allows no step; ``last`` forward equivalents are kept for measuring the result.
+
+        Raises:
+            InvalidInput: An option outside its domain, or too few passes.
+        """
+        if min(self.draws, self.strides) >= 1 and 0 < self.trust <= 1 and depth >= 0 and self.passes >= self.least:
+            return
+        raise InvalidInput(
+            f"draws is {self.draws}, strides {self.strides}, trust {self.trust:g}, depth {depth}, "
+            f"passes {self.passes + last:g}.",
+            f"Draws and strides are 1 or more, trust lies in (0, 1], depth is 0 or more, and {self.least + last:g} forward "
+            "equivalents are needed.",
+            f"Use draws=2, strides=2, trust=0.12, passes={max(PASSES, self.least + last):g}.",
+        )
+
 
 def plan_shapes_directional(
     model: nn.Module,
@@ -127,17 +143,12 @@ def plan_shapes_directional(
     last = MEASURING + (way == "stream")
     words = head_units(model, kinds, by, None)
     settings = _Settings(passes=passes - last, strides=strides, trust=trust, draws=draws, seed=seed, starts=len(words))
-    if min(draws, strides) < 1 or not 0 < trust <= 1 or depth < 0 or settings.passes < settings.least:
-        raise InvalidInput(
-            f"draws is {draws}, strides {strides}, trust {trust:g}, depth {depth}, passes {passes:g}.",
-            f"Draws and strides are 1 or more, trust lies in (0, 1], depth is 0 or more, and {settings.least + last:g} forward "
-            "equivalents are needed.",
-            f"Use draws=2, strides=2, trust=0.12, passes={max(PASSES, settings.least + last):g}.",
-        )
+    settings.check(depth, last)
     size = float(next(model.parameters()).element_size())
     tick = Steps(progress, int(passes), "forward equivalents")
 
     def start(word: str, spent: float) -> _Path:
+        """A path at the dense model, with heads cut by one unit."""
         parts = find_parts(model, kinds=kinds, by=word, multiple=multiple)
         space = ShapeSpace(
             parts, budget, kinds=kinds, max_removed=max_removed, depth=depth, zeros=zeros, even=even, context=context,
