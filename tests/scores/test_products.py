@@ -105,6 +105,33 @@ def test_hessian_products_against_the_dense_matrix_and_indefiniteness_is_named(n
     assert both.gain[0][0] == pytest.approx(zoo.gain(g, magnitude, 0.3 * high), rel=2e-2)
 
 
+def test_the_gain_under_the_hessian_is_refused_where_the_model_falls_without_end_and_a_lower_bound_near_it():
+    """Nothing said what the number of an indefinite block is, and the remedy named no damping."""
+    model, data, block = small("mlp")
+    dense = dense_hessian(model, data, block)
+    with BlockProducts(model, data, block, 1) as p:
+        g = p.gradient()
+    values, vectors = torch.linalg.eigh(dense)
+    low, down = float(values[0]), vectors[:, 0] * -torch.sign(vectors[:, 0] @ g)
+    inside, near, safe = -0.9 * low, -1.2 * low, -2 * low
+
+    def lowered(tau, d):
+        return -float(2 * g @ d + d @ dense @ d + tau * d @ d)
+
+    assert lowered(inside, 1e3 * down) > 50 * lowered(inside, 1e2 * down) > 0  # no largest decrease: no gain
+    options = {"damping": [inside, near, safe], "damping_unit": "absolute"}
+    few, many = (score(model, data, [block], "hessian", steps=steps, **options) for steps in (4, 60))
+    assert many.gain[0][0] is None and many.status[0][0].startswith("negative curvature")
+    best = lowered(near, -torch.linalg.solve(dense + near * torch.eye(len(g), dtype=g.dtype), g))
+    assert 0 < few.gain[1][0] <= best * (1 + 1e-6) and many.gain[1][0] == pytest.approx(best, rel=1e-3)
+    assert many.status[1][0].startswith("near negative curvature") and many.status[2][0] == "ok"
+    with pytest.raises(InvalidInput, match=f"every block: {near:g}, {safe:g}. Choose damping {near:g}"):
+        many.values(inside)
+    assert many.values(near)[0] == many.gain[1][0]
+    with pytest.raises(InvalidInput, match="none in this record. Score again with a larger damping"):
+        score(model, data, [block], "hessian", damping=inside, damping_unit="absolute", steps=60).values()
+
+
 def test_last_linear_layer_has_equal_hessian_and_ggn():
     model, data = zoo.dense("mlp"), zoo.labelled("mlp")
     block = zoo.partition(model, "mlp")[-1]

@@ -149,11 +149,12 @@ class Scores(Record):
         """
         row = self.index(damping)
         if None in self.gain[row]:
-            bad = [f"{n} ({s})" for n, v, s in zip(self.names, self.gain[row], self.status[row], strict=True) if v is None]
+            bad = [s for v, s in zip(self.gain[row], self.status[row], strict=True) if v is None]
+            whole = [d for d, gains in zip(self.damping, self.gain, strict=True) if None not in gains]
             raise InvalidInput(
-                f"No usable score for {', '.join(bad[:4])} at damping {self.damping[row]}.",
-                "",
-                "Choose a larger damping or another estimator.",
+                f"{len(bad)} of {len(self.blocks)} blocks have no score at damping {self.damping[row]:g} ({bad[0]}).",
+                f"Dampings with a score for every block: {', '.join(f'{d:g}' for d in whole) or 'none in this record'}.",
+                f"Choose damping {whole[0]:g}." if whole else "Score again with a larger damping or another estimator.",
             )
         return np.array(self.gain[row], dtype=np.float64)
 

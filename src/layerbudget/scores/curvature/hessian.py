@@ -1,7 +1,9 @@
 """Gain under the exact Hessian: a diagnostic, because blocks of transformers are strongly indefinite.
 
-A Ritz value at or below ``-tau`` proves that ``H + tau I`` is indefinite; the entry then has no value and its status names
-the smallest safe damping. ``absolute=True`` uses ``|H|`` instead, which always exists.
+The gain is twice the largest decrease of the damped quadratic model ``g'd + d'(H + tau I)d / 2``. Where ``H + tau I`` has a
+negative eigenvalue the model falls without end, and there is no gain: ``g'(H + tau I)^-1 g`` then belongs to a saddle, may be
+negative, and grows without bound as tau nears any eigenvalue of ``-H``. A Ritz value at or below ``-tau`` proves this. The
+entry is then null, and its status names the damping to take. ``absolute=True`` uses ``|H|`` instead, which always exists.
 """
 
 from __future__ import annotations
@@ -51,8 +53,11 @@ def score_hessian(
         absolute: Use ``|H|``.
 
     Returns:
-        Gains; null with a status such as ``negative curvature -0.4: damping above 0.6 is safe`` where there is none. ``extra``
-        has ``smallest_eigenvalue`` and ``safe_damping`` (absolute) per block.
+        Gains. Null where a Ritz value shows that there is none, with a status such as ``negative curvature -0.4 in
+        model.layers.0: absolute damping above 0.6 is safe``: 1.5 times the most negative Ritz value, because an eigenvalue may
+        lie below it. Between the two the status begins with ``near`` and the value is twice the decrease within the Krylov
+        space that was searched: a lower bound of the gain, where that exists. ``extra`` has ``smallest_eigenvalue``
+        (the smallest Ritz value) and ``safe_damping`` (absolute) per block.
 
     Raises:
         CurvatureFailure: A product is not finite.
