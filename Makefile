@@ -12,7 +12,7 @@ export MALLOC_TRIM_THRESHOLD_ = 17179869184
 export TOKENIZERS_PARALLELISM = false
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: demo test test-slow install bench lint docs clean
+.PHONY: demo test test-slow test-avx2 install bench lint docs clean
 
 demo: install
 	$(BIN)/layerbudget demo --out $(OUT) --overwrite
@@ -22,6 +22,11 @@ test: install
 
 test-slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m slow
+
+# What leans most on the processor (recorded numbers, masks, roundings), on the kernels of one without AVX-512 and AMX.
+test-avx2: install
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
+		-n $(JOBS) --dist loadfile tests/golden tests/treatments tests/pruning
 
 install: $(STAMP)
 

@@ -73,11 +73,22 @@ def tokens(samples: int, length: int, vocabulary: int, *, padded: bool = False) 
 
 
 def entry(values: Any) -> dict[str, Any]:
-    """Digest and a rounded summary of numbers."""
+    """Digest and a rounded summary of numbers, all of them finite: nothing can be compared with a NaN."""
     x = np.ascontiguousarray(np.asarray(values, dtype=np.float64))
+    if not np.isfinite(x).all():
+        raise ValueError(f"{np.sum(~np.isfinite(x))} of {x.size} numbers are not finite")
     flat = x.reshape(-1)
     some = flat if flat.size <= 12 else np.array([flat.sum(), np.abs(flat).sum(), flat @ np.cos(np.arange(flat.size))])
     return {"digest": hashlib.sha256(x.tobytes()).hexdigest()[:16], "size": x.size, "about": [float(f"{v:.6g}") for v in some]}
+
+
+def score_entry(found: lb.Scores) -> dict[str, Any]:
+    """Gains and floors that are there, and the positions of the gains that are refused."""
+    gains = [v for row in found.gain for v in row]
+    floor = [v for row in found.noise_floor or () for v in row or () if v is not None]
+    there = entry([*(v for v in gains if v is not None), *floor])
+    refused = [i for i, v in enumerate(gains) if v is None]
+    return {**there, "refused": refused} if refused else there
 
 
 def plan_entry(plan: lb.Plan) -> dict[str, Any]:
@@ -109,8 +120,7 @@ def scores_of(model: torch.nn.Module, data: lb.CalibrationSet, names: Any) -> It
         except LayerbudgetError as error:
             yield name, {"refused": type(error).__name__}, None
             continue
-        floor = [v for row in found.noise_floor or () for v in row or () if v is not None]
-        yield name, entry([*(v for row in found.gain for v in row), *floor]), found
+        yield name, score_entry(found), found
 
 
 def plans_of(scores: lb.Scores) -> Iterator[tuple[str, Any]]:
