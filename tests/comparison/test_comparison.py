@@ -16,8 +16,11 @@ from layerbudget.comparison import grid, render, verdict
 from layerbudget.comparison.format_bench import FormatBench
 from layerbudget.comparison.passes import counted
 from layerbudget.comparison.run import compare_scores
+from layerbudget.damage.rounding import rounding_damage
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput
+from layerbudget.planning.bits import plan_bits
+from layerbudget.planning.rule import shuffled
 from layerbudget.running.cells import Cells
 from layerbudget.treatments.base import Level, find_quantiser
 
@@ -265,6 +268,25 @@ def test_workers_need_sense(tmp_path, capsys):
     for flags in (["--workers", "0"], ["--launcher", "local"], ["--workers", "2", "--part", "1/2"]):
         assert main([*GRID, *flags, "-o", str(tmp_path / "x")]) == 2
     assert not (tmp_path / "x").exists()
+
+
+def test_the_control_of_a_table_of_formats_is_a_permutation_of_its_sensitivities(formats):
+    record = formats.score("rounding", None, {"draws": 1})
+    control = formats.weighed(grid.permuted(record, 1)).extra["choices"]
+    table = record.extra["choices"]
+    assert control["size"] == table["size"] and control["formats"] == table["formats"]
+    relative = rounding_damage(formats.model, formats.data(0), damage="relative").extra["choices"]["damage"]
+    error = np.array(relative, dtype=float)[:, :-1]  # all but 16 bits, where there is no damage
+    own, moved = (np.array(t["damage"], dtype=float)[:, :-1] / error for t in (table, control))
+    order = shuffled(len(own), 1)
+    assert (order != np.arange(len(own))).any()
+    np.testing.assert_array_equal(np.isnan(moved), np.isnan(own))  # a block keeps its formats
+    both = np.isfinite(own) & np.isfinite(own[order])
+    assert both.any(1).sum() > len(own) / 2
+    np.testing.assert_allclose(moved[both], own[order][both], rtol=1e-9)
+    assert not np.allclose(moved[both], own[both])
+    with pytest.raises(InvalidInput, match="say nothing of formats"):
+        plan_bits(grid.permuted(record, 1), bits=5.0)  # the bench builds the table, nobody else
 
 
 def test_windows_of_unequal_lengths_count_by_their_tokens(bench):
