@@ -93,24 +93,27 @@ def table(rows, samples):
 
 
 def verdicts(rows):
-    """Directional plans of at most 26 forwards against the best of the other rules, cell by cell."""
+    """Directional plans of at most 26 forwards against the best of the other rules, cell by cell, on the seeds of the plan."""
     lines = [
-        "| pruner | zeros | best of the other rules (forwards) | 24 passes by matrix (forwards) | difference |",
-        "|---|---|---|---|---|",
+        "| pruner | zeros | best of the other rules (forwards) | 24 passes by matrix (forwards) | difference | seeds |",
+        "|---|---|---|---|---|---|",
     ]
     for method, target in sorted(
         {(r["method"], r["target"]) for r in rows if r["samples"] == 16 and r["method"] != "gradient"}
     ):
         mine = [r for r in rows if (r["method"], r["target"], r["samples"]) == (method, target, 16)]
-        names = {r["rule"] for r in mine}
-        mean = {n: statistics.mean(r["value"] for r in mine if r["rule"] == n) for n in names}
-        cost = {n: statistics.mean(r["forwards"] for r in mine if r["rule"] == n) for n in names}
-        ours, others = "directional (Linear), 24 passes", [n for n in names if not n.startswith("directional")]
-        if ours in mean and len(others) > 1:
+        ours = "directional (Linear), 24 passes"
+        seeds = {r["seed"] for r in mine if r["rule"] == ours}
+        there = {n: [r for r in mine if r["rule"] == n and r["seed"] in seeds] for n in {r["rule"] for r in mine}}
+        there = {n: found for n, found in there.items() if {r["seed"] for r in found} == seeds}
+        mean = {n: statistics.mean(r["value"] for r in found) for n, found in there.items() if found}
+        cost = {n: statistics.mean(r["forwards"] for r in found) for n, found in there.items() if found}
+        others = [n for n in mean if not n.startswith("directional")]
+        if seeds and len(others) > 1:
             best = min(others, key=mean.get)
             lines.append(
                 f"| {method} | {target:.0%} | {best}: {mean[best]:.2f} ({cost[best]:.0f}) | {mean[ours]:.2f} ({cost[ours]:.0f}) "
-                f"| {100 * (mean[ours] / mean[best] - 1):+.1f} % |"
+                f"| {100 * (mean[ours] / mean[best] - 1):+.1f} % | {len(seeds)} |"
             )
     return [*lines, ""]
 
@@ -154,7 +157,7 @@ def main():
         base, own = rows_of(name)
         if not own:
             continue
-        there = {(r["method"], r["rule"]) for r in base}  # with three seeds
+        there = {(r["method"], r["rule"]) for r in base}
         rows = base + [r for r in own if r["samples"] > 16 or (r["method"], r["rule"]) not in there]
         drawn[name] = rows
         lines = [f"# Plans by directional damage beside every other rule, {label}", ""]

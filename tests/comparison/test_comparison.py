@@ -1,5 +1,6 @@
 """Comparing scores and rules: equal budgets, controls, tests, resumption, and what it leaves."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -15,8 +16,11 @@ from layerbudget.comparison import grid, render, verdict
 from layerbudget.comparison.format_bench import FormatBench
 from layerbudget.comparison.passes import counted
 from layerbudget.comparison.run import compare_scores
+from layerbudget.damage.rounding import rounding_damage
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput
+from layerbudget.planning.bits import plan_bits
+from layerbudget.planning.rule import shuffled
 from layerbudget.running.cells import Cells
 from layerbudget.treatments.base import Level, find_quantiser
 
@@ -264,3 +268,54 @@ def test_workers_need_sense(tmp_path, capsys):
     for flags in (["--workers", "0"], ["--launcher", "local"], ["--workers", "2", "--part", "1/2"]):
         assert main([*GRID, *flags, "-o", str(tmp_path / "x")]) == 2
     assert not (tmp_path / "x").exists()
+
+
+def test_the_control_of_a_table_of_formats_is_a_permutation_of_its_sensitivities(formats):
+    record = formats.score("rounding", None, {"draws": 1})
+    control = formats.weighed(grid.permuted(record, 1)).extra["choices"]
+    table = record.extra["choices"]
+    assert control["size"] == table["size"] and control["formats"] == table["formats"]
+    relative = rounding_damage(formats.model, formats.data(0), damage="relative").extra["choices"]["damage"]
+    error = np.array(relative, dtype=float)[:, :-1]  # all but 16 bits, where there is no damage
+    own, moved = (np.array(t["damage"], dtype=float)[:, :-1] / error for t in (table, control))
+    order = shuffled(len(own), 1)
+    assert (order != np.arange(len(own))).any()
+    np.testing.assert_array_equal(np.isnan(moved), np.isnan(own))  # a block keeps its formats
+    both = np.isfinite(own) & np.isfinite(own[order])
+    assert both.any(1).sum() > len(own) / 2
+    np.testing.assert_allclose(moved[both], own[order][both], rtol=1e-9)
+    assert not np.allclose(moved[both], own[both])
+    with pytest.raises(InvalidInput, match="say nothing of formats"):
+        plan_bits(grid.permuted(record, 1), bits=5.0)  # the bench builds the table, nobody else
+
+
+def test_windows_of_unequal_lengths_count_by_their_tokens(bench):
+    """A plan that helps short rows only is not ahead."""
+    ids, labels = bench.windows.input_ids, bench.windows.input_ids.clone()
+    labels[::2, : ids.shape[1] - 2] = -100
+    rows = dataclasses.replace(bench, windows=CalibrationSet(input_ids=ids, labels=labels))
+    weights = rows.weights
+    assert set(weights.tolist()) == {2, 31} and bench.weights.tolist() == [31] * 20
+    found = lb.perplexity(bench.model, rows.windows)
+    assert found.counts == tuple(weights)
+    a = np.where(weights == 2, -0.4, 0.1) + np.zeros((3, 1))
+    a += 0.01 * np.random.default_rng(0).normal(size=a.shape)
+    zero = np.zeros_like(a)
+    test = verdict.difference(a, zero, weights)
+    assert test["difference"] == pytest.approx((a.mean(0) @ weights) / weights.sum()) and test["low"] > 0 > a.mean()
+    assert [r["name"] for r in verdict.ranking({"a": a, "zero": zero}, weights)] == ["zero", "a"]
+    uniform = compare_scores(rows, ["block-influence"], ["mdl"], [0.4], controls=False).budgets[0]["rows"]
+    plan = lb.plan_sparsity(bench.blocks, sparsity=0.4, rule="uniform")
+    mean = np.average(rows.measure(plan, 0)["values"], weights=weights)
+    assert next(r["mean"] for r in uniform if r["name"] == "uniform") == pytest.approx(mean)
+
+
+def test_intervals_are_corrected_as_their_p_values_are():
+    x, times = np.linspace(-1, 1, 30), 5
+    test = verdict.difference((x / x.std(ddof=1) + 2.3 / 30**0.5)[None], np.zeros((1, 30)))
+    assert test["p"] < 0.05 < times * test["p"] and test["low"] > 0
+    wide = verdict.corrected(test, times * test["p"], times)
+    assert wide["low"] < 0 < wide["high"] and wide["p"] == test["p"] and wide["holm"] == times * test["p"]
+    assert verdict.corrected(test, test["p"], times)["low"] == pytest.approx(test["low"])
+    for holm in (0.049, 0.051):
+        assert (verdict.corrected(test, holm, times)["low"] > 0) == (holm < 0.05)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,11 @@ from layerbudget.blocks import describe, weight_of
 from layerbudget.damage import rounding as R
 from layerbudget.damage.jointly import Joint, plan_formats
 from layerbudget.damage.rounding import rounding_damage
+from layerbudget.damage.rounding_bench import mean_and_error, mean_and_rest
 from layerbudget.errors import InvalidInput
 from layerbudget.planning.bits import Table, plan_bits
 from layerbudget.treatments.base import Level, find_quantiser
+from layerbudget.treatments.formats import find_format
 from layerbudget.treatments.items import end_modules, items_of
 from layerbudget.treatments.runtimes import RUNTIMES
 
@@ -21,21 +25,31 @@ pytest.importorskip("gguf")
 
 
 def kl(model, dense, data):
-    """Mean KL per real token, by a plain loop over sequences."""
+    """Mean KL per real token, or per token of an answer, by a plain loop over sequences."""
     total = count = 0.0
     for i in range(data.samples):
         one = data.select(slice(i, i + 1))
         mask = torch.ones_like(one.input_ids) if one.attention_mask is None else one.attention_mask
         with torch.no_grad():
             p, q = (torch.log_softmax(m(input_ids=one.input_ids, attention_mask=mask).logits, -1) for m in (dense, model))
+        if one.labels is not None:
+            mask = torch.nn.functional.pad(one.labels[:, 1:] != -100, (0, 1))
         total += float(((p.exp() * (p - q)).sum(-1) * mask).sum())
         count += float(mask.sum())
     return total / count
 
 
+def answers(data):
+    """Rows of chat: of every second one only the last three tokens are learned."""
+    labels = data.input_ids.clone()
+    labels[:, :4] = -100
+    labels[::2, :-3] = -100
+    return dataclasses.replace(data, labels=labels)
+
+
 @pytest.mark.parametrize(("name", "family"), [("llama", "gguf"), ("llama-tied", "gguf"), ("gpt2", "compressed-tensors")])
 def test_measured_damage_is_that_of_a_plain_loop(name, family):
-    data = zoo.tokens(4, 12, padded=name == "llama")
+    data = answers(zoo.tokens(4, 12)) if name == "llama-tied" else zoo.tokens(4, 12, padded=name == "llama")
     model, dense = zoo.build(name), zoo.build(name)
     before = describe(model)
     options = {} if family == "gguf" else {"formats": ["w3-channel", "w4-g32"]}
@@ -147,6 +161,80 @@ def test_joint_counts_padding_out():
     rows = Joint(model, padded, 3).rows(zoo.build("llama", seed=1))
     assert rows[:, 1].tolist() == padded.attention_mask.sum(1).tolist()
     assert Joint(model, whole).rows(model)[:, 0] == pytest.approx(0, abs=1e-4)
+
+
+def test_every_damage_of_a_table_is_of_the_answers():
+    """Blocks, embedding and head, predicted or measured, and the check: one knapsack has one average."""
+    data, model = answers(zoo.tokens(6, 12)), zoo.build("llama", intermediate_size=64)
+    other = dataclasses.replace(data, labels=data.labels.masked_fill(torch.arange(12) < 9, -100))
+    tables = {}
+    for how in ("measured", "directional"):
+        for which, text in (("all", data), ("last", other)):
+            tables[how, which] = Table.of(rounding_damage(model, text, family="gguf", damage=how, draws=8)).damage
+    there = np.isfinite(tables["measured", "all"]) & (tables["measured", "all"] > 1e-9)
+    moved = {how: np.log(tables[how, "last"][there] / tables[how, "all"][there]) for how in ("measured", "directional")}
+    assert (np.abs(moved["measured"]) > 1e-3).mean() > 0.9, "other answers, other damages: of ends and of blocks"
+    assert np.abs(np.median(moved["measured"] - moved["directional"])) < 0.15
+    joint = Joint(model, data, 4)
+    rows = joint.rows(zoo.build("llama", intermediate_size=64, seed=1))
+    learned = (data.labels[:, 1:] != -100).sum(1).tolist()
+    assert rows[:, 1].tolist() == rows[:, 3].tolist() == learned
+    changed = zoo.build("llama", intermediate_size=64, seed=1)
+    assert rows[:, 0].sum() / rows[:, 1].sum() == pytest.approx(kl(changed, model, data), rel=1e-4)
+    with torch.no_grad():
+        loss = changed(input_ids=data.input_ids, labels=data.labels).loss
+    assert rows[:, 2].sum() / rows[:, 3].sum() == pytest.approx(float(loss), rel=1e-4)
+
+
+def table_of(rows):
+    """A table of one format from ``(K, sequences, 2)`` sums and tokens."""
+    damage, rest = zip(*(mean_and_rest(r) for r in rows), strict=True)
+    rest = np.array(rest)[:, None]
+    return Table(
+        blocks=[None] * len(rows), formats=("w4",), size=np.ones((len(rows), 1), int), damage=np.array(damage)[:, None],
+        error=np.linalg.norm(rest, axis=-1), fixed=0, family="", runtime="", method="rtn", rest=rest,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("blocks", [2, 40])
+def test_the_error_of_a_sum_of_blocks_knows_that_they_share_sequences(blocks):
+    """Truth known: hard sequences are hard for every block; intervals hold the sum as often as they say."""
+    rng, held, apart = np.random.default_rng(blocks), 0, 0
+    truth = np.linspace(0.5, 1.5, blocks) / blocks
+    for _ in range(400):
+        tokens = rng.integers(10, 60, 40)
+        each = truth[:, None] * np.exp(0.5 * rng.normal(size=40) - 0.125) + 0.02 / blocks * rng.normal(size=(blocks, 40))
+        table = table_of(np.stack([each * tokens, np.broadcast_to(tokens, each.shape)], -1))
+        off = abs(table.damage.sum() - truth.sum())
+        held += off <= 1.96 * table.error_of(np.zeros(blocks, int))
+        apart += off <= 1.96 * np.sqrt((table.error**2).sum())
+    assert held / 400 > 0.92 and apart / 400 < (0.87 if blocks == 2 else 0.3)
+
+
+@pytest.mark.parametrize("how", ["measured", "directional"])
+def test_the_error_of_a_plan_is_that_of_its_damage_by_sequence(how):
+    """The oracle takes every sequence alone: labels are drawn by content, so a sequence gives the same there."""
+    data, model = answers(zoo.tokens(5, 12)), zoo.build("llama", intermediate_size=64)
+    options = {"formats": ["w3-g32", "w4-g32"], "damage": how}
+    scores = rounding_damage(model, data, **options)
+    plan = plan_bits(scores, bits=5.0)
+    table = Table.of(scores)
+    chosen = np.array([table.formats.index(plan.extra["formats"][b.modules[0].name]) for b in table.blocks])
+    assert len(set(chosen)) > 1
+    np.testing.assert_allclose(np.linalg.norm(table.rest, axis=-1), table.error, rtol=1e-3)
+    alone, tokens = [], (data.labels[:, 1:] != -100).sum(1).numpy()
+    for s in range(5):
+        one = R.directional if how == "directional" else R.measured
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(R, "pooled", lambda damage, error, norm: (damage, 1.0))
+            found = one(model, data.select([s]), table.blocks, [find_format(n) for n in table.formats])
+        alone.append(found.damage[np.arange(len(chosen)), chosen].sum())
+    wanted = mean_and_error(np.stack([np.array(alone) * tokens, tokens], 1))[1]
+    assert plan.extra["predicted_error"] == pytest.approx(wanted, rel=2e-3)
+    assert plan.extra["predicted_error"] > 1.2 * np.sqrt((table.error[np.arange(len(chosen)), chosen] ** 2).sum())
+    held = {k: v for k, v in scores.extra["choices"].items() if k != "rest"}  # of an earlier release: the most that it can be
+    older = plan_bits(dataclasses.replace(scores, extra={"choices": held}), bits=5.0)
+    assert older.extra["predicted_error"] >= plan.extra["predicted_error"]
 
 
 def test_bad_input_is_one_sentence():

@@ -94,6 +94,8 @@ def test_scores_are_those_of_the_harness_command_line(files, stock, saved_model,
     for task in chosen:
         theirs = record[f"stock_{task}"]
         assert ours[task]["acc"] == theirs["acc,none"] and ours[task]["stderr"] == theirs["acc_stderr,none"]
+        assert ours[task].get("acc_norm") == theirs.get("acc_norm,none"), task
+        assert ours[task].get("acc_norm_stderr") == theirs.get("acc_norm_stderr,none"), task
     assert len({row["digest"] for row in ours.values()}) == len(chosen)
 
 
@@ -116,12 +118,12 @@ def rows(*correct):
     return {"acc": a.mean(), "stderr": a.std(ddof=1) / len(a) ** 0.5, "correct": a.tolist(), "digest": "x"}
 
 
-def test_mean_of_tasks_and_its_bootstrap(rng):
+def test_mean_of_tasks_and_its_test(rng):
     x = {t: rows(*(rng.random(400) < 0.6)) for t in "abc"}
     y = {t: rows(*(np.array(r["correct"]).astype(bool) & (rng.random(400) < 0.85))) for t, r in x.items()}
     test = paired.compare_means(x, y)
     d = [np.array(x[t]["correct"]) - np.array(y[t]["correct"]) for t in "abc"]
-    error = np.sqrt(sum(v.var(ddof=1) / 400 for v in d)) / 3
+    error = np.sqrt(sum((v**2).mean() / 400 for v in d)) / 3  # of fair signs on the discordant pairs
     assert test.difference == pytest.approx(np.mean([v.mean() for v in d]))
     assert test.high - test.low == pytest.approx(2 * 1.96 * error, rel=0.06) and test.p <= 1e-4 and test.n == 1200
     same = paired.compare_means(x, x)
@@ -132,22 +134,41 @@ def test_two_results(rng):
     a = {
         "model": "A",
         "tasks": {"t": rows(1, 1, 1, 0), "u": rows(1, 0, 1, 1)},
-        "perplexity": {"s": {"nll": [1.0, 2.0, 1.5], "digest": "d"}},
+        "perplexity": {"s": {"nll": [1.0, 2.0, 1.5], "counts": [7, 7, 7], "digest": "d"}},
     }
     b = {
         "model": "B",
         "tasks": {"t": rows(0, 1, 0, 0), "u": rows(1, 0, 0, 1)},
-        "perplexity": {"s": {"nll": [1.2, 2.1, 1.9], "digest": "d"}},
+        "perplexity": {"s": {"nll": [1.2, 2.1, 1.9], "counts": [7, 7, 7], "digest": "d"}},
     }
     found = paired.compare_results(a, b)
     assert found["tasks"]["t"] == vars(mcnemar([1, 1, 1, 0], [0, 1, 0, 0]))
     assert found["mean"]["difference"] == pytest.approx(0.375) and found["perplexity"]["s"]["difference"] < 0
     assert len(found["sentences"]) == 4
+    text = a["perplexity"]["s"]
+    longer = {"tasks": {}, "perplexity": {"s": {**text, "nll": [1.4, 1.9, 1.4], "counts": [2, 90, 90]}}}
+    ahead = paired.compare_results(longer, {"tasks": {}, "perplexity": {"s": text}})["perplexity"]["s"]
+    assert ahead["difference"] == pytest.approx((2 * 0.4 - 90 * 0.1 - 90 * 0.1) / 182)
+    del longer["perplexity"]["s"]["counts"]
+    with pytest.raises(InvalidInput, match="Evaluate again"):
+        paired.compare_results(longer, b)
     b["tasks"]["t"]["digest"] = "y"
     with pytest.raises(ModelMismatch, match="other questions"):
         paired.compare_results(a, b)
     with pytest.raises(InvalidInput, match="share no task"):
         paired.compare_results(a, {"tasks": {}, "perplexity": {}})
+
+
+def test_accuracy_by_length_is_told_where_the_task_has_it(files, saved_model, capsys):
+    words = ["--tasks", "boolq,arc_easy", "--data-dir", str(files), "--limit", "12"]
+    assert main(["evaluate", str(saved_model("llama")), *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["tasks"]
+    assert "acc_norm" not in found["boolq"] and 0 <= found["arc_easy"]["acc_norm"] <= 1
+    assert main(["evaluate", str(saved_model("llama")), *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    row = found["arc_easy"]
+    assert f"accuracy (acc) {row['acc']:.4f} +- {row['stderr']:.4f}, by length (acc_norm) {row['acc_norm']:.4f}" in said
+    assert said.count("acc_norm") == 1
 
 
 def test_evaluate_against_a_model_and_against_a_file(files, saved_model, tmp_path, capsys):

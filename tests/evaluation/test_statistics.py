@@ -50,15 +50,74 @@ def test_power_agrees_with_simulation():
     assert statistics.power(statistics.detectable_difference(2.0, 5), 2.0, 5) == pytest.approx(0.8, abs=1e-6)
 
 
-def test_bootstrap_finds_a_difference_and_reports_none_for_equal_models():
-    generator = np.random.default_rng(1)
-    y = generator.integers(0, 2, 300)
-    good = np.where(generator.random(300) < 0.9, y, 1 - y)
-    poor = np.where(generator.random(300) < 0.6, y, 1 - y)
-    result = statistics.paired_bootstrap(y, good, poor, statistics.matthews, replicates=300)
-    assert result.p < 0.02 and result.low > 0
-    same = statistics.paired_bootstrap(y, good, good, statistics.matthews, replicates=100)
-    assert same.p == 1.0 and same.difference == 0.0 and same.detectable is None
+def test_two_seeds_find_only_what_is_larger_than_their_interval():
+    """The noncentral t of scipy is wrong at one degree of freedom: .5 was called .8."""
+    generator = np.random.default_rng(2)
+    shift = statistics.detectable_difference(1.0, 2)
+    d = generator.normal(shift, 1.0, size=(40_000, 2))
+    found = (stats.ttest_1samp(d, 0, axis=1).pvalue < 0.05).mean()
+    assert found == pytest.approx(0.8, abs=0.01)
+    two = statistics.paired_t([0.30, 0.334], [0.29, 0.29])
+    assert two.detectable > two.high - two.difference
+
+
+def test_rows_count_by_their_tokens():
+    """The sign of a mean of rows can be another one than that of the loss per token."""
+    w, d = np.array([5.0] * 40 + [95.0] * 40), np.tile([0.7, 0.9], 40)
+    d[40:] = np.tile([-0.2, 0.0], 20)
+    found = statistics.paired_t(d, np.zeros(80), w)
+    assert found.difference == pytest.approx(w @ d / w.sum()) and found.high < 0 < d.mean()
+    twice = statistics.paired_t(np.append(d, 9.0), np.zeros(81), np.append(w, 0.0))  # a row without a token
+    assert twice == found
+    equal = statistics.paired_t(d, np.zeros(80), np.full(80, 7.0))
+    assert vars(equal) == pytest.approx(vars(statistics.paired_t(d, np.zeros(80))))
+
+
+@pytest.mark.parametrize("n", [8, 40])
+def test_intervals_of_unequal_rows_hold_the_truth(n):
+    generator = np.random.default_rng(n)
+    w = np.ceil(generator.lognormal(3, 1, size=(2000, n)))
+    d = 0.1 + generator.normal(size=w.shape) * (0.1 + 2 / np.sqrt(w))
+    inside = 0
+    for lengths, row in zip(w, d, strict=True):
+        mean, error, df = statistics.ratio(row, lengths)
+        inside += abs(mean - 0.1) <= stats.t.ppf(0.975, df) * error
+    assert inside / 2000 == pytest.approx(0.95, abs=0.025)
+
+
+def answers(generator, sizes, only_a, only_b):
+    drawn = [generator.random(n) for n in sizes]
+    return [((u < only_a) | (u > 0.7), ((u >= only_a) & (u < only_a + only_b)) | (u > 0.7)) for u in drawn]
+
+
+@pytest.mark.parametrize(("sizes", "only_a", "only_b"), [((40,), 0.05, 0.0), ((100,), 0.1, 0.05), ((60, 100, 200), 0.04, 0.04)])
+def test_mcnemar_and_its_interval_decide_the_same_and_hold_the_truth(sizes, only_a, only_b):
+    generator = np.random.default_rng(3)
+    found = [statistics.mcnemar_over_tasks(answers(generator, sizes, only_a, only_b)) for _ in range(300)]
+    assert all((c.p < 0.05) == (c.low > 1e-9 or c.high < -1e-9) for c in found)
+    assert np.mean([c.low - 1e-9 <= only_a - only_b <= c.high + 1e-9 for c in found]) >= 0.93
+    if only_a == only_b:
+        assert np.mean([c.p < 0.05 for c in found]) <= 0.05
+
+
+def test_few_discordant_pairs_prove_nothing():
+    a, b = np.array([1] * 4 + [0] * 36), np.zeros(40)
+    for found in (statistics.mcnemar(a, b), statistics.mcnemar_over_tasks([(a, b), (b, b)])):
+        assert found.p == pytest.approx(stats.binomtest(4, 4).pvalue) == 0.125
+        assert found.low < 0 < found.high and found.detectable is None
+    nothing = statistics.mcnemar(b, b)
+    assert nothing.p == 1.0 and nothing.high == pytest.approx(stats.beta.ppf(0.975, 1, 40))
+
+
+def test_many_discordant_pairs_are_drawn_and_means_of_seeds_are_answers():
+    generator = np.random.default_rng(4)
+    pairs = answers(generator, (900,) * 4, 0.1, 0.08)
+    drawn = statistics.mcnemar_over_tasks(pairs)  # 4 x some 150 pairs: too many values to list
+    error = np.sqrt(sum((a ^ b).sum() for a, b in pairs)) / 3600
+    assert drawn.p == pytest.approx(2 * stats.norm.sf(abs(drawn.difference) / error), rel=0.2)
+    assert drawn.high - drawn.low == pytest.approx(2 * 1.96 * error, rel=0.05)
+    halves = statistics.mcnemar(np.array([1.0, 0.5, 0.5, 1.0]), np.array([0.5, 0.0, 1.0, 0.0]))
+    assert halves.difference == pytest.approx(0.375) and halves.p == pytest.approx(1 / 2)
 
 
 def test_a_null_is_said_with_its_power():

@@ -102,6 +102,11 @@ def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_p
     assert result["identity"]["protocol"]["cutoff"] == zoo.speaker("llama").config.max_position_embeddings
     tests = result["against"]["held_out"]
     assert tests["seeds"]["n"] == 2 and tests["samples"]["n"] == 6 and tests["samples"]["test"].startswith("paired t")
+    assert tests["verdict"] == f"Over 2 trainings each: {tests['seeds']['sentence']}"
+    assert "seed 0 alone" in tests["samples"]["sentence"] and "beats" not in tests["samples"]["sentence"]
+    four, one = (json.loads((tmp_path / n / "seed-0" / "result.json").read_text()) for n in ("four", "one"))
+    apart = [r["metrics"]["held_out"]["loss"] for r in (four, one)]  # of one seed, as the tests over seeds have it
+    assert tests["samples"]["difference"] == pytest.approx(apart[0] - apart[1])
     better = result["metrics"]["held_out"]["loss"]["value"] < result["metrics"]["held_out"]["loss_before"]["value"]
     assert better and tests["seeds"]["difference"] != 0
     assert main(["finetune", str(folder), str(tmp_path / "one.json"), "--task", rows, "--packing", "-o", "x"]) == 2

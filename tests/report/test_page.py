@@ -64,8 +64,9 @@ def folders(tmp_path):
     test = {"difference": -0.1, "low": -0.3, "high": 0.1, "sentence": "a cannot be told from b"}
     tuned = {
         "task": "rows.jsonl", "metric": "loss", "kind": "ranks", "rule": "by-rank", "trained_parameters": 100, "seeds": [0, 1],
-        "metrics": {"held_out": {"loss": seeds, "loss_before": {**seeds, "value": 2.5}}}, 
-        "identity": {"versions": {"torch": "2"}}, "against": {"held_out": {"seeds": test, "samples": None}},
+        "metrics": {"held_out": {"loss": seeds, "loss_before": {**seeds, "value": 2.5}}},
+        "identity": {"versions": {"torch": "2"}},
+        "against": {"held_out": {"verdict": "Over 2 trainings each: a", "seeds": test, "samples": test}},
     }  # fmt: skip
     write_text(tmp_path / "tuned" / "result.json", dumps(tuned))
     write_text(tmp_path / "compared" / "comparison.json", dumps(CONTEST))

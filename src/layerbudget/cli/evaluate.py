@@ -135,7 +135,7 @@ def _expect(arguments: argparse.Namespace, named: argparse.Namespace, model: Any
 
 def _told(found: Any) -> dict[str, Any]:
     """A perplexity with the likelihoods of its windows, which pair with another model's."""
-    return {**found.to_dict(), "nll": list(found.nll)}
+    return {**found.to_dict(), "nll": list(found.nll), "counts": list(found.counts)}
 
 
 def _tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any, kept: Any) -> dict[str, Any]:
@@ -153,7 +153,10 @@ def _tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any, kept: Any)
         for group in [[name] for name in names] if arguments.resume else [names]:
             found |= kept.json("tasks-" + "-".join(group), partial(measure, group))
     for name, row in found.items():
-        arguments.console.print(f"{name}: accuracy {row['acc']:.4f} +- {row['stderr']:.4f} ({row['samples']} examples)")
+        normed = f", by length (acc_norm) {row['acc_norm']:.4f} +- {row['acc_norm_stderr']:.4f}" if "acc_norm" in row else ""
+        arguments.console.print(
+            f"{name}: accuracy (acc) {row['acc']:.4f} +- {row['stderr']:.4f}{normed} ({row['samples']} examples)"
+        )
         if row["one_class"] is not None:
             arguments.console.print(
                 f"{name}: option {row['one_class'] + 1} was chosen for every question; the accuracy is that option's share."

@@ -130,9 +130,8 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         if first():
             write_text(Path(arguments.out) / "against.json", dumps(result["against"]), overwrite=True)
         for split, tests in result["against"].items():
-            for test in ("seeds", "samples"):
-                if tests[test]:
-                    arguments.console.print(f"{split}, over {test}: {tests[test]['sentence']}")
+            arguments.console.print(f"{split}: {tests['verdict']}")
+            arguments.console.print(f"{split}, in detail: {tests['samples']['sentence']}")
     return {**result, "output": arguments.out}
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,7 +22,7 @@ from ..data.calibration import CalibrationSet
 from ..data.examples import Task
 from ..data.text import calibration
 from ..errors import CoverageError
-from ..evaluation.perplexity import perplexity
+from ..evaluation.perplexity import perplexity, predicted
 from ..kinds import KINDS
 from ..lora.base import Loader
 from ..lora.finetune import finetune
@@ -39,6 +40,11 @@ class Scoring:
 
     model: nn.Module
     blocks: tuple[Block, ...]
+
+    @property
+    def weights(self) -> np.ndarray | None:
+        """Tokens of every item; None where all count the same."""
+        return None
 
     def score(self, given: str, data: CalibrationSet | None, options: Mapping[str, Any]) -> Scores:
         """The record of an estimator."""
@@ -83,6 +89,11 @@ class TextBench(Scoring):
     def identity(self) -> dict[str, Any]:
         """What a measurement depends on beside plan and seed."""
         return {"model": describe(self.model)["digest"], "windows": self.windows.digest, "method": self.method}
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Predicted tokens of every window, by which it counts."""
+        return predicted(self.windows)
 
     def data(self, seed: int) -> CalibrationSet:
         """The calibration set of a seed."""

@@ -11,9 +11,10 @@ with s_k the score of block k; the exact program then chooses as it does for mea
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ..damage.rounding import rounding_damage
 from ..data.calibration import CalibrationSet
@@ -40,6 +41,7 @@ class FormatBench(TextBench):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._errors: dict[tuple[str, ...] | None, dict[str, Any]] = {}
         target = find_runtime(self.runtime, PACKED)
         if target.ends:
             raise InvalidInput(
@@ -64,12 +66,16 @@ class FormatBench(TextBench):
     def weighed(self, scores: Scores) -> Scores:
         """The record with a table of damages: its own, or its values times relative rounding errors.
 
+        A permuted table has the damage per relative rounding error of another block, times the block's own rounding errors.
+
         Raises:
             InvalidInput: A score below zero.
         """
         if "choices" in scores.extra:
             return scores
-        gain, table = scores.values(), self._relative
+        if "order" in scores.extra:
+            return dataclasses.replace(scores, extra={"choices": self._rebuilt(**scores.extra)})
+        gain, table = scores.values(), self._relative()
         if gain.min() < 0:
             low = scores.names[int(gain.argmin())]
             raise InvalidInput(
@@ -79,8 +85,21 @@ class FormatBench(TextBench):
         choices = {**table, "damage": damage, "measure": "score x relative rounding error"}
         return dataclasses.replace(scores, extra={**scores.extra, "choices": choices})
 
-    @functools.cached_property
-    def _relative(self) -> dict[str, Any]:
-        """The table of relative squared rounding errors, to nearest."""
-        found = rounding_damage(self.model, self.data(0), runtime=self.runtime, by=self.by, damage="relative")
-        return dict(found.extra["choices"])
+    def _rebuilt(self, table: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
+        """A table of damages whose sensitivities, the damages per relative rounding error, are those of other blocks."""
+        error = np.array(self._relative(tuple(table["formats"]))["damage"], dtype=np.float64)
+        damage = np.array(table["damage"], dtype=np.float64)
+        there = np.isfinite(damage) & (error > 0)
+        sensitivity = np.divide(damage, error, out=np.zeros_like(damage), where=there)
+        usual = sensitivity.sum(1) / np.maximum(there.sum(1), 1)  # where the other block does not have the format
+        moved = np.where(there, sensitivity, usual[:, None])[list(order)] * error
+        return {**table, "damage": [[None if np.isnan(d) else float(d) for d in row] for row in moved]}
+
+    def _relative(self, formats: tuple[str, ...] | None = None) -> dict[str, Any]:
+        """The table of relative squared rounding errors, to nearest, in the given formats or in all."""
+        if formats not in self._errors:
+            found = rounding_damage(
+                self.model, self.data(0), runtime=self.runtime, by=self.by, damage="relative", formats=formats
+            )
+            self._errors[formats] = dict(found.extra["choices"])
+        return self._errors[formats]

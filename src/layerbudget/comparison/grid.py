@@ -60,12 +60,13 @@ class Grid:
 
 
 def permuted(scores: Scores, seed: int) -> Scores:
-    """The same values on the wrong blocks."""
+    """The same values on the wrong blocks; a table of formats goes with its order to the bench, which builds the new one."""
     order = shuffled(len(scores.blocks), seed)
     move = lambda table: tuple(tuple(row[i] for i in order) for row in table)  # noqa: E731
     return dataclasses.replace(
         scores, gain=move(scores.gain), status=move(scores.status), standard_error=move(scores.standard_error),
-        noise_floor=move(scores.noise_floor), extra={},
+        noise_floor=move(scores.noise_floor),
+        extra={"table": scores.extra["choices"], "order": list(order)} if "choices" in scores.extra else {},
     )  # fmt: skip
 
 

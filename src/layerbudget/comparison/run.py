@@ -22,7 +22,7 @@ from ..scores.importing import import_scores
 from ..scores.record import Scores
 from .grid import UNIFORM, Grid, make_grid, twins
 from .passes import counted
-from .verdict import difference, holm, ranking
+from .verdict import corrected, difference, holm, ranking
 
 # Short names for what people call their scores.
 ALIASES: Mapping[str, str] = {
@@ -41,6 +41,11 @@ class Bench(Protocol):
     model: Any
     blocks: tuple[Block, ...]
     unit: str
+
+    @property
+    def weights(self) -> np.ndarray | None:
+        """Tokens of every item; None where all count the same."""
+        ...
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -198,7 +203,7 @@ def compare_scores(
         return _unfinished(run, settings, seeds)
     spent = {n: [one[1] for _, by in found if (one := by[n]) is not None] for n in named}
     cost = {n: {k: float(np.mean([c[k] for c in each])) for k in _COST} for n, each in spent.items()}
-    made = [_budget(b, {s: grids[b, s] for s in seeds}, tables[b]) for b in budgets]
+    made = [_budget(b, {s: grids[b, s] for s in seeds}, tables[b], bench.weights) for b in budgets]
     items = len(next(iter(next(iter(tables.values())).values()))["values"][0])
     result = ScoreComparison(
         kind=kind, unit=bench.unit, seeds=list(seeds), held_out=items, budgets=made, cost=cost, sentences=(), settings=settings,
@@ -240,17 +245,19 @@ def _measure(
     return tables if whole else None
 
 
-def _budget(budget: float, grids: Mapping[int, Grid], cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _budget(
+    budget: float, grids: Mapping[int, Grid], cells: Mapping[str, Mapping[str, Any]], weights: np.ndarray | None
+) -> dict[str, Any]:
     """Tests and ranking at one budget; an entry counts where every seed has it."""
     first = next(iter(grids.values()))
     known = {e.name: e for g in grids.values() for e in g.entries}
     tables = {n: np.array(c["values"]) for n, c in cells.items() if len(c["values"]) == len(grids)}
     rows = []
-    for place in ranking(tables, seed=int(digest({"budget": budget})[:8], 16)):
+    for place in ranking(tables, weights, seed=int(digest({"budget": budget})[:8], 16)):
         entry = known[place["name"]]
-        versus = None if entry.name == UNIFORM else difference(tables[entry.name], tables[UNIFORM])
+        versus = None if entry.name == UNIFORM else difference(tables[entry.name], tables[UNIFORM], weights)
         control = f"{entry.rule}({entry.score}, permuted)"
-        paired = difference(tables[entry.name], tables[control]) if not entry.control and control in tables else None
+        paired = difference(tables[entry.name], tables[control], weights) if not entry.control and control in tables else None
         rows.append({
             **place, "rule": entry.rule, "score": entry.score, "control": entry.control, "spent": cells[entry.name]["spent"],
             "versus_uniform": versus, "versus_permuted": paired,
@@ -267,12 +274,12 @@ def _budget(budget: float, grids: Mapping[int, Grid], cells: Mapping[str, Mappin
 
 
 def _correct(rows: Sequence[dict[str, Any]], test: str, tables: Mapping[str, np.ndarray]) -> None:
-    """Holm's correction in place, over what was really measured: rules that make the same plan are one test."""
+    """Holm's correction of p-values and intervals in place, over what was measured: rules of the same plan are one test."""
     same = {r["name"]: (tables[r["name"]].tobytes(), r[test]["p"]) for r in rows}
     distinct = list(dict.fromkeys(same.values()))
     adjusted = dict(zip(distinct, holm([p for _, p in distinct]), strict=True))
     for row in rows:
-        row[test]["holm"] = adjusted[same[row["name"]]]
+        row[test] = corrected(row[test], adjusted[same[row["name"]]], len(distinct))
 
 
 def _sentences(result: ScoreComparison) -> list[str]:

@@ -31,7 +31,7 @@ from ..progress import Progress, Steps
 from ..records import Block
 from ..running.backward import Feeding, Loss, SampledLoss, feed
 from ..running.loss import IGNORE, Batch, Data, unlabelled
-from ..running.shares import mine, total
+from ..running.shares import mine, team, total
 from ..running.sites import Site, tracked
 from .directions import Written
 from .ledger import Candidates, Forms, Ledger, Unit
@@ -52,6 +52,7 @@ def forms_along(
     progress: Progress | None = None,
     listen: Listen | None = None,
     walk: str = "auto",
+    apart: bool = False,
 ) -> Forms:
     """Both terms of the damage along all directions, from one forward and ``[1 +] draws`` backwards.
 
@@ -68,6 +69,7 @@ def forms_along(
         listen: Called with every site and batch once, for statistics of the same forward.
         walk: ``whole``, ``layers`` or ``auto``, see :func:`layerbudget.running.backward.feed`; draws along units that
             span layers need the whole graph.
+        apart: Keep sequences apart, for errors of sums over units.
 
     Raises:
         InvalidInput: Neither term is wanted, or an option outside its domain.
@@ -83,18 +85,24 @@ def forms_along(
     candidates = units if isinstance(units, Candidates) else Candidates.of(units)
     blocks = _blocks(model, candidates.first)
     size = 1 if tracked(model, blocks)[1] else batch_size
-    ledger = Ledger(candidates)
+    ledger = Ledger(candidates, data.samples if apart else 0)
     losses: list[Loss] = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
     if clean is not None:
         losses.insert(0, _Divergence(clean, size))
     own = mine(data)
     batches = list(unlabelled(model, own, size))
-    consumer = _Along(model, ledger, losses, plain=clean is not None, listen=listen)
+    together = team()
+    places = range(data.samples) if together is None else together.mine(range(data.samples))
+    consumer = _Along(model, ledger, losses, plain=clean is not None, listen=listen, places=places)
     way = "whole" if draws and spanning(model, candidates.first) else walk
     fed = feed(model, batches, blocks, consumer, walk=way, tick=Steps(progress, own.samples, "gradients"), alone=True)
     ledger.take(total(ledger.sums()))
-    loss, tokens = total(np.array([fed.loss, sum(int((batch.targets != IGNORE).sum()) for batch in batches)])).tolist()
-    forms = ledger.forms(round(tokens), data.samples, 1.0 + 2.0 * len(losses))
+    counts = np.zeros(data.samples)
+    for batch in batches:
+        counts[list(places[batch.rows])] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().numpy()
+    loss, *each = total(np.array([fed.loss, *counts])).tolist()
+    tokens, ledger.rows = sum(each), total(ledger.rows) if apart else ledger.rows
+    forms = ledger.forms(round(tokens), data.samples, 1.0 + 2.0 * len(losses), np.array(each) if apart else None)
     return dataclasses.replace(forms, divergence=loss / tokens if clean is not None else 0.0)
 
 
@@ -122,8 +130,12 @@ class _Divergence:
 class _Along(Feeding):
     """Feeds a ledger."""
 
-    def __init__(self, model: nn.Module, ledger: Ledger, losses: Sequence[Loss], *, plain: bool, listen: Listen | None) -> None:
+    def __init__(
+        self, model: nn.Module, ledger: Ledger, losses: Sequence[Loss], *, plain: bool, listen: Listen | None,
+        places: Sequence[int],
+    ) -> None:  # fmt: skip
         self.model, self.ledger, self.losses, self.plain, self.listen = model, ledger, losses, plain, listen
+        self.places = places
         self.batch: Batch | None = None
         self.loss = 0
 
@@ -150,7 +162,7 @@ class _Along(Feeding):
         else:
             self.ledger.draw()
         if loss == len(self.losses) - 1:
-            self.ledger.close()
+            self.ledger.close(self.places[batch.rows])
 
     def close(self, names: Sequence[str]) -> bool:
         """See :meth:`Feeding.close`."""

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from ..progress import Progress, say
 from ..provenance import computation, versions
 from ..records import Block, digest, to_jsonable
 from ..running.divergence import next_tokens, sequence_losses
-from ..running.loss import IGNORE
+from ..running.loss import IGNORE, pad_right, unlabelled
 from ..running.modes import inference
 from ..scores.record import Scores
 from ..treatments.items import modules_by_name
@@ -50,8 +50,9 @@ class Joint:
     """
 
     def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int = 8) -> None:
-        self.data, self.batch_size = data, batch_size
+        self.data, self.batch_size = cast(CalibrationSet, pad_right(data)), batch_size
         self.device = next(model.parameters()).device
+        self.compared = [b.targets != IGNORE for b in unlabelled(model, data, batch_size)]
         with inference(model):
             self.clean = [torch.log_softmax(model(**b).logits.float(), dim=-1) for b in self._batches()]
 
@@ -59,16 +60,21 @@ class Joint:
         return self.data.batches(self.batch_size, self.device)
 
     def rows(self, model: nn.Module) -> np.ndarray:
-        """``(sequences, 4)``: summed KL in nats, real tokens, summed next-token loss, predicted tokens."""
+        """``(sequences, 4)``: summed KL in nats, compared tokens, summed next-token loss, predicted tokens.
+
+        Where the data has answers, both are of the answers only, as damages are.
+        """
         out = []
         with inference(model):
-            for batch, clean in zip(self._batches(), self.clean, strict=True):
+            for batch, clean, compared in zip(self._batches(), self.clean, self.compared, strict=True):
                 logits = model(**batch).logits.float()
                 each = (clean.exp() * (clean - torch.log_softmax(logits, dim=-1))).sum(-1)
                 mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
                 target = next_tokens(batch["input_ids"], mask)
+                if self.data.labels is not None:
+                    target = target.masked_fill(~compared[:, :-1], IGNORE)
                 losses = sequence_losses(logits[:, :-1], target)
-                columns = (each * mask).double().sum(1), mask.sum(1), losses, (target != IGNORE).sum(1)
+                columns = (each * compared).double().sum(1), compared.sum(1), losses, (target != IGNORE).sum(1)
                 out.append(torch.stack([c.double() for c in columns], 1).cpu().numpy())
         return np.concatenate(out)
 

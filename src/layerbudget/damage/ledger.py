@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -80,6 +80,8 @@ class Forms:
         error: Standard error of ``second`` over sequences (draws included), the same shape.
         tokens: N.
         passes: Forward equivalents spent: forward 1, backward 2.
+        rest: What every sequence adds to ``second`` beside its share, ``(units, levels, sequences)``, of norm ``error``: a sum
+            of units has the norm of the sum as its error. Empty where sequences were not kept apart.
         divergence: D at the present point, in nats per token; zero at the dense one.
     """
 
@@ -88,6 +90,7 @@ class Forms:
     error: np.ndarray
     tokens: int
     passes: float
+    rest: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0, 0)))
     divergence: float = 0.0
 
     @property
@@ -104,14 +107,16 @@ class Ledger:
 
     Args:
         candidates: Directions by matrix.
+        sequences: Keep so many sequences apart.
     """
 
-    def __init__(self, candidates: Candidates) -> None:
+    def __init__(self, candidates: Candidates, sequences: int = 0) -> None:
         self.candidates, self.shape = candidates, (candidates.count, candidates.levels)
         zeros = np.zeros(self.shape)
         self._first, self._sum, self._squares = zeros.copy(), zeros.copy(), zeros.copy()
         self._held: dict[int, torch.Tensor] = {}  # (B, groups, levels) by first unit: calls and matrices of one unit add up
         self._draws: list[dict[int, torch.Tensor]] = []
+        self.rows = np.zeros((sequences, *self.shape))
 
     def site(self, name: str, a: torch.Tensor, b: torch.Tensor, *, apart: bool) -> None:
         """Take the inputs ``(B, T, d_in)`` and output gradients ``(B, T, d_out)`` of one call of a matrix.
@@ -150,13 +155,15 @@ class Ledger:
         self._draws.append({first: along.square() for first, along in self._held.items()})
         self._held.clear()
 
-    def close(self) -> None:
-        """End of a batch."""
+    def close(self, sequences: Sequence[int] = ()) -> None:
+        """End of a batch of these sequences, where they are kept apart."""
         for first in self._draws[0] if self._draws else ():
             mean = torch.stack([draw[first] for draw in self._draws]).mean(0)
             rows = slice(first, first + mean.shape[1])
             self._sum[rows] += mean.sum(0).cpu().numpy()
             self._squares[rows] += mean.square().sum(0).cpu().numpy()
+            if len(self.rows):
+                self.rows[list(sequences), rows] += mean.cpu().numpy()
         self._draws.clear()
 
     def sums(self) -> np.ndarray:
@@ -167,9 +174,17 @@ class Ledger:
         """Go on with these sums."""
         self._first, self._sum, self._squares = sums
 
-    def forms(self, tokens: int, sequences: int, passes: float) -> Forms:
-        """The sums as means over tokens."""
+    def forms(self, tokens: int, sequences: int, passes: float, counts: np.ndarray | None = None) -> Forms:
+        """The sums as means over tokens; with the tokens of every sequence, errors of ratios and what they are made of."""
         n = max(sequences, 1)
+        if counts is not None:
+            second = self._sum / (2 * tokens)
+            rest = (self.rows.T / 2).transpose(1, 0, 2) - second[..., None] * counts
+            rest *= np.sqrt(n / max(n - 1, 1)) / tokens
+            return Forms(
+                first=self._first / tokens, second=second, error=np.linalg.norm(rest, axis=-1), tokens=tokens, passes=passes,
+                rest=rest,
+            )  # fmt: skip
         spread = np.maximum(self._squares - self._sum**2 / n, 0.0) * (n / max(n - 1, 1))
         return Forms(
             first=self._first / tokens, second=self._sum / (2 * tokens), error=np.sqrt(spread) / (2 * tokens), tokens=tokens,

@@ -160,6 +160,7 @@ def _record(
         "formats": [f.name for f in formats], "size": rows(size), "damage": rows(found.damage), "error": rows(found.error),
         "fixed": fixed_bytes(model, blocks, target.family), "family": target.family, "runtime": target.name,
         "passes": found.passes, "kept": found.kept, **how,
+        "rest": [[[float(f"{v:.4g}") for v in each] for each in row] for row in found.rest],
     }  # fmt: skip
     return Scores(
         estimator=ESTIMATOR, blocks=tuple(blocks), gain=(tuple(found.damage[k, first]),), unit="nats per token",
@@ -181,8 +182,7 @@ def directional(
     progress: Progress | None = None,
 ) -> Damages:
     """All blocks in all formats from one forward and ``draws`` backwards; embedding and head measured. See the module."""
-    shape = (len(blocks), len(formats))
-    found = Damages(damage=np.full(shape, np.inf), error=np.zeros(shape))
+    found = Damages.none(len(blocks), len(formats), data.samples)
     bench = Bench(model, data, formats, method, batch_size)
     place = [layer_index(model, b) for b in blocks]
     inside = [i for i, p in enumerate(place) if p is not None]
@@ -191,7 +191,7 @@ def directional(
     keep = bench.quantiser.statistic != "none" or lies is None and 4 * sum(b.numel for b in blocks) * len(formats) <= KEEP_BYTES
     with inference(model), bench:
         for i in (i for i, p in enumerate(place) if p is None):
-            found.damage[i], found.error[i] = bench.end(blocks[i])
+            found.damage[i], found.rest[i] = bench.end(blocks[i])
         if lies is not None:
             lies.leave()
         tick = Steps(progress, len(bench.walk), "rounding layers")
@@ -204,10 +204,10 @@ def directional(
                 bench.walk.advance()
             tick()
     if inside:
-        forms = forms_along(model, data, units, draws=draws, seed=seed, batch_size=batch_size, progress=progress)
+        forms = forms_along(model, data, units, draws=draws, seed=seed, batch_size=batch_size, progress=progress, apart=True)
         there = np.array([[has(blocks[i], f) for f in formats] for i in inside])
         predicted = np.where(there, forms.second, np.inf)
-        found.error[inside] = np.where(there, forms.error, 0.0)
+        found.rest[inside] = np.where(there[..., None], forms.rest, 0.0)
         norm = np.stack([sum(_norms(units[m.name].directions) for m in blocks[i].modules) for i in inside])
         found.damage[inside], found.kept = pooled(predicted, forms.error, norm)
         found.passes = forms.passes
@@ -224,7 +224,7 @@ def relative(model: nn.Module, blocks: Sequence[Block], formats: Sequence[Format
         errors = sum((Rounding(v, quantiser_of("rtn"), names, mapped(model)).norms() for v in held), np.zeros(len(names)))
         weights = sum(float(v.detach().float().square().sum()) for views in held for v in views)
         out[i] = np.where([n is None for n in names], np.inf, errors / max(weights, np.finfo(float).tiny))
-    return Damages(damage=out, error=np.zeros_like(out))
+    return Damages(damage=out, rest=np.zeros((*out.shape, 0)))
 
 
 class Rounding(Directions):

@@ -30,15 +30,26 @@ class Damages:
     """Damage of K blocks in m formats.
 
     Attributes:
-        damage, error: Nats per token, ``(K, m)``; infinite where a block does not have a format.
+        damage: Nats per token, ``(K, m)``; infinite where a block does not have a format.
+        rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, see :func:`mean_and_rest`.
         passes: Forward equivalents of the whole model on the whole text.
         kept: Share of what the formats of a block do not share that pooling left (1 where nothing is pooled).
     """
 
     damage: np.ndarray
-    error: np.ndarray
+    rest: np.ndarray
     passes: float = 0.0
     kept: float = 1.0
+
+    @classmethod
+    def none(cls, blocks: int, formats: int, sequences: int) -> Damages:
+        """A table to be filled."""
+        return cls(damage=np.full((blocks, formats), np.inf), rest=np.zeros((blocks, formats, sequences)))
+
+    @property
+    def error(self) -> np.ndarray:
+        """Standard errors, ``(K, m)``."""
+        return np.linalg.norm(self.rest, axis=-1)
 
 
 class Rows(Meter):
@@ -50,10 +61,10 @@ class Rows(Meter):
             self._held[batch] = torch.log_softmax(walk.head(batch, self.final[batch]).logits.float(), dim=-1)
 
     def rows(self, index: int, hidden: Callable[[int], torch.Tensor | None] = lambda batch: None) -> np.ndarray:
-        """``(sequences, 2)``: summed KL in nats and real tokens of every sequence, forwards begun at layer ``index``."""
+        """``(sequences, 2)``: summed KL in nats and compared tokens of every sequence, forwards begun at layer ``index``."""
         out = []
         for batch in self.batches:
-            clean, mask = self.clean(batch), self.walk.token_mask(batch)
+            clean, mask = self.clean(batch), self.counted(batch)
             now = torch.log_softmax(self.walk.tail(index, batch, hidden(batch)).logits.float(), dim=-1)
             each = (clean.exp() * (clean - now)).sum(-1)
             real = torch.ones_like(each) if mask is None or mask.shape != each.shape else mask.to(each)
@@ -62,13 +73,21 @@ class Rows(Meter):
         return np.concatenate(out)
 
 
-def mean_and_error(rows: np.ndarray) -> tuple[float, float]:
-    """Mean per token of ``(sums, tokens)`` by sequence, and its standard error over sequences (ratio estimator)."""
+def mean_and_rest(rows: np.ndarray) -> tuple[float, np.ndarray]:
+    """Mean per token of ``(sums, tokens)`` by sequence, and what every sequence adds beside its share, ``(sequences,)``.
+
+    The norm of the rest is the standard error over sequences (ratio estimator); of a sum of means it is the norm of the sum.
+    """
     total, tokens = rows.sum(0)
-    mean = total / tokens
     n = len(rows)
-    spread = ((rows[:, 0] - mean * rows[:, 1]) ** 2).sum() * (n / max(n - 1, 1))
-    return float(mean), float(np.sqrt(spread) / tokens)
+    rest = (rows[:, 0] - total / tokens * rows[:, 1]) * np.sqrt(n / max(n - 1, 1))
+    return float(total / tokens), rest / tokens
+
+
+def mean_and_error(rows: np.ndarray) -> tuple[float, float]:
+    """Mean per token of ``(sums, tokens)`` by sequence, and its standard error over sequences."""
+    mean, rest = mean_and_rest(rows)
+    return mean, float(np.linalg.norm(rest))
 
 
 def has(block: Block, form: Format) -> bool:
@@ -88,17 +107,17 @@ def measured(
 ) -> Damages:
     """Every block in every format, one after the other, everything else dense; see :mod:`layerbudget.damage.rounding`."""
     bench = Bench(model, data, formats, method, batch_size)
-    found = Damages(damage=np.full((len(blocks), len(formats)), np.inf), error=np.zeros((len(blocks), len(formats))))
+    found = Damages.none(len(blocks), len(formats), data.samples)
     place = {i: layer_index(model, b) for i, b in enumerate(blocks)}
     with inference(model), bench:
         for i in (i for i, p in place.items() if p is None):
-            found.damage[i], found.error[i] = bench.end(blocks[i])
+            found.damage[i], found.rest[i] = bench.end(blocks[i])
         tick = Steps(progress, len(bench.walk), "layers in every format")
         for layer in range(len(bench.walk)):
             inside = [i for i, p in place.items() if p == layer]
             statistics = bench.statistics(layer, [blocks[i] for i in inside])
             for i in inside:
-                found.damage[i], found.error[i] = bench.block(layer, blocks[i], statistics)
+                found.damage[i], found.rest[i] = bench.block(layer, blocks[i], statistics)
             bench.walk.advance()
             tick()
     found.passes = bench.passes
@@ -115,7 +134,7 @@ class Bench:
         self.treating = Treating(model, self.quantiser)
         self.walk = Walk(model, data, batch_size=batch_size)
         self.made: dict[Statistic, object] = {}
-        self.forwards = 0
+        self.forwards, self.samples = 0, data.samples
 
     def __enter__(self) -> Bench:
         self.walk.capture()
@@ -156,7 +175,7 @@ class Bench:
             held.restore()
 
     def block(self, layer: int, block: Block, statistics: Found) -> tuple[np.ndarray, np.ndarray]:
-        """Damage of one block of a layer in every format, ``(m,)``, and standard errors."""
+        """Damage of one block of a layer in every format, ``(m,)``, and what sequences add to it, ``(m, sequences)``."""
         return self._measure(block, statistics, lambda: self.meter.rows(layer))
 
     def end(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
@@ -165,7 +184,7 @@ class Bench:
         return self._measure(block, {}, lambda: self.meter.rows(0, lambda batch: first(self.walk.inputs(batch))))
 
     def _measure(self, block: Block, statistics: Found, rows: Callable[[], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        damage, error = np.full(len(self.formats), np.inf), np.zeros(len(self.formats))
+        damage, rest = np.full(len(self.formats), np.inf), np.zeros((len(self.formats), self.samples))
         for j, changed in self.trials(block, statistics):
-            damage[j], error[j] = mean_and_error(rows()) if changed else (0.0, 0.0)
-        return damage, error
+            damage[j], rest[j] = mean_and_rest(rows()) if changed else (0.0, 0.0)
+        return damage, rest

@@ -35,6 +35,7 @@ from ..plan import Plan
 from ..planning.bits import Table, plan_bits
 from ..progress import Progress, Steps
 from ..records import digest
+from ..running.loss import IGNORE, unlabelled
 from ..running.modes import inference
 from ..running.walk import Walk
 from ..scores.record import Scores
@@ -77,7 +78,8 @@ class Rounded:
         self.held = Originals(model, table.blocks)
         self.data = data
         self.halves = [Reference(model, data.select(slice(start, None, 2)), self.batch_size) for start in (0, 1)]
-        self.share = [len(half.data.input_ids) / data.samples for half in self.halves]
+        tokens = [sum(int((b.targets != IGNORE).sum()) for b in unlabelled(model, h.data, batch_size)) for h in self.halves]
+        self.share = [n / sum(tokens) for n in tokens]
         self.passes = 1.0
 
     def restore(self) -> None:
@@ -131,7 +133,8 @@ class Rounded:
         """What the plan's point says of every other format of every block.
 
         Returns:
-            ``delta`` beside the present format, ``(K, m)``, its standard ``error``, ``divergence``, and ``agreed``, the share.
+            ``delta`` beside the present format, ``(K, m)``, its standard ``error``, the ``rest`` of every sequence that the
+            error is the norm of, ``divergence``, and ``agreed``, the share.
         """
         units: dict[str, Unit] = {}
         inside = [i for i, p in enumerate(self.place) if p is not None]
@@ -143,22 +146,27 @@ class Rounded:
         self.go(chosen, visit)
         there = np.array([[has(self.table.blocks[i], f) for f in self.formats] for i in inside])
         own = self.table.damage - self.table.damage[np.arange(len(chosen)), chosen][:, None]
-        delta, error = own.copy(), self.table.error.copy()
+        delta = own.copy()
+        rest = np.zeros((*own.shape, self.data.samples))
+        rest[..., 0] = self.table.error
+        if self.table.rest is not None and self.table.rest.shape == rest.shape:
+            rest = self.table.rest.copy()
         more: list[np.ndarray] = []
-        square, divergence = np.zeros(norm.shape), 0.0
-        for share, half in zip(self.share, self.halves, strict=True):
+        divergence = 0.0
+        for start, (share, half) in enumerate(zip(self.share, self.halves, strict=True)):
             forms = forms_along(
-                self.model, half.data, units, clean=half.clean, draws=draws, seed=seed, batch_size=self.batch_size
+                self.model, half.data, units, clean=half.clean, draws=draws, seed=seed, batch_size=self.batch_size, apart=True
             )
             self.passes += share * forms.passes
             second, _ = pooled(np.where(there, forms.second, np.inf), forms.error, norm)
             more.append(np.where(there, forms.first + second, 0.0) - np.where(there, own[inside], 0.0))
-            square += (share * forms.error) ** 2
+            rest[inside, :, start::2] = share * np.where(there[..., None], forms.rest, 0.0)
             divergence += share * forms.divergence
         agreed = agreement(more[0], more[1], norm)
         delta[inside] += agreed * sum(s * c for s, c in zip(self.share, more, strict=True))
-        error[inside] = np.where(there, np.sqrt(square), 0.0)
-        return {"delta": delta, "error": error, "divergence": divergence, "agreed": agreed}
+        return {
+            "delta": delta, "error": np.linalg.norm(rest, axis=-1), "rest": rest, "divergence": divergence, "agreed": agreed,
+        }  # fmt: skip
 
     def _units(self, i: int, now: int, found: Found, first: int, units: dict[str, Unit]) -> np.ndarray:
         """Directions from the present format of a block to every other one; leaves it in the present one. Squared norms."""
@@ -274,7 +282,8 @@ class _Run:
             start = self.point.passes
             seen = self.point.look(chosen_of(self.point.table, plan), self.draws, seed)
             rows = [[float(x) if np.isfinite(x) else None for x in row] for row in seen["delta"]]
-            return {**seen, "delta": rows, "error": seen["error"].tolist(), "passes": self.point.passes - start}
+            kept = {name: seen[name].tolist() for name in ("error", "rest")}
+            return {**seen, **kept, "delta": rows, "passes": self.point.passes - start}
 
         return self._kept(f"look-{seed}", plan, make)
 
@@ -317,7 +326,8 @@ class _Run:
         share = here / here.sum() if here.sum() > 0 else np.full(len(here), 1.0 / len(here))
         damage = seen["divergence"] * share[:, None] + own + length * (delta - own)
         rows = [[None if np.isnan(x) else float(x) for x in row] for row in damage]
-        held = {**self.scores.extra["choices"], "damage": rows, "error": seen["error"], "measure": "directional, stepped"}
+        held = {**self.scores.extra["choices"], "damage": rows, "measure": "directional, stepped"}
+        held |= {name: seen[name] for name in ("error", "rest")}
         return dataclasses.replace(self.scores, extra={"choices": held})
 
 

@@ -19,6 +19,7 @@ from ..damage.sequential import plan_directional
 from ..data.text import calibration
 from ..errors import AlreadyExists, MissingDependency
 from ..evaluation.perplexity import Evaluation, evaluation_set, perplexity
+from ..evaluation.statistics import ratio
 from ..keeping.parts import Parts
 from ..loading import load_model, load_tokenizer
 from ..plan import Plan
@@ -43,8 +44,7 @@ MAX_SPARSITY_ABOVE_TARGET = 0.1
 
 def paired_difference(a: Evaluation, b: Evaluation) -> tuple[float, float]:
     """Mean and standard error of ``log perplexity(a) - log perplexity(b)``, paired by window."""
-    d = np.array(a.nll) - np.array(b.nll)
-    return float(d.mean()), float(d.std(ddof=1) / math.sqrt(len(d)))
+    return ratio(np.array(a.nll) - np.array(b.nll), np.array(a.counts, dtype=float))[:2]
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
@@ -178,11 +178,11 @@ class _Job:
 
 
 def _told(found: Evaluation) -> dict[str, Any]:
-    return {**found.to_dict(), "nll": list(found.nll)}
+    return {**found.to_dict(), "nll": list(found.nll), "counts": list(found.counts)}
 
 
 def _evaluation(record: dict[str, Any]) -> Evaluation:
-    return Evaluation(**{**record, "nll": tuple(record["nll"])})
+    return Evaluation(**{**record, "nll": tuple(record["nll"]), "counts": tuple(record["counts"])})
 
 
 def _saved(out: Path, job: _Job, kept: tuple[float, str, Plan] | None) -> dict[str, Any]:

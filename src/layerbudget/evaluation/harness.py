@@ -200,8 +200,9 @@ def evaluate_tasks(
 
     Returns:
         ``{task: {acc, stderr, samples, correct, digest, one_class}}``: accuracy and standard error as the harness computes
-        them, ``correct`` one 0/1 per example, for paired tests, ``digest`` of the requests in their order, ``one_class`` the
-        option that was chosen for every question, if one was: the accuracy is then that option's share.
+        them, also ``acc_norm`` and ``acc_norm_stderr`` where the task has them (log-likelihoods divided by the characters of
+        the options), ``correct`` one 0/1 per example, for paired tests, ``digest`` of the requests in their order,
+        ``one_class`` the option that was chosen for every question, if one was: the accuracy is then that option's share.
 
     Raises:
         MissingDependency: lm-eval is not installed.
@@ -250,5 +251,9 @@ def evaluate_tasks(
             "samples": len(correct), "correct": correct, "digest": digest([s["arguments"] for s in samples]),
             "one_class": one_class(*_answers(samples)),
         }  # fmt: skip
+        if "acc_norm" in samples[0]:
+            normed = [float(s["acc_norm"]) for s in samples]
+            spread = float(mean_stderr(normed)) if len(normed) > 1 else 0.0
+            result[name] |= {"acc_norm": float(mean(normed)), "acc_norm_stderr": spread}
         tick()
     return result

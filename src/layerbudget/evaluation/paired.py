@@ -1,7 +1,7 @@
-"""Two evaluations of the same questions and the same text: is one model better? McNemar, paired bootstrap, paired t.
+"""Two evaluations of the same questions and the same text: is one model better? McNemar and paired t.
 
-Per task the exact McNemar test on the logged answers; over all tasks the difference of their mean accuracy, with a bootstrap
-that draws questions within every task, the same for both models; for text the paired t-test over windows.
+Per task the exact McNemar test on the logged answers; over all tasks the same test of the difference of their mean accuracy;
+for text the paired t-test over windows or rows, of the mean loss per token.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ..errors import InvalidInput, ModelMismatch
-from .statistics import Comparison, mcnemar, paired_t
+from .statistics import Comparison, mcnemar, mcnemar_over_tasks, paired_t
 
 Rows = Mapping[str, Mapping[str, Any]]
 
@@ -33,33 +31,17 @@ def mean_accuracy(tasks: Rows) -> dict[str, Any]:
     return {"acc": sum(float(r["acc"]) for r in tasks.values()) / len(tasks), "stderr": error, "tasks": list(tasks)}
 
 
-def compare_means(first: Rows, second: Rows, *, replicates: int = 10_000, seed: int = 0) -> Comparison:
-    """Paired bootstrap of the difference of mean accuracies: questions are drawn within each task, the same for both.
-
-    The p-value is twice the smaller share of replicates on either side of zero, never below ``1/replicates``.
-    """
-    generator = np.random.default_rng(seed)
-    draws, truth = np.zeros(replicates), 0.0
-    for name, row in first.items():
-        d = np.asarray(row["correct"], dtype=float) - np.asarray(second[name]["correct"], dtype=float)
-        truth += float(d.mean()) / len(first)
-        kinds, counts = np.unique(d, return_counts=True)  # a resample of 0, +1 and -1 is a multinomial draw
-        draws += generator.multinomial(len(d), counts / len(d), size=replicates) @ kinds / len(d) / len(first)
-    low, high = np.percentile(draws, [2.5, 97.5])
-    tail = min((draws <= 0).mean(), (draws >= 0).mean())
-    n = sum(len(row["correct"]) for row in first.values())
-    return Comparison(
-        test="paired bootstrap", difference=truth, low=float(low), high=float(high), n=n,
-        p=float(min(1.0, max(2 * tail, 1 / replicates))),
-        detectable=float((1.959964 + 0.841621) * draws.std(ddof=1)) or None,
-    )  # fmt: skip
+def compare_means(first: Rows, second: Rows) -> Comparison:
+    """The exact McNemar test over all tasks, of the difference of mean accuracies."""
+    return mcnemar_over_tasks([(row["correct"], second[name]["correct"]) for name, row in first.items()])
 
 
 def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str] = ("A", "B")) -> dict[str, Any]:
     """Compare two results of ``evaluate``.
 
     Args:
-        first: With ``tasks`` (each with ``correct`` and ``digest``) and ``perplexity`` (each with ``nll`` and ``digest``).
+        first: With ``tasks`` (each with ``correct`` and ``digest``) and ``perplexity`` (each with ``nll``, ``counts`` and
+            ``digest``).
         second: Another one, of the same questions and text.
         names: How to call them.
 
@@ -92,7 +74,8 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
         found["mean"] = {"first": means[0], "second": means[1], **vars(test)}
         found["sentences"].append(f"mean of {len(tasks)} tasks: {test.sentence(a, b, 'accuracy')}")
     for name in texts:
-        test = paired_t(first["perplexity"][name]["nll"], second["perplexity"][name]["nll"])
+        one, other = first["perplexity"][name], second["perplexity"][name]
+        test = paired_t(one["nll"], other["nll"], one["counts"])
         found["perplexity"][name] = vars(test)
         found["sentences"].append(f"{name}: {_fewer(test, a, b)}")
     return found
@@ -108,7 +91,7 @@ def _fewer(test: Comparison, a: str, b: str) -> str:
 
 def _same(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> None:
     values = "correct" if "correct" in first else "nll"
-    if values not in first or values not in second:
+    if values not in first or values not in second or (values == "nll" and "counts" not in first):
         raise InvalidInput(f"An evaluation of {name} holds no single answers.", "", "Evaluate again with this release.")
     if first.get("digest") != second.get("digest") or len(first[values]) != len(second[values]):
         raise ModelMismatch(

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from ..data.calibration import CalibrationSet
@@ -43,6 +44,7 @@ class Evaluation:
         source: Where the text came from.
         digest: Content hash of the tokens.
         nll: Mean negative log-likelihood of each window, nats per token: pairs with another model's on the same text.
+        counts: Predicted tokens of each window, its weight in a comparison.
     """
 
     value: float
@@ -53,11 +55,12 @@ class Evaluation:
     source: str
     digest: str
     nll: tuple[float, ...]
+    counts: tuple[int, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, without the per-window values."""
         record = dataclasses.asdict(self)
-        del record["nll"]
+        del record["nll"], record["counts"]
         return record
 
 
@@ -70,6 +73,16 @@ def evaluation_set(source: str, tokenizer: Any, *, length: int = 256, windows: i
         NotEnoughText: Less than one window.
     """
     return calibration(source, tokenizer, samples=windows, length=length, group="evaluation", shuffle=False)
+
+
+def _targets(data: CalibrationSet) -> torch.Tensor:
+    """What the model is to predict, ``(samples, length - 1)``; -100 where it is not asked."""
+    return next_tokens(data.input_ids if data.labels is None else data.labels, None)
+
+
+def predicted(data: CalibrationSet) -> np.ndarray:
+    """Predicted tokens of every window, ``(samples,)``."""
+    return (_targets(data) != IGNORE).sum(1).numpy()
 
 
 def perplexity(
@@ -97,8 +110,7 @@ def perplexity(
         data = data.select(together.mine(range(data.samples)))
     device = next(model.parameters()).device
     losses: list[np.ndarray] = []
-    wanted = next_tokens(data.input_ids if data.labels is None else data.labels, None)
-    counts = (wanted != IGNORE).sum(1).numpy()
+    wanted, counts = _targets(data), predicted(data)
     with inference(model):
         tick = Steps(progress, data.samples)
         for done, batch in enumerate(data.batches(batch_size, device)):
@@ -130,6 +142,7 @@ def perplexity(
         source=data.source,
         digest=data.digest,
         nll=tuple(float(v) for v in rows),
+        counts=tuple(int(v) for v in counts),
     )
 
 

@@ -12,6 +12,11 @@ from ..errors import CorruptFile, InvalidInput, NotFound
 from ..evaluation import statistics
 from ..records import read_json
 
+_ONE = (
+    "One training each: whether another would do the same cannot be said. Train both with two seeds or more "
+    "(--seeds 0 1 2 --resume)."
+)
+
 
 def read_result(folder: Path | str) -> dict[str, Any]:
     """Summary of a fine-tuning folder.
@@ -42,8 +47,9 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
         second: Another one, for example of a uniform plan.
 
     Returns:
-        By split: ``seeds`` (paired t over shared seeds, the task's metric; null below two) and ``samples`` (McNemar over all
-        questions of the first shared seed; for text a paired t over its held-out rows), each with a sentence.
+        By split: ``seeds`` (paired t over shared seeds, the task's metric; null below two), ``samples`` (McNemar over all
+        questions of the first shared seed; for text a paired t over its held-out rows), each with a sentence, and ``verdict``:
+        whether another training would do the same, which only seeds can say.
 
     Raises:
         NotFound, CorruptFile: A folder without results of fine-tuning.
@@ -65,17 +71,19 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
     for split, truth in labels.items():
         values = [[r["metrics"][split][a["metric"]] for r in side] for side in runs]
         over_seeds = statistics.paired_t(*values) if len(shared) > 1 else None
-        if a["metric"] == "loss":
-            over_samples, unit = statistics.paired_t(*([*side[0]["losses"][split]] for side in runs)), "nats per token of a row"
+        lower = a["metric"] == "loss"
+        if lower:
+            mine, theirs = (side[0]["losses"][split] for side in runs)
+            over_samples = statistics.paired_t(mine, theirs, truth)
         else:
             right = [np.asarray(side[0]["predictions"][split]) == np.asarray(truth) for side in runs]
-            over_samples, unit = statistics.mcnemar(*right), "accuracy"
-        lower = a["metric"] == "loss"
+            over_samples = statistics.mcnemar(*right)
+        size = over_samples.size(one, other, "nats per token" if lower else "accuracy")
+        samples = f"The trainings of seed {shared[0]} alone, over held-out rows: {size}. That says nothing of another training."
+        seeds = over_seeds and over_seeds.sentence(one, other, a["metric"], lower_is_better=lower)
         outcome[split] = {
-            "metric": a["metric"],
-            "seeds": {**vars(over_seeds), "sentence": over_seeds.sentence(one, other, a["metric"], lower_is_better=lower)}
-            if over_seeds
-            else None,
-            "samples": {**vars(over_samples), "sentence": over_samples.sentence(one, other, unit, lower_is_better=lower)},
-        }
+            "metric": a["metric"], "verdict": f"Over {len(shared)} trainings each: {seeds}" if seeds else _ONE,
+            "seeds": {**vars(over_seeds), "sentence": seeds} if over_seeds else None,
+            "samples": {**vars(over_samples), "sentence": samples},
+        }  # fmt: skip
     return outcome

@@ -34,6 +34,8 @@ class Table:
         formats: Names, the smallest first.
         size: Bytes, ``(K, m)``; where a block does not have a format its damage is infinite.
         damage, error: Nats per token, ``(K, m)``.
+        rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, of norm ``error``; None in records
+            of earlier releases.
         fixed: Bytes of what no plan changes.
         family, runtime, method: Of the formats, of the groups, and the quantiser that was measured.
     """
@@ -47,6 +49,7 @@ class Table:
     family: str
     runtime: str
     method: str
+    rest: np.ndarray | None = None
 
     @classmethod
     def of(cls, scores: Scores) -> Table:
@@ -68,7 +71,19 @@ class Table:
             blocks=scores.blocks, formats=tuple(held["formats"]), size=np.where(none, 0, arrays["size"]).astype(np.int64),
             damage=np.where(none, np.inf, arrays["damage"]), error=np.where(none, 0.0, arrays["error"]),
             fixed=int(held["fixed"]), family=held["family"], runtime=held["runtime"], method=held["method"],
+            rest=np.array(held["rest"], dtype=np.float64) if "rest" in held else None,
         )  # fmt: skip
+
+    def error_of(self, chosen: np.ndarray) -> float:
+        """Standard error of the summed damages of a choice, ``(K,)``.
+
+        Blocks share sequences, so errors are summed per sequence first; where sequences were not kept, it is the largest that
+        the errors of the blocks allow.
+        """
+        k = np.arange(len(self.blocks))
+        if self.rest is None:
+            return float(self.error[k, chosen].sum())
+        return float(np.linalg.norm(self.rest[k, chosen].sum(0)))
 
     @property
     def numel(self) -> int:
@@ -176,7 +191,7 @@ def _plan(
     extra = {
         "formats": formats, "family": table.family, "runtime": table.runtime, "method": table.method,
         "fixed_bytes": table.fixed, "bits": 8 * spent / table.numel, "predicted": float(table.damage[k, chosen].sum()),
-        "predicted_error": float(np.sqrt((table.error[k, chosen] ** 2).sum())),
+        "predicted_error": table.error_of(chosen),
         "baselines": {
             n: {"predicted": float(table.damage[k, c].sum()), "spent": int(table.size[k, c].sum())} for n, c in others.items()
         },

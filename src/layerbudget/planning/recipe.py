@@ -142,7 +142,7 @@ def _plan(
         "formats": {m.name: table.formats[j] for b, j in zip(table.blocks, found.chosen, strict=True) for m in b.modules},
         "family": table.family, "runtime": table.runtime, "method": table.method, "fixed_bytes": table.fixed,
         "bits": 8 * int(size.sum()) / table.numel, "predicted": found.damage,
-        "predicted_error": float(np.sqrt((table.error[k, found.chosen] ** 2).sum())), "baselines": {}, "near_ties": [],
+        "predicted_error": table.error_of(found.chosen), "baselines": {}, "near_ties": [],
         "adapter": {"blocks": [{**b, "modules": list(b["modules"])} for b in own], "bytes": adapter, "gain": found.gain,
                     "parameters": int((rank_parameters(ranks.blocks) * found.ranks).sum()), "scores": ranks.digest},
     }  # fmt: skip

@@ -75,8 +75,8 @@ def _plan_verdict(plan: Plan, found: Found) -> str:
 
 
 def _sentences(against: Mapping[str, Any] | None) -> list[str]:
-    tests = [t for split in (against or {}).values() for t in (split.get("seeds"), split.get("samples")) if t]
-    return [t["sentence"] for t in tests[:1]]
+    """The verdict on the first split."""
+    return [verdict for split in (against or {}).values() if (verdict := split.get("verdict"))][:1]
 
 
 def cards_of(found: Found) -> list[tuple[str, str]]:
@@ -190,7 +190,8 @@ def _paired(found: Found) -> dict[str, Any] | None:
     """Differences with their 95 % intervals."""
     if found.tuned is not None:
         items = [
-            {"label": f"{split}, over {name}", **{k: t[k] for k in ("low", "high", "sentence")}, "value": t["difference"]}
+            {"label": f"{split}, over {name}", **{k: t[k] for k in ("low", "high", "sentence")}, "value": t["difference"],
+             "detail": name != "seeds"}
             for split, tests in (found.tuned.get("against") or {}).items()
             for name in ("seeds", "samples") if (t := tests.get(name))
         ]  # fmt: skip

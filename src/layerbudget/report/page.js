@@ -192,7 +192,7 @@ function paired() {
   let h = ticks(lo - pad, hi + pad, W < 500 ? 3 : 6).map((t, _, all) => `<line class="axis" x1="${x(t)}" x2="${x(t)}" y1="4" y2="${H - 24}"/><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - 8}">${mark(t, all)}</text>`).join("");
   h += `<line x1="${x(0)}" x2="${x(0)}" y1="2" y2="${H - 24}" stroke="var(--ink)"/>`;
   P.forEach((p, i) => {
-    const y = 18 + i * row, sure = p.low > 0 || p.high < 0, col = sure ? "var(--hi)" : "var(--soft)";
+    const y = 18 + i * row, sure = !p.detail && (p.low > 0 || p.high < 0), col = sure ? "var(--hi)" : "var(--soft)";
     h += `<text text-anchor="end" x="${L - 10}" y="${y + 4}">${esc(wrap(p.label, Math.floor(L / 6.6)))}<title>${esc(p.label)}</title></text>`;
     h += `<line x1="${x(p.low)}" x2="${x(p.high)}" y1="${y}" y2="${y}" stroke="${col}" stroke-width="3" stroke-linecap="round"/><circle cx="${x(p.value)}" cy="${y}" r="5" fill="${col}"><title>${num(p.value)} (${num(p.low)} to ${num(p.high)})</title></circle>`;
   });
