@@ -19,6 +19,7 @@ from layerbudget.errors import InvalidInput, ModelMismatch
 from layerbudget.lora.recipe import base_of, unpacked
 from layerbudget.lora.text_rows import TextRows
 from layerbudget.plan import Plan
+from layerbudget.planning import plan_again
 from layerbudget.planning.recipe import gains_of, plan_recipe, split_recipe
 
 pytest.importorskip("compressed_tensors")
@@ -87,6 +88,8 @@ def test_a_recipe_says_what_it_is_and_what_it_cannot_be(place, limit, capsys):
     bits, adapters = split_recipe(plan)
     assert (bits.kind, adapters.kind) == ("bits", "ranks") and adapters.counts.min() >= 1 and adapters.counts.max() <= 4
     assert bits.budget["file"] + adapters.budget["spent"] == plan.budget["spent"]
+    again = plan_again(adapters, ranks)
+    assert again.counts.min() >= 1 and again.counts.max() <= 4 and again.budget["spent"] <= adapters.budget["limit"]
     worth = sum(g[:r].sum() for g, r in zip(gains_of(ranks), adapters.counts, strict=True))
     assert plan.extra["adapter"]["gain"] == pytest.approx(worth)
     richer = plan_recipe(ranks, formats, budget=limit, max_capacity=4, min_capacity=1, exchange=50.0)

@@ -23,7 +23,7 @@ from ..program.recipe import Recipe, mix_recipe
 from ..scores.record import Scores
 from .bits import Table
 from .rules.by_rank import increments_of
-from .terms import smallest_sides
+from .terms import Terms, smallest_sides
 
 KIND = "recipe"
 
@@ -173,9 +173,14 @@ def split_recipe(plan: Plan) -> tuple[Plan, Plan]:
     )  # fmt: skip
     blocks = tuple(PlanBlock(**{**b, "modules": tuple(b["modules"])}) for b in adapter["blocks"])
     money = {"unit": "bytes", "limit": adapter["bytes"], "spent": adapter["bytes"]}
+    held = plan.hyperparameters
+    terms = Terms(
+        kind="ranks", floor=held["min_capacity"], cap=held["max_capacity"], multiple=held["multiple"],
+        bytes_per_parameter=held["bytes_per_parameter"],
+    )  # fmt: skip
     ranks = dataclasses.replace(
-        plan, kind="ranks", rule="recipe", blocks=blocks, budget=money, certificate={}, extra={}, hyperparameters={},
-        scores_digest=adapter["scores"],
+        plan, kind="ranks", rule="recipe", blocks=blocks, budget=money, certificate={}, extra={},
+        hyperparameters={**terms.record(), "damping": held["damping"]}, scores_digest=adapter["scores"],
     )  # fmt: skip
     return bits, ranks
 
