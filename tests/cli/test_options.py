@@ -85,12 +85,14 @@ JOINT = {
     "--min-sparsity": ([], ["--min-sparsity", 0.3]), "--min-capacity": ([], ["--min-capacity", 4]),
     "--max-capacity": ([], ["--max-capacity", 2]), "--bytes-per-parameter": ([], ["--bytes-per-parameter", 4]),
     "--curves": ([], ["--curves", "curves.json"]), "--formats": ([], ["--formats", "formats.json"]),
-    "--exchange": ([], ["--exchange", 2]), "--multiple": ([], ["--multiple", 2]),
+    "--exchange": ([], ["--exchange", 2]), "--multiple": ([], ["--multiple", 2]), "--gain": ([], ["--gain", 2]),
 }  # fmt: skip
 RECIPE = {
     "--bytes": (["--bytes=20KiB"], ["--bytes=22KiB"]),
     "--min-capacity": (["--bytes=24KiB"], ["--bytes=24KiB", "--min-capacity", 2]),
     "--exchange": ([], ["--exchange", 0.001]),
+    "--gain": ([], ["--gain", 0.001]),
+    "--bytes-per-parameter": ([], ["--bytes-per-parameter", 2]),
     "--damping": ([], ["--damping", 1.0]),
 }
 SWEEP = {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from tests import zoo
 from transformers import AutoModelForCausalLM
 
@@ -16,10 +19,12 @@ from layerbudget.cli import main
 from layerbudget.damage.rounding import rounding_damage
 from layerbudget.data.texts import read_texts
 from layerbudget.errors import InvalidInput, ModelMismatch
+from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.lora.recipe import base_of, unpacked
 from layerbudget.lora.text_rows import TextRows
 from layerbudget.plan import Plan
-from layerbudget.planning.recipe import gains_of, plan_recipe, split_recipe
+from layerbudget.planning import plan_again
+from layerbudget.planning.recipe import gains_of, plan_recipe, sentences, split_recipe
 
 pytest.importorskip("compressed_tensors")
 WIDE = {"intermediate_size": 64, "hidden_size": 64, "vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -65,7 +70,10 @@ def test_one_limit_a_written_base_and_an_adapter_that_loads_again(place, limit, 
         results[name] = command(capsys, "finetune", model, place / "recipe.json", *train, "-o", place / name)
         counted = results[name]["recipe"]
         assert counted["spent"] == plan["budget"]["spent"] <= counted["limit"] == limit
-        assert 2 * results[name]["trained_parameters"] == counted["adapter"] == plan["budget"]["adapter"]
+        assert 4 * results[name]["trained_parameters"] == counted["adapter"] == plan["budget"]["adapter"]
+        file = place / name / "seed-0" / "adapter" / "adapter_model.safetensors"
+        held = sum(t.numel() * t.element_size() for t in load_file(file).values())
+        assert held == counted["adapter"] and file.stat().st_size < held + 100 * 2**10
     losses = [results[n]["metrics"]["held_out"]["loss"]["value"] for n in ("written", "rounded")]
     assert losses[0] == pytest.approx(losses[1], abs=0.01)  # norms and embeddings of the file are in bfloat16
     base = unpacked(AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32))
@@ -87,8 +95,10 @@ def test_a_recipe_says_what_it_is_and_what_it_cannot_be(place, limit, capsys):
     bits, adapters = split_recipe(plan)
     assert (bits.kind, adapters.kind) == ("bits", "ranks") and adapters.counts.min() >= 1 and adapters.counts.max() <= 4
     assert bits.budget["file"] + adapters.budget["spent"] == plan.budget["spent"]
+    again = plan_again(adapters, ranks)
+    assert again.counts.min() >= 1 and again.counts.max() <= 4 and again.budget["spent"] <= adapters.budget["limit"]
     worth = sum(g[:r].sum() for g, r in zip(gains_of(ranks), adapters.counts, strict=True))
-    assert plan.extra["adapter"]["gain"] == pytest.approx(worth)
+    assert plan.extra["adapter"]["gain"] == pytest.approx(plan.extra["adapter"]["scale"] * worth)
     richer = plan_recipe(ranks, formats, budget=limit, max_capacity=4, min_capacity=1, exchange=50.0)
     assert richer.extra["adapter"]["gain"] >= plan.extra["adapter"]["gain"]
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))).to_dict() == plan.to_dict()
@@ -98,6 +108,9 @@ def test_a_recipe_says_what_it_is_and_what_it_cannot_be(place, limit, capsys):
     with pytest.raises(ModelMismatch):
         base_of(plan, place / "nowhere", other)
     model = lb.load_model(str(place / "model"))
+    half = plan_recipe(ranks, formats, budget=limit, bytes_per_parameter=2)
+    with pytest.raises(InvalidInput, match="2 bytes per parameter .* written in 4"):
+        base_of(half, place / "model", model)
     reads = Plan.from_dict({**plan.to_dict(), "extra": {**plan.to_dict()["extra"], "method": "gptq"}})
     with pytest.raises(InvalidInput, match="which reads text"):
         base_of(reads, place / "model", model)
@@ -105,7 +118,25 @@ def test_a_recipe_says_what_it_is_and_what_it_cannot_be(place, limit, capsys):
     for more, sentence in (
         (["900 bytes"], "smallest recipe takes"), (["3M params"], "not in bytes"),
         ([str(limit), "--eta", "2"], "has no meaning"),
-        ([f"{limit}", "--bytes-per-parameter", "0.3"], "whole bytes"),
+        ([f"{limit}", "--bytes-per-parameter", "0.3"], "whole bytes"), ([f"{limit}", "--gain", "-1"], "gain is -1"),
     ):  # fmt: skip
         assert main([*words, *more, "-o", str(place / "bad.json")]) == 2
         assert sentence in " ".join(capsys.readouterr().err.split()) and not (place / "bad.json").exists()
+
+
+def test_no_ranks_gain_more_than_there_is_to_gain(place, limit):
+    """A gain of 10 nats was predicted where the loss is 3, and bought ranks with bits."""
+    ranks, formats = (lb.Scores.load(place / f"{n}.json") for n in ("ranks", "formats"))
+    model, data = lb.load_model(str(place / "model")), zoo.tokens(6, 16, vocabulary=90)
+    assert ranks.extra["loss"] == pytest.approx(math.log(perplexity(model, data).value), rel=1e-5)
+    assert lb.score(model, data, ranks.blocks, "rank-gain", walk="layers").extra["loss"] == pytest.approx(ranks.extra["loss"])
+    steep = {**ranks.extra, "increments": [[[1e4 * g for g in row] for row in rows] for rows in ranks.extra["increments"]]}
+    promising = dataclasses.replace(ranks, extra=steep)
+    assert sum(row.sum() for row in gains_of(promising)) > 100 * ranks.extra["loss"]
+    plan = plan_recipe(promising, formats, budget=limit)
+    assert 0 < plan.extra["adapter"]["gain"] <= ranks.extra["loss"] and plan.extra["adapter"]["scale"] < 0.01
+    assert "bounds what all ranks together may gain" in " ".join(sentences(plan))
+    first = plan_recipe(promising, formats, budget=limit, gain=0.01)
+    assert 0 < first.extra["adapter"]["gain"] <= 0.01 and first.extra["bits"] >= plan.extra["bits"]
+    silent = dataclasses.replace(promising, extra={k: v for k, v in steep.items() if k != "loss"})
+    assert plan_recipe(silent, formats, budget=limit).extra["adapter"]["scale"] == 1.0

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from tests import zoo
 
-from layerbudget.errors import CoverageError, InvalidInput
+from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
 from layerbudget.lora.mixtures import adapted_experts, add_experts
 from layerbudget.lora.ranks import adapted_ranks, add_ranks
 from layerbudget.lora.replan import Replan, replanned, resize, tracked_gains
+from layerbudget.planning import plan_experts, plan_ranks
+from layerbudget.scores.record import Scores
 
 
 def ids():
@@ -169,3 +174,60 @@ def test_the_largest_rank_of_the_configuration_follows():
     config = model.peft_config["default"]
     assert (config.r, config.lora_alpha) == (9, 18.0)
     assert adapted_ranks(model)[names[0]] == 9
+
+
+def random_plan(rng):
+    """Under any terms that a user may give; raises where they cannot be met."""
+    k, cap, share = int(rng.integers(2, 8)), int(rng.integers(2, 12)), float(rng.uniform(0.1, 0.999))
+    rows, sizes = rng.random((3, k)) ** 3 + 1e-3, [int(d) for d in rng.choice([32, 64, 96], k)]
+    scores = Scores(
+        blocks=zoo.scores(rows[0].tolist(), sizes).blocks, gain=rows.tolist(), damping=(0.1, 1.0, 10.0), estimator="e", unit="x"
+    )
+    kind, rules = ("ranks", ("mdl", "uniform")) if rng.random() < 0.6 else ("experts", ("mdl", "alphalora", "uniform"))
+    rule = str(rng.choice(rules))
+    options = {"damping": float(rng.choice(scores.damping))} if rule != "uniform" else {}
+    options |= {"parity": bool(rng.random() < 0.5)} if rule == "alphalora" else {}
+    options |= {"spend": str(rng.choice(["exactly", "at_most"]))} if rule == "mdl" else {}
+    options["fixed"] = {scores.names[0]: int(rng.integers(0, 3)) * 2} if rng.random() < 0.3 else None
+    if kind == "ranks":
+        bounds = {"min_rank": int(rng.integers(0, 2)), "max_rank": cap, "multiple": int(rng.choice([1, 2]))}
+        return scores, plan_ranks(scores, mean_rank=share * cap, rule=rule, **bounds, **options)
+    bounds = {"min_experts": int(rng.integers(0, 3)), "max_experts": cap}
+    return scores, plan_experts(scores, total=max(1, int(share * cap * k)), rule=rule, **bounds, **options)
+
+
+def test_no_plan_that_holds_is_lost_in_training(caplog):
+    """Plans with a damping of their own died in mid-training, and so did some that spend all of their budget at their caps."""
+    rng, made = np.random.default_rng(0), 0
+    while made < 150:
+        try:
+            scores, plan = random_plan(rng)
+        except (InfeasibleBudget, InvalidInput):
+            continue
+        made += 1
+        shapes = {m.name: (m.d_in, m.d_out) for b in scores.blocks for m in b.modules}
+        gains = {
+            n: (g, g * float(rng.random())) for n, g in zip(shapes, rng.lognormal(0, 1.5, len(shapes)).tolist(), strict=True)
+        }
+        new = replanned(plan, gains, shapes, 1 if plan.kind == "ranks" else 2)
+        price = {m: sum(shapes[m]) if plan.kind == "ranks" else 1 for m in shapes}
+        spent = sum(price[m] * c for m, c in new.items())
+        assert spent <= max(plan.budget["limit"], plan.budget["spent"]) * (1 + 1e-9)
+        fixed = plan.hyperparameters["fixed"] or {}
+        cap = plan.hyperparameters["max_rank" if plan.kind == "ranks" else "max_experts"]
+        for block in plan.blocks:
+            count = new.get(block.modules[0], 0)
+            assert (count > 0) == (block.count > 0)
+            assert count == block.count if block.name in fixed else count <= cap
+    assert not caplog.records
+
+
+def test_terms_that_no_plan_meets_leave_the_counts_and_say_so(caplog):
+    scores = zoo.scores([3, 2, 1])
+    plan = plan_ranks(scores, mean_rank=4)
+    plan = dataclasses.replace(plan, hyperparameters={**plan.hyperparameters, "utility": "one of their own"})
+    shapes = {m.name: (m.d_in, m.d_out) for b in scores.blocks for m in b.modules}
+    with caplog.at_level(logging.WARNING):
+        new = replanned(plan, dict.fromkeys(shapes, (9.0, 1.0)), shapes)
+    assert new == {m: b.count for b in plan.blocks for m in b.modules}
+    assert "re-plan changes nothing: There is no utility 'one of their own'" in caplog.text

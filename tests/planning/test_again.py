@@ -102,6 +102,27 @@ def test_refusals():
         plan_again(plan, zoo.scores([3, 2, 1]), lower=50)
 
 
+def test_a_damping_names_a_row_of_the_plans_own_scores():
+    """A plan made with ``--damping`` died when it was made again from gains that training shows, which have one row."""
+    blocks = zoo.scores([3, 2, 1]).blocks
+    scores = Scores(blocks=blocks, gain=((3.0, 2.0, 1.0), (1.0, 2.0, 3.0)), damping=(0.1, 1.0), estimator="test", unit="x")
+    plan = plan_ranks(scores, mean_rank=4, damping=0.1)
+    again = plan_again(plan, zoo.scores([1, 1, 9]))
+    assert again.counts.argmax() == 2 and again.budget["limit"] == plan.budget["limit"]
+    assert plan_again(plan, scores).hyperparameters["damping"] == 0.1
+    with pytest.raises(InvalidInput, match="no damping 0.1"):
+        plan_again(plan, Scores(blocks=blocks, gain=((3.0, 2.0, 1.0),) * 2, damping=(1.0, 2.0), estimator="test", unit="x"))
+
+
+def test_what_the_caps_cannot_take_is_left():
+    """The block of no rank pinned, the others at their caps, all to be spent: nothing was feasible, not the plan itself."""
+    plan = plan_ranks(zoo.scores([9, 9, 1]), budget=f"{8.4 * 128} params", max_rank=4, min_rank=0)
+    assert plan.counts.tolist() == [4, 4, 0] and plan.hyperparameters["spend"] == "exactly"
+    again = plan_again(plan, zoo.scores([1, 9, 1]), fixed={"model.layers.2": 0})
+    assert again.counts.tolist() == [4, 4, 0] and again.budget["limit"] == plan.budget["limit"]
+    assert plan_again(plan, zoo.scores([1, 9, 1]), fixed={"model.layers.0": 2}).counts.tolist() == [2, 4, 2]
+
+
 def test_a_plan_made_by_hand_keeps_what_its_counts_cost():
     plan = plan_ranks(zoo.scores([3, 2, 1]), mean_rank=4)
     bare = dataclasses.replace(plan, hyperparameters={}, budget={"unit": "hand"})
@@ -135,6 +156,13 @@ def test_random_joint_plans(count):
         assert capacity == "experts" or (counts <= sides).all()
         pruned, added = split_joint(plan)
         assert (pruned.counts <= np.floor(0.7 * scores.numel)).all() and added.counts.tolist() == counts.tolist()
+        assert plan_again(added, scores).counts.tolist() == added.counts.tolist()
+        values = dict(zip(scores.names, (rng.random(len(scores.blocks)) ** 3 + 1e-3).tolist(), strict=True))
+        again = plan_again(added, Scores.from_values(values, scores.blocks))
+        assert (again.counts >= least["min_capacity"]).all() and again.budget["spent"] <= added.budget["limit"]
+        assert (again.counts <= most.get("max_capacity", np.inf)).all() and (
+            capacity == "experts" or (again.counts <= sides).all()
+        )
 
 
 def test_ranks_of_a_joint_plan_fit_their_matrices():

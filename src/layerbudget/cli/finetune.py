@@ -124,7 +124,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
     _show(arguments.console, result)
     if recipe is not None:
-        result = {**result, "recipe": _recounted(arguments, recipe, result["trained_parameters"])}
+        result = {**result, "recipe": _recounted(arguments, recipe, result["seeds"][0])}
     if arguments.against:
         result["against"] = compare(arguments.out, arguments.against)
         if first():
@@ -197,11 +197,9 @@ def _protocol(arguments: argparse.Namespace, base: Any) -> Any:
     return dataclasses.replace(PRESETS[arguments.preset].changed(settings), **given)
 
 
-def _recounted(arguments: argparse.Namespace, recipe: Any, trained: int) -> dict[str, int]:
-    """Bytes of base and adapter."""
-    from ..plan import Plan
-
-    found: dict[str, int] = recipe.recount(trained, Plan.load(arguments.plan).hyperparameters["bytes_per_parameter"])
+def _recounted(arguments: argparse.Namespace, recipe: Any, seed: int) -> dict[str, int]:
+    """Bytes of base and adapter, the latter counted in its file."""
+    found: dict[str, int] = recipe.recount(Path(arguments.out) / f"seed-{seed}" / "adapter")
     where = arguments.model if recipe.written else "what `layerbudget quantize MODEL RECIPE` writes"
     arguments.console.print(
         f"Recounted {found['base']} bytes of base and {found['adapter']} of adapter, {found['spent']} of {found['limit']}; "

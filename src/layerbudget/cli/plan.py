@@ -147,6 +147,9 @@ def _register_joint(verbs: Any) -> None:
     p.add_argument(
         "--exchange", type=float, help="a recipe's: what a nat gained by training is worth in nats of damage (default 1)"
     )
+    p.add_argument(
+        "--gain", type=float, help="a recipe's: nats per token that training gains at most (default: the loss of the text)"
+    )
     p.add_argument("--multiple", type=int, help="a recipe's: ranks are multiples of this (default 1)")
     p.add_argument("--capacity", choices=("ranks", "experts"), help="what is added (default: ranks)")
     p.add_argument("--expert-rank", type=int, help="rank of one expert, for --capacity experts (default: 8)")
@@ -154,7 +157,7 @@ def _register_joint(verbs: Any) -> None:
     p.add_argument("--min-sparsity", type=float, help="floor per block (default 0)")
     p.add_argument("--min-capacity", type=float, help="ranks or experts that every block gets (default 0)")
     p.add_argument("--max-capacity", type=float, help="cap per block")
-    p.add_argument("--bytes-per-parameter", type=float, help="2 for bf16 (default)")
+    p.add_argument("--bytes-per-parameter", type=float, help="2 for bf16 (default); of a recipe's adapter 4, as written")
     p.add_argument("--alpha", type=float, help="price of capacity (default 0.5)")
     p.add_argument("--gamma", type=float, help="weight of adapting (default 0.9)")
     p.add_argument("--eta", type=float, help="weight of damage (default 2)")
@@ -228,9 +231,9 @@ def run_joint(a: argparse.Namespace) -> dict[str, Any]:
 
     if a.formats:
         refuse(a, (*_ADAPTING, *(n for n in _WEIGHTS if n != "damping"), "penalty", "curves"), "a recipe of formats and ranks")
-        options = given(*_BOTH, "exchange", "multiple", "damping")
+        options = given(*_BOTH, "exchange", "gain", "multiple", "damping")
         return _finish(a, plan_recipe(need_scores(a.scores), need_scores(a.formats), budget=a.budget, **options))
-    refuse(a, ("exchange", "multiple"), "zeros and adapters: it is of recipes (--formats)")
+    refuse(a, ("exchange", "gain", "multiple"), "zeros and adapters: it is of recipes (--formats)")
     options = given(*_ADAPTING, *_BOTH, *_WEIGHTS) | {"penalty": _penalty(a) or "quadratic"}
     return _finish(a, plan_joint(need_scores(a.scores), budget=a.budget, **options))
 

@@ -15,10 +15,12 @@ from ..errors import CoverageError, InvalidInput, ModelMismatch
 from ..plan import Plan
 from ..planning.recipe import split_recipe
 from ..quantising.plans import formats_of_plan
-from ..quantising.receipt import QuantisationReceipt
+from ..quantising.receipt import QuantisationReceipt, recount_safetensors
 from ..running.modes import inference
 from ..treatments.base import find_quantiser
 from ..treatments.storing import store
+
+_WRITTEN = 4  # bytes of a parameter: adapters are trained and written in float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,16 +51,22 @@ class Base:
         else:
             store(model, formats_of_plan(self.bits), method=str(self.bits.extra["method"]))
 
-    def recount(self, trained: int, bytes_per_parameter: float) -> dict[str, int]:
-        """Bytes of base and adapter from what is there: the receipt, or the plan where nothing was written, and parameters.
+    def recount(self, adapter_folder: Path) -> dict[str, int]:
+        """Bytes of base and adapter from what is there: the receipt, or the plan where nothing was written, and the file.
+
+        Args:
+            adapter_folder: Where the adapter was written.
 
         Raises:
             CoverageError: The adapter is not as large as planned.
         """
-        adapter = int(trained * bytes_per_parameter)
-        if adapter != self.ranks.budget["spent"]:
+        tensors = recount_safetensors(adapter_folder)
+        adapter, ranks = sum(tensors.values()), sum(size for name, size in tensors.items() if ".lora_" in name)
+        if ranks != self.ranks.budget["spent"]:
             raise CoverageError(
-                f"The adapter takes {adapter} bytes, {self.ranks.budget['spent']} were planned.", "", "Report this."
+                f"The ranks take {ranks} bytes in the adapter's file, {self.ranks.budget['spent']} were planned.",
+                "",
+                "Report this.",
             )
         base = int(self.bits.budget["file"])
         return {"base": base, "adapter": adapter, "spent": base + adapter, "limit": self.limit}
@@ -81,10 +89,17 @@ def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
 
     Raises:
         ModelMismatch: The model is another one, or was written by another plan.
-        InvalidInput: Formats that need text to be rounded to, and a model that is not in them.
+        InvalidInput: Formats that need text to be rounded to, and a model that is not in them; an adapter counted in other
+            numbers than it is written in.
         CoverageError: A written file that is not as large as planned.
     """
     bits, ranks = split_recipe(plan)
+    each = plan.hyperparameters["bytes_per_parameter"]
+    if each != _WRITTEN:
+        raise InvalidInput(
+            f"The recipe counts {each:g} bytes per parameter of the adapter.", f"It is trained and written in {_WRITTEN}.",
+            f"Plan it again: layerbudget plan joint ... --bytes-per-parameter {_WRITTEN}.",
+        )  # fmt: skip
     receipt = Path(folder) / "receipt.json"
     if (Path(folder) / "plan.json").is_file() and receipt.is_file():
         held = Plan.load(Path(folder) / "plan.json")

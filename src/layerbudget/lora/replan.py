@@ -13,6 +13,7 @@ dropped one has the smallest norm.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..errors import CoverageError, InvalidInput
+from ..errors import CoverageError, InvalidInput, LayerbudgetError
 from ..keeping import reading
 from ..plan import Plan, PlanBlock
 from ..planning import plan_again
@@ -33,6 +34,7 @@ from ..scores.moments import Moments, excess_weights, moment_gains, optimizer_mo
 from ..scores.record import Scores
 from . import targets
 
+logger = logging.getLogger(__name__)
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -182,7 +184,7 @@ def replanned(
     """New counts by module under the plan's own budget and constraints, from the gains that training shows now.
 
     What has no adapter keeps none, and a block with one expert has no router and keeps its one. Gains that are not finite, or
-    of which nothing is positive, leave every count as it is.
+    of which nothing is positive, leave every count as it is, and so do terms that no other plan meets: training goes on.
 
     Args:
         plan: The plan in force.
@@ -205,8 +207,12 @@ def replanned(
     ]
     scores = Scores.from_values({b.name: found.get(b.name, 0.0) for b in blocks}, blocks, estimator="tracked-fisher-diagonal")
     still = (plan.counts == 0) | ((plan.counts < 2) & (plan.kind == "experts"))
-    low = np.where(still, plan.counts, np.minimum(minimum, plan.counts))
-    new = plan_again(plan, scores, rule="mdl", lower=low, upper=np.where(still, plan.counts, np.inf))
+    pinned = {b.name: b.count for b, stays in zip(plan.blocks, still, strict=True) if stays}
+    try:
+        new = plan_again(plan, scores, rule="mdl", lower=np.minimum(minimum, plan.counts), fixed=pinned)
+    except LayerbudgetError as error:  # a run that trains is worth more than another plan for the rest of it
+        logger.warning("The re-plan changes nothing: %s", error)
+        return held
     return {m: b.count for b in new.blocks for m in b.modules if m in held}
 
 

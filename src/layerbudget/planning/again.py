@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,18 +14,20 @@ from ..errors import InvalidInput, ModelMismatch
 from ..plan import Plan
 from ..scores.record import Scores
 from .capacity import decide
-from .rule import find_rule
+from .rule import Rule, find_rule
 from .terms import Terms
 
 
 def plan_again(
-    plan: Plan, scores: Scores, *, rule: str | None = None, lower: ArrayLike = 0.0, upper: ArrayLike | None = None
-) -> Plan:
+    plan: Plan, scores: Scores, *, rule: str | None = None, lower: ArrayLike = 0.0, upper: ArrayLike | None = None,
+    fixed: Mapping[str, int] | None = None,
+) -> Plan:  # fmt: skip
     """Make a plan of ranks or experts again from other scores of the same blocks.
 
     Budget (in the plan's own unit), price, floors, caps, multiples, fixed blocks and the options of the rule are those that
     the plan records. A plan without such a record (made by hand) keeps what its counts cost: parameters for ranks, experts
-    for experts.
+    for experts. A damping names a row of the plan's own scores; new scores of one row are read as they are. What the caps
+    cannot take of the budget is left.
 
     Args:
         plan: The plan in force.
@@ -32,6 +36,7 @@ def plan_again(
             reads no scores, or other scores than these (by rank).
         lower: Floors on top of the plan's own, a scalar or shape ``(K,)``.
         upper: Caps on top of the plan's own.
+        fixed: Counts of blocks on top of those that the plan fixes, whatever its floors and caps.
 
     Returns:
         The new plan.
@@ -54,9 +59,23 @@ def plan_again(
     if upper is not None:
         cap = np.inf if terms.cap is None else np.array(terms.cap, dtype=float)
         terms = dataclasses.replace(terms, cap=np.minimum(cap, upper))
+    terms = dataclasses.replace(terms, fixed={**(terms.fixed or {}), **(fixed or {})})
     chosen = find_rule(plan.kind, rule or _rule_for(plan, scores))
+    budget = _budget(plan, scores)
+    problem = terms.problem(scores, budget)
+    most = float(problem.amount @ problem.high)
+    new = decide(
+        scores, terms, dataclasses.replace(budget, amount=min(budget.amount, most)), chosen.name, _given(held, scores, chosen)
+    )
+    return dataclasses.replace(new, budget={**new.budget, "limit": problem.target})
+
+
+def _given(held: Mapping[str, Any], scores: Scores, chosen: Rule) -> dict[str, Any]:
+    """The options of the rule that the plan records; a damping only where the scores have a choice of rows, or that one."""
     given = {name: held[name] for name in chosen.options if held.get(name) is not None}
-    return decide(scores, terms, _budget(plan, scores), chosen.name, given)
+    if len(scores.damping) == 1 and not np.isclose(scores.damping[0], given.get("damping", scores.damping[0])):
+        del given["damping"]
+    return given
 
 
 def _rule_for(plan: Plan, scores: Scores) -> str:

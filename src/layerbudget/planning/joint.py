@@ -22,7 +22,7 @@ from ..program.utilities import Function
 from ..scores.record import Scores
 from .common import make_plan
 from .sparsity import Curves
-from .terms import smallest_sides
+from .terms import Terms, smallest_sides
 
 
 def plan_joint(
@@ -181,4 +181,15 @@ def split_joint(plan: Plan) -> tuple[Plan, Plan]:
         for b in plan.blocks
     )
     money = {"unit": "bytes", "limit": adapters["bytes"], "spent": adapters["bytes"]}
-    return prune, dataclasses.replace(plan, kind=adapters["kind"], blocks=blocks, budget=money)
+    hyper = _alone(plan.hyperparameters, adapters["kind"]) if plan.hyperparameters else {}
+    return prune, dataclasses.replace(plan, kind=adapters["kind"], blocks=blocks, budget=money, hyperparameters=hyper)
+
+
+def _alone(held: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Terms and options of the adapters as a plan of them alone records them."""
+    terms = Terms(
+        kind=kind, floor=held.get("min_capacity", 0), cap=held.get("max_capacity"), expert_rank=held.get("expert_rank", 8),
+        bytes_per_parameter=held.get("bytes_per_parameter"),
+    )  # fmt: skip
+    options = ("exponent", "exponent_on", "utility", "spend", "alpha", "gamma", "damping", "smoothing")
+    return {**terms.record(), **{name: held[name] for name in options if name in held}}

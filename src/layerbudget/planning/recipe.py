@@ -3,7 +3,8 @@
 From two records of one model: what every format costs (``plan bits --save-scores``) and what every further rank is worth
 (``score --estimator rank-gain --by linear``). Damage is the KL from the dense model in nats per token. A rank's worth is half
 of its squared singular value in the whitened gradient, the fall of the quadratic model of the loss, less what noise alone gives
-it; it is a step of Newton's method, so an upper end, and ``exchange`` says what a nat of it counts. Zeros are no part of it:
+it. That model has no floor: where all ranks together would gain more than the loss itself (or than a first run showed), all of
+them are scaled down to that. ``exchange`` says what a nat of gain counts. Zeros are no part of it:
 packed integers store a zero in as many bits as any other weight, so that they free no bytes there.
 """
 
@@ -19,11 +20,12 @@ from numpy.typing import ArrayLike
 from ..costs import parse_budget, rank_parameters
 from ..errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from ..plan import Plan, PlanBlock
+from ..program.inputs import number
 from ..program.recipe import Recipe, mix_recipe
 from ..scores.record import Scores
 from .bits import Table
 from .rules.by_rank import increments_of
-from .terms import smallest_sides
+from .terms import Terms, smallest_sides
 
 KIND = "recipe"
 
@@ -37,8 +39,9 @@ def plan_recipe(
     max_capacity: ArrayLike | None = None,
     multiple: int = 1,
     exchange: float = 1.0,
+    gain: float | None = None,
     damping: float | None = None,
-    bytes_per_parameter: float = 2.0,
+    bytes_per_parameter: float = 4.0,
 ) -> Plan:
     """Decide bits and ranks together: the model's file and its adapter within one limit.
 
@@ -50,8 +53,10 @@ def plan_recipe(
         max_capacity: Cap per matrix.
         multiple: Ranks are multiples of this.
         exchange: What a nat gained by training is worth in nats of damage.
+        gain: Nats per token that all ranks within the caps gain at most: the fall of the held-out loss in a first run; by
+            default the loss of the text that was scored.
         damping: Which row of the scores.
-        bytes_per_parameter: Of the adapter, 2 for bf16.
+        bytes_per_parameter: Of the adapter: 4, the float32 that ``finetune`` writes.
 
     Returns:
         A plan of kind ``recipe``: values are bits per weight, counts bytes of the base. ``extra`` has what a plan of bits
@@ -65,18 +70,20 @@ def plan_recipe(
     """
     _check_same(ranks, formats)
     table, limit = Table.of(formats), _limit(budget)
-    worth = gains_of(ranks, damping)
     cost = _bytes(rank_parameters(ranks.blocks), bytes_per_parameter)
     sides = smallest_sides(ranks.blocks)
     high = sides if max_capacity is None else np.minimum(sides, max_capacity)
     low = np.minimum(np.broadcast_to(np.asarray(min_capacity), sides.shape), sides)
     _check_limit(table, cost, low, limit)
+    most = ranks.extra.get("loss") if gain is None else gain
+    worth, scale = bounded(gains_of(ranks, damping), high, None if most is None else number(most, "gain"))
     found = mix_recipe(
         table.damage, table.size, worth, cost, limit - table.fixed, lower=low, upper=high, multiple=multiple, exchange=exchange
     )
     given = {"budget": budget, "min_capacity": min_capacity, "max_capacity": max_capacity, "multiple": multiple}
-    given |= {"exchange": exchange, "damping": damping, "bytes_per_parameter": bytes_per_parameter, "method": table.method}
-    return _plan(ranks, formats, table, found, cost, limit, given)
+    given |= {"exchange": exchange, "gain": gain, "damping": damping, "bytes_per_parameter": bytes_per_parameter}
+    given |= {"method": table.method}
+    return _plan(ranks, formats, table, found, cost, limit, given, scale)
 
 
 def gains_of(ranks: Scores, damping: float | None = None) -> list[np.ndarray]:
@@ -90,6 +97,13 @@ def gains_of(ranks: Scores, damping: float | None = None) -> list[np.ndarray]:
     noise = rows if floor is None else floor[ranks.index(damping)]
     less = [np.zeros(len(r)) if floor is None else np.asarray(n, dtype=np.float64) for r, n in zip(rows, noise, strict=True)]
     return [0.5 * np.maximum(np.asarray(r, dtype=np.float64) - n, 0.0) for r, n in zip(rows, less, strict=True)]
+
+
+def bounded(worth: Sequence[np.ndarray], high: np.ndarray, most: float | None) -> tuple[list[np.ndarray], float]:
+    """The gains, and the factor that keeps the sum of all of them within the caps at or below ``most`` (1 where it is)."""
+    total = sum(float(row[: int(top)].sum()) for row, top in zip(worth, high, strict=True))
+    scale = 1.0 if most is None or total <= most else most / total
+    return [scale * row for row in worth], scale
 
 
 def _check_same(ranks: Scores, formats: Scores) -> None:
@@ -112,7 +126,7 @@ def _bytes(parameters: np.ndarray, each: float) -> np.ndarray:
     """Whole bytes of a rank."""
     found = parameters * each
     if not (each > 0 and (found == np.round(found)).all()):
-        raise InvalidInput(f"bytes_per_parameter is {each:g}.", "A rank takes whole bytes.", "Use 2 for bf16.")
+        raise InvalidInput(f"bytes_per_parameter is {each:g}.", "A rank takes whole bytes.", "Use 4 for float32.")
     return found.astype(np.int64)
 
 
@@ -128,8 +142,9 @@ def _check_limit(table: Table, cost: np.ndarray, low: np.ndarray, limit: int) ->
 
 
 def _plan(
-    ranks: Scores, formats: Scores, table: Table, found: Recipe, cost: np.ndarray, limit: int, given: Mapping[str, Any]
-) -> Plan:
+    ranks: Scores, formats: Scores, table: Table, found: Recipe, cost: np.ndarray, limit: int, given: Mapping[str, Any],
+    scale: float,
+) -> Plan:  # fmt: skip
     k = np.arange(len(table.blocks))
     size = table.size[k, found.chosen]
     blocks = tuple(PlanBlock.of(b, 8 * s / b.numel, s) for b, s in zip(table.blocks, size, strict=True))
@@ -144,7 +159,8 @@ def _plan(
         "bits": 8 * int(size.sum()) / table.numel, "predicted": found.damage,
         "predicted_error": table.error_of(found.chosen), "baselines": {}, "near_ties": [],
         "adapter": {"blocks": [{**b, "modules": list(b["modules"])} for b in own], "bytes": adapter, "gain": found.gain,
-                    "parameters": int((rank_parameters(ranks.blocks) * found.ranks).sum()), "scores": ranks.digest},
+                    "scale": scale, "parameters": int((rank_parameters(ranks.blocks) * found.ranks).sum()),
+                    "scores": ranks.digest},
     }  # fmt: skip
     return Plan(
         kind=KIND, rule="choices", model=dict(formats.model), blocks=blocks, hyperparameters=_plain(given),
@@ -173,9 +189,14 @@ def split_recipe(plan: Plan) -> tuple[Plan, Plan]:
     )  # fmt: skip
     blocks = tuple(PlanBlock(**{**b, "modules": tuple(b["modules"])}) for b in adapter["blocks"])
     money = {"unit": "bytes", "limit": adapter["bytes"], "spent": adapter["bytes"]}
+    held = plan.hyperparameters
+    terms = Terms(
+        kind="ranks", floor=held["min_capacity"], cap=held["max_capacity"], multiple=held["multiple"],
+        bytes_per_parameter=held["bytes_per_parameter"],
+    )  # fmt: skip
     ranks = dataclasses.replace(
-        plan, kind="ranks", rule="recipe", blocks=blocks, budget=money, certificate={}, extra={}, hyperparameters={},
-        scores_digest=adapter["scores"],
+        plan, kind="ranks", rule="recipe", blocks=blocks, budget=money, certificate={}, extra={},
+        hyperparameters={**terms.record(), "damping": held["damping"]}, scores_digest=adapter["scores"],
     )  # fmt: skip
     return bits, ranks
 
@@ -189,5 +210,9 @@ def sentences(plan: Plan) -> Sequence[str]:
         f"{ranks.min()} to {ranks.max()}, {ranks.mean():.2f} on average ({a['parameters']} parameters, {b['adapter']} bytes): "
         f"{b['spent']} of {b['limit']} bytes.",
         f"Rounding costs {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token; training along the best directions "
-        f"of these ranks would gain up to {a['gain']:.4g} by the quadratic model.",
+        f"of these ranks would gain up to {a['gain']:.4g} by the quadratic model{_scaled(a.get('scale', 1.0))}.",
     ]
+
+
+def _scaled(scale: float) -> str:
+    return "" if scale == 1.0 else f" times {scale:.2g}, which bounds what all ranks together may gain"

@@ -5,8 +5,7 @@ r"""One step of a sequential plan of smaller shapes: the best alternative of eve
 An alternative is a row ``(heads, mlp, zeros of the heads, zeros of the MLP, gone)``: units that go from both parts, the level
 of zeros in what remains of each (:mod:`layerbudget.planning.zeros`), and whether the whole layer goes. ``s`` is what it saves,
 ``f`` a model of the damage around the present plan, of any shape: the multiple-choice program
-(:mod:`layerbudget.program.choices`), exact for whole units. At most N layers may go: where the program wants more, every layer
-that goes pays the price at which N of them do, and those N are then the only ones that may.
+(:mod:`layerbudget.program.counted`), exact for whole units and for at most N layers that go.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ import numpy as np
 from ..costs import parse_budget
 from ..errors import InfeasibleBudget, InvalidInput
 from ..plan import Plan
-from ..program.choices import Choice, choose
+from ..program.choices import Choice
+from ..program.counted import choose_few
 from ..records import to_jsonable
 from .parts import KINDS, Part
 from .shapes import FoundShapes, ShapeProblem, priced, shaped_plan, too_much
 from .zeros import left, zeros_of
 
 HEADS, MLP, GONE = 0, 1, 4
-_STEPS = 60
 Solve = Callable[[np.ndarray], Choice]
 
 
@@ -177,49 +176,43 @@ class ShapeSpace:
             InfeasibleBudget: Nothing within reach saves enough.
         """
         saved, gone = self.saved(alternatives), alternatives[:, :, GONE] == 1
-        most, need = int(saved.max(1).sum()), int(np.ceil(share * self.need))
+        need = int(np.ceil(share * self.need))
+        whole = np.ceil(np.array(self.rest) - 1e-6).astype(np.int64)
 
         def solve(values: np.ndarray) -> Choice:
-            return choose(values, saved.max(1, keepdims=True) - saved, most - need)
+            return choose_few(values, whole[:, None] - saved, int(whole.sum()) - need, gone, self.depth)
 
-        found = self._alike(alternatives, solve, damage, gone) if self.problem.even else self._few(solve, damage, gone)
+        unit, even = str(self.budget["unit"]), self.problem.even
+        among = f" and with at most {self.depth} of {len(self.layers)} layers gone" if self.depth else ""
+        try:
+            found = self._alike(alternatives, solve, damage, gone) if even else solve(damage)
+        except InfeasibleBudget as error:
+            raise InfeasibleBudget(
+                f"Within reach{' equally in all layers' * even}{among} nothing saves {need} {unit}.",
+                f"These layers have {whole.sum()} {unit}.",
+                "Save less, raise max_removed, or allow more layers to go (depth).",
+            ) from error
+        found = dataclasses.replace(found, unit=unit, among=among)
         return alternatives[np.arange(len(alternatives)), found.chosen], found
 
     def _alike(self, alternatives: np.ndarray, solve: Solve, damage: np.ndarray, gone: np.ndarray) -> Choice:
-        """The best pair of numbers for all layers that stay: every pair is tried."""
+        """The best pair of numbers for all layers that stay: every pair is tried, and the bound is that of all of them."""
         found, refused = list[Choice](), list[InfeasibleBudget]()
         for pair in np.unique(alternatives[~gone][:, :2], axis=0):
-            fits = (alternatives[:, :, :2] == pair).all(2) | gone
+            values = np.where((alternatives[:, :, :2] == pair).all(2) | gone, damage, np.inf)
+            if not np.isfinite(values).any(axis=1).all():  # some layer cannot go there
+                continue
             try:
-                found.append(self._few(solve, np.where(fits, damage, np.inf), gone))
+                found.append(solve(values))
             except InfeasibleBudget as error:
                 refused.append(error)
         if not found:
-            raise refused[0]
-        return min(found, key=lambda f: f.damage)
-
-    def _few(self, solve: Solve, damage: np.ndarray, gone: np.ndarray) -> Choice:
-        """The best choice in which no more layers go than may."""
-        rows, found = np.arange(len(damage)), solve(damage)
-        if gone[rows, found.chosen].sum() <= self.depth:
-            return found
-        finite = damage[np.isfinite(damage)]
-        low, high = 0.0, float(finite.max() - finite.min()) * len(damage) + 1e-9
-        chosen = rows[:0]
-        for _ in range(_STEPS):
-            price = (low + high) / 2
-            try:
-                now = solve(damage + price * gone).chosen
-            except InfeasibleBudget:
-                break
-            few = rows[gone[rows, now]]
-            low, high = (price, high) if len(few) > self.depth else (low, price)
-            if len(few) <= self.depth:
-                chosen = few
-            if len(few) == self.depth:
-                break
-        allowed = np.isin(rows, chosen)[:, None]
-        return solve(np.where(gone & ~allowed, np.inf, damage))
+            raise refused[0] if refused else InfeasibleBudget("No numbers of units are within reach of all layers.", "", "")
+        best = min(found, key=lambda f: f.damage)
+        below = [f for f in found if f.status == "bounded" and f.lower_bound < best.damage]
+        if not below:
+            return best
+        return dataclasses.replace(best, status="bounded", lower_bound=min(f.lower_bound for f in below))
 
     def plan(
         self, state: np.ndarray, damage: float, solution: Choice, hyper: Mapping[str, Any], model: Mapping[str, Any]

@@ -46,6 +46,8 @@ class Choice:
         relaxed: ``L(price)``, the bound of the linear relaxation.
         price: Damage that one more byte would save at the margin.
         reduced: ``r_ij`` at the price, ``(K, m)``: how much worse than the relaxation an alternative is by itself.
+        unit: Of ``spent`` and ``budget``.
+        among: What else every choice keeps to, for the message: ``" and with at most 1 layer gone"``.
     """
 
     chosen: np.ndarray
@@ -57,6 +59,8 @@ class Choice:
     relaxed: float
     price: float
     reduced: np.ndarray
+    unit: str = "bytes"
+    among: str = ""
 
     @property
     def gap(self) -> float:
@@ -66,10 +70,10 @@ class Choice:
     @property
     def message(self) -> str:
         """The status in a sentence."""
-        left = self.budget - self.spent
+        limit, left = f"{self.budget} {self.unit}{self.among}", f"{self.budget - self.spent} {self.unit}"
         return {
-            "optimal": f"No choice within {self.budget} bytes has less damage; {left} bytes are left and help nothing.",
-            "slack": f"Every item has its best alternative and {left} bytes are left.",
+            "optimal": f"No choice within {limit} has less damage; {left} are left and help nothing.",
+            "slack": f"Every item has its best alternative and {left} are left.",
             "bounded": f"The search was cut: at most {self.gap:.1e} of the damage could still be saved.",
         }[self.status]
 

@@ -74,7 +74,8 @@ def score_rank_gain(
 
     Returns:
         ``gain`` sums all ranks; ``extra['increments']`` has, per damping and block, the gain of the first, second, ... rank;
-        ``extra['increments_floor']`` the same of ``G_1 - G_2``, which is noise: what noise alone gives each rank.
+        ``extra['increments_floor']`` the same of ``G_1 - G_2``, which is noise: what noise alone gives each rank;
+        ``extra['loss']`` the mean loss, which no training can gain more than.
 
     Raises:
         CoverageError: Fused experts, or a matrix that was never seen.
@@ -88,7 +89,7 @@ def score_rank_gain(
     if curvature == "none":
         halves = _Halves(model, data, work)
         halves.refuse_direct(model, blocks)
-        feed(model, data, blocks, halves, batch_size=batch_size, walk=walk, tick=tick)
+        fed = feed(model, data, blocks, halves, batch_size=batch_size, walk=walk, tick=tick)
         scale = None
     else:
         scale = damping_scale(model, data, blocks, batch_size=batch_size, seed=seed, walk=walk)
@@ -97,10 +98,11 @@ def score_rank_gain(
         )
         factors.after, factors.done, factors.closed = work.merge, work.done, work.settle
         factors.workers = torch.get_num_threads() if next(model.parameters()).device.type == "cpu" else 1
-        collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
+        fed = collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
     extra = {
         "curvature": "none" if curvature == "none" else "K-FAC, sampled labels",
         "tokens": token_count(model, data),
+        **({"loss": fed.loss / token_count(model, data)} if fed.loss > 0 else {}),  # an earlier run saw it
         "increments": work.increments(0),
         "increments_floor": work.increments(1),
         "excess": (work.gain[0] - work.gain[1]).tolist(),

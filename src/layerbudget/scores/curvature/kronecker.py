@@ -20,7 +20,7 @@ from torch import nn
 from ...errors import CoverageError, InvalidInput
 from ...machine import in_threads
 from ...records import Block, Module
-from ...running.backward import Feeding, Loss, SampledLoss, data_loss, feed
+from ...running.backward import Fed, Feeding, Loss, SampledLoss, data_loss, feed
 from ...running.loss import Batch, Data, token_count
 from ...running.shares import Team
 from ...running.sites import Site, tracked
@@ -275,15 +275,18 @@ def collect(
     batch_size: int = 8,
     walk: str = "auto",
     tick: Any = None,
-) -> None:
+) -> Fed:
     """Feed the factors of every matrix; fused experts are refused before anything runs.
+
+    Returns:
+        What feeding took, with the sum of the loss.
 
     Raises:
         CoverageError: Fused experts, or a weight matrix that was never seen.
     """
     for name in tracked(model, blocks)[1]:
         consumer.direct(name, torch.empty(0))
-    feed(model, data, blocks, consumer, batch_size=batch_size, walk=walk, tick=tick)
+    return feed(model, data, blocks, consumer, batch_size=batch_size, walk=walk, tick=tick)
 
 
 def factors_of(
