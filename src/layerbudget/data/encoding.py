@@ -102,32 +102,47 @@ def _tokens(made: Dialogue, tokenizer: Any, everything: bool) -> Encoded:
     if not getattr(tokenizer, "is_fast", False):
         return _tokens_by_parts(made, tokenizer, everything)
     coded = tokenizer(made.text, add_special_tokens=made.special, return_offsets_mapping=True, verbose=False)
-    ids, places = list(coded["input_ids"]), list(coded["offset_mapping"])
+    ids, places = list(coded["input_ids"]), _untrimmed(coded["offset_mapping"], coded.tokens(), made.text)
     end = tokenizer.eos_token_id
     appended = made.special and len(ids) > 1 and ids[-1] == end and places[-1][0] == places[-1][1]
     if appended:
         ids, places = ids[:-1], places[:-1]
     learned = [everything or any(a < high and low < b for low, high in made.learned) for a, b in places]
-    if made.ended and end is not None:
+    return _closed(ids, learned, made, end)
+
+
+def _untrimmed(places: Sequence[tuple[int, int]], words: Sequence[str], text: str) -> list[tuple[int, int]]:
+    """Places of tokens with the spaces that they begin with: ``ByteLevel(trim_offsets=True)`` leaves those out."""
+    found, end = [], 0
+    for (low, high), word in zip(places, words, strict=True):
+        cut = word.startswith("Ġ") and end < low and not text[end:low].strip(" ")
+        found.append((end if cut else low, high))
+        end = max(end, high)
+    return found
+
+
+def _closed(ids: list[int], learned: list[bool], made: Dialogue, end: int | None) -> Encoded:
+    """Tokens with their labels, and the end-of-text token behind them where the text needs one and has none."""
+    if made.ended and end is not None and ids[-1:] != [end]:
         ids, learned = [*ids, end], [*learned, True]
     return Encoded(tuple(ids), tuple(i if on else IGNORE for i, on in zip(ids, learned, strict=True)))
 
 
 def _tokens_by_parts(made: Dialogue, tokenizer: Any, everything: bool) -> Encoded:
     """The same for tokenizers that do not say where a token stands: prefixes are tokenised and counted, as TRL does."""
+    end = tokenizer.eos_token_id
+    appends = made.special and list(tokenizer("a", verbose=False)["input_ids"])[-1:] == [end]
 
     def count(text: str) -> list[int]:
         ids = list(tokenizer(text, add_special_tokens=made.special, verbose=False)["input_ids"])
-        return ids[:-1] if made.special and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
+        return ids[:-1] if appends else ids
 
     ids = count(made.text)
     learned = [everything] * len(ids)
     for low, high in made.learned:
         first, last = len(count(made.text[:low])), len(count(made.text[:high]))
         learned[first:last] = [True] * (min(last, len(ids)) - first)
-    if made.ended and tokenizer.eos_token_id is not None:
-        ids, learned = [*ids, tokenizer.eos_token_id], [*learned, True]
-    return Encoded(tuple(ids), tuple(i if on else IGNORE for i, on in zip(ids, learned, strict=True)))
+    return _closed(ids, learned, made, end)
 
 
 def _say(given: int, kept: int, cut: int, limit: int) -> None:
