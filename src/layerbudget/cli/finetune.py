@@ -214,19 +214,15 @@ def _recounted(arguments: argparse.Namespace, recipe: Any, trained: int) -> dict
 def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Read the plan, refuse one that was made for another model; return that model too, and what a recipe says of its base."""
     from ..blocks import describe
-    from ..errors import InvalidInput
+    from ..kinds import check_kind
     from ..loading import load_model
     from ..plan import Plan
 
     plan = Plan.load(arguments.plan)
     if plan.kind == "recipe":
         refuse(arguments, ("four_bit", "replan"), "a recipe, which says the base's formats")
-    elif plan.kind not in ("ranks", "experts"):
-        raise InvalidInput(
-            f"{arguments.plan} is a plan of kind {plan.kind!r}.",
-            "Ranks, experts and recipes can be trained.",
-            "Make one with `layerbudget plan ranks`, `plan experts` or `plan joint --formats`.",
-        )
+    else:
+        check_kind(plan.kind, ("ranks", "experts", "recipe"), "cannot be trained")
     base = load_model(  # a cast keeps the digest
         arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device
     )
