@@ -35,7 +35,7 @@ def compare(quantiser: Path, name: str, bits: float, folder: Path) -> dict[str, 
     tokenizer = lb.load_tokenizer(name)
     text = lb.calibration("stdlib", tokenizer, samples=8, length=64)
     plan, scores = plan_formats(lb.load_model(name), text, None, bits=bits, family="gguf", draws=2)
-    quantise(lb.load_model(name), tokenizer, plan_bits(scores, bits=16.5), folder / "whole")
+    quantise(lb.load_model(name), tokenizer, plan_bits(scores, bits=16), folder / "whole")
     receipt = quantise(lb.load_model(name), tokenizer, plan, folder / "ours", method="rtn")
     files = folder / "ours" / "model.gguf", folder / "theirs.gguf"
     types = ["--tensor-type-file", str(folder / "ours" / "tensor-types.txt")]

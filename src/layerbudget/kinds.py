@@ -42,6 +42,7 @@ class Kind:
         budget: Name of that function's budget.
         predicts: Whether its plans say the damage that they expect, in nats (``extra["predicted"]``): what a sweep compares.
         apply: ``(model, plan, ...)``: how a model gets what the plan says.
+        command: What a user does with such a plan, for messages.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Kind:
     budget: str = "budget"
     predicts: bool = False
     apply: Door | None = None
+    command: str = ""
 
     def door(self, which: str) -> Callable[..., Any]:
         """Open ``make`` or ``apply``.
@@ -74,36 +76,44 @@ for _kind in (
     Kind(
         name="sparsity", decides="sparsity", counts="pruned parameters", harms=True, budget="sparsity",
         make=".planning.sparsity:plan_sparsity", apply=".pruning.apply:prune", summary="a sparsity for every block",
+        command="layerbudget prune",
     ),
     Kind(
         name="structured", decides="removed parameters", counts="removed parameters", harms=True,
         apply=".shrinking.shrink:apply_structured", summary="heads, MLP widths and layers to remove: smaller matrices",
+        command="layerbudget prune",
     ),
     Kind(
         name="depth", decides="removal", counts="removed parameters", harms=True, apply=".shrinking.depth:apply_depth",
         summary="whole layers to remove",
+        command="layerbudget prune",
     ),
     Kind(
         name="experts", decides="experts", counts="experts of every matrix", budget="total",
         make=".planning.capacity:plan_experts", apply=".lora.mixtures:add_experts", summary="LoRA experts for every block",
+        command="layerbudget finetune",
     ),
     Kind(
         name="ranks", decides="rank", counts="rank of every matrix", budget="mean_rank",
         make=".planning.capacity:plan_ranks", apply=".lora.ranks:add_ranks", summary="a LoRA rank for every block",
+        command="layerbudget finetune",
     ),
     Kind(
         name="bits", decides="bits per weight", counts="bytes", budget="bits", predicts=True,
         make=".planning.bits:plan_bits", apply=".quantising.apply:apply_bits",
         summary="a format for every weight matrix, in whole bytes",
+        command="layerbudget quantize",
     ),
     Kind(
         name="recipe", decides="bits per weight", counts="bytes", predicts=True,
         summary="a format for every matrix and a LoRA rank for every adapter, in whole bytes; quantize writes its base, "
         "finetune trains its ranks on that, split_recipe gives the two plans",
+        command="layerbudget finetune",
     ),
     Kind(
         name="joint", decides="sparsity", counts="pruned parameters", harms=True,
         summary="one byte budget for pruning and adapting; split_joint gives the two plans that are applied",
+        command="split_joint",
     ),
 ):  # fmt: skip
     KINDS.add(_kind.name, _kind)
@@ -122,6 +132,26 @@ def apply_plan(model: Any, plan: Any, *arguments: Any, **options: Any) -> Any:
         InvalidInput: A kind that is applied in more than one step.
     """
     return KINDS.find(plan.kind).door("apply")(model, plan, *arguments, **options)
+
+
+def check_kind(kind: str, wanted: Sequence[str], what: str) -> None:
+    """Refuse a plan of another kind, before any work.
+
+    Args:
+        kind: The plan's.
+        wanted: Kinds that will do.
+        what: What was to be done, as in "cannot be pruned".
+
+    Raises:
+        InvalidInput: Another kind; the message names the command that it is for.
+    """
+    if kind in wanted:
+        return
+    command = KINDS.all()[kind].command if kind in KINDS.all() else ""
+    raise InvalidInput(
+        f"A plan of kind {kind} {what}.", f"That takes a plan of kind {', '.join(wanted)}.",
+        f"{f'Use this one with {command}, or make' if command else 'Make'} another: layerbudget plan {wanted[0]}.",
+    )  # fmt: skip
 
 
 def by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float]) -> list[float]:

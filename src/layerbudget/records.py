@@ -112,7 +112,10 @@ def read_json(path: Path | str, kind: str, command: str | None = None, *, as_typ
     if not Path(path).is_file():
         raise NotFound(f"There is no {kind} file at {path}.", "", f"Check the path, {made}")
     content = reading.read_bytes(path, kind)
-    version = reading.parse(content, str(path), kind, as_type=_Versioned).schema_version
+    head = reading.parse(content, str(path), kind, as_type=_Versioned)
+    version, other = head.schema_version, _OTHERS.get((head.estimator is not None, head.rule is not None), {}).get(kind)
+    if other:
+        raise CorruptFile(f"{path} is not a {kind} file: {other[0]}.", "", other[1])
     if version is not SCHEMA_VERSION and version != SCHEMA_VERSION:
         raise CorruptFile(
             f"{path} has schema version {str(version)[:40]}.", f"This release reads version {SCHEMA_VERSION}.",
@@ -128,6 +131,14 @@ _MANY = 1 << 25  # bytes; a file above is read some blocks at a time
 
 class _Versioned(msgspec.Struct):
     schema_version: Any = None
+    estimator: Any = None
+    rule: Any = None
+
+
+_OTHERS: dict[tuple[bool, bool], dict[str, tuple[str, str]]] = {  # (has an estimator, has a rule): what a file is mistaken for
+    (False, True): {"scores": ("it is a plan", "Give the file of scores that it was made from.")},
+    (True, False): {"plan": ("it holds scores", "Plan from them first: layerbudget plan sparsity FILE.")},
+}
 
 
 class Record:

@@ -111,6 +111,9 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(folder, plan, capsys):
     main(["plan", "sparsity", str(_config(folder)), "--rule", "uniform", "-o", str(sparse)])
     assert "gives no formats" in sentence(capsys, "quantize", "demo", sparse, "-o", folder / "none")
     assert "cannot be pruned" in sentence(capsys, "prune", "demo", plan, "-o", folder / "none", *SMALL[:2])
+    assert "layerbudget quantize, or make another: layerbudget plan sparsity" in sentence(
+        capsys, "prune", "demo", plan, "-o", folder / "none"
+    )
     assert not (folder / "none").exists()
 
 

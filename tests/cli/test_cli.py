@@ -255,3 +255,19 @@ def test_a_pattern_is_measured_beside_the_same_share_and_pruned_by(saved_model, 
         ("--pattern", "2:4", "--by", "rows:2"): "",
     }.items():  # fmt: skip
         assert says in answer(capsys, "measure", folder, *SMALL, *flags, "-o", tmp_path / "q.json", code=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["plan", "sparsity", "s.json", "--sparcity", ".5"], "--sparsity"),
+        (["plan", "bits", "demo", "--bit-s=4"], "--bits"),
+        (["prune", "demo", "p.json", "--metod", "wanda", "-o", "out"], "--method"),
+        (["score", "demo", "--zzz"], None),
+    ],
+)
+def test_a_misspelt_option_is_answered_with_the_right_one(words, meant, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and (f"Did you mean {meant}?" in said if meant else "Did you mean" not in said)

@@ -82,7 +82,7 @@ def test_mistakes_end_in_one_sentence(setting, capsys):
     stranger["model"] = describe(zoo.classifier(2))
     (setting / "stranger.json").write_text(json.dumps(stranger))
     for plan, said in (
-        ("other.json", "was made for"), ("sparsity.json", "kind 'sparsity'"), ("none.json", "There is no plan file"),
+        ("other.json", "was made for"), ("sparsity.json", "cannot be trained"), ("none.json", "There is no plan file"),
         ("stranger.json", "querry"),
     ):  # fmt: skip
         assert main(command(setting, plan=plan, out=f"out-{plan}")) == 2

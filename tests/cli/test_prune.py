@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.loading import load_model
+from layerbudget.planning import plan_ranks
 from layerbudget.pruning.receipt import recount
+from layerbudget.records import Block, Module
+from layerbudget.scores.record import Scores
+
+BLOCKS = [Block(name=n, modules=(Module(name=n, d_in=16, d_out=8),)) for n in ("a", "b", "c")]
 
 
 @pytest.fixture
@@ -54,6 +60,25 @@ def test_checkpoints_outlive_a_save_that_fails(saved, capsys, monkeypatch):
     monkeypatch.undo()
     assert run(saved, "--resume", str(kept)) == 0
     assert not kept.exists()
+
+
+def test_a_plan_of_another_kind_is_refused_before_anything_is_said_or_loaded(saved, capsys, monkeypatch):
+    import layerbudget.loading as loading
+
+    scores = Scores.from_values({b.name: 1.0 + i for i, b in enumerate(BLOCKS)}, BLOCKS)
+    scores.save(saved / "scores.json")
+    plan_ranks(scores, mean_rank=4).save(saved / "ranks.json")
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    for verb, file, wanted in (
+        ("prune", "ranks.json", "kind ranks cannot be pruned.*finetune, or make another: layerbudget plan sparsity"),
+        ("quantize", "ranks.json", "kind ranks gives no formats.*finetune, or make another: layerbudget plan bits"),
+        ("prune", "scores.json", "not a plan file: it holds scores.*layerbudget plan sparsity FILE"),
+    ):
+        assert main([verb, str(saved / "model"), str(saved / file), "-o", str(saved / "none")]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert re.search(wanted, said) and "samples" not in said and "zeros" not in said
+    assert main(["plan", "sparsity", str(saved / "ranks.json"), "--sparsity", "0.5"]) == 2
+    assert "not a scores file: it is a plan" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_users_mistakes_end_with_a_sentence(saved, capsys):

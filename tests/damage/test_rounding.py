@@ -155,6 +155,13 @@ def test_where_a_baseline_wins_the_plan_is_the_baseline(monkeypatch):
     assert f"The plan is {plan.rule}." in plan.extra["check"]["verdict"] and not plan.certificate
 
 
+def test_a_check_says_where_baselines_are_the_same_plan():
+    model, data = zoo.build("llama", intermediate_size=64), zoo.tokens(4, 16)
+    plan, _ = plan_formats(model, data.select(slice(0, 2)), data.select(slice(2, 4)), bits=16, formats=["w4-g32", "w8-g32"])
+    assert plan.extra["check"]["verdict"].endswith("uniform and mix choose the same formats.")
+    assert plan.extra["forced"]["format"] == "largest"
+
+
 def test_joint_counts_padding_out():
     model = zoo.build("llama")
     whole, padded = zoo.tokens(4, 16), zoo.tokens(4, 16, padded=True)

@@ -48,7 +48,7 @@ def learned(tokenizer, rows, **options):
 def test_answers_are_learned_and_nothing_else(tokenizer, kind):
     assert format_of(ROWS[kind]) == kind
     said = learned(tokenizer, [(ROWS[kind], "here")])[0]
-    assert said in ("four</s>", " four</s>", "fourseven</s>")
+    assert said in ("four</s>", " four</s>", "four</s>seven</s>")
     everything = learned(tokenizer, [(ROWS[kind], "here")], everything=True)[0]
     assert "2" in everything and len(everything) > len(said)
 
@@ -69,8 +69,8 @@ def test_a_template_that_rewrites_earlier_turns_still_shows_the_answers(chatty):
         "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     made = dialogue(ROWS["messages"], "messages", chatty)
-    assert [made.text[a:b] for a, b in made.learned] == ["four", "<think></think>seven</s>"]
-    chatty.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    assert [made.text[a:b] for a, b in made.learned] == ["four</s>", "<think></think>seven</s>"]
+    chatty.chat_template = "{% for m in messages %}{{ m.content | length }}{% endfor %}"
     with pytest.raises(InvalidInput, match="cannot be found"):
         dialogue(ROWS["messages"], "messages", chatty)
     chatty.chat_template = "{{ raise_exception('roles must alternate') }}"

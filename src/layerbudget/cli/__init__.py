@@ -8,13 +8,14 @@ overwritten silently.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 # Commands in the order of the flow. Each module has register(subparsers) and is imported for its own verb only.
 COMMANDS = {
@@ -61,6 +62,29 @@ def _common() -> argparse.ArgumentParser:
     return parent
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors say which option was meant."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse; the words are kept for :meth:`error`."""
+        self._given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse, with the nearest options of the command in the place of those that it does not have."""
+        parser: argparse.ArgumentParser = self
+        for word in self._given:
+            below = next((a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {})
+            parser = below.get(word, parser)
+        known = [o for o in parser._option_string_actions if o.startswith("--")]
+        given = [w.partition("=")[0] for w in self._given if w.startswith("--")]
+        strange = [w for w in given if not any(o.startswith(w) for o in known)]
+        meant = [m for w in strange for m in difflib.get_close_matches(w, known, n=1, cutoff=0.75)]
+        super().error(f"{message}. Did you mean {', '.join(meant)}?" if meant else message)
+
+
 class _Subparsers:
     """Adds the common options to every parser that a command module makes, also one level down."""
 
@@ -83,7 +107,7 @@ def build_parser(verb: str | None = None) -> argparse.ArgumentParser:
     """Return the argument parser; with a verb, only that command's module is imported."""
     from .. import __version__
 
-    parser = argparse.ArgumentParser(prog="layerbudget", description="Give every layer the capacity it earns.")
+    parser = _Parser(prog="layerbudget", description="Give every layer the capacity it earns.")
     parser.add_argument("--version", action="version", version=f"layerbudget {__version__}")
     action = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
     if verb in COMMANDS:

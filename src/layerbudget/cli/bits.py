@@ -83,7 +83,10 @@ def _measure(a: argparse.Namespace) -> Plan:
     from ..damage.jointly import plan_formats
     from ..errors import InvalidInput
     from ..mapped import mapped
+    from ..planning.bits import check_bits
     from .shared import announce, load
+
+    check_bits(a.bits)
 
     if a.damage == "measured":
         refuse(a, ("draws",), "--damage measured")

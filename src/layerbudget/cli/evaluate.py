@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from .progress import progress_bar
-from .shared import add_place_options, batch_of, load_named, refuse
+from .shared import add_place_options, add_skip, batch_of, load_named, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -18,6 +18,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     parser.add_argument("--adapter", metavar="DIR", help="a saved adapter to put on the model: LoRA ranks or experts")
     parser.add_argument("--perplexity", nargs="+", metavar="DATA", help="texts to report perplexity on (default: stdlib)")
+    add_skip(parser)
     parser.add_argument(
         "--tasks", help="comma-separated tasks: rte, boolq, arc_easy, arc_challenge, hellaswag, winogrande, openbookqa"
     )
@@ -49,7 +50,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         check_output(arguments.out, overwrite=arguments.overwrite)
     sources = arguments.perplexity or ([] if arguments.tasks else ["stdlib"])
     refuse(arguments, () if arguments.tasks else ("data_dir", "limit"), "perplexity alone")
-    refuse(arguments, () if sources else ("length", "windows"), "tasks alone")
+    refuse(arguments, () if sources else ("length", "windows", "skip_bad_rows"), "tasks alone")
     if arguments.against and arguments.against.endswith(".json"):
         other = _read(arguments.against)  # before the work
     result = _measured(arguments, arguments.model, arguments.adapter, sources)
@@ -89,7 +90,8 @@ def _measured(arguments: argparse.Namespace, name: str, adapter: str | None, sou
 
     named = argparse.Namespace(**{**vars(arguments), "model": name})
     tokenizer = load_tokenizer(name, revision=arguments.revision)
-    sets = {s: evaluation_set(s, tokenizer, length=arguments.length or 256, windows=arguments.windows) for s in sources}
+    wanted = {"length": arguments.length or 256, "windows": arguments.windows, "skip_bad_rows": arguments.skip_bad_rows}
+    sets = {s: evaluation_set(s, tokenizer, **wanted) for s in sources}
     model = load_named(named, four_bit=arguments.four_bit)
     _expect(arguments, named, model, sets)
     if adapter:

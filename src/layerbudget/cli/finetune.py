@@ -12,7 +12,7 @@ from ..lora.protocol import ALPHA_POLICIES, DEVICES, STARTS, TRAINERS
 from ..progress import Steps
 from .parts import add_parts, asked_for_parts, launch_parts
 from .progress import progress_bar
-from .shared import named_values, refuse
+from .shared import add_skip, named_values, refuse
 
 
 def register(subparsers: Any) -> None:
@@ -29,6 +29,7 @@ def register(subparsers: Any) -> None:
         "--task", help="labels: cola, mrpc, rte, commonsenseqa, openbookqa, scienceqa, or a .jsonl, .json or .csv file"
     )
     parser.add_argument("--held-out", metavar="DATA", help="with --data: held-out text (default: a tenth of the rows)")
+    add_skip(parser)
     parser.add_argument("--packing", action="store_true", help="with --data: several rows in one sequence, kept apart")
     parser.add_argument(
         "--trainer", choices=TRAINERS, help="with --data: trl trains by TRL's SFTTrainer, on the same tokens (default: own)"
@@ -92,7 +93,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.task not in NAMES:
         refuse(arguments, ("data_dir",), "a task in a file of its own" if arguments.task else "--data")
     if arguments.task:
-        refuse(arguments, ("held_out", "packing", "trainer"), "a labelled task")
+        refuse(arguments, ("held_out", "packing", "trainer", "skip_bad_rows"), "a labelled task")
     plan, base, recipe = _validated_plan(arguments)
     protocol = _protocol(arguments, base)
     tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)
@@ -101,7 +102,12 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         task = load_task(arguments.task, arguments.data_dir)
     else:
         task = read_texts(
-            arguments.data, tokenizer, limit=protocol.cutoff, everything=protocol.on_prompt, held_out=arguments.held_out
+            arguments.data,
+            tokenizer,
+            limit=protocol.cutoff,
+            everything=protocol.on_prompt,
+            held_out=arguments.held_out,
+            skip_bad_rows=arguments.skip_bad_rows,
         )
     task = task.limited(arguments.train_rows)
     import transformers
@@ -211,19 +217,15 @@ def _recounted(arguments: argparse.Namespace, recipe: Any, seed: int) -> dict[st
 def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Read the plan, refuse one that was made for another model; return that model too, and what a recipe says of its base."""
     from ..blocks import describe
-    from ..errors import InvalidInput
+    from ..kinds import check_kind
     from ..loading import load_model
     from ..plan import Plan
 
     plan = Plan.load(arguments.plan)
     if plan.kind == "recipe":
         refuse(arguments, ("four_bit", "replan"), "a recipe, which says the base's formats")
-    elif plan.kind not in ("ranks", "experts"):
-        raise InvalidInput(
-            f"{arguments.plan} is a plan of kind {plan.kind!r}.",
-            "Ranks, experts and recipes can be trained.",
-            "Make one with `layerbudget plan ranks`, `plan experts` or `plan joint --formats`.",
-        )
+    else:
+        check_kind(plan.kind, ("ranks", "experts", "recipe"), "cannot be trained")
     base = load_model(  # a cast keeps the digest
         arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device
     )

@@ -34,6 +34,7 @@ def register(subparsers: Any) -> None:
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prune, recount, save, and say what is smaller and what is not."""
+    from ..kinds import check_kind
     from ..plan import Plan
     from ..pruning.apply import prune
     from ..pruning.resume import clear_checkpoints
@@ -43,6 +44,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..running.shares import first
 
     plan = Plan.load(arguments.plan)
+    check_kind(plan.kind, ("sparsity", *SMALLER), "cannot be pruned")
     _refuse_unread(arguments, plan.kind)
     check_output(arguments.out, overwrite=arguments.overwrite)
     model, tokenizer, data = _load(arguments, plan.kind)

@@ -107,7 +107,7 @@ def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[st
     if arguments.validation:
         options["validation"] = calibration(
             arguments.validation, tokenizer, samples=max(1, data.samples // 4), length=data.length, seed=data.seed,
-            group="evaluation",
+            group="evaluation", skip_bad_rows=arguments.skip_bad_rows,
         )  # fmt: skip
     if data is not None and type(model).__name__.endswith("ForMaskedLM"):
         data = _masked(data, tokenizer, data.seed)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-DATA = ("data", "samples", "length", "seed", "batch_size")
+DATA = ("data", "samples", "length", "seed", "batch_size", "skip_bad_rows")
 
 
 def add_data_options(parser: argparse.ArgumentParser, *, samples: int = 128, length: int = 256, dtype: str = "auto") -> None:
@@ -24,8 +24,14 @@ def add_data_options(parser: argparse.ArgumentParser, *, samples: int = 128, len
     parser.add_argument("--samples", type=int, help=f"calibration sequences (default {samples})")
     parser.add_argument("--length", type=int, help=f"tokens per sequence (default {length})")
     parser.add_argument("--seed", type=int, help="of the draw of the text, and of whatever else is random (default 0)")
+    add_skip(parser)
     parser.add_argument("--batch-size", type=int, help="sequences per forward pass (default 8, fewer where memory is short)")
     add_place_options(parser, dtype)
+
+
+def add_skip(parser: argparse.ArgumentParser) -> None:
+    """``--skip-bad-rows``."""
+    parser.add_argument("--skip-bad-rows", action="store_true", help="leave out rows that cannot be read, and say how many")
 
 
 def add_partition_options(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +163,7 @@ def load(arguments: argparse.Namespace, *, data: bool = True) -> tuple[Any, Any,
             name: default if getattr(arguments, name) is None else getattr(arguments, name)
             for name, default in arguments.data_defaults.items()
         }
-        found = calibration(wanted.pop("data"), tokenizer, **wanted)
+        found = calibration(wanted.pop("data"), tokenizer, skip_bad_rows=arguments.skip_bad_rows, **wanted)
     options = {"four_bit": True} if getattr(arguments, "four_bit", False) else {}
     return load_named(arguments, **options), tokenizer, found
 

@@ -22,7 +22,7 @@ from ..errors import CoverageError
 from ..keeping.parts import Parts
 from ..mapped import mapped
 from ..plan import Plan
-from ..planning.bits import BASELINES, plan_bits, plan_of_formats
+from ..planning.bits import BASELINES, check_bits, plan_bits, plan_of_formats
 from ..progress import Progress, say
 from ..provenance import computation, versions
 from ..records import Block, digest, to_jsonable
@@ -143,6 +143,7 @@ def plan_formats(
             "The check puts whole plans into the model, and the weights of a streamed model stay in their files.", "",
             "Leave the check out (--check 0), or use --no-stream.",
         )  # fmt: skip
+    check_bits(bits)
     parts = _parts(resume, model, data, check, {"batch_size": batch_size, **options})
     if scores is None:
 
@@ -187,10 +188,13 @@ def checked(
         found = kept.json(f"check-{digest(formats)}", lambda: joint.of_plan(model, formats, data, method).tolist())
         return np.array(found, dtype=np.float64)
 
-    rows = {n: rows_of(p.extra["formats"]) for n, p in plans.items()}
+    distinct = {digest(p.extra["formats"]): p.extra["formats"] for p in plans.values()}
+    measured = {key: rows_of(formats) for key, formats in distinct.items()}
+    rows = {n: measured[digest(p.extra["formats"])] for n, p in plans.items()}
     table = {n: describe_rows(r, None if n == plan.rule else rows[plan.rule]) for n, r in rows.items()}
     for name, row in table.items():
         row["bytes"] = int(plans[name].budget["spent"])
+        row["same"] = name != plan.rule and plans[name].extra["formats"] == plan.extra["formats"]
     best = min(table, key=lambda n: table[n]["kl"]) if plan.rule == "choices" else plan.rule
     record = {"data": check.describe(), "dense_perplexity": _dense(model, joint), "rows": table, "taken": best}
     record["verdict"] = _verdict(plan.rule, best, table)
@@ -214,6 +218,9 @@ def _verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> st
     parts = [
         f"{n} {r['kl']:.4g} ({r['difference']:+.2g} +- {r['difference_error']:.1g} nats, {r['bytes']} bytes)"
         for n, r in table.items()
-        if n != rule
+        if n != rule and not r["same"]
     ]
-    return f"On held-out text KL {mine:.4g} with {table[rule]['bytes']} bytes; beside it {', '.join(parts)}."
+    alike = [n for n, r in table.items() if r["same"]]
+    beside = [f"beside it {', '.join(parts)}"] if parts else []
+    beside += [f"{' and '.join(alike)} {'choose' if len(alike) > 1 else 'chooses'} the same formats"] if alike else []
+    return f"On held-out text KL {mine:.4g} with {table[rule]['bytes']} bytes; {'; '.join(beside)}."

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInput
+from .turns import Message, answers
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, Any]
 FORMATS = ("messages", "conversations", "prompt and completion", "instruction and output")
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 _HEADER = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
@@ -132,13 +132,17 @@ def _written(messages: list[Message], tokenizer: Any, where: str, first: int = 0
     if not turns or not any(str(messages[i]["content"]).strip() for i in turns):
         raise InvalidInput(f"A conversation in {where} has no answer.", "One turn at least is the assistant's.", "Drop it.")
     if getattr(tokenizer, "chat_template", None):
-        return _templated(messages, turns, tokenizer, where)
+        text, found = answers(messages, turns, tokenizer, where, prompted=first > 0)
+        return Dialogue(text, found, special=False, ended=False)
     _say_headed()
-    text, spans = "", []
+    end = getattr(tokenizer, "eos_token", None) or ""
+    text, spans = "", list[tuple[int, int]]()
     for i, message in enumerate(messages):
         text += f"### {message['role'].capitalize()}:\n"
         start = len(text)
         text += str(message["content"])
+        if message["role"] == "assistant" and i + 1 < len(messages) and not text.endswith(end):
+            text += end  # the stop that generation needs; the last one follows the text
         if i in turns:
             spans.append((start, len(text)))
         text += "\n\n" if i + 1 < len(messages) else ""
@@ -149,33 +153,3 @@ def _written(messages: list[Message], tokenizer: Any, where: str, first: int = 0
 def _say_headed() -> None:
     """Once, not for every row."""
     logger.warning("The tokenizer has no chat template: turns are written under headings (### User:, ### Assistant:).")
-
-
-def _templated(messages: list[Message], turns: list[int], tokenizer: Any, where: str) -> Dialogue:
-    """Spans from what the template writes: an answer begins where the prompt for it ends, and ends where its turn does."""
-
-    def render(part: list[Message], **options: Any) -> str:
-        return str(tokenizer.apply_chat_template(part, tokenize=False, **options))
-
-    import jinja2
-
-    try:
-        text, spans = render(messages), list[tuple[int, int]]()
-        for i in turns:
-            before = render(messages[:i], add_generation_prompt=True) if i else ""
-            until = render(messages[: i + 1])
-            content = str(messages[i]["content"]).strip()
-            start = len(before) if text.startswith(before) else text.find(content, spans[-1][1] if spans else 0)
-            end = len(until) if text.startswith(until) else text.find(content, max(start, 0)) + len(content)
-            if start < 0 or end <= start or content not in text[start:end]:
-                raise InvalidInput(
-                    f"The chat template writes turn {i + 1} of a conversation in {where} so that it cannot be found.",
-                    "Templates that change earlier turns hide which tokens are the answer.",
-                    "Give the data as prompt and completion.",
-                )
-            spans.append((start, end))
-    except jinja2.TemplateError as error:
-        raise InvalidInput(
-            f"The chat template refuses a conversation in {where}: {error}.", "", "Correct the roles, or drop the row."
-        ) from error
-    return Dialogue(text, tuple(spans), special=False, ended=False)

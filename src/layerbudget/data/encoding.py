@@ -6,6 +6,7 @@ longer than the limit lose their end, as in TRL; rows that keep no answer are le
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import logging
@@ -18,7 +19,7 @@ import torch
 from ..errors import InvalidInput, NotEnoughText
 from .calibration import CalibrationSet
 from .dialogues import FORMATS, Dialogue, dialogue, format_of
-from .files import Row
+from .files import BadRows, Row
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,21 @@ def text_of(row: Row, where: object, column: str = "") -> str:
     )  # fmt: skip
 
 
-def encode(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, everything: bool = False) -> list[Encoded]:
+def texts_of(rows: Sequence[tuple[Row, str]], bad: BadRows) -> list[str]:
+    """The texts of rows; those that have none are refused, or left out and counted."""
+    found = []
+    for row, where in rows:
+        try:
+            found.append(text_of(row, where))
+        except InvalidInput as error:
+            bad.refuse(error)
+    bad.say(len(found))
+    return found
+
+
+def encode(
+    rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, everything: bool = False, bad: BadRows | None = None
+) -> list[Encoded]:
     """Tokenise rows of one format; those that keep nothing to learn are left out, and said to be.
 
     Args:
@@ -71,30 +86,44 @@ def encode(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, every
         tokenizer: The model's tokenizer.
         limit: Longest row in tokens; the rest is cut off.
         everything: Learn prompts as well.
+        bad: What happens to a row that cannot be read (default: it is refused).
 
     Raises:
         InvalidInput: Rows of several formats, a row that does not parse, or a tokenizer that gives no places of its tokens.
         NotEnoughText: No row keeps anything to learn.
     """
-    kinds = {format_of(row) for row, _ in rows}
-    if len(kinds) > 1:
-        named = " and ".join(sorted(k or "text" for k in kinds))
-        raise InvalidInput(f"The rows are of several formats: {named}.", "All rows of one source have one.", "Split the files.")
-    kind = next(iter(kinds), None)
-    found, cut = [], 0
+    bad = bad or BadRows()
+    kinds = collections.Counter(format_of(row) for row, _ in rows)
+    kind = kinds.most_common(1)[0][0] if kinds else None
+    found, cut, read = [], 0, 0
     for row, where in rows:
-        if kind is not None and isinstance(row, dict):
-            made = dialogue(row, kind, tokenizer, where)
-        else:
-            text = text_of(row, where)
-            made = Dialogue(text, ((0, len(text)),), special=True, ended=True)
+        try:
+            if format_of(row) != kind:
+                named = " and ".join(sorted(k or "text" for k in kinds))
+                raise InvalidInput(
+                    f"The rows are of several formats: {named}.", "All rows of one source have one.", "Split them."
+                )
+            made = _made(row, kind, tokenizer, where)
+        except InvalidInput as error:
+            bad.refuse(error)
+            continue
+        read += 1
         whole = _tokens(made, tokenizer, everything)
         cut += len(whole.input_ids) > limit
         kept = Encoded(whole.input_ids[:limit], whole.labels[:limit])
         if any(v != IGNORE for v in kept.labels[1:]):
             found.append(kept)
-    _say(len(rows), len(found), cut, limit)
+    bad.say(read)
+    _say(read or len(rows), len(found), cut, limit)
     return found
+
+
+def _made(row: Row, kind: str | None, tokenizer: Any, where: str) -> Dialogue:
+    """A row with its learned spans; a plain text is learned whole."""
+    if kind is not None and isinstance(row, dict):
+        return dialogue(row, kind, tokenizer, where)
+    text = text_of(row, where)
+    return Dialogue(text, ((0, len(text)),), special=True, ended=True)
 
 
 def _tokens(made: Dialogue, tokenizer: Any, everything: bool) -> Encoded:
@@ -102,32 +131,47 @@ def _tokens(made: Dialogue, tokenizer: Any, everything: bool) -> Encoded:
     if not getattr(tokenizer, "is_fast", False):
         return _tokens_by_parts(made, tokenizer, everything)
     coded = tokenizer(made.text, add_special_tokens=made.special, return_offsets_mapping=True, verbose=False)
-    ids, places = list(coded["input_ids"]), list(coded["offset_mapping"])
+    ids, places = list(coded["input_ids"]), _untrimmed(coded["offset_mapping"], coded.tokens(), made.text)
     end = tokenizer.eos_token_id
     appended = made.special and len(ids) > 1 and ids[-1] == end and places[-1][0] == places[-1][1]
     if appended:
         ids, places = ids[:-1], places[:-1]
     learned = [everything or any(a < high and low < b for low, high in made.learned) for a, b in places]
-    if made.ended and end is not None:
+    return _closed(ids, learned, made, end)
+
+
+def _untrimmed(places: Sequence[tuple[int, int]], words: Sequence[str], text: str) -> list[tuple[int, int]]:
+    """Places of tokens with the spaces that they begin with: ``ByteLevel(trim_offsets=True)`` leaves those out."""
+    found, end = [], 0
+    for (low, high), word in zip(places, words, strict=True):
+        cut = word.startswith("Ġ") and end < low and not text[end:low].strip(" ")
+        found.append((end if cut else low, high))
+        end = max(end, high)
+    return found
+
+
+def _closed(ids: list[int], learned: list[bool], made: Dialogue, end: int | None) -> Encoded:
+    """Tokens with their labels, and the end-of-text token behind them where the text needs one and has none."""
+    if made.ended and end is not None and ids[-1:] != [end]:
         ids, learned = [*ids, end], [*learned, True]
     return Encoded(tuple(ids), tuple(i if on else IGNORE for i, on in zip(ids, learned, strict=True)))
 
 
 def _tokens_by_parts(made: Dialogue, tokenizer: Any, everything: bool) -> Encoded:
     """The same for tokenizers that do not say where a token stands: prefixes are tokenised and counted, as TRL does."""
+    end = tokenizer.eos_token_id
+    appends = made.special and list(tokenizer("a", verbose=False)["input_ids"])[-1:] == [end]
 
     def count(text: str) -> list[int]:
         ids = list(tokenizer(text, add_special_tokens=made.special, verbose=False)["input_ids"])
-        return ids[:-1] if made.special and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
+        return ids[:-1] if appends else ids
 
     ids = count(made.text)
     learned = [everything] * len(ids)
     for low, high in made.learned:
         first, last = len(count(made.text[:low])), len(count(made.text[:high]))
         learned[first:last] = [True] * (min(last, len(ids)) - first)
-    if made.ended and tokenizer.eos_token_id is not None:
-        ids, learned = [*ids, tokenizer.eos_token_id], [*learned, True]
-    return Encoded(tuple(ids), tuple(i if on else IGNORE for i, on in zip(ids, learned, strict=True)))
+    return _closed(ids, learned, made, end)
 
 
 def _say(given: int, kept: int, cut: int, limit: int) -> None:
@@ -166,7 +210,15 @@ def pad_of(tokenizer: Any) -> int:
 
 
 def encoded_set(
-    rows: Sequence[tuple[Row, str]], tokenizer: Any, *, source: str, samples: int | None, length: int, seed: int, shuffle: bool
+    rows: Sequence[tuple[Row, str]],
+    tokenizer: Any,
+    *,
+    source: str,
+    samples: int | None,
+    length: int,
+    seed: int,
+    shuffle: bool,
+    bad: BadRows | None = None,
 ) -> CalibrationSet:
     """A calibration set of whole rows: one row per sample, answers as labels.
 
@@ -178,8 +230,9 @@ def encoded_set(
         length: Longest row in tokens.
         seed: Seed of the draw.
         shuffle: Draw at random; otherwise the first rows.
+        bad: What happens to a row that cannot be read (default: it is refused).
     """
-    found = encode(rows, tokenizer, limit=length)
+    found = encode(rows, tokenizer, limit=length, bad=bad)
     order = np.random.default_rng(seed).permutation(len(found)) if shuffle else np.arange(len(found))
     if samples is not None and len(found) < samples:
         logger.warning("%s has %d rows; %d were asked for: all of them are used.", source, len(found), samples)

@@ -6,14 +6,44 @@ A folder that ``datasets`` saved (``save_to_disk``) is read as what it is; of an
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import InvalidInput, MissingDependency, NotFound
+from ..errors import InvalidInput, LayerbudgetError, MissingDependency, NotFound
+
+logger = logging.getLogger(__name__)
 
 Row = str | dict[str, Any]
 _SAVED = ("state.json", "dataset_dict.json")
+
+
+class BadRows:
+    """What happens to a row that cannot be read: it is refused, or left out and counted.
+
+    Args:
+        skip: Leave bad rows out.
+    """
+
+    def __init__(self, skip: bool = False) -> None:
+        self.skip = skip
+        self.found: list[LayerbudgetError] = []
+
+    def refuse(self, error: LayerbudgetError) -> None:
+        """Raise the error, which then names the way around it, or keep it."""
+        if not self.skip:
+            remedy = f"{error.remedy} Or leave such rows out: --skip-bad-rows.".strip()
+            raise type(error)(error.what, error.feasible, remedy) from error.__cause__
+        self.found.append(error)
+
+    def say(self, kept: int) -> None:
+        """Say how many rows were left out, and why the first one was."""
+        if self.found:
+            total = kept + len(self.found)
+            logger.warning(
+                "%d of %d rows cannot be read and are left out. The first: %s", len(self.found), total, self.found[0].what
+            )
 
 
 def is_local(name: str) -> bool:
@@ -21,12 +51,13 @@ def is_local(name: str) -> bool:
     return Path(name).expanduser().exists() or name.startswith(("/", "./", "../", "~")) or Path(name).suffix in READERS
 
 
-def read_rows(name: str, *, group: str = "calibration") -> Iterator[tuple[Row, str]]:
+def read_rows(name: str, *, group: str = "calibration", bad: BadRows | None = None) -> Iterator[tuple[Row, str]]:
     """Yield the rows of a file or folder, each with the name of its file.
 
     Args:
         name: A file, a folder of files, or a folder that ``datasets`` saved.
         group: ``calibration`` or ``evaluation``: which split of a saved dataset that has several.
+        bad: What happens to a row that does not parse (default: it is refused).
 
     Raises:
         NotFound: Nothing is there.
@@ -38,7 +69,7 @@ def read_rows(name: str, *, group: str = "calibration") -> Iterator[tuple[Row, s
         yield from ((row, str(path)) for row in _saved(path, group))
         return
     for file in _expand(path):
-        rows = READERS[file.suffix](file)
+        rows = READERS[file.suffix](file, bad or BadRows())
         if not any(r.strip() if isinstance(r, str) else r for r in rows):
             raise InvalidInput(f"{file} holds no text.", "At least one non-empty document is needed.", "Give another file.")
         yield from ((row, str(file)) for row in rows)
@@ -82,7 +113,7 @@ def _text(path: Path) -> str:
         raise InvalidInput(f"{path} is not UTF-8 ({error}).", "", "Convert it to UTF-8.") from error
 
 
-def _plain(path: Path) -> list[Row]:
+def _plain(path: Path, _: BadRows) -> list[Row]:
     return [path.read_text(encoding="utf-8", errors="replace")]
 
 
@@ -92,27 +123,29 @@ def _row(row: Any, path: Path) -> Row:
     return row
 
 
-def _json_lines(path: Path) -> list[Row]:
+def _json_lines(path: Path, bad: BadRows) -> list[Row]:
     rows = []
     for number, line in enumerate(_text(path).split("\n"), 1):  # JSON strings may hold U+2028, at which splitlines() cuts
         if not line.strip():
             continue
         try:
             rows.append(_row(json.loads(line), path))
+        except InvalidInput as error:
+            bad.refuse(error)
         except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"Line {number} of {path} is not JSON ({error}).", "", "Correct or drop the line.") from error
+            bad.refuse(InvalidInput(f"Line {number} of {path} is not JSON ({error}).", "", "Correct or drop the line."))
     return rows
 
 
-def _json(path: Path) -> list[Row]:
+def _json(path: Path, bad: BadRows) -> list[Row]:
     try:
         rows = json.loads(_text(path))
     except (ValueError, RecursionError):
-        return _json_lines(path)
+        return _json_lines(path, bad)
     return [_row(row, path) for row in (rows if isinstance(rows, list) else [rows])]
 
 
-def _parquet(path: Path) -> list[Row]:
+def _parquet(path: Path, _: BadRows) -> list[Row]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:

@@ -19,8 +19,8 @@ from ..keeping import hub
 from . import stdlib
 from .calibration import CalibrationSet
 from .dialogues import format_of
-from .encoding import encoded_set, text_of
-from .files import Row, is_local, read_rows
+from .encoding import encoded_set, text_of, texts_of
+from .files import BadRows, Row, is_local, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def _is_stdlib(source: str) -> bool:
     return source == "stdlib" or source.startswith("stdlib:")
 
 
-def read_source(source: str, group: str, limit: int | None) -> list[tuple[Row, str]]:
+def read_source(source: str, group: str, limit: int | None, bad: BadRows | None = None) -> list[tuple[Row, str]]:
     """Rows of local files, folders or a hub dataset, each with where it comes from.
 
     Raises:
@@ -75,7 +75,7 @@ def read_source(source: str, group: str, limit: int | None) -> list[tuple[Row, s
     """
     parts = [p.strip() for p in source.split(",") if p.strip()]
     if parts and all(is_local(p) for p in parts):
-        return [found for part in parts for found in read_rows(part, group=group)]
+        return [found for part in parts for found in read_rows(part, group=group, bad=bad)]
     return [(row, source) for row in _read_hub(source, group, limit)]
 
 
@@ -152,6 +152,7 @@ def calibration(
     seed: int = 0,
     group: str = "calibration",
     shuffle: bool = True,
+    skip_bad_rows: bool = False,
 ) -> CalibrationSet:
     """Cut a source into ``samples`` windows of ``length`` tokens; conversations and answers into rows of their own.
 
@@ -166,6 +167,7 @@ def calibration(
         seed: Seed of the draw (without replacement, windows do not overlap).
         group: ``calibration`` or ``evaluation``.
         shuffle: Draw at random; otherwise take the first windows in order.
+        skip_bad_rows: Leave out rows that cannot be read and say how many, instead of refusing the first.
 
     Raises:
         NotEnoughText: Not one sample; the message says how much there was.
@@ -174,16 +176,17 @@ def calibration(
     check_sizes(1 if samples is None else samples, length)
     name: str = source if isinstance(source, str) else "own texts"
     missing: tuple[str, ...] = ()
+    bad = BadRows(skip_bad_rows)
     if not isinstance(source, str):
         rows: list[tuple[Row, str]] = [(row, name) for row in source]
     elif _is_stdlib(source):
         documents, missing = read_documents(source, group=group)
         rows = [(text, name) for text in documents]
     else:
-        rows = read_source(source, group, None if samples is None else 64 * samples)
+        rows = read_source(source, group, None if samples is None else 64 * samples, bad)
     if any(format_of(row) for row, _ in rows):
-        return encoded_set(rows, tokenizer, source=name, samples=samples, length=length, seed=seed, shuffle=shuffle)
-    documents = [text for text in (text_of(row, where) for row, where in rows) if text.strip()]
+        return encoded_set(rows, tokenizer, source=name, samples=samples, length=length, seed=seed, shuffle=shuffle, bad=bad)
+    documents = [text for text in texts_of(rows, bad) if text.strip()]
     return _windows(token_stream(documents, tokenizer), name, samples, length, seed=seed, shuffle=shuffle, missing=missing)
 
 

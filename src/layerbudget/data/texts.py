@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import InvalidInput, NotEnoughText
 from .encoding import Encoded, digest_of, encode
 from .examples import first_rows
-from .files import Row
+from .files import BadRows, Row
 from .text import read_documents, read_source
 
 HELD_OUT = 0.1
@@ -47,7 +47,15 @@ class Texts:
         return dataclasses.replace(self, train=first_rows(self.train, train))
 
 
-def read_texts(source: str, tokenizer: Any, *, limit: int, everything: bool = False, held_out: str | None = None) -> Texts:
+def read_texts(
+    source: str,
+    tokenizer: Any,
+    *,
+    limit: int,
+    everything: bool = False,
+    held_out: str | None = None,
+    skip_bad_rows: bool = False,
+) -> Texts:
     """Read rows of text to train on, and rows that are held out.
 
     Conversations, completions and instructions are learned on their answers; plain texts whole, long ones in pieces.
@@ -59,26 +67,31 @@ def read_texts(source: str, tokenizer: Any, *, limit: int, everything: bool = Fa
         everything: Learn prompts as well.
         held_out: Another source of held-out rows; by default a tenth of the rows, chosen by a hash of their content (of the
             standard library its evaluation modules).
+        skip_bad_rows: Leave out rows that cannot be read and say how many, instead of refusing the first.
 
     Raises:
         InvalidInput, NotFound, MissingDependency: As reading the source does.
         NotEnoughText: Fewer than two rows.
     """
-    rows = _rows(source, "calibration")
+    bads = BadRows(skip_bad_rows), BadRows(skip_bad_rows)
+    rows = _rows(source, "calibration", bads[0])
     if held_out is None and source == "stdlib":
         held_out = source
     if held_out is not None:
-        train, held = rows, _rows(held_out, "evaluation")
+        train, held = rows, _rows(held_out, "evaluation", bads[1])
     else:
         train, held = _split(rows, source)
-    sides = [tuple(encode(part, tokenizer, limit=limit, everything=everything)) for part in (train, held)]
+    sides = [
+        tuple(encode(part, tokenizer, limit=limit, everything=everything, bad=bad))
+        for part, bad in zip((train, held), bads, strict=True)
+    ]
     return Texts(name=source, train=sides[0], evaluation={"held_out": sides[1]})
 
 
-def _rows(source: str, group: str) -> list[tuple[Row, str]]:
+def _rows(source: str, group: str, bad: BadRows) -> list[tuple[Row, str]]:
     if source == "stdlib" or source.startswith("stdlib:"):
         return [(text, source) for text in read_documents(source, group=group)[0]]
-    return read_source(source, group, None)
+    return read_source(source, group, None, bad)
 
 
 def _split(rows: list[tuple[Row, str]], source: str) -> tuple[list[tuple[Row, str]], list[tuple[Row, str]]]:

@@ -6,9 +6,10 @@ Prompts, choices and metrics are the harness's own task definitions; with ``data
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from ..data.task_files import known_label
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
+from ..keeping import hub
 from ..progress import Progress, Steps, say
 from ..records import digest
 
@@ -186,6 +188,55 @@ def local_tasks(tasks: Sequence[str], data_dir: Path | str) -> dict[str, Any]:
     return found
 
 
+def _remedy(task: str) -> str:
+    """Where the rows of a task may come from instead."""
+    if task in LOCAL:
+        return f"Put {LOCAL[task][1][0]} into a folder and give it as --data-dir, or download it where there is a network."
+    return f"Download it where there is a network; read from --data-dir are {', '.join(LOCAL)}."
+
+
+def _check_hub(tasks: Sequence[str], index: Any) -> bool:
+    """Try the hub once; whether it is out of reach, and all rows lie in the cache.
+
+    Raises:
+        NotFound: It is out of reach, and they do not.
+    """
+    import datasets
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    try:
+        hub.check_id("owner/name", "dataset")
+        return False
+    except NotFound:
+        for task in tasks:
+            held = load_yaml(index[task].yaml_path, resolve_func=False)
+            path = held.get("dataset_path")
+            if path is None:  # a task that makes its own rows
+                continue
+            with _cached_only():
+                try:
+                    datasets.load_dataset_builder(path, held.get("dataset_name"))
+                except (OSError, ValueError) as missing:
+                    raise NotFound(
+                        f"The rows of {task} ({path}) are not in the cache, and the hub cannot be reached.", "", _remedy(task)
+                    ) from missing
+        return True
+
+
+@contextlib.contextmanager
+def _cached_only() -> Iterator[None]:
+    """The hub is not asked: libraries would try for minutes."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
 def evaluate_tasks(
     model: nn.Module,
     tokenizer: Any,
@@ -225,6 +276,7 @@ def evaluate_tasks(
             "Correct it.",
         )
     definitions = [_definition(t, data_dir, manager.task_index) for t in tasks]
+    offline = data_dir is None and _check_hub(tasks, manager.task_index)
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     result: dict[str, Row] = {}
     tick = Steps(progress, len(tasks))
@@ -232,16 +284,16 @@ def evaluate_tasks(
         say(progress, name)
         tick(0)
         try:
-            output = lm_eval.simple_evaluate(
-                model=wrapped, tasks=[definition], num_fewshot=0, limit=limit, bootstrap_iters=0, log_samples=True,
-                task_manager=manager, random_seed=0, numpy_random_seed=0, torch_random_seed=0,
-            )  # fmt: skip
+            with _cached_only() if offline else contextlib.nullcontext():
+                output = lm_eval.simple_evaluate(
+                    model=wrapped, tasks=[definition], num_fewshot=0, limit=limit, bootstrap_iters=0, log_samples=True,
+                    task_manager=manager, random_seed=0, numpy_random_seed=0, torch_random_seed=0,
+                )  # fmt: skip
         except (KeyError, ValueError, ConnectionError, OSError) as error:
             raise NotFound(
                 f"The task {name} could not be evaluated: {str(error).splitlines()[0] if str(error) else error!r}",
-                f"Local tasks are {', '.join(LOCAL)}; others come from the hub.",
-                "Check the name or give --data-dir.",
-            ) from error
+                "Without --data-dir its rows come from the hub, or from the cache.", _remedy(name),
+            ) from error  # fmt: skip
         samples = output["samples"][name]
         if not samples or "acc" not in samples[0]:
             raise InvalidInput(f"The task {name} has no accuracy.", "Tasks of choices have one.", "Leave it out.")

@@ -8,6 +8,7 @@ A record of the estimator ``rounding`` holds, for every block and format, the ex
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -100,13 +101,28 @@ class Table:
         if (bits is None) == (budget is None):
             raise InvalidInput("Give either bits or a budget.", "", "For example bits=3.5, or budget='1.2 GiB'.")
         if bits is not None:
-            if not (np.isfinite(bits) and bits > 0):
-                raise InvalidInput(f"bits is {bits}.", "It is a positive number of bits per weight.", "Use for example 4.5.")
+            check_bits(bits)
             return int(bits * self.numel // 8)
         wanted = parse_budget(str(budget), default="bytes")
         if wanted.unit != "bytes" or wanted.relative:
             raise UnknownUnit(f"A budget of {budget} is not in bytes.", "The file's size is planned.", "Write '1.2 GiB'.")
         return int(wanted.amount) - self.fixed
+
+
+LARGEST = 16.0  # bits per weight: what stays as it is is always among the formats
+
+
+def check_bits(bits: float | None) -> None:
+    """Refuse mean bits per weight that no plan can have; a budget below the smallest format is found with the table.
+
+    Raises:
+        InvalidInput: Not above 0, or above the largest format.
+    """
+    if bits is not None and not 0 < bits <= LARGEST:
+        raise InvalidInput(
+            f"bits is {bits:g}.", f"Bits per weight are above 0 and at most {LARGEST:g}, the largest format.",
+            "Use for example 5.5.",
+        )  # fmt: skip
 
 
 Rule = Callable[[Table, int], np.ndarray]
@@ -197,11 +213,26 @@ def _plan(
         },
         "near_ties": _ties(table, found) if rule == "choices" else [],
     }  # fmt: skip
+    extra |= _nothing_to_decide(table, limit)
     return Plan(
         kind="bits", rule=rule, model=scores.model, blocks=blocks, hyperparameters=dict(given),
         budget={"unit": "bytes", "limit": limit, "spent": spent, "file": spent + table.fixed},
         certificate=_certificate(found) if rule == "choices" else {}, scores_digest=scores.digest, extra=extra,
     )  # fmt: skip
+
+
+def _nothing_to_decide(table: Table, limit: int) -> dict[str, Any]:
+    """``{"forced": ...}`` where a budget allows one plan alone: which, and from where to where there is a choice."""
+    known = np.isfinite(table.damage)
+    low = np.where(known, table.size, np.iinfo(np.int64).max).min(axis=1)
+    high = np.where(known, table.size, 0).max(axis=1)
+    larger = np.where(known & (table.size > low[:, None]), table.size - low[:, None], np.iinfo(np.int64).max)
+    first, most = int(low.sum()) + int(larger.min()), int(high.sum())
+    if first <= limit < most or most == low.sum():
+        return {}
+    bits = [math.ceil(8e4 * size / table.numel) / 1e4 for size in (first, most)]
+    which = "smallest" if limit < first else "largest"
+    return {"forced": {"format": which, "from_bits": bits[0], "to_bits": bits[1], "from_bytes": first + table.fixed}}
 
 
 def _certificate(found: Choice) -> dict[str, Any]:

@@ -130,10 +130,16 @@ def _on_formats(plan: Plan) -> list[str]:
         return []
     e, sentences = plan.extra, []
     others = ", ".join(f"{n} {r['predicted']:.4g} in {r['spent']} bytes" for n, r in e["baselines"].items() if n != plan.rule)
+    forced = e.get("forced")
+    if forced:
+        sentences.append(
+            f"The budget leaves nothing to decide: every block has its {forced['format']} format. There is a choice from "
+            f"{forced['from_bits']:.4f} bits per weight ({forced['from_bytes']} bytes in all) to {forced['to_bits']:.4f}."
+        )
     sentences.append(
         f"{e['bits']:.4f} bits per weight, {plan.budget['spent'] + e['fixed_bytes']} bytes with what stays as it is. "
-        f"Damages of single blocks add up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token "
-        f"(without a program: {others})."
+        f"Damages of single blocks add up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token"
+        f"{'' if forced else f' (without a program: {others})'}."
     )
     if len(e.get("steps", ())) > 1:
         first, last = e["steps"][0], e["steps"][-1]

@@ -15,6 +15,7 @@ from torch import nn
 from ..blocks import check_finite, describe, layers
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
+from ..kinds import check_kind
 from ..mapped import mapped
 from ..plan import Plan
 from ..progress import Progress, Steps
@@ -152,8 +153,7 @@ def _check_read(treatment: Treatment, **given: Any) -> None:
 
 
 def _check(plan: Plan, data: CalibrationSet | None, treatment: Treatment, identity: Mapping[str, Any]) -> None:
-    if plan.kind != "sparsity":
-        raise InvalidInput(f"A plan of kind {plan.kind} cannot be pruned.", "It must be a sparsity plan.", "Plan sparsity.")
+    check_kind(plan.kind, ("sparsity",), "cannot be pruned")
     if data is None and treatment.statistic != "none":
         raise InvalidInput(f"{treatment.name} needs calibration data.", "", "Pass data, or use method magnitude.")
     plan.validate(identity)

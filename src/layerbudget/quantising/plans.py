@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import InvalidInput
+from ..kinds import check_kind
 from ..plan import Plan
 from ..planning.recipe import KIND, split_recipe
 
@@ -21,8 +22,9 @@ def formats_of_plan(plan: Plan) -> Mapping[str, str]:
         InvalidInput: A plan of another kind, or one that names no formats.
     """
     formats = plan.extra.get("formats")
-    if plan.kind != "bits" or not isinstance(formats, Mapping) or set(formats) != set(plan.by_module()):
+    check_kind(plan.kind, ("bits",), "gives no formats")
+    if not isinstance(formats, Mapping) or set(formats) != set(plan.by_module()):
         raise InvalidInput(
-            f"A plan of kind {plan.kind} gives no formats.", "It must be a plan of bits.", "Make one: layerbudget plan bits."
+            "The plan of bits does not name the format of every matrix.", "", "Make it again: layerbudget plan bits."
         )
     return {str(k): str(v) for k, v in formats.items()}

@@ -1,0 +1,232 @@
+"""Which characters of a conversation are learned: against TRL's training templates, and by hand."""
+
+import re
+from pathlib import Path
+
+import pytest
+from tests import zoo
+
+from layerbudget.data.dialogues import dialogue
+from layerbudget.data.encoding import IGNORE, encode
+from layerbudget.errors import InvalidInput
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ENDS_ONCE = (  # as Phi-3: the text ends with an end-of-text token, so that no beginning of it is a text of its own
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}"
+)
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def says(text):
+    return {"role": "assistant", "content": text}
+
+
+ROWS = {
+    "one turn": [user("2 + 2?"), says("four")],
+    "several turns": [user("2 + 2?"), says("four"), user("and 3?"), says("seven"), user("and 1?"), says("eight")],
+    "a system prompt": [SYSTEM, user("2 + 2?"), says("four"), user("and 3?"), says("seven")],
+    "ends with a question": [user("2 + 2?"), says("four"), user("thanks")],
+    "begins with an answer": [says("hello"), user("2 + 2?"), says("four")],
+    "a system prompt, then an answer": [SYSTEM, says("hello"), user("2 + 2?"), says("four")],
+    "an empty turn in the middle": [user("2 + 2?"), says(""), user("and 3?"), says("seven")],
+    "spaces around": [user(" 2 + 2? "), says(" four \n"), user("and 3?"), says("\nseven  ")],
+    "two answers in a row": [user("2 + 2?"), says("four"), says("four"), user("and 1?"), says("five")],
+    "equal texts": [user("four"), says("four"), user("four"), says("four")],
+    "answers that begin like markers": [user("2 < 3?"), says("<|yes"), user("<|end"), says("<|")],
+    "thoughts": [user("2 + 2?"), says("<think>\nhm\n</think>\n\nfour"), user("?"), says("<think>\nah\n</think>\n\nfive")],
+    "ends with end-of-text": [user("2 + 2?"), says("four</s>"), user("and 3?"), says("seven</s>")],
+}
+THOUGHT = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
+# TRL learns these words of the prompt as well; a model that is asked does not write them
+HEADERS = {"deepseekv3": "<｜Assistant｜>", "gptoss": "<|start|>assistant", "qwen2_5": "\n"}
+SAME = [
+    "phi3", "phi3_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507", "qwen2_5",
+    "llama3", "gemma", "gemma3", "cohere", "cohere2", "lfm2", "deepseekv3", "gptoss", "nemotron_3_nano",
+]  # fmt: skip
+
+
+def letters(template):
+    """A tokenizer of single letters with the special tokens that a template names."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    named = set(re.findall(r"<[|｜]\w[\w▁]*[|｜]>|<\w+_of_turn>", template))
+    words = ["<s>", "</s>", "<pad>", "<unk>", *sorted(named), *map(chr, range(32, 127)), "\n"]
+    tok = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tok.pre_tokenizer, tok.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tok, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>", chat_template=template,
+        additional_special_tokens=sorted(named),
+    )  # fmt: skip
+
+
+def learned(tokenizer, messages):
+    made = dialogue({"messages": messages}, "messages", tokenizer)
+    return [made.text[a:b] for a, b in made.learned]
+
+
+@pytest.fixture
+def shipped():
+    """The templates that TRL ships, by name."""
+    trl = pytest.importorskip("trl")
+    folder = Path(trl.__file__).parent / "chat_templates"
+    return lambda name: (folder / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def reference(tokenizer, training, messages, text, header):
+    """Tokens and labels by TRL's training template; thoughts that the model's own template leaves out, left out."""
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        theirs, spans = (x[0] for x in render_jinja_template(
+            [messages], chat_template=training, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
+        ))  # fmt: skip
+    except jinja2.TemplateError:
+        return None
+    spans = [(a + len(header), b) if header and theirs[a:b].startswith(header) else (a, b) for a, b in spans]
+    kept, at = [], 0
+    while at < len(theirs):
+        thought = THOUGHT.match(theirs, at)
+        if thought and not text.startswith(thought.group(), len(kept)):
+            at = thought.end()
+        else:
+            kept.append((theirs[at], any(a <= at < b for a, b in spans)))
+            at += 1
+    assert "".join(c for c, _ in kept) == text
+    coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    labels = [i if kept[a][1] else IGNORE for i, (a, _) in zip(coded["input_ids"], coded["offset_mapping"], strict=True)]
+    return coded["input_ids"], labels
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_tokens_and_labels_are_those_of_trls_training_template(shipped, name):
+    tokenizer, compared = letters(shipped(name)), 0
+    for what, messages in ROWS.items():
+        try:
+            (mine,) = encode([({"messages": messages}, "here")], tokenizer, limit=8000)
+        except InvalidInput as error:
+            assert "template refuses" in str(error), what
+            assert reference(tokenizer, shipped(f"{name}_training"), messages, "", "") is None, what
+            continue
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        wanted = reference(tokenizer, shipped(f"{name}_training"), messages, text, HEADERS.get(name, ""))
+        assert (list(mine.input_ids), list(mine.labels)) == wanted, what
+        compared += 1
+    assert compared >= 8
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama3", "gemma"])
+def test_a_template_that_marks_its_answers_is_believed(shipped, name):
+    """With TRL's training template as the tokenizer's own, transformers gives the mask of every token."""
+    tokenizer = letters(shipped(f"{name}_training"))
+    for what in ("several turns", "ends with a question", "spaces around", "an empty turn in the middle"):
+        (mine,) = encode([({"messages": ROWS[what]}, "here")], tokenizer, limit=400)
+        wanted = tokenizer.apply_chat_template(
+            ROWS[what], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )  # fmt: skip
+        assert list(mine.input_ids) == wanted["input_ids"], what
+        assert [v != IGNORE for v in mine.labels] == [bool(on) for on in wanted["assistant_masks"]], what
+
+
+def test_labels_are_those_of_trls_trainer(shipped, tmp_path):
+    trl = pytest.importorskip("trl")
+    import datasets
+
+    tokenizer = letters(shipped("phi3"))
+    rows = [{"messages": ROWS[what]} for what in ("several turns", "ends with a question", "begins with an answer")]
+    config = trl.SFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=400, assistant_only_loss=True
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(
+        model=zoo.speaker("llama"), args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+    )
+    for mine, theirs in zip(encode([(r, "here") for r in rows], tokenizer, limit=400), trainer.train_dataset, strict=True):
+        assert list(mine.input_ids) == theirs["input_ids"] and list(mine.labels) == theirs["labels"]
+
+
+def test_every_answer_is_learned_with_its_stop():
+    for template, stop, last in ((CHATML, "<|im_end|>\n", "<|im_end|>\n"), (ENDS_ONCE, "<|end|>\n", "<|end|>\n</s>")):
+        tokenizer = letters(template)
+        assert learned(tokenizer, ROWS["several turns"]) == [f"four{stop}", f"seven{stop}", f"eight{last}"]
+        assert learned(tokenizer, ROWS["ends with a question"]) == [f"four{stop}"]
+        assert learned(tokenizer, ROWS["begins with an answer"]) == [f"hello{stop}", f"four{last}"]
+        assert learned(tokenizer, ROWS["a system prompt, then an answer"]) == [f"hello{stop}", f"four{last}"]
+        assert learned(tokenizer, ROWS["an empty turn in the middle"]) == [stop, f"seven{last}"]
+        assert learned(tokenizer, ROWS["spaces around"]) == [f" four \n{stop}", f"\nseven  {last}"]
+    trims = letters(CHATML.replace("m.content", "m.content | trim"))
+    assert learned(trims, ROWS["spaces around"]) == ["four<|im_end|>\n", "seven<|im_end|>\n"]
+
+
+def test_a_stop_that_only_the_next_turn_writes_is_learned():
+    """As GLM: an answer ends where the next speaker is named; an answer that is left out when empty is no reason to refuse."""
+    tokenizer = letters(
+        "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}"
+        "{{ '\n' + m.content if m.content else '' }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert learned(tokenizer, ROWS["several turns"]) == ["\nfour<|user|>", "\nseven<|user|>", "\neight"]
+    assert learned(tokenizer, ROWS["an empty turn in the middle"]) == ["\nseven"]
+
+
+def test_turns_under_headings_have_their_stops():
+    plain = letters(CHATML)
+    plain.chat_template = None
+    assert learned(plain, ROWS["several turns"]) == ["four</s>", "seven</s>", "eight"]
+    for what, stops in (("several turns", 3), ("ends with a question", 1), ("ends with end-of-text", 2)):
+        (row,) = encode([({"messages": ROWS[what]}, "here")], plain, limit=400)
+        assert sum(v == plain.eos_token_id for v in row.labels) == stops == sum(v == plain.eos_token_id for v in row.input_ids)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_text_that_ends_gets_no_second_end(tokenizer, fast, monkeypatch):
+    if not fast:
+        monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    rows = {"four": "four</s>", "four</s>": "four</s>", "four</s> ": "four</s> </s>"}
+    for said, wanted in rows.items():
+        (text,) = encode([(said, "here")], tokenizer, limit=40)
+        (asked,) = encode([({"prompt": "2 + 2 = ", "completion": said}, "here")], tokenizer, limit=40)
+        assert tokenizer.decode(text.input_ids) == f"<s>{wanted}"
+        assert tokenizer.decode(asked.input_ids) == f"<s>2 + 2 = {wanted}"
+        assert tokenizer.decode([v for v in asked.labels if v != IGNORE]) == wanted
+
+
+def test_outer_spaces_of_an_answer_are_learned_where_offsets_leave_them_out():
+    """``ByteLevel(trim_offsets=True)`` gives a token of spaces an empty place; the labels are those without trimming."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    def learned_text(row, trim):
+        words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ", "Ġ<"]
+        tok = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [("Ġ", "Ġ"), ("Ġ", "<")]))
+        tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        tok.post_processor = processors.ByteLevel(trim_offsets=trim)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tok, bos_token="<s>", eos_token="</s>")
+        if "messages" in row:
+            tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<{% endfor %}"
+        (found,) = encode([(row, "here")], tokenizer, limit=99)
+        return tokenizer.decode([v for v in found.labels if v != IGNORE])
+
+    for row, wanted in (
+        ({"prompt": "a", "completion": "  b   "}, "  b   </s>"),
+        ({"prompt": "a ", "completion": "  b"}, "   b</s>"),  # one token of two spaces reaches into the answer
+        ({"messages": [user("a"), says("b  "), user("c "), says(" d ")]}, "b  < d <"),
+    ):
+        assert learned_text(row, trim=True) == learned_text(row, trim=False) == wanted
+
+
+def test_a_template_that_hides_an_answer_is_refused_with_a_remedy_that_works():
+    for template in ("{% for m in messages %}{{ m.content | length }}{% endfor %}",
+                     "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"):  # fmt: skip
+        tokenizer = letters(template)
+        with pytest.raises(InvalidInput, match=r"turn 2 .* cannot be found.*prompt and completion, both as text"):
+            learned(tokenizer, ROWS["one turn"])
+        made = dialogue({"prompt": "2 + 2 =", "completion": " four"}, "prompt and completion", tokenizer)
+        assert [made.text[a:b] for a, b in made.learned] == [" four"]
