@@ -16,7 +16,8 @@ from layerbudget.cli import main
 from layerbudget.damage.rounding import rounding_damage
 from layerbudget.data.texts import read_texts
 from layerbudget.errors import InvalidInput, ModelMismatch
-from layerbudget.lora.recipe import base_of, unpacked
+from layerbudget.loading import unpacked
+from layerbudget.lora.recipe import base_of
 from layerbudget.lora.text_rows import TextRows
 from layerbudget.plan import Plan
 from layerbudget.planning.recipe import gains_of, plan_recipe, split_recipe
