@@ -42,7 +42,7 @@ def llm_compressor(plan: Plan, *, method: str = "wanda", pattern: str | None = N
     lines = []
     if levels is not None:
         plan, change = with_levels(plan, levels)
-        lines.append(f"# {levels} levels: no block's sparsity moves by more than {change:.4f}, the total stays")
+        lines.append(f"# at most {levels} levels: no block's sparsity moves by more than {change:.4f}, the total stays")
     lines += [
         "# from llmcompressor import oneshot",
         '# oneshot(model=MODEL, dataset=DATA, recipe="recipe.yaml", pipeline="sequential")',
