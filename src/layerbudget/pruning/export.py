@@ -41,7 +41,7 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None, dig
         raise InvalidInput(
             f"A recipe for method {method!r} and a plan of kind {plan.kind} cannot be written.",
             f"Methods are {known}, the kind is sparsity.",
-            "Prune with layerbudget instead.",
+            f"Prune with layerbudget instead, or say --method {known.split()[0]}.",
         )
     groups: dict[float, list[str]] = {}
     if plan.rows is not None:
