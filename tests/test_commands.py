@@ -38,7 +38,11 @@ ELSEWHERE = {
     "vllm serve MODEL --enable-lora --lora-modules mine=adapters/seed-0/adapter --max-lora-rank N": "needs vLLM",
 }  # fmt: skip
 GIVEN = {"docs/serving.md": "README.md"}  # a page that goes on where another one ended
-DIR = {"README.md": "pruned", "docs/serving.md": "pruned"}  # what a page calls DIR; elsewhere a folder with files of tasks
+DIR = {
+    "README.md": "pruned",
+    "docs/serving.md": "pruned",
+    "docs/smaller-matrices.md": "smaller",
+}  # what a page calls DIR; elsewhere a folder with files of tasks
 FAST = ("README.md", "docs/research.md", "docs/rough-weather.md")
 
 
