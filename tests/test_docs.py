@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import layerbudget as lb
 from layerbudget.kinds import KINDS
 from layerbudget.planning.rule import RULES, rules_of
 from layerbudget.scores.estimators import ESTIMATORS
@@ -69,6 +70,26 @@ def test_the_serving_page_merges_an_adapter():
     (block,) = blocks_of("docs/serving.md")
     exec(compile(block, "docs/serving.md", "exec"), space)
     assert not any("lora" in name for name, _ in space["merged"].named_parameters())
+
+
+@pytest.mark.slow
+def test_the_page_on_smaller_matrices_saves_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    space: dict = {}
+    (block,) = blocks_of("docs/smaller-matrices.md")
+    exec(compile(block, "docs/smaller-matrices.md", "exec"), space)
+    saved = lb.load_model("smaller-python")
+    assert saved.num_parameters() < lb.load_model("demo").num_parameters()
+
+
+def test_every_page_with_python_is_run_here():
+    pages = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+    shown = {page for page in pages if blocks_of(page)}
+    assert shown == {
+        "README.md",
+        "CONTRIBUTING.md",
+        *(f"docs/{n}.md" for n in ("bits", "fine-tuning", "serving", "smaller-matrices")),
+    }
 
 
 @pytest.mark.slow

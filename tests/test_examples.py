@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from layerbudget.cli import COMMANDS, build_parser, main
+from layerbudget.cli import COMMANDS, build_parser
 from layerbudget.scores.estimators import ESTIMATORS
 
 ROOT = Path(__file__).parents[1]
@@ -74,31 +74,3 @@ def test_the_rows_and_the_water_of_the_gallery(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", [name, *words])
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 300 and (tmp_path / "water.png").stat().st_size > 1000
-
-
-@pytest.mark.slow
-def test_the_recipes_of_the_readme_run_on_the_embedded_model(tmp_path, monkeypatch):
-    """Every command of the README, with the embedded model, thirty rows and sizes that fit it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from chat_rows import rows
-
-    Path("chat.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(30)))
-    instead = {"MODEL": "demo", "20M": "100k", "wikitext2": "stdlib"}
-    more = {
-        "score": ["--samples", "8", "--length", "128", "--exclude", "lm_head"],
-        "finetune": ["--epochs", "1", "--batch", "8", "--set", "cutoff=128"],
-        "measure": ["--samples", "2", "--length", "64"], "evaluate": ["--length", "64", "--windows", "4"],
-        "prune": ["--samples", "4", "--length", "64"], "quantize": [],
-    }  # fmt: skip
-    for _, verb, *words in commands_of("README.md"):
-        words = [instead.get(w, w) for w in words]
-        if "--tasks" in words:  # they need files, or the hub
-            i = words.index("--tasks")
-            del words[i : i + 2]
-        if verb in ("demo", "doctor", "report"):
-            continue
-        own = more.get(verb, [])
-        if verb == "plan" and words[0] in ("structured", "bits"):
-            own = ["--samples", "2", "--length", "64"] + (["--even"] if words[0] == "structured" else ["--check", "0"])
-        assert main([verb, *words, *own, "--quiet"]) == 0, (verb, words)

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -157,26 +157,36 @@ def describe_place(model: nn.Module) -> str:
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     unit, held = ("GiB", size / 2**30) if size >= 2**30 else ("MiB", size / 2**20)
-    count, packed = _weights(model)
+    count = sum(p.numel() for p in model.parameters())
     lies = mapped(model)
     if lies is not None:
         how = f"one layer at a time in {str(lies.dtype).removeprefix('torch.')}" if lies.converts else "mapped"
         return f"{count / 1e6:,.1f} M parameters streamed from their files, {how}, on {lies.device}"
-    kept = f" ({packed / count:.0%} of them packed)" if packed else ""
-    return f"{count / 1e6:,.1f} M parameters{kept} in {' and '.join(kinds)} on {first.device}, {held:.3g} {unit}"
+    return f"{count / 1e6:,.1f} M parameters in {' and '.join(kinds)} on {first.device}, {held:.3g} {unit}"
 
 
-def _weights(model: nn.Module) -> tuple[int, int]:
-    """How many weights there are, and how many of these lie packed (several in an integer, as compressed-tensors does)."""
-    packed = 0
-    plain: dict[int, int] = {}
-    for module in model.modules():
-        shape = module._parameters.get("weight_shape")
-        if shape is not None:
-            packed += math.prod(shape.tolist())
-        own = module.named_parameters(recurse=False)
-        plain |= {id(p): p.numel() for n, p in own if shape is None or not n.startswith("weight")}
-    return sum(plain.values()) + packed, packed
+def packed(model: nn.Module) -> list[str]:
+    """Names of the matrices that a compressed-tensors folder left as packed integers: they have no weight yet."""
+    return [name for name, module in model.named_modules() if "weight_packed" in module._parameters]
+
+
+def unpacked(model: nn.Module) -> nn.Module:
+    """The same model with its packed matrices as plain ``nn.Linear``: every verb finds weights, and no forward rounds again.
+
+    transformers makes the numbers at the first forward. That forward is run here, so that nothing depends on who runs it.
+    """
+    names = packed(model)
+    if not names:
+        return model
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device))
+    for name in names:
+        held = cast(nn.Linear, model.get_submodule(name))
+        plain = nn.Linear(held.in_features, held.out_features, bias=held.bias is not None, device="meta")
+        plain.weight, plain.bias = held.weight, held.bias
+        model.set_submodule(name, plain.train(held.training))
+    cast(Any, model).hf_quantizer.remove_quantization_config(model)
+    return model
 
 
 def _check_stream(stream: bool | None, where: str, four_bit: bool) -> None:
@@ -191,6 +201,19 @@ def _check_stream(stream: bool | None, where: str, four_bit: bool) -> None:
             "Weights stay in the safetensors files of a local folder.",
             "Leave --stream out." if four_bit else "Download the model and give its folder.",
         )
+
+
+def check_quantised(name: str, config: Any, stream: bool | None, four_bit: bool) -> None:
+    """Refuse to stream, or to hold in 4 bits, a checkpoint whose matrices are packed already.
+
+    Raises:
+        InvalidInput: Names the option.
+    """
+    if getattr(config, "quantization_config", None) and (stream or four_bit):
+        raise InvalidInput(
+            f"The files of {name} hold packed integers.", "They become numbers when the model is loaded, all of them at once.",
+            f"Leave {'--stream' if stream else '--four-bit'} out.",
+        )  # fmt: skip
 
 
 def _streams(stream: bool | None, where: str, dtype: torch.dtype, place: torch.device, four_bit: bool) -> bool:
@@ -246,15 +269,17 @@ def load_model(
     _check_stream(stream, where, four_bit)
     with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
         config = AutoConfig.from_pretrained(where, revision=revision)
-        streamed = _streams(stream, where, held_dtype(config, dtype), place, four_bit)
-        packed: dict[str, Any] = {}
+        check_quantised(name, config, stream, four_bit)
+        plain = not getattr(config, "quantization_config", None)
+        streamed = plain and _streams(stream, where, held_dtype(config, dtype), place, four_bit)
+        nf4: dict[str, Any] = {}
         if four_bit:
-            packed = {"quantization_config": four_bit_config(held_dtype(config, dtype)), "device_map": {"": str(place)}}
+            nf4 = {"quantization_config": four_bit_config(held_dtype(config, dtype)), "device_map": {"": str(place)}}
         if streamed:
             model, report = load_mapped(auto_class(config), config, where, dtype=DTYPES.get(dtype), device=place)
         else:
             model, report = auto_class(config).from_pretrained(
-                where, revision=revision, dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, **packed
+                where, revision=revision, dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, **nf4
             )
     missing = sorted(k for k in report["missing_keys"] if "pooler" not in k)  # of the pooler nothing here depends
     if missing:
@@ -263,7 +288,7 @@ def load_model(
             "transformers would fill them with random numbers.",
             "Download or save the whole checkpoint.",
         )
-    model = pretrained(model if four_bit or streamed else model.to(place)).eval()
+    model = pretrained(unpacked(model if four_bit or streamed else model.to(place)).eval())
     known_finite(model) if streamed else check_finite(model)
     model.config._name_or_path = name
     return model

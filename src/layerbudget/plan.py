@@ -89,6 +89,13 @@ class Plan(Record):
         """Weight matrices per block, shape ``(K,)``."""
         return matrices_of(self.blocks)
 
+    @property
+    def pruner(self) -> tuple[str | None, dict[str, Any]]:
+        """Method and options of the pruner whose damage decided a plan of sparsities; None where no pruner was measured."""
+        if self.kind != "sparsity" or "method" not in self.hyperparameters:
+            return None, {}
+        return str(self.hyperparameters["method"]), dict(self.hyperparameters.get("own") or self.extra.get("own") or {})
+
     def _column(self, name: str, dtype: Any) -> np.ndarray:
         if isinstance(self.blocks, PlanTable):
             return self.blocks.columns[name].copy()

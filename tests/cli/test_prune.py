@@ -10,6 +10,7 @@ from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.loading import load_model
+from layerbudget.plan import Plan
 from layerbudget.planning import plan_ranks
 from layerbudget.pruning.receipt import recount
 from layerbudget.records import Block, Module
@@ -93,3 +94,31 @@ def test_a_users_mistakes_end_with_a_sentence(saved, capsys):
     assert run(saved, "--pattern", "9:4") == 2
     assert "not a pattern" in capsys.readouterr().err
     assert not list((saved / "out").iterdir())
+
+
+def test_a_plan_knows_its_pruner(saved_model, tmp_path, capsys):
+    """prune and export take the method and the options that were measured; another method is taken, and it is said."""
+    folder, small = saved_model("llama"), ("--samples", "2", "--length", "12", "--quiet")
+    plan, curves = tmp_path / "p.json", tmp_path / "c.json"
+    measured = ["measure", str(folder), "--sparsity", "0.5", "--method", "sparsegpt"]
+    assert main([*measured, "--set", "damping=0.2", "--passes", "6", *small, "-o", str(plan)]) == 0
+    assert main([*measured, "--search", "curves", "--curves", str(curves), *small, "-o", str(tmp_path / "c")]) == 0
+    assert main(["score", str(folder), *small, "-o", str(tmp_path / "s.json")]) == 0
+    planned = ["plan", "sparsity", str(tmp_path / "s.json"), "--sparsity", "0.4", "-o"]
+    assert main([*planned, str(tmp_path / "d"), "--curves", str(curves)]) == 0 and main([*planned, str(tmp_path / "e")]) == 0
+    assert [Plan.load(tmp_path / n).pruner for n in "cde"] == [("sparsegpt", {}), ("sparsegpt", {}), (None, {})]
+    said = {}
+    for name, more in (("own", ()), ("other", ("--method", "wanda")), ("weaker", ("--set", "damping=0.3"))):
+        capsys.readouterr()
+        assert main(["prune", str(folder), str(plan), *more, *small, "-o", str(tmp_path / name)]) == 0
+        said[name] = " ".join(capsys.readouterr().out.split())
+        assert main(["export", str(plan), *(more if name == "other" else ()), "-o", str(tmp_path / f"{name}.yaml")]) == 0
+    receipts = {name: json.loads((tmp_path / name / "receipt.json").read_text()) for name in said}
+    assert [receipts[n]["method"] for n in said] == ["sparsegpt", "wanda", "sparsegpt"]
+    assert [receipts[n]["settings"].get("damping") for n in ("own", "weaker")] == [0.2, 0.3]
+    sentence = "The plan was measured with sparsegpt and is applied by wanda"
+    assert said["other"].count(sentence) == 1 and sentence in receipts["other"]["notes"][-1]
+    assert sentence not in said["own"] + said["weaker"]
+    recipes = {name: (tmp_path / f"{name}.yaml").read_text() for name in said}
+    assert "SparseGPTModifier" in recipes["own"] and "WandaPruningModifier" in recipes["other"]
+    assert sentence in recipes["other"] and sentence not in recipes["own"]

@@ -13,9 +13,11 @@ from tests import zoo
 from layerbudget.cli import main
 from layerbudget.errors import InvalidInput
 from layerbudget.exports.base import EXPORTS, export
-from layerbudget.exports.recipes import with_levels
+from layerbudget.exports.recipes import llm_compressor, with_levels
 from layerbudget.lora.ranks import adapted_ranks
+from layerbudget.plan import Plan, PlanBlock
 from layerbudget.program.levels import few_levels
+from layerbudget.records import Block, Module
 
 
 @pytest.fixture
@@ -70,6 +72,25 @@ def test_the_plan_with_levels_spends_the_same_to_the_weight(sparsity):
     fewer, change = with_levels(sparsity, 2)
     assert fewer.counts.sum() == sparsity.counts.sum() and 0 < change < 1
     assert len({round(b.value, 9) for b in fewer.blocks}) == 2
+
+
+def test_a_recipe_has_as_many_ratios_as_levels_where_counts_differ_by_one_weight():
+    """Whole weights of small matrices make ratios of one level differ in the fourth digit: the level is what is written."""
+    numel, ratios = [613, 1009, 757, 887, 911, 523], [0.31, 0.33, 0.52, 0.54, 0.71, 0.72]
+    blocks = [
+        PlanBlock.of(Block(name=f"m{i}", modules=(Module(name=f"m{i}", d_in=n, d_out=1),)), r, round(n * r))
+        for i, (n, r) in enumerate(zip(numel, ratios))
+    ]
+    plan = Plan(kind="sparsity", rule="by hand", model={}, blocks=tuple(blocks), budget={})
+    for levels in (1, 3, 6):
+        fewer, _ = with_levels(plan, levels)
+        text = llm_compressor(plan, levels=levels)
+        stages = [m for s in yaml.safe_load(text).values() for g in s.values() for m in g.values()]
+        found = {module: m["sparsity"] for m in stages for module in m["targets"]}
+        assert len(set(found.values())) == len(stages) == levels
+        assert f"at most {levels} levels" in text and f" {levels} distinct ratios" in text
+        assert sum(found[f"m{i}"] * n for i, n in enumerate(numel)) == pytest.approx(plan.counts.sum(), abs=5e-5 * sum(numel))
+        assert fewer.counts.sum() == plan.counts.sum()
 
 
 def test_tables_hold_the_plan(sparsity, tmp_path):

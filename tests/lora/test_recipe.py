@@ -20,7 +20,8 @@ from layerbudget.damage.rounding import rounding_damage
 from layerbudget.data.texts import read_texts
 from layerbudget.errors import InvalidInput, ModelMismatch
 from layerbudget.evaluation.perplexity import perplexity
-from layerbudget.lora.recipe import base_of, unpacked
+from layerbudget.loading import unpacked
+from layerbudget.lora.recipe import base_of
 from layerbudget.lora.text_rows import TextRows
 from layerbudget.plan import Plan
 from layerbudget.planning import plan_again

@@ -12,10 +12,12 @@ from tests import zoo
 from transformers import AutoModelForCausalLM
 
 import layerbudget as lb
+from layerbudget.cli import main
 from layerbudget.damage.rounding import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
 from layerbudget.exports.base import EXPORTS
 from layerbudget.loading import describe_place
+from layerbudget.lora.base import classifier_loader
 from layerbudget.planning.bits import plan_bits
 from layerbudget.quantising import save as S
 from layerbudget.quantising.apply import apply_bits
@@ -80,9 +82,10 @@ def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtim
     model, plan, stored = made(name, "compressed-tensors", 6.0 if runtime == "vllm" else 4.2, method, runtime=runtime)
     receipt = save_quantised(model, None, plan, stored, tmp_path / "out")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    said = describe_place(lb.load_model(str(tmp_path / "out"), dtype="float32"))
-    share = sum(model.get_submodule(n).weight.numel() for n in plan.extra["formats"]) / model.num_parameters()
-    assert said.startswith(f"{model.num_parameters() / 1e6:,.1f} M parameters ({share:.0%} of them packed)")
+    read = lb.load_model(str(tmp_path / "out"), dtype="float32")
+    assert describe_place(read).startswith(f"{model.num_parameters() / 1e6:,.1f} M parameters in float32 on cpu")
+    assert torch.equal(logits(read), logits(back))  # every matrix is a plain one, and no forward rounds again
+    assert lb.partition(read) == lb.partition(model) and not hasattr(read.config, "quantization_config")
     halved = zoo.build(name, **WIDE)  # what is not planned is written in sixteen bits
     halved.load_state_dict({n: t.bfloat16().float() for n, t in halved.state_dict().items()})
     for module in plan.extra["formats"]:
@@ -206,3 +209,20 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(MissingDependency, match=r"layerbudget\[bits\]"):
         save_quantised(model, None, plan, stored, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_packed_folder_serves_every_verb_and_refuses_by_name_what_it_cannot(tmp_path, tokenizer, capsys):
+    """Its matrices are numbers as soon as it is loaded, whoever runs the first forward."""
+    model, plan, stored = made("llama", "compressed-tensors", 4.2, "rtn")
+    out, small = tmp_path / "out", ("--samples", "2", "--length", "12", "--quiet")
+    save_quantised(model, tokenizer, plan, stored, out)
+    assert main(["evaluate", str(out), "--windows", "2", "--length", "12", "--quiet"]) == 0
+    assert main(["score", str(out), *small, "-o", str(tmp_path / "s.json")]) == 0
+    assert main(["measure", str(out), "--sparsity", "0.5", *small, "-o", str(tmp_path / "p.json")]) == 0
+    assert main(["prune", str(out), str(tmp_path / "p.json"), *small, "-o", str(tmp_path / "pruned")]) == 0
+    capsys.readouterr()
+    for option in ("--stream", "--four-bit"):
+        assert main(["evaluate", str(out), option, "--quiet"]) == 2
+        assert f"Leave {option} out." in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(InvalidInput, match="Leave --four-bit out"):
+        classifier_loader(str(out), 2, four_bit=True)

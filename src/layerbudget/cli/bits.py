@@ -100,6 +100,9 @@ def _measure(a: argparse.Namespace) -> Plan:
     a.samples = samples + count
     a.dtype = a.dtype or "float32"  # damages of eight bits are below the noise of bfloat16
     model, _, data = load(a)
+    if data.samples < samples + count:  # a short text: both parts shrink alike, and one sequence decides unchecked
+        samples = max(1, data.samples * samples // (samples + count))
+        count = data.samples - samples
     if a.check is None and mapped(model) is not None:
         count = 0
         announce(a, "The weights stay in their files: the plan is not checked as a whole. Check the written file by evaluate.")

@@ -19,7 +19,7 @@ def register(subparsers: Any) -> None:
         metavar="FORMAT",
         help=f"{known}; packed: DIR's checkpoint with its zeros left out (default: by the plan's kind)",
     )
-    parser.add_argument("--method", help="recipe: wanda (default) or sparsegpt")
+    parser.add_argument("--method", help="recipe: wanda or sparsegpt (default: what the plan was measured with, else wanda)")
     parser.add_argument("--pattern", metavar="N:M", help="recipe: the n:m pattern of all blocks")
     parser.add_argument("--levels", type=int, help="recipe: at most so many distinct sparsities, the total kept")
     parser.add_argument("--alpha-policy", help="lora: how alpha follows the rank")

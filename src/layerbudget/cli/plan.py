@@ -7,7 +7,9 @@ shows a table on ``arguments.console`` where that is a ``rich`` console.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..costs import rank_parameters
@@ -19,7 +21,7 @@ from ..planning.rule import rules_of
 from ..records import to_jsonable
 from ..scores.record import Scores
 from . import bits, compare, structured
-from .files import Leaves, load_scores, need_scores, read_curves, read_fixed, read_latency, say, show_table
+from .files import Leaves, load_scores, need_scores, read_any, read_curves, read_fixed, read_latency, say, show_table
 from .shared import Renamed, add_out, named_values, refuse
 
 _TYPES = {"number": float, "whole": int, "word": str}
@@ -180,6 +182,9 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
         load_scores(a.scores), sparsity=a.sparsity, max_sparsity=a.max_sparsity, min_sparsity=a.min_sparsity,
         exclude=a.exclude, fixed=read_fixed(a.fix), **{**_rule_options(a), "penalty": _penalty(a)},
     )  # fmt: skip
+    method = read_any(Path(a.curves)).get("method") if a.curves else None
+    if method is not None:  # the pruner that the curves are of
+        plan = dataclasses.replace(plan, hyperparameters={**plan.hyperparameters, "method": str(method)})
     return _finish(a, plan)
 
 

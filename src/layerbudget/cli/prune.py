@@ -16,7 +16,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("prune")
     add_treating_options(
         parser, "plan.json of kind sparsity, structured or depth, made for this model", TREATMENTS.names(),
-        "not for smaller shapes (default: wanda)",
+        "not for smaller shapes (default: what the plan was measured with, else wanda)",
     )  # fmt: skip
     parser.add_argument(
         "--pattern", metavar="N:M", help="zero n of every m inputs; n:8 with a literal n lets each block differ"
@@ -36,7 +36,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prune, recount, save, and say what is smaller and what is not."""
     from ..kinds import check_kind
     from ..plan import Plan
-    from ..pruning.apply import prune
+    from ..pruning.apply import method_of, other_pruner, prune
     from ..pruning.resume import clear_checkpoints
     from ..pruning.room import check_room
     from ..pruning.save import check_output, save_pruned
@@ -45,6 +45,9 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 
     plan = Plan.load(arguments.plan)
     check_kind(plan.kind, ("sparsity", *SMALLER), "cannot be pruned")
+    own = named_values(arguments.own)
+    if plan.kind not in SMALLER:
+        arguments.method, own = method_of(plan, arguments.method, own)
     _refuse_unread(arguments, plan.kind)
     check_output(arguments.out, overwrite=arguments.overwrite)
     model, tokenizer, data = _load(arguments, plan.kind)
@@ -52,12 +55,13 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     _expect(arguments, plan, model, data)
     if plan.kind in SMALLER:
         return prune_smaller(arguments, plan, model, tokenizer, data)
-    method = arguments.method or "wanda"
-    with progress_bar(arguments, f"prune by {method}") as progress:
+    for note in (said := other_pruner(plan, arguments.method)):
+        arguments.console.print(note)
+    with progress_bar(arguments, f"prune by {arguments.method}") as progress:
         receipt = prune(
-            model, plan, data, method, batch_of(arguments, model, data), arguments.parity, arguments.pattern, progress,
-            true_sequential=arguments.true_sequential, store=arguments.store, resume=arguments.resume,
-            autocast=arguments.autocast, **named_values(arguments.own),
+            model, plan, data, arguments.method, batch_of(arguments, model, data), arguments.parity, arguments.pattern,
+            progress, true_sequential=arguments.true_sequential, store=arguments.store, resume=arguments.resume,
+            autocast=arguments.autocast, **own,
         )  # fmt: skip
     out = arguments.out
     if first():
@@ -67,7 +71,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     arguments.console.print(
         f"Recounted sparsity {receipt.sparsity:.6f} (planned {receipt.planned:.6f}) in {receipt.seconds:.1f} s; saved to {out}."
     )
-    for note in receipt.notes:
+    for note in receipt.notes[: len(receipt.notes) - len(said)]:
         arguments.console.print(note)
     arguments.console.print(runtime_box(pattern=arguments.pattern))
     blocks = {name: record["sparsity"] for name, record in receipt.blocks.items()}

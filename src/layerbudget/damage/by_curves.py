@@ -70,14 +70,14 @@ def plan_by_curves(
     }  # fmt: skip
     curves = [start or damage_curves(model, data, blocks, ratios=ratios, **common)]
     measured = [min(max_sparsity, curves[0].ratios[b.name][-1]) for b in blocks]
-    plan = _solve(model, blocks, sparsity, 0.0, measured, curves[0])
+    plan = _solve(model, blocks, sparsity, 0.0, measured, curves[0], method)
     extra = 0
     for _ in range(iterations):
         low = {b.name: max(0.0, b.value - trust) for b in plan.blocks}
         high = {b.name: min(max_sparsity, b.value + trust) for b in plan.blocks}
         points = {b.name: (low[b.name], (low[b.name] + high[b.name]) / 2, high[b.name]) for b in plan.blocks}
         curves.append(damage_curves(model, data, blocks, ratios=points, around=plan, **common))
-        there = _solve(model, blocks, sparsity, list(low.values()), list(high.values()), curves[-1])
+        there = _solve(model, blocks, sparsity, list(low.values()), list(high.values()), curves[-1], method)
         ways = [_between(plan, there, step) for step in STEPS]
         damage, spent = plan_damage(model, data, blocks, ways, method=method, metric=metric, batch_size=batch_size)
         extra += spent
@@ -99,6 +99,9 @@ def _between(here: Plan, there: Plan, step: float) -> Plan:
     return dataclasses.replace(here, blocks=tuple(blocks), certificate={})
 
 
-def _solve(model: nn.Module, blocks: Sequence[Block], sparsity: float, low: ArrayLike, high: ArrayLike, curves: Curves) -> Plan:
+def _solve(
+    model: nn.Module, blocks: Sequence[Block], sparsity: float, low: ArrayLike, high: ArrayLike, curves: Curves, method: str
+) -> Plan:
     plan = plan_sparsity(blocks, sparsity=sparsity, min_sparsity=low, max_sparsity=high, penalty=curves.penalty())
-    return dataclasses.replace(plan, rule="calibrated", model=describe(model))
+    settings = {**plan.hyperparameters, "method": method}
+    return dataclasses.replace(plan, rule="calibrated", model=describe(model), hyperparameters=settings)

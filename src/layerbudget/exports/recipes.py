@@ -9,6 +9,7 @@ import numpy as np
 from ..plan import Plan
 from ..program.counts import round_parameters
 from ..program.levels import few_levels
+from ..pruning.apply import method_of, other_pruner
 from ..pruning.export import recipe
 
 
@@ -27,7 +28,7 @@ def with_levels(plan: Plan, levels: int) -> tuple[Plan, float]:
     return dataclasses.replace(plan, blocks=tuple(blocks), certificate={}), change
 
 
-def llm_compressor(plan: Plan, *, method: str = "wanda", pattern: str | None = None, levels: int | None = None) -> str:
+def llm_compressor(plan: Plan, *, method: str | None = None, pattern: str | None = None, levels: int | None = None) -> str:
     """A recipe with one modifier per distinct ratio, and in its comments how it is run.
 
     Every modifier walks the model: in llm-compressor's sequential pipeline once over all layers, so that the number of
@@ -35,14 +36,15 @@ def llm_compressor(plan: Plan, *, method: str = "wanda", pattern: str | None = N
 
     Args:
         plan: A plan of sparsities.
-        method: ``wanda`` or ``sparsegpt``.
+        method: ``wanda`` or ``sparsegpt``; what the plan was measured with by default, else ``wanda``.
         pattern: ``n:m``, for all blocks.
         levels: At most so many distinct ratios, the total kept.
     """
-    lines = []
+    method, _ = method_of(plan, method, {})
+    lines = [f"# {note}" for note in other_pruner(plan, method)]
     if levels is not None:
         plan, change = with_levels(plan, levels)
-        lines.append(f"# {levels} levels: no block's sparsity moves by more than {change:.4f}, the total stays")
+        lines.append(f"# at most {levels} levels: no block's sparsity moves by more than {change:.4f}, the total stays")
     lines += [
         "# from llmcompressor import oneshot",
         '# oneshot(model=MODEL, dataset=DATA, recipe="recipe.yaml", pipeline="sequential")',

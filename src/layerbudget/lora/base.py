@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput
-from ..loading import four_bit_config, held_dtype, resolve
+from ..loading import check_quantised, four_bit_config, held_dtype, resolve, unpacked
 from .protocol import DEVICES
 from .sharding import wanted
 
@@ -78,6 +78,7 @@ def classifier_loader(
         raise InvalidInput(f"dtype is {dtype!r}.", f"Bases are held in {' or '.join(PRECISIONS)}.", "Use bfloat16.")
     place, where = device_named(device), resolve(name, revision)
     config = AutoConfig.from_pretrained(where, revision=revision)
+    check_quantised(name, config, None, four_bit)
     if dtype == "auto":
         dtype = "bfloat16" if held_dtype(config).itemsize == 2 else "float32"
     options: dict[str, Any] = {"dtype": PRECISIONS[dtype], "revision": revision}
@@ -94,6 +95,7 @@ def classifier_loader(
             model = AutoModelForCausalLM.from_pretrained(where, **options)
         else:
             model = AutoModelForSequenceClassification.from_pretrained(where, num_labels=labels, **options)
+        unpacked(model)
         if prepare is not None:
             prepare(model)
         return model if four_bit or wanted() else model.to(place)

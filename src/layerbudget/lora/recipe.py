@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..blocks import describe
@@ -16,7 +15,6 @@ from ..plan import Plan
 from ..planning.recipe import split_recipe
 from ..quantising.plans import formats_of_plan
 from ..quantising.receipt import QuantisationReceipt, recount_safetensors
-from ..running.modes import inference
 from ..treatments.base import find_quantiser
 from ..treatments.storing import store
 
@@ -46,9 +44,7 @@ class Base:
 
     def prepare(self, model: nn.Module) -> None:
         """Put a model that was just loaded into the planned formats: its folder may hold them already."""
-        if self.written:
-            unpacked(model)
-        else:
+        if not self.written:
             store(model, formats_of_plan(self.bits), method=str(self.bits.extra["method"]))
 
     def recount(self, adapter_folder: Path) -> dict[str, int]:
@@ -70,13 +66,6 @@ class Base:
             )
         base = int(self.bits.budget["file"])
         return {"base": base, "adapter": adapter, "spent": base + adapter, "limit": self.limit}
-
-
-def unpacked(model: nn.Module) -> nn.Module:
-    """Have the packed weights of a loaded compressed-tensors model as numbers: transformers makes them at the first forward."""
-    with inference(model):
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device))
-    return model
 
 
 def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:

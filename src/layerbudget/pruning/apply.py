@@ -34,7 +34,7 @@ def prune(
     model: nn.Module,
     plan: Plan,
     data: CalibrationSet | None = None,
-    method: str = "wanda",
+    method: str | None = None,
     batch_size: int | None = None,
     parity: bool = False,
     pattern: str | None = None,
@@ -57,6 +57,7 @@ def prune(
         plan: A sparsity plan of this model, per block or per Linear.
         data: Calibration tokens; not needed for ``magnitude``.
         method: ``magnitude``, ``wanda``, ``sparsegpt``, or a treatment of your own (:mod:`layerbudget.treatments.base`).
+            Without one it is the plan's own, with the options that it was measured with; ``wanda`` where none was measured.
         batch_size: Sequences per forward, 8 by default. Speed and memory only, up to rounding.
         parity: Reproduce the masks of the reference implementations (locuslab/wanda, IST-DASLab/sparsegpt): their
             counts are off by one and take ties along, their statistics are running means over single sequences.
@@ -82,6 +83,7 @@ def prune(
         UnknownBlock: The plan names matrices that the model does not have.
         CurvatureFailure: Second moments that cannot be factorised.
     """
+    method, own = method_of(plan, method, own)
     treatment = find_treatment(method)
     _check_read(treatment, true_sequential=true_sequential, autocast=autocast, resume=resume)
     options = Options(
@@ -109,7 +111,25 @@ def prune(
             )
             forwards, notes = _over_layers(treating, jobs, _share(data), options, checkpoint, progress)
     seconds = time.monotonic() - started
+    notes += other_pruner(plan, method)
     return _receipt(model, plan, data, jobs, options, identity=identity, forwards=forwards, seconds=seconds, notes=notes)
+
+
+def method_of(plan: Plan, method: str | None, own: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The pruner and its options: what was asked for, else what the plan was measured with, else ``wanda``."""
+    measured, options = plan.pruner
+    chosen = method or measured or "wanda"
+    return chosen, {**(options if chosen == measured else {}), **own}
+
+
+def other_pruner(plan: Plan, method: str) -> tuple[str, ...]:
+    """A sentence where a plan is applied by another pruner than the one whose damage decided it, else nothing."""
+    measured, _ = plan.pruner
+    if measured in (None, method):
+        return ()
+    return (
+        f"The plan was measured with {measured} and is applied by {method}: measure with --method {method} to plan for it.",
+    )
 
 
 def _receipt(

@@ -30,7 +30,7 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None, dig
         plan: A sparsity plan.
         method: ``wanda`` or ``sparsegpt``.
         pattern: ``n:m``, for all blocks.
-        digits: Ratios are rounded to so many digits; equal ones share a modifier.
+        digits: The blocks' planned sparsities are rounded to so many digits; equal ones share a modifier.
 
     Raises:
         InvalidInput: Another kind of plan, or ``magnitude`` (that modifier needs a training schedule).
@@ -41,7 +41,7 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None, dig
         raise InvalidInput(
             f"A recipe for method {method!r} and a plan of kind {plan.kind} cannot be written.",
             f"Methods are {known}, the kind is sparsity.",
-            "Prune with layerbudget instead.",
+            f"Prune with layerbudget instead, or say --method {known.split()[0]}.",
         )
     groups: dict[float, list[str]] = {}
     if plan.rows is not None:
@@ -50,7 +50,7 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None, dig
         )
     for block in plan.blocks:
         if block.count:
-            groups.setdefault(round(block.count / block.numel, digits), []).extend(block.modules)
+            groups.setdefault(round(block.value, digits), []).extend(block.modules)
     lines = [f"# {plan.rule} plan {plan.digest}: {len(groups)} distinct ratios, total sparsity {plan.sparsity:.6f}"]
     for i, (ratio, modules) in enumerate(groups.items()):
         lines += [

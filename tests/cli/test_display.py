@@ -1,0 +1,82 @@
+"""What is shown decides nothing: every verb gives the same result and writes the same files with --quiet, --json or neither."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.documented import shrink
+from tests.furniture import furnish
+
+from layerbudget.cli import COMMANDS, main, outlook
+
+VOLATILE = {"seconds", "took", "expected", "started", "created", "elapsed", "words", "command"}
+LINES = (
+    "score MODEL --estimator rank-gain --by linear -o scores.json",
+    "score MODEL -o gains.json",
+    "certify MODEL -o certificate.json",
+    "plan sparsity gains.json --sparsity 0.5 -o zeros.json",
+    "plan ranks scores.json --mean-rank 2 -o ranks.json",
+    "plan explain zeros.json",
+    "transfer gains.json gains.json --sparsity 0.5",
+    "measure MODEL --sparsity 0.5 --passes 6 -o plan.json",
+    "prune MODEL plan.json -o pruned",
+    "evaluate pruned -o evaluated.json",
+    "plan bits MODEL --bits 4.5 --group 32 --draws 1 -o bits.json",
+    "quantize MODEL bits.json -o OUT",
+    "evaluate OUT --against MODEL",
+    "plan structured MODEL --save 20%flops --even -o shapes.json",
+    "finetune MODEL ranks.json --data my.jsonl -o adapters",
+    "export ranks.json",
+    "compare MODEL --scores owl --sparsity 0.5 --no-controls -o grid",
+    "doctor MODEL",
+    "reproduce list",
+    "report pruned -o page.html",
+)
+
+
+def settled(value):
+    """A result without its times."""
+    if isinstance(value, dict):
+        return {k: settled(v) for k, v in value.items() if k not in VOLATILE}
+    return [settled(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def content(path):
+    """What a file says: JSON without its times, weights to the byte."""
+    if path.suffix == ".json":
+        return settled(json.loads(path.read_text()))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "shown", [["--json"], *(pytest.param(w, marks=pytest.mark.slow) for w in ([], ["--quiet", "--json"]))], ids=" ".join
+)
+def test_the_display_changes_no_result(tmp_path, monkeypatch, capsys, shown):
+    assert {line.split()[0] for line in LINES} == set(COMMANDS) - {"demo"}  # which is the verbs above, one after the other
+    undo, found = shrink(), {}
+    monkeypatch.setattr(outlook, "conclude", lambda arguments, result: found.setdefault("last", result))  # times left out
+    results, files = {}, {}
+    try:
+        for name, more in (("quiet", ["--quiet"]), ("shown", shown)):
+            place = tmp_path / name
+            place.mkdir()
+            furnish(place)
+            monkeypatch.chdir(place)
+            for line in LINES:
+                found.clear()
+                assert main([*line.split(), *more]) == 0, (line, more, capsys.readouterr().err[-1500:])
+                results[name, line] = settled(json.loads(json.dumps(found["last"], default=str)))
+                said = capsys.readouterr().out
+                if "--json" in more:
+                    assert isinstance(json.loads(said), dict | list), line
+            kept = [p for p in sorted(place.rglob("*")) if p.suffix in (".json", ".safetensors", ".yaml", ".csv")]
+            files[name] = {str(p.relative_to(place)): content(p) for p in kept if p.name != "manifest.json"}
+    finally:
+        undo()
+    for line in LINES:
+        if not line.startswith("doctor"):  # its numbers are times
+            assert results["shown", line] == results["quiet", line], line
+    assert files["shown"].keys() == files["quiet"].keys()
+    for path, held in files["shown"].items():
+        assert held == files["quiet"][path], path

@@ -1,0 +1,114 @@
+"""Every command of README and docs runs as it is written, in order: a page at a time, in one folder with what the page names.
+
+``pytest -s`` prints the commands and their times.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+
+import pytest
+from tests import task_rows
+from tests.documented import PAGES, ROOT, lines_of, shrink, words_of
+from tests.furniture import furnish
+
+from layerbudget.cli import main
+
+ELSEWHERE = {
+    "make demo": "installs the package; tests/demo runs what it runs",
+    "make test": "is this suite",
+    "pip install .": "installs",
+    "pip install 'layerbudget[bits]'": "installs from the network",
+    "pip install 'layerbudget[cluster]'": "installs from the network",
+    "pip install 'layerbudget[trl]'": "installs from the network",
+    "torchrun -m layerbudget": "starts several processes: tests/running and tests/lora do",
+    "torchrun --nproc-per-node 4 -m layerbudget score MODEL --estimator rank-gain --by linear -o scores.json": "four processes",
+    "torchrun --nproc-per-node 4 -m layerbudget finetune MODEL ranks.json --data my.jsonl -o planned": "four processes",
+    "accelerate launch -m layerbudget prune MODEL plan.json -o pruned": "needs a configured launcher",
+    "accelerate launch --num_processes 4 --mixed_precision no -m layerbudget finetune MODEL ranks.json "
+    "--data my.jsonl -o planned": "four processes",
+    "accelerate launch --num_processes 4 --use_fsdp --fsdp_version 2 --mixed_precision no -m layerbudget finetune MODEL "
+    "ranks.json --data my.jsonl -o planned": "four processes",
+    "layerbudget evaluate pruned --perplexity wikitext2 --tasks arc_easy": "wikitext2 and arc_easy come from the hub",
+    "layerbudget evaluate pruned --perplexity wikitext2": "wikitext2 comes from the hub",
+    "lm_eval --model hf --model_args pretrained=pruned --tasks arc_easy": "arc_easy comes from the hub",
+    "layerbudget reproduce drift --model MODEL --data-dir DIR --out table-3 --workers 8 --launcher slurm": "needs slurm",
+    "vllm serve MODEL --enable-lora --lora-modules mine=adapters/seed-0/adapter --max-lora-rank N": "needs vLLM",
+}  # fmt: skip
+GIVEN = {"docs/serving.md": "README.md"}  # a page that goes on where another one ended
+DIR = {
+    "README.md": "pruned",
+    "docs/serving.md": "pruned",
+    "docs/smaller-matrices.md": "smaller",
+}  # what a page calls DIR; elsewhere a folder with files of tasks
+FAST = ("README.md", "docs/research.md", "docs/rough-weather.md")
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """Folders of pages that ran, by page."""
+    return {}
+
+
+def run_page(page, shelf, tmp_path_factory, monkeypatch, capsys) -> list[tuple[str, float]]:
+    """Run a page's commands in its folder; their times."""
+    place = tmp_path_factory.mktemp("page") / "here"
+    before = GIVEN.get(page)
+    if before:
+        if before not in shelf:
+            run_page(before, shelf, tmp_path_factory, monkeypatch, capsys)
+        shutil.copytree(shelf[before], place, symlinks=True)
+    else:
+        place.mkdir()
+        furnish(place)
+        if page in DIR:
+            (place / "DIR").symlink_to(DIR[page])
+        else:
+            (place / "DIR").mkdir()
+            task_rows.zero_shot(place / "DIR")
+    monkeypatch.chdir(place)
+    times = []
+    for line in lines_of(page):
+        if line in ELSEWHERE:
+            continue
+        started = time.perf_counter()
+        try:
+            code = main(words_of(line))
+        except SystemExit as end:  # --version
+            code = end.code
+        said = capsys.readouterr()
+        assert code == 0, f"{page}: {line}\n{said.err[-2000:]}"
+        times.append((line, time.perf_counter() - started))
+    shelf[page] = place
+    return times
+
+
+@pytest.mark.parametrize("page", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PAGES if lines_of(p)])
+def test_the_commands_of_a_page_run_as_they_are_written(page, shelf, tmp_path_factory, monkeypatch, capsys):
+    """In small sizes: texts are cut to four sequences of 32 tokens, trainings to one epoch. Nothing else is changed."""
+    undo = shrink()
+    from layerbudget.running import launch
+
+    monkeypatch.setattr(
+        launch, "command_of",
+        lambda words, part, parts: [sys.executable, "-m", "tests.documented", *words, "--part", f"{part}/{parts}"],
+    )  # fmt: skip
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")
+    try:
+        times = run_page(page, shelf, tmp_path_factory, monkeypatch, capsys)
+    finally:
+        undo()
+    with capsys.disabled():
+        print(f"\n{page}")
+        for line, seconds in times:
+            print(f"{seconds:7.1f} s  {line}")
+
+
+def test_what_is_not_run_is_exactly_what_is_listed():
+    """Every line of another program, or of the network, is named with its reason; nothing is named that no page shows."""
+    shown = {line for page in PAGES for line in lines_of(page)}
+    assert set(ELSEWHERE) <= shown
+    assert {line for line in shown if not line.startswith("layerbudget ")} <= set(ELSEWHERE)
+    assert sum(line.startswith("layerbudget ") for line in set(ELSEWHERE)) == 3
