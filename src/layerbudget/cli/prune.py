@@ -50,7 +50,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     _expect(arguments, plan, model, data)
     if plan.kind in SMALLER:
         return prune_smaller(arguments, plan, model, tokenizer, data)
-    method = arguments.method or "wanda"
+    arguments.method = method = arguments.method or "wanda"
     with progress_bar(arguments, f"prune by {method}") as progress:
         receipt = prune(
             model, plan, data, method, batch_of(arguments, model, data), arguments.parity, arguments.pattern, progress,
