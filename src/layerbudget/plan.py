@@ -38,9 +38,11 @@ class Plan(Record):
         hyperparameters: Everything that the rule was given.
         certificate: ``{status, multiplier, gap, kkt_residual, inert[], ...}``; empty for rules without a program.
         scores_digest: Content hash of the scores file, null for rules that use none.
+        made_by: The command that made it; empty where Python did.
     """
 
     what: ClassVar[str] = "plan"
+    makers: ClassVar[tuple[str, ...]] = ("plan", "measure")
     table: ClassVar[Any] = PlanTable
 
     kind: str
@@ -52,6 +54,7 @@ class Plan(Record):
     certificate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scores_digest: str | None = None
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    made_by: str = ""
 
     def __post_init__(self) -> None:
         KINDS.find(self.kind)
@@ -103,8 +106,8 @@ class Plan(Record):
 
     @property
     def digest(self) -> str:
-        """Content hash of the plan."""
-        return digest(self.to_dict())
+        """Content hash of the plan, without its command."""
+        return digest({k: v for k, v in self.to_dict().items() if k != "made_by"})
 
     @property
     def sparsity(self) -> float:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -141,6 +142,29 @@ _OTHERS: dict[tuple[bool, bool], dict[str, tuple[str, str]]] = {  # (has an esti
 }
 
 
+_RUNNING: list[tuple[str, Callable[[], str]]] = []
+
+
+@contextlib.contextmanager
+def running(verb: str, line: Callable[[], str]) -> Iterator[None]:
+    """Inside, records that a verb makes say of themselves how they were made.
+
+    Args:
+        verb: Of the command line.
+        line: The whole command, asked for when a record is written.
+    """
+    _RUNNING.append((verb, line))
+    try:
+        yield
+    finally:
+        _RUNNING.pop()
+
+
+def made_by(*verbs: str) -> str:
+    """The command that is running, if it is one of these verbs; else nothing: what Python makes has no command."""
+    return _RUNNING[-1][1]() if _RUNNING and _RUNNING[-1][0] in verbs else ""
+
+
 class Record:
     """What a dataclass needs to be one of this package's JSON files; its fields are the file's keys.
 
@@ -148,11 +172,13 @@ class Record:
         what: The word for such a file.
         command: The command that makes one, where it is another word.
         table: What holds its blocks as columns, where it has any.
+        makers: Verbs that make one; :meth:`save` writes their command into the field ``made_by``, which no digest counts.
     """
 
     what: ClassVar[str] = "record"
     command: ClassVar[str | None] = None
     table: ClassVar[Any] = None
+    makers: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, the content of the file."""
@@ -201,7 +227,9 @@ class Record:
         Raises:
             AlreadyExists: The file exists with another content and ``overwrite`` is false.
         """
-        return write_text(path, dumps(self.to_dict()), overwrite=overwrite)
+        record = self.to_dict()
+        record["made_by"] = record.get("made_by") or made_by(*self.makers)
+        return write_text(path, dumps(record), overwrite=overwrite)
 
     @classmethod
     def load(cls, path: Path | str) -> Self:

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from layerbudget.blocks import partition
 from layerbudget.cli import main
 from layerbudget.doctor.forecast import VERBS, Speed, forecast, shape_of, time_layer
+from layerbudget.doctor.pricing import long_verbs, price
 from layerbudget.errors import InvalidInput
 
 SEVEN = LlamaConfig(
@@ -43,6 +44,19 @@ def test_a_model_of_seven_billion_fits_where_its_layers_do():
     assert all(a.seconds > small[a.verb].seconds for a in longer)
     with pytest.raises(InvalidInput, match="no forecast"):
         forecast(shape, SPEED, samples=1, length=8, verbs=["dance"])
+
+
+def test_seven_billion_fit_into_sixteen_gigabytes_at_the_default_sizes():
+    """What has no room in memory is on disk; factors of a wide matrix's two sides are never there together."""
+    shape = shape_of(SEVEN, torch.bfloat16)
+    found = {v: price(v, parts, shape, SPEED, 16 << 30) for v, parts in long_verbs(shape).items()}
+    small = {v: price(v, parts, shape, SPEED, 8 << 30) for v, parts in long_verbs(shape).items()}
+    fitting = ["score fisher-gram", "score adapter", "score layerif", "measure", "plan bits", "prune sparsegpt", "evaluate"]
+    for verb in fitting:
+        assert found[verb].fits and small[verb].fits, verb
+    assert found["score rank-gain"].fits and found["score rank-gain"].memory < 14 * 2**30
+    assert not small["score rank-gain"].fits and not found["score kfac"].fits  # the eigenbasis of a factor 14336 wide
+    assert not found["score ekfac"].fits
 
 
 def test_the_command_reads_no_weights(tmp_path, capsys):

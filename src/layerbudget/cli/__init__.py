@@ -98,6 +98,7 @@ class _Subparsers:
         options.setdefault("conflict_handler", "resolve")
         parents = [_common(), *options.pop("parents", ())]
         parser: argparse.ArgumentParser = self.action.add_parser(name, parents=parents, **options)
+        parser.set_defaults(leaf=parser)
         original = parser.add_subparsers
         parser.add_subparsers = lambda **kw: _Subparsers(original(**kw))  # type: ignore[method-assign,assignment]
         return parser
@@ -129,9 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.logging import RichHandler
 
     from ..errors import LayerbudgetError
-    from ..records import dumps
+    from ..records import dumps, running
     from .outlook import conclude, dismiss
-    from .shared import check_numbers
+    from .shared import check_numbers, line_of
     from .terminal import Terminal
 
     arguments.console, arguments.words = Terminal(stderr=as_json), argv
@@ -145,7 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_numbers(arguments)
         _settle_memory(arguments.verb)
         writes = _join(arguments)
-        result = conclude(arguments, arguments.handler(arguments))
+        given = dict(vars(arguments))
+        with running(arguments.verb, lambda: line_of(arguments, given)):
+            result = conclude(arguments, arguments.handler(arguments))
     except LayerbudgetError as error:
         errors.print(f"layerbudget: {error}", style="red")
         return 2

@@ -124,7 +124,8 @@ def _text_bench(a: argparse.Namespace, kind: str) -> Any:
     from ..loading import load_model, load_tokenizer
 
     refuse(a, _TASK, f"a comparison of {kind}, which is measured on text")
-    source, length = a.data or "stdlib", a.length or 256
+    a.read = {"data": a.data or "stdlib", "length": a.length or 256, "windows": a.windows or 96, "rules": a.rules}
+    source, length = a.read["data"], a.read["length"]
     tokenizer = load_tokenizer(a.model)
     windows = evaluation_set(a.evaluate or source, tokenizer, length=length, windows=a.windows or 96)
     model = load_model(a.model, dtype=a.dtype or "float32", device=a.device or "auto")

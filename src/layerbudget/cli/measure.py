@@ -163,7 +163,7 @@ def _directional(arguments: argparse.Namespace) -> Any:
 
     options = {name: getattr(arguments, name) for name in ("passes", "steps", "draws", "trust", "resume", "max_sparsity")}
     given = {name: value for name, value in options.items() if value is not None}
-    by = arguments.by or "linear"
+    arguments.by = by = arguments.by or "linear"
     several = by.split(",")
     known = all(name in ("layer", "linear") or name.startswith("rows:") for name in several)
     model, _, data = load(arguments)
@@ -192,11 +192,12 @@ def _by_curves(arguments: argparse.Namespace) -> tuple[Any, float, float]:
     cap = max(0.9, default_cap(arguments.sparsity)) if arguments.max_sparsity is None else arguments.max_sparsity
     check_fraction(cap, "max_sparsity", low=arguments.sparsity)
     metric, iterations = arguments.metric or "kl", 1 if arguments.iterations is None else arguments.iterations
+    arguments.by = arguments.by or "layer"
     model, _, data = load(arguments)
-    _expect(arguments, model, data, "curves", by=arguments.by or "layer", iterations=iterations)
+    _expect(arguments, model, data, "curves", by=arguments.by, iterations=iterations)
     with progress_bar(arguments, f"measuring {arguments.method}, blocks") as progress:
         plan, curves = plan_by_curves(
-            model, data, partition(model, arguments.by or "layer"), sparsity=arguments.sparsity, max_sparsity=cap,
+            model, data, partition(model, arguments.by), sparsity=arguments.sparsity, max_sparsity=cap,
             method=arguments.method, metric=metric, iterations=iterations, batch_size=batch_of(arguments, model, data),
             progress=progress,
         )  # fmt: skip

@@ -42,6 +42,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     blind = find_quantiser(method).statistic == "none"
     if blind:
         refuse(arguments, DATA, f"the method {method}")
+    arguments.method = method
     arguments.dtype = arguments.dtype or "float32"  # grids of formats are finer than what checkpoints hold
     model, tokenizer, data = load(arguments, data=not blind)
     if tokenizer is None:

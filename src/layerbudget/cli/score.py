@@ -117,6 +117,7 @@ def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[st
     what = f"{chosen.name} on {words_of(data)}" if data is not None else chosen.name
     text = text_of(data, arguments)
     expect(arguments, what, model, lambda shape: scoring(chosen.name, text, shape), length=text.length)
+    arguments.estimator = chosen.name
     with progress_bar(arguments, f"scoring by {chosen.name}") as progress:
         scores = score(
             model, data, blocks, chosen.name, progress=progress, stage=arguments.stage,

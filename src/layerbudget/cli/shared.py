@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 DATA = ("data", "samples", "length", "seed", "batch_size", "skip_bad_rows")
@@ -163,6 +164,7 @@ def load(arguments: argparse.Namespace, *, data: bool = True) -> tuple[Any, Any,
             name: default if getattr(arguments, name) is None else getattr(arguments, name)
             for name, default in arguments.data_defaults.items()
         }
+        arguments.read = dict(wanted)  # what a command that repeats this one names
         found = calibration(wanted.pop("data"), tokenizer, skip_bad_rows=arguments.skip_bad_rows, **wanted)
     options = {"four_bit": True} if getattr(arguments, "four_bit", False) else {}
     return load_named(arguments, **options), tokenizer, found
@@ -201,3 +203,41 @@ def named_values(texts: Sequence[str]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             values[name] = value
     return values
+
+
+# What changes no number: where results, caches and processes are.
+_ASIDE = ("help", "json", "quiet", "overwrite", "resume", "stage", "part", "cells_only", "workers", "launcher")
+
+
+def line_of(arguments: argparse.Namespace, given: Mapping[str, Any]) -> str:
+    """The whole command that makes the same again: every option that changes the result, with its value, given or not.
+
+    Args:
+        arguments: Of the command; what it has filled in where nothing was given counts.
+        given: The arguments as they were parsed.
+    """
+    now, read = vars(arguments), getattr(arguments, "read", {})
+    held = {name: now.get(name) if value is None and name not in DATA else value for name, value in given.items()}
+    held |= {name: value for name, value in read.items() if held.get(name) is None}
+    words = arguments.leaf.prog.split()
+    for action in sorted(arguments.leaf._actions, key=lambda a: bool(a.option_strings)):
+        value = held.get(action.dest)
+        hidden = action.help == argparse.SUPPRESS and action.option_strings
+        if value is None or value is False and not isinstance(action, argparse.BooleanOptionalAction) or hidden:
+            continue
+        if action.dest not in _ASIDE:
+            words += _spelt(action, value)
+    return shlex.join(words)
+
+
+def _spelt(action: argparse.Action, value: Any) -> list[str]:
+    """One option as it is typed."""
+    values = [str(v) for v in value] if isinstance(value, (list, tuple)) else [str(value)]
+    if not action.option_strings:
+        return values
+    flag = next((f for f in action.option_strings if f.startswith("--")), action.option_strings[0])
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(action, argparse._AppendAction):
+        return [f"{flag}={v}" for v in values]
+    return [flag, *values] if not values[:1] or not values[0].startswith("-") else [f"{flag}={values[0]}"]

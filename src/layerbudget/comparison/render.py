@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..records import dumps, write_text
+from ..records import dumps, made_by, write_text
 from .run import ScoreComparison
 
 COLUMNS = ("budget", "place", "name", "rule", "score", "control", "mean", "difference", "low", "high", "p", "holm",
@@ -89,6 +89,10 @@ def leave(result: ScoreComparison, out: Path | str, *, overwrite: bool = False) 
         AlreadyExists: A file is there with other content and ``overwrite`` is false.
     """
     out = Path(out)
-    texts = {"json": dumps({"schema_version": 1, **result}), "csv": to_csv(result), "tex": to_latex(result)}
+    texts = {
+        "json": dumps({"schema_version": 1, **result, "made_by": made_by("compare")}),
+        "csv": to_csv(result),
+        "tex": to_latex(result),
+    }
     made = {k: str(write_text(out / f"comparison.{k}", text, overwrite=overwrite)) for k, text in texts.items()}
     return {**made, "png": str(draw(result, out / "comparison.png"))}

@@ -31,6 +31,7 @@ from ..running.sites import Site
 from ..running.store import lying
 from ..running.walk import Walk
 from ..treatments.base import Level, Treatment
+from ..treatments.conforming import treated
 from ..treatments.select import share
 from ..treatments.treating import Found, Treating, matrices
 from .decisions import Decisions
@@ -273,11 +274,9 @@ class Point:
         """A matrix at one level of every group."""
         treatment, options, size = self.treating.treatment, self.treating.options, self.decisions.rows
         whole = np.rint(zeros).astype(np.int64)
-        if size is not None:
-            parts = np.split(whole, len(dense))
-            made = [treatment.apply_rows(w, p, size, z, **options) for w, p, z in zip(dense, prepared, parts, strict=True)]
-            return torch.cat(made)
-        counts = share(int(whole[0]), [w.numel() for w in dense])
-        return torch.cat(
-            [treatment.apply(w, p, Level(zeros=c), **options) for w, p, c in zip(dense, prepared, counts, strict=True)]
-        )
+        if size is None:
+            counts = share(int(whole[0]), [w.numel() for w in dense])
+            wanted = [Level(zeros=c) for c in counts]
+        else:
+            wanted = [Level(zeros=int(z.sum()), rows=(size, z)) for z in np.split(whole, len(dense))]
+        return torch.cat([treated(treatment, w, p, v, options) for w, p, v in zip(dense, prepared, wanted, strict=True)])

@@ -28,7 +28,7 @@ from ..progress import Progress, Steps, say
 from ..provenance import computation, versions
 from ..pruning.apply import prune
 from ..pruning.save import save_pruned
-from ..records import digest, dumps, to_jsonable, write_text
+from ..records import digest, dumps, made_by, to_jsonable, write_text
 from ..report.figures import overview
 from ..scores.gain import score
 from ..scores.record import Scores
@@ -122,7 +122,7 @@ def run_demo(
         "seconds": time.perf_counter() - began, "peak_memory_mib": peak_memory_mib(),
         "method": "wanda", "data": job.data.describe(), "missing_modules": job.data.missing, "seed": seed, "output": str(out),
     }  # fmt: skip
-    write_text(out / "result.json", dumps(result), overwrite=True)
+    write_text(out / "result.json", dumps({**result, "made_by": made_by("demo")}), overwrite=True)
     try:
         overview(scores, [plans[TARGETS[0], r] for r in RULES], rows, out / "overview.png")
     except MissingDependency as error:

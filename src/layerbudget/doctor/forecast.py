@@ -106,7 +106,8 @@ def _memory(verb: str, shape: Shape, work: Work, tokens: int, some: int, machine
     whole = _BASE + shape.weights + _KEPT * (acting * every + logits + work.state * every + work.beside)
     if verb == "finetune":
         whole += _KEPT * graph * shape.layers
-    walked = _BASE + _KEPT * (acting + logits + stored + work.state + work.beside)
+    kept = 0 if work.losses and stored >= SHARE * machine else stored  # what has no room in memory is kept on disk
+    walked = _BASE + _KEPT * (acting + logits + kept + work.state + work.beside)
     if whole <= SHARE * machine or verb == "finetune":
         return whole, "whole"
     if walked + shape.weights <= machine * SHARE:

@@ -90,7 +90,7 @@ def price(verb: str, parts: Sequence[Part], shape: Shape, speed: Speed, machine:
 def scoring(name: str, text: Text, shape: Shape) -> list[Part] | None:
     """Parts of ``score``; None for an estimator without a cost model.
 
-    Estimators that walk the layers hold what fisher-gram holds; the others keep the graph of the whole model.
+    Estimators that walk the layers hold what fisher-gram holds, ekfac what kfac does; the others keep the whole model's graph.
     """
     if f"score {name}" in VERBS:
         return [Part(verb=f"score {name}", text=text)]
@@ -105,7 +105,8 @@ def scoring(name: str, text: Text, shape: Shape) -> list[Part] | None:
         return None
     walks = name in estimators() and "walk" in find_estimator(name).options
     forwards = max(3.0 * found[name].passes, 0.01)
-    verb, memory = ("score fisher-gram", 0) if walks else ("evaluate", found[name].memory)
+    factors = "score kfac" if name == "ekfac" else "score fisher-gram"
+    verb, memory = (factors, 0) if walks else ("evaluate", found[name].memory)
     products = 10.0 * min(min(m.d_in, m.d_out) for m in shape.matrices) if name == "spectral-tail" else 0.0
     return [Part(verb=verb, text=text, forwards=forwards, products=products, memory=memory)]
 

@@ -68,17 +68,20 @@ def _factors(groups: int, whitened: bool) -> Any:
                 single += tokens**2 * ((1.6 * m.d_in if new else 0.0) + (2.5 if m.d_out < tokens else 5.0) * m.d_out)
                 double += _settling(tokens, m.d_out, new=new) if whitened else 40.0 * tokens**3
                 state += 4.0 * (tokens * ((m.d_in if new else 0) + 2 * m.d_out))
-                largest = max(largest, 8.0 * 14 * tokens**2)
+                largest = max(largest, 2 * 8.0 * 14 * tokens**2)  # two side by side
             else:
                 single += tokens * (m.d_in**2 + m.d_out**2) + 2.0 * tokens * m.numel
                 cube = (m.d_in**3 + m.d_out**3) / 3 if whitened else 12.0 * (m.d_in**3 + m.d_out**3)
                 double += cube + 2.0 * groups * m.numel * (m.d_in + m.d_out)
-                state += 4.0 * (m.d_in**2 + m.d_out**2 + groups * m.numel)
-                largest = max(largest, 8.0 * (3 * (m.d_in**2 + m.d_out**2) + (groups + 2) * m.numel))
+                new = shape.group(m) not in seen
+                seen.add(shape.group(m))
+                state += 4.0 * ((m.d_in**2 if new else 0) + m.d_out**2 + groups * m.numel)
+                copies, halves = (2, groups + 3) if whitened else (3, groups + 2)
+                largest = max(largest, 8.0 * (copies * (m.d_in**2 + m.d_out**2) + halves * m.numel))
         few = max(1, min(8, samples // 4)) / samples if whitened else 0.0
         return Work(
             forwards=5.0 + 3.0 * few, runs=2 + 2 * few, backs=2 + few, head=3 + 2 * few, losses=2,
-            state=state + 2 * largest, single=single, double=double,
+            state=state + largest, single=single, double=double,
         )  # fmt: skip
 
     return work

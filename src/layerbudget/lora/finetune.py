@@ -24,7 +24,7 @@ from ..evaluation import statistics
 from ..keeping.writing import check_space, real, whole
 from ..plan import Plan
 from ..provenance import computation, versions
-from ..records import dumps, write_text
+from ..records import dumps, made_by, write_text
 from ..running.shares import by_first, first, team
 from . import seeds as seeds_of
 from . import sft, sharding
@@ -289,7 +289,7 @@ def _room(model: nn.Module) -> int:
 
 
 def _write_summary(out: Path, summary: dict[str, Any], task: Task | Texts, plan: Plan) -> None:
-    write_text(out / "result.json", dumps(summary), overwrite=True)
+    write_text(out / "result.json", dumps({**summary, "made_by": made_by("finetune")}), overwrite=True)
     write_text(out / "labels.json", dumps(answers_of(task)), overwrite=True)
     seeds_of.seal_summary(out, plan)
 

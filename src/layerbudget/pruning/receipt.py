@@ -37,10 +37,12 @@ class Receipt(Record):
         notes: Everything that deserves a sentence.
         versions: Of Python, torch and transformers.
         rows: ``{size, groups, exact, digest}`` of a plan that decides groups of rows: how many hold exactly what was planned.
+        made_by: The command that made it; empty where Python did.
     """
 
     what: ClassVar[str] = "receipt"
     command: ClassVar[str] = "prune"
+    makers: ClassVar[tuple[str, ...]] = ("prune",)
 
     method: str
     settings: Mapping[str, Any]
@@ -56,6 +58,7 @@ class Receipt(Record):
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    made_by: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

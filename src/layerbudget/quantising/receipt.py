@@ -28,10 +28,12 @@ class QuantisationReceipt(Record):
         tensors: Bytes of all tensors of the file.  file: Size of the file.
         bits: Bits per weight of the planned matrices.
         notes: Everything that deserves a sentence.  versions: Of the packages.
+        made_by: The command that made it; empty where Python did.
     """
 
     what: ClassVar[str] = "receipt"
     command: ClassVar[str] = "quantize"
+    makers: ClassVar[tuple[str, ...]] = ("quantize",)
 
     method: str
     family: str
@@ -45,6 +47,7 @@ class QuantisationReceipt(Record):
     bits: float
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    made_by: str = ""
 
 
 def recount_safetensors(folder: Path) -> dict[str, int]:

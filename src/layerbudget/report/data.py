@@ -63,6 +63,9 @@ def _amount(plan: Plan) -> str:
 
 def _plan_verdict(plan: Plan, found: Found) -> str:
     share = plan.extra.get("uniform_share")
+    if found.receipt is not None and "bits" in found.receipt:
+        bits = f"{found.receipt['bits']:.4f} bits per weight in {found.receipt['family']}"
+        return f"Recounted: {found.receipt['bytes']:,} bytes, {bits}, by {found.receipt['method']}."
     if found.receipt is not None:
         planned = found.receipt["planned"]
         return f"Recounted: {found.receipt['sparsity']:.4%} zeros, {planned:.4%} planned, by {found.receipt['method']}."
@@ -93,7 +96,9 @@ def cards_of(found: Found) -> list[tuple[str, str]]:
     if found.scores is not None:
         cards.append(("scores", found.scores.estimator))
     if found.receipt is not None:
-        cards.append(("recounted zeros", f"{found.receipt['sparsity']:.3%}"))
+        quantised = "bits" in found.receipt
+        name = "recounted bits per weight" if quantised else "recounted zeros"
+        cards.append((name, f"{found.receipt['bits']:.4f}" if quantised else f"{found.receipt['sparsity']:.3%}"))
     if found.tuned is not None:
         cards.append(("trained parameters", f"{found.tuned['trained_parameters']:,}"))
     if found.result is not None and found.result.get("seconds"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..plan import Plan
+from ..scores.record import Scores
 from .gather import Found
 
 Record = Mapping[str, Any]
@@ -39,20 +41,21 @@ def said_of(found: Found) -> list[str]:
 
 
 def commands_of(found: Found) -> list[str]:
-    """What repeats it."""
+    """The commands that made the results, as the records hold them; a note for what Python made, which has none."""
+    result = found.result or {}
+    demo = "saved" in result
+    records: list[tuple[str, Any]] = [] if demo else [("scores", found.scores), ("plan", found.plan)]
+    records += [("receipt", found.receipt), ("fine-tuning", found.tuned), ("comparison", found.contest)]
+    records += [("demo", result)] if demo else []
     lines = []
-    if found.contest is not None:
-        held = found.contest["settings"]
-        flag = "--" + found.contest["kind"]
-        seeds, budgets = (" ".join(f"{v:g}" for v in values) for values in (found.contest["seeds"], held["budgets"]))
-        lines.append(
-            f"layerbudget compare MODEL --scores {','.join(held['scores'])} --rules {','.join(held['rules'])} {flag} {budgets} "
-            f"--seeds {seeds} -o {found.folder}"
-        )
-    if found.result is not None and "experiment" in found.result:
-        held = found.result.get("setting") or {}
+    for what, record in records:
+        if record is not None:
+            made = record.made_by if isinstance(record, (Plan, Scores)) else record.get("made_by")
+            lines.append(made or f"# The {what}: made from Python, or by an older release. No command is recorded.")
+    if "experiment" in result:
+        held = result.get("setting") or {}
         named = "".join(f" --{k.replace('_', '-')} {held[k]}" for k in ("scale", "model", "paper") if k in held)
-        lines.append(f"layerbudget reproduce {found.result['experiment']}{named} -o {found.folder}")
+        lines.append(f"layerbudget reproduce {result['experiment']}{named} -o {found.folder}")
     return lines
 
 

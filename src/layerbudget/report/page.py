@@ -18,7 +18,6 @@ from . import sections
 from .data import cards_of, charts_of, headline_of, versions_of
 from .evidence import commands_of, said_of
 from .gather import Found, explained, gather, tables_of
-from .repeat import finetune_command, plan_command, prune_command, score_command
 from .runtime import runtime_box
 
 RUNTIME_NOTE = (
@@ -123,12 +122,7 @@ def _honest(found: Found) -> str:
 
 
 def _commands(found: Found) -> list[str]:
-    lines = [score_command(found.scores)] if found.scores is not None else []
-    lines += [plan_command(found.plan)] if found.plan is not None else []
-    lines += [prune_command(found.receipt)] if found.receipt is not None else []
-    lines += [finetune_command(found.tuned, found.plan)] if found.tuned is not None else []
-    lines += ["layerbudget demo"] if found.result is not None and "saved" in found.result else []
-    lines += commands_of(found)
+    lines = commands_of(found)
     made = versions_of(found)
     return lines + ([f"# {', '.join(f'{k} {v}' for k, v in made.items())}"] if made else [])
 

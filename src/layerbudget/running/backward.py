@@ -174,7 +174,7 @@ class _Layers:
         self.replay = Replay(model)
         self.count = len(self.replay.layers)
         self.losses = len(consumer.losses)
-        place = place or room_for(model, runs, self.losses, self.count)
+        place = place or room_for(model, runs, self.losses, self.count, folder)
         self.inputs, self.gradients = Store(place, folder), Store(place, folder)
         self.first = self._lowest()
         self._done = 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..blocks import layer_lists
+from ..keeping.writing import check_space
 from ..machine import SHARE, free_bytes
 from .loss import Batch
 
@@ -24,13 +27,20 @@ def _length(batch: Batch) -> int:
     return int(next(iter(batch.kwargs.values())).shape[1]) if batch.kwargs else 1
 
 
-def room_for(model: nn.Module, runs: Sequence[Batch], losses: int, layers: int) -> str:
-    """Where the layers' inputs go: the first of ``device``, ``cpu`` and ``disk`` that has room for them."""
+def room_for(model: nn.Module, runs: Sequence[Batch], losses: int, layers: int, folder: Path | str | None = None) -> str:
+    """Where the layers' inputs go: the first of ``device``, ``cpu`` and ``disk`` that has room for them.
+
+    Raises:
+        InvalidInput: None has.
+    """
     need = hidden_bytes(model, runs) * (layers + 1 + 2 * losses)
     device = next(iter(runs[0].kwargs.values())).device
     if need < SHARE * free_bytes(device):
         return "device"
-    return "cpu" if device.type != "cpu" and need < SHARE * free_bytes() else "disk"
+    if device.type != "cpu" and need < SHARE * free_bytes():
+        return "cpu"
+    check_space({folder or tempfile.gettempdir(): need})
+    return "disk"
 
 
 def graph_bytes(model: nn.Module, runs: Sequence[Batch]) -> int:

@@ -55,10 +55,12 @@ class Scores(Record):
         orientation: ``gain`` (larger = deserves more capacity) or ``redundancy`` (larger = prune more).
         model: ``{id, revision, digest}``.  data: ``{source, samples, length, digest}``.
         seed: Seed of whatever was random.  versions: Package versions.  extra: Estimator-specific results.
+        made_by: The command that made it; empty where Python did.
     """
 
     what: ClassVar[str] = "scores"
     command: ClassVar[str] = "score"
+    makers: ClassVar[tuple[str, ...]] = ("score", "plan")
     table: ClassVar[Any] = BlockTable
 
     estimator: str
@@ -76,6 +78,7 @@ class Scores(Record):
     seed: reading.Count = 0
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    made_by: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.blocks, BlockTable):
@@ -125,8 +128,8 @@ class Scores(Record):
 
     @property
     def digest(self) -> str:
-        """Content hash of the record, without versions."""
-        return digest({k: v for k, v in self.to_dict().items() if k != "versions"})
+        """Content hash of the record, without versions and command."""
+        return digest({k: v for k, v in self.to_dict().items() if k not in ("versions", "made_by")})
 
     def index(self, damping: float | None = None) -> int:
         """Row of a damping; the middle row when none is named.

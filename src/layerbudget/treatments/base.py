@@ -2,17 +2,18 @@
 
 A treatment of one's own is a class with one method::
 
-    from layerbudget.treatments import Level, Treatment
-
-    from layerbudget.treatments import base as treatment
+    import torch
+    from layerbudget.treatments import Treatment, treatment
+    from layerbudget.treatments.select import smallest, smallest_per_group
 
     @treatment("random", summary="any weights go")
     class Random(Treatment):
         options = {"seed": 0}
 
-        def apply(self, weight, prepared, level, *, seed):
-            order = torch.randperm(weight.numel(), generator=torch.Generator().manual_seed(seed))
-            return weight.flatten().index_fill(0, order[: level.zeros], 0).reshape(weight.shape)
+        def apply(self, weight, prepared, level, *, seed=0):
+            order = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
+            mask = smallest_per_group(order, *level.pattern) if level.pattern else smallest(order, level.zeros)
+            return weight.masked_fill(mask, 0)
 
 The decorator registers it; so does an entry point of the group ``layerbudget.treatments`` that names its module.
 """
@@ -122,11 +123,11 @@ class Treatment(abc.ABC):
         Args:
             weight: ``(d_out, d_in)``; not changed.
             prepared: From :meth:`prepare`; None where no token reached the matrix, or none is needed.
-            level: How far.
+            level: How far: exactly ``level.zeros`` entries, and where it has a ``pattern`` so many of every group.
             **options: Of the treatment.
 
         Returns:
-            ``(d_out, d_in)``.
+            ``(d_out, d_in)``, finite. The caller checks it (:mod:`layerbudget.treatments.conforming`).
         """
 
     def apply_rows(self, weight: torch.Tensor, prepared: Any, size: int, zeros: np.ndarray, **options: Any) -> torch.Tensor:

@@ -29,7 +29,7 @@ def gptq_update(weight: torch.Tensor, factor: torch.Tensor, form: Format, *, sea
         form: A format with a grid that divides the inputs.
         search: Take the range of least error for every group, instead of the whole range.
     """
-    work = weight.detach().to(torch.float32).T.contiguous()
+    work = torch.empty(weight.shape[::-1], dtype=torch.float32, device=weight.device).copy_(weight.detach().T)
     size = form.group or work.shape[0]
     columns = max(size, COLUMNS // size * size)
     out, grids = torch.empty_like(work), []

@@ -11,6 +11,7 @@ from torch import nn
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from .base import Level, Treatment, find_treatment
+from .conforming import treated
 from .select import check_group
 
 
@@ -20,7 +21,16 @@ class NofM(Treatment):
     name, summary = "n:m", "n of every m consecutive inputs, by the order of another method"
     options: ClassVar[Mapping[str, Any]] = {"base": "wanda", "group": 4}
 
-    def __init__(self, base: str = "wanda", group: int = 4) -> None:
+    def __init__(self) -> None:
+        self._settle(**self.options)
+
+    def heard(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`Treatment.heard`; its base and its group are those from then on."""
+        options = super().heard(given)
+        self._settle(**options)
+        return options
+
+    def _settle(self, base: str, group: int) -> None:
         if group < 1 or base == self.name:
             raise InvalidInput(f"Groups of {group} by {base}.", "Groups have one input or more.", "Use group=4, base='wanda'.")
         self.base, self.group = find_treatment(base), group
@@ -53,7 +63,7 @@ class NofM(Treatment):
                 f"Levels are n/{self.group} of the matrix.",
                 f"Use {zeroed * weight.numel() // self.group}.",
             )
-        return self.base.apply(weight, prepared, Level(zeros=level.zeros, pattern=(zeroed, self.group)))
+        return treated(self.base, weight, prepared, Level(zeros=level.zeros, pattern=(zeroed, self.group)))
 
     def size(self, numel: int, level: Level, *, itemsize: int = 2) -> int:
         """Values that are left, and ``ceil(log2 C(m, n))`` bits per group for their places, whole bytes in all."""

@@ -111,7 +111,7 @@ def sparsegpt_update(
     Returns:
         New weights, float32, ``(d_out, d_in)``.
     """
-    work = weight.detach().to(torch.float32).T.contiguous()
+    work = torch.empty(weight.shape[::-1], dtype=torch.float32, device=weight.device).copy_(weight.detach().T)
     if ratio is not None or pattern is not None:
         work[dead] = 0
     if pattern is not None:

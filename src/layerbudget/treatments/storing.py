@@ -17,6 +17,7 @@ from ..progress import Progress, Steps
 from ..running.modes import inference
 from ..running.walk import Walk
 from .base import Level, find_quantiser
+from .conforming import check
 from .formats import find_format
 from .items import modules_by_name
 from .rounding import Quantiser, Rounded
@@ -53,6 +54,7 @@ class Storing(Treating):
         """See :meth:`Treating.become`."""
         quantiser: Any = self.treatment
         done: Rounded = quantiser.quantise(weight, prepared, level, **self.options)
+        check(quantiser, weight, done.weight, level)
         self.rounded.setdefault(name, []).append(dataclasses.replace(done, weight=weight[:0]))
         return done.weight.to(weight.dtype)
 

@@ -16,6 +16,7 @@ from ..records import Module
 from ..running.inputs import InputStatistics, Statistic
 from ..running.walk import Walk
 from .base import Level, Treatment
+from .conforming import treated
 from .select import share
 
 Found = Mapping[str, list[Statistic]]
@@ -111,13 +112,9 @@ class Treating:
             prepared = self.treatment.of(name, i, prepared)
             if unseen and self.treatment.statistic != "none":
                 notes.append(f"{name}[{i}] saw no token; {self.treatment.unseen}.")
-            if job.level.rows is None:
-                level = dataclasses.replace(job.level, zeros=count)
-                view.copy_(self.become(name, i, view, prepared, level))
-            else:
-                size, zeros = job.level.rows
-                own = np.split(zeros, len(views))[i]
-                view.copy_(self.treatment.apply_rows(view, prepared, size, own, **self.options))
+            rows = job.level.rows and (job.level.rows[0], np.split(job.level.rows[1], len(views))[i])
+            count = count if rows is None else int(rows[1].sum())
+            view.copy_(self.become(name, i, view, prepared, dataclasses.replace(job.level, zeros=count, rows=rows)))
         return notes
 
     def prepared(self, found: Statistic | None, made: dict[Statistic, Any]) -> Any:
@@ -130,4 +127,4 @@ class Treating:
 
     def become(self, name: str, copy: int, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
         """What one copy of a matrix becomes."""
-        return self.treatment.apply(weight, prepared, level, **self.options)
+        return treated(self.treatment, weight, prepared, level, self.options)

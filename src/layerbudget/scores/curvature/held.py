@@ -44,6 +44,11 @@ def accumulate(sums: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
 
 
 def symmetric(panels: torch.Tensor) -> torch.Tensor:
-    """The whole matrix in float64."""
-    upper = panels.double().triu()
-    return upper.add_(upper.triu(1).T.clone())
+    """The whole matrix in float64; nothing else of its size is made beside it."""
+    whole = panels.to(torch.float64, copy=True)
+    for low in range(0, len(whole), _PANEL):
+        high = low + _PANEL
+        block = whole[low:high, low:high].triu()
+        whole[low:high, low:high] = block + block.triu(1).T
+        whole[high:, low:high] = whole[low:high, high:].T
+    return whole

@@ -233,7 +233,7 @@ class Factors(Feeding):
             if moment is None and held.tokens:
                 moment, entry.rows = torch.cat(entry.rows), []
             elif moment is None and entry.sums is not None:
-                moment, entry.sums = symmetric(entry.sums) / entry.positions, None
+                moment, entry.sums = symmetric(entry.sums).div_(entry.positions), None
             if moment is not None:
                 self.settle(name, self._tokens(held, entry, moment, cache) if held.tokens else self._sums(held, moment, cache))
 
@@ -242,11 +242,11 @@ class Factors(Feeding):
         return self.total * max(len(self.losses) - 1, 1)
 
     def _sums(self, held: Output, a: torch.Tensor, cache: Cache) -> Sums:
-        g, parts = held.sums, held.parts
-        if g is None or parts is None:
+        if held.sums is None or held.parts is None:
             raise CoverageError(f"{held.module.name} has no gradient.", "", "Give data that reaches it.")
-        held.sums = held.parts = None
-        return Sums(a=a, g=symmetric(g) / self._scale, parts=parts / self.total, cache=cache)
+        g, held.sums = symmetric(held.sums).div_(self._scale), None
+        parts, held.parts = held.parts.div_(self.total), None
+        return Sums(a=a, g=g, parts=parts, cache=cache)
 
     def _tokens(self, held: Output, entry: Input, x: torch.Tensor, cache: Cache) -> Tokens:
         b = torch.cat(held.rows.pop(0))

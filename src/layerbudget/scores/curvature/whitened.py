@@ -45,13 +45,14 @@ def whitened(found: Sums | Tokens, a: float, s: float, count: int) -> tuple[Spec
     """
     if isinstance(found, Tokens):
         return _from_tokens(found, a, s, count)
-    left, right = _cholesky(found.g, s), found.cache.get(f"cholesky {a}")
+    left = _cholesky(found.g, s)
+    halves = [torch.linalg.solve_triangular(left, part.double(), upper=False) for part in found.parts]
+    del left  # the factors of a wide matrix's two sides are never there together
+    right = found.cache.get(f"cholesky {a}")
     if right is None:
         right = found.cache[f"cholesky {a}"] = _cholesky(found.a, a)
-    halves = []
-    for part in found.parts:
-        inner = torch.linalg.solve_triangular(left, part.double(), upper=False)
-        halves.append(torch.linalg.solve_triangular(right, inner.T, upper=False).T)
+    for j, inner in enumerate(halves):
+        halves[j] = torch.linalg.solve_triangular(right, inner.T, upper=False).T
     return of_halves(halves, count)
 
 
@@ -65,9 +66,11 @@ def _spectrum(matrix: torch.Tensor, count: int) -> Spectrum:
 
 
 def _cholesky(matrix: torch.Tensor, damping: float) -> torch.Tensor:
-    damped = matrix.double().clone()
-    damped.diagonal().add_(damping)
+    damped = matrix.double()
+    own = damped.diagonal().clone()
+    damped.diagonal().add_(damping)  # in its place: a copy would be as large as the factor
     factor, failed = torch.linalg.cholesky_ex(damped)
+    damped.diagonal().copy_(own)
     if int(failed):
         raise CurvatureFailure(
             f"A Kronecker factor of width {len(matrix)} damped by {damping:.3g} is not positive definite.",
