@@ -58,7 +58,7 @@ class FormatBench(TextBench):
             return super().score(given, data, options)
         return rounding_damage(
             self.model, self.data(0) if data is None else data, runtime=self.runtime, by=self.by, method=self.method,
-            batch_size=self.batch_size, **options,
+            batch_size=self.batch_size, unwritten="plan", **options,
         )  # fmt: skip
 
     def weighed(self, scores: Scores) -> Scores:
@@ -82,5 +82,5 @@ class FormatBench(TextBench):
     @functools.cached_property
     def _relative(self) -> dict[str, Any]:
         """The table of relative squared rounding errors, to nearest."""
-        found = rounding_damage(self.model, self.data(0), runtime=self.runtime, by=self.by, damage="relative")
+        found = rounding_damage(self.model, self.data(0), runtime=self.runtime, by=self.by, damage="relative", unwritten="plan")
         return dict(found.extra["choices"])

@@ -180,13 +180,19 @@ def _plan(
         "baselines": {
             n: {"predicted": float(table.damage[k, c].sum()), "spent": int(table.size[k, c].sum())} for n, c in others.items()
         },
-        "near_ties": _ties(table, found) if rule == "choices" else [],
+        "near_ties": _ties(table, found) if rule == "choices" else [], **unwritten_of(scores),
     }  # fmt: skip
     return Plan(
         kind="bits", rule=rule, model=scores.model, blocks=blocks, hyperparameters=dict(given),
         budget={"unit": "bytes", "limit": limit, "spent": spent, "file": spent + table.fixed},
         certificate=_certificate(found) if rule == "choices" else {}, scores_digest=scores.digest, extra=extra,
     )  # fmt: skip
+
+
+def unwritten_of(scores: Scores) -> dict[str, Any]:
+    """``{"unwritten": {matrix: reason}}`` of what stays in 16 bits, as no file holds it in fewer; else empty."""
+    found = scores.extra["choices"].get("unwritten")
+    return {"unwritten": dict(found)} if found else {}
 
 
 def _certificate(found: Choice) -> dict[str, Any]:

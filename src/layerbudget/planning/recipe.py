@@ -21,7 +21,7 @@ from ..errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from ..plan import Plan, PlanBlock
 from ..program.recipe import Recipe, mix_recipe
 from ..scores.record import Scores
-from .bits import Table
+from .bits import Table, unwritten_of
 from .rules.by_rank import increments_of
 from .terms import smallest_sides
 
@@ -143,6 +143,7 @@ def _plan(
         "family": table.family, "runtime": table.runtime, "method": table.method, "fixed_bytes": table.fixed,
         "bits": 8 * int(size.sum()) / table.numel, "predicted": found.damage,
         "predicted_error": float(np.sqrt((table.error[k, found.chosen] ** 2).sum())), "baselines": {}, "near_ties": [],
+        **unwritten_of(formats),
         "adapter": {"blocks": [{**b, "modules": list(b["modules"])} for b in own], "bytes": adapter, "gain": found.gain,
                     "parameters": int((rank_parameters(ranks.blocks) * found.ranks).sum()), "scores": ranks.digest},
     }  # fmt: skip
