@@ -64,7 +64,7 @@ def rounding_damage(
     draws: int = 4,
     batch_size: int = 8,
     seed: int = 0,
-    unwritten: str = "refuse",
+    unwritten: str = "plan",
     progress: Progress | None = None,
 ) -> Scores:
     """Bytes and damage of every block in every format; the model is left as it was.
@@ -83,8 +83,8 @@ def rounding_damage(
         draws: Draws of labels (directional).
         batch_size: Sequences per forward.
         seed: Of the draws.
-        unwritten: What becomes of matrices that no file holds here: ``refuse`` before anything is measured, ``16-bit`` (they
-            stay so, and count), or ``plan`` (for a tool that writes them).
+        unwritten: What becomes of matrices that no file holds here: ``plan`` (they are measured like all others), ``16-bit``
+            (they stay so, and count), or ``refuse`` before anything is measured, the default of ``plan_formats``.
         progress: Called with (steps done, steps).
 
     Returns:
