@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel, get_peft_model
 from tests import zoo
 from torch import nn
@@ -241,3 +242,14 @@ def test_dora_is_counted_by_its_ranks():
     plan = zoo.linears(model, ranks_of)
     adapted = add_ranks(model, plan, use_dora=True)
     assert adapted_ranks(adapted) == {b.name: b.count for b in plan.blocks if b.count}
+
+
+def test_what_peft_refuses_is_one_sentence():
+    """PEFT takes no ``out_proj`` of a Mamba mixer: not a traceback, and the remedy that is named works."""
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(vocab_size=96, num_hidden_layers=2, **ids, **sizes))
+    with pytest.raises(CoverageError, match=r"PEFT refuses this plan's modules.*out_proj.*--exclude"):
+        add_ranks(model, zoo.linears(model, 2))
+    model = transformers.Mamba2ForCausalLM(model.config)
+    assert add_ranks(model, zoo.linears(model, lambda name: 0 if name.endswith("out_proj") else 2))

@@ -187,13 +187,13 @@ def test_nothing_half_written(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
-    model, plan, stored = made("gpt2", "compressed-tensors", 16.0)  # sixteen bits for all: nothing to pack
+    model, plan, stored = made("gpt2", "compressed-tensors", 16.0, unwritten="plan")  # sixteen bits for all: nothing to pack
     with pytest.raises(InvalidInput, match="gpt2 model is not written as GGUF"):
         GgufWriter(model, None, stored.formats, tmp_path / "x.gguf")
-    model, plan, stored = made("gpt2", "compressed-tensors", 5.0)
+    model, plan, stored = made("gpt2", "compressed-tensors", 5.0, unwritten="plan")
     with pytest.raises(InvalidInput, match="is no plain Linear"):
         save_quantised(model, None, plan, stored, tmp_path / "out")
-    model, plan, stored = made("mistral-sliding", "gguf", 6.0)
+    model, plan, stored = made("mistral-sliding", "gguf", 6.0, unwritten="plan")
     with pytest.raises(InvalidInput, match="with sliding_window = 8"):
         save_quantised(model, None, plan, stored, tmp_path / "out")
     with pytest.raises(ModelMismatch):

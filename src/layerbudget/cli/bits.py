@@ -15,7 +15,7 @@ from .files import say, show_table
 from .progress import progress_bar
 from .shared import DATA, add_data_options, add_out, batch_of, refuse
 
-MEASURING = ("family", "runtime", "formats", "group", "by", "method", "damage", "draws", "steps", "save_scores")
+MEASURING = ("family", "runtime", "formats", "group", "by", "method", "damage", "draws", "steps", "unwritten", "save_scores")
 
 
 def register(verbs: Any) -> None:
@@ -40,6 +40,11 @@ def register(verbs: Any) -> None:
         "--steps", type=int,
         help="take the damage again at the quantised point and plan again, so many times (default 0: for rounding the dense "
         "point is enough)",
+    )  # fmt: skip
+    p.add_argument(
+        "--unwritten", choices=("refuse", "16-bit", "plan"),
+        help="what becomes of matrices that `quantize` cannot write (experts, Conv1D, ...): refuse (default), 16-bit: they "
+        "stay so, and count; plan: they are planned all the same, for a tool that writes them",
     )  # fmt: skip
     p.add_argument("--rule", choices=RULES, default="choices", help="choices: the exact program (default); others need none")
     p.add_argument("--check", type=int, help="further sequences on which the plan is checked as a whole (default 16, 0: none)")
@@ -116,7 +121,7 @@ def _measure(a: argparse.Namespace) -> Plan:
             batch_size=batch_of(a, model, data), progress=progress,
             family=a.family or PACKED, runtime=a.runtime, by=a.by or "linear", group=a.group,
             formats=chosen, damage=a.damage or "directional", method=a.method or "rtn",
-            seed=a.seed or 0, resume=a.resume, **own,
+            seed=a.seed or 0, resume=a.resume, unwritten=a.unwritten or "refuse", **own,
         )  # fmt: skip
     if a.save_scores:
         scores.save(a.save_scores, overwrite=a.overwrite)

@@ -60,7 +60,7 @@ class FormatBench(TextBench):
             return super().score(given, data, options)
         return rounding_damage(
             self.model, self.data(0) if data is None else data, runtime=self.runtime, by=self.by, method=self.method,
-            batch_size=self.batch_size, **options,
+            batch_size=self.batch_size, unwritten="plan", **options,
         )  # fmt: skip
 
     def weighed(self, scores: Scores) -> Scores:
@@ -99,7 +99,7 @@ class FormatBench(TextBench):
         """The table of relative squared rounding errors, to nearest, in the given formats or in all."""
         if formats not in self._errors:
             found = rounding_damage(
-                self.model, self.data(0), runtime=self.runtime, by=self.by, damage="relative", formats=formats
+                self.model, self.data(0), runtime=self.runtime, by=self.by, damage="relative", formats=formats, unwritten="plan"
             )
             self._errors[formats] = dict(found.extra["choices"])
         return self._errors[formats]

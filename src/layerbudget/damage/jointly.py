@@ -33,7 +33,7 @@ from ..scores.record import Scores
 from ..treatments.items import modules_by_name
 from ..treatments.storing import store
 from .originals import Originals
-from .rounding import rounding_damage
+from .rounding import check_budget, rounding_damage
 from .rounding_bench import mean_and_error
 from .rounding_steps import stepped
 
@@ -136,6 +136,7 @@ def plan_formats(
         The plan (``extra["check"]`` has joint KL and perplexity of plan and baselines) and the record of the damages.
 
     Raises:
+        InfeasibleBudget: A budget below the smallest plan; said before anything is measured.
         CoverageError: A check of a streamed model, whose weights stay in their files.
     """
     if check is not None and mapped(model) is not None:
@@ -144,6 +145,8 @@ def plan_formats(
             "Leave the check out (--check 0), or use --no-stream.",
         )  # fmt: skip
     check_bits(bits)
+    if scores is None:
+        check_budget(model, bits=bits, budget=budget, **options)
     parts = _parts(resume, model, data, check, {"batch_size": batch_size, **options})
     if scores is None:
 

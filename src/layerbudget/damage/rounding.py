@@ -13,7 +13,9 @@ are few, and an embedding has no inputs. Standard errors are over sequences.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +25,10 @@ from ..blocks import describe, weight_of
 from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput
 from ..mapped import Mapped, mapped
-from ..planning.bits import ESTIMATOR, sizes_of
+from ..planning.bits import ESTIMATOR, Table, check_limit, sizes_of
 from ..progress import Progress, Steps
 from ..provenance import versions
-from ..records import Block
+from ..records import Block, natural_key
 from ..running.modes import inference
 from ..scores.record import Scores
 from ..treatments.base import Level
@@ -36,6 +38,7 @@ from ..treatments.rounding import Quantiser
 from ..treatments.runtimes import Runtime, find_runtime
 from ..treatments.storing import quantiser_of
 from ..treatments.treating import Found, matrices
+from ..treatments.written import apart
 from .directional import forms_along
 from .directions import Directions, Written
 from .ledger import Unit
@@ -61,6 +64,7 @@ def rounding_damage(
     draws: int = 4,
     batch_size: int = 8,
     seed: int = 0,
+    unwritten: str = "plan",
     progress: Progress | None = None,
 ) -> Scores:
     """Bytes and damage of every block in every format; the model is left as it was.
@@ -79,6 +83,8 @@ def rounding_damage(
         draws: Draws of labels (directional).
         batch_size: Sequences per forward.
         seed: Of the draws.
+        unwritten: What becomes of matrices that no file holds here: ``plan`` (they are measured like all others), ``16-bit``
+            (they stay so, and count), or ``refuse`` before anything is measured, the default of ``plan_formats``.
         progress: Called with (steps done, steps).
 
     Returns:
@@ -86,14 +92,15 @@ def rounding_damage(
 
     Raises:
         CoverageError: A streamed model with measured damages, or with a quantiser that reads inputs.
-        InvalidInput: An unknown name, a format that the runtime does not read, or one that fits no matrix.
+        InvalidInput: An unknown name, a format that the runtime does not read, or one that fits no matrix; a matrix that
+            cannot be written.
     """
     if damage not in MEASURES:
         raise InvalidInput(f"There is no damage {damage!r}.", f"There are {', '.join(MEASURES)}.", "Choose one of those.")
     if mapped(model) is not None:
         _check_streamed(damage, method)
     target = find_runtime(runtime, family)
-    blocks = items_of(model, target, by)
+    blocks, kept, reasons = apart(model, items_of(model, target, by), target, unwritten)
     chosen = candidates(blocks, target, formats, group)
     if damage == "measured":
         found = measured(model, data, blocks, chosen, method=method, batch_size=batch_size, progress=progress)
@@ -103,7 +110,45 @@ def rounding_damage(
         found = directional(
             model, data, blocks, chosen, method=method, batch_size=batch_size, progress=progress, draws=draws, seed=seed
         )
-    return _record(model, data, blocks, chosen, found, target, {"method": method, "measure": damage, "seed": seed})
+    blocks, found = _with_kept(blocks, found, kept)
+    how = {"method": method, "measure": damage, "seed": seed} | ({"unwritten": reasons} if reasons else {})
+    return _record(model, data, blocks, chosen, found, target, how)
+
+
+def check_budget(
+    model: nn.Module, *, bits: float | None = None, budget: str | None = None, formats: Sequence[str] | None = None,
+    family: str = "compressed-tensors", runtime: str | None = None, by: str = "linear", group: int | None = None,
+    unwritten: str = "refuse", **others: Any,
+) -> None:  # fmt: skip
+    """Refuse, before anything is measured, what could not be planned or written; options of :func:`rounding_damage`.
+
+    Raises:
+        InfeasibleBudget: The smallest plan is larger.
+        InvalidInput: See :func:`rounding_damage`.
+    """
+    target = find_runtime(runtime, family)
+    blocks, kept, _ = apart(model, items_of(model, target, by), target, unwritten)
+    chosen = candidates(blocks, target, formats, group)
+    there = np.array([[has(b, f) and (b not in kept or f.plain) for f in chosen] for b in (*blocks, *kept)])
+    size = np.array([[sizes_of([b], {"": f.bytes})[0, 0] if has(b, f) else 0 for f in chosen] for b in (*blocks, *kept)])
+    table = Table(
+        blocks=(*blocks, *kept), formats=tuple(f.name for f in chosen), size=size, damage=np.where(there, 0.0, np.inf),
+        error=np.zeros(there.shape), fixed=fixed_bytes(model, (*blocks, *kept), family), family=family, runtime=target.name,
+        method="",
+    )  # fmt: skip
+    check_limit(table, table.limit(bits, budget))
+
+
+def _with_kept(blocks: tuple[Block, ...], found: Damages, kept: tuple[Block, ...]) -> tuple[tuple[Block, ...], Damages]:
+    """All blocks in natural order: those that stay have sixteen bits (the last format), which is what they are."""
+    if not kept:
+        return blocks, found
+    every = (*blocks, *kept)
+    order = sorted(range(len(every)), key=lambda i: natural_key(every[i].name))
+    rows = np.full((len(kept), found.damage.shape[1]), np.inf)
+    rows[:, -1] = 0.0
+    damage, error = np.vstack([found.damage, rows])[order], np.vstack([found.error, np.zeros_like(rows)])[order]
+    return tuple(every[i] for i in order), dataclasses.replace(found, damage=damage, error=error)
 
 
 def _check_streamed(damage: str, method: str) -> None:
@@ -146,8 +191,8 @@ def _record(
     model: nn.Module, data: CalibrationSet, blocks: Sequence[Block], formats: Sequence[Format], found: Damages, target: Runtime,
     how: Mapping[str, object],
 ) -> Scores:  # fmt: skip
-    size = np.stack([[sizes_of([b], {f.name: f.bytes})[0, 0] if has(b, f) else -1 for f in formats] for b in blocks])
     none = np.isinf(found.damage)
+    size = np.stack([[sizes_of([b], {f.name: f.bytes})[0, 0] if has(b, f) else -1 for f in formats] for b in blocks])
 
     def rows(values: np.ndarray) -> list[list[float | None]]:
         return [

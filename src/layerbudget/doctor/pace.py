@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..blocks import layers, partition
+from ..data.fitting import check_reads_text
 from ..errors import UnknownStructure
 from ..records import Module
 from ..running.modes import inference
@@ -45,8 +46,9 @@ def shape_in_memory(model: nn.Module) -> Shape:
     """Sizes of a loaded model.
 
     Raises:
-        UnknownStructure: It has no single list of layers, or one without matrices.
+        UnknownStructure: It takes no tokens, has no single list of layers, or one without matrices.
     """
+    check_reads_text(model)
     if hasattr(model.config, "quantization_config"):  # its matrices may be packed in ways of other libraries
         return _unpacked(model)
     stack = layers(model)

@@ -117,7 +117,14 @@ def adapt(
 
     counts = counts_by_module(plan, kind)
     shapes = check(model, plan, counts, validate=validate)
-    adapted = get_peft_model(model, config(), adapter_name=adapter_name)
+    settings = config()
+    try:
+        adapted = get_peft_model(model, settings, adapter_name=adapter_name)
+    except ValueError as error:
+        raise CoverageError(
+            f"PEFT refuses this plan's modules: {error}", "",
+            "Score with --exclude and a regular expression of that module (for a Mamba mixer '\\.out_proj$'), and plan again.",
+        ) from error  # fmt: skip
     unit = "rank" if kind == "ranks" else "experts"
     recount(found(adapted, adapter_name), {m: c for m, c in counts.items() if c}, unit)
     return adapted, counts, shapes

@@ -211,7 +211,7 @@ def _plan(
         "baselines": {
             n: {"predicted": float(table.damage[k, c].sum()), "spent": int(table.size[k, c].sum())} for n, c in others.items()
         },
-        "near_ties": _ties(table, found) if rule == "choices" else [],
+        "near_ties": _ties(table, found) if rule == "choices" else [], **unwritten_of(scores),
     }  # fmt: skip
     extra |= _nothing_to_decide(table, limit)
     return Plan(
@@ -233,6 +233,12 @@ def _nothing_to_decide(table: Table, limit: int) -> dict[str, Any]:
     bits = [math.ceil(8e4 * size / table.numel) / 1e4 for size in (first, most)]
     which = "smallest" if limit < first else "largest"
     return {"forced": {"format": which, "from_bits": bits[0], "to_bits": bits[1], "from_bytes": first + table.fixed}}
+
+
+def unwritten_of(scores: Scores) -> dict[str, Any]:
+    """``{"unwritten": {matrix: reason}}`` of what stays in 16 bits, as no file holds it in fewer; else empty."""
+    found = scores.extra["choices"].get("unwritten")
+    return {"unwritten": dict(found)} if found else {}
 
 
 def _certificate(found: Choice) -> dict[str, Any]:

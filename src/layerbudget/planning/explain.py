@@ -141,6 +141,13 @@ def _on_formats(plan: Plan) -> list[str]:
         f"Damages of single blocks add up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token"
         f"{'' if forced else f' (without a program: {others})'}."
     )
+    kept = e.get("unwritten") or {}
+    if kept:
+        size = sum(b.count for b in plan.blocks if set(b.modules) <= set(kept))
+        sentences.append(
+            f"{len(kept)} matrices stay in 16 bits and count as such ({size} bytes), first {next(iter(kept))}: "
+            f"{kept[next(iter(kept))]}."
+        )
     if len(e.get("steps", ())) > 1:
         first, last = e["steps"][0], e["steps"][-1]
         sentences.append(

@@ -23,7 +23,7 @@ from ..plan import Plan, PlanBlock
 from ..program.inputs import number
 from ..program.recipe import Recipe, mix_recipe
 from ..scores.record import Scores
-from .bits import Table
+from .bits import Table, unwritten_of
 from .rules.by_rank import increments_of
 from .terms import Terms, smallest_sides
 
@@ -157,7 +157,7 @@ def _plan(
         "formats": {m.name: table.formats[j] for b, j in zip(table.blocks, found.chosen, strict=True) for m in b.modules},
         "family": table.family, "runtime": table.runtime, "method": table.method, "fixed_bytes": table.fixed,
         "bits": 8 * int(size.sum()) / table.numel, "predicted": found.damage,
-        "predicted_error": table.error_of(found.chosen), "baselines": {}, "near_ties": [],
+        "predicted_error": table.error_of(found.chosen), "baselines": {}, "near_ties": [], **unwritten_of(formats),
         "adapter": {"blocks": [{**b, "modules": list(b["modules"])} for b in own], "bytes": adapter, "gain": found.gain,
                     "scale": scale, "parameters": int((rank_parameters(ranks.blocks) * found.ranks).sum()),
                     "scores": ranks.digest},

@@ -17,7 +17,8 @@ from ..treatments.formats import find_format
 from ..treatments.rounding import Rounded
 from ..treatments.rounding_packages import need_gguf
 from ..treatments.storing import Piece
-from .gguf_names import PERMUTED, add_numbers, add_vocabulary, architecture, tensor_names
+from ..treatments.written import PERMUTED, architecture, tensor_names
+from .gguf_names import add_numbers, add_vocabulary
 
 Turn = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -47,7 +48,7 @@ class GgufWriter:
         file: Does not exist.
 
     Attributes:
-        names: Name in the file by full name of the parameter.
+        stored: Name in the file by full name of the parameter.
 
     Raises:
         InvalidInput: An architecture that is not written here, or a model held in another precision than float32.
@@ -65,7 +66,7 @@ class GgufWriter:
             )  # fmt: skip
         self.arch = architecture(self.config)
         self.parameters = dict(model.named_parameters())  # each once: a tied head is the embedding
-        self.names = tensor_names(self.gguf, self.arch, self.config.num_hidden_layers, list(self.parameters))
+        self.stored = tensor_names(self.gguf, self.arch, self.config.num_hidden_layers, list(self.parameters))
         self.layers = [f"{name}." for name, _ in layers(model)]
         self.writer = self.gguf.GGUFWriter(file, self.arch)
         self.notes = self._head(tokenizer, file)
@@ -85,7 +86,7 @@ class GgufWriter:
             per, size = self.gguf.GGML_QUANT_SIZES[kind]
             stored = tuple(shape) if kind_of is not np.uint8 else (*shape[:-1], shape[-1] // per * size)
             count = int(np.prod(stored)) * np.dtype(kind_of).itemsize
-            writer.add_tensor_info(self.names[name], stored, np.dtype(kind_of), count, raw_dtype=kind)
+            writer.add_tensor_info(self.stored[name], stored, np.dtype(kind_of), count, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -107,7 +108,7 @@ class GgufWriter:
         """
         inside = (f"{piece.name}.",) if piece.name else ()
         mine = [n for n in self.parameters if (n.startswith(inside) if inside else not n.startswith(tuple(self.layers)))]
-        return {self.names[n]: torch.from_numpy(self._data(n)) for n in mine}
+        return {self.stored[n]: torch.from_numpy(self._data(n)) for n in mine}
 
     def _data(self, name: str) -> np.ndarray:
         kind, tensor = self._kind(name), self._turned(name, self.parameters[name].detach(), permute)
@@ -131,8 +132,12 @@ class GgufWriter:
         """Put a finished piece's matrices into the model again, as they were when they were written."""
         for job in piece.jobs:
             name = f"{job.module.name}.weight"
-            values = self.gguf.dequantize(tensors[self.names[name]].numpy(), self._kind(name))
+            values = self.gguf.dequantize(tensors[self.stored[name]].numpy(), self._kind(name))
             self.parameters[name].data.copy_(self._turned(name, torch.from_numpy(values), unpermute))
+
+    def names(self) -> dict[str, list[str]]:
+        """Names in the file of every planned matrix's weights."""
+        return {n: [self.stored[f"{n}.weight"]] for n in self.formats}
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a piece."""

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model: architecture, names of tensors, numbers of the configuration, vocabulary."""
+"""What a GGUF file says of a model: names of tensors, numbers of the configuration, vocabulary."""
 
 from __future__ import annotations
 
@@ -8,59 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidInput
+from ..treatments.written import ARCHITECTURES
 
-# transformers' model types, and the architecture of llama.cpp that computes the same.
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-PERMUTED = ("llama",)  # rotary embeddings of neighbours: rows of q and k change places
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5
 # What splits a text before the merges, by the regular expression that tokenizers.json holds.
 _SPLITS = {"{1,3}| ?[^\\s": "llama-bpe", "\\p{N}| ?[^\\s": "qwen2"}
-
-
-def architecture(config: Any) -> str:
-    """llama.cpp's name of a model's architecture.
-
-    Raises:
-        InvalidInput: One that is not written here, or a variant that llama.cpp computes differently.
-    """
-    kind = str(config.model_type)
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    odd = [
-        f"{name} = {value}"
-        for name, value in (
-            ("rope_type", rope.get("rope_type", "default") if rope.get("rope_type", "default") != "default" else None),
-            (
-                "sliding_window",
-                getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None,
-            ),
-        )
-        if value is not None
-    ]
-    if kind not in ARCHITECTURES or odd:
-        raise InvalidInput(
-            f"A {kind} model{f' with {odd[0]}' if odd else ''} is not written as GGUF here.",
-            f"Written are {', '.join(ARCHITECTURES)}, with plain rotary embeddings and whole attention.",
-            "Write its --tensor-type-file and let llama.cpp convert and quantise it, or plan for compressed-tensors.",
-        )
-    return ARCHITECTURES[kind]
-
-
-def tensor_names(gguf: Any, arch: str, layers: int, names: list[str]) -> dict[str, str]:
-    """Names in the file by full parameter name.
-
-    Raises:
-        InvalidInput: A parameter that the architecture has no place for.
-    """
-    kinds = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    known = gguf.get_tensor_name_map(kinds[arch], layers)
-    found: dict[str, str] = {}
-    for name in names:
-        stem, _, ending = name.rpartition(".")
-        other = known.get_name(stem)
-        if other is None:
-            raise InvalidInput(f"GGUF's {arch} has no tensor for {name}.", "", "Plan for compressed-tensors.")
-        found[name] = f"{other}.{ending}"
-    return found
 
 
 def names_by_map(gguf: Any, modules: list[str]) -> dict[str, str]:

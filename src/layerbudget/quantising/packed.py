@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
 import tempfile
@@ -13,13 +14,48 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import config_of, layers, matrix_of, pretrained
-from ..errors import CoverageError, InvalidInput
+from ..blocks import config_of, layers, matrix_of, pretrained, weight_of
+from ..errors import BadModel, CoverageError, InvalidInput
+from ..loading import load_model
+from ..machine import SHARE, free_bytes
 from ..treatments.formats import Format, find_format
 from ..treatments.rounding import Rounded
 from ..treatments.rounding_packages import need_packing
 from ..treatments.storing import Piece
+from .receipt import PARTS
 from .shards import Shards
+
+ZERO_POINTS = "transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."
+
+
+def check_loads(folder: Path, runtime: str) -> list[str]:
+    """Load what was written, as a user will.
+
+    Args:
+        folder: A finished compressed-tensors folder.
+        runtime: What it was planned for: ``vllm`` has a loader of its own, which is not tried here.
+
+    Returns:
+        Notes: why it was not loaded, or that only another runtime may read it.
+
+    Raises:
+        CoverageError: transformers does not load it.
+    """
+    size, free = sum(f.stat().st_size for f in folder.glob("*.safetensors")), free_bytes("cpu")
+    if size > SHARE * free:
+        return [f"It was not loaded again: {size / 2**30:.3g} GiB of {free / 2**30:.3g} free are more than is risked."]
+    try:
+        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # bars of compressed-tensors
+            load_model(str(folder), dtype="auto")
+    except BadModel as error:
+        said = error.what.split(": ", 1)[-1].rstrip(".")
+        if runtime == "vllm":
+            return [f"transformers does not load it ({said}); vLLM, which it was planned for, was not tried."]
+        raise CoverageError(
+            f"transformers does not load what was written: {said}.", "Nothing is kept.",
+            "Plan again: `plan bits` says before it measures which matrices cannot be packed; or plan with --runtime vllm.",
+        ) from error  # fmt: skip
+    return []
 
 
 def scheme_words(form: Format) -> dict[str, Any]:
@@ -93,11 +129,15 @@ class PackedWriter:
                 raise InvalidInput(
                     f"{name} is no plain Linear, and compressed-tensors packs nothing else.",
                     "Fused experts and Conv1D stay in 16 bits.",
-                    "Plan with --format gguf, or give it bf16.",
+                    "Plan again with --unwritten 16-bit; or export this plan (--to auto-round) for a tool that writes them.",
                 )
+        # Stacks of experts keep the names that they have in the model: beside packed layers transformers 5.23 does not find
+        # the experts one by one, which is how it would save them.
+        full = {id(p): n for n, p in model.named_parameters()}
+        self.fused = {n: full[id(weight_of(model, n)[1])] for n in formats if n not in self.modules}
         self.layers = [f"{name}." for name, _ in layers(model)]
         self.shards = Shards(folder)
-        self.config = config_of(model).to_dict()
+        self.config = json.loads(config_of(model).to_json_string(use_diff=False))  # infinite numbers in words that are JSON
         with _quiet():
             pretrained(model).save_pretrained(folder, state_dict={})  # what belongs to a model beside its weights
         for file in folder.glob("*.safetensors*"):
@@ -113,7 +153,10 @@ class PackedWriter:
         packed = {n: find_format(f) for n, f in self.formats.items() if not find_format(f).plain and self._inside(n, piece)}
         left = {f"{n}.weight" for n in packed}
         state = pretrained(self.model).state_dict()
-        found = _as_saved(self.model, {n: t for n, t in state.items() if n not in left and self._inside(n, piece)})
+        apart = set(self.fused.values())
+        mine = {n: t for n, t in state.items() if n not in left and self._inside(n, piece)}
+        found = _as_saved(self.model, {n: t for n, t in mine.items() if n not in apart})
+        found |= {n: t.detach().clone() for n, t in mine.items() if n in apart}
         found = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in found.items()}
         for name, form in packed.items():
             stored = pack(matrix_of(self.modules[name]), rounded[name][0], form, name)
@@ -130,8 +173,12 @@ class PackedWriter:
         for job in piece.jobs:
             name = job.module.name
             form = find_format(self.formats[name])
-            weight = matrix_of(self.modules[name]).data
+            weight = weight_of(self.model, name)[1].data  # fused experts are no module
             weight.copy_(weight.to(torch.bfloat16) if form.plain else unpack(tensors, form, name))
+
+    def names(self) -> dict[str, list[str]]:
+        """Names in the file of every planned matrix's weights."""
+        return {n: [self.fused[n]] if n in self.fused else [f"{n}.{part}" for part in ("weight", *PARTS)] for n in self.formats}
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a piece."""
@@ -143,10 +190,9 @@ class PackedWriter:
         others = [n for n, m in self.modules.items() if isinstance(m, nn.Linear) and n not in self.formats]
         record = self.config | {"quantization_config": quantization_config(self.formats, others), "dtype": "bfloat16"}
         record["architectures"] = [type(self.model).__name__]
-        (self.folder / "config.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        if any(f.endswith("-asym") for f in self.formats.values()):
-            return ["transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."]
-        return []
+        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+        (self.folder / "config.json").write_text(text, encoding="utf-8")
+        return [ZERO_POINTS] if any(f.endswith("-asym") for f in self.formats.values()) else []
 
 
 def unpack(tensors: Mapping[str, torch.Tensor], form: Format, name: str) -> torch.Tensor:

@@ -19,9 +19,11 @@ from ..treatments.formats import GGUF
 from ..treatments.rounding_packages import need_gguf
 from ..treatments.storing import Stored, pieces_of
 from .gguf_names import names_by_map
+from .packed import ZERO_POINTS, check_loads
+from .plans import formats_of_plan
 from .receipt import QuantisationReceipt, compare, recount_gguf, recount_safetensors
 from .recipes import dynamic, layer_config, tensor_types
-from .writers import GGUF_FILE, writer_of
+from .writers import GGUF_FILE, Writer, writer_of
 
 
 def save_quantised(
@@ -53,21 +55,24 @@ def save_quantised(
         writer = writer_of(model, tokenizer, plan, folder)
         for piece in pieces_of(model, stored.formats):
             writer.add(writer.tensors(piece, stored.rounded))
-        return finish(folder, tokenizer, plan, stored.formats, stored.method, [*stored.notes, *writer.close()])
+        return finish(folder, tokenizer, plan, writer, stored.method, stored.notes)
 
 
-def finish(
-    folder: Path, tokenizer: Any, plan: Plan, formats: Mapping[str, str], method: str, notes: Sequence[str]
-) -> QuantisationReceipt:
-    """Count the written bytes again, and write what lies beside the weights: recipes, tokenizer, plan, receipt.
+def finish(folder: Path, tokenizer: Any, plan: Plan, writer: Writer, method: str, notes: Sequence[str]) -> QuantisationReceipt:
+    """Finish the files, count their bytes again, and write what lies beside the weights: recipes, tokenizer, plan, receipt.
 
     Raises:
-        CoverageError: The files are not as large as planned.
+        CoverageError: The files are not as large as planned, or do not load.
     """
-    found, counted = _counted(folder, plan, formats)
+    formats = formats_of_plan(plan)
+    notes = [*notes, *writer.close(), *_kept(plan)]
+    found = _found(folder, plan, formats)
+    counted = {n: sum(found.get(k, 0) for k in keys) for n, keys in writer.names().items()}
     compare(plan, counted)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if plan.extra["family"] != GGUF and ZERO_POINTS not in notes:
+        notes = [*notes, *check_loads(folder, str(plan.extra["runtime"]))]
     spent = sum(counted.values())
     receipt = QuantisationReceipt(
         method=method, family=str(plan.extra["family"]), plan_digest=plan.digest, model=dict(plan.model),
@@ -81,17 +86,20 @@ def finish(
     return receipt
 
 
-def _counted(folder: Path, plan: Plan, formats: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of every tensor of the files and of every planned matrix; writes the recipes beside them."""
+def _kept(plan: Plan) -> list[str]:
+    """What a plan leaves in 16 bits because no file holds it in fewer."""
+    kept = plan.extra.get("unwritten") or {}
+    size = sum(b.count for b in plan.blocks if set(b.modules) <= set(kept))
+    return [f"{len(kept)} matrices stay in 16 bits ({size} of the bytes counted): {', '.join(kept)}."] if kept else []
+
+
+def _found(folder: Path, plan: Plan, formats: Mapping[str, str]) -> dict[str, int]:
+    """Bytes of every tensor of the files; writes the recipes beside them."""
     if plan.extra["family"] == GGUF:
-        found = recount_gguf(folder / GGUF_FILE)
-        names = names_by_map(need_gguf(), list(formats))
-        write_text(folder / "tensor-types.txt", tensor_types(formats, names))
-        return found, {n: found[f"{other}.weight"] for n, other in names.items()}
-    found = recount_safetensors(folder)
+        write_text(folder / "tensor-types.txt", tensor_types(formats, names_by_map(need_gguf(), list(formats))))
+        return recount_gguf(folder / GGUF_FILE)
     write_recipes(formats, folder)
-    parts = {n: [k for k in found if k.rpartition(".")[0] == n and ".weight" in k] for n in formats}
-    return found, {n: sum(found[k] for k in keys) for n, keys in parts.items()}
+    return recount_safetensors(folder)
 
 
 def write_recipes(formats: Mapping[str, str], folder: Path) -> None:

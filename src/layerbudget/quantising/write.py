@@ -91,7 +91,7 @@ def quantise(
         writer = writer_of(model, tokenizer, plan, folder)
         run = _Run(storing, writer, _parts(resume, model, plan, data, quantiser, batch_size, storing.options))
         in_turn(storing, pieces, data, batch_size=batch_size, progress=progress, begin=run.begin, end=run.end)
-        return finish(folder, tokenizer, plan, formats, chosen, [*run.notes, *writer.close()])
+        return finish(folder, tokenizer, plan, writer, chosen, run.notes)
 
 
 def _parts(

@@ -33,6 +33,9 @@ class Writer(Protocol):
     def add(self, tensors: Tensors) -> None:
         """Write a piece."""
 
+    def names(self) -> Mapping[str, Sequence[str]]:
+        """Names in the file of every planned matrix's weights; those that are not there count nothing."""
+
     def close(self) -> list[str]:
         """Finish the files; returns notes."""
 

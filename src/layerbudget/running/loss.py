@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..data.calibration import CalibrationSet
+from ..data.fitting import check_reads_text
 from ..errors import InvalidInput, UnknownStructure
 
 IGNORE = -100
@@ -96,12 +97,13 @@ def head_of(model: nn.Module) -> str:
     """``causal`` (next token), ``token`` (labels at their own place) or ``classes`` (one label per sequence).
 
     Raises:
-        UnknownStructure: A bare encoder or decoder, which has no loss; an encoder-decoder.
+        UnknownStructure: A model that takes no tokens; a bare encoder or decoder, which has no loss; an encoder-decoder.
         InvalidInput: A regression head.
     """
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None:
         return "classes"
+    check_reads_text(model)
     if getattr(config, "is_encoder_decoder", False):
         raise UnknownStructure(
             f"{name} is an encoder-decoder.",
