@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -34,6 +34,26 @@ def matrix_of(module: nn.Module) -> torch.Tensor:
     """Weight of a Linear or ``Conv1D`` as a ``(d_out, d_in)`` view, outside autograd."""
     weight = cast(nn.Parameter, module.weight)
     return weight.data.T if is_conv1d(module) else weight.data
+
+
+def transposed(owner: nn.Module) -> bool:
+    """Whether fused experts are kept as ``(experts, inputs, outputs)``: what their class says, else what their shapes say."""
+    said = getattr(owner, "is_transposed", None)
+    first, last = getattr(owner, "gate_up_proj", None), getattr(owner, "down_proj", None)
+    if said is not None or not (isinstance(first, torch.Tensor) and isinstance(last, torch.Tensor)):
+        return bool(said)
+    if first.ndim != 3 or last.ndim != 3:
+        return False
+    return first.shape[2] == 2 * last.shape[1] and first.shape[1] == last.shape[2]
+
+
+def _active(root: nn.Module, name: str, copies: int) -> int:
+    """How many experts of the module of that name one token passes through: what its routing or a configuration says."""
+    around = root.get_submodule(name.rpartition(".")[0])
+    routing = [getattr(m, "top_k", None) for m in (root.get_submodule(name), around, *around.children())]
+    configs = [getattr(m.config, "num_experts_per_tok", None) for m in root.modules() if hasattr(m, "config")]
+    said = [found for found in (*routing, *configs) if isinstance(found, int) and found > 0]
+    return min(said[0], copies) if said else copies
 
 
 def config_of(model: nn.Module) -> Any:
@@ -94,10 +114,10 @@ def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, tor
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 3:
                     copies, d_out, d_in = parameter.shape
-                    if getattr(module, "is_transposed", False):  # some fused experts keep (experts, inputs, outputs)
+                    if transposed(module):
                         d_in, d_out = d_out, d_in
-                    active = int(getattr(getattr(module, "config", None), "num_experts_per_tok", 0) or copies)
-                    record = Module(name=f"{full}.{own}", d_in=d_in, d_out=d_out, copies=copies, active=min(active, copies))
+                    active = _active(root, name, copies)
+                    record = Module(name=f"{full}.{own}", d_in=d_in, d_out=d_out, copies=copies, active=active)
                     yield record.name, module, parameter, record
 
 
@@ -174,6 +194,26 @@ def partition(
             "Loosen the expressions; they are searched in full names such as model.layers.0.mlp.down_proj.",
         )
     return tuple(Block(name=k, modules=tuple(groups[k])) for k in sorted(groups, key=natural_key))
+
+
+def left_out(model: nn.Module, blocks: Sequence[Block]) -> dict[str, int]:
+    """Matrices that no block holds, embeddings and the output head aside: weights by full name, in the order of the model."""
+    held = {m.name for b in blocks for m in b.modules}
+    seen = {id(p) for p in _embedding_weights(model)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    seen |= {id(p) for p in (head.parameters() if head is not None else ())}
+    seen |= {id(p) for n, p in model.named_parameters() if n in held or n.rpartition(".")[0] in held}
+    found: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        if p.ndim >= 2 and p.is_floating_point() and id(p) not in seen and not name.endswith("bias"):
+            found[name] = p.numel()
+    return found
+
+
+def share_held(model: nn.Module, blocks: Sequence[Block]) -> float:
+    """Share of the matrices' weights that the blocks hold, embeddings and the output head aside."""
+    held = sum(b.numel for b in blocks)
+    return held / (held + sum(left_out(model, blocks).values()))
 
 
 def _compile(pattern: str, name: str) -> re.Pattern[str]:
