@@ -82,13 +82,26 @@ def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return found
 
 
+def _decoder(model: nn.Module) -> nn.Module | None:
+    """The language model inside a model of several kinds of input; None for an encoder-decoder, and where none is said."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not hasattr(model, "get_decoder"):
+        return None
+    return cast("nn.Module | None", pretrained(model).get_decoder())
+
+
 def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every decoder (or encoder) layer, in natural order.
+
+    Where a model that also sees images has several lists, they are those of its language model.
 
     Raises:
         UnknownStructure: No list of layers, or several; the message lists what was found.
     """
     lists = layer_lists(model)
+    decoder = _decoder(model) if len(lists) > 1 else None
+    if decoder is not None:
+        inside = set(decoder.modules())
+        lists = [(name, stack) for name, stack in lists if stack in inside] or lists
     if len(lists) != 1:
         children = [f"{n} ({type(m).__name__})" for n, m in model.named_children()]
         what = "no list of layers" if not lists else f"{len(lists)} lists of layers ({', '.join(n for n, _ in lists)})"
@@ -105,6 +118,8 @@ def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, tor
     """Weight matrices below ``root``: (full name, owner, parameter, shape record)."""
     for name, module in root.named_modules():
         full = ".".join(part for part in (prefix, name) if part)
+        if name.endswith("mixer.dt_proj") or name.endswith("mamba.dt_proj"):
+            continue  # the scan of Mamba multiplies by it itself: its inputs and outputs are never seen
         if isinstance(module, nn.Linear):
             yield full, module, module.weight, Module(name=full, d_in=module.in_features, d_out=module.out_features)
         elif is_conv1d(module):
@@ -196,9 +211,9 @@ def partition(
     return tuple(Block(name=k, modules=tuple(groups[k])) for k in sorted(groups, key=natural_key))
 
 
-def left_out(model: nn.Module, blocks: Sequence[Block]) -> dict[str, int]:
-    """Matrices that no block holds, embeddings and the output head aside: weights by full name, in the order of the model."""
-    held = {m.name for b in blocks for m in b.modules}
+def left_out(model: nn.Module, blocks: Sequence[Any]) -> dict[str, int]:
+    """Matrices that no block of a model or plan holds, embeddings and the output head aside: weights by full name, in order."""
+    held = {m if isinstance(m, str) else m.name for b in blocks for m in b.modules}
     seen = {id(p) for p in _embedding_weights(model)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     seen |= {id(p) for p in (head.parameters() if head is not None else ())}
@@ -210,7 +225,10 @@ def left_out(model: nn.Module, blocks: Sequence[Block]) -> dict[str, int]:
     return found
 
 
-def share_held(model: nn.Module, blocks: Sequence[Block]) -> float:
+ENOUGH = 0.99  # of the matrices' weights; where blocks hold less, it is said
+
+
+def share_held(model: nn.Module, blocks: Sequence[Any]) -> float:
     """Share of the matrices' weights that the blocks hold, embeddings and the output head aside."""
     held = sum(b.numel for b in blocks)
     return held / (held + sum(left_out(model, blocks).values()))

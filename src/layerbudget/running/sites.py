@@ -72,28 +72,32 @@ def tracked(model: nn.Module, blocks: Sequence[Block]) -> tuple[dict[nn.Module, 
     return hooked, direct
 
 
-def refuse_direct(model: nn.Module, blocks: Sequence[Block], why: str) -> None:
+def refuse_direct(model: nn.Module, blocks: Sequence[Block], why: str, *, routers: bool = False) -> None:
     """Refuse matrices that no Linear owns, before anything runs.
 
     Args:
         model: The model.
         blocks: Whose matrices.
         why: What cannot be had of them.
+        routers: Refuse routers too that are a Linear and return whom they chose: nothing can be added to their output.
 
     Raises:
         CoverageError: Names the first, and the option that leaves all of them out.
     """
-    names = list(tracked(model, blocks)[1])
+    hooked, direct = tracked(model, blocks)
+    names = [*direct, *(name for module, name in hooked.items() if routers and hasattr(module, "top_k"))]
     if names:
         raise CoverageError(
-            f"{names[0]} is not a Linear: {why} ({len(names)} such matrices).", "Linear and Conv1D matrices are known here.",
-            f"Leave them out: --exclude '{_owners(names)}' (exclude= in Python), or score by another estimator: fisher-gram.",
+            f"{names[0]} is not a plain Linear: {why} ({len(names)} such matrices).",
+            "Linear and Conv1D matrices are known here.",
+            f"Leave them out: --exclude '{owners_of(names)}' (exclude= in Python), or score by another estimator: fisher-gram.",
         )  # fmt: skip
 
 
-def _owners(names: Sequence[str]) -> str:
+def owners_of(names: Sequence[str]) -> str:
     """A regular expression that matches matrices and those of their kind in other layers."""
-    return "|".join(dict.fromkeys(f"{name.split('.')[-2]}[.]" for name in names))
+    words = (f"{part[-1]}$" if part[-1] == "router" else f"{part[-2]}[.]" for part in (name.split(".") for name in names))
+    return "|".join(dict.fromkeys(words))
 
 
 class Collector:

@@ -181,7 +181,7 @@ def _as_block(model: nn.Module, name: str) -> Block:
 
 
 def _refuse_direct(model: nn.Module, blocks: Sequence[Block]) -> None:
-    refuse_direct(model, blocks, "no adapter goes there")
+    refuse_direct(model, blocks, "no adapter goes there", routers=True)
 
 
 __all__ = ["accumulated_gradients", "score_adapter", "start_matrix", "truncated"]

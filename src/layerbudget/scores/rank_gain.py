@@ -81,7 +81,7 @@ def score_rank_gain(
         InvalidInput: An argument outside its domain.
     """
     _check(data, batch_size, curvature, largest, damping=damping, seed=seed)
-    refuse_direct(model, blocks, "no adapter goes there")
+    refuse_direct(model, blocks, "no adapter goes there", routers=True)
     seed = seed or 0
     values = (0.0,) if curvature == "none" else common.check_damping(damping, "absolute") or (1.0,)
     work = _Spectra(blocks, values, largest, kept)
