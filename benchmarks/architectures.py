@@ -210,6 +210,11 @@ def complaint(said: str) -> str:
     return found[found.rfind("layerbudget: ") :].removeprefix("layerbudget: ") if "layerbudget: " in found else found[-300:]
 
 
+def plain(text: str) -> str:
+    """A text without the folders of this machine."""
+    return re.sub(r"(?<!\w)/\S*/", "", text)
+
+
 def remedies(sentence: str) -> list[list[str]]:
     """The flags that a message names, as words of a command line."""
     found = re.findall(r"(?:(--[a-z][a-z-]*)[ =]|\b([a-z_]+)=)('[^']*'|\w[\w:.,/|%-]*\w|\w)", sentence)
@@ -222,9 +227,9 @@ def cell(argv: list[str], counter: Forwards) -> dict[str, Any]:
     code, said, trace = run(argv)
     seconds = round(time.perf_counter() - began, 2)
     if code in (0, 1):  # doctor says 1 where something will fail
-        return {"state": "works", "exit": code, "said": said if argv[0] == "doctor" else "", "seconds": seconds}
+        return {"state": "works", "exit": code, "said": "", "seconds": seconds}
     if code is None:
-        return {"state": "FAILED", "said": trace, "seconds": seconds}
+        return {"state": "FAILED", "said": plain(trace), "seconds": seconds}
     sentence, late = complaint(said), counter.seen > 3  # a look at a piece of one sequence is no work
     named = remedies(sentence)
     for flags in named:
@@ -282,7 +287,7 @@ def table(found: dict[str, Any]) -> str:
     for name, record in found.items():
         for column, c in record["cells"].items():
             if c["state"] not in ("works", "-"):
-                text = re.sub(r"\S*/tmp\S*/", "", " ".join(c["said"].split())).replace("|", "\\|")
+                text = plain(" ".join(c["said"].split())).replace("|", "\\|")
                 remedy = f" **With `{c['remedy']}` it works.**" if "remedy" in c else ""
                 said.setdefault((column, f"{c['state']}: {text}{remedy}"), []).append(name)
     rows += ["", "What was said:", ""]

@@ -225,7 +225,7 @@ class InputStatistics:
             values = [*arguments, *keywords.values()]
             hidden = values[0].reshape(-1, values[0].shape[-1])
             if len(values) == 1:  # every expert is given all tokens, zeros for those that are another's
-                several = hidden.view(len(owner.down_proj), -1, hidden.shape[-1])
+                several = hidden.view(next(iter(wanted.values())).copies, -1, hidden.shape[-1])
                 index = torch.where(several.any(dim=-1), torch.arange(len(several), device=hidden.device)[:, None], -1).T
             else:
                 several, index = hidden[None], values[1]
