@@ -43,3 +43,97 @@ def test_the_precision_of_auto_is_in_the_record_and_the_pruned_checkpoint_keeps_
     assert load_model(str(tmp_path / "out"), dtype="auto").dtype == torch.bfloat16
     assert main(["evaluate", str(tmp_path / "out"), "--length", "16", "--windows", "3"]) == 0
     assert "in bfloat16 on cpu" in capsys.readouterr().err
+
+
+LLAVA = {
+    "text_config": {"model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                    "num_attention_heads": 4, "num_key_value_heads": 2},
+    "vision_config": {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+                      "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    "image_token_index": 5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def seeing(tmp_path, tokenizer):
+    """A model that reads text and images, and some text."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(**LLAVA)
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("a few words of text " * 60)
+    return tmp_path
+
+
+def test_the_language_model_of_a_model_that_sees_images_is_scored_and_pruned_and_the_share_is_said(seeing, capsys):
+    text = ["--data", str(seeing / "text.txt"), "--samples", "4", "--length", "16", "--quiet"]
+    model, scores, plan = (str(seeing / name) for name in ("model", "scores.json", "plan.json"))
+    assert main(["score", model, *text, "-o", scores]) == 0
+    said = capsys.readouterr().out
+    assert "The blocks hold 54.2%" in said and "vision_tower" in said
+    assert [b["name"] for b in json.loads((seeing / "scores.json").read_text())["blocks"]] == [
+        f"model.language_model.layers.{i}" for i in range(2)
+    ]
+    assert main(["plan", "sparsity", scores, "--sparsity", "0.5", "-o", plan]) == 0
+    capsys.readouterr()
+    assert main(["prune", model, plan, *text, "-o", str(seeing / "pruned")]) == 0
+    assert "The blocks hold 54.2%" in capsys.readouterr().out
+    before, after = (load_model(str(seeing / name)).state_dict() for name in ("model", "pruned"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("language_model.layers" in name for name in changed)
+    assert main(["measure", model, *text, "--passes", "6", "-o", str(seeing / "measured.json")]) == 0
+    assert "The blocks hold 54.2%" in capsys.readouterr().out
+
+
+def test_the_share_is_not_said_where_it_is_all(folder, capsys):
+    text = ["--data", str(folder / "text.txt"), "--samples", "4", "--length", "16", "--quiet"]
+    assert main(["score", str(folder / "model"), *text, "-o", str(folder / "scores.json")]) == 0
+    assert "The blocks hold" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "Generation is an encoder-decoder"),
+        ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "ViTForImageClassification reads no text"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("verb", ["doctor", "measure", "evaluate"])
+def test_what_no_verb_can_use_is_refused_before_its_weights_are_read(config, said, verb, tmp_path, tokenizer, capsys):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    (tmp_path / "text.txt").write_text("a few words of text " * 60)
+    text = ["--perplexity" if verb == "evaluate" else "--data", str(tmp_path / "text.txt"), "--length", "16"]
+    more = [] if verb == "evaluate" else ["--samples", "2"]
+    assert main([verb, str(tmp_path), *text, *more, "--quiet"]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_classifier_with_another_number_of_labels_gets_a_fresh_head(tmp_path):
+    zoo.classifier(num_labels=2).save_pretrained(tmp_path)
+    assert classifier_loader(str(tmp_path), 5)(0).classifier.weight.shape[0] == 5
+    assert classifier_loader(str(tmp_path), 2)(0).classifier.weight.shape[0] == 2
+
+
+def test_perplexity_of_a_model_that_predicts_no_next_token_is_refused(bert, data):
+    from layerbudget.errors import BadModel
+    from layerbudget.evaluation.perplexity import perplexity
+
+    with pytest.raises(BadModel, match="predicts no next token"):
+        perplexity(bert, data)
+
+
+def test_the_matrix_that_the_scan_of_mamba_multiplies_by_itself_is_left_out_and_all_others_are_scored():
+    import transformers
+
+    from layerbudget import partition, score
+    from layerbudget.blocks import left_out
+
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
+    model = transformers.MambaForCausalLM(config).eval()
+    assert any("dt_proj" in name for name in left_out(model, partition(model)))
+    assert len(score(model, zoo.tokens(3, 8), partition(model, "linear")).names) == 2 * 3  # in, x and out

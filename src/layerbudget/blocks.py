@@ -7,10 +7,11 @@ counted; ``check_sparsity`` of the Wanda reference does the same). Matrices are 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -34,6 +35,26 @@ def matrix_of(module: nn.Module) -> torch.Tensor:
     """Weight of a Linear or ``Conv1D`` as a ``(d_out, d_in)`` view, outside autograd."""
     weight = cast(nn.Parameter, module.weight)
     return weight.data.T if is_conv1d(module) else weight.data
+
+
+def transposed(owner: nn.Module) -> bool:
+    """Whether fused experts are kept as ``(experts, inputs, outputs)``: what their class says, else what their shapes say."""
+    said = getattr(owner, "is_transposed", None)
+    first, last = getattr(owner, "gate_up_proj", None), getattr(owner, "down_proj", None)
+    if said is not None or not (isinstance(first, torch.Tensor) and isinstance(last, torch.Tensor)):
+        return bool(said)
+    if first.ndim != 3 or last.ndim != 3:
+        return False
+    return first.shape[2] == 2 * last.shape[1] and first.shape[1] == last.shape[2]
+
+
+def _active(root: nn.Module, name: str, copies: int) -> int:
+    """How many experts of the module of that name one token passes through: what its routing or a configuration says."""
+    around = root.get_submodule(name.rpartition(".")[0])
+    routing = [getattr(m, "top_k", None) for m in (root.get_submodule(name), around, *around.children())]
+    configs = [getattr(m.config, "num_experts_per_tok", None) for m in root.modules() if hasattr(m, "config")]
+    said = [found for found in (*routing, *configs) if isinstance(found, int) and found > 0]
+    return min(said[0], copies) if said else copies
 
 
 def config_of(model: nn.Module) -> Any:
@@ -62,13 +83,26 @@ def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return found
 
 
+def _decoder(model: nn.Module) -> nn.Module | None:
+    """The language model inside a model of several kinds of input; None for an encoder-decoder, and where none is said."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not hasattr(model, "get_decoder"):
+        return None
+    return cast("nn.Module | None", pretrained(model).get_decoder())
+
+
 def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every decoder (or encoder) layer, in natural order.
+
+    Where a model that also sees images has several lists, they are those of its language model.
 
     Raises:
         UnknownStructure: No list of layers, or several; the message lists what was found.
     """
     lists = layer_lists(model)
+    decoder = _decoder(model) if len(lists) > 1 else None
+    if decoder is not None:
+        inside = set(decoder.modules())
+        lists = [(name, stack) for name, stack in lists if stack in inside] or lists
     if len(lists) != 1:
         children = [f"{n} ({type(m).__name__})" for n, m in model.named_children()]
         what = "no list of layers" if not lists else f"{len(lists)} lists of layers ({', '.join(n for n, _ in lists)})"
@@ -85,6 +119,8 @@ def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, tor
     """Weight matrices below ``root``: (full name, owner, parameter, shape record)."""
     for name, module in root.named_modules():
         full = ".".join(part for part in (prefix, name) if part)
+        if name.endswith("mixer.dt_proj") or name.endswith("mamba.dt_proj"):
+            continue  # the scan of Mamba multiplies by it itself: its inputs and outputs are never seen
         if isinstance(module, nn.Linear):
             yield full, module, module.weight, Module(name=full, d_in=module.in_features, d_out=module.out_features)
         elif is_conv1d(module):
@@ -94,10 +130,10 @@ def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, tor
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 3:
                     copies, d_out, d_in = parameter.shape
-                    if getattr(module, "is_transposed", False):  # some fused experts keep (experts, inputs, outputs)
+                    if transposed(module):
                         d_in, d_out = d_out, d_in
-                    active = int(getattr(getattr(module, "config", None), "num_experts_per_tok", 0) or copies)
-                    record = Module(name=f"{full}.{own}", d_in=d_in, d_out=d_out, copies=copies, active=min(active, copies))
+                    active = _active(root, name, copies)
+                    record = Module(name=f"{full}.{own}", d_in=d_in, d_out=d_out, copies=copies, active=active)
                     yield record.name, module, parameter, record
 
 
@@ -174,6 +210,48 @@ def partition(
             "Loosen the expressions; they are searched in full names such as model.layers.0.mlp.down_proj.",
         )
     return tuple(Block(name=k, modules=tuple(groups[k])) for k in sorted(groups, key=natural_key))
+
+
+def left_out(model: nn.Module, blocks: Sequence[Any]) -> dict[str, int]:
+    """Matrices that no block of a model or plan holds, embeddings and the output head aside: weights by full name, in order."""
+    held = {m if isinstance(m, str) else m.name for b in blocks for m in b.modules}
+    seen = {id(p) for p in _embedding_weights(model)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    seen |= {id(p) for p in (head.parameters() if head is not None else ())}
+    seen |= {id(p) for n, p in model.named_parameters() if n in held or n.rpartition(".")[0] in held}
+    found: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        if p.ndim >= 2 and p.is_floating_point() and id(p) not in seen and not name.endswith("bias"):
+            found[name] = p.numel()
+    return found
+
+
+ENOUGH = 0.99  # of the matrices' weights; where blocks hold less, it is said
+
+
+# Mixers of state space models use these weights inside a fused kernel, where an adapter's output would be lost: PEFT refuses.
+_MIXERS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+_FUSED = ("out_proj", "conv1d")
+
+
+def adaptable(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[Block], list[str]]:
+    """Blocks without the matrices on which no adapter can go, and the names of those matrices.
+
+    Args:
+        model: The model.
+        blocks: Some of its blocks; one that loses all its matrices is left out.
+    """
+    if getattr(config_of(model), "model_type", None) not in _MIXERS:
+        return list(blocks), []
+    kept = [dataclasses.replace(b, modules=tuple(m for m in b.modules if m.name.split(".")[-1] not in _FUSED)) for b in blocks]
+    lost = [m.name for b in blocks for m in b.modules if m.name.split(".")[-1] in _FUSED]
+    return [b for b in kept if b.modules], lost
+
+
+def share_held(model: nn.Module, blocks: Sequence[Any]) -> float:
+    """Share of the matrices' weights that the blocks hold, embeddings and the output head aside."""
+    held = sum(b.numel for b in blocks)
+    return held / (held + sum(left_out(model, blocks).values()))
 
 
 def _compile(pattern: str, name: str) -> re.Pattern[str]:

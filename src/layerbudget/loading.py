@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .blocks import check_finite, known_finite, pretrained
-from .errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
+from .errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound, UnknownStructure
 from .keeping import hub, reading
 from .machine import SHARE, free_bytes
 from .mapped import load_mapped, mapped
@@ -99,6 +99,7 @@ def auto_class(config: Any) -> Any:
     import transformers
 
     name = _architecture(config)
+    _check_text(config, name)
     for ending, auto in (
         ("ForSequenceClassification", transformers.AutoModelForSequenceClassification),
         ("ForMaskedLM", transformers.AutoModelForMaskedLM),
@@ -107,7 +108,29 @@ def auto_class(config: Any) -> Any:
     ):
         if name.endswith(ending):
             return auto
+    if name.endswith("ForConditionalGeneration") and type(config) in transformers.AutoModelForImageTextToText._model_mapping:
+        return transformers.AutoModelForImageTextToText
     return transformers.AutoModel if name else transformers.AutoModelForCausalLM
+
+
+def _check_text(config: Any, name: str) -> None:
+    """Refuse what reads no text, or two texts, before any weight is read.
+
+    Raises:
+        UnknownStructure: Names the architecture.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    what = name or type(config).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnknownStructure(
+            f"{what} is an encoder-decoder.", "Every verb works with decoders and encoders that read one text.",
+            "Take one of those: no option makes this one work.",
+        )  # fmt: skip
+    if getattr(text, "vocab_size", None) is None:
+        raise UnknownStructure(
+            f"{what} reads no text: its configuration has no vocabulary.", "Every verb works with models that read text.",
+            "Take one of those: no option makes this one work.",
+        )  # fmt: skip
 
 
 def find_device(name: str) -> torch.device:
@@ -269,6 +292,7 @@ def load_model(
     _check_stream(stream, where, four_bit)
     with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
         config = AutoConfig.from_pretrained(where, revision=revision)
+        auto = auto_class(config)
         check_quantised(name, config, stream, four_bit)
         plain = not getattr(config, "quantization_config", None)
         streamed = plain and _streams(stream, where, held_dtype(config, dtype), place, four_bit)
@@ -276,9 +300,9 @@ def load_model(
         if four_bit:
             nf4 = {"quantization_config": four_bit_config(held_dtype(config, dtype)), "device_map": {"": str(place)}}
         if streamed:
-            model, report = load_mapped(auto_class(config), config, where, dtype=DTYPES.get(dtype), device=place)
+            model, report = load_mapped(auto, config, where, dtype=DTYPES.get(dtype), device=place)
         else:
-            model, report = auto_class(config).from_pretrained(
+            model, report = auto.from_pretrained(
                 where, revision=revision, dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, **nf4
             )
     missing = sorted(k for k in report["missing_keys"] if "pooler" not in k)  # of the pooler nothing here depends

@@ -236,3 +236,32 @@ def test_command(folder, capsys):
     assert main(["doctor", str(folder), *options, "--estimator", "ekfac"]) == 0
     assert "ekfac" in capsys.readouterr().out
     assert main(["doctor", str(folder), *options, "--estimator", "magic"]) == 2
+
+
+def test_matrices_outside_the_layers_are_named_with_their_share(mistral, data):
+    mistral.model.mixer = nn.Linear(64, 64)
+    (note,) = found(diagnose(mistral, None, data), "coverage", "note")
+    assert "model.mixer.weight" in note.what and "1 of them outside the layers" in note.what and "%" in note.what
+
+
+def test_a_model_that_does_not_run_is_a_problem_and_nothing_is_priced(mistral, data):
+    mistral.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: 1 / 0)
+    diagnosis = diagnose(mistral, None, data)
+    assert not diagnosis.ok and not diagnosis.efforts and found(diagnosis, "run", "problem")
+
+
+def test_chat_rows_whose_answers_come_late_have_a_loss(mistral, data):
+    labels = torch.full_like(data.input_ids, -100)
+    labels[1:, -2:] = data.input_ids[1:, -2:]  # no answer in the first row, and a late one in the others
+    diagnosis = diagnose(mistral, None, dataclasses.replace(data, labels=labels))
+    assert diagnosis.ok and diagnosis.efforts and "No token has a loss" not in str(diagnosis), str(diagnosis)
+
+
+@pytest.mark.parametrize(("name", "refused"), [("gpt-oss", "kfac"), ("mistral", None), ("bert", "evaluate")])
+def test_verbs_that_refuse_a_model_are_known_without_running_it(name, refused):
+    from layerbudget.doctor.refusals import refusals
+
+    found = refusals(zoo.tiny(name))
+    assert bool(found) == (refused is not None) and (refused is None or any(refused in verb for verb in found)), found
+    if name == "gpt-oss":
+        assert "--exclude 'experts[.]'" in found["score kfac"] and "score fisher-gram" not in found

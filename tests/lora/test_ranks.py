@@ -12,6 +12,7 @@ from peft import PeftModel, get_peft_model
 from tests import zoo
 from torch import nn
 
+import layerbudget as lb
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import CoverageError, InvalidInput, ModelMismatch, UnknownBlock
 from layerbudget.lora.initialise import initialise_from_gradients
@@ -253,3 +254,15 @@ def test_what_peft_refuses_is_one_sentence():
         add_ranks(model, zoo.linears(model, 2))
     model = transformers.Mamba2ForCausalLM(model.config)
     assert add_ranks(model, zoo.linears(model, lambda name: 0 if name.endswith("out_proj") else 2))
+
+
+@pytest.mark.parametrize("estimator", ["rank-gain", "adapter"])
+def test_scores_of_adapters_leave_out_what_no_adapter_can_go_on(estimator, caplog):
+    """A plan of ranks from such scores is one that PEFT takes."""
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(vocab_size=96, num_hidden_layers=2, **ids, **sizes))
+    scores = lb.score(model, zoo.tokens(4, 8, vocabulary=96), lb.partition(model, by="linear"), estimator)
+    assert scores.names and not any("out_proj" in name for name in scores.names)
+    assert "2 matrices are left out, the first backbone.layers.0.mixer.out_proj" in caplog.text
+    assert add_ranks(model, lb.plan_ranks(scores, mean_rank=2))

@@ -16,7 +16,8 @@ from layerbudget.running.walk import Walk
 
 NAMES = [
     "llama", "llama-tied", "mistral", "mistral-sliding", "gemma", "gemma2", "gemma3", "qwen2", "qwen3", "phi3", "opt", "gpt2",
-    "gpt-neox", "olmo2", "starcoder2", "mixtral", "bert", "roberta-classifier",
+    "gpt-neox", "olmo2", "starcoder2", "mixtral", "phimoe", "gpt-oss", "llama4", "nemotron-h",
+    "bert", "roberta-classifier",
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ..doctor.forecast import Forecast
 
@@ -67,6 +67,7 @@ def _has_weights(name: str) -> bool:
 def _loaded(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
     """Prices for a model that is in memory, or streamed, on this machine."""
     from ..doctor.pace import pace, shape_in_memory
+    from ..doctor.refusals import refusals
     from ..errors import UnknownStructure
     from ..machine import free_bytes
     from ..mapped import mapped
@@ -82,7 +83,9 @@ def _loaded(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
         length=length,
     )  # fmt: skip
     machine = free_bytes(first.device) + (shape.weights if lies is None else 0)
-    return _priced(arguments, shape, speed, machine, f"on this machine's {first.device.type}")
+    refused = refusals(model)
+    record = _priced(arguments, shape, speed, machine, f"on this machine's {first.device.type}", refused)
+    return {**record, "refused": refused}
 
 
 def _unloaded(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -130,8 +133,10 @@ def _configuration(arguments: argparse.Namespace) -> Any:
         return AutoConfig.from_pretrained(where, revision=arguments.revision)
 
 
-def _priced(arguments: argparse.Namespace, shape: Any, speed: Any, machine: int, title: str) -> dict[str, Any]:
-    """Price every long verb, and show it."""
+def _priced(
+    arguments: argparse.Namespace, shape: Any, speed: Any, machine: int, title: str, refused: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Price every long verb but those that refuse the model, and show it."""
     from ..doctor.pricing import long_verbs, price
     from ..errors import InvalidInput
 
@@ -145,8 +150,11 @@ def _priced(arguments: argparse.Namespace, shape: Any, speed: Any, machine: int,
             known = ", ".join(v.removeprefix("score ") for v in verbs if v.startswith("score "))
             raise InvalidInput(f"There is no price for {arguments.estimator!r}.", f"There is one for {known}.", "Choose one.")
         verbs = {wanted: verbs[wanted]}
-    found = [(price(verb, parts, shape, speed, machine), parts[0].text) for verb, parts in verbs.items()]
+    told = {verb: why for verb, why in (refused or {}).items() if verb in verbs}
+    found = [(price(verb, parts, shape, speed, machine), parts[0].text) for verb, parts in verbs.items() if verb not in told]
     _show(arguments, found, title)
+    for why in dict.fromkeys(told.values()):
+        arguments.console.print(f"refused: {', '.join(verb for verb in told if told[verb] == why)}. {why}")
     return {"forecast": [{**dataclasses.asdict(f), "samples": t.samples, "length": t.length} for f, t in found]}
 
 

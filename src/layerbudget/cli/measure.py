@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import InvalidInput
 from ..treatments.base import TREATMENTS
 from .progress import progress_bar
-from .shared import add_data_options, batch_of, load
+from .shared import add_data_options, batch_of, load, say_share
 
 SEARCHES = {
     "directional": ("passes", "steps", "cross_fit", "draws", "trust", "resume", "own"),
@@ -131,10 +131,14 @@ def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _expect(arguments: argparse.Namespace, model: Any, data: Any, search: str, **options: Any) -> None:
-    """Say what the search will cost."""
+    """Say what the search reaches and what it will cost."""
+    from ..blocks import partition
     from ..doctor.pricing import measuring
     from .outlook import expect, text_of, words_of
 
+    by = arguments.by or "linear"
+    known = all(name in ("layer", "linear") or name.startswith("rows:") for name in by.split(","))
+    say_share(arguments, model, partition(model, "linear" if known else by))
     text, what = text_of(data, arguments), f"{arguments.method} ({search}) on {words_of(data)}"
     expect(arguments, what, model, lambda shape: measuring(text, search, shape, **options), length=text.length)
 

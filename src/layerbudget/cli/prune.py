@@ -7,7 +7,7 @@ from typing import Any
 
 from ..treatments.base import TREATMENTS, find_treatment
 from .progress import progress_bar
-from .shared import DATA, add_treating_options, batch_of, named_values, refuse
+from .shared import DATA, add_treating_options, batch_of, named_values, refuse, say_share
 from .structured import SMALLER, prune_smaller
 
 
@@ -55,6 +55,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     _expect(arguments, plan, model, data)
     if plan.kind in SMALLER:
         return prune_smaller(arguments, plan, model, tokenizer, data)
+    say_share(arguments, model, plan.blocks)
     for note in (said := other_pruner(plan, arguments.method)):
         arguments.console.print(note)
     with progress_bar(arguments, f"prune by {arguments.method}") as progress:

@@ -8,7 +8,7 @@ from typing import Any
 from ..scores.estimators import Estimator, estimators, find_estimator
 from .outlook import expect, text_of, words_of
 from .progress import progress_bar
-from .shared import DATA, add_data_options, add_partition_options, load, named_values, refuse
+from .shared import DATA, add_data_options, add_partition_options, load, named_values, refuse, say_share
 
 
 def register(subparsers: Any) -> None:
@@ -114,6 +114,7 @@ def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[st
     blocks = partition(model, arguments.by, include=arguments.include, exclude=arguments.exclude)
     if "seed" in chosen.options and arguments.seed is not None and _sampling(chosen, options):
         named["seed"] = arguments.seed  # it always seeds the draw of the text
+    say_share(arguments, model, blocks)
     what = f"{chosen.name} on {words_of(data)}" if data is not None else chosen.name
     text = text_of(data, arguments)
     expect(arguments, what, model, lambda shape: scoring(chosen.name, text, shape), length=text.length)
@@ -139,6 +140,8 @@ def _masked(data: Any, tokenizer: Any, seed: int) -> Any:
 
     if tokenizer.mask_token_id is None:
         raise InvalidInput(
-            "The tokenizer has no mask token.", "A masked language model is scored on masked tokens.", "Add one."
+            "The tokenizer has no mask token.",
+            "A masked language model is scored on masked tokens.",
+            "Save the model's own tokenizer beside it, or use --estimator outlier-ratio, which masks nothing.",
         )
     return mask_tokens(data, tokenizer.mask_token_id, seed=seed)

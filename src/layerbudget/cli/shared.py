@@ -189,6 +189,19 @@ def batch_of(arguments: argparse.Namespace, model: Any = None, data: Any = None,
     return by_first(lambda: fitting(model, data.length, most))
 
 
+def say_share(arguments: argparse.Namespace, model: Any, blocks: Sequence[Any]) -> None:
+    """Say which share of the matrices the blocks hold, where that is not nearly all."""
+    from ..blocks import ENOUGH, left_out, share_held
+
+    share = share_held(model, blocks)
+    if share < ENOUGH:
+        rest = left_out(model, blocks)
+        arguments.console.print(
+            f"The blocks hold {share:.1%} of the matrices' weights (embeddings and output head aside). Left as they are: "
+            f"{len(rest)} tensors, first {next(iter(rest))}."
+        )
+
+
 def named_values(texts: Sequence[str]) -> dict[str, Any]:
     """Options given as ``--set NAME=VALUE``; a value is read as JSON where it is JSON, as text otherwise."""
     from ..errors import InvalidInput

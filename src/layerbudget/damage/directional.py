@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..blocks import layer_lists, partition, weight_of
+from ..blocks import layer_lists, partition
 from ..errors import InvalidInput, UnknownBlock
 from ..progress import Progress, Steps
 from ..records import Block
@@ -152,8 +152,7 @@ class _Along(Feeding):
 
     def direct(self, name: str, gradient: torch.Tensor) -> None:
         """See :meth:`Feeding.direct`: experts below each other, one sequence per batch."""
-        transposed = getattr(weight_of(self.model, name)[0], "is_transposed", False)
-        self.ledger.hold(name, (gradient.mT if transposed else gradient).flatten(0, 1)[None])
+        self.ledger.hold(name, gradient.flatten(0, 1)[None])
 
     def finish(self, batch: Batch, loss: int) -> None:
         """See :meth:`Feeding.finish`."""

@@ -147,8 +147,9 @@ def _with_kept(blocks: tuple[Block, ...], found: Damages, kept: tuple[Block, ...
     order = sorted(range(len(every)), key=lambda i: natural_key(every[i].name))
     rows = np.full((len(kept), found.damage.shape[1]), np.inf)
     rows[:, -1] = 0.0
-    damage, error = np.vstack([found.damage, rows])[order], np.vstack([found.error, np.zeros_like(rows)])[order]
-    return tuple(every[i] for i in order), dataclasses.replace(found, damage=damage, error=error)
+    nothing = np.zeros((len(kept), *found.rest.shape[1:]))
+    damage, rest = np.vstack([found.damage, rows])[order], np.concatenate([found.rest, nothing])[order]
+    return tuple(every[i] for i in order), dataclasses.replace(found, damage=damage, rest=rest)
 
 
 def _check_streamed(damage: str, method: str) -> None:

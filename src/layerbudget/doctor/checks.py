@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import layers, partition, weight_of
+from ..blocks import layers, left_out, partition, share_held
 from ..data.calibration import CalibrationSet
 from ..errors import LayerbudgetError, UnknownStructure
 
@@ -98,22 +98,20 @@ def ties(model: nn.Module) -> Iterator[Finding]:
 
 
 def coverage(model: nn.Module) -> Iterator[Finding]:
-    """Whether blocks are found and which matrices inside the layers no block holds."""
+    """Whether blocks are found and which matrices no block holds, inside the layers or outside of them."""
     try:
         blocks = partition(model)
     except LayerbudgetError as error:
         yield Finding(check="coverage", severity="warning", what=error.what, remedy=error.remedy)
         return
-    held = {id(weight_of(model, m.name, packed=True)[1]) for b in blocks for m in b.modules}
-    prefixes = tuple(name + "." for name, _ in layers(model))
-    inside = [(n, p) for n, p in model.named_parameters() if n.startswith(prefixes) and p.ndim >= 2]
-    missed = [(n, p) for n, p in inside if id(p) not in held]
-    share = sum(p.numel() for n, p in inside if id(p) in held) / max(1, sum(p.numel() for _, p in inside))
-    if missed:
+    rest = left_out(model, blocks)
+    if rest:
+        prefixes = tuple(name + "." for name, _ in layers(model))
+        beside = sum(not name.startswith(prefixes) for name in rest)
         yield Finding(
-            check="coverage", severity="warning",
-            what=f"Blocks hold {share:.1%} of the matrices inside the layers; {len(missed)} are not weight matrices that are "
-            f"known here, first {missed[0][0]} {tuple(missed[0][1].shape)}.",
+            check="coverage", severity="warning" if beside < len(rest) else "note",
+            what=f"Blocks hold {share_held(model, blocks):.1%} of the matrices' weights (embeddings and output head aside); "
+            f"{len(rest)} tensors are in no block, {beside} of them outside the layers, first {next(iter(rest))}.",
             remedy="They are neither scored nor pruned; say so when you report a sparsity.",
         )  # fmt: skip
     fused = [m.name for b in blocks for m in b.modules if m.copies > 1]
@@ -122,9 +120,9 @@ def coverage(model: nn.Module) -> Iterator[Finding]:
             check="coverage", severity="note", what=f"{len(fused)} fused expert tensors, first {fused[0]}.",
             remedy="Scores that need per-sequence gradients run one sequence at a time; outlier-ratio does not cover them.",
         )  # fmt: skip
-    if not missed and not fused:
+    if not rest and not fused:
         total = sum(b.numel for b in blocks)
-        yield Finding(check="coverage", severity="ok", what=f"{len(blocks)} blocks hold all {total:,} weights of the layers.")
+        yield Finding(check="coverage", severity="ok", what=f"{len(blocks)} blocks hold all {total:,} weights of the matrices.")
 
 
 def tokens(model: nn.Module, tokenizer: Any, data: CalibrationSet | None) -> Iterator[Finding]:

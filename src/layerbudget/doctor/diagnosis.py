@@ -20,11 +20,13 @@ from ..blocks import partition
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput, LayerbudgetError
 from ..machine import free_bytes
+from ..running.loss import IGNORE
 from .checks import SEVERITIES, Finding, coverage, mode, ties, tokens, weights
 from .effort import Effort, Pass, efforts, time_pass
 from .trials import attention, determinism, first_batch, padding, visible
 
 logger = logging.getLogger(__name__)
+_FAILURES = (LayerbudgetError, ArithmeticError, LookupError, RuntimeError, ValueError, TypeError, AttributeError)
 
 __all__ = ["Diagnosis", "Effort", "Finding", "Pass", "double_backward_attention", "diagnose"]
 
@@ -133,17 +135,20 @@ def diagnose(
     sample: Pass | None = None
     costs: tuple[Effort, ...] = ()
     if planned is not None and not fatal:
+        planned = _learned_first(planned)
         findings += _safely(padding, model, planned)
         try:
             batch, blocks = first_batch(model, planned), partition(model)
-            for check in (determinism, visible):
-                findings += _safely(check, model, batch, blocks[0] if check is determinism else blocks)
+            findings += _safely(determinism, model, batch, blocks[0])
+            findings += visible(
+                model, batch, blocks
+            )  # what sees the matrices here is what scores them: a failure is one of all
             short = first_batch(model, _shorten(planned))
             findings += _safely(attention, model, short, blocks[0], double_backward_attention)
             sample = time_pass(model, batch, blocks)
             costs = tuple(efforts(sample, blocks, samples, batch_size))
-        except (LayerbudgetError, RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-            findings.append(_failed("run", error))
+        except _FAILURES as error:
+            findings.append(_failed("run", error, "problem"))
     if estimator is not None:
         known = [e.estimator for e in costs]
         if costs and estimator not in known:
@@ -157,13 +162,13 @@ def diagnose(
 def _safely(check: Any, *arguments: Any) -> list[Finding]:
     try:
         return list(check(*arguments))
-    except (LayerbudgetError, RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+    except _FAILURES as error:
         return [_failed(check.__name__, error)]
 
 
-def _failed(check: str, error: Exception) -> Finding:
+def _failed(check: str, error: Exception, severity: str = "warning") -> Finding:
     what = f"The check did not run: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-    return Finding(check=check, severity="warning", what=what, remedy=getattr(error, "remedy", ""))
+    return Finding(check=check, severity=severity, what=what, remedy=getattr(error, "remedy", ""))
 
 
 def _stand_in(model: nn.Module) -> CalibrationSet | None:
@@ -174,10 +179,22 @@ def _stand_in(model: nn.Module) -> CalibrationSet | None:
     return CalibrationSet(input_ids=ids, source="random tokens")
 
 
+def _learned_first(data: CalibrationSet) -> CalibrationSet:
+    """The data from its first sample with a learned token on: a long question may leave no room for its answer."""
+    if data.labels is None or data.labels.ndim != 2:
+        return data
+    rows = (data.labels[:, 1:] != IGNORE).any(1).nonzero()
+    return data.select(slice(int(rows[0]), None)) if len(rows) else data
+
+
 def _shorten(data: CalibrationSet, length: int = 8) -> CalibrationSet:
-    cut: dict[str, Any] = {"input_ids": data.input_ids[:1, :length], "attention_mask": None}
+    """A few tokens of the first sample; where only answers are learned, up to the first learned token."""
+    end = length
+    if data.labels is not None and data.labels.ndim == 2:
+        end = max(length, 1 + int((data.labels[0] != IGNORE).int().argmax()))
+    cut: dict[str, Any] = {"input_ids": data.input_ids[:1, end - length : end], "attention_mask": None}
     if data.labels is not None:
-        cut["labels"] = data.labels[:1, :length] if data.labels.ndim == 2 else data.labels[:1]
+        cut["labels"] = data.labels[:1, end - length : end] if data.labels.ndim == 2 else data.labels[:1]
     return dataclasses.replace(data, **cut)
 
 

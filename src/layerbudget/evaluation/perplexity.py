@@ -27,6 +27,7 @@ from ..data.text import calibration
 from ..errors import BadModel, InvalidInput
 from ..progress import Progress, Steps
 from ..running.divergence import next_tokens, sequence_losses
+from ..running.loss import head_of
 from ..running.modes import inference
 from ..running.shares import team
 
@@ -109,6 +110,8 @@ def perplexity(
             "Perplexity is defined on whole windows.",
             "Cut the text with evaluation_set, or drop the padded rows.",
         )
+    if head_of(model) != "causal":
+        raise BadModel(f"{type(model).__name__} predicts no next token.", "", "Perplexity needs a causal language model.")
     check_fits(model, data)
     together, whole = team(), data
     if together is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput
-from ..loading import check_quantised, four_bit_config, held_dtype, resolve, unpacked
+from ..loading import auto_class, check_quantised, four_bit_config, held_dtype, resolve, unpacked
 from .protocol import DEVICES
 from .sharding import wanted
 
@@ -72,7 +72,13 @@ def classifier_loader(
     Raises:
         InvalidInput: Another precision or device, or 4 bits without bitsandbytes.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+        set_seed,
+    )
 
     if dtype not in (*PRECISIONS, "auto"):
         raise InvalidInput(f"dtype is {dtype!r}.", f"Bases are held in {' or '.join(PRECISIONS)}.", "Use bfloat16.")
@@ -84,17 +90,15 @@ def classifier_loader(
     options: dict[str, Any] = {"dtype": PRECISIONS[dtype], "revision": revision}
     if four_bit:
         options |= {"quantization_config": four_bit_config(PRECISIONS[dtype]), "device_map": {"": place.type}}
-    architecture = (config.architectures or [""])[0]
-    causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    auto: Any = auto_class(config)
+    fresh = auto not in (AutoModelForCausalLM, AutoModelForImageTextToText)
+    if fresh:  # a head of the checkpoint may have another number of labels
+        auto, options = AutoModelForSequenceClassification, {**options, "num_labels": labels, "ignore_mismatched_sizes": True}
 
     def load(seed: int) -> nn.Module:
         """The base, with the random parts of a seed."""
         set_seed(seed)
-        model: nn.Module
-        if causal:
-            model = AutoModelForCausalLM.from_pretrained(where, **options)
-        else:
-            model = AutoModelForSequenceClassification.from_pretrained(where, num_labels=labels, **options)
+        model: nn.Module = auto.from_pretrained(where, **options)
         unpacked(model)
         if prepare is not None:
             prepare(model)

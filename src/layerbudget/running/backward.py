@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..blocks import transposed, weight_of
 from ..errors import CurvatureFailure, InvalidInput
 from ..records import Block
 from .feeding import Fed, Feeding, Loss, SampledLoss, data_loss
@@ -152,7 +153,8 @@ def _whole(
 def _directly(collector: Collector, consumer: Feeding) -> None:
     for name, parameter in collector.direct.items():
         if parameter.grad is not None:
-            consumer.direct(name, parameter.grad)
+            flipped = transposed(weight_of(collector.model, name)[0])
+            consumer.direct(name, parameter.grad.mT if flipped else parameter.grad)
 
 
 class _Layers:

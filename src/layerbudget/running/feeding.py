@@ -58,9 +58,11 @@ class Feeding:
         raise NotImplementedError
 
     def direct(self, name: str, gradient: torch.Tensor) -> None:
-        """Gradient of a parameter that is read from autograd (fused experts; one sequence per batch)."""
+        """Gradient of fused experts, read from autograd: ``(experts, d_out, d_in)``, one sequence per batch."""
         raise CoverageError(
-            f"{name} is not a Linear.", "Linear and Conv1D matrices are known here.", "Exclude the fused experts."
+            f"{name} is not a Linear.",
+            "Linear and Conv1D matrices are known here.",
+            "Leave the experts out: --exclude experts.",
         )
 
     def finish(self, batch: Batch, loss: int) -> None:

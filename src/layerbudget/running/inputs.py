@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..blocks import weight_of
+from ..blocks import transposed, weight_of
 from ..errors import CoverageError
 from ..records import Module
 from .replay import StopForward
@@ -223,37 +223,51 @@ class InputStatistics:
         def hook(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
             """Add the tokens that were routed to each expert."""
             values = [*arguments, *keywords.values()]
-            hidden, index = values[0].reshape(-1, values[0].shape[-1]), values[1]
-            if self._mask is not None and hidden.shape[0] == self._mask.numel():
+            hidden = values[0].reshape(-1, values[0].shape[-1])
+            if len(values) == 1:  # every expert is given all tokens, zeros for those that are another's
+                several = hidden.view(next(iter(wanted.values())).copies, -1, hidden.shape[-1])
+                index = torch.where(several.any(dim=-1), torch.arange(len(several), device=hidden.device)[:, None], -1).T
+            else:
+                several, index = hidden[None], values[1]
+            if self._mask is not None and several.shape[1] == self._mask.numel():
                 keep = self._mask.reshape(-1).to(hidden.device)
-                hidden, index = hidden[keep], index[keep]
+                several, index = several[:, keep], index[keep]
             for own, record in wanted.items():
                 statistics = self.found.setdefault(
                     record.name, [Statistic(self.kind, self.parity, folder=self.folder) for _ in range(record.copies)]
                 )
                 for expert in range(record.copies):
-                    x = hidden[(index == expert).any(dim=-1)]
+                    x = several[expert % len(several)][(index == expert).any(dim=-1)]
                     if x.shape[0]:
-                        statistics[expert].add(x if own == "gate_up_proj" else _expert_inner(owner, x, expert))
+                        statistics[expert].add(_expert_inner(owner, x, expert) if own == "down_proj" else x)
             self._done(owner)
 
         return hook
 
 
 def _check_experts(owner: nn.Module, wanted: dict[str, Module]) -> None:
-    known = {"gate_up_proj", "down_proj"}
-    if set(wanted) - known or getattr(owner, "is_transposed", False) or not hasattr(owner, "gate_up_proj"):
+    known, first = {"gate_up_proj", "up_proj", "down_proj"}, _first(owner)
+    if set(wanted) - known or first is None:
         raise CoverageError(
             f"{type(owner).__name__} keeps its experts in {', '.join(sorted(wanted))}, a layout whose inputs are not known.",
-            f"Known are {' and '.join(sorted(known))} of shape (experts, outputs, inputs).",
-            "Use method magnitude, or exclude the experts from the plan.",
+            "Known are down_proj and one of gate_up_proj and up_proj, three-dimensional and in one module.",
+            "Use --method magnitude, which reads no inputs.",
         )
+
+
+def _first(owner: nn.Module) -> str | None:
+    """The name of the matrices that read the experts' input, where their layout is known."""
+    names = [n for n in ("gate_up_proj", "up_proj") if getattr(getattr(owner, n, None), "ndim", 0) == 3]
+    return names[0] if len(names) == 1 and hasattr(owner, "down_proj") else None
 
 
 def _expert_inner(owner: Any, x: torch.Tensor, expert: int) -> torch.Tensor:
     """Input of one expert's down projection, for the tokens routed to it."""
-    bias = getattr(owner, "gate_up_proj_bias", None)
-    inner = nn.functional.linear(x, owner.gate_up_proj[expert], None if bias is None else bias[expert])
+    first = str(_first(owner))
+    weight, bias = getattr(owner, first)[expert], getattr(owner, f"{first}_bias", None)
+    inner = nn.functional.linear(x, weight.mT if transposed(owner) else weight, None if bias is None else bias[expert])
+    if first == "up_proj":
+        return owner.act_fn(inner)
     if hasattr(owner, "_apply_gate"):
         return owner._apply_gate(inner)
     gate, up = inner.chunk(2, dim=-1)

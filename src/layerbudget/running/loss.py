@@ -108,7 +108,7 @@ def head_of(model: nn.Module) -> str:
         raise UnknownStructure(
             f"{name} is an encoder-decoder.",
             "Gains are defined here for decoders and encoders with one input.",
-            "Use one of those.",
+            "Take one of those: no option makes this one work.",
         )
     if "SequenceClassification" in name and getattr(config, "num_labels", 2) == 1:
         raise InvalidInput(
@@ -122,7 +122,7 @@ def head_of(model: nn.Module) -> str:
         raise UnknownStructure(
             f"{name} has no head, so it has no loss to take a gradient of.",
             "Gains need a causal LM, a masked LM or a classification head.",
-            "Load it with AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelForSequenceClassification.",
+            "Take a checkpoint whose config.json names a class with a head, for example MistralForCausalLM.",
         )
     return "causal"
 
@@ -152,7 +152,8 @@ def targets_of(model: nn.Module, data: Data) -> torch.Tensor:
         raise InvalidInput(
             f"{type(model).__name__} needs labels and the data has none.",
             "One class per sequence for a classification head; masked tokens for a masked LM.",
-            "Give labels, or use layerbudget.running.loss.mask_tokens for a masked LM.",
+            "Use --estimator outlier-ratio, which reads no labels; in Python give labels, or "
+            "layerbudget.running.loss.mask_tokens for a masked LM.",
         )
     else:
         targets = labels

@@ -72,6 +72,34 @@ def tracked(model: nn.Module, blocks: Sequence[Block]) -> tuple[dict[nn.Module, 
     return hooked, direct
 
 
+def refuse_direct(model: nn.Module, blocks: Sequence[Block], why: str, *, routers: bool = False) -> None:
+    """Refuse matrices that no Linear owns, before anything runs.
+
+    Args:
+        model: The model.
+        blocks: Whose matrices.
+        why: What cannot be had of them.
+        routers: Refuse routers too that are a Linear and return whom they chose: nothing can be added to their output.
+
+    Raises:
+        CoverageError: Names the first, and the option that leaves all of them out.
+    """
+    hooked, direct = tracked(model, blocks)
+    names = [*direct, *(name for module, name in hooked.items() if routers and hasattr(module, "top_k"))]
+    if names:
+        raise CoverageError(
+            f"{names[0]} is not a plain Linear: {why} ({len(names)} such matrices).",
+            "Linear and Conv1D matrices are known here.",
+            f"Leave them out: --exclude '{owners_of(names)}' (exclude= in Python), or score by another estimator: fisher-gram.",
+        )  # fmt: skip
+
+
+def owners_of(names: Sequence[str]) -> str:
+    """A regular expression that matches matrices and those of their kind in other layers."""
+    words = (f"{part[-1]}$" if part[-1] == "router" else f"{part[-2]}[.]" for part in (name.split(".") for name in names))
+    return "|".join(dict.fromkeys(words))
+
+
 class Collector:
     """Context manager that hands every ``(a, b)`` pair of a backward pass to ``consume``.
 
@@ -149,6 +177,8 @@ class Collector:
             if not torch.is_grad_enabled():
                 return None
             self.seen.add(name)
+            if not isinstance(output, torch.Tensor):
+                output = _product(module, inputs[0], output, name)
             if not output.requires_grad:
                 output.requires_grad_(True)
             source = inputs[0]
@@ -211,6 +241,25 @@ class Collector:
                 "Every matrix of a block must be seen.",
                 "Leave them out with exclude=, or give data that reaches them.",
             )
+
+
+def _product(module: Any, x: torch.Tensor, outputs: Any, name: str) -> torch.Tensor:
+    """The product ``W x`` among what a module returns with it: a router that is a Linear also returns whom it chose.
+
+    Raises:
+        CoverageError: It is not there, or the gradient would not pass through it.
+    """
+    with torch.no_grad():
+        expected = nn.functional.linear(x, module.weight, module.bias)
+    for part in outputs:
+        if isinstance(part, torch.Tensor) and part.shape == expected.shape and part.requires_grad:
+            if torch.allclose(part.detach(), expected, rtol=1e-3, atol=1e-5):
+                return part
+    raise CoverageError(
+        f"{name} ({type(module).__name__}) does not return its product, so its gradient is not known.",
+        "A Linear returns W x, alone or among other tensors.",
+        f"Leave it out: --exclude '{name.split('.')[-1]}$' (exclude= in Python).",
+    )
 
 
 def _require_grad(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

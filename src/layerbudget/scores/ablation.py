@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,13 +46,18 @@ def over_sequences(
     return record(model, data, blocks, estimator, gain=(gain,), standard_error=(error,), unit=unit, orientation="gain")
 
 
+def _nothing(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Zeros in the place of what a matrix returns; a router chooses as it does without an input."""
+    return torch.zeros_like(output) if isinstance(output, torch.Tensor) else module.forward(torch.zeros_like(inputs[0]))
+
+
 @contextlib.contextmanager
 def _without(model: nn.Module, block: Block) -> Iterator[None]:
     """Silence the matrices of a block: they output zero."""
     with contextlib.ExitStack() as stack:
         for matrix in block.modules:
             owner, _ = weight_of(model, matrix.name, packed=True)
-            stack.callback(owner.register_forward_hook(lambda m, i, out: torch.zeros_like(out)).remove)
+            stack.callback(owner.register_forward_hook(_nothing).remove)
         yield
 
 

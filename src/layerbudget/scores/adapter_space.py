@@ -19,7 +19,7 @@ from ..progress import Progress, Steps
 from ..records import Block
 from ..running.backward import Feeding, feed
 from ..running.loss import Data, token_count
-from ..running.sites import Site, tracked
+from ..running.sites import Site, refuse_direct
 from .curvature import common, fisher
 from .curvature.gram import real_type
 from .curvature.inner import InnerProducts
@@ -176,20 +176,12 @@ def _as_block(model: nn.Module, name: str) -> Block:
     if isinstance(owner, nn.Linear):
         shape = (owner.out_features, owner.in_features)  # which a quantised parameter does not have
     if len(shape) != 2:
-        raise _not_linear(name)
+        raise CoverageError(f"{name} is not a Linear: no adapter goes there.", "", "Linear and Conv1D matrices have adapters.")
     return Block(name=name, modules=(Module(name=name, d_out=shape[0], d_in=shape[1]),))
 
 
 def _refuse_direct(model: nn.Module, blocks: Sequence[Block]) -> None:
-    for name in tracked(model, blocks)[1]:
-        raise _not_linear(name)
-
-
-def _not_linear(name: str) -> CoverageError:
-    return CoverageError(
-        f"{name} is not a Linear, so no adapter goes there.", "Linear and Conv1D matrices have adapters.",
-        "Exclude the fused experts.",
-    )  # fmt: skip
+    refuse_direct(model, blocks, "no adapter goes there", routers=True)
 
 
 __all__ = ["accumulated_gradients", "score_adapter", "start_matrix", "truncated"]

@@ -39,6 +39,7 @@ class Estimator:
         home: ``module:function`` below this package, or the function itself.
         summary: A line for the help and the docs.
         data: Whether it reads data at all.
+        linear: Whether it knows Linear and Conv1D only, and refuses fused experts.
         stage: Whether it keeps parts of its work in a stage folder (finished records of all estimators are kept there).
     """
 
@@ -47,6 +48,7 @@ class Estimator:
     summary: str
     data: bool = True
     stage: bool = False
+    linear: bool = False
 
     @property
     def call(self) -> Call:
@@ -99,17 +101,20 @@ _OWN = (
     Estimator(
         name="fisher-mc", home=".curvature.fisher:score_monte_carlo", summary="gain under the Fisher with labels from the model"
     ),
-    Estimator(name="kfac", home=".curvature.kfac:score_kfac", summary="gain under K-FAC, damped exactly"),
-    Estimator(name="ekfac", home=".curvature.kfac:score_ekfac", summary="gain under EK-FAC"),
+    Estimator(name="kfac", home=".curvature.kfac:score_kfac", linear=True, summary="gain under K-FAC, damped exactly"),
+    Estimator(name="ekfac", home=".curvature.kfac:score_ekfac", linear=True, summary="gain under EK-FAC"),
     Estimator(name="ggn", home=".curvature.ggn:score_ggn", summary="gain under the exact Gauss-Newton matrix, in a bracket"),
     Estimator(name="hessian", home=".curvature.hessian:score_hessian", summary="gain under the exact Hessian: a diagnostic"),
     Estimator(name="nystrom", home=".curvature.nystrom:score_nystrom", summary="upper bound of the gain, low rank"),
-    Estimator(name="adapter", home=".adapter_space:score_adapter", summary="gain of adding a LoRA adapter"),
-    Estimator(name="rank-gain", home=".rank_gain:score_rank_gain", summary="gain of every further LoRA rank"),
+    Estimator(name="adapter", home=".adapter_space:score_adapter", linear=True, summary="gain of adding a LoRA adapter"),
+    Estimator(name="rank-gain", home=".rank_gain:score_rank_gain", linear=True, summary="gain of every further LoRA rank"),
     Estimator(name="layerif", home=".influence:score_layerif", summary="LayerIF: influence of training on validation samples"),
     Estimator(name="fisher-trace", home=".trace:fisher_trace", summary="trace of the empirical Fisher"),
-    Estimator(name="outlier-ratio", home=".outliers:outlier_ratio", summary="OWL's share of outlying weights"),
-    Estimator(name="mean-metric", home=".outliers:mean_metric", summary="DLP's importance: the smaller |W| |x|, the more"),
+    Estimator(name="outlier-ratio", home=".outliers:outlier_ratio", linear=True, summary="OWL's share of outlying weights"),
+    Estimator(
+        name="mean-metric", home=".outliers:mean_metric", linear=True,
+        summary="DLP's importance: the smaller |W| |x|, the more",
+    ),
     Estimator(name="reconstruction", home=".reconstruction:reconstruction", summary="LSA's error of a greedy removal"),
     Estimator(
         name="spectral-tail", home=".spectral:spectral_tail", data=False, summary="AlphaPruning's exponent of weight spectra"

@@ -6,6 +6,7 @@ Half of the gain is the decrease of the damped quadratic model of the loss when 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from . import stages
 from .estimators import find_estimator
 from .kept import Kept
 from .record import Scores
+
+logger = logging.getLogger(__name__)
+_OF_ADAPTERS = ("adapter", "rank-gain")
 
 
 def score(
@@ -78,6 +82,14 @@ def score(
     model_blocks.check_finite(model)
     check_fits(model, data)
     data = data if chosen.data else None
+    if estimator in _OF_ADAPTERS:
+        blocks, lost = model_blocks.adaptable(model, blocks)
+        if lost:
+            logger.warning(
+                "%d matrices are left out, the first %s: no adapter goes on the output of a state space mixer.",
+                len(lost),
+                lost[0],
+            )
     call, told = chosen.call, {} if progress is None or not chosen.reports else {"progress": progress}
     if stage is None:
         return _told(call(model, data, blocks, **told, **arguments), model, data)

@@ -16,6 +16,7 @@ from ..progress import Progress, Steps
 from ..records import Block
 from ..running.loss import Data, FeatureSet, pad_right
 from ..running.modes import prepared
+from ..running.sites import owners_of
 from .curvature.common import check_inputs, record
 from .record import Scores
 
@@ -49,7 +50,7 @@ def _input_power(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[dict[
                 raise CoverageError(
                     f"The inputs of {name} ({type(owner).__name__}) are formed inside its module and cannot be seen.",
                     "The outlier ratio covers nn.Linear and Conv1D.",
-                    "Exclude it from the blocks, or use spectral-tail or ablation.",
+                    f"Leave it out: --exclude '{owners_of([name])}' (exclude= in Python), or use --estimator fisher-gram.",
                 )
             handles.append(owner.register_forward_pre_hook(listen(name)))
         yield power, state

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import CoverageError, InvalidInput
+from ..errors import InvalidInput
 from ..progress import Progress, Steps
 from ..records import Block
 from ..running.backward import Feeding, Loss, SampledLoss, feed
 from ..running.loss import Batch, Data, batches, token_count
 from ..running.shares import Team, team
-from ..running.sites import Site, tracked
+from ..running.sites import Site, refuse_direct
 from .curvature import common
 from .curvature.gram import real_type
 from .curvature.kronecker import Sums, Tokens, collect, factors_of
@@ -82,13 +82,13 @@ def score_rank_gain(
         InvalidInput: An argument outside its domain.
     """
     _check(data, batch_size, curvature, largest, damping=damping, seed=seed)
+    refuse_direct(model, blocks, "no adapter goes there", routers=True)
     seed = seed or 0
     values = (0.0,) if curvature == "none" else common.check_damping(damping, "absolute") or (1.0,)
     work = _Spectra(blocks, values, largest, kept)
     tick = Steps(progress, data.samples)
     if curvature == "none":
         halves = _Halves(model, data, work)
-        halves.refuse_direct(model, blocks)
         fed = feed(model, data, blocks, halves, batch_size=batch_size, walk=walk, tick=tick)
         scale = None
     else:
@@ -189,16 +189,6 @@ class _Halves(Feeding):
         self.tokens, self.work = token_count(model, data), work
         self.sums: dict[str, torch.Tensor] = {}
         self.first = 0
-
-    @staticmethod
-    def refuse_direct(model: nn.Module, blocks: Sequence[Block]) -> None:
-        """Refuse fused experts before anything runs."""
-        for name in tracked(model, blocks)[1]:
-            raise CoverageError(
-                f"{name} is not a Linear, so no adapter goes there.",
-                "Linear and Conv1D matrices have adapters.",
-                "Exclude the fused experts.",
-            )
 
     def bytes(self, blocks: Sequence[Block]) -> int:
         """Two gradients per matrix."""

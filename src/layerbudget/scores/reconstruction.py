@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..blocks import is_conv1d, layers, weight_of
+from ..blocks import is_conv1d, layers, transposed, weight_of
 from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput
 from ..progress import Progress, Steps
@@ -137,7 +137,8 @@ def _error(model: nn.Module, module: Module, statistics: Sequence[Statistic], sh
         raise CoverageError(f"No token reached {module.name}.", "", "Use more calibration samples.")
     owner, parameter = weight_of(model, module.name)
     weight = parameter.detach()
-    copies = list(weight) if weight.ndim == 3 else [weight.T if is_conv1d(owner) else weight]
+    flipped = weight.mT if transposed(owner) or is_conv1d(owner) else weight
+    copies = list(flipped) if weight.ndim == 3 else [flipped]
     total = 0.0
     for matrix, statistic in zip(copies, statistics, strict=True):
         if statistic.value is not None:

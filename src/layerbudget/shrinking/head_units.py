@@ -13,12 +13,14 @@ from ..errors import UnknownStructure
 from ..planning.parts import Part
 from .attention import expressible, find_attention
 from .heads import unit_of
+from .parts import find_parts
 
 
 def head_units(model: nn.Module, kinds: Sequence[str], by: str, curves: Any) -> tuple[str, ...]:
     """Units of heads to plan with: both, where ``auto`` leaves the choice and grouped queries offer one."""
     if by != "auto" or "heads" not in kinds:
         return (by,)
+    find_parts(model, kinds=kinds)
     a = find_attention(layers(model)[0][1], layers(model)[0][0])
     return ("groups", "queries") if curves is None and a.groups > 1 and a.per_group > 1 else (unit_of(a, by),)
 

@@ -43,9 +43,9 @@ def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "aut
         for kind, find in (("heads", find_attention), ("mlp", find_mlp)):
             try:
                 where = find(layer, name)
-            except UnknownStructure:
+            except UnknownStructure as error:
                 if kind in kinds:
-                    raise
+                    raise UnknownStructure(error.what, error.feasible, _instead(model, kind)) from error
                 continue
             mine = [left.pop(n) for n in (*where.producers, where.consumer)]
             shape = (
@@ -55,6 +55,17 @@ def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "aut
         if left:
             parts.append(_part(f"{name}.rest", name, "rest", Block(name=name, modules=tuple(left.values()))))
     return parts
+
+
+def _instead(model: nn.Module, kind: str) -> str:
+    """What can be done where one kind of part has no known layout: the other kind, where every layer has it."""
+    other, find = ("mlp", find_mlp) if kind == "heads" else ("heads", find_attention)
+    try:
+        for name, layer in layers(model):
+            find(layer, name)
+    except UnknownStructure:
+        return "Prune its weights instead: layerbudget measure, then prune."
+    return f"Plan with --kinds {other}."
 
 
 def _part(name: str, layer: str, kind: str, block: Block, **shape: Any) -> Part:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..blocks import partition, weight_of
+from ..blocks import partition
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..records import Block
@@ -46,8 +46,7 @@ class _Squares(Feeding):
 
     def direct(self, name: str, gradient: torch.Tensor) -> None:
         """See :meth:`Feeding.direct`: experts, one sequence per batch."""
-        transposed = getattr(weight_of(self.model, name)[0], "is_transposed", False)
-        self._add(name, (gradient.mT if transposed else gradient).square())
+        self._add(name, gradient.square())
 
     def _add(self, name: str, squares: torch.Tensor) -> None:
         self.sums[name] = self.sums[name] + squares if name in self.sums else squares.float()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..blocks import is_conv1d, weight_of
+from ..blocks import is_conv1d, transposed, weight_of
 from ..data.calibration import CalibrationSet
 from ..records import Module
 from ..running.inputs import InputStatistics, Statistic
@@ -34,7 +34,7 @@ def matrices(owner: nn.Module, parameter: nn.Parameter) -> list[torch.Tensor]:
     """Two-dimensional ``(d_out, d_in)`` views of a weight; writing to them changes the model."""
     data = parameter.data
     if data.ndim == 3:
-        return [m.T for m in data] if getattr(owner, "is_transposed", False) else list(data)
+        return [m.T for m in data] if transposed(owner) else list(data)
     return [data.T] if is_conv1d(owner) else [data]
 
 

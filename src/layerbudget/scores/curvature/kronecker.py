@@ -23,7 +23,7 @@ from ...records import Block, Module
 from ...running.backward import Fed, Feeding, Loss, SampledLoss, data_loss, feed
 from ...running.loss import Batch, Data, token_count
 from ...running.shares import Team
-from ...running.sites import Site, tracked
+from ...running.sites import Site, refuse_direct
 from .factored import Cache, Settle, Sums, Tokens
 from .gram import real_type
 from .held import Input, Output, accumulate, symmetric
@@ -163,18 +163,6 @@ class Factors(Feeding):
         if not true or self.own:
             held.sums = accumulate(held.sums, rows)
 
-    def direct(self, name: str, gradient: torch.Tensor) -> None:
-        """Refused: no factors are known.
-
-        Raises:
-            CoverageError: Always.
-        """
-        raise CoverageError(
-            f"K-FAC has no factors for {name}: it is not a Linear.",
-            "Every matrix must be a Linear or a Conv1D.",
-            "Use estimator='fisher-gram', or exclude the fused experts.",
-        )
-
     def share(self, names: Sequence[str], team: Team) -> None:
         """Add sums up; bring tokens together, process after process."""
         self._team = team
@@ -284,8 +272,7 @@ def collect(
     Raises:
         CoverageError: Fused experts, or a weight matrix that was never seen.
     """
-    for name in tracked(model, blocks)[1]:
-        consumer.direct(name, torch.empty(0))
+    refuse_direct(model, blocks, "K-FAC has no factors for it")
     return feed(model, data, blocks, consumer, batch_size=batch_size, walk=walk, tick=tick)
 
 

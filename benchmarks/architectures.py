@@ -1,0 +1,328 @@
+"""Tiny random models of many architectures through every verb: what works, what is refused with a remedy, what fails.
+
+Every cell is one command line, run in this process on a saved model of two layers with the embedded model's tokenizer.
+A cell is one of
+
+    works      exit code 0
+    refused    exit code 2 before any work, and the flag that the message names works (it was tried)
+    cannot     exit code 2 before any work; the message names no flag of this verb
+    late       exit code 2 after the model had run on the text
+    FAILED     a traceback, or a remedy that does not work
+    -          what it builds on was not made
+
+and each row says which share of the layers' weights the blocks hold. ``python benchmarks/architectures.py --out
+benchmarks/results/architectures`` writes the table and the messages (.md) and all of it (.json).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import re
+import shutil
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from layerbudget.blocks import partition, share_held
+from layerbudget.cli import main
+from layerbudget.errors import LayerbudgetError
+from layerbudget.loading import DEMO_MODEL
+
+BASE = {
+    "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+HEAD = {"head_dim": 16}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+LATENT = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+STATES = {"state_size": 8, "conv_kernel": 4}
+SSM2 = {"num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 16, "expand": 2}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+CAUSAL, MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
+CLASSES, PAIRS, IMAGES = "AutoModelForSequenceClassification", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText"
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", CAUSAL, BASE),
+    "mistral": ("MistralConfig", CAUSAL, BASE),
+    "qwen2": ("Qwen2Config", CAUSAL, BASE),
+    "qwen2_moe": ("Qwen2MoeConfig", CAUSAL, {**BASE, **MOE, "shared_expert_intermediate_size": 32}),
+    "qwen3": ("Qwen3Config", CAUSAL, {**BASE, **HEAD}),
+    "qwen3_moe": ("Qwen3MoeConfig", CAUSAL, {**BASE, **HEAD, **MOE}),
+    "qwen3_next": ("Qwen3NextConfig", CAUSAL, {
+        **BASE, **HEAD, **MOE, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}),
+    "mixtral": ("MixtralConfig", CAUSAL, {**BASE, **LOCAL}),
+    "olmo": ("OlmoConfig", CAUSAL, BASE),
+    "olmo2": ("Olmo2Config", CAUSAL, BASE),
+    "olmoe": ("OlmoeConfig", CAUSAL, {**BASE, "num_experts": 4, "num_experts_per_tok": 2}),
+    "phi": ("PhiConfig", CAUSAL, BASE),
+    "phi3": ("Phi3Config", CAUSAL, BASE),
+    "phimoe": ("PhimoeConfig", CAUSAL, {**BASE, **LOCAL}),
+    "gemma": ("GemmaConfig", CAUSAL, {**BASE, **HEAD}),
+    "gemma2": ("Gemma2Config", CAUSAL, {**BASE, **HEAD, "sliding_window": 16}),
+    "gemma3_text": ("Gemma3TextConfig", CAUSAL, {**BASE, **HEAD, "sliding_window": 16}),
+    "gemma3n_text": ("Gemma3nTextConfig", CAUSAL, {
+        **BASE, **HEAD, "intermediate_size": [128, 128], "vocab_size_per_layer_input": 2048, "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8, "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"],
+        "activation_sparsity_pattern": [0.0, 0.0], "sliding_window": 16}),
+    "gpt2": ("GPT2Config", CAUSAL, {**BASE, **GPT}),
+    "gpt_neo": ("GPTNeoConfig", CAUSAL, {
+        **{k: v for k, v in BASE.items() if k != "num_hidden_layers"}, "num_layers": 2, "num_heads": 4, "window_size": 16,
+        "attention_types": [[["global", "local"], 1]]}),
+    "gptj": ("GPTJConfig", CAUSAL, {**BASE, **GPT, "rotary_dim": 8}),
+    "gpt_neox": ("GPTNeoXConfig", CAUSAL, BASE),
+    "codegen": ("CodeGenConfig", CAUSAL, {**BASE, **GPT, "rotary_dim": 8}),
+    "opt": ("OPTConfig", CAUSAL, {**BASE, "ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "bloom": ("BloomConfig", CAUSAL, {**BASE, "n_layer": 2, "n_head": 4}),
+    "falcon": ("FalconConfig", CAUSAL, {**BASE, "ffn_hidden_size": 128}),
+    "falcon_h1": ("FalconH1Config", CAUSAL, {
+        **BASE, **HEAD, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
+        "mamba_chunk_size": 16}),
+    "mpt": ("MptConfig", CAUSAL, {**BASE, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 128, "expansion_ratio": 2}),
+    "stablelm": ("StableLmConfig", CAUSAL, BASE),
+    "starcoder2": ("Starcoder2Config", CAUSAL, BASE),
+    "cohere": ("CohereConfig", CAUSAL, BASE),
+    "cohere2": ("Cohere2Config", CAUSAL, {**BASE, "sliding_window": 16}),
+    "granite": ("GraniteConfig", CAUSAL, BASE),
+    "granitemoe": ("GraniteMoeConfig", CAUSAL, {**BASE, **LOCAL}),
+    "deepseek_v2": ("DeepseekV2Config", CAUSAL, {**BASE, **LATENT}),
+    "deepseek_v3": ("DeepseekV3Config", CAUSAL, {**BASE, **LATENT}),
+    "glm": ("GlmConfig", CAUSAL, {**BASE, **HEAD}),
+    "glm4": ("Glm4Config", CAUSAL, {**BASE, **HEAD}),
+    "glm4_moe": ("Glm4MoeConfig", CAUSAL, {**BASE, **HEAD, **LATENT, "num_key_value_heads": 2}),
+    "gpt_oss": ("GptOssConfig", CAUSAL, {**BASE, **HEAD, **LOCAL, "intermediate_size": 32, "sliding_window": 16}),
+    "llama4_text": ("Llama4TextConfig", CAUSAL, {
+        **BASE, **HEAD, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 32,
+        "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2, "attention_chunk_size": 64}),
+    "mamba": ("MambaConfig", CAUSAL, {**BASE, **STATES}),
+    "mamba2": ("Mamba2Config", CAUSAL, {**BASE, **STATES, **SSM2}),
+    "nemotron": ("NemotronConfig", CAUSAL, {**BASE, **HEAD}),
+    "nemotron_h": ("NemotronHConfig", CAUSAL, {
+        **BASE, **HEAD, "hybrid_override_pattern": "M*-M", "num_hidden_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16}),
+    "jamba": ("JambaConfig", CAUSAL, {
+        **BASE, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}),
+    "bert": ("BertConfig", MASKED, BASE),
+    "bert-classifier": ("BertConfig", CLASSES, BASE),
+    "roberta": ("RobertaConfig", MASKED, BASE),
+    "modernbert": ("ModernBertConfig", MASKED, {**BASE, "local_attention": 16, "cls_token_id": 0, "sep_token_id": 1}),
+    "vit": ("ViTConfig", "AutoModelForImageClassification", {**VISION, "num_channels": 3}),
+    "t5": ("T5Config", PAIRS, {
+        "vocab_size": 2048, "d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 2,
+        "pad_token_id": 2, "eos_token_id": 1}),
+    "gemma3 (images)": ("Gemma3Config", IMAGES, {"text": {**BASE, **HEAD, "sliding_window": 16}, "mm_tokens_per_image": 4}),
+    "llava": ("LlavaConfig", IMAGES, {"text": BASE}),
+}  # fmt: skip
+
+TEXT = ["--samples", "4", "--length", "32", "--batch-size", "4"]
+# column: (what it builds on, the command line); {m}: the model, {d}: the text, {w}: the folder of the family
+CELLS: dict[str, tuple[str | None, str]] = {
+    "doctor": (None, "doctor {m} --data {d} TEXT"),
+    "score": (None, "score {m} --data {d} TEXT -o {w}/score.json"),
+    "score kfac": (None, "score {m} --estimator kfac --data {d} TEXT -o {w}/kfac.json"),
+    "score rank-gain": (None, "score {m} --estimator rank-gain --by linear --data {d} TEXT -o {w}/gain.json"),
+    "measure": (None, "measure {m} --passes 8 --data {d} TEXT -o {w}/measured.json"),
+    "plan sparsity": ("score", "plan sparsity {w}/score.json --sparsity 0.5 -o {w}/sparsity.json"),
+    "prune wanda": ("plan sparsity", "prune {m} {w}/sparsity.json --data {d} TEXT -o {w}/wanda"),
+    "prune sparsegpt": ("plan sparsity", "prune {m} {w}/sparsity.json --method sparsegpt --data {d} TEXT -o {w}/sparsegpt"),
+    "plan structured": (None, "plan structured {m} --save 2%params --even --data {d} TEXT -o {w}/structured.json"),
+    "prune smaller": ("plan structured", "prune {m} {w}/structured.json --data {d} TEXT -o {w}/smaller"),
+    "plan ranks": ("score rank-gain", "plan ranks {w}/gain.json --mean-rank 2 -o {w}/ranks.json"),
+    "finetune": ("plan ranks", "finetune {m} {w}/ranks.json --data {r} --train-rows 8 --epochs 1 --batch 4 -o {w}/tuned"),
+    "plan bits": (None, "plan bits {m} --bits 6 --check 0 --data {d} TEXT -o {w}/bits.json"),
+    "quantize": ("plan bits", "quantize {m} {w}/bits.json -o {w}/packed"),
+    "evaluate": (None, "evaluate {m} --perplexity {d} --length 32 --windows 4"),
+    "evaluate pruned": ("prune wanda", "evaluate {w}/wanda --perplexity {d} --length 32 --windows 4"),
+    "evaluate packed": ("quantize", "evaluate {w}/packed --perplexity {d} --length 32 --windows 4"),
+}  # fmt: skip
+
+
+def tiny(name: str) -> Any:
+    """A random model of a family."""
+    config_name, auto, given = FAMILIES[name]
+    fields = dict(given)
+    torch.manual_seed(0)
+    if "text" in fields:
+        text = getattr(transformers, "Gemma3TextConfig" if "gemma3" in name else "LlamaConfig")(**fields.pop("text"))
+        vision = getattr(transformers, "SiglipVisionConfig" if "gemma3" in name else "CLIPVisionConfig")(**VISION)
+        fields |= {"text_config": text, "vision_config": vision, "image_token_id": 5, "image_token_index": 5}
+        fields |= {"boi_token_index": 6, "eoi_token_index": 7}
+    model = getattr(transformers, auto).from_config(getattr(transformers, config_name)(**fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.05)
+    return model
+
+
+class Forwards:
+    """Counts forwards of whole models: whether work was done before a refusal."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        torch.nn.modules.module.register_module_forward_pre_hook(self._count)
+
+    def _count(self, module: Any, arguments: Any) -> None:
+        if isinstance(module, transformers.PreTrainedModel) and module._modules.get("lm_head") is not None:
+            self.seen += 1
+
+
+def run(argv: list[str]) -> tuple[int | None, str, str]:
+    """Exit code (None: a traceback), what was said, and the last lines of the traceback."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            code = main([*argv, "--quiet"])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except Exception:
+        return None, said.getvalue(), "".join(traceback.format_exc().splitlines(keepends=True)[-3:])
+    return code, said.getvalue(), ""
+
+
+def complaint(said: str) -> str:
+    """The sentence of a refusal, on one line."""
+    found = " ".join(said.split())
+    return found[found.rfind("layerbudget: ") :].removeprefix("layerbudget: ") if "layerbudget: " in found else found[-300:]
+
+
+def plain(text: str) -> str:
+    """A text without the folders of this machine."""
+    return re.sub(r"(?<!\w)/\S*/", "", text)
+
+
+def remedies(sentence: str) -> list[list[str]]:
+    """The flags that a message names, as words of a command line."""
+    found = re.findall(r"(?:(--[a-z][a-z-]*)[ =]|\b([a-z_]+)=)('[^']*'|\w[\w:.,/|%-]*\w|\w)", sentence)
+    return [[flag or f"--{name.replace('_', '-')}", value.strip("'")] for flag, name, value in found]
+
+
+def cell(argv: list[str], counter: Forwards) -> dict[str, Any]:
+    """Run one command line, and what its refusal advises."""
+    began, counter.seen = time.perf_counter(), 0
+    code, said, trace = run(argv)
+    seconds = round(time.perf_counter() - began, 2)
+    if code in (0, 1):  # doctor says 1 where something will fail
+        return {"state": "works", "exit": code, "said": "", "seconds": seconds}
+    if code is None:
+        return {"state": "FAILED", "said": plain(trace), "seconds": seconds}
+    sentence, late = complaint(said), counter.seen > 3  # a look at a piece of one sequence is no work
+    named = remedies(sentence)
+    for flags in named:
+        again, said, trace = run([*argv, *flags])
+        if again == 0:
+            return {"state": "late" if late else "refused", "said": sentence, "remedy": " ".join(flags), "seconds": seconds}
+        if again is None:
+            return {"state": "FAILED", "said": f"{sentence} With {' '.join(flags)}: {trace}", "seconds": seconds}
+    return {"state": "FAILED" if named else "late" if late else "cannot", "said": sentence, "seconds": seconds}
+
+
+def _held(model: Any) -> float | None:
+    """Which share the blocks hold; None where there are none."""
+    try:
+        return share_held(model, partition(model))
+    except LayerbudgetError:
+        return None
+
+
+def family(name: str, folder: Path, counter: Forwards) -> dict[str, Any]:
+    """All cells of a family."""
+    model = tiny(name)
+    model.save_pretrained(folder / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / file, folder / "model" / file)
+    if FAMILIES[name][1] == MASKED:
+        settings = json.loads((folder / "model" / "tokenizer_config.json").read_text())
+        (folder / "model" / "tokenizer_config.json").write_text(json.dumps({**settings, "mask_token": "!"}))
+    record: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "held": _held(model), "cells": {}}
+    words = {"m": folder / "model", "w": folder, "d": folder.parent / "text.txt", "r": folder.parent / "rows.jsonl"}
+    for column, (base, line) in CELLS.items():
+        if base is not None and record["cells"][base]["state"] not in ("works", "refused", "late"):
+            record["cells"][column] = {"state": "-", "said": f"no {base}"}
+            continue
+        argv = [part.format(**words) for word in line.split() for part in (TEXT if word == "TEXT" else [word])]
+        record["cells"][column] = cell([a.replace("%params", "% params") for a in argv], counter)
+    return record
+
+
+def table(found: dict[str, Any]) -> str:
+    """The table, the counts and every message, as Markdown."""
+    states = [c["state"] for r in found.values() for c in r["cells"].values()]
+    counts = ", ".join(f"{states.count(s)} {s}" for s in ("works", "refused", "cannot", "late", "FAILED", "-"))
+    rows = [f"{len(found)} families, {len(states)} cells: {counts} (`benchmarks/architectures.py`, transformers "
+            f"{transformers.__version__}, torch {torch.__version__}).", "",
+            "*works*: exit code 0. *refused*: one sentence before any work, and the flag that it names works (it was tried). "
+            "*cannot*: one sentence before any work that names no flag of the verb. *late*: refused after the model had run on the "
+            "text. *FAILED*: a traceback, or a remedy that does not work. *-*: what it builds on was not made. *held*: the share "
+            "of the layers' weights that the blocks hold.", "",
+            f"| family | held | {' | '.join(CELLS)} |", f"|{'---|' * (len(CELLS) + 2)}"]  # fmt: skip
+    for name, record in found.items():
+        held = "" if record["held"] is None else f"{record['held']:.1%}"
+        rows.append(f"| {name} | {held} | {' | '.join(c['state'] for c in record['cells'].values())} |")
+    said: dict[tuple[str, str], list[str]] = {}
+    for name, record in found.items():
+        for column, c in record["cells"].items():
+            if c["state"] not in ("works", "-"):
+                text = plain(" ".join(c["said"].split())).replace("|", "\\|")
+                remedy = f" **With `{c['remedy']}` it works.**" if "remedy" in c else ""
+                said.setdefault((column, f"{c['state']}: {text}{remedy}"), []).append(name)
+    rows += ["", "What was said:", ""]
+    rows += [f"- **{column}** ({', '.join(names)}): {text}" for (column, text), names in said.items()]
+    return "\n".join(rows) + "\n"
+
+
+def start() -> None:
+    """Run the families, write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--out", help="write OUT.md and OUT.json")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    found: dict[str, Any] = {}
+    counter = Forwards()
+    with tempfile.TemporaryDirectory() as place:
+        base = Path(place)
+        lines = [f"In the year {i} the river rose to {i % 7} feet and {i % 5} boats were lost." for i in range(400)]
+        (base / "text.txt").write_text("\n\n".join(" ".join(lines[i : i + 20]) for i in range(0, 400, 20)))
+        (base / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}?", "completion": lines[i]}) for i in range(20)))
+        for i, name in enumerate(arguments.families):
+            began = time.perf_counter()
+            (folder := base / str(i)).mkdir()
+            found[name] = family(name, folder, counter)
+            shutil.rmtree(folder)
+            cells = found[name]["cells"]
+            print(f"{name} ({time.perf_counter() - began:.0f} s): " + ", ".join(f"{k} {c['state']}" for k, c in cells.items() if c["state"] != "works"), flush=True)  # fmt: skip
+    if arguments.out:
+        Path(f"{arguments.out}.json").write_text(json.dumps(found, indent=1) + "\n")
+        Path(f"{arguments.out}.md").write_text(table(found))
+    else:
+        print(table(found))
+
+
+if __name__ == "__main__":
+    start()
