@@ -31,7 +31,6 @@ COMMANDS = {
     "evaluate": "evaluate",
     "compare": "contest",
     "transfer": "plan",
-    "reproduce": "reproduce",
     "report": "report",
 }
 _SUMMARY = {
@@ -48,7 +47,6 @@ _SUMMARY = {
     "evaluate": "perplexity and task accuracy",
     "compare": "every score under every rule, measured at equal budgets beside uniform and permuted controls",
     "transfer": "what a plan made on one set of scores costs on another",
-    "reproduce": "the paper's released figures and tables",
     "report": "one self-contained HTML page of a results folder",
 }
 
@@ -141,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
 
 
-_RUNNING = ("score", "measure", "prune", "quantize", "finetune", "evaluate", "certify", "compare", "reproduce", "demo")
+_RUNNING = ("score", "measure", "prune", "quantize", "finetune", "evaluate", "certify", "compare", "demo")
 _SHARED = ("score", "measure", "prune", "finetune", "evaluate")
 
 

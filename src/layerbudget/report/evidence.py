@@ -52,7 +52,7 @@ def commands_of(found: Found) -> list[str]:
     if found.result is not None and "experiment" in found.result:
         held = found.result.get("setting") or {}
         named = "".join(f" --{k.replace('_', '-')} {held[k]}" for k in ("scale", "model", "paper") if k in held)
-        lines.append(f"layerbudget reproduce {found.result['experiment']}{named} -o {found.folder}")
+        lines.append(f"python -m paper run {found.result['experiment']}{named} -o {found.folder}")
     return lines
 
 
