@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .shared import check_numbers
     from .terminal import Terminal
 
-    arguments.console, arguments.words = Terminal(stderr=as_json), argv
+    arguments.console = Terminal(stderr=as_json)
     errors = Terminal(stderr=True)
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", force=True,
