@@ -43,8 +43,8 @@ bench: install
 	@echo "benchmarks that compare with peers take their checkouts as arguments: see benchmarks/README.md"
 
 lint: install
-	$(BIN)/ruff check src tests benchmarks scripts examples
-	$(BIN)/ruff format --check src tests benchmarks scripts examples
+	$(BIN)/ruff check src paper tests benchmarks scripts examples
+	$(BIN)/ruff format --check src paper tests benchmarks scripts examples
 	$(BIN)/mypy
 
 docs: install

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from layerbudget.provenance import versions
 from layerbudget.records import to_jsonable
-from layerbudget.reproduction import mlp
+from paper import mlp
 
 
 def main() -> None:

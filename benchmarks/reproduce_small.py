@@ -1,4 +1,4 @@
-"""Run experiments at small scale, keep what they leave, and note run time, finding and shape for ``reproduce list``.
+"""Run experiments at small scale, keep what they leave, and note run time, finding and shape for ``python -m paper list``.
 
 python benchmarks/reproduce_small.py NAME ... [--data-dir DIR] [--model MODEL] [--paper mistral|gemma]
 """
@@ -9,12 +9,13 @@ import argparse
 import json
 from pathlib import Path
 
+from paper.catalogue import EXPERIMENTS, find_experiment
+from paper.outcome import leave
+
 from layerbudget.records import dumps, write_text
-from layerbudget.reproduction.catalogue import EXPERIMENTS, find_experiment
-from layerbudget.reproduction.outcome import leave
 
 HERE = Path(__file__).parent
-NOTES = HERE.parent / "src/layerbudget/reproduction/data/small.json"
+NOTES = HERE.parent / "paper/data/small.json"
 
 
 def main() -> None:

@@ -34,7 +34,6 @@ ELSEWHERE = {
     "layerbudget evaluate pruned --perplexity wikitext2 --tasks arc_easy": "wikitext2 and arc_easy come from the hub",
     "layerbudget evaluate pruned --perplexity wikitext2": "wikitext2 comes from the hub",
     "lm_eval --model hf --model_args pretrained=pruned --tasks arc_easy": "arc_easy comes from the hub",
-    "layerbudget reproduce drift --model MODEL --data-dir DIR --out table-3 --workers 8 --launcher slurm": "needs slurm",
     "vllm serve MODEL --enable-lora --lora-modules mine=adapters/seed-0/adapter --max-lora-rank N": "needs vLLM",
 }  # fmt: skip
 GIVEN = {"docs/serving.md": "README.md"}  # a page that goes on where another one ended

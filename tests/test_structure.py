@@ -89,7 +89,6 @@ ROOMS = (
     "comparison",
     "tracker",
     "doctor",
-    "reproduction",
     "demo",
     "cli",
     # fmt: on

@@ -10,7 +10,6 @@ from rich.console import Console
 from tests import zoo
 
 from layerbudget.cli import plan as cli_plan
-from layerbudget.cli import reproduce as cli_reproduce
 from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
 from layerbudget.plan import Plan
 
@@ -22,7 +21,6 @@ def run():
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true")
     cli_plan.register(sub, parents=[common])
-    cli_reproduce.register(sub)
 
     def call(*words):
         arguments = parser.parse_args([str(w) for w in words])
@@ -108,11 +106,6 @@ def test_diff_explain_sweep_transfer(run, files):
         assert result["squared_drift"] == pytest.approx(result["drift"] ** 2)  # the paper's table has the square
         nothing, _ = run("transfer", files / "a.json", files / "a.json", "--program", program, *own)
         assert nothing["regret"] == nothing["bound"] == 0.0
-
-
-def test_released(run):
-    result, shown = run("reproduce", "released")
-    assert result["all_counts_equal"] and "192 of 192" in shown and "file-name order" in shown
 
 
 def test_mistakes(run, files):

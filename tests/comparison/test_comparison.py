@@ -251,23 +251,18 @@ GRID = ["compare", "demo", "--scores", "owl", "--sparsity", "0.4", "--samples", 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["local", "submitit-local"])
-def test_parts_that_were_started_fill_one_folder(tmp_path, how, capsys):
-    if how != "local":
-        pytest.importorskip("submitit")
+def test_parts_fill_one_folder(tmp_path, capsys):
     out = tmp_path / "grid"
-    assert main([*GRID, "--no-controls", "--workers", "2", "--launcher", how, "-o", str(out), "--json"]) == 0
+    for _ in range(2):  # scores first, then what is planned from them
+        for part in ("1/2", "2/2"):
+            assert main([*GRID, "--no-controls", "--cells-only", "--part", part, "-o", str(out)]) == 0
+    capsys.readouterr()
+    assert main([*GRID, "--no-controls", "-o", str(out), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     alone = tmp_path / "alone"
     assert main([*GRID, "--no-controls", "-o", str(alone), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["budgets"] == record["budgets"]
-    assert "3 cells found again" in record["sentences"][-1] and any((out / "launch").iterdir())
-
-
-def test_workers_need_sense(tmp_path, capsys):
-    for flags in (["--workers", "0"], ["--launcher", "local"], ["--workers", "2", "--part", "1/2"]):
-        assert main([*GRID, *flags, "-o", str(tmp_path / "x")]) == 2
-    assert not (tmp_path / "x").exists()
+    assert "3 cells found again" in record["sentences"][-1]
 
 
 def test_the_control_of_a_table_of_formats_is_a_permutation_of_its_sensitivities(formats):

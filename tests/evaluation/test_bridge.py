@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import yaml
+from paper.zero_shot import ZeroShot
 from tests import task_rows
 
 import layerbudget as lb
@@ -14,7 +15,6 @@ from layerbudget.cli import main
 from layerbudget.errors import InvalidInput, ModelMismatch
 from layerbudget.evaluation import harness, paired
 from layerbudget.evaluation.statistics import mcnemar
-from layerbudget.reproduction.zero_shot import ZeroShot
 
 pytest.importorskip("lm_eval")
 SEVEN = tuple(harness.LOCAL)

@@ -188,32 +188,10 @@ def test_parts_train_some_seeds_each_and_a_run_puts_them_together(speaker, tmp_p
     capsys.readouterr()
     for wrong, said in (
         (("--part", "2/3"), "The part is 2/3 of 2 seeds"), (("--part", "x"), "not I/N"),
-        (("--launcher", "local"), "--launcher has"), (("--workers", "0"), "0 parts by local"),
-        (("--part", "1/2", "--workers", "2"), "one part, which starts no others"),
         (("--part", "1/2", "--overwrite"), "--overwrite has no meaning for a part"),
     ):  # fmt: skip
         assert main(command(speaker, "ranks.json", tmp_path / "x", *few, *wrong)) == 2
         assert said in " ".join(capsys.readouterr().err.split()), said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["local", "submitit-local", "ray"])
-def test_launched_seeds_are_those_of_one_process(speaker, tmp_path, how):
-    if how != "local":
-        pytest.importorskip(how.split("-")[0])
-    few = ("--data", str(speaker / "rows.jsonl"), "--epochs", "1", "--seeds", "0", "1", "2")
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert main(command(speaker, "ranks.json", one, *few)) == 0
-    assert main(command(speaker, "ranks.json", two, *few, "--workers", "2", "--launcher", how)) == 0
-    assert any((two / "launch").iterdir())
-    a, b = (json.loads((out / "result.json").read_text()) for out in (one, two))
-    assert a == b
-    for seed in (0, 1, 2):
-        weights = [load_file(out / f"seed-{seed}" / "adapter" / "adapter_model.safetensors") for out in (one, two)]
-        assert max(float((v - weights[1][k]).abs().max()) for k, v in weights[0].items()) < 1e-6
-    again = command(speaker, "ranks.json", two, *few, "--workers", "2", "--launcher", how)
-    assert main(again) == 2 and main([*again, "--overwrite"]) == 0  # refused before anything starts
-    assert json.loads((two / "result.json").read_text()) == a and not (two / ".replaced").exists()
 
 
 @pytest.mark.slow

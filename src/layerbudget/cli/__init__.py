@@ -32,7 +32,6 @@ COMMANDS = {
     "evaluate": "evaluate",
     "compare": "contest",
     "transfer": "plan",
-    "reproduce": "reproduce",
     "report": "report",
 }
 _SUMMARY = {
@@ -49,7 +48,6 @@ _SUMMARY = {
     "evaluate": "perplexity and task accuracy",
     "compare": "every score under every rule, measured at equal budgets beside uniform and permuted controls",
     "transfer": "what a plan made on one set of scores costs on another",
-    "reproduce": "the paper's released figures and tables",
     "report": "one self-contained HTML page of a results folder",
 }
 
@@ -135,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .shared import check_numbers, line_of
     from .terminal import Terminal
 
-    arguments.console, arguments.words = Terminal(stderr=as_json), argv
+    arguments.console = Terminal(stderr=as_json)
     errors = Terminal(stderr=True)
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", force=True,
@@ -168,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
 
 
-_RUNNING = ("score", "measure", "prune", "quantize", "finetune", "evaluate", "certify", "compare", "reproduce", "demo")
+_RUNNING = ("score", "measure", "prune", "quantize", "finetune", "evaluate", "certify", "compare", "demo")
 _SHARED = ("score", "measure", "prune", "finetune", "evaluate")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..errors import InvalidInput
 from .files import say, show_table
-from .parts import add_parts, asked_for_parts, launch_parts
 from .progress import progress_bar
 from .shared import named_values, refuse
 
@@ -52,7 +51,8 @@ def register(subparsers: Any) -> None:
     p.add_argument("--set", dest="own", action="append", default=[], metavar="NAME=VALUE",
                    help="an option of rules (exponent, max_sparsity, ...); rules that do not read it go without")  # fmt: skip
     p.add_argument("--no-controls", action="store_true", help="leave the permuted controls out")
-    add_parts(p)
+    p.add_argument("--part", default="1/1", metavar="I/N", help="make every N-th missing cell: N processes share --out")
+    p.add_argument("--cells-only", action="store_true", help="make and keep cells, leave table and figure to a later run")
     p.add_argument("-o", "--out", required=True, metavar="DIR", help="cells (kept, resumed), table, LaTeX and figure")
     p.set_defaults(handler=handler)
 
@@ -65,9 +65,6 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     from ..records import check_output
     from ..running.cells import parse_part
 
-    if asked_for_parts(a):
-        check_output(f"{a.out}/comparison.json", overwrite=a.overwrite)
-        launch_parts(a)
     kind = next(k for k in _KINDS if getattr(a, k) is not None)
     KINDS.find(kind)
     part = parse_part(a.part)

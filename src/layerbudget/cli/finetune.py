@@ -10,7 +10,6 @@ from typing import Any
 
 from ..lora.protocol import ALPHA_POLICIES, DEVICES, STARTS, TRAINERS
 from ..progress import Steps
-from .parts import add_parts, asked_for_parts, launch_parts
 from .progress import progress_bar
 from .shared import add_skip, named_values, refuse
 
@@ -71,7 +70,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="keep finished seeds, continue unfinished ones")
     parser.add_argument("--against", metavar="DIR", help="paired tests against another result folder (of a uniform plan, say)")
-    add_parts(parser, "seed", left="")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="train every N-th seed only: N processes share --out")
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the adapters and results")
     parser.set_defaults(handler=handler)
 
@@ -87,7 +86,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..records import dumps, write_text
     from ..running.shares import first
 
-    part, elsewhere = _parts(arguments)
+    part = _part(arguments)
     if arguments.against:
         read_result(arguments.against)  # before the training
     if arguments.task not in NAMES:
@@ -126,7 +125,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
             tokenizer, plan, task, arguments.out, protocol=protocol,
             checkpointing=arguments.gradient_checkpointing, seeds=arguments.seeds, resume=arguments.resume,
             overwrite=arguments.overwrite, bf16=arguments.bf16, quiet=True,
-            callbacks=_callbacks(arguments, plan, progress), progress=None, part=part, elsewhere=elsewhere,
+            callbacks=_callbacks(arguments, plan, progress), progress=None, part=part,
         )  # fmt: skip
     _show(arguments.console, result)
     if recipe is not None:
@@ -141,15 +140,14 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**result, "output": arguments.out}
 
 
-def _parts(arguments: argparse.Namespace) -> tuple[tuple[int, int], Any]:
-    """Which of the seeds are trained here, and what has the others trained.
+def _part(arguments: argparse.Namespace) -> tuple[int, int]:
+    """Which of the seeds are trained here.
 
     Raises:
-        InvalidInput: No such part; parts of a run that several processes share already.
+        InvalidInput: No such part.
     """
     from ..errors import InvalidInput
     from ..running.cells import parse_part
-    from ..running.shares import team
 
     part = parse_part(arguments.part)
     if not 1 <= part[0] <= part[1] <= len(arguments.seeds):
@@ -159,13 +157,7 @@ def _parts(arguments: argparse.Namespace) -> tuple[tuple[int, int], Any]:
         )  # fmt: skip
     if part[1] > 1:
         refuse(arguments, ("against", "overwrite"), "a part, which writes no summary")
-    if not asked_for_parts(arguments):
-        return part, None
-    if team() is not None:
-        refuse(arguments, ("workers",), "seeds that several processes train together")
-    parts = min(arguments.workers, len(arguments.seeds))
-    words: dict[str, Any] = {"drop": ("--overwrite",), "valued": ("--against",), "parts": parts, "rounds": 1}
-    return part, lambda: launch_parts(arguments, ("--resume", "--quiet"), **words)
+    return part
 
 
 def _expect(arguments: argparse.Namespace, base: Any, task: Any, protocol: Any) -> None:

@@ -179,7 +179,6 @@ def finetune(
     callbacks: Callable[[], Sequence[Any]] = tuple,
     progress: Callable[[int, int], None] | None = None,
     part: tuple[int, int] = (1, 1),
-    elsewhere: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
     """Fine-tune a plan over seeds.
 
@@ -200,8 +199,6 @@ def finetune(
         callbacks: Makes the callbacks of one seed.
         progress: Called with seeds done and in total.
         part: ``(i, n)``: train every n-th seed only, beginning with the i-th (from 1), and write no summary.
-        elsewhere: Called when earlier results are out of the way: trains seeds in other processes. Those that it leaves
-            are trained here.
 
     Returns:
         The record that is also written to ``result.json``: per split and metric the mean, the standard error and the
@@ -237,8 +234,6 @@ def finetune(
     if moved:  # they change numbers too
         identity["callbacks"] = moved
     with seeds_of.replacing(out) if overwrite and first() else contextlib.nullcontext():
-        if elsewhere is not None:
-            elsewhere()
         return _over_seeds(
             load, tokenizer, plan, task, out, protocol, seeds, identity, progress=progress, resume=resume, bf16=bf16,
             callbacks=callbacks, checkpointing=checkpointing, quiet=quiet, part=part,

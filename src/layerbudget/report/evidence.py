@@ -55,7 +55,7 @@ def commands_of(found: Found) -> list[str]:
     if "experiment" in result:
         held = result.get("setting") or {}
         named = "".join(f" --{k.replace('_', '-')} {held[k]}" for k in ("scale", "model", "paper") if k in held)
-        lines.append(f"layerbudget reproduce {result['experiment']}{named} -o {found.folder}")
+        lines.append(f"python -m paper run {result['experiment']}{named} -o {found.folder}")
     return lines
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from ..evaluation.statistics import detectable_difference
+from layerbudget.evaluation.statistics import detectable_difference
+
 from .outcome import Claim, Outcome
 from .published import column, item
 
@@ -79,7 +80,7 @@ def run_tests(**_: Any) -> Outcome:
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> Path:
-    from ..report.figures import ACCENT, INK, new_figure, save_figure
+    from layerbudget.report.figures import ACCENT, INK, new_figure, save_figure
 
     figure = new_figure(6.0, 2.6)
     axes = figure.subplots()

@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..progress import Progress, Steps
+from layerbudget.progress import Progress, Steps
+
 from . import mlp, mlp_parts
 from . import mlp_released as script
 from .published import mlp_entries

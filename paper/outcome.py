@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import AlreadyExists
-from ..provenance import versions
-from ..records import check_writable, dumps, write_text
+from layerbudget.errors import AlreadyExists
+from layerbudget.provenance import versions
+from layerbudget.records import check_writable, dumps, write_text
 
 RESULT, TABLE, FIGURE = "result.json", "table.csv", "figure.png"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..evaluation.harness import LOCAL, local_tasks
-from ..evaluation.paired import mean_accuracy
+from layerbudget.evaluation.harness import LOCAL, local_tasks
+from layerbudget.evaluation.paired import mean_accuracy
 
 
 class ZeroShot:

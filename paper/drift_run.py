@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ..evaluation.paired import compare_means
-from ..planning.transfer import transfer_scores
-from ..program.transfer import spearman
-from ..progress import Progress, Steps
+from layerbudget.evaluation.paired import compare_means
+from layerbudget.planning.transfer import transfer_scores
+from layerbudget.program.transfer import spearman
+from layerbudget.progress import Progress, Steps
+
 from .expert_bench import BETAS, ExpertRuns, accuracy_row
 from .outcome import Claim, Outcome
 from .published import item
@@ -97,7 +98,7 @@ def _finding(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    from ..report.figures import ACCENT, ALERT, new_figure, save_figure
+    from layerbudget.report.figures import ACCENT, ALERT, new_figure, save_figure
 
     figure = new_figure(8.0, 3.0)
     first, second = figure.subplots(1, 2)

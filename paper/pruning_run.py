@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..blocks import describe, partition, weight_of
-from ..data.text import calibration
-from ..evaluation.paired import compare_means
-from ..loading import load_model, load_tokenizer
-from ..plan import Plan
-from ..planning import plan_sparsity
-from ..progress import Progress, Steps
-from ..pruning.apply import prune
-from ..running.cells import Cells
-from ..scores.record import Scores
+from layerbudget.blocks import describe, partition, weight_of
+from layerbudget.data.text import calibration
+from layerbudget.evaluation.paired import compare_means
+from layerbudget.loading import load_model, load_tokenizer
+from layerbudget.plan import Plan
+from layerbudget.planning import plan_sparsity
+from layerbudget.progress import Progress, Steps
+from layerbudget.pruning.apply import prune
+from layerbudget.running.cells import Cells
+from layerbudget.scores.record import Scores
+
 from .influences import influence_scores
 from .outcome import Claim, Outcome
 from .published import item
@@ -199,7 +200,7 @@ def _finding(tests: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    from ..report.figures import new_figure, save_figure
+    from layerbudget.report.figures import new_figure, save_figure
 
     figure = new_figure(8.0, 3.2)
     axes = figure.subplots()
@@ -279,7 +280,7 @@ def _kappa_claim(rows: Sequence[Mapping[str, Any]], title: str) -> Claim:
 
 
 def _draw_kappa(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    from ..report.figures import new_figure, save_figure
+    from layerbudget.report.figures import new_figure, save_figure
 
     figure = new_figure(9.0, 2.8)
     for axes, title in zip(figure.subplots(1, len(METHODS)), METHODS.values(), strict=True):

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
-from ..errors import InvalidInput
+from layerbudget.errors import InvalidInput
+
 from .outcome import Outcome
 from .published import published
 
@@ -42,7 +43,7 @@ class Experiment:
     @property
     def command(self) -> str:
         """What reproduces it."""
-        return f"layerbudget reproduce {self.name}"
+        return f"python -m paper run {self.name}"
 
     def open(self) -> Callable[..., Outcome]:
         """The function."""

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnknownBlock
-from ..program.dual import piecewise_root
-from ..program.sparsity import sparsify
+from layerbudget.errors import UnknownBlock
+from layerbudget.program.dual import piecewise_root
+from layerbudget.program.sparsity import sparsify
+
 from .outcome import Claim, Outcome
 from .released_files import read_released
 
@@ -52,7 +53,7 @@ def recompute_sparsity(name: str, record: Record | None = None) -> dict[str, Any
 
     Args:
         name: ``cola``, ``mrpc`` or ``openbookqa``; with files of one's own also ``commonsenseqa`` and ``scienceqa``.
-        record: From :func:`~layerbudget.reproduction.released_files.read_released`; the packaged one by default.
+        record: From :func:`~paper.released_files.read_released`; the packaged one by default.
 
     Returns:
         ``{ratios, released, largest_difference, multiplier, released_multiplier, at_cap, gap, kkt_residual}``, lists in true
@@ -191,7 +192,7 @@ def run_released(*, files: Path | str | None = None, **_: Any) -> Outcome:
 
 
 def _draw(found: dict[str, Any], path: Path) -> Path:
-    from ..report.figures import ACCENT, ALERT, new_figure, save_figure
+    from layerbudget.report.figures import ACCENT, ALERT, new_figure, save_figure
 
     figure = new_figure(9.0, 2.6)
     for axes, (name, task) in zip(figure.subplots(1, len(found["tasks"])), found["tasks"].items(), strict=True):

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..plan import Plan
-from ..planning import plan_experts
-from ..progress import Progress, Steps
+from layerbudget.plan import Plan
+from layerbudget.planning import plan_experts
+from layerbudget.progress import Progress, Steps
+
 from .expert_bench import BETAS, ExpertRuns, accuracy_row, table, versus
 from .outcome import Claim, Outcome
 from .published import item
@@ -149,7 +150,7 @@ def run_beta(
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path) -> Path:
-    from ..report.figures import new_figure, save_figure
+    from layerbudget.report.figures import new_figure, save_figure
 
     figure = new_figure(1.5 + 1.6 * len(rows), 3.2)
     axes, width = figure.subplots(), 0.8 / len(names)

@@ -4,7 +4,7 @@ scikit-learn's digits, 75 : 25, stratified, one random state; eight linear layer
 weights *and* biases. One batch of 128 gives the direct gain ``g'(H + tau I)^-1 g`` by conjugate gradients of at most 80 steps
 that stop, and are kept, where a direction of negative curvature turns up. The proxies read the first 96 samples of that batch.
 
-Six switches (:class:`Recipe`) turn what the script does into what :mod:`layerbudget.reproduction.mlp` does, one at a time, so
+Six switches (:class:`Recipe`) turn what the script does into what :mod:`paper.mlp` does, one at a time, so
 that each difference can be held responsible for what it changes. The order in which random numbers are drawn is the script's,
 so that its seeds are its seeds.
 """
@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ..errors import MissingDependency
-from ..progress import Progress, Steps
+from layerbudget.errors import MissingDependency
+from layerbudget.progress import Progress, Steps
+
 from .mlp import DAMPINGS, PROXIES, digits
 from .mlp_scores import (
     EPSILON,

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import describe
-from ..data.calibration import CalibrationSet
-from ..data.examples import Example, Task
-from ..data.tasks import load_task
-from ..lora.rows import Rows
-from ..records import Block
-from ..running.cells import Cells
-from ..scores.gain import score
-from ..scores.record import Scores
+from layerbudget.blocks import describe
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.data.examples import Example, Task
+from layerbudget.data.tasks import load_task
+from layerbudget.lora.rows import Rows
+from layerbudget.records import Block
+from layerbudget.running.cells import Cells
+from layerbudget.scores.gain import score
+from layerbudget.scores.record import Scores
+
 from .setting import Setting
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ..blocks import describe, partition
-from ..data.text import calibration
-from ..loading import load_model, load_tokenizer
-from ..scores.gain import score
+from layerbudget.blocks import describe, partition
+from layerbudget.data.text import calibration
+from layerbudget.loading import load_model, load_tokenizer
+from layerbudget.scores.gain import score
+
 from .outcome import Claim, Outcome
 from .setting import SETTINGS, text_source
 
@@ -58,7 +59,7 @@ def run_histogram(
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> Path:
-    from ..report.figures import ACCENT, ALERT, new_figure, save_figure
+    from layerbudget.report.figures import ACCENT, ALERT, new_figure, save_figure
 
     figure = new_figure(max(4.0, 0.35 * len(rows)), 2.8)
     axes = figure.subplots()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from layerbudget.errors import AlreadyExists, InvalidInput
-from layerbudget.reproduction import catalogue, outcome, published, significance
+from paper import catalogue, outcome, published, significance
 
 
 def test_every_table_and_figure_is_there():

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..program import allocate, sparsify
-from ..program.rules import apportion
+from layerbudget.program import allocate, sparsify
+from layerbudget.program.rules import apportion
+
 from .mlp_released import SeedRun, accuracy, linears
 from .mlp_scores import EPSILON
 

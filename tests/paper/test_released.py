@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from layerbudget.errors import UnknownBlock
-from layerbudget.reproduction import released as r
+from paper import released as r
 
 TASKS = ("cola", "mrpc", "openbookqa")
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..errors import NotFound
-from ..lora.protocol import PRESETS, Protocol
+from layerbudget.errors import NotFound
+from layerbudget.lora.protocol import PRESETS, Protocol
 
 TASKS: Mapping[str, str] = {
     "cola": "CoLA", "mrpc": "MRPC", "commonsenseqa": "CommonsenseQA", "openbookqa": "OpenBookQA", "scienceqa": "ScienceQA",

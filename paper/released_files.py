@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import CorruptFile, NotFound
-from ..keeping.reading import read
+from layerbudget.errors import CorruptFile, NotFound
+from layerbudget.keeping.reading import read
 
 BITS, ETA, GAMMA = 16.0, 2.0, 0.9
 # Names of the tasks in those files.

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..program.inputs import choice
+from layerbudget.program.inputs import choice
+
 from . import mlp
 from .mlp_both import as_released, both, closest, within
 from .outcome import Claim, Outcome
@@ -93,7 +94,7 @@ def _finding(tables: Mapping[str, Any]) -> str:
 
 
 def _draw(tables: Mapping[str, Any], path: Path) -> Path:
-    from ..report.figures import ACCENT, ALERT, MUTED, new_figure, save_figure
+    from layerbudget.report.figures import ACCENT, ALERT, MUTED, new_figure, save_figure
 
     figure = new_figure(3.4 * (len(tables) + 1), 3.2)
     theirs = {str(t): {p: {"spearman": m["spearman"]} for p, m in rows.items()} for t, rows in mlp_entries().items()}

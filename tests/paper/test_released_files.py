@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from paper.released_files import BITS, ETA, NAMES, read_released
 
 from layerbudget.errors import CorruptFile, NotFound
-from layerbudget.reproduction import released as r
-from layerbudget.reproduction.released_files import BITS, ETA, NAMES, read_released
+from paper import released as r
 
 RECORD = r.released()
 ORDER = np.array(RECORD["file_order"])

@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.stats import kendalltau, spearmanr
 
-from layerbudget.reproduction import mlp_both, mlp_parts, mlp_scores
-from layerbudget.reproduction import mlp_released as script
+from paper import mlp_both, mlp_parts, mlp_scores
+from paper import mlp_released as script
 
 pytest.importorskip("sklearn")
 

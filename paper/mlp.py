@@ -19,11 +19,12 @@ import torch
 from scipy.stats import kendalltau, spearmanr
 from torch import nn
 
-from ..blocks import partition
-from ..errors import MissingDependency
-from ..progress import Progress, Steps
-from ..running.loss import FeatureSet
-from ..scores.gain import score
+from layerbudget.blocks import partition
+from layerbudget.errors import MissingDependency
+from layerbudget.progress import Progress, Steps
+from layerbudget.running.loss import FeatureSet
+from layerbudget.scores.gain import score
+
 from .published import mlp_entries
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0, 2.0)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from ..errors import InvalidInput
+from layerbudget.errors import InvalidInput
 
 MLP_TABLES = {1e-3: "table-8", 1e-2: "table-9", 1e-1: "table-10", 1.0: "table-11", 2.0: "table-12"}
 

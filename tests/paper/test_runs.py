@@ -3,17 +3,18 @@
 import contextlib
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from paper.__main__ import main
 from tests import task_rows, zoo
 
 import layerbudget as lb
-from layerbudget.cli import main
 from layerbudget.errors import NotFound
 from layerbudget.lora.protocol import Protocol
-from layerbudget.reproduction import drift_run, expert_bench, experts_run, histogram, influences, pruning_run, setting
 from layerbudget.running.cells import Cells, Elsewhere
+from paper import drift_run, expert_bench, experts_run, histogram, influences, pruning_run, setting
 
 
 def speaker():
@@ -113,39 +114,27 @@ def test_strategies_and_beta(tiny):
 
 def test_the_command_leaves_a_run(tiny, capsys, monkeypatch):
     monkeypatch.setattr(histogram, "text_source", lambda *_: "stdlib")
-    words = ["reproduce", "histogram", "--model", tiny["model"], "--out", tiny["out"], "--quiet"]
-    assert main([*words, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    words = ["run", "histogram", "--model", tiny["model"], "--out", tiny["out"]]
+    assert main(words) == 0
+    record = json.loads((Path(tiny["out"]) / "result.json").read_text())
     assert record["items"] == ["figure-1"] and len(record["result"]["scores"]["blocks"]) == 3
     assert main(words) == 2  # holds a result
-    assert main(["reproduce", "pruning", "--model", tiny["model"], "--data-dir", "/nowhere/at/all"]) == 2
+    assert main(["run", "pruning", "--model", tiny["model"], "--data-dir", "/nowhere/at/all"]) == 2
     with pytest.raises(NotFound, match="--data-dir"):
         setting.need_data(None)
-    assert main(["reproduce", "list", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["items"]) == 18
-    assert main(["reproduce", "published", "table-7"]) == 0
-    assert "uniform is ahead of MDL" in " ".join(capsys.readouterr().out.split())
+    capsys.readouterr()
+    assert main(["list"]) == 0 and main(["published", "table-7"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Table 13" in shown and "uniform is ahead of MDL" in shown
+    assert main(["run", "released"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "192 of 192" in shown and "file-name order" in shown
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["local", "submitit-local", "ray"])
-def test_parts_that_were_started_make_the_table_of_one_process(tiny, how, capsys):
-    """As the command has it: small scale on files of a few rows."""
-    if how != "local":
-        pytest.importorskip(how.split("-")[0])
-    words = ["reproduce", "drift", "--model", tiny["model"], "--data-dir", tiny["data_dir"], "--quiet", "--json"]
-    assert main([*words, "--out", tiny["out"], "--workers", "2", "--launcher", how]) == 0
-    shared = json.loads(capsys.readouterr().out)
-    assert main([*words, "--out", tiny["out"] + "-alone"]) == 0
-    alone = json.loads(capsys.readouterr().out)
-    spent = ("seconds", "took", "expected")
-    assert {k: v for k, v in shared.items() if k not in spent} == {k: v for k, v in alone.items() if k not in spent}
-    logs = sorted(p.name for p in (setting.Path(tiny["out"]) / "launch").iterdir())
-    assert len(logs) >= 4 and main([*words, "--workers", "2"]) == 2  # parts need a folder
-
-
-def test_what_keeps_no_cells_has_no_parts(capsys):
+def test_parts_share_a_folder(tiny):
+    words = ["run", "drift", "--model", tiny["model"], "--data-dir", tiny["data_dir"]]
     with pytest.raises(SystemExit):
-        main(["reproduce", "tests", "--workers", "2"])
-    assert main(["reproduce", "drift", "--workers", "2"]) == 2 and main(["reproduce", "drift", "--part", "1/2"]) == 2
-    assert "Parts share the folder of --out" in " ".join(capsys.readouterr().err.split())
+        main(["run", "tests", "--part", "1/2"])  # which keeps no cells
+    assert main([*words, "--part", "1/2"]) == 2  # no folder
+    assert main([*words, "--part", "1/2", "--out", tiny["out"]]) == 0
+    assert not (Path(tiny["out"]) / "result.json").exists()

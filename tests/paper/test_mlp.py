@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from layerbudget.reproduction import mlp
+from paper import mlp
 
 pytest.importorskip("sklearn")
 
