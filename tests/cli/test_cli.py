@@ -52,11 +52,13 @@ def test_score_plan_prune_evaluate_on_other_architectures(saved_model, tmp_path,
 
 def test_scores_and_plans_are_byte_identical_twice(saved_model, tmp_path):
     folder = saved_model("llama")
-    for i in (1, 2):
-        run("score", folder, *SMALL, "-o", tmp_path / f"s{i}.json")
-        run("plan", "sparsity", tmp_path / f"s{i}.json", "--sparsity", "0.5", "-o", tmp_path / f"p{i}.json")
-    assert (tmp_path / "s1.json").read_bytes() == (tmp_path / "s2.json").read_bytes()
-    assert (tmp_path / "p1.json").read_bytes() == (tmp_path / "p2.json").read_bytes()
+    first, second = tmp_path / "1", tmp_path / "2"
+    for work in (first, second):
+        work.mkdir()
+        run("score", folder, *SMALL, "-o", "s.json", cwd=work)
+        run("plan", "sparsity", "s.json", "--sparsity", "0.5", "-o", "p.json", cwd=work)
+    for name in ("s.json", "p.json"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
 def test_encoder_is_scored(saved_model, tmp_path):
