@@ -20,9 +20,9 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from layerbudget.running import loss as L
-from layerbudget.scores.curvature import common
-from layerbudget.scores.gain import score
+from layerbudget.execution import loss as L
+from layerbudget.sensitivity.curvature import common
+from layerbudget.sensitivity.gain import score
 
 HERE = Path(__file__).resolve().parent
 MODELS = ("mlp", "mistral", "gemma", "gpt2", "bert")

@@ -33,10 +33,10 @@ from typing import Any
 import torch
 import transformers
 
-from layerbudget.blocks import partition, share_held
+from layerbudget.models.blocks import partition, share_held
 from layerbudget.cli import main
 from layerbudget.errors import LayerbudgetError
-from layerbudget.loading import DEMO_MODEL
+from layerbudget.models.loading import DEMO_MODEL
 
 BASE = {
     "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import transformers
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.data.text import calibration
-from layerbudget.scores.certificate import certify_ranking, direct_check, plot_direct_check
+from layerbudget.sensitivity.certificate import certify_ranking, direct_check, plot_direct_check
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from layerbudget.damage.decisions import Decisions
-from layerbudget.damage.directional import fisher_along
-from layerbudget.damage.point import Point
-from layerbudget.damage.sequential import plan_directional
+from layerbudget.sensitivity.directional.decisions import Decisions
+from layerbudget.sensitivity.directional.directional import fisher_along
+from layerbudget.sensitivity.directional.point import Point
+from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.data.text import calibration
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
-from layerbudget.loading import load_model, load_tokenizer
-from layerbudget.program.counts import round_parameters
-from layerbudget.pruning.apply import prune
-from layerbudget.running.loss import IGNORE, logits_of, sampled_targets, summed_loss, unlabelled
-from layerbudget.running.sites import Collector
-from layerbudget.treatments.base import Level, find_quantiser, find_treatment
+from layerbudget.models.loading import load_model, load_tokenizer
+from layerbudget.solvers.counts import round_parameters
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.execution.loss import IGNORE, logits_of, sampled_targets, summed_loss, unlabelled
+from layerbudget.execution.sites import Collector
+from layerbudget.compressors.base import Level, find_quantiser, find_treatment
 
 RESULTS = Path(__file__).parent / "results"
 ABLATION = {

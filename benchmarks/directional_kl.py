@@ -17,8 +17,8 @@ import math
 import torch
 
 import pruning_quality
-from layerbudget.damage.jointly import Joint, describe_rows
-from layerbudget.pruning.apply import prune
+from layerbudget.decisions.bits.jointly import Joint, describe_rows
+from layerbudget.decisions.sparsity.apply import prune
 
 RULES = ("calibrated (Linear)", "uniform", "directional (Linear), 24 passes", "directional (Linear), 8 steps")
 

@@ -27,11 +27,11 @@ import numpy as np
 import torch
 import transformers
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.scores.datainf import aggregate
-from layerbudget.scores.influence import influence
+from layerbudget.sensitivity.datainf import aggregate
+from layerbudget.sensitivity.influence import influence
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from layerbudget.program import allocate, round_capacity
+from layerbudget.solvers import allocate, round_capacity
 from program import environment
 
 STEPS = 64

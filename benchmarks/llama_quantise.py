@@ -21,9 +21,9 @@ import gguf
 import numpy as np
 
 import layerbudget as lb
-from layerbudget.damage.jointly import plan_formats
-from layerbudget.planning.bits import plan_bits
-from layerbudget.quantising.write import quantise
+from layerbudget.decisions.bits.jointly import plan_formats
+from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits.write import quantise
 
 
 def tensors(file: Path) -> dict[str, Any]:

@@ -45,14 +45,14 @@ import numpy as np
 import torch
 from peft import get_peft_model
 
-from layerbudget.blocks import describe, partition
-from layerbudget.lora.initialise import initialise_from_gradients
-from layerbudget.lora.mixtures import add_experts
-from layerbudget.lora.ranks import add_ranks, to_lora_config
+from layerbudget.models.blocks import describe, partition
+from layerbudget.finetuning.initialise import initialise_from_gradients
+from layerbudget.decisions.experts.mixtures import add_experts
+from layerbudget.decisions.ranks.ranks import add_ranks, to_lora_config
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.planning import plan_ranks
+from layerbudget.planning.capacity import plan_ranks
 from layerbudget.planning.rule import shuffled as order_of
-from layerbudget.program import allocate, round_capacity, rules
+from layerbudget.solvers import allocate, round_capacity, rules
 from lora_quality_report import RESULTS, write_rates, write_report
 from lora_quality_tasks import Classification, Code, Prose
 
@@ -61,8 +61,8 @@ UNIFORM = ("eva", "adalora", "gain-init", "gain-init-unit", "replan")  # these b
 
 def scores_for(bench, form: str, rule: str, cache: dict):
     """Score the model once per kind of score; blocks are Linears for ranks, layers for experts."""
-    from layerbudget.scores.adapter_space import accumulated_gradients, score_adapter
-    from layerbudget.scores.rank_gain import score_rank_gain
+    from layerbudget.sensitivity.adapter_space import accumulated_gradients, score_adapter
+    from layerbudget.sensitivity.rank_gain import score_rank_gain
 
     kinds = {"alphalora": "spectral", "layerif": "layerif", "gradients": "gradients", "by-rank-plain": "rank-gain-none"}
     kinds |= {"by-rank": "rank-gain-kfac", "by-rank-permuted": "rank-gain-kfac", "by-rank-shuffled": "rank-gain-kfac"}
@@ -74,11 +74,11 @@ def scores_for(bench, form: str, rule: str, cache: dict):
         blocks = partition(model, "linear" if form == "ranks" else "layer", exclude=bench.exclude)
         data = bench.calibration()
         if kind == "spectral":
-            from layerbudget.scores.spectral import spectral_tail
+            from layerbudget.sensitivity.spectral import spectral_tail
 
             cache[key] = spectral_tail(model, None, blocks)
         elif kind == "layerif":
-            from layerbudget.scores.influence import score_layerif
+            from layerbudget.sensitivity.influence import score_layerif
 
             half = len(data) // 2
             cache[key] = score_layerif(model, data.select(slice(0, half)), blocks, validation=data.select(slice(half, None)))
@@ -262,7 +262,7 @@ def _setting(bench, form: str, rule: str, seed: int, options: argparse.Namespace
 
 def replan(bench, model, optimizer, form: str, seed: int, options: argparse.Namespace) -> list[int]:
     """Move capacity once, to where the optimiser's own moments see gain."""
-    from layerbudget.lora.replan import adapter_leaves, replanned, resize, tracked_gains
+    from layerbudget.finetuning.replan import adapter_leaves, replanned, resize, tracked_gains
 
     plan = plan_for(bench, form, "uniform", seed, options, {})
     shapes = {n: (leaf["A"].in_features, leaf["B"].out_features) for n, leaf in adapter_leaves(model).items()}

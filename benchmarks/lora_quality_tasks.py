@@ -119,7 +119,7 @@ class Prose:
     """A causal LM of code, adapted to books."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from layerbudget.loading import load_model, load_tokenizer
+        from layerbudget.models.loading import load_model, load_tokenizer
 
         self.options, self.load = options, load_model
         self.tokenizer = load_tokenizer(options.model)
@@ -172,7 +172,7 @@ class Code(Prose):
 
     def __init__(self, options: argparse.Namespace) -> None:
         from layerbudget import calibration, evaluation_set
-        from layerbudget.loading import load_model, load_tokenizer
+        from layerbudget.models.loading import load_model, load_tokenizer
 
         self.options, self.load = options, load_model
         self.tokenizer = load_tokenizer(options.model)

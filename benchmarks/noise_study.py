@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from layerbudget import blocks as model_blocks
+from layerbudget.models import blocks as model_blocks
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.records import to_jsonable
-from layerbudget.scores import noise
-from layerbudget.scores.curvature import common, gram
+from layerbudget.sensitivity import noise
+from layerbudget.sensitivity.curvature import common, gram
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 SIZES = (16, 64, 256)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from layerbudget.program import allocate, sparsify
+from layerbudget.solvers import allocate, sparsify
 
 
 def fastest(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:

@@ -20,17 +20,17 @@ import numpy as np
 import torch
 
 import courses
-from layerbudget.blocks import describe, partition
-from layerbudget.damage.by_curves import plan_by_curves
-from layerbudget.damage.measure import damage_curves
-from layerbudget.damage.sequential import PASSES, plan_directional
+from layerbudget.models.blocks import describe, partition
+from layerbudget.decisions.sparsity.by_curves import plan_by_curves
+from layerbudget.decisions.sparsity.measure import damage_curves
+from layerbudget.decisions.sparsity.sequential import PASSES, plan_directional
 from layerbudget.data.text import calibration
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
-from layerbudget.loading import load_model, load_tokenizer
+from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.planning import plan_sparsity
-from layerbudget.pruning.apply import prune
-from layerbudget.scores.gain import score
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.sensitivity.gain import score
 
 RESULTS = Path(__file__).parent / "results"
 SCORED = {

@@ -13,9 +13,9 @@ import numpy as np
 
 import layerbudget as lb
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.planning import plan_ranks
-from layerbudget.program import allocate
-from layerbudget.program.rounding import round_capacity
+from layerbudget.planning.capacity import plan_ranks
+from layerbudget.solvers import allocate
+from layerbudget.solvers.rounding import round_capacity
 from program import environment
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from layerbudget import blocks as model_blocks
+from layerbudget.models import blocks as model_blocks
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.running import loss as L
-from layerbudget.scores.curvature import common, gram, kronecker, products
-from layerbudget.scores.gain import score
+from layerbudget.execution import loss as L
+from layerbudget.sensitivity.curvature import common, gram, kronecker, products
+from layerbudget.sensitivity.gain import score
 
 TARGETS = {
     "gradient norm": 1.05, "sketched Gram 32x32": 0.9, "diagonal Fisher": 1.4, "exact Gram": 1.5, "K-FAC": 1.7,

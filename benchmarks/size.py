@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 import layerbudget as lb
-from layerbudget.blocks import describe, layers, partition
+from layerbudget.models.blocks import describe, layers, partition
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.doctor.forecast import forecast, shape_of, time_layer
-from layerbudget.machine import keep_freed
+from layerbudget.models.machine import keep_freed
 from layerbudget.plan import PlanBlock
-from layerbudget.running.backward import Feeding, feed
-from layerbudget.running.modes import prepared
-from layerbudget.running.replay import Replay
+from layerbudget.execution.backward import Feeding, feed
+from layerbudget.execution.modes import prepared
+from layerbudget.execution.replay import Replay
 
 TASKS = (
     "fisher-gram",
@@ -162,7 +162,7 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
     if name == "perplexity":
         return lambda: lb.perplexity(model, data, batch_size=batch_size)
     if name == "measure":
-        from layerbudget.damage.sequential import plan_directional
+        from layerbudget.decisions.sparsity.sequential import plan_directional
 
         return lambda: plan_directional(model, data, sparsity=0.5, batch_size=batch_size, passes=6)
     if name in BITS:
@@ -173,11 +173,11 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
 
 def bits_task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: Path) -> Callable[[], Any]:
     """``plan bits --stream`` with two draws, or ``quantize --stream`` of a plan without a measurement."""
-    from layerbudget.damage.jointly import plan_formats
-    from layerbudget.planning.bits import sizes_of
-    from layerbudget.planning.by_format import uniform
-    from layerbudget.quantising.write import quantise
-    from layerbudget.treatments.formats import find_format
+    from layerbudget.decisions.bits.jointly import plan_formats
+    from layerbudget.decisions.bits.plan import sizes_of
+    from layerbudget.decisions.bits.by_format import uniform
+    from layerbudget.decisions.bits.write import quantise
+    from layerbudget.compressors.formats import find_format
 
     if name == "plan-bits":
         return lambda: plan_formats(model, data, None, bits=4.5, group=32, draws=2, batch_size=batch_size)

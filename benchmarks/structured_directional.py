@@ -4,7 +4,7 @@
 
 Query heads go one per group at a time, MLP channels by 8, everywhere. Forwards of the measured plans are counted layer by layer:
 tokens that ran through layers, over layers and tokens of the text. "none", "refit" and "stream" are what the matrices behind
-removed units become (layerbudget.shrinking.compensation); they share the plan where the search is the same. Rows are appended to a
+removed units become (layerbudget.decisions.shapes.compensation); they share the plan where the search is the same. Rows are appended to a
 .jsonl file as they are measured, and are not measured again.
 """
 
@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 from flap import cut_by_fluctuation
-from layerbudget.blocks import layers
+from layerbudget.models.blocks import layers
 from layerbudget.data.text import calibration
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
-from layerbudget.loading import load_model, load_tokenizer
-from layerbudget.shrinking.checkpoint import apply_structured, crossed_curves, find_parts, narrow, plan_structured
-from layerbudget.shrinking.directional import plan_shapes_directional
+from layerbudget.models.loading import load_model, load_tokenizer
+from layerbudget.decisions.shapes.checkpoint import apply_structured, crossed_curves, find_parts, narrow, plan_structured
+from layerbudget.decisions.shapes.directional import plan_shapes_directional
 from structured import flops, seconds
 
 RESULTS = Path(__file__).parent / "results"

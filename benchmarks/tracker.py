@@ -23,7 +23,7 @@ import transformers
 from transformers import Trainer, TrainingArguments
 
 from layerbudget.data import stdlib
-from layerbudget.tracker import GainTracker
+from layerbudget.finetuning.tracker import GainTracker
 
 RESULTS = Path(__file__).parent / "results"
 

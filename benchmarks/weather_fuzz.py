@@ -209,9 +209,9 @@ def _columns(folder: Path) -> None:
     import numpy as np
 
     from layerbudget.plan import Plan
-    from layerbudget.planning import plan_sparsity
-    from layerbudget.scores.record import Scores
-    from layerbudget.scores.with_shapes import COLUMNS
+    from layerbudget.decisions.sparsity.plan import plan_sparsity
+    from layerbudget.scores import Scores
+    from layerbudget.sensitivity.with_shapes import COLUMNS
     from layerbudget.tables import BlockTable
 
     rows = [(f"layers.{i}", 1.0 + i, 8 + i, 16) for i in range(6)]
@@ -227,7 +227,7 @@ def _columns(folder: Path) -> None:
 
 def _half_pruned(folder: Path, data: list[str]) -> None:
     """Parts of a pruning run that could not be saved."""
-    from layerbudget.pruning import save
+    from layerbudget.decisions.sparsity import save
 
     def refuse(*arguments, **options):
         raise OSError(28, "No space left on device")

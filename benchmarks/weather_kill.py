@@ -239,8 +239,8 @@ def main() -> None:
     import peft  # noqa: F401  (the children are forked: libraries are loaded once)
     import transformers
 
-    import layerbudget.lora.finetune
-    import layerbudget.pruning.apply  # noqa: F401
+    import layerbudget.finetuning.finetune
+    import layerbudget.decisions.sparsity.apply  # noqa: F401
 
     transformers.utils.logging.set_verbosity_error()
     verbs = {n: v for n, v in VERBS.items() if a.only in (None, n)}

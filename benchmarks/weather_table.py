@@ -194,7 +194,7 @@ def main() -> None:
     import peft  # noqa: F401  (the children are forked: libraries are loaded once)
     import transformers
 
-    import layerbudget.lora.finetune  # noqa: F401
+    import layerbudget.finetuning.finetune  # noqa: F401
 
     transformers.utils.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as base:

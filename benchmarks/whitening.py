@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from layerbudget.scores.curvature.kronecker import Sums
-from layerbudget.scores.curvature.whitened import whitened
+from layerbudget.sensitivity.curvature.kronecker import Sums
+from layerbudget.sensitivity.curvature.whitened import whitened
 
 
 def factors(width: int, tokens: int) -> Sums:

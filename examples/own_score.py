@@ -1,8 +1,8 @@
 """A score of one's own - the norm of the weights - under the same program, beside a permuted control and uniform."""
 
 import layerbudget as lb
-from layerbudget.blocks import weight_of
-from layerbudget.scores.estimators import estimator
+from layerbudget.models.blocks import weight_of
+from layerbudget.sensitivity.estimators import estimator
 
 
 @estimator("my-norm", summary="mean square of the weights", data=False)

@@ -12,7 +12,7 @@ import argparse
 
 import numpy as np
 
-from layerbudget.program import allocate, round_capacity
+from layerbudget.solvers import allocate, round_capacity
 from layerbudget.report.figures import new_figure, save_figure
 
 

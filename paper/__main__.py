@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from layerbudget.errors import InvalidInput, LayerbudgetError
-from layerbudget.running.cells import Elsewhere, parse_part
+from layerbudget.execution.cells import Elsewhere, parse_part
 
 from .catalogue import EXPERIMENTS, Experiment, find_experiment, listing
 from .outcome import check_folder, leave

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from layerbudget.evaluation.paired import compare_means
-from layerbudget.planning.transfer import transfer_scores
-from layerbudget.program.transfer import spearman
+from layerbudget.plans.transfer import transfer_scores
+from layerbudget.solvers.transfer import spearman
 from layerbudget.progress import Progress, Steps
 
 from .expert_bench import BETAS, ExpertRuns, accuracy_row

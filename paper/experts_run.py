@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from layerbudget.plan import Plan
-from layerbudget.planning import plan_experts
+from layerbudget.planning.capacity import plan_experts
 from layerbudget.progress import Progress, Steps
 
 from .expert_bench import BETAS, ExpertRuns, accuracy_row, table, versus

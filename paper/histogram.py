@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from layerbudget.blocks import describe, partition
+from layerbudget.models.blocks import describe, partition
 from layerbudget.data.text import calibration
-from layerbudget.loading import load_model, load_tokenizer
-from layerbudget.scores.gain import score
+from layerbudget.models.loading import load_model, load_tokenizer
+from layerbudget.sensitivity.gain import score
 
 from .outcome import Claim, Outcome
 from .setting import SETTINGS, text_source

@@ -19,11 +19,11 @@ import torch
 from scipy.stats import kendalltau, spearmanr
 from torch import nn
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.errors import MissingDependency
 from layerbudget.progress import Progress, Steps
-from layerbudget.running.loss import FeatureSet
-from layerbudget.scores.gain import score
+from layerbudget.execution.loss import FeatureSet
+from layerbudget.sensitivity.gain import score
 
 from .published import mlp_entries
 

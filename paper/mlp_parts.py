@@ -1,6 +1,6 @@
 """What the released MLP script does with its scores: allocation agreement, sensitivity, exact-budget pruning.
 
-The script's bisections are the programs of :mod:`layerbudget.program` under unit costs, the paper's block form and literal
+The script's bisections are the programs of :mod:`layerbudget.solvers` under unit costs, the paper's block form and literal
 units, so they are solved here exactly. gamma is calibrated by the script's formula, once, on the direct gain.
 """
 
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from layerbudget.program import allocate, sparsify
-from layerbudget.program.rules import apportion
+from layerbudget.solvers import allocate, sparsify
+from layerbudget.solvers.rules import apportion
 
 from .mlp_released import SeedRun, accuracy, linears
 from .mlp_scores import EPSILON

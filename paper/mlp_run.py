@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from layerbudget.program.inputs import choice
+from layerbudget.solvers.inputs import choice
 
 from . import mlp
 from .mlp_both import as_released, both, closest, within

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from layerbudget.blocks import describe, partition, weight_of
+from layerbudget.models.blocks import describe, partition, weight_of
 from layerbudget.data.text import calibration
 from layerbudget.evaluation.paired import compare_means
-from layerbudget.loading import load_model, load_tokenizer
+from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan
-from layerbudget.planning import plan_sparsity
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.progress import Progress, Steps
-from layerbudget.pruning.apply import prune
-from layerbudget.running.cells import Cells
-from layerbudget.scores.record import Scores
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.execution.cells import Cells
+from layerbudget.scores import Scores
 
 from .influences import influence_scores
 from .outcome import Claim, Outcome

@@ -4,7 +4,7 @@ What the released code computes differs from the paper's text, and its files are
 that position p belongs to layer ``file_order[p]``. The recipe that reproduces the files:
 
 - sparsity: raw scores, kappa 1, cap 0.51, *exactly* half of the parameters: the ``exactly`` rule of
-  :func:`layerbudget.program.sparsify` (the released multiplier is ``b - t`` with ``t = 2 eta q rho / n`` on the free layers);
+  :func:`layerbudget.solvers.sparsify` (the released multiplier is ``b - t`` with ``t = 2 eta q rho / n`` on the free layers);
 - experts: ``w = (q + 0.05 median q)^2``, ``f_k = gamma w_k / (lambda c_k)``, ``floor(1 + max(f_k, 1))`` with
   ``sum_k c_k (1 + max(f_k, 1)) = sigma x base FLOPs``. The cost c counts the MLP adapters twice
   (2,195,456 FLOPs instead of 1,310,720); in CoLA five positions have the true cost.
@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from layerbudget.errors import UnknownBlock
-from layerbudget.program.dual import piecewise_root
-from layerbudget.program.sparsity import sparsify
+from layerbudget.solvers.dual import piecewise_root
+from layerbudget.solvers.sparsity import sparsify
 
 from .outcome import Claim, Outcome
 from .released_files import read_released

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from layerbudget.errors import CorruptFile, NotFound
-from layerbudget.keeping.reading import read
+from layerbudget.storage.reading import read
 
 BITS, ETA, GAMMA = 16.0, 2.0, 0.9
 # Names of the tasks in those files.

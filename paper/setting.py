@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from layerbudget.errors import NotFound
-from layerbudget.lora.protocol import PRESETS, Protocol
+from layerbudget.finetuning.protocol import PRESETS, Protocol
 
 TASKS: Mapping[str, str] = {
     "cola": "CoLA", "mrpc": "MRPC", "commonsenseqa": "CommonsenseQA", "openbookqa": "OpenBookQA", "scienceqa": "ScienceQA",

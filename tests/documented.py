@@ -37,7 +37,7 @@ def words_of(line: str) -> list[str]:
 def shrink() -> Callable[[], None]:
     """Let every text that is read have at most four sequences of 32 tokens, and a training one epoch; what undoes that."""
     from layerbudget.data import text
-    from layerbudget.lora import protocol
+    from layerbudget.finetuning import protocol
 
     whole = text.calibration
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests import zoo
 from transformers import AutoTokenizer
 
-from layerbudget.loading import DEMO_MODEL
+from layerbudget.models.loading import DEMO_MODEL
 
 
 def furnish(place: Path) -> None:

@@ -88,7 +88,7 @@ def run_page(page, shelf, tmp_path_factory, monkeypatch, capsys) -> list[tuple[s
 def test_the_commands_of_a_page_run_as_they_are_written(page, shelf, tmp_path_factory, monkeypatch, capsys):
     """In small sizes: texts are cut to four sequences of 32 tokens, trainings to one epoch. Nothing else is changed."""
     undo = shrink()
-    from layerbudget.running import launch
+    from layerbudget.execution import launch
 
     monkeypatch.setattr(
         launch, "command_of",

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from layerbudget import costs
-from layerbudget.configurations import blocks_from_config
+from layerbudget.planning import costs
+from layerbudget.models.configurations import blocks_from_config
 from layerbudget.errors import CorruptFile, InvalidInput, NotFound, UnknownStructure, UnknownUnit
 from layerbudget.records import Block, Module
 

@@ -14,9 +14,9 @@ import torch
 import layerbudget as lb
 from layerbudget.kinds import KINDS
 from layerbudget.planning.rule import RULES, rules_of
-from layerbudget.scores.estimators import ESTIMATORS
-from layerbudget.treatments import TREATMENTS
-from layerbudget.treatments.base import QUANTISERS
+from layerbudget.sensitivity.estimators import ESTIMATORS
+from layerbudget.compressors import TREATMENTS
+from layerbudget.compressors.base import QUANTISERS
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from layerbudget.cli import COMMANDS, build_parser
-from layerbudget.scores.estimators import ESTIMATORS
+from layerbudget.sensitivity.estimators import ESTIMATORS
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]

@@ -8,8 +8,8 @@ from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.errors import InvalidInput
-from layerbudget.loading import describe_place, load_model
-from layerbudget.lora.base import classifier_loader
+from layerbudget.models.loading import describe_place, load_model
+from layerbudget.finetuning.base import classifier_loader
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_the_matrix_that_the_scan_of_mamba_multiplies_by_itself_is_left_out_and_
     import transformers
 
     from layerbudget import partition, score
-    from layerbudget.blocks import left_out
+    from layerbudget.models.blocks import left_out
 
     torch.manual_seed(0)
     config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)

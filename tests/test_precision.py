@@ -7,17 +7,17 @@ import json
 import pytest
 import torch
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.cli import main
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import ModelMismatch
-from layerbudget.loading import load_model
-from layerbudget.planning import plan_sparsity
-from layerbudget.provenance import computation, versions
-from layerbudget.pruning.apply import prune
-from layerbudget.scores.estimators import estimators
-from layerbudget.scores.gain import score
-from layerbudget.scores.record import Scores
+from layerbudget.models.loading import load_model
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.models.provenance import computation, versions
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.sensitivity.estimators import estimators
+from layerbudget.sensitivity.gain import score
+from layerbudget.scores import Scores
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ SRC = Path(layerbudget.__file__).parent
 
 def test_the_decision_core_never_imports_torch():
     code = (
-        "import sys; import layerbudget.plan, layerbudget.planning, layerbudget.costs, layerbudget.scores.record;"
-        "import pkgutil, importlib, layerbudget.program as p;"
-        "[importlib.import_module(f'layerbudget.program.{m.name}') for m in pkgutil.iter_modules(p.__path__)];"
+        "import sys; import layerbudget.plan, layerbudget.planning, layerbudget.planning.costs, layerbudget.scores;"
+        "import pkgutil, importlib, layerbudget.solvers as p;"
+        "[importlib.import_module(f'layerbudget.solvers.{m.name}') for m in pkgutil.iter_modules(p.__path__)];"
         "bad = [m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers')]; sys.exit(str(bad) if bad else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

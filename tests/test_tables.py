@@ -11,14 +11,17 @@ import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.errors import CorruptFile, InvalidInput
 from layerbudget.exports.tables import blocks_csv, layers_json
-from layerbudget.keeping import columns
+from layerbudget.storage import columns
 from layerbudget.plan import Plan
 from layerbudget.plan_blocks import PlanTable
-from layerbudget.planning import diff_plans, explain_plan, plan_experts, plan_ranks, plan_sparsity
-from layerbudget.planning.serving import serving_hint
+from layerbudget.plans.compare import diff_plans
+from layerbudget.plans.explain import explain_plan
+from layerbudget.planning.capacity import plan_experts, plan_ranks
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.decisions.ranks.serving import serving_hint
 from layerbudget.records import Block, Module
-from layerbudget.scores.record import Scores
-from layerbudget.scores.with_shapes import COLUMNS, scores_with_shapes
+from layerbudget.scores import Scores
+from layerbudget.sensitivity.with_shapes import COLUMNS, scores_with_shapes
 from layerbudget.tables import BlockTable
 
 K = 60
@@ -76,7 +79,7 @@ def test_every_program_decides_the_same_on_columns(name, inner):
 def test_many_blocks_are_written_as_columns_and_come_back(tmp_path, monkeypatch, inner):
     before = scores_of(inner)
     before.save(tmp_path / "rows.json")  # an object per block, as earlier releases wrote a million of them
-    monkeypatch.setattr("layerbudget.scores.record.LARGE", 10)
+    monkeypatch.setattr("layerbudget.scores.LARGE", 10)
     monkeypatch.setattr("layerbudget.plan.LARGE", 10)
     scores = Scores.load(tmp_path / "rows.json")
     assert isinstance(scores.blocks, BlockTable) and scores.blocks == before.blocks and scores.gain == before.gain
@@ -90,7 +93,7 @@ def test_many_blocks_are_written_as_columns_and_come_back(tmp_path, monkeypatch,
     assert read.blocks == plan.blocks and read.digest == plan.digest and read.scores_digest == scores.digest
     assert Plan.from_dict(json.loads(json.dumps(read.to_dict()))).digest == plan.digest
     monkeypatch.setattr("layerbudget.records._MANY", 100)  # files that are read some blocks at a time
-    monkeypatch.setattr("layerbudget.keeping.columns._AT_ONCE", 16)
+    monkeypatch.setattr("layerbudget.storage.columns._AT_ONCE", 16)
     assert Scores.load(tmp_path / "rows.json").digest == scores.digest == Scores.load(tmp_path / "scores.json").digest
     assert Plan.load(tmp_path / "plan.json").digest == plan.digest
 
@@ -170,7 +173,7 @@ def test_broken_tables_are_one_sentence(tmp_path, row):
 
 
 def test_a_long_table_is_cut(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("layerbudget.scores.record.LARGE", 10)
+    monkeypatch.setattr("layerbudget.scores.LARGE", 10)
     monkeypatch.setattr("layerbudget.cli.files.ROWS", 6)
     scores_of(1).save(tmp_path / "scores.json")
     assert main(["plan", "sparsity", str(tmp_path / "scores.json")]) == 0

@@ -11,10 +11,10 @@ from tests import zoo
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.errors import CoverageError, InvalidInput
-from layerbudget.scores.record import Scores
-from layerbudget.tracker import GainTracker
+from layerbudget.scores import Scores
+from layerbudget.finetuning.tracker import GainTracker
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("accelerate")
@@ -119,7 +119,7 @@ def test_layer_that_stops_learning_loses_its_weight(mistral, data, tmp_path, cap
 
     for p in mistral.model.layers[0].parameters():
         p.register_hook(silence)
-    with caplog.at_level("INFO", logger="layerbudget.tracker"):
+    with caplog.at_level("INFO", logger="layerbudget.finetuning.tracker"):
         train(mistral, data, tmp_path, tracker, steps=40)
     first, last = tracker.history[0], tracker.history[-1]
     assert first["regret"] == pytest.approx(0.0, abs=1e-12) and first["moved"] == 0

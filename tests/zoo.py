@@ -14,13 +14,13 @@ import torch
 import transformers
 from torch import nn
 
-from layerbudget import blocks as B
+from layerbudget.models import blocks as B
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.records import Block, Module
-from layerbudget.running import loss as L
-from layerbudget.scores.record import Scores
-from layerbudget.treatments.select import share
+from layerbudget.execution import loss as L
+from layerbudget.scores import Scores
+from layerbudget.compressors.select import share
 
 # --- models ------------------------------------------------------------------------------------------------------------------
 

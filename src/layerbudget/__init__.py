@@ -12,92 +12,92 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and type checkers know it
-    from .blocks import partition as partition
-    from .configurations import blocks_from_config as blocks_from_config
-    from .damage.by_curves import plan_by_curves as plan_by_curves
-    from .damage.directional import fisher_along as fisher_along
-    from .damage.measure import damage_curves as damage_curves
-    from .damage.sequential import plan_directional as plan_directional
+    from .models.blocks import partition as partition
+    from .models.configurations import blocks_from_config as blocks_from_config
+    from .decisions.sparsity.by_curves import plan_by_curves as plan_by_curves
+    from .sensitivity.directional.directional import fisher_along as fisher_along
+    from .decisions.sparsity.measure import damage_curves as damage_curves
+    from .decisions.sparsity.sequential import plan_directional as plan_directional
     from .data.calibration import CalibrationSet as CalibrationSet
     from .data.text import calibration as calibration
     from .doctor import diagnose as diagnose
     from .evaluation.perplexity import evaluation_set as evaluation_set
     from .evaluation.perplexity import perplexity as perplexity
     from .kinds import apply_plan as apply_plan
-    from .loading import load_model as load_model
-    from .loading import load_tokenizer as load_tokenizer
-    from .lora.mixtures import add_experts as add_experts
-    from .lora.ranks import add_ranks as add_ranks
-    from .lora.ranks import to_lora_config as to_lora_config
+    from .models.loading import load_model as load_model
+    from .models.loading import load_tokenizer as load_tokenizer
+    from .decisions.experts.mixtures import add_experts as add_experts
+    from .decisions.ranks.ranks import add_ranks as add_ranks
+    from .decisions.ranks.ranks import to_lora_config as to_lora_config
     from .plan import Plan as Plan
-    from .planning import diff_plans as diff_plans
-    from .planning import explain_plan as explain_plan
-    from .planning import plan_again as plan_again
-    from .planning import plan_experts as plan_experts
-    from .planning import plan_joint as plan_joint
-    from .planning import plan_ranks as plan_ranks
-    from .planning import plan_sparsity as plan_sparsity
-    from .planning import sweep as sweep
-    from .planning import transfer_scores as transfer_scores
-    from .pruning.apply import prune as prune
-    from .pruning.receipt import recount as recount
-    from .pruning.recovery import recover as recover
-    from .pruning.save import save_pruned as save_pruned
-    from .scores.certificate import certify_ranking as certify_ranking
-    from .scores.certificate import direct_check as direct_check
-    from .scores.gain import score as score
-    from .scores.importing import import_scores as import_scores
-    from .scores.record import Scores as Scores
-    from .shrinking.depth import plan_depth as plan_depth
-    from .shrinking.heads import remove_heads as remove_heads
-    from .shrinking.shapes import plan_structured as plan_structured
-    from .shrinking.shrink import apply_structured as apply_structured
-    from .tracker import GainTracker as GainTracker
+    from .plans.compare import diff_plans as diff_plans
+    from .plans.explain import explain_plan as explain_plan
+    from .plans.again import plan_again as plan_again
+    from .planning.capacity import plan_experts as plan_experts
+    from .decisions.joint.plan import plan_joint as plan_joint
+    from .planning.capacity import plan_ranks as plan_ranks
+    from .decisions.sparsity.plan import plan_sparsity as plan_sparsity
+    from .plans.compare import sweep as sweep
+    from .plans.transfer import transfer_scores as transfer_scores
+    from .decisions.sparsity.apply import prune as prune
+    from .decisions.sparsity.receipt import recount as recount
+    from .decisions.sparsity.recovery import recover as recover
+    from .decisions.sparsity.save import save_pruned as save_pruned
+    from .sensitivity.certificate import certify_ranking as certify_ranking
+    from .sensitivity.certificate import direct_check as direct_check
+    from .sensitivity.gain import score as score
+    from .sensitivity.importing import import_scores as import_scores
+    from .scores import Scores as Scores
+    from .decisions.shapes.depth import plan_depth as plan_depth
+    from .decisions.shapes.heads import remove_heads as remove_heads
+    from .decisions.shapes.plan import plan_structured as plan_structured
+    from .decisions.shapes.shrink import apply_structured as apply_structured
+    from .finetuning.tracker import GainTracker as GainTracker
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "load_model": "loading",
-    "load_tokenizer": "loading",
-    "partition": "blocks",
+    "load_model": "models.loading",
+    "load_tokenizer": "models.loading",
+    "partition": "models.blocks",
     "calibration": "data.text",
     "CalibrationSet": "data.calibration",
-    "score": "scores.gain",
-    "Scores": "scores.record",
+    "score": "sensitivity.gain",
+    "Scores": "scores",
     "Plan": "plan",
-    "plan_sparsity": "planning",
-    "plan_experts": "planning",
-    "plan_ranks": "planning",
-    "plan_joint": "planning",
-    "plan_again": "planning",
-    "sweep": "planning",
-    "diff_plans": "planning",
-    "explain_plan": "planning",
-    "transfer_scores": "planning",
-    "blocks_from_config": "configurations",
-    "prune": "pruning.apply",
-    "recount": "pruning.receipt",
-    "save_pruned": "pruning.save",
-    "damage_curves": "damage.measure",
-    "plan_directional": "damage.sequential",
-    "fisher_along": "damage.directional",
-    "plan_by_curves": "damage.by_curves",
-    "plan_depth": "shrinking.depth",
-    "plan_structured": "shrinking.shapes",
-    "apply_structured": "shrinking.shrink",
+    "plan_sparsity": "decisions.sparsity.plan",
+    "plan_experts": "planning.capacity",
+    "plan_ranks": "planning.capacity",
+    "plan_joint": "decisions.joint.plan",
+    "plan_again": "plans.again",
+    "sweep": "plans.compare",
+    "diff_plans": "plans.compare",
+    "explain_plan": "plans.explain",
+    "transfer_scores": "plans.transfer",
+    "blocks_from_config": "models.configurations",
+    "prune": "decisions.sparsity.apply",
+    "recount": "decisions.sparsity.receipt",
+    "save_pruned": "decisions.sparsity.save",
+    "damage_curves": "decisions.sparsity.measure",
+    "plan_directional": "decisions.sparsity.sequential",
+    "fisher_along": "sensitivity.directional.directional",
+    "plan_by_curves": "decisions.sparsity.by_curves",
+    "plan_depth": "decisions.shapes.depth",
+    "plan_structured": "decisions.shapes.plan",
+    "apply_structured": "decisions.shapes.shrink",
     "apply_plan": "kinds",
-    "remove_heads": "shrinking.heads",
-    "recover": "pruning.recovery",
-    "to_lora_config": "lora.ranks",
-    "add_ranks": "lora.ranks",
-    "add_experts": "lora.mixtures",
+    "remove_heads": "decisions.shapes.heads",
+    "recover": "decisions.sparsity.recovery",
+    "to_lora_config": "decisions.ranks.ranks",
+    "add_ranks": "decisions.ranks.ranks",
+    "add_experts": "decisions.experts.mixtures",
     "perplexity": "evaluation.perplexity",
     "evaluation_set": "evaluation.perplexity",
     "diagnose": "doctor",
-    "import_scores": "scores.importing",
-    "direct_check": "scores.certificate",
-    "certify_ranking": "scores.certificate",
-    "GainTracker": "tracker",
+    "import_scores": "sensitivity.importing",
+    "direct_check": "sensitivity.certificate",
+    "certify_ranking": "sensitivity.certificate",
+    "GainTracker": "finetuning.tracker",
 }
 
 _RENAMED = {"calibrate": "plan_by_curves", "examine": "diagnose"}  # for one release

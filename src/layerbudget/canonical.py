@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .keeping.columns import Fields, Numbers, written
+from .storage.columns import Fields, Numbers, written
 
 
 def to_jsonable(value: Any) -> Any:

@@ -75,32 +75,32 @@ KINDS: Registry[Kind] = Registry("kind of plan", group="layerbudget.kinds")
 for _kind in (
     Kind(
         name="sparsity", decides="sparsity", counts="pruned parameters", harms=True, budget="sparsity",
-        make=".planning.sparsity:plan_sparsity", apply=".pruning.apply:prune", summary="a sparsity for every block",
+        make="layerbudget.decisions.sparsity.plan:plan_sparsity", apply="layerbudget.decisions.sparsity.apply:prune", summary="a sparsity for every block",
         command="layerbudget prune",
     ),
     Kind(
         name="structured", decides="removed parameters", counts="removed parameters", harms=True,
-        apply=".shrinking.shrink:apply_structured", summary="heads, MLP widths and layers to remove: smaller matrices",
+        apply="layerbudget.decisions.shapes.shrink:apply_structured", summary="heads, MLP widths and layers to remove: smaller matrices",
         command="layerbudget prune",
     ),
     Kind(
-        name="depth", decides="removal", counts="removed parameters", harms=True, apply=".shrinking.depth:apply_depth",
+        name="depth", decides="removal", counts="removed parameters", harms=True, apply="layerbudget.decisions.shapes.depth:apply_depth",
         summary="whole layers to remove",
         command="layerbudget prune",
     ),
     Kind(
         name="experts", decides="experts", counts="experts of every matrix", budget="total",
-        make=".planning.capacity:plan_experts", apply=".lora.mixtures:add_experts", summary="LoRA experts for every block",
+        make="layerbudget.planning.capacity:plan_experts", apply="layerbudget.decisions.experts.mixtures:add_experts", summary="LoRA experts for every block",
         command="layerbudget finetune",
     ),
     Kind(
         name="ranks", decides="rank", counts="rank of every matrix", budget="mean_rank",
-        make=".planning.capacity:plan_ranks", apply=".lora.ranks:add_ranks", summary="a LoRA rank for every block",
+        make="layerbudget.planning.capacity:plan_ranks", apply="layerbudget.decisions.ranks.ranks:add_ranks", summary="a LoRA rank for every block",
         command="layerbudget finetune",
     ),
     Kind(
         name="bits", decides="bits per weight", counts="bytes", budget="bits", predicts=True,
-        make=".planning.bits:plan_bits", apply=".quantising.apply:apply_bits",
+        make="layerbudget.decisions.bits.plan:plan_bits", apply="layerbudget.decisions.bits.apply:apply_bits",
         summary="a format for every weight matrix, in whole bytes",
         command="layerbudget quantize",
     ),

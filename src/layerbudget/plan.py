@@ -13,9 +13,9 @@ import numpy as np
 from typing_extensions import Self
 
 from .errors import CorruptFile, InvalidInput, ModelMismatch
-from .keeping import reading
-from .keeping.columns import LARGE, Table, matrices_of, names_of
-from .keeping.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, Structured, StructuredSettings
+from .storage import reading
+from .storage.columns import LARGE, Table, matrices_of, names_of
+from .storage.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, Structured, StructuredSettings
 from .kinds import KINDS, by_name, count_of
 from .plan_blocks import PlanBlock as PlanBlock
 from .plan_blocks import PlanTable
@@ -155,7 +155,7 @@ class Plan(Record):
         return {m: b for b in self.blocks for m in b.modules}
 
     def to_lora_config(self, **options: Any) -> Any:
-        """Deprecated; use :func:`~layerbudget.lora.ranks.to_lora_config`."""
+        """Deprecated; use :func:`~layerbudget.decisions.ranks.ranks.to_lora_config`."""
         warnings.warn("Plan.to_lora_config is layerbudget.to_lora_config(plan) now.", DeprecationWarning, stacklevel=2)
         return importlib.import_module(".lora.ranks", __package__).to_lora_config(self, **options)
 
@@ -163,7 +163,7 @@ class Plan(Record):
         """Refuse a model that the plan was not made for.
 
         Args:
-            model: ``{id, revision, digest, ...}`` of the model at hand (:func:`layerbudget.blocks.describe`). Where one of the
+            model: ``{id, revision, digest, ...}`` of the model at hand (:func:`layerbudget.models.blocks.describe`). Where one of the
                 two is quantised, the skeletons are compared: a plan made in bfloat16 serves the model in 4 bits and back.
 
         Raises:

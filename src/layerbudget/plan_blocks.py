@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from .keeping import reading
-from .keeping.columns import ColumnsFile, Table, checked, parts_of, single
+from .storage import reading
+from .storage.columns import ColumnsFile, Table, checked, parts_of, single
 from .records import Block
 from .tables import BlockTable
 

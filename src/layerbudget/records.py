@@ -17,11 +17,11 @@ from .canonical import digest as digest
 from .canonical import dumps as dumps
 from .canonical import to_jsonable as to_jsonable
 from .errors import CorruptFile, InvalidInput, NotFound
-from .keeping import reading
-from .keeping.columns import Table
-from .keeping.writing import check_output as check_output
-from .keeping.writing import check_writable as check_writable
-from .keeping.writing import write_text as write_text
+from .storage import reading
+from .storage.columns import Table
+from .storage.writing import check_output as check_output
+from .storage.writing import check_writable as check_writable
+from .storage.writing import write_text as write_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self

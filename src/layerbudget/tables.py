@@ -1,4 +1,4 @@
-"""A model's blocks and a plan's blocks as columns (:mod:`layerbudget.keeping.columns`). No torch."""
+"""A model's blocks and a plan's blocks as columns (:mod:`layerbudget.storage.columns`). No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from .errors import InvalidInput
-from .keeping import reading
-from .keeping.columns import ColumnsFile, Table, checked, parts_of, single
+from .storage import reading
+from .storage.columns import ColumnsFile, Table, checked, parts_of, single
 from .records import Block, Module
 
 _SIDES = {"d_in": np.int64, "d_out": np.int64, "copies": np.int64, "active": np.int64}

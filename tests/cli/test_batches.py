@@ -10,7 +10,7 @@ import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.cli.shared import batch_of
 from layerbudget.plan import Plan
-from layerbudget.running import memory
+from layerbudget.execution import memory
 
 FEW = ["--samples", "6", "--length", "24", "--quiet", "--json"]
 

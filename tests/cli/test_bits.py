@@ -52,7 +52,7 @@ def test_plan_write_count_and_measure(folder, plan, capsys):
 
 def test_a_file_that_would_not_fit_on_the_disk_is_not_made(folder, plan, capsys, monkeypatch):
     sound = shutil.disk_usage
-    monkeypatch.setattr("layerbudget.keeping.writing.shutil.disk_usage", lambda path: sound(path)._replace(free=20_000))
+    monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda path: sound(path)._replace(free=20_000))
     assert "are free" in sentence(capsys, "quantize", "demo", plan, "-o", folder / "nowhere", "--quiet")
     assert not (folder / "nowhere").exists()
 

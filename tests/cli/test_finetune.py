@@ -9,7 +9,7 @@ from tests import zoo
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from layerbudget.blocks import describe
+from layerbudget.models.blocks import describe
 from layerbudget.cli import main
 
 

@@ -14,7 +14,7 @@ from tests import zoo
 from layerbudget.cli import main, progress
 from layerbudget.cli.progress import Lines, Told, progress_bar
 from layerbudget.progress import Steps, say
-from layerbudget.scores.estimators import estimators
+from layerbudget.sensitivity.estimators import estimators
 
 SMALL = ("--samples", "4", "--length", "16")
 

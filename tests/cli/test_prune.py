@@ -9,12 +9,12 @@ import pytest
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.loading import load_model
+from layerbudget.models.loading import load_model
 from layerbudget.plan import Plan
-from layerbudget.planning import plan_ranks
-from layerbudget.pruning.receipt import recount
+from layerbudget.planning.capacity import plan_ranks
+from layerbudget.decisions.sparsity.receipt import recount
 from layerbudget.records import Block, Module
-from layerbudget.scores.record import Scores
+from layerbudget.scores import Scores
 
 BLOCKS = [Block(name=n, modules=(Module(name=n, d_in=16, d_out=8),)) for n in ("a", "b", "c")]
 
@@ -40,7 +40,7 @@ def test_json_is_the_recount(saved, capsys, method):
     assert result["blocks"] == {b["name"]: b["count"] / b["numel"] for b in plan["blocks"]}
     pruned = load_model(result["output"])
     zeros = sum(b["count"] for b in plan["blocks"])
-    from layerbudget.blocks import partition
+    from layerbudget.models.blocks import partition
 
     assert recount(pruned, partition(pruned))["zeros"] == zeros
     assert result["sparsity"] == zeros / sum(b["numel"] for b in plan["blocks"])
@@ -48,7 +48,7 @@ def test_json_is_the_recount(saved, capsys, method):
 
 
 def test_checkpoints_outlive_a_save_that_fails(saved, capsys, monkeypatch):
-    import layerbudget.pruning.save as saving
+    import layerbudget.decisions.sparsity.save as saving
 
     kept = saved / "kept"
 
@@ -64,7 +64,7 @@ def test_checkpoints_outlive_a_save_that_fails(saved, capsys, monkeypatch):
 
 
 def test_a_plan_of_another_kind_is_refused_before_anything_is_said_or_loaded(saved, capsys, monkeypatch):
-    import layerbudget.loading as loading
+    import layerbudget.models.loading as loading
 
     scores = Scores.from_values({b.name: 1.0 + i for i, b in enumerate(BLOCKS)}, BLOCKS)
     scores.save(saved / "scores.json")

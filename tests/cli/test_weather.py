@@ -7,7 +7,7 @@ import pytest
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.loading import load_model
+from layerbudget.models.loading import load_model
 
 CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -138,7 +138,7 @@ def test_a_model_that_would_not_fit_on_the_disk_is_not_made(folder, capsys, monk
         command += ["--resume", folder / "parts"] if "resume" in verb else []
     capsys.readouterr()
     sound = shutil.disk_usage
-    monkeypatch.setattr("layerbudget.keeping.writing.shutil.disk_usage", lambda path: sound(path)._replace(free=20_000))
+    monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda path: sound(path)._replace(free=20_000))
     said = " ".join(refused(capsys, *command, "-o", out).split())
     assert "are free" in said and "19.5 KiB" in said
     assert not [p for p in out.rglob("*") if p.is_file()] and not (folder / "parts").exists()

@@ -16,13 +16,13 @@ from layerbudget.comparison import grid, render, verdict
 from layerbudget.comparison.format_bench import FormatBench
 from layerbudget.comparison.passes import counted
 from layerbudget.comparison.run import compare_scores
-from layerbudget.damage.rounding import rounding_damage
+from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput
-from layerbudget.planning.bits import plan_bits
+from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.planning.rule import shuffled
-from layerbudget.running.cells import Cells
-from layerbudget.treatments.base import Level, find_quantiser
+from layerbudget.execution.cells import Cells
+from layerbudget.compressors.base import Level, find_quantiser
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_a_task_bench_trains_ranks(tokenizer, tmp_path):
     rows = [{"text": "ab" * (1 + i % 3) if i % 2 else "xy" * (1 + i % 4), "label": i % 2} for i in range(60)]
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({**r, "text": r["text"] + str(i)}) for i, r in enumerate(rows)))
     from layerbudget.data.tasks import load_task
-    from layerbudget.lora.protocol import Protocol
+    from layerbudget.finetuning.protocol import Protocol
 
     task = load_task(str(tmp_path / "t.jsonl"))
     bench = benches.TaskBench(

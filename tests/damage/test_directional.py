@@ -10,12 +10,12 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import weight_of
-from layerbudget.damage import directional as D
-from layerbudget.damage.directions import Nested, Written
-from layerbudget.damage.ledger import Unit
+from layerbudget.models.blocks import weight_of
+from layerbudget.sensitivity.directional import directional as D
+from layerbudget.sensitivity.directional.directions import Nested, Written
+from layerbudget.sensitivity.directional.ledger import Unit
 from layerbudget.errors import InvalidInput, LengthMismatch, UnknownBlock
-from layerbudget.running import loss as L
+from layerbudget.execution import loss as L
 
 NAMES = {
     "mistral": ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.2.mlp.up_proj"],

@@ -9,14 +9,14 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import describe, partition
-from layerbudget.damage.by_curves import plan_by_curves
-from layerbudget.damage.curves import Curves
-from layerbudget.damage.measure import damage_curves, plan_damage
+from layerbudget.models.blocks import describe, partition
+from layerbudget.decisions.sparsity.by_curves import plan_by_curves
+from layerbudget.decisions.sparsity.curves import Curves
+from layerbudget.decisions.sparsity.measure import damage_curves, plan_damage
 from layerbudget.errors import InvalidInput
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.planning import plan_sparsity
-from layerbudget.pruning.apply import prune
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.decisions.sparsity.apply import prune
 
 
 def only(model, chosen, ratio):

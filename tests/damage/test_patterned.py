@@ -5,11 +5,11 @@ import torch
 from tests import zoo
 
 import layerbudget as lb
-from layerbudget.blocks import partition
-from layerbudget.damage.jointly import Joint, describe_rows
-from layerbudget.damage.patterned import plan_pattern
+from layerbudget.models.blocks import partition
+from layerbudget.decisions.bits.jointly import Joint, describe_rows
+from layerbudget.decisions.sparsity.patterned import plan_pattern
 from layerbudget.errors import InvalidInput
-from layerbudget.pruning.apply import prune
+from layerbudget.decisions.sparsity.apply import prune
 
 
 @pytest.mark.parametrize("method", ("magnitude", "wanda"))

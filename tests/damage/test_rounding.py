@@ -9,17 +9,17 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import describe, weight_of
-from layerbudget.damage import rounding as R
-from layerbudget.damage.jointly import Joint, plan_formats
-from layerbudget.damage.rounding import rounding_damage
-from layerbudget.damage.rounding_bench import mean_and_error, mean_and_rest
+from layerbudget.models.blocks import describe, weight_of
+from layerbudget.decisions.bits import sensitivity as R
+from layerbudget.decisions.bits.jointly import Joint, plan_formats
+from layerbudget.decisions.bits.sensitivity import rounding_damage
+from layerbudget.decisions.bits.rounding_bench import mean_and_error, mean_and_rest
 from layerbudget.errors import InvalidInput
-from layerbudget.planning.bits import Table, plan_bits
-from layerbudget.treatments.base import Level, find_quantiser
-from layerbudget.treatments.formats import find_format
-from layerbudget.treatments.items import end_modules, items_of
-from layerbudget.treatments.runtimes import RUNTIMES
+from layerbudget.decisions.bits.plan import Table, plan_bits
+from layerbudget.compressors.base import Level, find_quantiser
+from layerbudget.compressors.formats import find_format
+from layerbudget.decisions.bits.items import end_modules, items_of
+from layerbudget.decisions.bits.runtimes import RUNTIMES
 
 pytest.importorskip("gguf")
 
@@ -136,7 +136,7 @@ def test_the_check_is_of_the_whole_plan_and_leaves_the_model_alone():
     assert describe(model) == describe(dense) and set(check["rows"]) == {"choices", "uniform", "mix"}
     assert check["rows"][check["taken"]]["kl"] == min(r["kl"] for r in check["rows"].values())
     assert plan.rule == check["taken"] and plan.extra["asked"] == "choices"
-    from layerbudget.quantising.apply import apply_bits
+    from layerbudget.decisions.bits.apply import apply_bits
 
     changed = zoo.build("llama", intermediate_size=64)
     apply_bits(changed, plan, data.select(slice(0, 8)))

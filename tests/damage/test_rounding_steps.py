@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from tests import zoo
 
-from layerbudget.blocks import describe
-from layerbudget.damage import rounding_steps as S
-from layerbudget.damage.jointly import plan_formats
-from layerbudget.damage.rounding import rounding_damage
+from layerbudget.models.blocks import describe
+from layerbudget.decisions.bits import rounding_steps as S
+from layerbudget.decisions.bits.jointly import plan_formats
+from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import InvalidInput
-from layerbudget.planning.bits import Table, plan_bits
+from layerbudget.decisions.bits.plan import Table, plan_bits
 
 
 @pytest.fixture(scope="module")

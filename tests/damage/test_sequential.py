@@ -9,15 +9,15 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import describe, weight_of
-from layerbudget.damage import descent
-from layerbudget.damage.decisions import Decisions
-from layerbudget.damage.point import Point
-from layerbudget.damage.sequential import plan_directional
+from layerbudget.models.blocks import describe, weight_of
+from layerbudget.decisions.sparsity import descent
+from layerbudget.sensitivity.directional.decisions import Decisions
+from layerbudget.sensitivity.directional.point import Point
+from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch
 from layerbudget.plan import Plan
-from layerbudget.pruning.apply import prune
-from layerbudget.treatments.base import find_treatment
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.compressors.base import find_treatment
 
 
 def kl(model, pruned, data):

@@ -8,10 +8,10 @@ import torch
 from tests import zoo
 
 import layerbudget as lb
-from layerbudget.damage.sequential import plan_directional
+from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.errors import InvalidInput
-from layerbudget.running.store import lying
-from layerbudget.treatments.sparsegpt import _inverse
+from layerbudget.execution.store import lying
+from layerbudget.compressors.sparsegpt import _inverse
 
 
 def test_a_tensor_that_lies_in_a_file_is_a_tensor(tmp_path):
@@ -39,8 +39,8 @@ def test_a_streamed_model_gets_the_plan_of_the_one_in_memory(tmp_path, monkeypat
     model.save_pretrained(tmp_path / "model")
     data = zoo.tokens(4, 12, vocabulary=61)
     spilled: list[tuple[int, ...]] = []
-    import layerbudget.damage.point as point
-    import layerbudget.running.inputs as inputs
+    import layerbudget.sensitivity.directional.point as point
+    import layerbudget.execution.inputs as inputs
 
     for module in (point, inputs):
         monkeypatch.setattr(module, "lying", lambda shape, folder, *more: (
@@ -51,7 +51,7 @@ def test_a_streamed_model_gets_the_plan_of_the_one_in_memory(tmp_path, monkeypat
         plans.append(plan_directional(there, data, sparsity=0.5, by="linear", method="sparsegpt", passes=9))
         assert bool(spilled) == stream
     assert plans[0].counts.tolist() == plans[1].counts.tolist() and plans[0].extra["measured"] == plans[1].extra["measured"]
-    monkeypatch.setattr("layerbudget.keeping.writing.shutil.disk_usage", lambda where: type("Disk", (), {"free": 10})())
+    monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda where: type("Disk", (), {"free": 10})())
     with pytest.raises(InvalidInput, match="will take about"):
         plan_directional(there, data, sparsity=0.5, by="linear", method="sparsegpt", passes=9)
 

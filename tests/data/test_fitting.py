@@ -9,9 +9,9 @@ from layerbudget.data.calibration import CalibrationSet
 from layerbudget.doctor.pace import shape_in_memory
 from layerbudget.errors import InvalidInput, UnknownStructure
 from layerbudget.evaluation.perplexity import perplexity
-from layerbudget.running.loss import head_of
-from layerbudget.running.walk import Walk
-from layerbudget.scores.gain import score
+from layerbudget.execution.loss import head_of
+from layerbudget.execution.walk import Walk
+from layerbudget.sensitivity.gain import score
 
 
 @pytest.mark.parametrize("length, token, match", [(65, 1, "positions for 64"), (8, 97, "embeddings for tokens below 97")])

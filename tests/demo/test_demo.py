@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.cli import main
 from layerbudget.demo import run as demo
-from layerbudget.loading import load_model
+from layerbudget.models.loading import load_model
 from layerbudget.plan import Plan
-from layerbudget.pruning.receipt import recount
+from layerbudget.decisions.sparsity.receipt import recount
 
 
 def test_the_best_row_is_the_one_that_is_saved(tmp_path, monkeypatch, capsys):

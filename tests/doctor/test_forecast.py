@@ -7,7 +7,7 @@ import torch
 from tests import zoo
 from transformers import LlamaConfig
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.cli import main
 from layerbudget.doctor.forecast import VERBS, Speed, forecast, shape_of, time_layer
 from layerbudget.doctor.pricing import long_verbs, price

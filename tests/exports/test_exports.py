@@ -14,9 +14,9 @@ from layerbudget.cli import main
 from layerbudget.errors import InvalidInput
 from layerbudget.exports.base import EXPORTS, export
 from layerbudget.exports.recipes import llm_compressor, with_levels
-from layerbudget.lora.ranks import adapted_ranks
+from layerbudget.decisions.ranks.ranks import adapted_ranks
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.program.levels import few_levels
+from layerbudget.solvers.levels import few_levels
 from layerbudget.records import Block, Module
 
 

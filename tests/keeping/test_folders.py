@@ -6,8 +6,8 @@ import pytest
 from tests.killing import killed_at
 
 from layerbudget.errors import AlreadyExists, InvalidInput
-from layerbudget.keeping import folders, locks
-from layerbudget.keeping.writing import left_behind, new_temporary
+from layerbudget.storage import folders, locks
+from layerbudget.storage.writing import left_behind, new_temporary
 
 OLD = {"config.json": "old", "old.bin": "gone", "sub/a": "1"}
 NEW = {"config.json": "new", "sub/b": "2", "notes.md": "ours"}

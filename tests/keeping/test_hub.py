@@ -10,7 +10,7 @@ import pytest
 from tests import zoo
 
 from layerbudget.errors import NotFound
-from layerbudget.keeping import hub
+from layerbudget.storage import hub
 
 COUNTING = """
 import json, os, socket, sys
@@ -44,8 +44,8 @@ def counted(tmp_path, *commands):
 
 
 def test_local_arguments_make_no_call_and_an_id_makes_one(folder, tmp_path):
-    from layerbudget.loading import load_model
-    from layerbudget.lora.ranks import add_ranks
+    from layerbudget.models.loading import load_model
+    from layerbudget.decisions.ranks.ranks import add_ranks
 
     model = load_model(str(folder / "model"))
     model.config._name_or_path = "somebody/else"

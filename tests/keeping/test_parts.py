@@ -5,7 +5,7 @@ import math
 import pytest
 
 from layerbudget.errors import InvalidInput, ModelMismatch
-from layerbudget.keeping.parts import STATE, Parts, clear
+from layerbudget.storage.parts import STATE, Parts, clear
 
 
 def kept(folder, key="k", value=1):

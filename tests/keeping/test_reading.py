@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from layerbudget.errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
-from layerbudget.keeping import reading, writing
+from layerbudget.storage import reading, writing
 from layerbudget.plan import Plan
-from layerbudget.scores.record import Scores
+from layerbudget.scores import Scores
 
 DEEP = [
     "[" * 3000 + "]" * 3000,

@@ -7,9 +7,9 @@ import torch
 from tests import zoo
 from torch import nn
 
-from layerbudget.lora.experts import ExpertsConfig, ExpertsLinear, forms
-from layerbudget.lora.experts.balance import Routing, balance_loss
-from layerbudget.lora.experts.forms import grouped, loop, route
+from layerbudget.decisions.experts import ExpertsConfig, ExpertsLinear, forms
+from layerbudget.decisions.experts.balance import Routing, balance_loss
+from layerbudget.decisions.experts.forms import grouped, loop, route
 
 
 def module(experts: int, top_k: int = 2, r: int = 3, dtype=torch.float32, **options) -> ExpertsLinear:

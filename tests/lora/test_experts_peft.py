@@ -15,7 +15,7 @@ from tests import zoo
 from torch import nn
 
 from layerbudget.errors import InvalidInput
-from layerbudget.lora.experts import ExpertsConfig, ExpertsLinear
+from layerbudget.decisions.experts import ExpertsConfig, ExpertsLinear
 
 COUNTS = [2, 3, 0, 5]
 

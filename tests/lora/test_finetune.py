@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerFast
 
 from layerbudget.data.tasks import load_task
 from layerbudget.errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
-from layerbudget.lora.adapt import adapt, fit_names, started
-from layerbudget.lora.base import classifier_loader
-from layerbudget.lora.compare import compare
-from layerbudget.lora.finetune import finetune
-from layerbudget.lora.protocol import PRESETS, Protocol
-from layerbudget.lora.rows import Rows
+from layerbudget.finetuning.adapt import adapt, fit_names, started
+from layerbudget.finetuning.base import classifier_loader
+from layerbudget.finetuning.compare import compare
+from layerbudget.finetuning.finetune import finetune
+from layerbudget.finetuning.protocol import PRESETS, Protocol
+from layerbudget.finetuning.rows import Rows
 
 WORDS = ("good", "bad", "the", "a", "film", "was", "is", "very", "so", "Answer", ":", "yes", "no", "one", "of", ".", ",")
 

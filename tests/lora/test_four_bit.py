@@ -5,13 +5,13 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import CoverageError, ModelMismatch
-from layerbudget.loading import load_model
-from layerbudget.lora.ranks import add_ranks
-from layerbudget.planning import plan_ranks
-from layerbudget.scores.gain import score
+from layerbudget.models.loading import load_model
+from layerbudget.decisions.ranks.ranks import add_ranks
+from layerbudget.planning.capacity import plan_ranks
+from layerbudget.sensitivity.gain import score
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 

@@ -9,12 +9,12 @@ from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.errors import BadModel, NotFound
-from layerbudget.lora.adapt import adapt
-from layerbudget.lora.base import classifier_loader
-from layerbudget.lora.loading import load_adapter
-from layerbudget.lora.mixtures import add_experts
-from layerbudget.lora.protocol import Protocol
-from layerbudget.lora.ranks import add_ranks
+from layerbudget.finetuning.adapt import adapt
+from layerbudget.finetuning.base import classifier_loader
+from layerbudget.finetuning.loading import load_adapter
+from layerbudget.decisions.experts.mixtures import add_experts
+from layerbudget.finetuning.protocol import Protocol
+from layerbudget.decisions.ranks.ranks import add_ranks
 
 
 def ids():
@@ -90,9 +90,9 @@ def test_what_does_not_fit_is_refused(saved, tmp_path):
 
 
 def test_perplexity_with_an_adapter(tmp_path, capsys):
-    from layerbudget.blocks import partition
-    from layerbudget.loading import load_model
-    from layerbudget.planning import plan_ranks
+    from layerbudget.models.blocks import partition
+    from layerbudget.models.loading import load_model
+    from layerbudget.planning.capacity import plan_ranks
 
     model = load_model("demo")
     plan = plan_ranks(partition(model, "linear", exclude="lm_head"), mean_rank=2, rule="uniform")

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from layerbudget.errors import CoverageError, InvalidInput
-from layerbudget.lora.experts import ExpertsConfig, ExpertsLinear
-from layerbudget.lora.experts.balance import Routing
-from layerbudget.lora.mixtures import adapted_experts, add_experts, expert_costs, to_experts_config
+from layerbudget.decisions.experts import ExpertsConfig, ExpertsLinear
+from layerbudget.decisions.experts.balance import Routing
+from layerbudget.decisions.experts.mixtures import adapted_experts, add_experts, expert_costs, to_experts_config
 
 
 def test_a_layers_count_goes_to_each_of_its_modules():

@@ -15,11 +15,11 @@ from torch import nn
 import layerbudget as lb
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import CoverageError, InvalidInput, ModelMismatch, UnknownBlock
-from layerbudget.lora.initialise import initialise_from_gradients
-from layerbudget.lora.ranks import adapted_ranks, add_ranks, fold_scales, to_lora_config
-from layerbudget.planning import explain_plan
-from layerbudget.planning.serving import serving_hint
-from layerbudget.scores.adapter_space import accumulated_gradients
+from layerbudget.finetuning.initialise import initialise_from_gradients
+from layerbudget.decisions.ranks.ranks import adapted_ranks, add_ranks, fold_scales, to_lora_config
+from layerbudget.plans.explain import explain_plan
+from layerbudget.decisions.ranks.serving import serving_hint
+from layerbudget.sensitivity.adapter_space import accumulated_gradients
 
 
 def ranks_of(name: str) -> int:

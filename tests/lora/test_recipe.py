@@ -14,18 +14,18 @@ from tests import zoo
 from transformers import AutoModelForCausalLM
 
 import layerbudget as lb
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.cli import main
-from layerbudget.damage.rounding import rounding_damage
+from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.data.texts import read_texts
 from layerbudget.errors import InvalidInput, ModelMismatch
 from layerbudget.evaluation.perplexity import perplexity
-from layerbudget.loading import unpacked
-from layerbudget.lora.recipe import base_of
-from layerbudget.lora.text_rows import TextRows
+from layerbudget.models.loading import unpacked
+from layerbudget.decisions.joint.adapters import base_of
+from layerbudget.finetuning.text_rows import TextRows
 from layerbudget.plan import Plan
-from layerbudget.planning import plan_again
-from layerbudget.planning.recipe import gains_of, plan_recipe, sentences, split_recipe
+from layerbudget.plans.again import plan_again
+from layerbudget.decisions.joint.recipe import gains_of, plan_recipe, sentences, split_recipe
 
 pytest.importorskip("compressed_tensors")
 WIDE = {"intermediate_size": 64, "hidden_size": 64, "vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}

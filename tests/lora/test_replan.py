@@ -13,11 +13,11 @@ from peft import PeftModel
 from tests import zoo
 
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
-from layerbudget.lora.mixtures import adapted_experts, add_experts
-from layerbudget.lora.ranks import adapted_ranks, add_ranks
-from layerbudget.lora.replan import Replan, replanned, resize, tracked_gains
-from layerbudget.planning import plan_experts, plan_ranks
-from layerbudget.scores.record import Scores
+from layerbudget.decisions.experts.mixtures import adapted_experts, add_experts
+from layerbudget.decisions.ranks.ranks import adapted_ranks, add_ranks
+from layerbudget.finetuning.replan import Replan, replanned, resize, tracked_gains
+from layerbudget.planning.capacity import plan_experts, plan_ranks
+from layerbudget.scores import Scores
 
 
 def ids():

@@ -14,11 +14,11 @@ from tests.lora.test_finetune import encoder, task, tokenizer  # noqa: F401
 from transformers import TrainerCallback
 
 from layerbudget.errors import AlreadyExists
-from layerbudget.lora import seeds
-from layerbudget.lora.base import classifier_loader
-from layerbudget.lora.finetune import finetune
-from layerbudget.lora.protocol import Protocol
-from layerbudget.lora.replan import Replan
+from layerbudget.finetuning import seeds
+from layerbudget.finetuning.base import classifier_loader
+from layerbudget.finetuning.finetune import finetune
+from layerbudget.finetuning.protocol import Protocol
+from layerbudget.finetuning.replan import Replan
 
 SHORT = {"protocol": Protocol(lr=2e-2, epochs=3, batch=32, warmup=2, cutoff=48), "seeds": [0]}
 

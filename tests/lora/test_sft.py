@@ -11,10 +11,10 @@ from tests import zoo
 from layerbudget.cli import main
 from layerbudget.data.texts import read_texts
 from layerbudget.errors import InvalidInput, MissingDependency
-from layerbudget.lora import finetune as module
-from layerbudget.lora import sft
-from layerbudget.lora.base import NamedLoader
-from layerbudget.lora.protocol import Protocol
+from layerbudget.finetuning import finetune as module
+from layerbudget.finetuning import sft
+from layerbudget.finetuning.base import NamedLoader
+from layerbudget.finetuning.protocol import Protocol
 
 pytest.importorskip("trl", reason="TRL is not installed")
 

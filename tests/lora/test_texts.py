@@ -13,11 +13,11 @@ from layerbudget.cli import main
 from layerbudget.data.encoding import IGNORE
 from layerbudget.data.texts import read_texts
 from layerbudget.errors import InvalidInput, NotEnoughText
-from layerbudget.lora.base import NamedLoader
-from layerbudget.lora.finetune import finetune
-from layerbudget.lora.loading import load_adapter
-from layerbudget.lora.protocol import Protocol
-from layerbudget.lora.text_rows import TextRows, rows_of
+from layerbudget.finetuning.base import NamedLoader
+from layerbudget.finetuning.finetune import finetune
+from layerbudget.finetuning.loading import load_adapter
+from layerbudget.finetuning.protocol import Protocol
+from layerbudget.finetuning.text_rows import TextRows, rows_of
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 import layerbudget as lb
 from layerbudget.cli import main
-from layerbudget.lora.together import Shares
+from layerbudget.finetuning.together import Shares
 
 
 def command(folder, plan, out, *more):

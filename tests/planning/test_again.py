@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from tests import zoo
 
-from layerbudget.configurations import blocks_from_config
-from layerbudget.costs import rank_parameters
+from layerbudget.models.configurations import blocks_from_config
+from layerbudget.planning.costs import rank_parameters
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch
-from layerbudget.planning import plan_again, plan_experts, plan_joint, plan_ranks, plan_sparsity, split_joint
+from layerbudget.plans.again import plan_again
+from layerbudget.planning.capacity import plan_experts, plan_ranks
+from layerbudget.decisions.joint.plan import plan_joint, split_joint
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.planning.terms import smallest_sides
-from layerbudget.scores.record import Scores
+from layerbudget.scores import Scores
 
 CONFIG = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
 BUDGETS = {"ranks": ("params", "bytes", "flops"), "experts": ("experts", "params", "bytes", "flops")}

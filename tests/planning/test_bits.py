@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan
-from layerbudget.planning import diff_plans, explain_plan, sweep
-from layerbudget.planning.bits import RULES, Table, plan_bits
+from layerbudget.plans.compare import diff_plans, sweep
+from layerbudget.plans.explain import explain_plan
+from layerbudget.decisions.bits.plan import RULES, Table, plan_bits
 from layerbudget.records import Block, Module
 from layerbudget.report.sections import plan_details
-from layerbudget.scores.record import Scores
-from layerbudget.treatments.formats import find_format
+from layerbudget.scores import Scores
+from layerbudget.compressors.formats import find_format
 
 NAMES = ["w2-g32", "w3-g32", "w4-g32", "w8-g32", "bf16"]
 

@@ -3,24 +3,19 @@
 import numpy as np
 import pytest
 
-from layerbudget.configurations import blocks_from_config
-from layerbudget.costs import rank_parameters, unit_cost
+from layerbudget.models.configurations import blocks_from_config
+from layerbudget.planning.costs import rank_parameters, unit_cost
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.plan import Plan
-from layerbudget.planning import (
-    diff_plans,
-    explain_plan,
-    plan_experts,
-    plan_joint,
-    plan_ranks,
-    plan_sparsity,
-    split_joint,
-    sweep,
-    transfer_scores,
-)
+from layerbudget.plans.compare import diff_plans, sweep
+from layerbudget.plans.explain import explain_plan
+from layerbudget.planning.capacity import plan_experts, plan_ranks
+from layerbudget.decisions.joint.plan import plan_joint, split_joint
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.plans.transfer import transfer_scores
 from layerbudget.planning.rule import rules_of
-from layerbudget.program import rules
-from layerbudget.scores.record import Scores
+from layerbudget.solvers import rules
+from layerbudget.scores import Scores
 
 MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8}  # fmt: skip

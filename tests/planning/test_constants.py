@@ -9,9 +9,9 @@ from tests import zoo
 import layerbudget as lb
 from layerbudget.errors import InvalidInput, ModelMismatch
 from layerbudget.planning.codelength import codelengths
-from layerbudget.program import allocate, sparsify
-from layerbudget.program.calibrated import CalibratedPenalty
-from layerbudget.program.joint import solve_joint
+from layerbudget.solvers import allocate, sparsify
+from layerbudget.solvers.calibrated import CalibratedPenalty
+from layerbudget.solvers.joint import solve_joint
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from tests.planning.test_shapes import make_parts
 
 from layerbudget.errors import InfeasibleBudget
-from layerbudget.planning.shape_steps import GONE, ShapeSpace
+from layerbudget.decisions.shapes.shape_steps import GONE, ShapeSpace
 
 KINDS = ("heads", "mlp")
 

@@ -9,9 +9,10 @@ import pytest
 
 from layerbudget.errors import InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan
-from layerbudget.planning import diff_plans, explain_plan
-from layerbudget.planning.parts import Part, amount
-from layerbudget.planning.shapes import plan_shapes
+from layerbudget.plans.compare import diff_plans
+from layerbudget.plans.explain import explain_plan
+from layerbudget.decisions.shapes.parts import Part, amount
+from layerbudget.decisions.shapes.program import plan_shapes
 
 
 def make_parts(layers=3, heads=4, channels=5):

@@ -8,10 +8,10 @@ from tests import zoo
 
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownBlock
 from layerbudget.plan import Plan
-from layerbudget.planning import plan_sparsity
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.planning.rule import rules_of
 from layerbudget.records import dumps
-from layerbudget.scores.record import Scores
+from layerbudget.scores import Scores
 
 SPARSITY_RULES = [name for name in rules_of("sparsity") if not name.startswith("calibrated")]
 SIZES = [64 + 7 * i for i in range(12)]

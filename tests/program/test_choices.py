@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from layerbudget.errors import InfeasibleBudget, InvalidInput, LengthMismatch
-from layerbudget.program import choices as C
-from layerbudget.program import choices_core
+from layerbudget.solvers import choices as C
+from layerbudget.solvers import choices_core
 
 
 def brute(d, c, budget):

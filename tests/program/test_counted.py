@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from layerbudget.errors import InfeasibleBudget, InvalidInput
-from layerbudget.program.choices import choose
-from layerbudget.program.counted import choose_few
+from layerbudget.solvers.choices import choose
+from layerbudget.solvers.counted import choose_few
 
 
 def instance(rng):

@@ -7,7 +7,7 @@ import pytest
 from scipy.optimize import linprog
 
 from layerbudget.errors import InfeasibleBudget, InvalidInput, NotFinite
-from layerbudget.program import allocate_increments
+from layerbudget.solvers import allocate_increments
 
 
 def cases(count):

@@ -8,18 +8,10 @@ import numpy as np
 import pytest
 from tests.instances import dense_bisection
 
-from layerbudget.errors import (
-    DegenerateScores,
-    InfeasibleBudget,
-    InvalidCost,
-    InvalidInput,
-    LengthMismatch,
-    NegativeValue,
-    NotFinite,
-)
-from layerbudget.program import CalibratedPenalty, allocate, dual, solve_joint, sparsify
-from layerbudget.program.dual import piecewise_root
-from layerbudget.program.utilities import Custom, Log, Power, Saturating
+from layerbudget.errors import DegenerateScores, InfeasibleBudget, InvalidCost, InvalidInput, LengthMismatch, NegativeValue, NotFinite
+from layerbudget.solvers import CalibratedPenalty, allocate, dual, solve_joint, sparsify
+from layerbudget.solvers.dual import piecewise_root
+from layerbudget.solvers.utilities import Custom, Log, Power, Saturating
 
 MISTRAL_N, MISTRAL_C, MISTRAL_BASE = 218_103_808.0, 1_310_720.0, 13_958_643_712
 
@@ -243,7 +235,7 @@ def test_the_walk_falls_back_on_the_median_knot(rng, monkeypatch):
 
 def test_the_core_never_imports_torch():
     code = (
-        "import sys, layerbudget.program, layerbudget.planning, layerbudget.plan, layerbudget.costs, layerbudget.cli.plan;"
+        "import sys, layerbudget.solvers, layerbudget.planning, layerbudget.plan, layerbudget.planning.costs, layerbudget.cli.plan;"
         "sys.exit(any(m == 'torch' or m.startswith('torch.') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

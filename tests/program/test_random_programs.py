@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from tests.instances import instances
 
 from layerbudget.errors import InfeasibleBudget
-from layerbudget.program import CalibratedPenalty, allocate, solve_joint, sparsify
+from layerbudget.solvers import CalibratedPenalty, allocate, solve_joint, sparsify
 
 BAR = 1e-9
 LENGTHS = [pytest.param(300, id="300"), pytest.param(10_000, id="10000", marks=pytest.mark.slow)]

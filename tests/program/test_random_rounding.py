@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from layerbudget.errors import InfeasibleBudget
-from layerbudget.program import allocate, round_capacity
+from layerbudget.solvers import allocate, round_capacity
 
 METHODS = ("auto", "greedy", "exact", "floor", "largest-remainder")
 

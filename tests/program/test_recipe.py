@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from layerbudget.errors import InfeasibleBudget, InvalidInput, LengthMismatch
-from layerbudget.program.choices import choose
-from layerbudget.program.recipe import mix_recipe
+from layerbudget.solvers.choices import choose
+from layerbudget.solvers.recipe import mix_recipe
 
 
 def instance(seed):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-import layerbudget.program.knapsack as knapsack_module
+import layerbudget.solvers.knapsack as knapsack_module
 from layerbudget.errors import InfeasibleBudget, InvalidInput
-from layerbudget.program import allocate, round_capacity, round_parameters, round_pattern, sparsify
-from layerbudget.program.knapsack import knapsack
+from layerbudget.solvers import allocate, round_capacity, round_parameters, round_pattern, sparsify
+from layerbudget.solvers.knapsack import knapsack
 
 
 def best_by_enumeration(s, multiple, top):

@@ -5,7 +5,7 @@ import pytest
 from paper.released import released
 
 from layerbudget.errors import DegenerateScores, InfeasibleBudget, InvalidInput
-from layerbudget.program import rules
+from layerbudget.solvers import rules
 
 ORDER_LAYERIF = {
     ("mrpc", 2): "2 6 8 5 6 9 9 9 9 9 8 8 6 7 6 5 6 5 4 2 5 5 2 1 5 3 2 3 1 2 1 1",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from layerbudget.errors import LengthMismatch
-from layerbudget.program import transfer_allocation, transfer_sparsity
+from layerbudget.solvers import transfer_allocation, transfer_sparsity
 
 SLACK = 1e-12
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from layerbudget.errors import InfeasibleBudget, InvalidInput
-from layerbudget.program import transfer_allocation, transfer_sparsity
-from layerbudget.program.calibrated import CalibratedPenalty
-from layerbudget.program.utilities import Custom, Exponential, Log, LogBarrier, Power, PowerPenalty, Quadratic, Saturating
+from layerbudget.solvers import transfer_allocation, transfer_sparsity
+from layerbudget.solvers.calibrated import CalibratedPenalty
+from layerbudget.solvers.utilities import Custom, Exponential, Log, LogBarrier, Power, PowerPenalty, Quadratic, Saturating
 
 UTILITIES = (Log(), Power(0.3), Power(-1.0), Saturating(0.2), Saturating(3.0))
 PENALTIES = (

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from layerbudget.errors import InfeasibleBudget
-from layerbudget.program import sparsify
-from layerbudget.program.counts import round_pattern, round_units
+from layerbudget.solvers import sparsify
+from layerbudget.solvers.counts import round_pattern, round_units
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -8,13 +8,13 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import weight_of
+from layerbudget.models.blocks import weight_of
 from layerbudget.errors import AlreadyExists, CurvatureFailure, InvalidInput, NotFound
-from layerbudget.pruning.apply import prune
-from layerbudget.pruning.export import pack, recipe, unpack, write_recipe
-from layerbudget.pruning.receipt import recount
-from layerbudget.pruning.recovery import merge_keeping_zeros, recover
-from layerbudget.pruning.save import check_output, save_pruned
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.export import pack, recipe, unpack, write_recipe
+from layerbudget.decisions.sparsity.receipt import recount
+from layerbudget.decisions.sparsity.recovery import merge_keeping_zeros, recover
+from layerbudget.decisions.sparsity.save import check_output, save_pruned
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import weight_of
-from layerbudget.pruning.export import recipe
+from layerbudget.models.blocks import weight_of
+from layerbudget.decisions.sparsity.export import recipe
 
 
 @pytest.mark.slow

@@ -11,14 +11,14 @@ import torch
 import transformers
 from tests import zoo
 
-from layerbudget.blocks import weight_of
+from layerbudget.models.blocks import weight_of
 from layerbudget.errors import AlreadyExists, InvalidInput, ModelMismatch
 from layerbudget.plan import Plan
-from layerbudget.pruning.apply import prune
-from layerbudget.pruning.receipt import Receipt, recount
-from layerbudget.pruning.resume import clear_checkpoints
-from layerbudget.pruning.save import read_metadata, save_pruned
-from layerbudget.running.walk import Walk
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.receipt import Receipt, recount
+from layerbudget.decisions.sparsity.resume import clear_checkpoints
+from layerbudget.decisions.sparsity.save import read_metadata, save_pruned
+from layerbudget.execution.walk import Walk
 
 
 def state(model):

@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM
 
 import layerbudget as lb
 from layerbudget.cli import main
-from layerbudget.damage.rounding import rounding_damage
+from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
 from layerbudget.exports.base import EXPORTS
-from layerbudget.loading import describe_place
-from layerbudget.lora.base import classifier_loader
-from layerbudget.planning.bits import plan_bits
-from layerbudget.quantising import save as S
-from layerbudget.quantising.apply import apply_bits
-from layerbudget.quantising.gguf_file import GgufWriter
-from layerbudget.quantising.receipt import QuantisationReceipt
-from layerbudget.quantising.recipes import dynamic, layer_config
-from layerbudget.quantising.save import save_quantised
+from layerbudget.models.loading import describe_place
+from layerbudget.finetuning.base import classifier_loader
+from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits import save as S
+from layerbudget.decisions.bits.apply import apply_bits
+from layerbudget.decisions.bits.gguf_file import GgufWriter
+from layerbudget.decisions.bits.receipt import QuantisationReceipt
+from layerbudget.decisions.bits.export_recipes import dynamic, layer_config
+from layerbudget.decisions.bits.save import save_quantised
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("compressed_tensors")

@@ -10,15 +10,15 @@ import torch
 from tests import zoo
 from transformers import AutoModelForCausalLM
 
-from layerbudget.damage.rounding import rounding_damage
+from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import ModelMismatch
-from layerbudget.loading import load_model
-from layerbudget.mapped import mapped
-from layerbudget.planning.bits import plan_bits
-from layerbudget.quantising import shards
-from layerbudget.quantising.apply import apply_bits
-from layerbudget.quantising.save import save_quantised
-from layerbudget.quantising.write import quantise
+from layerbudget.models.loading import load_model
+from layerbudget.models.offload import mapped
+from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits import shards
+from layerbudget.decisions.bits.apply import apply_bits
+from layerbudget.decisions.bits.save import save_quantised
+from layerbudget.decisions.bits.write import quantise
 
 pytest.importorskip("gguf")
 pytest.importorskip("compressed_tensors")

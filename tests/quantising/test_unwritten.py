@@ -10,18 +10,18 @@ import transformers
 from tests import zoo
 
 import layerbudget as lb
-from layerbudget.damage import rounding
-from layerbudget.damage.jointly import plan_formats
-from layerbudget.damage.rounding import rounding_damage
+from layerbudget.decisions.bits import sensitivity as rounding
+from layerbudget.decisions.bits.jointly import plan_formats
+from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
-from layerbudget.planning import explain_plan
-from layerbudget.planning.bits import plan_bits
-from layerbudget.quantising import packed
-from layerbudget.quantising.apply import apply_bits
-from layerbudget.quantising.save import save_quantised
-from layerbudget.quantising.write import quantise
-from layerbudget.treatments.runtimes import find_runtime
-from layerbudget.treatments.written import unwritten
+from layerbudget.plans.explain import explain_plan
+from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits import packed
+from layerbudget.decisions.bits.apply import apply_bits
+from layerbudget.decisions.bits.save import save_quantised
+from layerbudget.decisions.bits.write import quantise
+from layerbudget.decisions.bits.runtimes import find_runtime
+from layerbudget.decisions.bits.written import unwritten
 
 pytest.importorskip("compressed_tensors")
 WIDE = {"intermediate_size": 64, "hidden_size": 64, "vocab_size": 96}

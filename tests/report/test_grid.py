@@ -5,7 +5,7 @@ import json
 from layerbudget.cli import main
 from layerbudget.records import Block, Module
 from layerbudget.report.grid import grid_of
-from layerbudget.scores.record import Scores
+from layerbudget.scores import Scores
 
 
 def blocks(count, matrices=1):

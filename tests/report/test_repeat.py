@@ -13,7 +13,7 @@ import pytest
 from layerbudget.cli import main
 from layerbudget.plan import Plan
 from layerbudget.report.page import build_page
-from layerbudget.scores.record import Scores
+from layerbudget.scores import Scores
 
 TEXT = ["--samples", "3", "--length", "16"]
 SCORE = ["score", "demo", *TEXT, "--seed", "5", "--damping", "0.3", "0.1", "--set", "walk=layers"]
@@ -75,7 +75,7 @@ def test_a_pruned_folder_and_a_quantised_one_are_repeated(tmp_path, monkeypatch)
         ["plan", "bits", "demo", *TEXT, "--bits", "4.6", "--check", "0", "--draws", "1", "-o", "bits.json"],
         ["quantize", "demo", "bits.json", *TEXT, "--method", "gptq", "-o", "quantised"],
     ]
-    from layerbudget.loading import load_model
+    from layerbudget.models.loading import load_model
 
     load_model("demo").config.save_pretrained(tmp_path)
     shutil.move(tmp_path / "config.json", tmp_path / "kept.json")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import layers
-from layerbudget.pruning.apply import prune
-from layerbudget.pruning.receipt import recount
-from layerbudget.running.modes import inference
-from layerbudget.running.walk import Walk
+from layerbudget.models.blocks import layers
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.receipt import recount
+from layerbudget.execution.modes import inference
+from layerbudget.execution.walk import Walk
 
 NAMES = [
     "llama", "llama-tied", "mistral", "mistral-sliding", "gemma", "gemma2", "gemma3", "qwen2", "qwen3", "phi3", "opt", "gpt2",

@@ -8,15 +8,15 @@ import torch
 from tests import zoo
 from torch import nn
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.errors import CoverageError, CurvatureFailure, InvalidInput
 from layerbudget.records import Block, Module
-from layerbudget.running import memory, walkable
-from layerbudget.running.backward import Feeding, SampledLoss, data_loss, feed
-from layerbudget.scores.curvature.kronecker import Sums, Tokens, collect, factors_of
-from layerbudget.scores.curvature.rotated import rotated, second_moments, token_basis
-from layerbudget.scores.curvature.whitened import largest_squared, whitened
-from layerbudget.scores.gain import score
+from layerbudget.execution import memory, walkable
+from layerbudget.execution.backward import Feeding, SampledLoss, data_loss, feed
+from layerbudget.sensitivity.curvature.kronecker import Sums, Tokens, collect, factors_of
+from layerbudget.sensitivity.curvature.rotated import rotated, second_moments, token_basis
+from layerbudget.sensitivity.curvature.whitened import largest_squared, whitened
+from layerbudget.sensitivity.gain import score
 
 ESTIMATORS = {
     "gradient-norm": {}, "fisher-diagonal": {}, "fisher-gram": {}, "fisher-gram sketch": {"sketch": 8}, "fisher-mc": {},
@@ -246,6 +246,6 @@ def test_the_top_of_a_large_spectrum_is_found_without_the_rest(monkeypatch):
     steep = flat * torch.logspace(0, -3, 300, dtype=torch.float64)[:, None]
     for matrix in (flat, steep, flat.T):
         exact = torch.linalg.svdvals(matrix).square()
-        monkeypatch.setattr("layerbudget.scores.curvature.whitened.SMALL", 16)
+        monkeypatch.setattr("layerbudget.sensitivity.curvature.whitened.SMALL", 16)
         found, error = largest_squared(matrix, 8)
         assert torch.allclose(found, exact[:8], rtol=1e-4) and error < 1e-3

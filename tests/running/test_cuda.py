@@ -8,12 +8,12 @@ import torch
 from tests import zoo
 from tests.running.test_backward import ESTIMATORS, numbers
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.evaluation.perplexity import perplexity
-from layerbudget.loading import load_model
-from layerbudget.planning import plan_sparsity
-from layerbudget.pruning.apply import prune
-from layerbudget.scores.gain import score
+from layerbudget.models.loading import load_model
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.sensitivity.gain import score
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -7,14 +7,14 @@ import torch
 from tests import zoo
 from torch import nn
 
-from layerbudget.blocks import partition, transposed, weight_of
+from layerbudget.models.blocks import partition, transposed, weight_of
 from layerbudget.errors import CoverageError
-from layerbudget.running.backward import feed
-from layerbudget.running.feeding import Feeding
-from layerbudget.running.inputs import InputStatistics
-from layerbudget.running.modes import inference
-from layerbudget.scores.ablation import _without
-from layerbudget.scores.gain import score
+from layerbudget.execution.backward import feed
+from layerbudget.execution.feeding import Feeding
+from layerbudget.execution.inputs import InputStatistics
+from layerbudget.execution.modes import inference
+from layerbudget.sensitivity.ablation import _without
+from layerbudget.sensitivity.gain import score
 
 EXPERTS = {"mixtral": 2, "phimoe": 2, "gpt-oss": 2, "llama4": 1, "nemotron-h": 2}
 
@@ -139,7 +139,7 @@ class _Net(nn.Module):
 
 
 def test_a_matrix_that_hides_its_product_is_refused_and_the_remedy_works():
-    from layerbudget.running.loss import FeatureSet
+    from layerbudget.execution.loss import FeatureSet
 
     model, data = _Net(), FeatureSet(inputs=torch.randn(4, 6), labels=torch.tensor([0, 1, 2, 0]))
     with pytest.raises(CoverageError, match=r"does not return its product.*--exclude 'other\$'"):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tests import zoo
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.errors import InvalidInput
-from layerbudget.running import backward, memory
-from layerbudget.running.store import Store
-from layerbudget.scores.gain import score
+from layerbudget.execution import backward, memory
+from layerbudget.execution.store import Store
+from layerbudget.sensitivity.gain import score
 
 
 def test_inputs_go_to_files_where_memory_is_short_and_nothing_changes(monkeypatch):
@@ -45,9 +45,9 @@ def refuse(needs):
 PEAK = """
 import resource, torch
 from layerbudget.records import Module
-from layerbudget.scores.curvature.held import Output
-from layerbudget.scores.curvature.kronecker import Factors
-from layerbudget.scores.curvature.whitened import whitened
+from layerbudget.sensitivity.curvature.held import Output
+from layerbudget.sensitivity.curvature.kronecker import Factors
+from layerbudget.sensitivity.curvature.whitened import whitened
 torch.set_num_threads(1)
 d, n = 300, 2400
 factors = Factors([], 4, 4, 16.0, None, dtype=torch.float32)

@@ -17,16 +17,16 @@ sys.path.insert(0, {root!r})
 import numpy as np, torch
 from tests import zoo
 from tests.running.test_backward import ESTIMATORS, data_for, numbers
-from layerbudget.blocks import partition
-from layerbudget.damage.by_curves import plan_by_curves
-from layerbudget.damage.sequential import plan_directional
+from layerbudget.models.blocks import partition
+from layerbudget.decisions.sparsity.by_curves import plan_by_curves
+from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.errors import LayerbudgetError
 from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.planning import plan_sparsity
-from layerbudget.pruning.apply import prune
-from layerbudget.running.shares import first, join, leave
-from layerbudget.scores.gain import score
-from layerbudget.shrinking.shapes import plan_structured
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.execution.shares import first, join, leave
+from layerbudget.sensitivity.gain import score
+from layerbudget.decisions.shapes.plan import plan_structured
 join("cpu")
 out = {{}}
 for name in ("llama-tied", "bert", "mixtral"):

@@ -14,18 +14,18 @@ from tests import zoo
 from tests.running.test_backward import ESTIMATORS, data_for, numbers
 
 import layerbudget as lb
-from layerbudget.blocks import fingerprint, partition
-from layerbudget.damage.measure import damage_curves
-from layerbudget.damage.patterned import plan_pattern
-from layerbudget.damage.sequential import plan_directional
+from layerbudget.models.blocks import fingerprint, partition
+from layerbudget.decisions.sparsity.measure import damage_curves
+from layerbudget.decisions.sparsity.patterned import plan_pattern
+from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.errors import BadModel, CorruptFile, CoverageError, InvalidInput, ModelMismatch
 from layerbudget.evaluation.perplexity import perplexity
-from layerbudget.loading import load_model
-from layerbudget.mapped import mapped
-from layerbudget.planning import plan_sparsity
-from layerbudget.pruning.apply import prune
-from layerbudget.pruning.save import save_pruned
-from layerbudget.scores.gain import score
+from layerbudget.models.loading import load_model
+from layerbudget.models.offload import mapped
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.save import save_pruned
+from layerbudget.sensitivity.gain import score
 
 MODELS = ("llama-tied", "gemma2", "gpt2", "phi3", "bert")
 
@@ -168,7 +168,7 @@ def test_bad_checkpoints_are_refused_in_a_sentence(folders, tmp_path):
 def test_streaming_is_chosen_by_itself_where_memory_is_short(folders, monkeypatch):
     folder = str(folders["llama-tied", "float32"])
     assert mapped(load_model(folder, stream=None)) is None
-    monkeypatch.setattr("layerbudget.loading.free_bytes", lambda place: 1 << 16)
+    monkeypatch.setattr("layerbudget.models.loading.free_bytes", lambda place: 1 << 16)
     assert mapped(load_model(folder, stream=None)) is not None
     assert mapped(load_model(folder)) is None  # the library does what it is told
 
@@ -188,9 +188,9 @@ def test_the_command_line_streams(folders, tmp_path):
 
 MEMORY = """
 import sys, torch, layerbudget as lb
-from layerbudget.loading import load_model
-from layerbudget.blocks import partition
-from layerbudget.scores.gain import score
+from layerbudget.models.loading import load_model
+from layerbudget.models.blocks import partition
+from layerbudget.sensitivity.gain import score
 from layerbudget.data.calibration import CalibrationSet
 def anonymous():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) / 1024
@@ -236,7 +236,7 @@ def test_pruning_reads_the_masks_from_new_files(tmp_path):
 
 
 def test_measuring_on_mapped_weights_is_measuring(folders, tmp_path):
-    from layerbudget.damage.measure import damage_curves
+    from layerbudget.decisions.sparsity.measure import damage_curves
 
     whole, streamed = (load_model(str(folders["llama-tied", "float32"]), stream=s) for s in (False, True))
     data, blocks = zoo.tokens(), partition(whole, "layer")
@@ -294,7 +294,7 @@ def test_what_bits_can_do_with_streamed_weights_and_what_is_refused(demo_shards,
 
 
 def test_a_plan_of_bits_continues_with_the_damages_that_it_had(tmp_path, monkeypatch):
-    from layerbudget.damage import jointly
+    from layerbudget.decisions.bits import jointly
 
     pytest.importorskip("compressed_tensors")
     model, data = lb.load_model("demo"), lb.calibration("stdlib", lb.load_tokenizer("demo"), samples=6, length=32)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from tests import zoo
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from layerbudget.blocks import layers, partition
+from layerbudget.models.blocks import layers, partition
 from layerbudget.errors import CoverageError, InvalidInput
-from layerbudget.scores.proxies import ablation, block_influence, fisher_trace
+from layerbudget.sensitivity.proxies import ablation, block_influence, fisher_trace
 
 
 def mean_loss(model, data):

@@ -8,20 +8,13 @@ import torch
 from tests import zoo
 from torch import nn
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.errors import InvalidInput
-from layerbudget.running.loss import FeatureSet
-from layerbudget.scores.certificate import (
-    Solved,
-    _row,
-    certify_ranking,
-    conjugate_gradients,
-    direct_check,
-    plot_direct_check,
-)
-from layerbudget.scores.curvature.fisher import score_gram
-from layerbudget.scores.curvature.ggn import score_ggn
-from layerbudget.scores.curvature.products import BlockProducts
+from layerbudget.execution.loss import FeatureSet
+from layerbudget.sensitivity.certificate import Solved, _row, certify_ranking, conjugate_gradients, direct_check, plot_direct_check
+from layerbudget.sensitivity.curvature.fisher import score_gram
+from layerbudget.sensitivity.curvature.ggn import score_ggn
+from layerbudget.sensitivity.curvature.products import BlockProducts
 
 
 @pytest.fixture
@@ -100,7 +93,7 @@ def test_weights_come_back_bit_for_bit(mistral, monkeypatch):
     before = {k: v.clone() for k, v in mistral.state_dict().items()}
     direct_check(mistral, zoo.text(samples=4), partition(mistral), damping=[1.0])
     assert all(torch.equal(before[k], v) for k, v in mistral.state_dict().items())
-    monkeypatch.setattr("layerbudget.scores.curvature.products.BlockProducts.hessian", lambda self, v: v.missing)
+    monkeypatch.setattr("layerbudget.sensitivity.curvature.products.BlockProducts.hessian", lambda self, v: v.missing)
     with pytest.raises(AttributeError):
         direct_check(mistral, zoo.text(samples=4), partition(mistral), damping=[1.0])
     assert all(torch.equal(before[k], v) for k, v in mistral.state_dict().items())

@@ -6,11 +6,11 @@ import torch
 from tests import zoo
 
 from layerbudget.errors import CoverageError, InvalidInput, UnknownStructure
-from layerbudget.running import loss as L
-from layerbudget.running import sites as hooks
-from layerbudget.scores.curvature import gram
-from layerbudget.scores.estimators import estimators
-from layerbudget.scores.gain import score
+from layerbudget.execution import loss as L
+from layerbudget.execution import sites as hooks
+from layerbudget.sensitivity.curvature import gram
+from layerbudget.sensitivity.estimators import estimators
+from layerbudget.sensitivity.gain import score
 
 NAMES = ("mistral", "gemma", "gpt2", "bert", "bert-mlm", "mixtral", "mlp")
 # Norms and softmax of transformers run in fp32 even in an fp64 model; the MLP has neither.
@@ -86,7 +86,7 @@ def test_the_floor_is_the_mean_gain_under_random_signs():
 
 
 def test_cross_fit_equals_the_dense_form():
-    from layerbudget.scores import noise
+    from layerbudget.sensitivity import noise
 
     s = torch.randn(6, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).numpy()
     tokens, mask = np.array([3.0, 2, 4, 3, 3, 1]), np.array([1, 1, 0, 0, 1, 0], bool)
@@ -96,7 +96,7 @@ def test_cross_fit_equals_the_dense_form():
 
 
 def test_bootstrap_weights_equal_repeated_rows():
-    from layerbudget.scores import noise
+    from layerbudget.sensitivity import noise
 
     s = np.random.default_rng(0).normal(size=(5, 9))
     tokens, weights = np.array([3.0, 2, 4, 3, 3]), np.array([2, 0, 1, 1, 1])
@@ -186,7 +186,7 @@ def test_errors_say_what_to_do():
 
 
 def test_the_verdict_warns_when_gain_and_excess_disagree_and_the_floor_can_be_taken_off():
-    from layerbudget.scores import noise
+    from layerbudget.sensitivity import noise
 
     z, n = np.array([9.0, 8.0, 3.0]), 16
     assert "use the excess" in noise.verdict(n, z, 0.9, 0.8, 4.0, -0.3)
@@ -201,7 +201,7 @@ def test_the_verdict_warns_when_gain_and_excess_disagree_and_the_floor_can_be_ta
 
 
 def test_random_gradients_have_no_excess_on_average():
-    from layerbudget.scores import noise
+    from layerbudget.sensitivity import noise
 
     rng = np.random.default_rng(0)
     grams = np.stack([(s := rng.normal(size=(40, 300))) @ s.T for _ in range(60)])
@@ -212,7 +212,7 @@ def test_random_gradients_have_no_excess_on_average():
 
 
 def test_gain_and_floor_of_a_subset_are_those_of_its_own_gram():
-    from layerbudget.scores import noise
+    from layerbudget.sensitivity import noise
 
     s = np.random.default_rng(1).normal(size=(8, 20))
     tokens, keep, tau = np.arange(3.0, 11.0), np.array([1, 0, 1, 1, 0, 1, 0, 0], bool), np.array([0.3, 2.0])

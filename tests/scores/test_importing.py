@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tests import zoo
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.cli import main
 from layerbudget.errors import CorruptFile, InvalidInput, NotFound
-from layerbudget.scores.importing import import_scores
-from layerbudget.scores.record import Scores
+from layerbudget.sensitivity.importing import import_scores
+from layerbudget.scores import Scores
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.errors import InvalidInput
-from layerbudget.scores.influence import aggregate, influence, influence_table, score_layerif
+from layerbudget.sensitivity.influence import aggregate, influence, influence_table, score_layerif
 
 
 def plain_tables(model, train, validation, parity, include):

@@ -8,7 +8,7 @@ import torch
 from tests import zoo
 
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.scores.gain import score
+from layerbudget.sensitivity.gain import score
 
 ESTIMATORS = ("gradient-norm", "fisher-diagonal", "fisher-gram", "fisher-mc", "kfac", "ekfac", "ggn", "adapter", "rank-gain")
 OPTIONS = {"fisher-gram": {"replicates": 3}, "ggn": {"tolerance": 1e-6}, "adapter": {"replicates": 3}}
@@ -101,8 +101,8 @@ def test_training_mode_and_dropout_do_not_matter():
 
 
 def test_linear_blocks_add_up_to_the_layer_gram(case):
-    from layerbudget.blocks import partition
-    from layerbudget.scores.curvature import gram
+    from layerbudget.models.blocks import partition
+    from layerbudget.sensitivity.curvature import gram
 
     model, data, blocks = case
     linear = partition(model, by="linear")
@@ -118,7 +118,7 @@ def test_a_weight_shared_by_two_layers_gets_both_gradients():
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     blocks = zoo.partition(model, "mistral")
     assert len(blocks[2].modules) == len(blocks[0].modules) - 1
-    from layerbudget.scores.curvature import gram
+    from layerbudget.sensitivity.curvature import gram
 
     found, _ = gram.gram_matrices(model, data, blocks)
     for k, s in enumerate(zoo.rows(model, data, blocks)):

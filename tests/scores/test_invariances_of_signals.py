@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from layerbudget.blocks import partition, weight_of
+from layerbudget.models.blocks import partition, weight_of
 from layerbudget.errors import CoverageError
-from layerbudget.running.loss import FeatureSet
-from layerbudget.scores.gain import score
+from layerbudget.execution.loss import FeatureSet
+from layerbudget.sensitivity.gain import score
 
 SIGNALS = ("fisher-trace", "outlier-ratio", "spectral-tail", "ablation", "block-influence", "layerif", "reconstruction")
 OPTIONS = {"outlier-ratio": {"multiple": 2.0}}

@@ -5,12 +5,12 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import is_conv1d, weight_of
+from layerbudget.models.blocks import is_conv1d, weight_of
 from layerbudget.errors import CoverageError, InvalidInput
-from layerbudget.running import loss as L
-from layerbudget.scores import adapter_space
-from layerbudget.scores.curvature import kronecker
-from layerbudget.scores.gain import score
+from layerbudget.execution import loss as L
+from layerbudget.sensitivity import adapter_space
+from layerbudget.sensitivity.curvature import kronecker
+from layerbudget.sensitivity.gain import score
 
 NAMES = ("mlp", "mistral", "gemma", "gpt2", "bert")
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.errors import CoverageError, InvalidInput
-from layerbudget.planning import plan_sparsity
-from layerbudget.scores.outliers import mean_metric
-from layerbudget.scores.proxies import outlier_ratio
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.sensitivity.outliers import mean_metric
+from layerbudget.sensitivity.proxies import outlier_ratio
 
 
 def plain(model, data, layer, multiple):

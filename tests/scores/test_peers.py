@@ -4,9 +4,9 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.running import loss as L
-from layerbudget.scores.curvature.products import BlockProducts
-from layerbudget.scores.gain import score
+from layerbudget.execution import loss as L
+from layerbudget.sensitivity.curvature.products import BlockProducts
+from layerbudget.sensitivity.gain import score
 
 
 def test_ekfac_equals_kronfluence(tmp_path):

@@ -5,12 +5,12 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import weight_of
+from layerbudget.models.blocks import weight_of
 from layerbudget.errors import InvalidInput
-from layerbudget.running import loss as L
-from layerbudget.scores.curvature import krylov
-from layerbudget.scores.curvature.products import BlockProducts
-from layerbudget.scores.gain import score
+from layerbudget.execution import loss as L
+from layerbudget.sensitivity.curvature import krylov
+from layerbudget.sensitivity.curvature.products import BlockProducts
+from layerbudget.sensitivity.gain import score
 
 CASES = ("mlp", "mistral", "gemma", "gpt2", "bert", "mixtral")
 

@@ -5,13 +5,14 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import is_conv1d, partition, weight_of
+from layerbudget.models.blocks import is_conv1d, partition, weight_of
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
-from layerbudget.planning import explain_plan, plan_ranks
-from layerbudget.running import loss as L
-from layerbudget.scores.curvature.kronecker import collect, factors_of
-from layerbudget.scores.gain import score
-from layerbudget.scores.rank_gain import damping_scale
+from layerbudget.plans.explain import explain_plan
+from layerbudget.planning.capacity import plan_ranks
+from layerbudget.execution import loss as L
+from layerbudget.sensitivity.curvature.kronecker import collect, factors_of
+from layerbudget.sensitivity.gain import score
+from layerbudget.sensitivity.rank_gain import damping_scale
 
 NAMES = ("mlp", "mistral", "gpt2", "bert")
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.errors import CoverageError, InvalidInput
-from layerbudget.planning import plan_sparsity
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.records import Block
-from layerbudget.scores.gain import score
-from layerbudget.scores.reconstruction import reconstruction, removal_error
+from layerbudget.sensitivity.gain import score
+from layerbudget.sensitivity.reconstruction import reconstruction, removal_error
 
 
 def plain(weight, x, share, width):

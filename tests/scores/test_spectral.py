@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from layerbudget.blocks import partition
+from layerbudget.models.blocks import partition
 from layerbudget.errors import InvalidInput
-from layerbudget.scores.proxies import spectral_tail
-from layerbudget.scores.spectral import alpha_mid, alpha_peak, eigenvalues
+from layerbudget.sensitivity.proxies import spectral_tail
+from layerbudget.sensitivity.spectral import alpha_mid, alpha_peak, eigenvalues
 
 
 def plain_peak(eigs, published):

@@ -7,10 +7,10 @@ from tests import zoo
 
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput, ModelMismatch, NotFound
-from layerbudget.scores import stages
-from layerbudget.scores.curvature import gram
-from layerbudget.scores.gain import score
-from layerbudget.scores.kept import Kept
+from layerbudget.sensitivity import stages
+from layerbudget.sensitivity.curvature import gram
+from layerbudget.sensitivity.gain import score
+from layerbudget.sensitivity.kept import Kept
 
 
 @pytest.fixture

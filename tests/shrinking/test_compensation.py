@@ -11,14 +11,14 @@ import torch
 from tests import zoo
 
 from layerbudget.errors import InvalidInput, UnknownStructure
-from layerbudget.running.modes import inference
-from layerbudget.running.walk import Walk
-from layerbudget.shrinking.attention import find_attention
-from layerbudget.shrinking.checkpoint import apply_structured, plan_structured
-from layerbudget.shrinking.compensation import Stream, ways_of
-from layerbudget.shrinking.mlp import find_mlp, put_weight
-from layerbudget.shrinking.shrink import measure_plan
-from layerbudget.shrinking.width import damped
+from layerbudget.execution.modes import inference
+from layerbudget.execution.walk import Walk
+from layerbudget.decisions.shapes.attention import find_attention
+from layerbudget.decisions.shapes.checkpoint import apply_structured, plan_structured
+from layerbudget.decisions.shapes.compensation import Stream, ways_of
+from layerbudget.decisions.shapes.mlp import find_mlp, put_weight
+from layerbudget.decisions.shapes.shrink import measure_plan
+from layerbudget.decisions.shapes.width import damped
 
 TIGHT = {"rtol": 1e-5, "atol": 1e-7}
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import layers
+from layerbudget.models.blocks import layers
 from layerbudget.cli import main
 from layerbudget.errors import InfeasibleBudget, InvalidInput
-from layerbudget.planning.shape_steps import GONE, HEADS, MLP, ShapeSpace
-from layerbudget.running.divergence import kl_sum
-from layerbudget.shrinking.checkpoint import apply_structured, find_parts
-from layerbudget.shrinking.depth import drop_layers
-from layerbudget.shrinking.directional import plan_shapes_directional
-from layerbudget.shrinking.parts import cut, where_is
-from layerbudget.shrinking.shape_point import ShapePoint
-from layerbudget.shrinking.shrink import measure_plan, preserved
+from layerbudget.decisions.shapes.shape_steps import GONE, HEADS, MLP, ShapeSpace
+from layerbudget.execution.divergence import kl_sum
+from layerbudget.decisions.shapes.checkpoint import apply_structured, find_parts
+from layerbudget.decisions.shapes.depth import drop_layers
+from layerbudget.decisions.shapes.directional import plan_shapes_directional
+from layerbudget.decisions.shapes.removable import cut, where_is
+from layerbudget.decisions.shapes.shape_point import ShapePoint
+from layerbudget.decisions.shapes.shrink import measure_plan, preserved
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 

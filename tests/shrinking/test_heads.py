@@ -10,11 +10,11 @@ import torch
 import transformers
 from tests import zoo
 
-from layerbudget.blocks import is_conv1d, layers
+from layerbudget.models.blocks import is_conv1d, layers
 from layerbudget.errors import InvalidInput, UnknownStructure
-from layerbudget.shrinking.attention import channels, expressible, find_attention, keep_heads
-from layerbudget.shrinking.checkpoint import check_exportable, save_smaller
-from layerbudget.shrinking.heads import choose_heads, head_scores, remove_heads
+from layerbudget.decisions.shapes.attention import channels, expressible, find_attention, keep_heads
+from layerbudget.decisions.shapes.checkpoint import check_exportable, save_smaller
+from layerbudget.decisions.shapes.heads import choose_heads, head_scores, remove_heads
 
 EXPLICIT = ["llama", "phi3", "mistral-sliding", "gemma", "gemma2", "gemma3", "qwen2", "qwen3", "starcoder2", "mixtral"]
 DERIVED = ["opt", "gpt2", "gpt-neox", "bert", "roberta-classifier"]

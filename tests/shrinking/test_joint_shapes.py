@@ -7,17 +7,17 @@ import torch
 from safetensors import safe_open
 from tests import zoo
 
-from layerbudget.blocks import layers, weight_of
+from layerbudget.models.blocks import layers, weight_of
 from layerbudget.cli import main
 from layerbudget.errors import CoverageError, InvalidInput
-from layerbudget.loading import load_model
-from layerbudget.planning.parts import amount
-from layerbudget.planning.zeros import ZEROS, left
-from layerbudget.pruning.export import pack
-from layerbudget.shrinking.checkpoint import apply_structured, find_parts, save_smaller
-from layerbudget.shrinking.directional import plan_shapes_directional
-from layerbudget.shrinking.shrink import preserved
-from layerbudget.shrinking.sparse import saved_by_zeros
+from layerbudget.models.loading import load_model
+from layerbudget.decisions.shapes.parts import amount
+from layerbudget.decisions.shapes.zeros import ZEROS, left
+from layerbudget.decisions.sparsity.export import pack
+from layerbudget.decisions.shapes.checkpoint import apply_structured, find_parts, save_smaller
+from layerbudget.decisions.shapes.directional import plan_shapes_directional
+from layerbudget.decisions.shapes.shrink import preserved
+from layerbudget.decisions.shapes.sparse import saved_by_zeros
 
 OPTIONS = {"by": "groups", "multiple": 4, "passes": 22.0, "strides": 1, "batch_size": 4, "draws": 1}
 

@@ -11,23 +11,13 @@ import torch
 import transformers
 from tests import zoo
 
-from layerbudget.blocks import layers, partition
+from layerbudget.models.blocks import layers, partition
 from layerbudget.cli import main
-from layerbudget.costs import base_amount
+from layerbudget.planning.costs import base_amount
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownStructure
-from layerbudget.loading import load_model
+from layerbudget.models.loading import load_model
 from layerbudget.plan import Plan
-from layerbudget.shrinking.checkpoint import (
-    apply_structured,
-    check_exportable,
-    find_parts,
-    narrow,
-    plan_depth,
-    plan_structured,
-    remove_heads,
-    save_smaller,
-    shape_curves,
-)  # fmt: skip
+from layerbudget.decisions.shapes.checkpoint import apply_structured, check_exportable, find_parts, narrow, plan_depth, plan_structured, remove_heads, save_smaller, shape_curves  # fmt: skip
 
 WITH_BOTH = [
     "llama",
@@ -256,7 +246,7 @@ def test_depth_plans_really_remove_layers_from_the_command_line(folder, capsys):
 
 
 def test_a_stopped_measurement_goes_on_where_it_was(tmp_path, monkeypatch):
-    from layerbudget.shrinking import shapes
+    from layerbudget.decisions.shapes import plan as shapes
 
     model, data = zoo.build("llama"), zoo.text(samples=4)
     options = {"depth": 1, "even": True, "multiple": 4, "points": 2}

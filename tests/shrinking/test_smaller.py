@@ -9,11 +9,11 @@ import torch
 import transformers
 from tests import zoo
 
-from layerbudget.blocks import layers
+from layerbudget.models.blocks import layers
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InfeasibleBudget, UnknownBlock, UnknownStructure
-from layerbudget.shrinking.checkpoint import apply_depth, drop_damage, drop_layers, narrow, plan_depth, save_smaller
-from layerbudget.shrinking.heads import remove_heads
+from layerbudget.decisions.shapes.checkpoint import apply_depth, drop_damage, drop_layers, narrow, plan_depth, save_smaller
+from layerbudget.decisions.shapes.heads import remove_heads
 
 CAUSAL = [
     "llama", "mistral-sliding", "gemma", "gemma2", "gemma3", "qwen2", "qwen3", "phi3", "opt", "gpt2", "gpt-neox", "olmo2",

@@ -10,14 +10,14 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import partition
-from layerbudget.damage.sequential import plan_directional
+from layerbudget.models.blocks import partition
+from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.errors import CoverageError
-from layerbudget.planning import plan_sparsity
-from layerbudget.pruning.apply import prune
-from layerbudget.treatments import base
-from layerbudget.treatments.base import TREATMENTS, Level, Treatment, find_treatment
-from layerbudget.treatments.conforming import check, treated
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.compressors import base
+from layerbudget.compressors.base import TREATMENTS, Level, Treatment, find_treatment
+from layerbudget.compressors.conforming import check, treated
 
 LEVELS = [
     Level(zeros=0), Level(zeros=1), Level(zeros=77), Level(zeros=160), Level(zeros=80, pattern=(2, 4)),

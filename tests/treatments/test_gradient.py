@@ -10,9 +10,9 @@ import torch
 from tests import zoo
 
 import layerbudget as lb
-from layerbudget.damage.sequential import plan_directional
+from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.errors import InvalidInput
-from layerbudget.treatments.base import find_treatment
+from layerbudget.compressors.base import find_treatment
 
 
 def gradients(model, data, name):

@@ -6,12 +6,12 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import weight_of
+from layerbudget.models.blocks import weight_of
 from layerbudget.errors import CurvatureFailure
-from layerbudget.pruning.apply import prune
-from layerbudget.treatments.magnitude import magnitude_mask
-from layerbudget.treatments.sparsegpt import inverse_factor, reference_factor, sparsegpt_update
-from layerbudget.treatments.wanda import wanda_mask
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.compressors.magnitude import magnitude_mask
+from layerbudget.compressors.sparsegpt import inverse_factor, reference_factor, sparsegpt_update
+from layerbudget.compressors.wanda import wanda_mask
 
 
 def problem(rows=6, columns=20, seed=0):

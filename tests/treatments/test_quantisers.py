@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from layerbudget.errors import InvalidInput
-from layerbudget.treatments import base
-from layerbudget.treatments.base import QUANTISERS, TREATMENTS, Level, find_quantiser, find_treatment
-from layerbudget.treatments.formats import TYPES, find_format, formats_of
-from layerbudget.treatments.grid import grid_of, grouped
-from layerbudget.treatments.rounding import Quantiser, through_gguf
-from layerbudget.treatments.sparsegpt import inverse_factor
+from layerbudget.compressors import base
+from layerbudget.compressors.base import QUANTISERS, TREATMENTS, Level, find_quantiser, find_treatment
+from layerbudget.compressors.formats import TYPES, find_format, formats_of
+from layerbudget.compressors.grid import grid_of, grouped
+from layerbudget.compressors.rounding import Quantiser, through_gguf
+from layerbudget.compressors.sparsegpt import inverse_factor
 
 gguf = pytest.importorskip("gguf")
 packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")

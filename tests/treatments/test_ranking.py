@@ -5,12 +5,12 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.blocks import partition
-from layerbudget.machine import in_threads
-from layerbudget.scores.gain import score
-from layerbudget.treatments import ranking
-from layerbudget.treatments.ranking import ranked, smallest_evenly, zeroed
-from layerbudget.treatments.select import row_counts, smallest_per_row
+from layerbudget.models.blocks import partition
+from layerbudget.models.machine import in_threads
+from layerbudget.sensitivity.gain import score
+from layerbudget.compressors import ranking
+from layerbudget.compressors.ranking import ranked, smallest_evenly, zeroed
+from layerbudget.compressors.select import row_counts, smallest_per_row
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -11,11 +11,11 @@ from tests import zoo
 
 from layerbudget.errors import CorruptFile, InvalidInput, NotFound
 from layerbudget.plan import Plan
-from layerbudget.pruning.apply import prune
-from layerbudget.pruning.export import recipe
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.export import recipe
 from layerbudget.records import dumps
 from layerbudget.row_groups import RowGroups, beside
-from layerbudget.treatments.base import Treatment, find_treatment
+from layerbudget.compressors.base import Treatment, find_treatment
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 

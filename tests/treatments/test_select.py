@@ -8,17 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerbudget.errors import InvalidInput
-from layerbudget.treatments.select import (
-    check_group,
-    kth_value,
-    parse_pattern,
-    row_counts,
-    share,
-    smallest,
-    smallest_per_group,
-    smallest_per_row,
-    threshold_inclusive,
-)
+from layerbudget.compressors.select import check_group, kth_value, parse_pattern, row_counts, share, smallest, smallest_per_group, smallest_per_row, threshold_inclusive
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.floats(0, 1))

@@ -173,7 +173,7 @@ _SHARED = ("score", "measure", "prune", "finetune", "evaluate")
 def _settle_memory(verb: str) -> None:
     """Have the memory of freed tensors kept by the verbs that run a model (importing torch would slow the others down)."""
     if verb in _RUNNING:
-        from ..machine import keep_freed
+        from ..models.machine import keep_freed
 
         keep_freed()
 
@@ -187,7 +187,7 @@ def _join(arguments: argparse.Namespace) -> bool:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return True
     from ..errors import InvalidInput
-    from ..running.shares import join
+    from ..execution.shares import join
     from .terminal import Terminal
 
     words = (arguments.verb, getattr(arguments, "plan_command", None))

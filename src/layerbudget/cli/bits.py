@@ -6,11 +6,11 @@ import argparse
 from typing import Any
 
 from ..plan import Plan
-from ..planning.bits import RULES
+from ..decisions.bits.plan import RULES
 from ..records import to_jsonable
-from ..treatments.base import QUANTISERS
-from ..treatments.formats import FAMILIES, PACKED, find_format
-from ..treatments.runtimes import RUNTIMES, find_runtime
+from ..compressors.base import QUANTISERS
+from ..compressors.formats import FAMILIES, PACKED, find_format
+from ..decisions.bits.runtimes import RUNTIMES, find_runtime
 from .files import say, show_table
 from .progress import progress_bar
 from .shared import DATA, add_data_options, add_out, batch_of, refuse
@@ -59,7 +59,7 @@ def register(verbs: Any) -> None:
 
 def run(a: argparse.Namespace) -> dict[str, Any]:
     """``plan bits``."""
-    from ..keeping.parts import clear
+    from ..storage.parts import clear
     from ..records import check_output
 
     for path in filter(None, (a.out, a.save_scores)):
@@ -75,7 +75,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
 
 def _again(a: argparse.Namespace) -> Plan:
     """Another plan from what was measured."""
-    from ..planning.bits import plan_bits
+    from ..decisions.bits.plan import plan_bits
     from .files import need_scores
 
     refuse(
@@ -85,10 +85,10 @@ def _again(a: argparse.Namespace) -> Plan:
 
 
 def _measure(a: argparse.Namespace) -> Plan:
-    from ..damage.jointly import plan_formats
+    from ..decisions.bits.jointly import plan_formats
     from ..errors import InvalidInput
-    from ..mapped import mapped
-    from ..planning.bits import check_bits
+    from ..models.offload import mapped
+    from ..decisions.bits.plan import check_bits
     from .shared import announce, load
 
     check_bits(a.bits)
@@ -141,7 +141,7 @@ def _expect(a: argparse.Namespace, model: Any, data: Any, check: Any, formats: i
 
 
 def _show(a: argparse.Namespace, plan: Plan) -> None:
-    from ..planning import explain_plan
+    from ..plans.explain import explain_plan
     from ..report.tables import plan_grid
 
     formats = plan.extra["formats"]

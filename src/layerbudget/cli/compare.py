@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import InvalidInput
 from ..kinds import KINDS
 from ..plan import Plan
-from ..program.utilities import PENALTIES, UTILITIES
+from ..solvers.utilities import PENALTIES, UTILITIES
 from ..records import to_jsonable
 from .files import need_scores, say, show_table
 
@@ -56,7 +56,7 @@ def register_transfer(subparsers: Any) -> None:
 
 def run_diff(a: argparse.Namespace) -> dict[str, Any]:
     """``plan diff``."""
-    from ..planning import diff_plans
+    from ..plans.compare import diff_plans
 
     result = diff_plans(Plan.load(a.first), Plan.load(a.second))
     rows = [(r["name"], r["first"], r["second"], r["difference"], r["count_difference"]) for r in result["blocks"]]
@@ -69,7 +69,7 @@ def run_diff(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_explain(a: argparse.Namespace) -> dict[str, Any]:
     """``plan explain``."""
-    from ..planning import explain_plan
+    from ..plans.explain import explain_plan
     from ..planning.codelength import codelengths
 
     if a.tokens is not None and a.scores is None:
@@ -83,7 +83,7 @@ def run_explain(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     """``plan sweep``."""
-    from ..planning import sweep
+    from ..plans.compare import sweep
 
     options: dict[str, Any] = {"damping": a.damping, "smoothing": a.smoothing} | ({"rule": a.rule} if a.rule else {})
     if a.kind != "sparsity" and a.max_sparsity is not None:
@@ -99,7 +99,7 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
     """``transfer``."""
-    from ..planning import transfer_scores
+    from ..plans.transfer import transfer_scores
 
     found = transfer_scores(
         need_scores(a.source), need_scores(a.target), program=a.program, sparsity=a.sparsity, max_sparsity=a.max_sparsity,

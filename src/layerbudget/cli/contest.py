@@ -63,7 +63,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     from ..comparison.run import compare_scores
     from ..kinds import KINDS
     from ..records import check_output
-    from ..running.cells import parse_part
+    from ..execution.cells import parse_part
 
     kind = next(k for k in _KINDS if getattr(a, k) is not None)
     KINDS.find(kind)
@@ -118,7 +118,7 @@ def _text_bench(a: argparse.Namespace, kind: str) -> Any:
     from ..comparison.bench import TextBench
     from ..comparison.format_bench import FormatBench
     from ..evaluation.perplexity import evaluation_set
-    from ..loading import load_model, load_tokenizer
+    from ..models.loading import load_model, load_tokenizer
 
     refuse(a, _TASK, f"a comparison of {kind}, which is measured on text")
     a.read = {"data": a.data or "stdlib", "length": a.length or 256, "windows": a.windows or 96, "rules": a.rules}
@@ -136,9 +136,9 @@ def _text_bench(a: argparse.Namespace, kind: str) -> Any:
 def _task_bench(a: argparse.Namespace) -> Any:
     from ..comparison.bench import TaskBench
     from ..data.tasks import load_task
-    from ..loading import load_tokenizer
-    from ..lora.base import classifier_loader
-    from ..lora.protocol import Protocol
+    from ..models.loading import load_tokenizer
+    from ..finetuning.base import classifier_loader
+    from ..finetuning.protocol import Protocol
 
     if not a.task:
         raise InvalidInput("Ranks and experts are compared by training them.", "They need a --task.", "Name one.")

@@ -41,7 +41,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 def _expect(arguments: argparse.Namespace) -> None:
     """Say what the demo will cost on this machine."""
     from ..doctor.pricing import demonstrating
-    from ..loading import load_model
+    from ..models.loading import load_model
     from .outlook import expect
 
     arguments.model = "demo"

@@ -37,7 +37,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from rich.table import Table
 
     from ..doctor import diagnose
-    from ..loading import describe_place
+    from ..models.loading import describe_place
     from .shared import announce, batch_of, load, refuse
 
     if arguments.machine or not _has_weights(arguments.model):
@@ -69,8 +69,8 @@ def _loaded(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
     from ..doctor.pace import pace, shape_in_memory
     from ..doctor.refusals import refusals
     from ..errors import UnknownStructure
-    from ..machine import free_bytes
-    from ..mapped import mapped
+    from ..models.machine import free_bytes
+    from ..models.offload import mapped
 
     try:
         shape = shape_in_memory(model)
@@ -90,12 +90,12 @@ def _loaded(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
 
 def _unloaded(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prices from a configuration, on a machine that may be another one: as fast as this one."""
-    from ..costs import parse_budget
+    from ..planning.costs import parse_budget
     from ..doctor.forecast import shape_of
     from ..doctor.pace import pace
     from ..errors import UnknownUnit
-    from ..loading import find_device, held_dtype
-    from ..machine import free_bytes
+    from ..models.loading import find_device, held_dtype
+    from ..models.machine import free_bytes
 
     machine, where = None, "this machine"
     if arguments.machine:
@@ -120,8 +120,8 @@ def _configuration(arguments: argparse.Namespace) -> Any:
     """
     from transformers import AutoConfig
 
-    from ..keeping import reading
-    from ..loading import foreign, resolve
+    from ..storage import reading
+    from ..models.loading import foreign, resolve
 
     path = Path(arguments.model).expanduser()
     where = str(path)

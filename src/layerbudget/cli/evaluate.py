@@ -40,7 +40,7 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate, show what was measured, with its parameters, and compare where asked."""
     from ..records import check_output, dumps, write_text
-    from ..running.shares import first, team
+    from ..execution.shares import first, team
 
     if arguments.tasks and team() is not None:
         raise InvalidInput(
@@ -86,7 +86,7 @@ def _read(path: str) -> dict[str, Any]:
 def _measured(arguments: argparse.Namespace, name: str, adapter: str | None, sources: list[str]) -> dict[str, Any]:
     """Evaluate one model."""
     from ..evaluation.perplexity import evaluation_set, perplexity
-    from ..loading import load_tokenizer
+    from ..models.loading import load_tokenizer
 
     named = argparse.Namespace(**{**vars(arguments), "model": name})
     tokenizer = load_tokenizer(name, revision=arguments.revision)
@@ -95,7 +95,7 @@ def _measured(arguments: argparse.Namespace, name: str, adapter: str | None, sou
     model = load_named(named, four_bit=arguments.four_bit)
     _expect(arguments, named, model, sets)
     if adapter:
-        from ..lora.loading import load_adapter
+        from ..finetuning.loading import load_adapter
 
         model = load_adapter(model, adapter)
     result: dict[str, Any] = {"model": name, "adapter": adapter, "perplexity": {}, "tasks": {}}
@@ -176,13 +176,13 @@ def _parts(arguments: argparse.Namespace, model: Any, name: str) -> Any:
     Raises:
         ModelMismatch: The folder holds another evaluation.
     """
-    from ..keeping.folders import checksum
-    from ..keeping.parts import Parts
+    from ..storage.folders import checksum
+    from ..storage.parts import Parts
 
     if arguments.resume is None:
         return Parts(None, "")
-    from ..blocks import fingerprint
-    from ..provenance import PACKAGES, computation, versions
+    from ..models.blocks import fingerprint
+    from ..models.provenance import PACKAGES, computation, versions
     from ..records import digest
 
     rows = sorted(f for f in Path(arguments.data_dir).rglob("*") if f.is_file()) if arguments.data_dir else []

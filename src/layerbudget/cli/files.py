@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..configurations import blocks_from_config
+from ..models.configurations import blocks_from_config
 from ..errors import CorruptFile, InvalidInput
-from ..keeping import reading
+from ..storage import reading
 from ..records import Block
-from ..scores.record import Scores
-from ..scores.with_shapes import scores_with_shapes
+from ..scores import Scores
+from ..sensitivity.with_shapes import scores_with_shapes
 
 
 class Leaves:

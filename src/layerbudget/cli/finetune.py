@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..lora.protocol import ALPHA_POLICIES, DEVICES, STARTS, TRAINERS
+from ..finetuning.protocol import ALPHA_POLICIES, DEVICES, STARTS, TRAINERS
 from ..progress import Steps
 from .progress import progress_bar
 from .shared import add_skip, named_values, refuse
@@ -79,12 +79,12 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import NAMES, load_task
     from ..data.texts import read_texts
-    from ..loading import load_tokenizer
-    from ..lora.base import classifier_loader
-    from ..lora.compare import compare, read_result
-    from ..lora.finetune import finetune
+    from ..models.loading import load_tokenizer
+    from ..finetuning.base import classifier_loader
+    from ..finetuning.compare import compare, read_result
+    from ..finetuning.finetune import finetune
     from ..records import dumps, write_text
-    from ..running.shares import first
+    from ..execution.shares import first
 
     part = _part(arguments)
     if arguments.against:
@@ -147,7 +147,7 @@ def _part(arguments: argparse.Namespace) -> tuple[int, int]:
         InvalidInput: No such part.
     """
     from ..errors import InvalidInput
-    from ..running.cells import parse_part
+    from ..execution.cells import parse_part
 
     part = parse_part(arguments.part)
     if not 1 <= part[0] <= part[1] <= len(arguments.seeds):
@@ -183,7 +183,7 @@ LONGEST = 1024  # tokens of a row of text where no cutoff is named, as TRL has i
 
 def _protocol(arguments: argparse.Namespace, base: Any) -> Any:
     """The preset with what was named; rows of text may be longer than labelled ones."""
-    from ..lora.protocol import PRESETS
+    from ..finetuning.protocol import PRESETS
 
     named = ("epochs", "lr", "batch", "accumulation", "balance", "start", "alpha_policy", "trainer")
     given = {k: getattr(arguments, k) for k in named if getattr(arguments, k) is not None}
@@ -208,9 +208,9 @@ def _recounted(arguments: argparse.Namespace, recipe: Any, seed: int) -> dict[st
 
 def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Read the plan, refuse one that was made for another model; return that model too, and what a recipe says of its base."""
-    from ..blocks import describe
+    from ..models.blocks import describe
     from ..kinds import check_kind
-    from ..loading import load_model
+    from ..models.loading import load_model
     from ..plan import Plan
 
     plan = Plan.load(arguments.plan)
@@ -222,7 +222,7 @@ def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
         arguments.model, dtype=arguments.dtype, revision=arguments.revision, device=arguments.device
     )
     if plan.kind == "recipe":
-        from ..lora.recipe import base_of
+        from ..decisions.joint.adapters import base_of
 
         recipe = base_of(plan, arguments.model, base)
         return recipe.ranks, base, recipe
@@ -232,8 +232,8 @@ def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 def _callbacks(arguments: argparse.Namespace, plan: Any, progress: Any) -> Any:
     """What makes the callbacks of one seed: the steps for the bar, and a re-plan where asked."""
-    from ..lora.replan import Replan
-    from ..lora.steps import step_callback
+    from ..finetuning.replan import Replan
+    from ..finetuning.steps import step_callback
 
     seeds = iter(range(len(arguments.seeds) + 1))  # the first call, before any seed, asks what belongs to the identity
 

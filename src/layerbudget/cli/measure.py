@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..errors import InvalidInput
-from ..treatments.base import TREATMENTS
+from ..compressors.base import TREATMENTS
 from .progress import progress_bar
 from .shared import add_data_options, batch_of, load, say_share
 
@@ -99,9 +99,9 @@ def against_uniform(predicted: float, uniform: float, measured: float | None) ->
 
 def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
     """What a pattern costs, and its plan."""
-    from ..damage.patterned import check_pattern, plan_pattern
+    from ..decisions.sparsity.patterned import check_pattern, plan_pattern
     from ..records import check_output
-    from ..running.shares import first
+    from ..execution.shares import first
     from .files import show_table
     from .shared import named_values
 
@@ -132,7 +132,7 @@ def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _expect(arguments: argparse.Namespace, model: Any, data: Any, search: str, **options: Any) -> None:
     """Say what the search reaches and what it will cost."""
-    from ..blocks import partition
+    from ..models.blocks import partition
     from ..doctor.pricing import measuring
     from .outlook import expect, text_of, words_of
 
@@ -160,9 +160,9 @@ def _refuse_unread(arguments: argparse.Namespace) -> None:
 
 
 def _directional(arguments: argparse.Namespace) -> Any:
-    from ..damage.sequential import plan_directional
-    from ..keeping.parts import clear
-    from ..running.shares import first
+    from ..decisions.sparsity.sequential import plan_directional
+    from ..storage.parts import clear
+    from ..execution.shares import first
     from .shared import named_values
 
     options = {name: getattr(arguments, name) for name in ("passes", "steps", "draws", "trust", "resume", "max_sparsity")}
@@ -187,11 +187,11 @@ def _directional(arguments: argparse.Namespace) -> Any:
 
 def _by_curves(arguments: argparse.Namespace) -> tuple[Any, float, float]:
     """The plan, and what the dense model's curves add up to for it and for uniform."""
-    from ..blocks import partition
-    from ..damage.by_curves import plan_by_curves
-    from ..planning.sparsity import default_cap
+    from ..models.blocks import partition
+    from ..decisions.sparsity.by_curves import plan_by_curves
+    from ..decisions.sparsity.plan import default_cap
     from ..records import check_fraction, dumps, write_text
-    from ..running.shares import first
+    from ..execution.shares import first
 
     cap = max(0.9, default_cap(arguments.sparsity)) if arguments.max_sparsity is None else arguments.max_sparsity
     check_fraction(cap, "max_sparsity", low=arguments.sparsity)

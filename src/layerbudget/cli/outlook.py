@@ -55,7 +55,7 @@ def expect(
         parts: Prices the verb on a model of these sizes; None where nobody knows what it costs.
         length: Tokens of a timed sequence.
     """
-    from ..loading import describe_place
+    from ..models.loading import describe_place
 
     if getattr(arguments, "quiet", False) and not getattr(arguments, "json", False):
         return
@@ -117,8 +117,8 @@ def _priced(verb: str, model: Any, parts: Callable[[Shape], Sequence[Part] | Non
     from ..doctor.pace import pace, shape_in_memory
     from ..doctor.pricing import price
     from ..errors import UnknownStructure
-    from ..machine import free_bytes
-    from ..mapped import mapped
+    from ..models.machine import free_bytes
+    from ..models.offload import mapped
 
     try:
         shape = shape_in_memory(model)

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..costs import rank_parameters
+from ..planning.costs import rank_parameters
 from ..errors import InvalidInput
-from ..keeping.columns import Table
+from ..storage.columns import Table
 from ..plan import Plan
 from ..planning.options import OPTIONS
 from ..planning.rule import rules_of
 from ..records import to_jsonable
-from ..scores.record import Scores
+from ..scores import Scores
 from . import bits, compare, structured
 from .files import Leaves, load_scores, need_scores, read_any, read_curves, read_fixed, read_latency, say, show_table
 from .shared import Renamed, add_out, named_values, refuse
@@ -176,7 +176,7 @@ def _register_joint(verbs: Any) -> None:
 
 def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
     """``plan sparsity``."""
-    from ..planning import plan_sparsity
+    from ..decisions.sparsity.plan import plan_sparsity
 
     plan = plan_sparsity(
         load_scores(a.scores), sparsity=a.sparsity, max_sparsity=a.max_sparsity, min_sparsity=a.min_sparsity,
@@ -190,7 +190,7 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_experts(a: argparse.Namespace) -> dict[str, Any]:
     """``plan experts``."""
-    from ..planning import plan_experts
+    from ..planning.capacity import plan_experts
 
     plan = plan_experts(
         load_scores(a.scores), total=a.total, budget=a.budget, flops_fraction=a.flops_fraction, min_experts=a.min_experts,
@@ -201,7 +201,7 @@ def run_experts(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     """``plan ranks``."""
-    from ..planning import plan_ranks
+    from ..planning.capacity import plan_ranks
 
     scores = load_scores(a.scores)
     plan = plan_ranks(
@@ -229,7 +229,8 @@ _BOTH = ("min_capacity", "max_capacity", "bytes_per_parameter")
 
 def run_joint(a: argparse.Namespace) -> dict[str, Any]:
     """``plan joint``: zeros and adapters, or formats and ranks."""
-    from ..planning import plan_joint, plan_recipe
+    from ..decisions.joint.plan import plan_joint
+    from ..decisions.joint.recipe import plan_recipe
 
     def given(*names: str) -> dict[str, Any]:
         return {k: getattr(a, k) for k in names if getattr(a, k) is not None}
@@ -280,7 +281,7 @@ def _capacity_options(a: argparse.Namespace) -> dict[str, Any]:
 def _finish(a: argparse.Namespace, plan: Plan, price: Any = None) -> dict[str, Any]:
     if a.out:
         plan.save(a.out, overwrite=a.overwrite)
-    from ..planning import explain_plan
+    from ..plans.explain import explain_plan
 
     if not getattr(a, "json", False):
         _show(a, plan, price)

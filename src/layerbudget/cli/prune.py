@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..treatments.base import TREATMENTS, find_treatment
+from ..compressors.base import TREATMENTS, find_treatment
 from .progress import progress_bar
 from .shared import DATA, add_treating_options, batch_of, named_values, refuse, say_share
 from .structured import SMALLER, prune_smaller
@@ -36,12 +36,12 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prune, recount, save, and say what is smaller and what is not."""
     from ..kinds import check_kind
     from ..plan import Plan
-    from ..pruning.apply import method_of, other_pruner, prune
-    from ..pruning.resume import clear_checkpoints
-    from ..pruning.room import check_room
-    from ..pruning.save import check_output, save_pruned
+    from ..decisions.sparsity.apply import method_of, other_pruner, prune
+    from ..decisions.sparsity.resume import clear_checkpoints
+    from ..decisions.sparsity.room import check_room
+    from ..decisions.sparsity.save import check_output, save_pruned
     from ..report.runtime import runtime_box
-    from ..running.shares import first
+    from ..execution.shares import first
 
     plan = Plan.load(arguments.plan)
     check_kind(plan.kind, ("sparsity", *SMALLER), "cannot be pruned")
@@ -113,7 +113,7 @@ def _blind(arguments: argparse.Namespace) -> bool:
 
 def _load(arguments: argparse.Namespace, kind: str) -> tuple[Any, Any, Any]:
     from ..errors import BadModel
-    from ..loading import load_tokenizer
+    from ..models.loading import load_tokenizer
     from .shared import load, load_named
 
     if kind == "structured" or (kind != "depth" and not _blind(arguments)):

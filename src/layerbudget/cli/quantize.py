@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..treatments.base import QUANTISERS
+from ..compressors.base import QUANTISERS
 from .outlook import expect, text_of, words_of
 from .progress import progress_bar
 from .shared import DATA, add_treating_options, batch_of, named_values, refuse
@@ -26,13 +26,13 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Round, write, recount from the file."""
     from ..doctor.pricing import treating
-    from ..keeping.parts import clear
-    from ..keeping.writing import check_space
+    from ..storage.parts import clear
+    from ..storage.writing import check_space
     from ..plan import Plan
-    from ..pruning.save import check_output
-    from ..quantising.plans import bits_of, formats_of_plan
-    from ..quantising.write import quantise
-    from ..treatments.base import find_quantiser
+    from ..decisions.sparsity.save import check_output
+    from ..decisions.bits.plans import bits_of, formats_of_plan
+    from ..decisions.bits.write import quantise
+    from ..compressors.base import find_quantiser
     from .shared import load
 
     plan = bits_of(Plan.load(arguments.plan))
@@ -69,7 +69,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _size(model: Any, plan: Any) -> int:
     """Bytes of what will be written: what the plan counted, the rest of the model in two bytes each, and a tokenizer."""
-    from ..pruning.room import BESIDE
+    from ..decisions.sparsity.room import BESIDE
 
     total = sum(p.numel() for p in model.parameters())
     return BESIDE + int(plan.counts.sum()) + 2 * max(0, total - int(plan.numel.sum()))
@@ -77,7 +77,7 @@ def _size(model: Any, plan: Any) -> int:
 
 def _tokenizer(arguments: argparse.Namespace) -> Any:
     from ..errors import BadModel
-    from ..loading import load_tokenizer
+    from ..models.loading import load_tokenizer
 
     try:
         return load_tokenizer(arguments.model, revision=arguments.revision)

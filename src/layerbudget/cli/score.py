@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..scores.estimators import Estimator, estimators, find_estimator
+from ..sensitivity.estimators import Estimator, estimators, find_estimator
 from .outlook import expect, text_of, words_of
 from .progress import progress_bar
 from .shared import DATA, add_data_options, add_partition_options, load, named_values, refuse, say_share
@@ -50,7 +50,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     _refuse_unread(arguments, chosen)
     check_output(arguments.out, overwrite=arguments.overwrite)
     scores = _imported(arguments) if arguments.given else _measured(arguments, chosen, options)
-    from ..running.shares import first
+    from ..execution.shares import first
 
     path = scores.save(arguments.out, overwrite=arguments.overwrite) if first() else arguments.out
     arguments.console.print(scores_table(scores))
@@ -78,10 +78,10 @@ def _refuse_unread(arguments: argparse.Namespace, chosen: Estimator) -> None:
 
 
 def _imported(arguments: argparse.Namespace) -> Any:
-    from ..blocks import describe, partition
+    from ..models.blocks import describe, partition
     from ..data.text import read_documents
-    from ..loading import load_model
-    from ..scores.importing import import_scores
+    from ..models.loading import load_model
+    from ..sensitivity.importing import import_scores
 
     names = None
     if arguments.names:
@@ -95,11 +95,11 @@ def _imported(arguments: argparse.Namespace) -> Any:
 
 
 def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[str, Any]) -> Any:
-    from ..blocks import partition
+    from ..models.blocks import partition
     from ..data.text import calibration
     from ..doctor.pricing import scoring
-    from ..scores.gain import score
-    from ..scores.noise import subtract_floor
+    from ..sensitivity.gain import score
+    from ..sensitivity.noise import subtract_floor
 
     named = {"damping": arguments.damping, "damping_unit": arguments.damping_unit, "batch_size": arguments.batch_size}
     chosen.heard({**named, **options, **({"validation": True} if arguments.validation else {})})  # before anything is loaded
@@ -136,7 +136,7 @@ def _sampling(chosen: Estimator, options: dict[str, Any]) -> bool:
 
 def _masked(data: Any, tokenizer: Any, seed: int) -> Any:
     from ..errors import InvalidInput
-    from ..running.loss import mask_tokens
+    from ..execution.loss import mask_tokens
 
     if tokenizer.mask_token_id is None:
         raise InvalidInput(

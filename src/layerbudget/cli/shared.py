@@ -77,7 +77,7 @@ def add_place_options(parser: argparse.ArgumentParser, dtype: str = "auto") -> N
 
 def load_named(arguments: argparse.Namespace, **options: Any) -> Any:
     """The model that the options name, in the precision and place that they name."""
-    from ..loading import load_model
+    from ..models.loading import load_model
 
     return load_model(
         arguments.model, dtype=arguments.dtype or "auto", revision=arguments.revision, device=arguments.device or "auto",
@@ -155,7 +155,7 @@ def check_numbers(arguments: argparse.Namespace) -> None:
 def load(arguments: argparse.Namespace, *, data: bool = True) -> tuple[Any, Any, Any]:
     """Model, tokenizer and calibration set that the options name; no text is read where ``data`` is false."""
     from ..data.text import calibration
-    from ..loading import load_tokenizer
+    from ..models.loading import load_tokenizer
 
     tokenizer = found = None
     if data:
@@ -183,15 +183,15 @@ def batch_of(arguments: argparse.Namespace, model: Any = None, data: Any = None,
         return int(arguments.batch_size)
     if model is None or data is None:
         return most
-    from ..running.memory import fitting
-    from ..running.shares import by_first
+    from ..execution.memory import fitting
+    from ..execution.shares import by_first
 
     return by_first(lambda: fitting(model, data.length, most))
 
 
 def say_share(arguments: argparse.Namespace, model: Any, blocks: Sequence[Any]) -> None:
     """Say which share of the matrices the blocks hold, where that is not nearly all."""
-    from ..blocks import ENOUGH, left_out, share_held
+    from ..models.blocks import ENOUGH, left_out, share_held
 
     share = share_held(model, blocks)
     if share < ENOUGH:

@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from ..plan import Plan
-from ..planning.parts import WAYS
-from ..planning.zeros import ZEROS
+from ..decisions.shapes.parts import WAYS
+from ..decisions.shapes.zeros import ZEROS
 from .progress import progress_bar
 from .shared import add_data_options, add_out, batch_of, load, refuse
 
@@ -56,11 +56,11 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     from pathlib import Path
 
     from ..errors import AlreadyExists, InvalidInput
-    from ..keeping.parts import clear
+    from ..storage.parts import clear
     from ..records import to_jsonable
-    from ..running.shares import first
-    from ..shrinking.directional import plan_shapes_directional
-    from ..shrinking.shapes import plan_structured
+    from ..execution.shares import first
+    from ..decisions.shapes.directional import plan_shapes_directional
+    from ..decisions.shapes.plan import plan_structured
 
     if a.out and Path(a.out).exists() and not a.overwrite:
         raise AlreadyExists(f"{a.out} exists already.", "", "Choose another file or pass --overwrite.")
@@ -136,8 +136,8 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
         UnknownStructure: A plain config cannot describe the result; nothing is written.
     """
     from ..report.runtime import runtime_box
-    from ..running.shares import first
-    from ..shrinking.checkpoint import apply_depth, apply_structured, check_exportable, save_smaller
+    from ..execution.shares import first
+    from ..decisions.shapes.checkpoint import apply_depth, apply_structured, check_exportable, save_smaller
 
     before = sum(p.numel() for p in model.parameters())
     if plan.kind == "depth":

@@ -17,21 +17,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..blocks import describe, partition, weight_of
+from ..models.blocks import describe, partition, weight_of
 from ..data.calibration import CalibrationSet
 from ..data.examples import Task
 from ..data.text import calibration
 from ..errors import CoverageError
 from ..evaluation.perplexity import perplexity, predicted
 from ..kinds import KINDS
-from ..lora.base import Loader
-from ..lora.finetune import finetune
-from ..lora.protocol import Protocol
-from ..lora.rows import Rows, is_causal
+from ..finetuning.base import Loader
+from ..finetuning.finetune import finetune
+from ..finetuning.protocol import Protocol
+from ..finetuning.rows import Rows, is_causal
 from ..plan import Plan
 from ..records import Block
-from ..scores.gain import score
-from ..scores.record import Scores
+from ..sensitivity.gain import score
+from ..scores import Scores
 from .passes import counted
 
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from ..damage.rounding import rounding_damage
+from ..decisions.bits.sensitivity import rounding_damage
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
-from ..planning.bits import ESTIMATOR
-from ..scores.record import Scores
-from ..treatments.formats import PACKED
-from ..treatments.items import items_of
-from ..treatments.runtimes import find_runtime
+from ..decisions.bits.plan import ESTIMATOR
+from ..scores import Scores
+from ..compressors.formats import PACKED
+from ..decisions.bits.items import items_of
+from ..decisions.bits.runtimes import find_runtime
 from .bench import TextBench
 
 

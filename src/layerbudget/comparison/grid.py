@@ -11,10 +11,10 @@ import numpy as np
 from ..errors import InvalidInput, LayerbudgetError
 from ..kinds import KINDS
 from ..plan import Plan
-from ..planning.bits import RULES as BITS
+from ..decisions.bits.plan import RULES as BITS
 from ..planning.rule import Rule, as_rule, rules_of, shuffled
 from ..records import digest
-from ..scores.record import Scores
+from ..scores import Scores
 
 UNIFORM = "uniform"
 Weighing = Callable[[Scores], Scores]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import layers
+from ..models.blocks import layers
 
 
 @dataclasses.dataclass

@@ -12,14 +12,14 @@ import numpy as np
 
 from ..errors import InvalidInput
 from ..plan import Plan
-from ..planning.bits import ESTIMATOR
+from ..decisions.bits.plan import ESTIMATOR
 from ..progress import Progress, Steps
-from ..provenance import versions
+from ..models.provenance import versions
 from ..records import Block, Result, digest
-from ..running.cells import Cells
-from ..scores.estimators import find_estimator
-from ..scores.importing import import_scores
-from ..scores.record import Scores
+from ..execution.cells import Cells
+from ..sensitivity.estimators import find_estimator
+from ..sensitivity.importing import import_scores
+from ..scores import Scores
 from .grid import UNIFORM, Grid, make_grid, twins
 from .passes import counted
 from .verdict import corrected, difference, holm, ranking

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidInput, MissingDependency, NotEnoughText, NotFound
-from ..keeping import hub
+from ..storage import hub
 from . import stdlib
 from .calibration import CalibrationSet
 from .dialogues import format_of

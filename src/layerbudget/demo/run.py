@@ -14,24 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from ..blocks import fingerprint, partition
-from ..damage.sequential import plan_directional
+from ..models.blocks import fingerprint, partition
+from ..decisions.sparsity.sequential import plan_directional
 from ..data.text import calibration
 from ..errors import AlreadyExists, MissingDependency
 from ..evaluation.perplexity import Evaluation, evaluation_set, perplexity
 from ..evaluation.statistics import ratio
-from ..keeping.parts import Parts
-from ..loading import load_model, load_tokenizer
+from ..storage.parts import Parts
+from ..models.loading import load_model, load_tokenizer
 from ..plan import Plan
-from ..planning import plan_sparsity
+from ..decisions.sparsity.plan import plan_sparsity
 from ..progress import Progress, Steps, say
-from ..provenance import computation, versions
-from ..pruning.apply import prune
-from ..pruning.save import save_pruned
+from ..models.provenance import computation, versions
+from ..decisions.sparsity.apply import prune
+from ..decisions.sparsity.save import save_pruned
 from ..records import digest, dumps, made_by, to_jsonable, write_text
 from ..report.figures import overview
-from ..scores.gain import score
-from ..scores.record import Scores
+from ..sensitivity.gain import score
+from ..scores import Scores
 
 logger = logging.getLogger(__name__)
 

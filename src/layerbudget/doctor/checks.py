@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import layers, left_out, partition, share_held
+from ..models.blocks import layers, left_out, partition, share_held
 from ..data.calibration import CalibrationSet
 from ..errors import LayerbudgetError, UnknownStructure
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..blocks import weight_of
+from ..models.blocks import weight_of
 from ..records import Block
-from ..running.loss import Batch, logits_of, summed_loss
-from ..running.modes import prepared
+from ..execution.loss import Batch, logits_of, summed_loss
+from ..execution.modes import prepared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

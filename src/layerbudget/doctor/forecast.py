@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ..errors import InvalidInput
-from ..machine import SHARE, free_bytes
+from ..models.machine import SHARE, free_bytes
 from .layer import Shape, Speed, shape_of, time_layer
 from .work import WORK, Work
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..blocks import layers, partition
+from ..models.blocks import layers, partition
 from ..errors import UnknownStructure
 from ..records import Module
 
@@ -61,7 +61,7 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
     Raises:
         UnknownStructure: It has no single list of layers.
     """
-    from ..loading import auto_class
+    from ..models.loading import auto_class
 
     with torch.device("meta"):
         model = auto_class(config).from_config(config)

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from ..records import Block
-from ..scores.estimators import estimators, find_estimator
-from ..treatments.base import QUANTISERS, find_quantiser, find_treatment
+from ..sensitivity.estimators import estimators, find_estimator
+from ..compressors.base import QUANTISERS, find_quantiser, find_treatment
 from .effort import Pass, efforts
 from .forecast import VERBS, Forecast, Shape, Speed, forecast
 

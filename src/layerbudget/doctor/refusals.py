@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..blocks import partition
+from ..models.blocks import partition
 from ..errors import LayerbudgetError, UnknownStructure
-from ..running.loss import head_of
-from ..running.sites import owners_of, tracked
-from ..scores.estimators import estimators
-from ..shrinking.parts import find_parts
+from ..execution.loss import head_of
+from ..execution.sites import owners_of, tracked
+from ..sensitivity.estimators import estimators
+from ..decisions.shapes.removable import find_parts
 
 
 def refusals(model: nn.Module) -> dict[str, str]:

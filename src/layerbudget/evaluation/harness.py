@@ -17,7 +17,7 @@ from torch import nn
 
 from ..data.task_files import known_label
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
-from ..keeping import hub
+from ..storage import hub
 from ..progress import Progress, Steps, say
 from ..records import digest
 

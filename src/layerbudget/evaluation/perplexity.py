@@ -26,10 +26,10 @@ from ..data.fitting import check_fits
 from ..data.text import calibration
 from ..errors import BadModel, InvalidInput
 from ..progress import Progress, Steps
-from ..running.divergence import next_tokens, sequence_losses
-from ..running.loss import head_of
-from ..running.modes import inference
-from ..running.shares import team
+from ..execution.divergence import next_tokens, sequence_losses
+from ..execution.loss import head_of
+from ..execution.modes import inference
+from ..execution.shares import team
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ def lora_json(plan: Plan, *, alpha_policy: str = "constant-ratio", dropout: floa
         MissingDependency: peft is not installed.
     """
     try:
-        from ..lora.ranks import to_lora_config
+        from ..decisions.ranks.ranks import to_lora_config
 
         config = to_lora_config(plan, alpha_policy=alpha_policy, dropout=dropout, task_type="CAUSAL_LM")
     except ImportError as error:

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 
 from ..plan import Plan
-from ..program.counts import round_parameters
-from ..program.levels import few_levels
-from ..pruning.apply import method_of, other_pruner
-from ..pruning.export import recipe
+from ..solvers.counts import round_parameters
+from ..solvers.levels import few_levels
+from ..decisions.sparsity.apply import method_of, other_pruner
+from ..decisions.sparsity.export import recipe
 
 
 def with_levels(plan: Plan, levels: int) -> tuple[Plan, float]:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..costs import Budget, parse_budget, rank_parameters
+from .costs import Budget, parse_budget, rank_parameters
 from ..errors import InvalidInput
 from ..plan import Plan
-from ..program.utilities import Function
+from ..solvers.utilities import Function
 from ..records import Block
-from ..scores.record import Scores
+from ..scores import Scores
 from .common import blocks_of, make_plan, recorded
 from .rule import Decision, as_rule
 from .rules.capacity import in_proportion
@@ -56,20 +56,20 @@ def plan_experts(
     Args:
         scores: The scores; blocks alone suffice for ``uniform``, ``size`` and the MoLA shapes.
         total: Budget as a number of experts, the minimum ones included.
-        budget: Or in any unit: ``"64M params"``, ``"1.2 GiB"``, ``"3% flops"``, see :func:`layerbudget.costs.parse_budget`.
+        budget: Or in any unit: ``"64M params"``, ``"1.2 GiB"``, ``"3% flops"``, see :func:`layerbudget.planning.costs.parse_budget`.
         flops_fraction: Or as a fraction of the base blocks' FLOPs per token.
         min_experts: Experts that every block has anyway (the base, which earns no utility).
         lower: Smallest number of experts; what it has above ``min_experts`` earns utility.
         max_experts: Cap per block.
         expert_rank: Rank of one expert.
-        exponent: beta, see :func:`layerbudget.program.allocate`: 1 by default, for ``layerif`` and ``alphalora`` as published.
+        exponent: beta, see :func:`layerbudget.solvers.allocate`: 1 by default, for ``layerif`` and ``alphalora`` as published.
         exponent_on: ``density`` (default) or ``block``.
         rule: ``mdl``, ``permuted``, ``uniform``, ``size``, ``layerif``, ``alphalora``, ``mola-5555``, ``mola-2468``,
             ``mola-8642`` (or ``mola-`` with other digits), a rule of your own
             (:mod:`layerbudget.planning.rule`), or a function of a problem that returns one value per block.
         utility: phi of the program; ``log`` by default.
         spend: ``exactly`` (default) or ``at_most``.
-        method: Rounding, see :func:`layerbudget.program.round_capacity`.
+        method: Rounding, see :func:`layerbudget.solvers.round_capacity`.
         damping: Which row of the scores; the middle one by default.
         smoothing: Added to every score, in units of the mean score; 0 by default.
         alpha: Price of capacity in the program; 0.5 by default. Inert where the budget binds.
@@ -134,18 +134,18 @@ def plan_ranks(
     Args:
         scores: The scores; blocks alone suffice for ``uniform`` and ``size``.
         mean_rank: Budget: as many adapter parameters as this rank everywhere would take.
-        budget: Or in any unit, see :func:`layerbudget.costs.parse_budget`; plain numbers are parameters.
+        budget: Or in any unit, see :func:`layerbudget.planning.costs.parse_budget`; plain numbers are parameters.
         multiple: Ranks are multiples of this.
         min_rank: Smallest rank; 0 lets a block go without an adapter.
         max_rank: Cap; a rank never exceeds the smallest side of the block's matrices.
-        exponent: beta, see :func:`layerbudget.program.allocate`; 1 by default.
+        exponent: beta, see :func:`layerbudget.solvers.allocate`; 1 by default.
         exponent_on: ``density`` (default) or ``block``.
         rule: ``by-rank`` (scores of ``rank-gain``: the gain of every further rank; the default for those), ``mdl`` (the
             default for others), ``uniform``, ``size``, the controls ``by-rank-permuted`` and ``permuted``, a rule of your
             own (:mod:`layerbudget.planning.rule`), or a function of a problem that returns one value per block.
         utility: phi of the program; ``log`` by default.
         spend: ``exactly`` (default) or ``at_most``.
-        method: Rounding, see :func:`layerbudget.program.round_capacity`.
+        method: Rounding, see :func:`layerbudget.solvers.round_capacity`.
         damping: Which row of the scores; the middle one by default.
         smoothing: Added to every score, in units of the mean score; 0 by default.
         alpha: Price of capacity in the program; 0.5 by default. Inert where the budget binds.

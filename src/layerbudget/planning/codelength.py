@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import InvalidInput, ModelMismatch
 from ..plan import Plan
 from ..records import Result
-from ..scores.record import Scores
+from ..scores import Scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

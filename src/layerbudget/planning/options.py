@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..program.rounding import METHODS
-from ..program.utilities import PENALTIES, UTILITIES
+from ..solvers.rounding import METHODS
+from ..solvers.utilities import PENALTIES, UTILITIES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidInput
-from ..program.inputs import Vector
-from ..program.solution import Solution
+from ..solvers.inputs import Vector
+from ..solvers.solution import Solution
 from ..records import Block
 from ..registry import Registry
-from ..scores.record import Scores
+from ..scores import Scores
 from .options import DEFAULTS
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..costs import Budget, amount_of, unit_cost
+from .costs import Budget, amount_of, unit_cost
 from ..errors import InvalidInput
 from ..plan import Plan
-from ..program.inputs import Vector, bound_vector, number
+from ..solvers.inputs import Vector, bound_vector, number
 from ..records import Block
-from ..scores.record import Scores
+from ..scores import Scores
 from ..tables import BlockTable
 from .common import blocks_of, matching, record_of
 from .rule import Problem

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..kinds import KINDS
 from ..plan import Plan
-from ..scores.record import Scores
+from ..scores import Scores
 from .evidence import contest_headline, contest_paired, curve_of, experiment_headline
 from .gather import Found
 from .grid import grid_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..plan import Plan
-from ..scores.record import Scores
+from ..scores import Scores
 from .gather import Found
 
 Record = Mapping[str, Any]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import MissingDependency
-from ..keeping.writing import write_bytes
+from ..storage.writing import write_bytes
 from ..plan import Plan
-from ..scores.record import Scores
+from ..scores import Scores
 
 INK, ACCENT, MUTED, ALERT = "#1f2933", "#0b7285", "#adb5bd", "#d9480f"
 

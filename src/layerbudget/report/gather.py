@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LayerbudgetError, NotFound
-from ..keeping import reading
+from ..storage import reading
 from ..plan import Plan
-from ..scores.record import Scores
+from ..scores import Scores
 
 # Files of a checkpoint or of a run that are no results.
 _PASSED = (
@@ -126,7 +126,7 @@ def tables_of(record: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, A
 
 def explained(plan: Plan) -> list[str]:
     """A plan in sentences; for kinds that cannot be explained, their budget."""
-    from ..planning import explain_plan
+    from ..plans.explain import explain_plan
 
     try:
         return list(explain_plan(plan).sentences)

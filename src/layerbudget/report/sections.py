@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..plan import Plan
-from ..scores.record import Scores
+from ..scores import Scores
 
 
 def cell(value: Any) -> str:

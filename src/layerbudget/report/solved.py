@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import LayerbudgetError
-from ..planning import plan_experts, plan_ranks, plan_sparsity
-from ..planning.sparsity import default_cap
-from ..scores.record import Scores
+from ..planning.capacity import plan_experts, plan_ranks
+from ..decisions.sparsity.plan import plan_sparsity
+from ..decisions.sparsity.plan import default_cap
+from ..scores import Scores
 
 EXPONENTS = (0.0, 0.5, 1.0, 2.0)
 SPARSITIES = tuple(round(0.05 * i, 2) for i in range(1, 18))

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from ..plan import Plan
-from ..scores.record import Scores
+from ..scores import Scores
 from .grid import grid_of
 
 MOST_COLUMNS = 12

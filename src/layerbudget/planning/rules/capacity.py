@@ -1,4 +1,4 @@
-"""Experts and ranks by the program of the paper (:func:`layerbudget.program.allocate`), rounded with a proven gap."""
+"""Experts and ranks by the program of the paper (:func:`layerbudget.solvers.allocate`), rounded with a proven gap."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ...program.allocation import allocate
-from ...program.inputs import Vector
-from ...program.rounding import round_capacity
+from ...solvers.allocation import allocate
+from ...solvers.inputs import Vector
+from ...solvers.rounding import round_capacity
 from ...tables import numbers_of
 from ..options import constants_of
 from ..rule import Decision, Problem, rule
@@ -23,9 +23,9 @@ def allocated(problem: Problem, weights: Vector, *, method: str = "auto", spend:
     Args:
         problem: The problem.
         weights: Weights, shape ``(K,)``.
-        method: Rounding, see :func:`layerbudget.program.round_capacity`.
+        method: Rounding, see :func:`layerbudget.solvers.round_capacity`.
         spend: ``exactly`` or ``at_most``.
-        **options: Of :func:`layerbudget.program.allocate`.
+        **options: Of :func:`layerbudget.solvers.allocate`.
     """
     base = 0.0 if problem.base is None else problem.base
     solution = allocate(

@@ -1,4 +1,4 @@
-"""Published maps from layer values to sparsities, and the two that need no values (:mod:`layerbudget.program.rules`)."""
+"""Published maps from layer values to sparsities, and the two that need no values (:mod:`layerbudget.solvers.rules`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import InvalidInput
-from ...program import rules as maps
-from ...program.inputs import Vector
+from ...solvers import rules as maps
+from ...solvers.inputs import Vector
 from ..rule import Decision, Problem, rule
 
 _READS = ("damping", "width", "parity")
@@ -27,13 +27,13 @@ def _on_free(problem: Problem, make: Callable[..., Vector], *vectors: Vector, **
 
 @rule("sparsity", "uniform", summary="the same sparsity everywhere, as far as the bounds allow")
 def uniform(problem: Problem, options: Mapping[str, Any]) -> Decision:
-    """:func:`layerbudget.program.rules.uniform_sparsity`."""
+    """:func:`layerbudget.solvers.rules.uniform_sparsity`."""
     return _on_free(problem, maps.uniform_sparsity)
 
 
 @rule("sparsity", "size", summary="sparsity in proportion to a block's size")
 def size(problem: Problem, options: Mapping[str, Any]) -> Decision:
-    """:func:`layerbudget.program.rules.size_sparsity`."""
+    """:func:`layerbudget.solvers.rules.size_sparsity`."""
     return _on_free(problem, maps.size_sparsity)
 
 
@@ -45,19 +45,19 @@ def _width(options: Mapping[str, Any]) -> dict[str, Any]:
 @rule("sparsity", "layerif", reads=_READS, summary="LayerIF's map: scores stretched to a band around the target")
 @rule("sparsity", "alphapruning", reads=_READS, summary="AlphaPruning's map: scores stretched to a band around the target")
 def stretched(problem: Problem, options: Mapping[str, Any]) -> Decision:
-    """:func:`layerbudget.program.rules.stretched_sparsity`."""
+    """:func:`layerbudget.solvers.rules.stretched_sparsity`."""
     return _on_free(problem, maps.stretched_sparsity, -problem.oriented(options["damping"]), **_width(options))
 
 
 @rule("sparsity", "owl", reads=_READS, summary="OWL's map: the more outliers, the fewer zeros")
 def owl(problem: Problem, options: Mapping[str, Any]) -> Decision:
-    """:func:`layerbudget.program.rules.owl_sparsity`."""
+    """:func:`layerbudget.solvers.rules.owl_sparsity`."""
     return _on_free(problem, maps.owl_sparsity, problem.oriented(options["damping"]), **_width(options))
 
 
 @rule("sparsity", "dlp", reads=("damping", "width"), summary="DLP's map: the larger a layer's mean Wanda score, the more zeros")
 def dlp(problem: Problem, options: Mapping[str, Any]) -> Decision:
-    """OWL's map of the importance ``1 - s_i / sum s``, width 0.15 (:func:`layerbudget.scores.outliers.mean_metric`)."""
+    """OWL's map of the importance ``1 - s_i / sum s``, width 0.15 (:func:`layerbudget.sensitivity.outliers.mean_metric`)."""
     width = 0.15 if options["width"] is None else options["width"]
     return _on_free(problem, maps.owl_sparsity, problem.oriented(options["damping"]), width=width)
 
@@ -69,7 +69,7 @@ _LSA = (0.06, 0.06, 0.02, 0.04, 0.02, 0.04, 0.10, 0.15, 0.12, 0.12)  # published
 def lsa(problem: Problem, options: Mapping[str, Any]) -> Decision:
     """``n_k rho_k = n_k s + (mean d - d_k) mean n``, d the importances stretched to twice the width, of layers or matrices.
 
-    The width is that of the target's tenth by default (:mod:`layerbudget.scores.reconstruction`).
+    The width is that of the target's tenth by default (:mod:`layerbudget.sensitivity.reconstruction`).
     """
     free, n = ~problem.held, problem.amount
     value = problem.low.copy()

@@ -1,0 +1,240 @@
+"""What a treatment is: what it needs to know of a matrix's inputs, and what the matrix becomes at a level. No torch here.
+
+A treatment of one's own is a class with one method::
+
+    import torch
+    from layerbudget.compressors import Treatment, treatment
+    from layerbudget.compressors.select import smallest, smallest_per_group
+
+    @treatment("random", summary="any weights go")
+    class Random(Treatment):
+        options = {"seed": 0}
+
+        def apply(self, weight, prepared, level, *, seed=0):
+            order = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
+            mask = smallest_per_group(order, *level.pattern) if level.pattern else smallest(order, level.zeros)
+            return weight.masked_fill(mask, 0)
+
+The decorator registers it; so does an entry point of the group ``layerbudget.compressors`` that names its module.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+
+from ..errors import InvalidInput
+from ..registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..data.calibration import CalibrationSet
+
+STATISTICS = ("none", "diagonal", "gram")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Level:
+    """How far a treatment goes on one matrix.
+
+    Attributes:
+        zeros: Entries that become zero, exactly (of a pruner).
+        format: Name of the format in which the matrix is stored (of a quantiser; :mod:`layerbudget.compressors.formats`).
+        pattern: ``(zeroed, group)``: so many of every group of consecutive inputs.
+        ratio: Parity with a reference implementation, whose counts are off by one and take ties along; the ratio as it gets it.
+        rows: ``(size, zeros)``: entries that become zero in every group of so many rows; they sum to ``zeros``.
+    """
+
+    zeros: int = 0
+    pattern: tuple[int, int] | None = None
+    ratio: float | None = None
+    format: str | None = None
+    rows: tuple[int, np.ndarray] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to do (the references prune one weight even at ratio zero, parity keeps that)."""
+        return self.zeros == 0 and self.ratio is None and self.format is None
+
+
+class Treatment(abc.ABC):
+    """What one matrix can become.
+
+    Attributes:
+        name: What users write (set by the registry).
+        summary: A line for the help.
+        statistic: What it must know of the inputs ``x`` of a matrix: ``none``, ``diagonal`` (``sum x_j^2``) or ``gram``
+            (``sum x x'``, upper triangle).
+        options: Options that it reads, with their defaults; others are refused.
+        modifier: Name of the modifier of llm-compressor that does the same, where there is one.
+        changes: What a level of it says: ``zeros`` (pruners) or the ``format`` (quantisers). It decides which table it joins.
+        unseen: What happens to a matrix that no token reached, in a sentence.
+        nested: Whether :meth:`order` tells the entries apart: what goes at one level goes at every higher one.
+        by_row: Whether entries compete within their row (whose counts are then equal to within one), or within the matrix.
+        price: Forward equivalents of :meth:`begin`: forward 1, backward 2.
+    """
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    statistic: ClassVar[str] = "none"
+    options: ClassVar[Mapping[str, Any]] = {}
+    modifier: ClassVar[str | None] = None
+    changes: ClassVar[str] = "zeros"
+    nested: ClassVar[bool] = False
+    unseen: ClassVar[str] = "its weights were ranked by magnitude"
+    by_row: ClassVar[bool] = True
+    price: ClassVar[float] = 0.0
+
+    def begin(self, model: nn.Module, data: CalibrationSet, *, batch_size: int = 8, **options: Any) -> None:
+        """Gather what the dense model says of single entries, before anything is treated. Nothing, by default.
+
+        Args:
+            model: The dense model; left as it was.
+            data: Calibration tokens.
+            batch_size: Sequences per pass.
+            **options: Of the treatment.
+        """
+        return None
+
+    def of(self, name: str, copy: int, prepared: Any) -> Any:
+        """What :meth:`apply` gets of one copy of a matrix: what was prepared, and what :meth:`begin` gathered of it."""
+        return prepared
+
+    def prepare(self, moment: torch.Tensor, *, parity: bool = False, **options: Any) -> Any:
+        """What :meth:`apply` needs of the statistic, made once for all matrices that read the same input.
+
+        Args:
+            moment: ``(d_in,)`` or ``(d_in, d_in)``, see ``statistic``.
+            parity: As a reference implementation makes it, bit for bit.
+            **options: Of the treatment.
+        """
+        return moment
+
+    @abc.abstractmethod
+    def apply(self, weight: torch.Tensor, prepared: Any, level: Level, **options: Any) -> torch.Tensor:
+        """The matrix after the treatment.
+
+        Args:
+            weight: ``(d_out, d_in)``; not changed.
+            prepared: From :meth:`prepare`; None where no token reached the matrix, or none is needed.
+            level: How far: exactly ``level.zeros`` entries, and where it has a ``pattern`` so many of every group.
+            **options: Of the treatment.
+
+        Returns:
+            ``(d_out, d_in)``, finite. The caller checks it (:mod:`layerbudget.compressors.conforming`).
+        """
+
+    def apply_rows(self, weight: torch.Tensor, prepared: Any, size: int, zeros: np.ndarray, **options: Any) -> torch.Tensor:
+        """The matrix after the treatment of every group of ``size`` rows by itself.
+
+        Args:
+            weight: ``(d_out, d_in)``; not changed.
+            prepared: See :meth:`apply`.
+            size: Rows of a group; the last one may be smaller.
+            zeros: Entries that become zero in every group.
+            **options: Of the treatment.
+        """
+        out = weight.clone()
+        for start, count in zip(range(0, weight.shape[0], size), zeros.tolist(), strict=True):
+            if count:
+                part = slice(start, start + size)
+                out[part] = self.apply(weight[part], prepared, Level(zeros=count), **options).to(out.dtype)
+        return out
+
+    def order(self, weight: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """Scores of the entries, ``(d_out, d_in)``: the smallest of a row (or matrix) go first. For nested treatments."""
+        raise NotImplementedError(f"{self.name} does not rank entries")
+
+    def size(self, numel: int, level: Level, *, itemsize: int = 2) -> int:
+        """Bytes of the treated matrix as it is stored: a bit mask and the values that are left, or densely where less.
+
+        Args:
+            numel: Entries of the matrix.
+            level: How far.
+            itemsize: Bytes of one value.
+        """
+        return min(numel * itemsize, -(-numel // 8) + (numel - level.zeros) * itemsize)
+
+    def heard(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All options, those given (not None, not False) in the place of the defaults.
+
+        Raises:
+            InvalidInput: One that the treatment does not read.
+        """
+        named = {name: value for name, value in given.items() if value is not None and value is not False}
+        for name in named:
+            if name not in self.options:
+                raise InvalidInput(
+                    f"The method {self.name} does not read {name}.",
+                    f"It reads {', '.join(self.options)}." if self.options else "It has no options.",
+                    "Leave it out.",
+                )
+        return {**self.options, **named}
+
+
+TREATMENTS: Registry[type[Treatment]] = Registry(
+    "pruning method",
+    group="layerbudget.compressors",
+    home=__package__,
+    own={
+        "magnitude": ".magnitude:Magnitude",
+        "wanda": ".wanda:Wanda",
+        "sparsegpt": ".sparsegpt:SparseGPT",
+        "gradient": ".gradient:GradientWeighted",
+        "n:m": ".n_of_m:NofM",
+    },
+)
+QUANTISERS: Registry[type[Treatment]] = Registry(
+    "quantiser",
+    group="layerbudget.compressors",
+    home=__package__,
+    own={"rtn": ".rounding:Nearest", "weighted": ".rounding:Weighted", "gptq": ".gptq:GPTQ"},
+)
+TABLES: Mapping[str, Registry[type[Treatment]]] = {"zeros": TREATMENTS, "format": QUANTISERS}
+Some = TypeVar("Some", bound=type[Treatment])
+
+
+def treatment(name: str, *, summary: str = "") -> Callable[[Some], Some]:
+    """Register a class as a treatment; a name that is taken is replaced.
+
+    Raises:
+        InvalidInput: A class that names no known statistic.
+    """
+
+    def add(made: Some) -> Some:
+        """Put the class into the table of what it changes."""
+        if made.statistic not in STATISTICS:
+            raise InvalidInput(
+                f"{name} needs the statistic {made.statistic!r}.",
+                f"Statistics are {', '.join(STATISTICS)}.",
+                "Use one of those.",
+            )
+        made.name, made.summary = name, summary or made.summary
+        TABLES[made.changes].add(name, made)
+        return made
+
+    return add
+
+
+def find_treatment(name: str) -> Treatment:
+    """A treatment by name.
+
+    Raises:
+        InvalidInput: There is none of that name.
+    """
+    return TREATMENTS.find(name)()
+
+
+def find_quantiser(name: str) -> Treatment:
+    """A quantiser by name.
+
+    Raises:
+        InvalidInput: There is none of that name.
+    """
+    return QUANTISERS.find(name)()

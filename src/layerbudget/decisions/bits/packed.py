@@ -1,0 +1,232 @@
+"""Write a compressed-tensors folder: integers packed by the package itself, an ordinary transformers checkpoint around them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...models.blocks import config_of, layers, matrix_of, pretrained, weight_of
+from ...errors import BadModel, CoverageError, InvalidInput
+from ...models.loading import load_model
+from ...models.machine import SHARE, free_bytes
+from ...compressors.formats import Format, find_format
+from ...compressors.rounding import Rounded
+from ...compressors.rounding_packages import need_packing
+from .storing import Piece
+from .receipt import PARTS
+from .shards import Shards
+
+ZERO_POINTS = "transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."
+
+
+def check_loads(folder: Path, runtime: str) -> list[str]:
+    """Load what was written, as a user will.
+
+    Args:
+        folder: A finished compressed-tensors folder.
+        runtime: What it was planned for: ``vllm`` has a loader of its own, which is not tried here.
+
+    Returns:
+        Notes: why it was not loaded, or that only another runtime may read it.
+
+    Raises:
+        CoverageError: transformers does not load it.
+    """
+    size, free = sum(f.stat().st_size for f in folder.glob("*.safetensors")), free_bytes("cpu")
+    if size > SHARE * free:
+        return [f"It was not loaded again: {size / 2**30:.3g} GiB of {free / 2**30:.3g} free are more than is risked."]
+    try:
+        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # bars of compressed-tensors
+            load_model(str(folder), dtype="auto")
+    except BadModel as error:
+        said = error.what.split(": ", 1)[-1].rstrip(".")
+        if runtime == "vllm":
+            return [f"transformers does not load it ({said}); vLLM, which it was planned for, was not tried."]
+        raise CoverageError(
+            f"transformers does not load what was written: {said}.", "Nothing is kept.",
+            "Plan again: `plan bits` says before it measures which matrices cannot be packed; or plan with --runtime vllm.",
+        ) from error  # fmt: skip
+    return []
+
+
+def scheme_words(form: Format) -> dict[str, Any]:
+    """Arguments of a format as compressed-tensors names them."""
+    shape: dict[str, Any] = {"strategy": "channel"} if form.group is None else {"strategy": "group", "group_size": form.group}
+    return {"num_bits": form.bits, "type": "int", "symmetric": form.symmetric, "dynamic": False, **shape}
+
+
+def pack(weight: torch.Tensor, rounded: Rounded, form: Format, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of one matrix; read back, they are the rounded weights.
+
+    Args:
+        weight: ``(d_out, d_in)``, on the grid of the format (as near as its own precision holds that).
+        rounded: Its scales and zero points.
+        form: The format.
+        name: Full name, for the message.
+
+    Raises:
+        CoverageError: Read back they are others.
+        MissingDependency: Without the package.
+    """
+    packer, scheme = need_packing()
+    given = {"weight": weight.float(), "weight_scale": rounded.scale, "weight_zero_point": rounded.zero}
+    how = scheme(targets=["Linear"], weights=scheme_words(form))
+    stored = packer.compress(given, how)
+    back = packer.decompress({**stored, "weight_scale": stored["weight_scale"].float()}, how)["weight"]
+    if not torch.equal(back.to(weight.dtype), weight):
+        raise CoverageError(f"{name} reads back as other weights than were planned.", "", "Report this; nothing is kept.")
+    return {k: v.contiguous() for k, v in stored.items()}
+
+
+def quantization_config(formats: Mapping[str, str], others: list[str]) -> dict[str, Any]:
+    """The entry ``quantization_config`` of ``config.json``: one group per format, matrices by their names."""
+    groups: dict[str, list[str]] = {}
+    for name, form in formats.items():
+        if not find_format(form).plain:
+            groups.setdefault(form, []).append(name)
+    plain = [n for n, f in formats.items() if find_format(f).plain]
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "ignore": sorted({*plain, *others}),
+        "config_groups": {
+            f"group_{i}": {
+                "targets": [f"re:^{re.escape(n)}$" for n in names], "weights": scheme_words(find_format(form)),
+                "input_activations": None, "output_activations": None, "format": "pack-quantized",
+            }
+            for i, (form, names) in enumerate(groups.items())
+        },
+    }  # fmt: skip
+
+
+class PackedWriter:
+    """An ordinary transformers checkpoint, piece after piece.
+
+    Args:
+        model: Its weights are read when their piece is asked for.
+        formats: Format of every planned matrix.
+        folder: An empty folder.
+
+    Raises:
+        InvalidInput: A matrix that is no ``nn.Linear``: the format has no place for it.
+        MissingDependency: Without compressed-tensors.
+    """
+
+    def __init__(self, model: nn.Module, formats: Mapping[str, str], folder: Path) -> None:
+        need_packing()
+        self.model, self.formats, self.folder = model, dict(formats), folder
+        self.modules = dict(model.named_modules())
+        for name, form in formats.items():
+            if not isinstance(self.modules.get(name), nn.Linear) and not find_format(form).plain:
+                raise InvalidInput(
+                    f"{name} is no plain Linear, and compressed-tensors packs nothing else.",
+                    "Fused experts and Conv1D stay in 16 bits.",
+                    "Plan again with --unwritten 16-bit; or export this plan (--to auto-round) for a tool that writes them.",
+                )
+        # Stacks of experts keep the names that they have in the model: beside packed layers transformers 5.23 does not find
+        # the experts one by one, which is how it would save them.
+        full = {id(p): n for n, p in model.named_parameters()}
+        self.fused = {n: full[id(weight_of(model, n)[1])] for n in formats if n not in self.modules}
+        self.layers = [f"{name}." for name, _ in layers(model)]
+        self.shards = Shards(folder)
+        self.config = json.loads(config_of(model).to_json_string(use_diff=False))  # infinite numbers in words that are JSON
+        with _quiet():
+            pretrained(model).save_pretrained(folder, state_dict={})  # what belongs to a model beside its weights
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+
+    def tensors(self, piece: Piece, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
+        """What the file holds of a piece whose weights are at hand.
+
+        Args:
+            piece: A layer, or what lies outside them.
+            rounded: Scales and zero points of its matrices.
+        """
+        packed = {n: find_format(f) for n, f in self.formats.items() if not find_format(f).plain and self._inside(n, piece)}
+        left = {f"{n}.weight" for n in packed}
+        state = pretrained(self.model).state_dict()
+        apart = set(self.fused.values())
+        mine = {n: t for n, t in state.items() if n not in left and self._inside(n, piece)}
+        found = _as_saved(self.model, {n: t for n, t in mine.items() if n not in apart})
+        found |= {n: t.detach().clone() for n, t in mine.items() if n in apart}
+        found = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in found.items()}
+        for name, form in packed.items():
+            stored = pack(matrix_of(self.modules[name]), rounded[name][0], form, name)
+            found |= {f"{name}.{part}": t.to(torch.bfloat16) if t.is_floating_point() else t for part, t in stored.items()}
+        return found
+
+    def _inside(self, name: str, piece: Piece) -> bool:
+        if piece.name:
+            return name.startswith(f"{piece.name}.")
+        return not any(name.startswith(layer) for layer in self.layers)
+
+    def back(self, piece: Piece, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put a finished piece's matrices into the model again, as they were when they were written."""
+        for job in piece.jobs:
+            name = job.module.name
+            form = find_format(self.formats[name])
+            weight = weight_of(self.model, name)[1].data  # fused experts are no module
+            weight.copy_(weight.to(torch.bfloat16) if form.plain else unpack(tensors, form, name))
+
+    def names(self) -> dict[str, list[str]]:
+        """Names in the file of every planned matrix's weights."""
+        return {n: [self.fused[n]] if n in self.fused else [f"{n}.{part}" for part in ("weight", *PARTS)] for n in self.formats}
+
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a piece."""
+        self.shards.add(tensors)
+
+    def close(self) -> list[str]:
+        """Finish the files and write the configuration; returns notes."""
+        self.shards.close()
+        others = [n for n, m in self.modules.items() if isinstance(m, nn.Linear) and n not in self.formats]
+        record = self.config | {"quantization_config": quantization_config(self.formats, others), "dtype": "bfloat16"}
+        record["architectures"] = [type(self.model).__name__]
+        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+        (self.folder / "config.json").write_text(text, encoding="utf-8")
+        return [ZERO_POINTS] if any(f.endswith("-asym") for f in self.formats.values()) else []
+
+
+def unpack(tensors: Mapping[str, torch.Tensor], form: Format, name: str) -> torch.Tensor:
+    """The rounded weights of one matrix, ``(d_out, d_in)`` float32, from the tensors that :func:`pack` made."""
+    packer, scheme = need_packing()
+    stored = {n.removeprefix(f"{name}."): t for n, t in tensors.items() if n.startswith(f"{name}.weight_")}
+    stored["weight_scale"] = stored["weight_scale"].float()
+    weight: torch.Tensor = packer.decompress(stored, scheme(targets=["Linear"], weights=scheme_words(form)))["weight"]
+    return weight
+
+
+def _as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors under the names, and in the shapes, that transformers saves them with."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    with tempfile.TemporaryDirectory(prefix="layerbudget-") as folder:
+        if state:
+            with _quiet():
+                pretrained(model).save_pretrained(folder, state_dict=dict(state))
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            found |= load_file(file)
+    return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No bar of transformers for every piece."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

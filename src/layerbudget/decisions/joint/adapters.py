@@ -1,0 +1,117 @@
+"""The base of a recipe: a model in the planned formats, rounded when it is loaded or written by ``quantize`` before."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...models.blocks import describe
+from ...errors import CoverageError, InvalidInput, ModelMismatch
+from ...plan import Plan
+from .recipe import split_recipe
+from ..bits.plans import formats_of_plan
+from ..bits.receipt import QuantisationReceipt, recount_safetensors
+from ...compressors.base import find_quantiser
+from ..bits.storing import store
+
+_WRITTEN = 4  # bytes of a parameter: adapters are trained and written in float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Base:
+    """What the adapters of a recipe are trained on.
+
+    Attributes:
+        bits: The plan of its formats.
+        ranks: The plan of the adapters.
+        written: Whether the model comes from a folder that ``quantize`` wrote by this recipe.
+        limit: Bytes of file and adapter.
+    """
+
+    bits: Plan
+    ranks: Plan
+    written: bool
+    limit: int
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What tells results on this base from others."""
+        return {"formats": self.bits.digest, "written": self.written}
+
+    def prepare(self, model: nn.Module) -> None:
+        """Put a model that was just loaded into the planned formats: its folder may hold them already."""
+        if not self.written:
+            store(model, formats_of_plan(self.bits), method=str(self.bits.extra["method"]))
+
+    def recount(self, adapter_folder: Path) -> dict[str, int]:
+        """Bytes of base and adapter from what is there: the receipt, or the plan where nothing was written, and the file.
+
+        Args:
+            adapter_folder: Where the adapter was written.
+
+        Raises:
+            CoverageError: The adapter is not as large as planned.
+        """
+        tensors = recount_safetensors(adapter_folder)
+        adapter, ranks = sum(tensors.values()), sum(size for name, size in tensors.items() if ".lora_" in name)
+        if ranks != self.ranks.budget["spent"]:
+            raise CoverageError(
+                f"The ranks take {ranks} bytes in the adapter's file, {self.ranks.budget['spent']} were planned.",
+                "",
+                "Report this.",
+            )
+        base = int(self.bits.budget["file"])
+        return {"base": base, "adapter": adapter, "spent": base + adapter, "limit": self.limit}
+
+
+def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
+    """Find out what a recipe's base is.
+
+    Args:
+        plan: Of kind ``recipe``.
+        folder: Where the model was loaded from.
+        model: The model.
+
+    Raises:
+        ModelMismatch: The model is another one, or was written by another plan.
+        InvalidInput: Formats that need text to be rounded to, and a model that is not in them; an adapter counted in other
+            numbers than it is written in.
+        CoverageError: A written file that is not as large as planned.
+    """
+    bits, ranks = split_recipe(plan)
+    each = plan.hyperparameters["bytes_per_parameter"]
+    if each != _WRITTEN:
+        raise InvalidInput(
+            f"The recipe counts {each:g} bytes per parameter of the adapter.", f"It is trained and written in {_WRITTEN}.",
+            f"Plan it again: layerbudget plan joint ... --bytes-per-parameter {_WRITTEN}.",
+        )  # fmt: skip
+    receipt = Path(folder) / "receipt.json"
+    if (Path(folder) / "plan.json").is_file() and receipt.is_file():
+        held = Plan.load(Path(folder) / "plan.json")
+        if held.kind == "bits":
+            return _written(bits, ranks, held, QuantisationReceipt.load(receipt), int(plan.budget["limit"]))
+    bits.validate(describe(model, str(folder)))
+    method = str(bits.extra["method"])
+    if find_quantiser(method).statistic != "none":
+        raise InvalidInput(
+            f"The recipe rounds by {method}, which reads text.", "Its base is written first.",
+            "Write it: layerbudget quantize MODEL RECIPE -o BASE, and finetune BASE.",
+        )  # fmt: skip
+    return Base(bits=bits, ranks=ranks, written=False, limit=int(plan.budget["limit"]))
+
+
+def _written(bits: Plan, ranks: Plan, held: Plan, receipt: QuantisationReceipt, limit: int) -> Base:
+    if held.digest != bits.digest:
+        raise ModelMismatch(
+            "This folder was written by another plan than this recipe.", "Adapters belong on the base of their recipe.",
+            "Write it: layerbudget quantize MODEL RECIPE -o BASE.",
+        )  # fmt: skip
+    if receipt.tensors != bits.budget["file"]:
+        raise CoverageError(
+            f"The base takes {receipt.tensors} bytes, {bits.budget['file']} were planned.", "", "Write it again."
+        )
+    return Base(bits=bits, ranks=ranks, written=True, limit=limit)

@@ -1,0 +1,195 @@
+"""One byte budget for adapting and pruning: ``plan_joint``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ...planning.costs import parse_budget, unit_cost
+from ...errors import InvalidInput, UnknownUnit
+from ...plan import Plan
+from ...solvers.allocation import allocate
+from ...solvers.calibrated import CalibratedPenalty
+from ...solvers.counts import round_parameters
+from ...solvers.inputs import Vector, bound_vector, choice
+from ...solvers.joint import JointSolution, solve_joint
+from ...solvers.rounding import Rounded, round_capacity
+from ...solvers.utilities import Function
+from ...scores import Scores
+from ...planning.common import make_plan
+from ..sparsity.plan import Curves
+from ...planning.terms import Terms, smallest_sides
+
+
+def plan_joint(
+    scores: Scores,
+    *,
+    budget: str | float,
+    capacity: str = "ranks",
+    expert_rank: int | None = None,
+    min_capacity: ArrayLike = 0,
+    max_capacity: ArrayLike | None = None,
+    max_sparsity: ArrayLike = 0.7,
+    min_sparsity: ArrayLike = 0.0,
+    exponent: float = 1.0,
+    prune_exponent: float = 1.0,
+    exponent_on: str = "density",
+    alpha: float = 0.5,
+    gamma: float = 0.9,
+    eta: float = 2.0,
+    utility: str | Function = "log",
+    penalty: str | Function | Curves = "quadratic",
+    spend: str = "exactly",
+    damping: float | None = None,
+    smoothing: float = 0.0,
+    bytes_per_parameter: float = 2.0,
+) -> Plan:
+    """Decide pruning and adapters together so that bytes added minus bytes freed meet one budget.
+
+    Args:
+        scores: The scores: a block with a large gain deserves adapters and protection.
+        budget: Net bytes, such as ``"-2GiB"`` (shrink) or ``"100 MB"``; parameters are converted.
+        capacity: What is added: ``ranks`` or ``experts`` (of ``expert_rank``).
+        expert_rank: Rank of one expert, 8 by default; not read for ranks.
+        min_capacity: Ranks or experts that every block gets.
+        max_capacity: Cap per block; a rank never exceeds the smallest side of the block's matrices.
+        max_sparsity: Cap per block.
+        min_sparsity: Floor per block.
+        exponent: Exponent of the adapting weights.
+        prune_exponent: Exponent of the pruning weights.
+        exponent_on: ``density`` or ``block``.
+        alpha: Price of capacity.
+        gamma: Weight of the utility.
+        eta: Weight of the penalty; ``gamma / eta`` decides how much is pruned to pay for adapters.
+        utility: Of capacity: ``log``, ``power``, ``saturating`` or an object.
+        penalty: Of pruning: ``quadratic``, ``log-barrier``, ``power``, ``exponential``, an object, or measured curves
+            ``{block name: (ratios, losses)}``, which cap every block at its last ratio.
+        spend: ``exactly`` or ``at_most``.
+        damping: Which row of the scores.
+        smoothing: Added to every score, in units of the mean score.
+        bytes_per_parameter: 2 for bf16, for weights and adapters.
+
+    Returns:
+        A plan of kind ``joint``: values and counts are sparsities and pruned parameters; ``extra["capacity"]`` holds ``{kind,
+        expert_rank, values, counts}`` by block. :func:`split_joint` gives the two plans.
+
+    Raises:
+        UnknownUnit: The budget is not in bytes or parameters.
+        InvalidInput: An unknown kind of capacity, a rank of experts that are none, or another option outside its domain.
+        InfeasibleBudget: Pruning to the caps does not free enough, or the caps cannot use the budget up.
+    """
+    choice(capacity, "capacity", ("ranks", "experts"))
+    if capacity == "ranks" and expert_rank is not None:
+        raise InvalidInput(f"expert_rank is {expert_rank} for a plan of ranks.", "Experts have one.", "Leave it out.")
+    limit, text = _bytes(budget, bytes_per_parameter)
+    numel = scores.numel.astype(np.float64)
+    options: dict[str, Any] = {"capacity": capacity, "bytes_per_parameter": bytes_per_parameter}
+    options |= {"expert_rank": 8 if expert_rank is None else expert_rank} if capacity == "experts" else {}
+    cost = unit_cost(scores.blocks, "bytes", **options)
+    q = scores.weights(damping, smoothing=smoothing)
+    shared: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "alpha": alpha, "gamma": gamma}
+    sides = smallest_sides(scores.blocks) if capacity == "ranks" else np.full(numel.size, np.inf)
+    lower = np.minimum(bound_vector(min_capacity, numel.size, "min_capacity", 0.0), sides)
+    upper = np.minimum(bound_vector(max_capacity, numel.size, "max_capacity", np.inf), sides)
+    bounds: dict[str, Any] = {"lower": lower, "upper": upper, "utility": utility}
+    psi, own = _penalty(penalty, scores.names, prune_exponent)
+    solution = solve_joint(
+        q, cost, numel * bytes_per_parameter, limit, prune_exponent=prune_exponent, eta=eta, penalty=psi,
+        max_sparsity=max_sparsity,
+        min_sparsity=min_sparsity, spend=spend, **own, **shared, **bounds,
+    )  # fmt: skip
+    caps = solution.program.prune.high
+    wish = float(numel @ solution.sparsity)
+    pruned = round_parameters(solution.sparsity, numel, int(np.ceil(wish * (1.0 - 1e-12) - 1e-9)), caps)
+    freed = float(pruned.sum()) * bytes_per_parameter
+    rounded = _whole(q, cost, solution, limit + freed, spend, {**shared, **bounds})
+    hyper = {**shared, "eta": eta, "prune_exponent": prune_exponent, "spend": spend, **options, "max_sparsity": max_sparsity}
+    hyper |= {"min_sparsity": min_sparsity, "min_capacity": min_capacity, "max_capacity": max_capacity, "damping": damping}
+    hyper |= _named(utility, psi)
+    adapters = _adapters(capacity, options.get("expert_rank"), scores.names, solution, rounded)
+    record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": text}
+    extra = {"capacity": adapters, "rounding": rounded.to_dict()}
+    return make_plan(
+        scores, "joint", "mdl", solution.sparsity, pruned, record, hyper | {"smoothing": smoothing}, solution, extra
+    )  # fmt: skip
+
+
+def _penalty(penalty: str | Function | Curves, names: list[str], exponent: float) -> tuple[str | Function, dict[str, Any]]:
+    """The penalty as the program takes it; measured damage replaces the scores on the pruning side.
+
+    Raises:
+        InvalidInput: An exponent of weights that measured curves do not have.
+    """
+    if not isinstance(penalty, Mapping):
+        return penalty, {}
+    if exponent != 1.0:
+        raise InvalidInput(f"prune_exponent is {exponent:g} with measured curves.", "They have no weights.", "Leave it out.")
+    return CalibratedPenalty.from_curves(penalty, names), {"prune_weights": np.ones(len(names))}
+
+
+def _named(utility: str | Function, penalty: str | Function) -> dict[str, Any]:
+    """Utility and penalty as a plan records them, where they are not the paper's."""
+    words = {"utility": getattr(utility, "name", utility), "penalty": getattr(penalty, "name", penalty)}
+    return {k: v for k, v in words.items() if v not in ("log", "quadratic")}
+
+
+def _adapters(kind: str, rank: int | None, names: list[str], solution: JointSolution, rounded: Rounded) -> dict[str, Any]:
+    """The capacities of a joint plan by block, as the plan file holds them."""
+    values, counts = (dict(zip(names, v.tolist(), strict=True)) for v in (solution.capacity, rounded.counts))
+    return {"kind": kind, "expert_rank": rank, "values": values, "counts": counts, "bytes": rounded.spent}
+
+
+def _bytes(budget: str | float, bytes_per_parameter: float) -> tuple[float, str]:
+    """Net budget in bytes, and what the user wrote.
+
+    Raises:
+        UnknownUnit: It is not in bytes or parameters.
+    """
+    wanted = parse_budget(budget, default="bytes")
+    if wanted.unit not in ("bytes", "params") or wanted.relative:
+        raise UnknownUnit(
+            f"The joint budget {budget!r} is in {wanted.unit}.",
+            "It must be in bytes or parameters.",
+            "Write '-2GiB' or '-1B params'.",
+        )
+    return wanted.amount * (bytes_per_parameter if wanted.unit == "params" else 1.0), wanted.text
+
+
+def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend: str, options: dict[str, Any]) -> Rounded:
+    """Whole capacities for the bytes that are left after pruning (which rounds up, so there may be a few more)."""
+    spare = min(left, float(cost @ solution.capacity) + float(cost.min()))
+    if spend == "exactly" and (solution.capacity < options["upper"]).any():
+        most = float(cost @ options["upper"])
+        return round_capacity(allocate(q, cost, min(spare, most), spend="exactly", **options))
+    return round_capacity(allocate(q, cost, spare, spend="at_most", **options))
+
+
+def split_joint(plan: Plan) -> tuple[Plan, Plan]:
+    """The sparsity plan and the ranks (or experts) plan of a joint plan, ready to be applied one after the other."""
+    adapters = plan.extra["capacity"]
+    prune = dataclasses.replace(
+        plan,
+        kind="sparsity",
+        budget={"unit": "parameters", "limit": int(plan.counts.sum()), "spent": int(plan.counts.sum())},
+    )
+    blocks = tuple(
+        dataclasses.replace(b, value=float(adapters["values"][b.name]), count=int(adapters["counts"][b.name]))
+        for b in plan.blocks
+    )
+    money = {"unit": "bytes", "limit": adapters["bytes"], "spent": adapters["bytes"]}
+    hyper = _alone(plan.hyperparameters, adapters["kind"]) if plan.hyperparameters else {}
+    return prune, dataclasses.replace(plan, kind=adapters["kind"], blocks=blocks, budget=money, hyperparameters=hyper)
+
+
+def _alone(held: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Terms and options of the adapters as a plan of them alone records them."""
+    terms = Terms(
+        kind=kind, floor=held.get("min_capacity", 0), cap=held.get("max_capacity"), expert_rank=held.get("expert_rank", 8),
+        bytes_per_parameter=held.get("bytes_per_parameter"),
+    )  # fmt: skip
+    options = ("exponent", "exponent_on", "utility", "spend", "alpha", "gamma", "damping", "smoothing")
+    return {**terms.record(), **{name: held[name] for name in options if name in held}}

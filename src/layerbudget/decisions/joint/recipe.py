@@ -1,0 +1,218 @@
+"""A recipe: a format for every matrix and a rank for every adapter, under one limit in bytes. No torch.
+
+From two records of one model: what every format costs (``plan bits --save-scores``) and what every further rank is worth
+(``score --estimator rank-gain --by linear``). Damage is the KL from the dense model in nats per token. A rank's worth is half
+of its squared singular value in the whitened gradient, the fall of the quadratic model of the loss, less what noise alone gives
+it. That model has no floor: where all ranks together would gain more than the loss itself (or than a first run showed), all of
+them are scaled down to that. ``exchange`` says what a nat of gain counts. Zeros are no part of it:
+packed integers store a zero in as many bits as any other weight, so that they free no bytes there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ...planning.costs import parse_budget, rank_parameters
+from ...errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
+from ...plan import Plan, PlanBlock
+from ...solvers.inputs import number
+from ...solvers.recipe import Recipe, mix_recipe
+from ...scores import Scores
+from ..bits.plan import Table, unwritten_of
+from ..ranks.rule import increments_of
+from ...planning.terms import Terms, smallest_sides
+
+KIND = "recipe"
+
+
+def plan_recipe(
+    ranks: Scores,
+    formats: Scores,
+    *,
+    budget: str | float,
+    min_capacity: ArrayLike = 0,
+    max_capacity: ArrayLike | None = None,
+    multiple: int = 1,
+    exchange: float = 1.0,
+    gain: float | None = None,
+    damping: float | None = None,
+    bytes_per_parameter: float = 4.0,
+) -> Plan:
+    """Decide bits and ranks together: the model's file and its adapter within one limit.
+
+    Args:
+        ranks: Scores of ``rank-gain``, by linear.
+        formats: A record of the damage of every format.
+        budget: Bytes of all tensors of the file and of the adapter: ``"1.2 GiB"``.
+        min_capacity: Rank that every matrix gets.
+        max_capacity: Cap per matrix.
+        multiple: Ranks are multiples of this.
+        exchange: What a nat gained by training is worth in nats of damage.
+        gain: Nats per token that all ranks within the caps gain at most: the fall of the held-out loss in a first run; by
+            default the loss of the text that was scored.
+        damping: Which row of the scores.
+        bytes_per_parameter: Of the adapter: 4, the float32 that ``finetune`` writes.
+
+    Returns:
+        A plan of kind ``recipe``: values are bits per weight, counts bytes of the base. ``extra`` has what a plan of bits
+        has and ``adapter``: ranks, bytes, predicted gain. :func:`split_recipe` gives the two plans that are applied.
+
+    Raises:
+        ModelMismatch: Records of different models.
+        UnknownUnit: A limit that is not in bytes.
+        InfeasibleBudget: The smallest recipe is larger.
+        InvalidInput: Scores without increments or formats, or an option outside its domain.
+    """
+    _check_same(ranks, formats)
+    table, limit = Table.of(formats), _limit(budget)
+    cost = _bytes(rank_parameters(ranks.blocks), bytes_per_parameter)
+    sides = smallest_sides(ranks.blocks)
+    high = sides if max_capacity is None else np.minimum(sides, max_capacity)
+    low = np.minimum(np.broadcast_to(np.asarray(min_capacity), sides.shape), sides)
+    _check_limit(table, cost, low, limit)
+    most = ranks.extra.get("loss") if gain is None else gain
+    worth, scale = bounded(gains_of(ranks, damping), high, None if most is None else number(most, "gain"))
+    found = mix_recipe(
+        table.damage, table.size, worth, cost, limit - table.fixed, lower=low, upper=high, multiple=multiple, exchange=exchange
+    )
+    given = {"budget": budget, "min_capacity": min_capacity, "max_capacity": max_capacity, "multiple": multiple}
+    given |= {"exchange": exchange, "gain": gain, "damping": damping, "bytes_per_parameter": bytes_per_parameter}
+    given |= {"method": table.method}
+    return _plan(ranks, formats, table, found, cost, limit, given, scale)
+
+
+def gains_of(ranks: Scores, damping: float | None = None) -> list[np.ndarray]:
+    """Nats of the first, second, ... rank of every block: half the squared singular value less that of noise alone.
+
+    Raises:
+        InvalidInput: Scores without increments.
+    """
+    rows = increments_of(ranks, damping)
+    floor = ranks.extra.get("increments_floor")
+    noise = rows if floor is None else floor[ranks.index(damping)]
+    less = [np.zeros(len(r)) if floor is None else np.asarray(n, dtype=np.float64) for r, n in zip(rows, noise, strict=True)]
+    return [0.5 * np.maximum(np.asarray(r, dtype=np.float64) - n, 0.0) for r, n in zip(rows, less, strict=True)]
+
+
+def bounded(worth: Sequence[np.ndarray], high: np.ndarray, most: float | None) -> tuple[list[np.ndarray], float]:
+    """The gains, and the factor that keeps the sum of all of them within the caps at or below ``most`` (1 where it is)."""
+    total = sum(float(row[: int(top)].sum()) for row, top in zip(worth, high, strict=True))
+    scale = 1.0 if most is None or total <= most else most / total
+    return [scale * row for row in worth], scale
+
+
+def _check_same(ranks: Scores, formats: Scores) -> None:
+    mine, theirs = ranks.model.get("digest"), formats.model.get("digest")
+    if mine and theirs and mine != theirs:
+        raise ModelMismatch(
+            f"The ranks were scored on {ranks.model.get('id')} ({mine}), the formats on {formats.model.get('id')} ({theirs}).",
+            "Both belong to one model.", "Score both on the model that is to be trained.",
+        )  # fmt: skip
+
+
+def _limit(budget: str | float) -> int:
+    wanted = parse_budget(budget, default="bytes")
+    if wanted.unit != "bytes" or wanted.relative:
+        raise UnknownUnit(f"A limit of {budget} is not in bytes.", "File and adapter are planned.", "Write '1.2 GiB'.")
+    return int(wanted.amount)
+
+
+def _bytes(parameters: np.ndarray, each: float) -> np.ndarray:
+    """Whole bytes of a rank."""
+    found = parameters * each
+    if not (each > 0 and (found == np.round(found)).all()):
+        raise InvalidInput(f"bytes_per_parameter is {each:g}.", "A rank takes whole bytes.", "Use 4 for float32.")
+    return found.astype(np.int64)
+
+
+def _check_limit(table: Table, cost: np.ndarray, low: np.ndarray, limit: int) -> None:
+    smallest = np.where(np.isfinite(table.damage), table.size, np.iinfo(np.int64).max).min(axis=1).sum()
+    least = int(smallest) + table.fixed + int((cost * low).sum())
+    if limit < least:
+        raise InfeasibleBudget(
+            f"{limit} bytes for file and adapter are too few.",
+            f"The smallest recipe takes {least} bytes, {table.fixed} of them what no plan changes.",
+            "Raise the limit, lower --min-capacity, or allow smaller formats.",
+        )
+
+
+def _plan(
+    ranks: Scores, formats: Scores, table: Table, found: Recipe, cost: np.ndarray, limit: int, given: Mapping[str, Any],
+    scale: float,
+) -> Plan:  # fmt: skip
+    k = np.arange(len(table.blocks))
+    size = table.size[k, found.chosen]
+    blocks = tuple(PlanBlock.of(b, 8 * s / b.numel, s) for b, s in zip(table.blocks, size, strict=True))
+    adapter = int((cost * found.ranks).sum())
+    held = found.choice.certificate()
+    held |= {"shadow_price": held["price"], "multiplier": held["price"], "inert": [], "at_lower": 0, "at_upper": 0}
+    own = [PlanBlock.of(b, float(r), int(r)).to_dict() for b, r in zip(ranks.blocks, found.ranks, strict=True)]
+    spent = int(size.sum()) + table.fixed + adapter
+    extra = {
+        "formats": {m.name: table.formats[j] for b, j in zip(table.blocks, found.chosen, strict=True) for m in b.modules},
+        "family": table.family, "runtime": table.runtime, "method": table.method, "fixed_bytes": table.fixed,
+        "bits": 8 * int(size.sum()) / table.numel, "predicted": found.damage,
+        "predicted_error": table.error_of(found.chosen), "baselines": {}, "near_ties": [], **unwritten_of(formats),
+        "adapter": {"blocks": [{**b, "modules": list(b["modules"])} for b in own], "bytes": adapter, "gain": found.gain,
+                    "scale": scale, "parameters": int((rank_parameters(ranks.blocks) * found.ranks).sum()),
+                    "scores": ranks.digest},
+    }  # fmt: skip
+    return Plan(
+        kind=KIND, rule="choices", model=dict(formats.model), blocks=blocks, hyperparameters=_plain(given),
+        budget={"unit": "bytes", "limit": limit, "spent": spent, "base": int(size.sum()) + table.fixed, "adapter": adapter},
+        certificate=held, scores_digest=formats.digest, extra=extra,
+    )  # fmt: skip
+
+
+def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in given.items()}
+
+
+def split_recipe(plan: Plan) -> tuple[Plan, Plan]:
+    """The plan of bits and the plan of ranks of a recipe, each as if it had been made alone.
+
+    Raises:
+        InvalidInput: A plan of another kind.
+    """
+    if plan.kind != KIND or "adapter" not in plan.extra:
+        raise InvalidInput(f"A plan of kind {plan.kind} is no recipe.", "", "Make one: layerbudget plan joint --formats FILE.")
+    adapter, base = plan.extra["adapter"], int(plan.counts.sum())
+    extra = {k: v for k, v in plan.extra.items() if k != "adapter"}
+    bits = dataclasses.replace(
+        plan, kind="bits", extra=extra, budget={"unit": "bytes", "limit": base, "spent": base, "file": plan.budget["base"]},
+        hyperparameters={"bits": None, "budget": f"{plan.budget['base']} bytes", "rule": "choices", "recipe": True},
+    )  # fmt: skip
+    blocks = tuple(PlanBlock(**{**b, "modules": tuple(b["modules"])}) for b in adapter["blocks"])
+    money = {"unit": "bytes", "limit": adapter["bytes"], "spent": adapter["bytes"]}
+    held = plan.hyperparameters
+    terms = Terms(
+        kind="ranks", floor=held["min_capacity"], cap=held["max_capacity"], multiple=held["multiple"],
+        bytes_per_parameter=held["bytes_per_parameter"],
+    )  # fmt: skip
+    ranks = dataclasses.replace(
+        plan, kind="ranks", rule="recipe", blocks=blocks, budget=money, certificate={}, extra={},
+        hyperparameters={**terms.record(), "damping": held["damping"]}, scores_digest=adapter["scores"],
+    )  # fmt: skip
+    return bits, ranks
+
+
+def sentences(plan: Plan) -> Sequence[str]:
+    """What a recipe says of itself."""
+    a, b, e = plan.extra["adapter"], plan.budget, plan.extra
+    ranks = np.array([r["count"] for r in a["blocks"]])
+    return [
+        f"A recipe: {e['bits']:.4f} bits per weight for the base ({b['base']} bytes with what stays as it is) and ranks from "
+        f"{ranks.min()} to {ranks.max()}, {ranks.mean():.2f} on average ({a['parameters']} parameters, {b['adapter']} bytes): "
+        f"{b['spent']} of {b['limit']} bytes.",
+        f"Rounding costs {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token; training along the best directions "
+        f"of these ranks would gain up to {a['gain']:.4g} by the quadratic model{_scaled(a.get('scale', 1.0))}.",
+    ]
+
+
+def _scaled(scale: float) -> str:
+    return "" if scale == 1.0 else f" times {scale:.2g}, which bounds what all ranks together may gain"

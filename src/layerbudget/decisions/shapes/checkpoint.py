@@ -1,0 +1,120 @@
+"""Removal that runs faster today: whole blocks (depth), attention heads, and inner units of the MLPs (width).
+
+The result is an ordinary smaller dense checkpoint. A plain config has one width and one number of heads for all layers, so
+uneven shapes work in memory but cannot be exported; :func:`check_exportable` says so with the nearest even ones. Families that
+derive the size of a head from the number of heads (GPT-2, OPT, GPT-NeoX, BERT) cannot be exported with fewer heads at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...models.blocks import config_of, layers, pretrained
+from ...errors import UnknownStructure
+from ...plan import Plan
+from ...models.provenance import versions
+from ..sparsity.save import add_metadata, new_folder
+from ...records import SCHEMA_VERSION, dumps, write_text
+from .attention import Attention, expressible, find_attention
+from .depth import apply_depth, drop_damage, drop_layers, plan_depth
+from .directional import plan_shapes_directional
+from .heads import remove_heads
+from .mlp import Mlp, find_mlp
+from .removable import find_parts
+from .plan import crossed_curves, plan_structured, shape_curves
+from .shrink import apply_structured
+from .width import narrow
+
+__all__ = [
+    "apply_depth", "apply_structured", "check_exportable", "crossed_curves", "drop_damage", "drop_layers", "find_parts",
+    "narrow", "plan_depth", "plan_shapes_directional", "plan_structured", "remove_heads", "save_smaller", "shape_curves",
+]  # fmt: skip
+
+
+_ONE = {"widths": "width", "heads": "number of heads", "key-value heads": "number of key-value heads"}
+
+
+def check_exportable(model: nn.Module) -> None:
+    """Refuse a model whose MLP widths or heads a plain config cannot describe.
+
+    Raises:
+        UnknownStructure: Layers differ (a plain config has one field for all of them), or the config derives the size of a head
+            from the number of heads.
+    """
+    mlps: list[Mlp] = _all(model, find_mlp)
+    attentions: list[Attention] = _all(model, find_attention)
+    _check_even(model, "MLPs", "widths", [m.width for m in mlps])
+    _check_even(model, "attentions", "heads", [a.heads for a in attentions])
+    _check_even(model, "attentions", "key-value heads", [a.groups for a in attentions])
+    if not attentions:
+        return
+    why = expressible(model, attentions[0])
+    if why:
+        raise UnknownStructure(
+            f"The model has {attentions[0].heads} heads per layer: {why}.",
+            "The model works in memory; transformers could not load the checkpoint.",
+            "Remove MLP units or blocks instead, or another number of heads.",
+        )
+
+
+def _all(model: nn.Module, find: Callable[[nn.Module, str], Any]) -> list[Any]:
+    """What every layer has; nothing where one of them has none, for then nothing was removed."""
+    try:
+        return [find(layer, name) for name, layer in layers(model)]
+    except UnknownStructure:
+        return []
+
+
+def _check_even(model: nn.Module, what: str, field: str, values: list[int]) -> None:
+    if len(set(values)) > 1:
+        raise UnknownStructure(
+            f"The {what} have {field} {min(values)} to {max(values)}.",
+            f"{type(config_of(model)).__name__} has one {_ONE[field]} for all layers, so transformers could not load the "
+            "checkpoint; the model works in memory.",
+            f"Give all layers the same (about {round(sum(values) / len(values))} costs the same): plan with even=True.",
+        )
+
+
+def save_smaller(
+    model: nn.Module,
+    tokenizer: Any,
+    out_dir: Path | str,
+    *,
+    plan: Plan | None = None,
+    record: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a depth-, head- or width-pruned model as an ordinary smaller checkpoint.
+
+    The folder appears complete or not at all.
+
+    Args:
+        model: The smaller model.
+        tokenizer: Saved beside it where it is not None.
+        out_dir: Must not exist, or be empty.
+        plan: Written beside it as ``plan.json``.
+        record: What :func:`layerbudget.decisions.shapes.shrink.apply_structured` recounted; written as ``receipt.json``.
+        overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
+
+    Raises:
+        UnknownStructure: Uneven shapes, or heads that the config cannot describe.
+        AlreadyExists: The folder holds something.
+    """
+    check_exportable(model)
+    with new_folder(out_dir, overwrite=overwrite) as temporary:
+        pretrained(model).save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        if plan is not None:
+            plan.save(temporary / "plan.json")
+            for file in temporary.glob("*.safetensors"):
+                add_metadata(file, {"layerbudget_plan": plan.digest, "layerbudget_method": plan.kind})
+        if record is not None:
+            digest = {"plan_digest": plan.digest} if plan is not None else {}
+            content = {"schema_version": SCHEMA_VERSION, **digest, **record, "versions": versions()}
+            write_text(temporary / "receipt.json", dumps(content))
+    return Path(out_dir)

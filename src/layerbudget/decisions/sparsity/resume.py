@@ -1,0 +1,77 @@
+"""Checkpoints after every pruned block, so that an interrupted run continues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...models.blocks import weight_of
+from ...storage.parts import Parts
+from ...storage.parts import clear as clear_checkpoints
+from ...models.offload import mapped
+from ...records import digest
+from ...execution.shares import team
+
+__all__ = ["Resume", "clear_checkpoints"]
+
+
+class Resume:
+    """A folder with the pruned weights of every finished block.
+
+    The files stay until :func:`clear_checkpoints`, so that a run whose result could not be saved is not lost either.
+
+    Args:
+        folder: Where; ``None`` switches checkpoints off.
+        key: What must be equal for a continued run (plan, model, data, options).
+        passing: The folder goes with this run: nobody continues from it.
+
+    Raises:
+        ModelMismatch: The folder belongs to another run.
+    """
+
+    def __init__(self, folder: Path | str | None, key: Mapping[str, Any], *, passing: bool = False) -> None:
+        self.team = team()
+        own = folder if self.team is None or self.team.first else None
+        self.parts = Parts(own, digest(dict(key)), key, passing=passing)
+
+    def _find(self, index: int) -> Path | None:
+        """The file of a finished block, as process 0 sees it."""
+        if self.team is None:
+            return self.parts.find(f"block-{index}")
+        return self.team.from_first(lambda: self.parts.find(f"block-{index}"))
+
+    def load(self, model: nn.Module, index: int, names: Sequence[str]) -> bool:
+        """Put back the weights of a finished block; false when it is not finished, or broken."""
+        file = self._find(index)
+        if file is None:
+            return False
+        from safetensors.torch import load_file
+
+        if self.settle(model, index, names):
+            return True
+        held = load_file(file)
+        for name in names:
+            weight_of(model, name)[1].data.copy_(held[name])
+        return True
+
+    def settle(self, model: nn.Module, index: int, names: Sequence[str]) -> bool:
+        """Let the weights of a finished block lie in its file, where the model's weights lie in files; whether they do."""
+        lies = mapped(model)
+        file = None if lies is None else self._find(index)
+        if lies is None or file is None:
+            return False
+        lies.remap({name: weight_of(model, name)[1] for name in names}, file)
+        return True
+
+    def save(self, model: nn.Module, index: int, names: Sequence[str]) -> None:
+        """Keep the weights of a finished block."""
+        if self.parts.folder is None:
+            return
+        from safetensors.torch import save_file
+
+        tensors: dict[str, torch.Tensor] = {n: weight_of(model, n)[1].detach().cpu().contiguous() for n in names}
+        self.parts.put(f"block-{index}", "safetensors", lambda path: save_file(tensors, path))

@@ -1,0 +1,282 @@
+"""Input statistics of a block's weight matrices, gathered in one pass: matrices that read one tensor share one statistic."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..models.blocks import transposed, weight_of
+from ..errors import CoverageError
+from ..records import Module
+from .replay import StopForward
+from .shares import team
+from .store import lying
+from .walk import Walk
+
+PANEL = 256
+
+
+@dataclasses.dataclass(eq=False)
+class Statistic:
+    """Second moments of one input.
+
+    Attributes:
+        kind: ``diagonal`` (sum of squares of each input) or ``gram`` (upper triangle of ``X' X``).
+        parity: Use the references' running mean over sequences, in their order of operations, and the full Gram matrix.
+        value: ``(d_in,)`` or ``(d_in, d_in)``, float32; a sum over tokens (parity: the references' mean over sequences).
+        rows: Tokens seen.
+        sequences: Batches seen (sequences, in parity mode).
+        folder: Where a Gram matrix lies as a file; in memory by default.
+    """
+
+    kind: str
+    parity: bool = False
+    value: torch.Tensor | None = None
+    rows: int = 0
+    sequences: int = 0
+    folder: Path | None = None
+
+    def add(self, x: torch.Tensor) -> None:
+        """Add tokens, shape ``(tokens, d_in)``."""
+        value = self.value
+        if value is None:
+            shape = (x.shape[1],) if self.kind == "diagonal" else (x.shape[1], x.shape[1])
+            apart = self.kind == "gram" and x.device.type == "cpu"
+            value = lying(shape, self.folder) if apart else torch.zeros(shape, dtype=torch.float32, device=x.device)
+            self.value = value
+        x = x.detach().to(torch.float32)
+        with torch.autocast(x.device.type, enabled=False):  # forwards may run in half precision, sums never
+            if self.parity:
+                self._add_running(value, x)
+            elif self.kind == "diagonal":
+                value += torch.linalg.vector_norm(x, dim=0).square_()
+            else:
+                for a in range(0, x.shape[1], PANEL):
+                    b = min(a + PANEL, x.shape[1])
+                    value[a:b, a:].addmm_(x[:, a:b].T, x[:, a:])
+        self.rows += x.shape[0]
+        self.sequences += 1
+
+    def _add_running(self, value: torch.Tensor, x: torch.Tensor) -> None:
+        """One sequence, as the references add it (so that float32 rounding is theirs)."""
+        n, columns = self.sequences, x.T
+        value *= n / (n + 1)
+        if self.kind == "diagonal":
+            value += torch.norm(columns, p=2, dim=1) ** 2 / (n + 1)
+        else:
+            columns = math.sqrt(2 / (n + 1)) * columns
+            value += columns.matmul(columns.t())
+
+
+def share_statistics(found: Mapping[str, Sequence[Statistic]], *, parity: bool = False) -> None:
+    """Add up what several processes saw, each of its own sequences; in one process there is nothing to do.
+
+    Args:
+        found: Statistics by matrix; matrices of one input share theirs.
+        parity: Whether they are running means.
+
+    Raises:
+        CoverageError: Running means over sequences, which have an order; matrices that ran in some processes only.
+    """
+    together = team()
+    if together is None:
+        return
+    names = sorted(found)
+    if parity or together.gathered(names) != [names] * together.size:
+        raise CoverageError(
+            "Statistics of the references are running means in the order of the sequences." if parity
+            else "Some matrices ran in some processes only.", "", "Use one process.",
+        )  # fmt: skip
+    statistics = list({id(s): s for n in names for s in found[n]}.values())
+    widths = together.gathered([0 if s.value is None else len(s.value) for s in statistics])
+    for s, width in zip(statistics, [max(w) for w in zip(*widths, strict=True)], strict=True):
+        if s.value is None and width:
+            shape = (width,) if s.kind == "diagonal" else (width, width)
+            s.value = torch.zeros(shape, dtype=torch.float32, device=together.device)
+    together.add([s.value for s in statistics if s.value is not None])
+    rows = together.added(np.array([[s.rows, s.sequences] for s in statistics], dtype=np.float64))
+    for s, (count, sequences) in zip(statistics, rows.tolist(), strict=True):
+        s.rows, s.sequences = int(count), int(sequences)
+
+
+class InputStatistics:
+    """Gather statistics for the matrices of one block.
+
+    Args:
+        model: The model.
+        modules: Matrices of the block that will be pruned.
+        kind: ``diagonal`` or ``gram``.
+        parity: See :class:`Statistic`.
+        folder: See :class:`Statistic`.
+
+    Attributes:
+        found: Statistics by matrix name, one per copy (a fused mixture has one per expert). Matrices that share an input
+            share the object.
+    """
+
+    def __init__(
+        self, model: nn.Module, modules: Sequence[Module], kind: str, *, parity: bool = False, folder: Path | None = None
+    ) -> None:
+        self.kind, self.parity, self.folder = kind, parity, folder
+        self.found: dict[str, list[Statistic]] = {}
+        self.owners: dict[str, nn.Module] = {}
+        self.fused: dict[nn.Module, dict[str, Module]] = {}
+        for module in modules:
+            owner, parameter = weight_of(model, module.name)
+            if parameter.ndim == 3:
+                self.fused.setdefault(owner, {})[module.name.rsplit(".", 1)[1]] = module
+            else:
+                self.owners[module.name] = owner
+        self._leader: dict[str, str] = {}
+        self._current: dict[str, torch.Tensor] = {}
+        self._mask: torch.Tensor | None = None
+        self._waiting: set[Any] = set()
+        self._ends = True
+
+    def groups(self) -> list[list[str]]:
+        """Matrices by shared input, in the order in which the block reads them (after :meth:`run`)."""
+        groups: dict[str, list[str]] = {}
+        for name, leader in self._leader.items():
+            groups.setdefault(leader, []).append(name)
+        fused = [[m.name] for members in self.fused.values() for m in members.values()]
+        return list(groups.values()) + fused
+
+    def run(self, walk: Walk) -> None:
+        """Run the walk's current block on all batches, ending each forward when the last matrix has been reached.
+
+        Raises:
+            CoverageError: A matrix other than an expert was reached in some batches only, or by changing inputs.
+        """
+        for batch in range(walk.batches):
+            self._mask = walk.token_mask(batch)
+            self._waiting, self._ends = {*self.owners, *self.fused}, True
+            with self._hooks():
+                walk.forward(walk.position, batch)
+            self._current.clear()
+        self.share()
+
+    def share(self) -> None:
+        """Add up what several processes saw, see :func:`share_statistics`."""
+        share_statistics(self.found, parity=self.parity)
+
+    @contextlib.contextmanager
+    def listening(self, mask: torch.Tensor | None) -> Iterator[None]:
+        """Gather from the forward of one batch that somebody else runs, to its end.
+
+        Args:
+            mask: Which tokens are real, ``(B, T)``; None when all are.
+        """
+        self._mask, self._waiting, self._ends = mask, {*self.owners, *self.fused}, False
+        with self._hooks():
+            yield
+        self._current.clear()
+
+    @contextlib.contextmanager
+    def _hooks(self) -> Iterator[None]:
+        handles = [o.register_forward_pre_hook(self._see(n), with_kwargs=True) for n, o in self.owners.items()]
+        handles += [o.register_forward_pre_hook(self._see_experts(o), with_kwargs=True) for o in self.fused]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _done(self, key: Any) -> None:
+        self._waiting.discard(key)
+        if not self._waiting and self._ends:
+            raise StopForward
+
+    def _see(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+            """Add the input of one matrix, once for all matrices that read the same tensor."""
+            x = arguments[0] if arguments else next(iter(keywords.values()))
+            if name not in self._leader:
+                self._leader[name] = next((n for n, seen in self._current.items() if seen is x), name)
+            leader = self._leader[name]
+            if leader == name:
+                self.found.setdefault(name, [Statistic(self.kind, self.parity, folder=self.folder)])[0].add(self._tokens(x))
+                self._current[name] = x
+            elif self._current.get(leader) is not x:
+                raise CoverageError(f"{name} shares its input with {leader} in some forwards only.", "", "Report the model.")
+            else:
+                self.found[name] = self.found[leader]
+            self._done(name)
+
+        return hook
+
+    def _tokens(self, x: torch.Tensor) -> torch.Tensor:
+        flat, mask = x.reshape(-1, x.shape[-1]), self._mask
+        return flat if mask is None or flat.shape[0] != mask.numel() else flat[mask.reshape(-1).to(flat.device)]
+
+    def _see_experts(self, owner: nn.Module) -> Callable[..., None]:
+        wanted = self.fused[owner]
+        _check_experts(owner, wanted)
+
+        def hook(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+            """Add the tokens that were routed to each expert."""
+            values = [*arguments, *keywords.values()]
+            hidden = values[0].reshape(-1, values[0].shape[-1])
+            if len(values) == 1:  # every expert is given all tokens, zeros for those that are another's
+                several = hidden.view(next(iter(wanted.values())).copies, -1, hidden.shape[-1])
+                index = torch.where(several.any(dim=-1), torch.arange(len(several), device=hidden.device)[:, None], -1).T
+            else:
+                several, index = hidden[None], values[1]
+            if self._mask is not None and several.shape[1] == self._mask.numel():
+                keep = self._mask.reshape(-1).to(hidden.device)
+                several, index = several[:, keep], index[keep]
+            for own, record in wanted.items():
+                statistics = self.found.setdefault(
+                    record.name, [Statistic(self.kind, self.parity, folder=self.folder) for _ in range(record.copies)]
+                )
+                for expert in range(record.copies):
+                    x = several[expert % len(several)][(index == expert).any(dim=-1)]
+                    if x.shape[0]:
+                        statistics[expert].add(_expert_inner(owner, x, expert) if own == "down_proj" else x)
+            self._done(owner)
+
+        return hook
+
+
+def _check_experts(owner: nn.Module, wanted: dict[str, Module]) -> None:
+    known, first = {"gate_up_proj", "up_proj", "down_proj"}, _first(owner)
+    if set(wanted) - known or first is None:
+        raise CoverageError(
+            f"{type(owner).__name__} keeps its experts in {', '.join(sorted(wanted))}, a layout whose inputs are not known.",
+            "Known are down_proj and one of gate_up_proj and up_proj, three-dimensional and in one module.",
+            "Use --method magnitude, which reads no inputs.",
+        )
+
+
+def _first(owner: nn.Module) -> str | None:
+    """The name of the matrices that read the experts' input, where their layout is known."""
+    names = [n for n in ("gate_up_proj", "up_proj") if getattr(getattr(owner, n, None), "ndim", 0) == 3]
+    return names[0] if len(names) == 1 and hasattr(owner, "down_proj") else None
+
+
+def _expert_inner(owner: Any, x: torch.Tensor, expert: int) -> torch.Tensor:
+    """Input of one expert's down projection, for the tokens routed to it."""
+    first = str(_first(owner))
+    weight, bias = getattr(owner, first)[expert], getattr(owner, f"{first}_bias", None)
+    inner = nn.functional.linear(x, weight.mT if transposed(owner) else weight, None if bias is None else bias[expert])
+    if first == "up_proj":
+        return owner.act_fn(inner)
+    if hasattr(owner, "_apply_gate"):
+        return owner._apply_gate(inner)
+    gate, up = inner.chunk(2, dim=-1)
+    return owner.act_fn(gate) * up
+
+
+def gram_of(model: nn.Module, walk: Walk, consumer: str, width: int) -> torch.Tensor:
+    """``sum x x'`` over the calibration tokens at one matrix of the walk's current layer (upper triangle)."""
+    module = Module(name=consumer, d_in=width, d_out=weight_of(model, consumer)[1].numel() // width)
+    statistics = InputStatistics(model, [module], "gram")
+    statistics.run(walk)
+    return cast(torch.Tensor, statistics.found[consumer][0].value)  # only an expert can have seen no token

@@ -1,0 +1,76 @@
+"""How a model is put while something is measured on it, and put back afterwards, also after an exception."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..models.blocks import pretrained
+
+
+@contextlib.contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients, no key-value cache."""
+    with _settled(model), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def prepared(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no key-value cache, gradients on; gradients and ``requires_grad`` flags come back at the end."""
+    flags = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    try:
+        for p, _, _ in flags:
+            p.grad = None
+        with _settled(model), torch.enable_grad():
+            yield
+    finally:
+        for p, flag, grad in flags:
+            p.requires_grad_(flag)
+            p.grad = grad
+
+
+@contextlib.contextmanager
+def _settled(model: nn.Module) -> Iterator[None]:
+    """No dropout, no cache."""
+    modes = [(m, m.training) for m in model.modules()]
+    cached = [c for c in _configs(getattr(model, "config", None)) if getattr(c, "use_cache", None)]
+    try:
+        model.eval()
+        for config in cached:
+            config.use_cache = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for config in cached:
+            config.use_cache = True
+
+
+def _configs(config: Any) -> list[Any]:
+    """A config and the configs inside it."""
+    if config is None:
+        return []
+    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", {}) or {}]
+    return [config, *(c for c in nested if c is not None)]
+
+
+@contextlib.contextmanager
+def twice_differentiable(model: nn.Module) -> Iterator[None]:
+    """Use attention that can be differentiated twice; the model's own choice comes back at the end."""
+    config = getattr(model, "config", None)
+    own = getattr(config, "_attn_implementation", None)
+    switch = own not in (None, "eager", "sdpa") and hasattr(model, "set_attn_implementation")
+    try:
+        if switch:
+            pretrained(model).set_attn_implementation("eager")
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        if switch and own is not None:
+            pretrained(model).set_attn_implementation(own)

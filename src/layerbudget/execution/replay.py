@@ -1,0 +1,212 @@
+"""Begin a model's forward at any layer and end it behind any other, every layer called by the model's own forward.
+
+No layer is ever called with hand-made arguments. To begin at layer k with some hidden states, the whole model is called with
+the layers before k replaced by identities and the hidden states put in front of layer k; to end behind layer j, a private
+exception leaves it there. Masks, position embeddings, sliding windows and cache flags are therefore whatever this model and
+this version of transformers pass; what is repeated per call is the embedding lookup and the mask, no layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models.blocks import layers
+from ..errors import CoverageError
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+class StopForward(Exception):
+    """Ends a forward early. Private to this package: no library can swallow it by accident."""
+
+    def __init__(self, output: Any = None) -> None:
+        super().__init__("forward ended early")
+        self.output = output
+
+
+@contextlib.contextmanager
+def replaced(replacements: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Temporarily give modules another ``forward`` (hooks of the module, and of accelerate, stay in place)."""
+    previous = {m: m.__dict__.get("forward") for m in replacements}
+    for module, forward in replacements.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, held in previous.items():
+            if held is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = held
+
+
+def hidden_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> torch.Tensor:
+    """Hidden states among the arguments of a layer.
+
+    Raises:
+        CoverageError: A layer that is called in another way.
+    """
+    hidden = arguments[0] if arguments else keywords.get("hidden_states")
+    if not isinstance(hidden, torch.Tensor):
+        raise CoverageError(
+            "A block was called without hidden states as its first argument.", "", "Report the model: its walk is not known."
+        )
+    return hidden
+
+
+def first(output: Any) -> torch.Tensor:
+    """Hidden states in a layer's output, which is a tensor or a tuple that starts with one."""
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+class Replay:
+    """A model with one list of layers, whose forward begins and ends where it is told.
+
+    Args:
+        model: Any transformers model with one list of layers.
+
+    Attributes:
+        layers: ``(name, layer)`` in order.
+        rest: What a layer returns behind its hidden states: None for a bare tensor, else Nones (after :meth:`probe`).
+
+    Raises:
+        UnknownStructure: The model has no list of layers, or several.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.layers = layers(model)
+        self.rest: tuple[Any, ...] | None = None
+
+    def probe(self, inputs: Inputs) -> None:
+        """See what a layer returns, on a piece of one sequence.
+
+        Raises:
+            CoverageError: The model does not call its first layer.
+        """
+        seen: list[Any] = []
+
+        def look(module: nn.Module, arguments: Any, output: Any) -> None:
+            seen.append(output)
+            raise StopForward
+
+        handle = self.layers[0][1].register_forward_hook(look)
+        try:
+            tiny = {k: v[:1, : min(4, v.shape[1])] for k, v in inputs.items()}
+            with contextlib.suppress(StopForward):
+                self.model(**tiny)
+        finally:
+            handle.remove()
+        if not seen:
+            raise CoverageError(f"{type(self.model).__name__} did not call {self.layers[0][0]}.", "", "Report the model.")
+        self.rest = (None,) * (len(seen[0]) - 1) if isinstance(seen[0], tuple | list) else None
+
+    def output_like(self, hidden: torch.Tensor) -> Any:
+        """Hidden states as a layer returns them."""
+        return hidden if self.rest is None else (hidden, *self.rest)
+
+    def identity(self, *arguments: Any, **keywords: Any) -> Any:
+        """The forward of a layer that is left out: its residual stream passes through."""
+        return self.output_like(hidden_of(arguments, keywords))
+
+    identity.skips = True  # type: ignore[attr-defined]  # a streamed layer need not come for it
+
+    @contextlib.contextmanager
+    def without(self, names: Collection[str]) -> Iterator[None]:
+        """Layers as identities."""
+        with replaced({layer: self.identity for name, layer in self.layers if name in names}):
+            yield
+
+    @contextlib.contextmanager
+    def begin(self, index: int, hidden: torch.Tensor) -> Iterator[None]:
+        """Make the model's forward begin at layer ``index`` with these hidden states; behind the last one: at the head."""
+        patches: dict[nn.Module, Callable[..., Any]] = {layer: self.identity for _, layer in self.layers[:index]}
+        if index == len(self.layers):
+
+            def give(*arguments: Any, **keywords: Any) -> Any:
+                """Stand in for the last layer."""
+                return self.output_like(hidden.to(hidden_of(arguments, keywords).device))
+
+            give.skips = True  # type: ignore[attr-defined]
+            patches[self.layers[-1][1]] = give
+        else:
+            own = self.layers[index][1].forward
+
+            def inject(*arguments: Any, **keywords: Any) -> Any:
+                """Call the layer with these hidden states."""
+                given = hidden.to(hidden_of(arguments, keywords).device)
+                if arguments:
+                    return own(given, *arguments[1:], **keywords)
+                return own(**{**keywords, "hidden_states": given})
+
+            patches[self.layers[index][1]] = inject
+        with replaced(patches):
+            yield
+
+    @contextlib.contextmanager
+    def end(self, index: int) -> Iterator[None]:
+        """End the model's forward behind layer ``index``; :meth:`run` gives the hidden states."""
+
+        def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+            raise StopForward(first(output))
+
+        handle = self.layers[index][1].register_forward_hook(leave)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def run(self, inputs: Inputs) -> Any:
+        """Call the model inside :meth:`end`; the hidden states there, or what a hook ended the forward with.
+
+        Raises:
+            CoverageError: The forward went on to its end: a layer was not called.
+        """
+        try:
+            self.model(**inputs)
+        except StopForward as stop:
+            return stop.output
+        raise CoverageError("A block of the model was not called.", "", "Switch layer dropping off.")
+
+    def first_inputs(self, inputs: Inputs) -> torch.Tensor:
+        """Hidden states in front of layer 0."""
+
+        def leave(*arguments: Any, **keywords: Any) -> Any:
+            raise StopForward(hidden_of(arguments, keywords))
+
+        leave.skips = True  # type: ignore[attr-defined]
+        with replaced({self.layers[0][1]: leave}):
+            return self.run(inputs)
+
+
+class Trace:
+    """Hidden states before and behind every layer in one forward, kept by hooks.
+
+    Attributes:
+        inputs, outputs: Hidden states by layer, ``(B, T, d)``.
+    """
+
+    def __init__(self, stack: Sequence[nn.Module]) -> None:
+        self.stack = stack
+        self.inputs: list[Any] = [None] * len(stack)
+        self.outputs: list[Any] = [None] * len(stack)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep what every layer is given and returns while the model runs."""
+
+        def listen(i: int) -> Callable[..., None]:
+            def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+                self.inputs[i], self.outputs[i] = hidden_of(arguments, keywords), first(output)
+
+            return hook
+
+        with contextlib.ExitStack() as stack:
+            for i, layer in enumerate(self.stack):
+                stack.callback(layer.register_forward_hook(listen(i), with_kwargs=True).remove)
+            yield

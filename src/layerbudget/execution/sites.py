@@ -1,0 +1,266 @@
+"""See the inputs and output gradients of every weight matrix during one backward pass.
+
+For ``y_t = W a_t`` the gradient of sequence i is ``S_i = sum_t b_it a_it'``, ``a`` seen in a forward hook and
+``b = dl/dy`` in a tensor hook on the output. With all weights frozen no ``dW`` is ever computed, so a pass costs less
+than a plain forward and backward. Parameters that no Linear owns (fused experts) are read from autograd itself, one
+sequence per batch. Everything is put back when the pass ends, also after an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models.blocks import is_conv1d, pretrained, weight_of
+from ..errors import CoverageError
+from ..records import Block
+from .modes import prepared
+
+
+@dataclasses.dataclass(eq=False)
+class Site:
+    """Weight matrices that were given the same input in one forward pass (q, k and v; gate and up).
+
+    Attributes:
+        a: Inputs ``(B, T, d_in)``.
+        names: Weight matrices in order of their call.
+        b: Output gradients by name, ``(B, T, d_out)``, as they arrive.
+        open: By name, the calls of this forward pass that are still to come: a matrix used twice has its gradient whole at 0.
+    """
+
+    a: torch.Tensor
+    source: torch.Tensor
+    names: list[str]
+    b: dict[str, torch.Tensor]
+    open: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+Consumer = Callable[[Site], None]
+
+
+def tracked(model: nn.Module, blocks: Sequence[Block]) -> tuple[dict[nn.Module, str], dict[str, nn.Parameter]]:
+    """Split the weight matrices of some blocks into hooked modules and parameters read from autograd.
+
+    Every module that shares a tied weight is hooked under the one name that the blocks use.
+
+    Returns:
+        ``({module: name}, {name: parameter})``.
+
+    Raises:
+        UnknownBlock: The model has no such matrix.
+    """
+    names: dict[int, str] = {}
+    direct: dict[str, nn.Parameter] = {}
+    for block in blocks:
+        for record in block.modules:
+            owner, parameter = weight_of(model, record.name, packed=True)
+            if isinstance(owner, nn.Linear) or is_conv1d(owner):
+                names[id(parameter)] = record.name
+            else:
+                direct[record.name] = parameter
+    hooked: dict[nn.Module, str] = {
+        module: names[id(module.weight)]
+        for module in model.modules()
+        if (isinstance(module, nn.Linear) or is_conv1d(module)) and id(module.weight) in names
+    }
+    return hooked, direct
+
+
+def refuse_direct(model: nn.Module, blocks: Sequence[Block], why: str, *, routers: bool = False) -> None:
+    """Refuse matrices that no Linear owns, before anything runs.
+
+    Args:
+        model: The model.
+        blocks: Whose matrices.
+        why: What cannot be had of them.
+        routers: Refuse routers too that are a Linear and return whom they chose: nothing can be added to their output.
+
+    Raises:
+        CoverageError: Names the first, and the option that leaves all of them out.
+    """
+    hooked, direct = tracked(model, blocks)
+    names = [*direct, *(name for module, name in hooked.items() if routers and hasattr(module, "top_k"))]
+    if names:
+        raise CoverageError(
+            f"{names[0]} is not a plain Linear: {why} ({len(names)} such matrices).",
+            "Linear and Conv1D matrices are known here.",
+            f"Leave them out: --exclude '{owners_of(names)}' (exclude= in Python), or score by another estimator: fisher-gram.",
+        )  # fmt: skip
+
+
+def owners_of(names: Sequence[str]) -> str:
+    """A regular expression that matches matrices and those of their kind in other layers."""
+    words = (f"{part[-1]}$" if part[-1] == "router" else f"{part[-2]}[.]" for part in (name.split(".") for name in names))
+    return "|".join(dict.fromkeys(words))
+
+
+class Collector:
+    """Context manager that hands every ``(a, b)`` pair of a backward pass to ``consume``.
+
+    Args:
+        model: The model.
+        blocks: Whose weight matrices to watch.
+        consume: Called with a :class:`Site` once all its output gradients are there.
+        freeze: Switch off ``requires_grad`` of everything but directly read parameters.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], consume: Consumer, *, freeze: bool = True) -> None:
+        self.model, self.consume, self.freeze = model, consume, freeze
+        self.hooked, self.direct = tracked(model, blocks)
+        self.seen: set[str] = set()
+        self.open: dict[str, int] = {}
+        self.size, self.length, self._retain = 1, 1, False
+        self.quiet = False  # run backwards without handing anything over
+        self._pending: list[Site] = []
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def single(self) -> bool:
+        """Whether some parameters need batches of one sequence."""
+        return bool(self.direct)
+
+    def __enter__(self) -> Collector:
+        with self._stack:
+            self._stack.enter_context(prepared(self.model))
+            if self.freeze:
+                for parameter in self.model.parameters():
+                    parameter.requires_grad_(False)
+            for parameter in self.direct.values():
+                parameter.requires_grad_(True)
+            for module, name in self.hooked.items():
+                handle = module.register_forward_hook(self._hook(name))
+                self._stack.callback(handle.remove)
+            if any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules()):
+                handle = pretrained(self.model).get_input_embeddings().register_forward_hook(_require_grad)
+                self._stack.callback(handle.remove)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pending.clear()
+        self._stack.close()
+
+    def backward(
+        self, loss: torch.Tensor, *, size: int, length: int, retain: bool = False, gradient: torch.Tensor | None = None
+    ) -> None:
+        """Run the backward pass over ``size`` sequences of ``length`` positions; deliver every site.
+
+        Args:
+            loss: A summed loss, or hidden states whose gradient is given.
+            size: Sequences.
+            length: Positions of each.
+            retain: Keep the graph for another pass.
+            gradient: Of the hidden states.
+        """
+        self.size, self.length, self._retain = size, length, retain
+        for parameter in self.direct.values():
+            parameter.grad = None
+        if loss.requires_grad:
+            torch.autograd.backward(loss, gradient, retain_graph=retain)
+        for site in [s for s in self._pending if s.b]:
+            self._deliver(site)
+        if not retain:
+            self._pending.clear()
+            self.open.clear()
+
+    def _hook(self, name: str) -> Callable[..., Any]:
+        """Forward hook of one matrix: keep its input, wait for the gradient of its output."""
+
+        def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+            """Open a site for the input, or join the one that is open for it."""
+            if not torch.is_grad_enabled():
+                return None
+            self.seen.add(name)
+            if not isinstance(output, torch.Tensor):
+                output = _product(module, inputs[0], output, name)
+            if not output.requires_grad:
+                output.requires_grad_(True)
+            source = inputs[0]
+            last = self._pending[-1] if self._pending else None
+            site = last if last is not None and last.source is source and name not in last.names else None
+            if site is None:
+                site = Site(a=source.detach(), source=source, names=[], b={})
+                self._pending.append(site)
+            site.names.append(name)
+            self.open[name] = self.open.get(name, 0) + 1
+            place = weakref.ref(output)
+            output.register_hook(lambda grad: self._arrive(site, name, grad, place))
+            return None
+
+        return forward
+
+    def _arrive(self, site: Site, name: str, grad: torch.Tensor, place: Callable[[], torch.Tensor | None]) -> None:
+        output = place()
+        if output is not None and output.is_leaf:
+            output.grad = None  # or the next backward would add to the tensor that a consumer may have kept
+        site.b[name] = grad.detach()
+        if len(site.b) == len(site.names):
+            self._deliver(site)
+
+    def _deliver(self, site: Site) -> None:
+        a = self._rows(site.a, site.names[0])
+        b = {k: self._rows(v, k) for k, v in site.b.items()}
+        ready = Site(a=a, source=site.source, names=list(site.b), b=b, open=self.open)
+        for name in ready.names:
+            self.open[name] -= 0 if self._retain else 1
+        site.b = {}
+        if not self._retain:
+            site.a = site.source = site.a[:0]
+        if not self.quiet:
+            self.consume(ready)
+
+    def _rows(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if self.size == 1:
+            return x.reshape(1, -1, x.shape[-1])
+        if x.ndim >= 3 and x.shape[0] == self.size or (x.ndim == 2 and self.length == 1 and x.shape[0] == self.size):
+            return x.reshape(self.size, -1, x.shape[-1])
+        if x.ndim == 2 and x.shape[0] == self.size * self.length:
+            return x.reshape(self.size, self.length, -1)
+        raise CoverageError(
+            f"{name} ran on a tensor of shape {tuple(x.shape)}, in which {self.size} sequences cannot be told apart.",
+            "Rows must be sequences x positions.",
+            "Pass batch_size=1.",
+        )
+
+    def check_coverage(self) -> None:
+        """Refuse a result that misses weight matrices.
+
+        Raises:
+            CoverageError: Some matrices never ran as modules; the message names them.
+        """
+        missing = sorted(set(self.hooked.values()) - self.seen)
+        if missing:
+            raise CoverageError(
+                f"{len(missing)} weight matrices never ran as modules, gradients unknown: {', '.join(missing[:4])}.",
+                "Every matrix of a block must be seen.",
+                "Leave them out with exclude=, or give data that reaches them.",
+            )
+
+
+def _product(module: Any, x: torch.Tensor, outputs: Any, name: str) -> torch.Tensor:
+    """The product ``W x`` among what a module returns with it: a router that is a Linear also returns whom it chose.
+
+    Raises:
+        CoverageError: It is not there, or the gradient would not pass through it.
+    """
+    with torch.no_grad():
+        expected = nn.functional.linear(x, module.weight, module.bias)
+    for part in outputs:
+        if isinstance(part, torch.Tensor) and part.shape == expected.shape and part.requires_grad:
+            if torch.allclose(part.detach(), expected, rtol=1e-3, atol=1e-5):
+                return part
+    raise CoverageError(
+        f"{name} ({type(module).__name__}) does not return its product, so its gradient is not known.",
+        "A Linear returns W x, alone or among other tensors.",
+        f"Leave it out: --exclude '{name.split('.')[-1]}$' (exclude= in Python).",
+    )
+
+
+def _require_grad(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output if output.requires_grad else output.detach().requires_grad_(True)

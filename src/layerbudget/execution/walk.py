@@ -1,0 +1,173 @@
+"""Walk a model layer by layer over a calibration set: one layer's inputs are kept, and become its outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..data.calibration import CalibrationSet
+from ..data.fitting import check_fits
+from ..errors import CoverageError, InvalidInput
+from .replay import Replay
+from .store import Store
+
+
+def check_autocast(precision: str | None) -> None:
+    """Refuse a precision that autocast does not know.
+
+    Raises:
+        InvalidInput: Neither None, ``bfloat16`` nor ``float16``.
+    """
+    if precision not in (None, "bfloat16", "float16"):
+        raise InvalidInput(f"autocast is {precision!r}.", "It is bfloat16 or float16, or left out.", "Use bfloat16.")
+
+
+class Walk:
+    """The walk forwards.
+
+    Use it inside :func:`~layerbudget.execution.modes.inference`. After :meth:`capture` the store holds the inputs of layer 0;
+    :meth:`advance` moves it to the next layer.
+
+    Args:
+        model: Any transformers model with one list of layers.
+        data: Calibration tokens.
+        batch_size: Sequences per forward.
+        store: Where activations live: ``device``, ``cpu`` or ``disk``.
+        folder: Parent of the temporary folder for ``disk``.
+        autocast: ``bfloat16`` or ``float16``: matrix products of the forwards in that precision, weights untouched.
+
+    Attributes:
+        layers: ``(name, layer)`` in order.
+        position: The layer whose inputs are stored.
+        forwards: Forwards of one layer on one batch so far.
+
+    Raises:
+        InvalidInput: A batch size below one, or an unknown precision.
+        UnknownStructure: The model has no list of layers, or several.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: CalibrationSet,
+        *,
+        batch_size: int = 8,
+        store: str = "device",
+        folder: Path | str | None = None,
+        autocast: str | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise InvalidInput(f"batch_size is {batch_size}.", "It must be at least 1.", "Use 8.")
+        check_autocast(autocast)
+        check_fits(model, data)
+        self.model, self.data, self.batch_size, self.autocast = model, data, batch_size, autocast
+        self.replay = Replay(model)
+        self.layers = self.replay.layers
+        self.device = next(model.parameters()).device
+        self.sizes = [min(batch_size, data.samples - s) for s in range(0, data.samples, batch_size)]
+        self.store = Store(store, folder)
+        self.position = -1
+        self.forwards = 0
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def batches(self) -> int:
+        """Number of batches."""
+        return len(self.sizes)
+
+    def inputs(self, batch: int) -> dict[str, torch.Tensor]:
+        """Keyword arguments of the model for one batch."""
+        start = batch * self.batch_size
+        return next(self.data.select(slice(start, start + self.sizes[batch])).batches(self.batch_size, self.device))
+
+    def token_mask(self, batch: int) -> torch.Tensor | None:
+        """Which tokens of a batch are real, shape ``(sequences, length)``; None when all are."""
+        mask = self.inputs(batch).get("attention_mask")
+        return None if mask is None or bool(mask.all()) else mask.bool()
+
+    def capture(self) -> None:
+        """Fill the store with the inputs of layer 0.
+
+        Raises:
+            CoverageError: The model did not reach its first layer.
+        """
+        with self._precision():
+            self.replay.probe(self.inputs(0))
+            for batch in range(self.batches):
+                self.store.put(batch, self.replay.first_inputs(self.inputs(batch)))
+        self.position = 0
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, getattr(torch, self.autocast))
+
+    def forward(self, index: int, batch: int, hidden: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Run one layer on one batch.
+
+        Args:
+            index: Layer.
+            batch: Batch.
+            hidden: Input of the layer; the stored one by default.
+
+        Returns:
+            The layer's output, or None when a hook inside it ended the forward.
+        """
+        hidden = self.store.get(batch) if hidden is None else hidden
+        self.forwards += 1
+        with self.replay.begin(index, hidden), self.replay.end(index), self._precision():
+            return self.replay.run(self.inputs(batch))
+
+    def advance(self) -> None:
+        """Replace the stored inputs of the current layer by its outputs."""
+        for batch in range(self.batches):
+            output = self.forward(self.position, batch)
+            if output is None:
+                raise CoverageError(
+                    f"{self.layers[self.position][0]} gave no output.", "", "Remove hooks that end the forward."
+                )
+            self.store.put(batch, output)
+        self.position += 1
+
+    def tail(self, index: int, batch: int, hidden: torch.Tensor | None = None) -> Any:
+        """The model's own output for one batch, with the forward begun at layer ``index`` (its length: at the head)."""
+        hidden = self.store.get(batch) if hidden is None else hidden
+        self.forwards += len(self.layers) - index
+        with self.replay.begin(index, hidden), self._precision():
+            return self.model(**self.inputs(batch))
+
+    def head(self, batch: int, hidden: torch.Tensor) -> Any:
+        """The model's own output for the hidden states behind the last layer; no layer is run."""
+        return self.tail(len(self.layers), batch, hidden)
+
+    def finals(
+        self, batches: Sequence[int] | None = None, during: Callable[[int], AbstractContextManager[None]] | None = None
+    ) -> list[torch.Tensor]:
+        """Hidden states behind the last layer, from the stored ones in front of the current layer.
+
+        Args:
+            batches: Of which batches; all by default.
+            during: A context to be in while a batch runs through a layer.
+        """
+        wanted = range(self.batches) if batches is None else batches
+        hidden = [self.store.get(batch) for batch in wanted]
+        for i in range(max(self.position, 0), len(self)):
+            for j, batch in enumerate(wanted):
+                with during(batch) if during else contextlib.nullcontext():
+                    found = self.forward(i, batch, hidden[j])
+                if found is None:
+                    raise CoverageError(f"{self.layers[i][0]} gave no output.", "", "Remove hooks that end the forward.")
+                hidden[j] = found
+        return hidden
+
+    def close(self) -> None:
+        """Drop the stored activations."""
+        self.store.close()

@@ -1,0 +1,121 @@
+"""Training protocols: the numbers of a fine-tuning run, and the paper's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InvalidInput
+
+STARTS = ("default", "gradients")
+DEVICES = ("auto", "cpu", "cuda")
+TRAINERS = ("own", "trl")
+ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """Numbers of a fine-tuning run (AdamW, linear decay).
+
+    Attributes:
+        lr: Peak learning rate.
+        epochs: Passes over the training rows.
+        batch: Rows per optimiser step.
+        accumulation: Backward passes per optimiser step (causal LMs only: transformers drops the item count for BERT heads).
+        warmup: Steps of linear warm-up, at most half of all.
+        alpha: LoRA alpha of experts; ranks use ``ratio``.
+        ratio: ``alpha / r`` of ranks, at the plan's mean rank where the policy lets it vary.
+        alpha_policy: How the scale of an update follows its rank: see :mod:`layerbudget.decisions.ranks.ranks`.
+        dropout: LoRA dropout.
+        cutoff: Longest sequence in tokens.
+        top_k: Experts per token.
+        balance: Weight of the load-balancing loss.
+        on_prompt: Take the loss on the prompt as well (causal LMs).
+        packing: Several rows of text in one sequence, none seeing another.
+        weight_decay: AdamW's.
+        clip: Largest gradient norm.
+        start: ``default`` (PEFT's), or ``gradients``: ranks start in the top directions of the task's gradient.
+        trainer: ``own``, or ``trl``: TRL's SFTTrainer, for ranks on rows of text (:mod:`layerbudget.finetuning.sft`).
+    """
+
+    lr: float = 1e-3
+    epochs: float = 3.0
+    batch: int = 32
+    accumulation: int = 1
+    warmup: int = 50
+    alpha: float = 16.0
+    ratio: float = 2.0
+    alpha_policy: str = "constant-ratio"
+    dropout: float = 0.0
+    cutoff: int = 256
+    top_k: int = 2
+    balance: float = 0.0
+    on_prompt: bool = False
+    packing: bool = False
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    start: str = "default"
+    trainer: str = "own"
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "epochs", "batch", "accumulation", "alpha", "ratio", "cutoff", "top_k", "clip"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InvalidInput(f"{name} is {getattr(self, name)}.", "It must be positive.", "")
+        for name in ("dropout", "warmup", "balance", "weight_decay"):
+            limit = 1.0 if name == "dropout" else float("inf")
+            if not 0 <= getattr(self, name) < limit:
+                raise InvalidInput(f"{name} is {getattr(self, name)}.", f"It lies in [0, {limit:g}).", "")
+        for name, known in (("start", STARTS), ("alpha_policy", ALPHA_POLICIES), ("trainer", TRAINERS)):
+            if getattr(self, name) not in known:
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}.", f"It is one of {', '.join(known)}.", "")
+        if self.batch % self.accumulation:
+            raise InvalidInput(
+                f"A batch of {self.batch} does not split into {self.accumulation} parts.", "", "Choose a divisor of the batch."
+            )
+
+    def check(self, kind: str, *, causal: bool | None = None) -> None:
+        """Refuse numbers that a plan of this kind, or a head of this kind, does not read.
+
+        Args:
+            kind: ``ranks`` or ``experts``.
+            causal: Whether a language model is trained (else a classification head), where that is known.
+
+        Raises:
+            InvalidInput: Names the first one that differs from its default.
+        """
+        by_kind: dict[str, tuple[str, ...]] = {
+            "ranks": ("alpha", "top_k", "balance"), "experts": ("ratio", "alpha_policy", "start", "trainer"),
+        }  # fmt: skip
+        unread = (*by_kind.get(kind, ()), *(() if causal in (None, True) else ("on_prompt",)))
+        own = {f.name: f.default for f in dataclasses.fields(self)}
+        for name in unread:
+            if getattr(self, name) != own[name]:
+                who = "A classification head" if name == "on_prompt" else f"A plan of {kind}"
+                raise InvalidInput(f"{who} does not read {name}.", "It would have no effect.", "Leave it out.")
+
+    def changed(self, values: Mapping[str, Any]) -> Protocol:
+        """Another protocol with these numbers.
+
+        Raises:
+            InvalidInput: An unknown name, a value of another type, or one outside its range.
+
+        >>> Protocol().changed({"dropout": 0.1, "cutoff": 512}).cutoff
+        512
+        """
+        fields = {f.name: type(f.default) for f in dataclasses.fields(self)}
+        for name, value in values.items():
+            if name not in fields:
+                raise InvalidInput(f"A protocol has no {name!r}.", f"It has {', '.join(fields)}.", "")
+            wanted = fields[name]
+            if type(value) is not wanted and not (wanted is float and type(value) is int):
+                raise InvalidInput(f"{name} is {value!r}.", f"It is of type {wanted.__name__}.", "")
+        return dataclasses.replace(self, **values)
+
+
+# Published protocol of the paper's experiments (Sec. 5 and MoLA's recipe): AdamW 3e-4, r 8, alpha 16, dropout .05, cutoff 256,
+# linear decay after 100 warm-up steps, 5 epochs, batch 128, loss on prompt and answer, no balance loss.
+PRESETS = {
+    "default": Protocol(),
+    "paper": Protocol(lr=3e-4, epochs=5, batch=128, warmup=100, alpha=16, ratio=2.0, dropout=0.05, cutoff=256, on_prompt=True),
+}

@@ -1,0 +1,361 @@
+"""Partition a model into blocks: by decoder layer, by Linear, or by regular expression.
+
+Only weight matrices inside the repeated layers count (embeddings, the output head and norms are neither pruned nor
+counted; ``check_sparsity`` of the Wanda reference does the same). Matrices are ``nn.Linear``, transformers' ``Conv1D``
+(GPT-2) and three-dimensional parameters of fused experts (Mixtral). Order is natural: 0, 1, ..., 10.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from ..errors import BadModel, CoverageError, InvalidInput, UnknownBlock, UnknownStructure
+from ..records import Block, Module, natural_key
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
+
+
+def is_conv1d(module: nn.Module) -> TypeGuard[Conv1D]:
+    """Whether a module is transformers' ``Conv1D`` (a Linear with a transposed weight)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def matrix_of(module: nn.Module) -> torch.Tensor:
+    """Weight of a Linear or ``Conv1D`` as a ``(d_out, d_in)`` view, outside autograd."""
+    weight = cast(nn.Parameter, module.weight)
+    return weight.data.T if is_conv1d(module) else weight.data
+
+
+def transposed(owner: nn.Module) -> bool:
+    """Whether fused experts are kept as ``(experts, inputs, outputs)``: what their class says, else what their shapes say."""
+    said = getattr(owner, "is_transposed", None)
+    first, last = getattr(owner, "gate_up_proj", None), getattr(owner, "down_proj", None)
+    if said is not None or not (isinstance(first, torch.Tensor) and isinstance(last, torch.Tensor)):
+        return bool(said)
+    if first.ndim != 3 or last.ndim != 3:
+        return False
+    return first.shape[2] == 2 * last.shape[1] and first.shape[1] == last.shape[2]
+
+
+def _active(root: nn.Module, name: str, copies: int) -> int:
+    """How many experts of the module of that name one token passes through: what its routing or a configuration says."""
+    around = root.get_submodule(name.rpartition(".")[0])
+    routing = [getattr(m, "top_k", None) for m in (root.get_submodule(name), around, *around.children())]
+    configs = [getattr(m.config, "num_experts_per_tok", None) for m in root.modules() if hasattr(m, "config")]
+    said = [found for found in (*routing, *configs) if isinstance(found, int) and found > 0]
+    return min(said[0], copies) if said else copies
+
+
+def config_of(model: nn.Module) -> Any:
+    """A model's configuration, whose fields differ by family."""
+    return model.config
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """Every configuration that a module of the model holds, once."""
+    held = [config_of(m) for m in model.modules() if hasattr(m, "config")]
+    return list({id(config): config for config in held}.values())
+
+
+def pretrained(model: nn.Module) -> PreTrainedModel:
+    """The same model, as the type whose methods transformers gives to all of them."""
+    return cast("PreTrainedModel", model)
+
+
+def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """Every outermost ``ModuleList`` of two-or-more-level modules that hold weight matrices."""
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f + ".") for f, _ in found):
+            if any(True for _ in _weights(module[0], "")) and not isinstance(module[0], nn.Linear):
+                found.append((name, module))
+    return found
+
+
+def _decoder(model: nn.Module) -> nn.Module | None:
+    """The language model inside a model of several kinds of input; None for an encoder-decoder, and where none is said."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not hasattr(model, "get_decoder"):
+        return None
+    return cast("nn.Module | None", pretrained(model).get_decoder())
+
+
+def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and module of every decoder (or encoder) layer, in natural order.
+
+    Where a model that also sees images has several lists, they are those of its language model.
+
+    Raises:
+        UnknownStructure: No list of layers, or several; the message lists what was found.
+    """
+    lists = layer_lists(model)
+    decoder = _decoder(model) if len(lists) > 1 else None
+    if decoder is not None:
+        inside = set(decoder.modules())
+        lists = [(name, stack) for name, stack in lists if stack in inside] or lists
+    if len(lists) != 1:
+        children = [f"{n} ({type(m).__name__})" for n, m in model.named_children()]
+        what = "no list of layers" if not lists else f"{len(lists)} lists of layers ({', '.join(n for n, _ in lists)})"
+        raise UnknownStructure(
+            f"{type(model).__name__} has {what}; its children are {', '.join(children) or 'none'}.",
+            "Exactly one nn.ModuleList of layers is needed to partition by layer.",
+            "Partition with by='linear' or with a regular expression.",
+        )
+    name, stack = lists[0]
+    return [(f"{name}.{i}", layer) for i, layer in enumerate(stack)]
+
+
+def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, torch.Tensor, Module]]:
+    """Weight matrices below ``root``: (full name, owner, parameter, shape record)."""
+    for name, module in root.named_modules():
+        full = ".".join(part for part in (prefix, name) if part)
+        if name.endswith("mixer.dt_proj") or name.endswith("mamba.dt_proj"):
+            continue  # the scan of Mamba multiplies by it itself: its inputs and outputs are never seen
+        if isinstance(module, nn.Linear):
+            yield full, module, module.weight, Module(name=full, d_in=module.in_features, d_out=module.out_features)
+        elif is_conv1d(module):
+            d_in, d_out = module.weight.shape
+            yield full, module, module.weight, Module(name=full, d_in=d_in, d_out=d_out)
+        elif not isinstance(module, _ConvNd):  # the kernel of a convolution has three dimensions and is no stack of experts
+            for own, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3:
+                    copies, d_out, d_in = parameter.shape
+                    if transposed(module):
+                        d_in, d_out = d_out, d_in
+                    active = _active(root, name, copies)
+                    record = Module(name=f"{full}.{own}", d_in=d_in, d_out=d_out, copies=copies, active=active)
+                    yield record.name, module, parameter, record
+
+
+def weight_of(model: nn.Module, name: str, *, packed: bool = False) -> tuple[nn.Module, nn.Parameter]:
+    """Owner module and parameter of a weight matrix named as in a :class:`~layerbudget.records.Module`.
+
+    Args:
+        model: The model.
+        name: Full name.
+        packed: Also accept quantised weights, whose parameter is no matrix of numbers (for callers that need only the owner).
+
+    Raises:
+        UnknownBlock: The model has no such matrix.
+        CoverageError: It is quantised.
+    """
+    for candidate, own in ((name, "weight"), tuple(name.rsplit(".", 1)) if "." in name else (name, "weight")):
+        try:
+            owner = model.get_submodule(candidate)
+        except AttributeError:
+            continue
+        parameter = getattr(owner, own, None)
+        if isinstance(parameter, nn.Parameter):
+            if not (packed or parameter.is_floating_point()):
+                raise CoverageError(
+                    f"{name} is quantised ({type(owner).__name__}): its values cannot be read or changed.",
+                    "Estimators that read activations and gradients can score it: fisher-gram, kfac, adapter, rank-gain.",
+                    "Use one of those, or load the model in bfloat16.",
+                )
+            return owner, parameter
+    raise UnknownBlock(f"The model has no weight matrix {name!r}.", "", "Partition this model to list its names.")
+
+
+def partition(
+    model: nn.Module, by: str = "layer", *, include: str | None = None, exclude: str | None = None
+) -> tuple[Block, ...]:
+    """Cut a model into blocks.
+
+    Args:
+        model: Any transformers causal LM or encoder, or any module when ``by`` is ``linear`` or a pattern.
+        by: ``layer`` (one block per decoder layer), ``linear`` (one per weight matrix inside the layers; inside the whole
+            model where it has no layers), or a regular expression: matrices are grouped by the text that it matches
+            (its first group where it has one).
+        include: Keep only matrices whose full name matches this regular expression (``re.search``).
+        exclude: Drop matrices whose full name matches.
+
+    Returns:
+        Blocks in natural order. A tied weight is counted once, in the first block that holds it; a matrix tied to
+        the input embedding is left out.
+
+    Raises:
+        UnknownStructure: No layers were found (the message lists what was).
+        UnknownBlock: The expressions leave no matrix.
+        InvalidInput: An expression does not compile.
+    """
+    patterns = {k: _compile(v, k) for k, v in (("include", include), ("exclude", exclude)) if v}
+    groups: dict[str, list[Module]] = {}
+    seen: set[int] = {id(p) for p in _embedding_weights(model)}
+    for block_name, root in _roots(model, by):
+        for name, _, parameter, record in _weights(root, block_name):
+            if id(parameter) in seen:
+                continue
+            if "include" in patterns and not patterns["include"].search(name):
+                continue
+            if "exclude" in patterns and patterns["exclude"].search(name):
+                continue
+            key = _group(name, block_name, by)
+            if key is not None:
+                seen.add(id(parameter))
+                groups.setdefault(key, []).append(record)
+    if not groups:
+        raise UnknownBlock(
+            f"No weight matrix is left with by={by!r}, include={include!r}, exclude={exclude!r}.",
+            "",
+            "Loosen the expressions; they are searched in full names such as model.layers.0.mlp.down_proj.",
+        )
+    return tuple(Block(name=k, modules=tuple(groups[k])) for k in sorted(groups, key=natural_key))
+
+
+def left_out(model: nn.Module, blocks: Sequence[Any]) -> dict[str, int]:
+    """Matrices that no block of a model or plan holds, embeddings and the output head aside: weights by full name, in order."""
+    held = {m if isinstance(m, str) else m.name for b in blocks for m in b.modules}
+    seen = {id(p) for p in _embedding_weights(model)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    seen |= {id(p) for p in (head.parameters() if head is not None else ())}
+    seen |= {id(p) for n, p in model.named_parameters() if n in held or n.rpartition(".")[0] in held}
+    found: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        if p.ndim >= 2 and p.is_floating_point() and id(p) not in seen and not name.endswith("bias"):
+            found[name] = p.numel()
+    return found
+
+
+ENOUGH = 0.99  # of the matrices' weights; where blocks hold less, it is said
+
+
+# Mixers of state space models use these weights inside a fused kernel, where an adapter's output would be lost: PEFT refuses.
+_MIXERS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+_FUSED = ("out_proj", "conv1d")
+
+
+def adaptable(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[Block], list[str]]:
+    """Blocks without the matrices on which no adapter can go, and the names of those matrices.
+
+    Args:
+        model: The model.
+        blocks: Some of its blocks; one that loses all its matrices is left out.
+    """
+    if getattr(config_of(model), "model_type", None) not in _MIXERS:
+        return list(blocks), []
+    kept = [dataclasses.replace(b, modules=tuple(m for m in b.modules if m.name.split(".")[-1] not in _FUSED)) for b in blocks]
+    lost = [m.name for b in blocks for m in b.modules if m.name.split(".")[-1] in _FUSED]
+    return [b for b in kept if b.modules], lost
+
+
+def share_held(model: nn.Module, blocks: Sequence[Any]) -> float:
+    """Share of the matrices' weights that the blocks hold, embeddings and the output head aside."""
+    held = sum(b.numel for b in blocks)
+    return held / (held + sum(left_out(model, blocks).values()))
+
+
+def _compile(pattern: str, name: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise InvalidInput(f"{name}={pattern!r} is not a regular expression ({error}).", "", "Correct it.") from error
+
+
+def _roots(model: nn.Module, by: str) -> list[tuple[str, nn.Module]]:
+    if by == "layer":
+        return layers(model)
+    try:
+        return layers(model)
+    except UnknownStructure:
+        return [("", model)]
+
+
+def _group(name: str, block_name: str, by: str) -> str | None:
+    if by == "layer":
+        return block_name
+    if by == "linear":
+        return name
+    found = _compile(by, "by").search(name)
+    if not found:
+        return None
+    return found.group(1) if found.groups() and found.group(1) is not None else found.group(0)
+
+
+def _embedding_weights(model: nn.Module) -> list[torch.Tensor]:
+    return [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """At most 512 evenly spaced values, rounded to bfloat16, so that a cast changes nothing."""
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() // 512)
+    return flat[::step][:512].to(torch.float32).to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
+
+
+def quantised(model: nn.Module) -> list[str]:
+    """Full names of weights that are held as packed integers (bitsandbytes and its like)."""
+    found = []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, nn.Linear) and weight is not None and not weight.is_floating_point():
+            found.append(f"{name}.weight")
+    return found
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Content hash of a model: names, shapes and a sample of every tensor (of quantised ones only the name)."""
+    h, packed = hashlib.sha256(), tuple(quantised(model))
+    for name, tensor in sorted(model.state_dict().items()):
+        if packed and name.startswith(packed):
+            h.update(name.encode() if name in packed else b"")
+            continue
+        h.update(f"{name}:{tuple(tensor.shape)}".encode())
+        h.update(_sample(tensor))
+    return h.hexdigest()[:16]
+
+
+def skeleton(model: nn.Module) -> str:
+    """Content hash of what quantisation leaves as it is: all names and shapes, and values outside the ``nn.Linear`` weights."""
+    h = hashlib.sha256()
+    for name, module in sorted(model.named_modules()):
+        for own, tensor in sorted(module._parameters.items()):
+            if tensor is None:
+                continue
+            linear = isinstance(module, nn.Linear) and own == "weight"
+            shape = (module.out_features, module.in_features) if linear else tuple(tensor.shape)
+            h.update(f"{name}.{own}:{shape}".encode())
+            h.update(b"" if linear else _sample(tensor))
+    return h.hexdigest()[:16]
+
+
+def describe(model: nn.Module, identifier: str | None = None) -> dict[str, Any]:
+    """``{id, revision, digest, skeleton, quantised}`` of a loaded model, as the files carry it."""
+    config = getattr(model, "config", None)
+    name = identifier or getattr(config, "_name_or_path", "") or type(model).__name__
+    record = {"id": name, "revision": getattr(config, "_commit_hash", None), "digest": fingerprint(model)}
+    return {**record, "skeleton": skeleton(model), "quantised": bool(quantised(model))}
+
+
+_FINITE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def known_finite(model: nn.Module) -> None:
+    """Spare a model whose weights lie on disk further readings of all of them."""
+    check_finite(model)
+    _FINITE.add(model)
+
+
+def check_finite(model: nn.Module) -> None:
+    """Refuse a model with NaN or infinite weights.
+
+    Raises:
+        BadModel: Names the first such tensor.
+    """
+    if model in _FINITE:
+        return
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise BadModel(
+                f"{name} holds {bad} values that are not finite.", "Weights must be finite.", "Reload or repair the checkpoint."
+            )

@@ -1,0 +1,334 @@
+"""Load models and tokenizers: the embedded one, a local folder, or a hub id."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from .blocks import check_finite, known_finite, pretrained
+from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound, UnknownStructure
+from ..storage import hub, reading
+from .machine import SHARE, free_bytes
+from .offload import load_mapped, mapped
+
+logger = logging.getLogger(__name__)
+
+DEMO_MODEL = Path(__file__).parent / "demo" / "model"
+HEADS = ["classifier", "score", r".*pooler", "pre_classifier", "lm_head", "embed_out"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def resolve(name: str, revision: str | None = None) -> str:
+    """Turn ``demo`` into the packaged folder, check local folders, and leave hub ids alone.
+
+    Raises:
+        NotFound: The name looks like a path and nothing is there, or the folder holds no model.
+        InvalidInput: A revision of something that is no hub repository.
+    """
+    path = Path(name).expanduser()
+    if revision is not None and (name == "demo" or path.is_dir()):
+        raise InvalidInput(f"{name} has no revision {revision!r}.", "Hub repositories have revisions.", "Leave it out.")
+    if name == "demo":
+        return str(DEMO_MODEL)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise NotFound(
+                f"{name} holds no config.json.",
+                "A model folder has config.json and safetensors files.",
+                "Point to the folder that save_pretrained wrote.",
+            )
+        _check_config(path)
+        return str(path)
+    if path.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise NotFound(f"There is no model folder {name}.", "MODEL is demo, a local folder or a hub id.", "Check the path.")
+    hub.check_id(name, "model", file="config.json", revision=revision)
+    return name
+
+
+@contextlib.contextmanager
+def foreign(what: str, feasible: str, remedy: str) -> Iterator[None]:
+    """Say what a library's loader says of a broken file, whatever it says it with: tokenizers raise bare ``Exception``.
+
+    Raises:
+        BadModel: With the library's own first line; its error is the cause.
+    """
+    try:
+        yield
+    except LayerbudgetError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadModel(f"{what}: {first[:300]}", feasible, remedy) from error
+
+
+_MODEL_IS = "MODEL is demo, a local folder written by save_pretrained, or a hub id that this machine can reach."
+_LAYERS = 100_000  # more than any model has, and few enough to be refused in seconds
+
+
+def _check_config(folder: Path) -> None:
+    """Refuse a configuration that would keep transformers busy for ever, or fill the memory, before it begins.
+
+    Raises:
+        CorruptFile: Not JSON, or numbers beyond reason.
+    """
+    record = reading.read(folder / "config.json", "configuration", limit=1 << 26, remedy="Download it again.")
+    inner = record.get("text_config") if isinstance(record, dict) else None
+    for part in (record, inner):
+        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+            count = part.get(name) if isinstance(part, dict) else None
+            if isinstance(count, (int, float)) and not 0 <= count <= _LAYERS:
+                raise CorruptFile(
+                    f"{folder / 'config.json'} asks for {count} layers.", f"At most {_LAYERS:,}.", "Download it again."
+                )
+
+
+def _architecture(config: Any) -> str:
+    return (getattr(config, "architectures", None) or [""])[0]
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that loads such a checkpoint with its head."""
+    import transformers
+
+    name = _architecture(config)
+    _check_text(config, name)
+    for ending, auto in (
+        ("ForSequenceClassification", transformers.AutoModelForSequenceClassification),
+        ("ForMaskedLM", transformers.AutoModelForMaskedLM),
+        ("ForCausalLM", transformers.AutoModelForCausalLM),
+        ("LMHeadModel", transformers.AutoModelForCausalLM),
+    ):
+        if name.endswith(ending):
+            return auto
+    if name.endswith("ForConditionalGeneration") and type(config) in transformers.AutoModelForImageTextToText._model_mapping:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModel if name else transformers.AutoModelForCausalLM
+
+
+def _check_text(config: Any, name: str) -> None:
+    """Refuse what reads no text, or two texts, before any weight is read.
+
+    Raises:
+        UnknownStructure: Names the architecture.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    what = name or type(config).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnknownStructure(
+            f"{what} is an encoder-decoder.", "Every verb works with decoders and encoders that read one text.",
+            "Take one of those: no option makes this one work.",
+        )  # fmt: skip
+    if getattr(text, "vocab_size", None) is None:
+        raise UnknownStructure(
+            f"{what} reads no text: its configuration has no vocabulary.", "Every verb works with models that read text.",
+            "Take one of those: no option makes this one work.",
+        )  # fmt: skip
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, tried out before anything is loaded; ``auto`` is the accelerator where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(name)
+        torch.empty(1, device=place).cpu()  # meta tensors have no values that could come back
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InvalidInput(
+            f"The device {name!r} cannot be used: {first[:120]}.", "It is auto, cpu, cuda, cuda:1, mps, ...", "Use cpu."
+        ) from error
+    return place
+
+
+def four_bit_config(compute: torch.dtype) -> Any:
+    """Hold the matrices of a base in 4 bits (NF4), as QLoRA does; heads and poolers, which are trained whole, stay as they are.
+
+    Args:
+        compute: Type in which products are computed.
+
+    Raises:
+        MissingDependency: bitsandbytes is not installed.
+    """
+    from transformers import BitsAndBytesConfig
+
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingDependency("A base in 4 bits needs bitsandbytes.", "", "Install bitsandbytes, or use bfloat16.")
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, llm_int8_skip_modules=HEADS
+    )
+
+
+def held_dtype(config: Any, dtype: str = "auto") -> torch.dtype:
+    """The precision of that name; ``auto`` is what the checkpoint's config says it holds, float32 where it does not say."""
+    if dtype in DTYPES:
+        return DTYPES[dtype]
+    found = getattr(config, "dtype", None)
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
+
+
+def describe_place(model: nn.Module) -> str:
+    """Where a model lies and in which precision, in one clause."""
+    first = next(model.parameters())
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    unit, held = ("GiB", size / 2**30) if size >= 2**30 else ("MiB", size / 2**20)
+    count = sum(p.numel() for p in model.parameters())
+    lies = mapped(model)
+    if lies is not None:
+        how = f"one layer at a time in {str(lies.dtype).removeprefix('torch.')}" if lies.converts else "mapped"
+        return f"{count / 1e6:,.1f} M parameters streamed from their files, {how}, on {lies.device}"
+    return f"{count / 1e6:,.1f} M parameters in {' and '.join(kinds)} on {first.device}, {held:.3g} {unit}"
+
+
+def packed(model: nn.Module) -> list[str]:
+    """Names of the matrices that a compressed-tensors folder left as packed integers: they have no weight yet."""
+    return [name for name, module in model.named_modules() if "weight_packed" in module._parameters]
+
+
+def unpacked(model: nn.Module) -> nn.Module:
+    """The same model with its packed matrices as plain ``nn.Linear``: every verb finds weights, and no forward rounds again.
+
+    transformers makes the numbers at the first forward. That forward is run here, so that nothing depends on who runs it.
+    """
+    names = packed(model)
+    if not names:
+        return model
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device))
+    for name in names:
+        held = cast(nn.Linear, model.get_submodule(name))
+        plain = nn.Linear(held.in_features, held.out_features, bias=held.bias is not None, device="meta")
+        plain.weight, plain.bias = held.weight, held.bias
+        model.set_submodule(name, plain.train(held.training))
+    cast(Any, model).hf_quantizer.remove_quantization_config(model)
+    return model
+
+
+def _check_stream(stream: bool | None, where: str, four_bit: bool) -> None:
+    """Refuse to stream what cannot be.
+
+    Raises:
+        InvalidInput: A base in 4 bits, or no local safetensors files.
+    """
+    if stream and (four_bit or not any(Path(where).glob("*.safetensors"))):
+        raise InvalidInput(
+            "A base in 4 bits cannot be streamed." if four_bit else f"{where} holds no safetensors files to stream from.",
+            "Weights stay in the safetensors files of a local folder.",
+            "Leave --stream out." if four_bit else "Download the model and give its folder.",
+        )
+
+
+def check_quantised(name: str, config: Any, stream: bool | None, four_bit: bool) -> None:
+    """Refuse to stream, or to hold in 4 bits, a checkpoint whose matrices are packed already.
+
+    Raises:
+        InvalidInput: Names the option.
+    """
+    if getattr(config, "quantization_config", None) and (stream or four_bit):
+        raise InvalidInput(
+            f"The files of {name} hold packed integers.", "They become numbers when the model is loaded, all of them at once.",
+            f"Leave {'--stream' if stream else '--four-bit'} out.",
+        )  # fmt: skip
+
+
+def _streams(stream: bool | None, where: str, dtype: torch.dtype, place: torch.device, four_bit: bool) -> bool:
+    """Whether weights stay in their files."""
+    if stream is not None or four_bit or not any(Path(where).glob("*.safetensors")):
+        return bool(stream)
+    from safetensors import safe_open
+
+    held = 0
+    for file in Path(where).glob("*.safetensors"):
+        with safe_open(file, "pt") as handle:
+            held += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118
+    return held * dtype.itemsize > SHARE * free_bytes(place)
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "float32",
+    revision: str | None = None,
+    device: str = "cpu",
+    four_bit: bool = False,
+    stream: bool | None = False,
+) -> nn.Module:
+    """Load a model in evaluation mode with finite weights.
+
+    The class follows the checkpoint: causal LM, masked LM, sequence classification, or the bare encoder.
+
+    Args:
+        name: ``demo``, a local folder or a hub id.
+        dtype: ``auto`` (what the checkpoint holds, as transformers does), ``float32`` (default: scores and statistics are
+            computed in it), ``bfloat16``, ``float16``, ``float64``.
+        revision: Hub revision.
+        device: Where to put it; ``auto`` is the accelerator where there is one.
+        four_bit: Hold its matrices in 4 bits, for scores that read activations and gradients, and for adapters.
+        stream: Leave the weights in their files and bring one layer at a time; with None where they
+            would take more than half of the free memory.
+
+    Raises:
+        NotFound: No such folder.
+        BadModel: The checkpoint does not load, lacks tensors, or holds NaN or infinite weights.
+        InvalidInput: Unknown dtype, or a device that this machine does not have.
+        MissingDependency: 4 bits without bitsandbytes.
+    """
+    from transformers import AutoConfig
+
+    if dtype not in (*DTYPES, "auto"):
+        raise InvalidInput(
+            f"dtype is {dtype!r}.", f"It is one of auto, {', '.join(DTYPES)}.", "Use float32 unless memory is short."
+        )
+    place = find_device(device)
+    where = resolve(name, revision)
+    _check_stream(stream, where, four_bit)
+    with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
+        config = AutoConfig.from_pretrained(where, revision=revision)
+        auto = auto_class(config)
+        check_quantised(name, config, stream, four_bit)
+        plain = not getattr(config, "quantization_config", None)
+        streamed = plain and _streams(stream, where, held_dtype(config, dtype), place, four_bit)
+        nf4: dict[str, Any] = {}
+        if four_bit:
+            nf4 = {"quantization_config": four_bit_config(held_dtype(config, dtype)), "device_map": {"": str(place)}}
+        if streamed:
+            model, report = load_mapped(auto, config, where, dtype=DTYPES.get(dtype), device=place)
+        else:
+            model, report = auto.from_pretrained(
+                where, revision=revision, dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, **nf4
+            )
+    missing = sorted(k for k in report["missing_keys"] if "pooler" not in k)  # of the pooler nothing here depends
+    if missing:
+        raise BadModel(
+            f"The checkpoint of {name} lacks {len(missing)} tensors, first {missing[0]}.",
+            "transformers would fill them with random numbers.",
+            "Download or save the whole checkpoint.",
+        )
+    model = pretrained(unpacked(model if four_bit or streamed else model.to(place)).eval())
+    known_finite(model) if streamed else check_finite(model)
+    model.config._name_or_path = name
+    return model
+
+
+def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
+    """Load the tokenizer that belongs to a model.
+
+    Raises:
+        NotFound: No such folder.
+        BadModel: The folder has no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    where = resolve(name, revision)
+    with foreign(f"{name} has no tokenizer that loads", "", "Save the tokenizer beside the model."):
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision)
+        tokenizer("a", truncation=True)  # a length that is no number shows here
+        return tokenizer

@@ -1,0 +1,302 @@
+"""Models whose weights stay in their files: mapped into memory, never copied, brought to a device one layer at a time.
+
+The tensors of a safetensors checkpoint are mapped privately and given to transformers as a state dict, so names, tied weights
+and conversions are its own. On a CPU in the checkpoint's precision the parameters *are* the mapped pages: nothing is
+anonymous memory, the system drops and re-reads pages as it likes. In another precision, or on another device, each layer is
+converted when its forward begins (the next one in a thread meanwhile) and dropped for the following one. What a treatment
+writes into a layer is kept in a file, which is mapped in turn (:meth:`Mapped.remap`).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .blocks import layer_lists
+from ..errors import BadModel, CorruptFile, CoverageError, UnknownStructure
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, Mapped] = weakref.WeakKeyDictionary()
+
+
+def mapped(model: nn.Module) -> Mapped | None:
+    """The files behind a model's weights, or None where they are held in memory."""
+    return _KNOWN.get(model)
+
+
+def converting(model: nn.Module) -> bool:
+    """Whether layers come to the device one at a time, so that a graph of the whole model cannot be kept."""
+    found = mapped(model)
+    return found is not None and found.converts
+
+
+def need_settled(model: nn.Module, what: str) -> None:
+    """Refuse a model whose layers come and go, for work that writes trials into its weights.
+
+    Raises:
+        CoverageError: Weights are converted, or brought to a device, when their layer runs.
+    """
+    if converting(model):
+        raise CoverageError(
+            f"Layers come one at a time and are dropped again, and with them what {what} writes into them.",
+            "Weights that are mapped as they are (a CPU, the checkpoint's own precision) keep it.",
+            "Use --dtype auto --device cpu, or --no-stream.",
+        )  # fmt: skip
+
+
+def tensor_files(folder: Path | str) -> dict[str, Path]:
+    """File of every tensor of a safetensors checkpoint.
+
+    Raises:
+        BadModel: The folder holds no safetensors files.
+        CorruptFile: One that cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise BadModel(
+            f"{folder} holds no safetensors files, so its weights cannot stay on disk.",
+            "Weights are mapped from safetensors files.",
+            "Save the model with save_pretrained, or load it whole.",
+        )
+    found: dict[str, Path] = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as handle:
+                found.update(dict.fromkeys(handle.keys(), file))
+        except (SafetensorError, OSError) as error:
+            raise CorruptFile(f"{file} is not a safetensors file ({error}).", "", "Download or save it again.") from error
+    return found
+
+
+def open_tensors(files: Mapping[str, Path]) -> dict[str, torch.Tensor]:
+    """Tensors as views of newly mapped files."""
+    from safetensors import safe_open
+
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(set(files.values())):
+        with safe_open(file, "pt") as handle:
+            found.update({name: handle.get_tensor(name) for name, own in files.items() if own == file})
+    return found
+
+
+def stored_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """The floating type that most of the weights are stored in."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    return max(sizes, key=lambda d: sizes[d]) if sizes else torch.float32
+
+
+class Mapped:
+    """Where a model's weights lie, and which of its layers are at hand.
+
+    Args:
+        model: Made from ``tensors``.
+        files: File of every tensor.
+        tensors: The mapped tensors.
+        dtype: In which layers compute.
+        device: Where layers compute.
+
+    Attributes:
+        places: ``{parameter name: (file, tensor name)}`` of the parameters that are mapped.
+        loaded: Layers brought to the device so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        files: Mapping[str, Path],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.model, self.dtype, self.device = weakref.ref(model), dtype, device
+        at = {t.data_ptr(): name for name, t in tensors.items()}
+        self.parameters = dict(model.named_parameters())
+        self.names = {id(p): name for name, p in self.parameters.items()}
+        self.places = {
+            name: (files[at[p.data_ptr()]], at[p.data_ptr()]) for name, p in self.parameters.items() if p.data_ptr() in at
+        }
+        self.loaded = 0
+        self.layers = [(name, layer) for stack in _stack(model) for name, layer in stack]
+        self._own = {name: [f"{name}.{own}" for own, _ in layer.named_parameters()] for name, layer in self.layers}
+        self._held: dict[str, torch.Tensor] = {}
+        self._current, self._ahead_of = -1, -1
+        self._ahead: concurrent.futures.Future[dict[str, torch.Tensor]] | None = None
+        self._worker = concurrent.futures.ThreadPoolExecutor(1)
+        self._settle()
+        _KNOWN[model] = self
+
+    def _settle(self) -> None:
+        """Bring what lies outside the layers to the device; let the layers come when they run."""
+        self._inside = {name for names in self._own.values() for name in names}
+        converts = self.device.type != "cpu"
+        for name, p in self.parameters.items():
+            wanted = self.dtype if p.is_floating_point() else p.dtype
+            if name not in self._inside:
+                p.data = p.data.to(self.device, wanted)
+            converts = converts or p.dtype != wanted
+        model = self.model()
+        for _, buffer in model.named_buffers() if model is not None else ():
+            buffer.data = buffer.data.to(self.device)
+        self.converts = converts
+        if converts:
+            for index, (_, layer) in enumerate(self.layers):
+                layer.register_forward_pre_hook(lambda module, given, i=index: self._arrive(module, i))
+
+    def _arrive(self, layer: nn.Module, index: int) -> None:
+        if not getattr(layer.forward, "skips", False):
+            self._bring(index)
+
+    def bring(self, name: str) -> None:
+        """Have a layer at hand without running it, in the precision and place where layers compute.
+
+        Args:
+            name: Full name of the layer.
+        """
+        if self.converts:
+            self._bring([n for n, _ in self.layers].index(name))
+
+    def _bring(self, index: int) -> None:
+        if index == self._current:
+            return
+        step = index - self._current if abs(index - self._current) == 1 else 1
+        self.leave()
+        name = self.layers[index][0]
+        ready = self._ahead.result() if self._ahead is not None and self._ahead_of == index else self._convert(index)
+        for own in self._own[name]:
+            self._held[own] = self.parameters[own].data
+            self.parameters[own].data = ready[own]
+        self._current, self.loaded = index, self.loaded + 1
+        following = index + step
+        self._ahead, self._ahead_of = None, following
+        if 0 <= following < len(self.layers):
+            self._ahead = self._worker.submit(self._convert, following)
+
+    def _convert(self, index: int) -> dict[str, torch.Tensor]:
+        return {
+            own: p.data.to(self.device, self.dtype if p.is_floating_point() else p.dtype)
+            for own in self._own[self.layers[index][0]]
+            for p in [self.parameters[own]]
+        }
+
+    def comes(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is dropped again when its layer has run."""
+        name = self.names.get(id(parameter))
+        return self.converts and any(name in own for own in self._own.values())
+
+    def at_hand(self, index: int) -> bool:
+        """Whether a layer is on the device now."""
+        return index == self._current
+
+    def computed(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A parameter's values in the precision and on the device that its layer computes in."""
+        return parameter.data.to(self.device, self.dtype if parameter.is_floating_point() else parameter.dtype)
+
+    def leave(self) -> None:
+        """Drop the layer that is at hand; its mapped weights take its place."""
+        for own, tensor in self._held.items():
+            self.parameters[own].data = tensor
+        self._held, self._current = {}, -1
+
+    def layer_of(self, index: int) -> list[str]:
+        """Names of the parameters of a layer."""
+        return self._own[self.layers[index][0]]
+
+    def fresh(self, names: Sequence[str]) -> None:
+        """Map parameters again: what was written into them is gone, and with it the memory that it took."""
+        wanted = {name: self.places[name] for name in names if name in self.places}
+        tensors = {
+            file: open_tensors({key: file for own, key in wanted.values() if own == file}) for file, _ in wanted.values()
+        }
+        for name, (file, key) in wanted.items():
+            tensor = tensors[file][key]
+            if name in self._held:
+                self._held[name] = tensor
+            elif name in self._inside:
+                self.parameters[name].data = tensor
+            else:  # as it was settled
+                self.parameters[name].data = tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+
+    def again(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """A parameter as its file has it, in a mapping of its own; None where it is not mapped."""
+        place = self.places.get(self.names.get(id(parameter), ""))
+        return None if place is None else open_tensors({place[1]: place[0]})[place[1]]
+
+    def remap(self, keys: Mapping[str, nn.Parameter], file: Path) -> None:
+        """Take parameters from the tensors of a file from now on: what was written into them leaves the memory."""
+        self.leave()
+        names = {self.names[id(p)]: key for key, p in keys.items() if id(p) in self.names}
+        left = {self.places[name][0] for name in names if name in self.places}
+        self.places.update({name: (file, key) for name, key in names.items()})
+        # a mapping, and what was written into it, lives as long as any tensor of its file does
+        self.fresh([*names, *(name for name, (own, _) in self.places.items() if own in left and name not in names)])
+
+
+def _stack(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """The lists of layers with names, or nothing where there is none."""
+    try:
+        return [[(f"{name}.{i}", layer) for i, layer in enumerate(stack)] for name, stack in layer_lists(model)]
+    except UnknownStructure:
+        return []
+
+
+def load_mapped(
+    model_class: Any, config: Any, folder: Path | str, *, dtype: torch.dtype | None, device: torch.device
+) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Make a model of a class from the files of a folder, without copying them.
+
+    Args:
+        model_class: A class of transformers, or one of its automatic ones.
+        config: Its configuration.
+        folder: With safetensors files.
+        dtype: In which layers compute; the checkpoint's own where it is None.
+        device: Where layers compute.
+
+    Returns:
+        The model, and what transformers reports of its loading.
+    """
+    files = tensor_files(folder)
+    tensors = open_tensors(files)
+    stored = stored_dtype(tensors.values())
+    mapping = getattr(model_class, "_model_mapping", None)
+    chosen = model_class if mapping is None else mapping[type(config)]
+    chosen = chosen[0] if isinstance(chosen, tuple | list) else chosen
+    model, report = chosen.from_pretrained(
+        None, config=config, state_dict=dict(tensors), dtype=stored, output_loading_info=True
+    )
+    if dtype not in (None, stored):
+        _buffers_of(chosen, config, model, dtype)
+    Mapped(model, files, tensors, dtype=dtype or stored, device=device)
+    model.config.dtype = dtype or stored
+    return model, report
+
+
+def _buffers_of(model_class: Any, config: Any, model: nn.Module, dtype: torch.dtype) -> None:
+    """Give a model the buffers that it would have in another precision (embedding scales of Gemma are rounded to it)."""
+    stored, register = config.dtype, nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
+    try:
+        other = model_class._from_config(config, dtype=dtype)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+        config.dtype = stored
+    own = dict(model.named_buffers())
+    for name, buffer in other.named_buffers():
+        if buffer.is_floating_point() and buffer.device.type != "meta" and name in own:
+            own[name].data = buffer.data

@@ -1,0 +1,212 @@
+"""The price of capacity, from shapes alone: LoRA ranks and experts, budget strings. No torch.
+
+Conventions: a multiply-add is two FLOPs; one LoRA rank of a matrix of shape ``(d_out, d_in)`` has ``d_in + d_out`` parameters
+and costs ``2 (d_in + d_out)`` FLOPs per token; one LoRA expert of a block is one adapter of rank r in every matrix of it.
+Attention scores, norms, embeddings and the head are not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnknownUnit
+from ..storage.columns import names_of
+from ..records import Block
+from ..tables import BlockTable, numbers_of
+
+Vector = np.ndarray
+
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
+_BYTES |= {"byte": 1.0, "bytes": 1.0}
+_WORDS = {"param": "params", "params": "params", "parameters": "params", "parameter": "params"}
+_WORDS |= {"flop": "flops", "flops": "flops", "flops/token": "flops", "expert": "experts", "experts": "experts"}
+_WORDS |= {"rank": "ranks", "ranks": "ranks"}
+_NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|[\d_]*)(\.\d+)?(e[-+]?\d+)?")
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+UNITS = ("experts", "ranks", "params", "bytes", "flops", "latency")
+_EXAMPLES = "'160 experts', '512 ranks', '64M params', '1.2 GiB', '400M flops', '3% flops', '3% params', '0.5 ms'"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """An amount in a unit; ``relative`` amounts are fractions of the base model's own amount.
+
+    Attributes:
+        amount: Number of units, or the fraction.
+        unit: One of ``experts, ranks, params, bytes, flops, latency`` (latency in seconds).
+        relative: Whether the amount is a fraction of the base model.
+        text: What the user wrote.
+    """
+
+    amount: float
+    unit: str
+    relative: bool = False
+    text: str = ""
+
+
+def parse_budget(text: str | float | int, *, default: str = "params") -> Budget:
+    """Read a budget such as ``"64M params"``, ``"1.2 GiB"``, ``"-2GiB"``, ``"3% flops"`` or a plain number.
+
+    Args:
+        text: The budget. A number, or a text with no unit, is in the ``default`` unit.
+        default: Unit of plain numbers.
+
+    Returns:
+        The budget in base units.
+
+    Raises:
+        UnknownUnit: The text does not parse or names no known unit. Commas may only separate groups of three digits.
+
+    >>> parse_budget("64M params").amount, parse_budget("1.5 GiB").amount, parse_budget("3% flops").relative
+    (64000000.0, 1610612736.0, True)
+    """
+    if isinstance(text, (int, float)):
+        return Budget(amount=float(text), unit=default, text=str(text))
+    found = re.fullmatch(r"\s*([-+]?[\d_.,]*\d(?:e[-+]?\d+)?)\s*(%?)\s*([a-z/]*)\s*([a-z/]*)\s*", text.lower())
+    if not found:
+        raise _unknown(text)
+    digits, percent, first, second = found.groups()
+    if not _NUMBER.fullmatch(digits):  # "1,5" may mean 1.5 or 15: ask instead of guessing
+        raise _unknown(text)
+    amount = float(digits.replace("_", "").replace(",", ""))
+    if percent:
+        unit = _unit(second or first or default)
+        if unit is None or (first and second):
+            raise _unknown(text)
+        return Budget(amount=amount / 100.0, unit=unit, relative=True, text=text)
+    scale, unit = _scaled_unit(first, second, default)
+    if unit is None:
+        raise _unknown(text)
+    return Budget(amount=amount * scale, unit=unit, text=text)
+
+
+def _scaled_unit(first: str, second: str, default: str) -> tuple[float, str | None]:
+    if not second:
+        if first in _BYTES and (len(first) > 1 or default == "bytes"):
+            return _BYTES[first], "bytes"
+        if first in _TIMES:
+            return _TIMES[first], "latency"
+        if _unit(first):
+            return 1.0, _unit(first)
+        if first in _SCALES:
+            return _SCALES[first], default
+        if first[:1] in _SCALES and _unit(first[1:]):
+            return _SCALES[first[0]], _unit(first[1:])
+        return 1.0, None
+    return _SCALES.get(first, 0.0), _unit(second) if first in _SCALES else None
+
+
+def _unit(word: str) -> str | None:
+    return "bytes" if word in ("bytes", "byte") else _WORDS.get(word, word if word in UNITS else None)
+
+
+def _unknown(text: str) -> UnknownUnit:
+    return UnknownUnit(
+        f"The budget {text!r} is in no known unit.", f"Known units: {', '.join(UNITS)}.", f"Write it like {_EXAMPLES}."
+    )
+
+
+def rank_parameters(blocks: Sequence[Block]) -> Vector:
+    """Parameters of one LoRA rank in every matrix of a block, ``sum (d_in + d_out)``, shape ``(K,)``."""
+    if isinstance(blocks, BlockTable):
+        c = blocks.columns
+        return blocks.per_block((c["d_in"] + c["d_out"]) * c["copies"]).astype(np.float64)
+    return np.array([sum((m.d_in + m.d_out) * m.copies for m in b.modules) for b in blocks], dtype=np.float64)
+
+
+def rank_flops(blocks: Sequence[Block]) -> Vector:
+    """FLOPs per token of one LoRA rank in every matrix of a block, shape ``(K,)``."""
+    if isinstance(blocks, BlockTable):
+        c = blocks.columns
+        return blocks.per_block(2 * (c["d_in"] + c["d_out"]) * c["active"]).astype(np.float64)
+    return np.array([sum(2 * (m.d_in + m.d_out) * m.active for m in b.modules) for b in blocks], dtype=np.float64)
+
+
+def router_parameters(blocks: Sequence[Block]) -> Vector:
+    """Router parameters (one output per matrix) that one more expert needs, ``sum d_in``, shape ``(K,)``."""
+    if isinstance(blocks, BlockTable):
+        return blocks.per_block(blocks.columns["d_in"]).astype(np.float64)
+    return np.array([sum(m.d_in for m in b.modules) for b in blocks], dtype=np.float64)
+
+
+def unit_cost(
+    blocks: Sequence[Block],
+    unit: str,
+    *,
+    capacity: str = "ranks",
+    expert_rank: int = 8,
+    router: bool = False,
+    bytes_per_parameter: float = 2.0,
+    latency: Mapping[str, float] | None = None,
+) -> Vector:
+    """Price of one unit of capacity per block, shape ``(K,)``.
+
+    Args:
+        blocks: The blocks.
+        unit: ``experts``/``ranks`` (every block costs 1), ``params``, ``bytes``, ``flops`` or ``latency``.
+        capacity: What one unit of capacity is: ``ranks`` or ``experts``.
+        expert_rank: Rank of one expert.
+        router: Count one router output per expert and matrix.
+        bytes_per_parameter: 2 for bf16.
+        latency: Seconds that one unit of capacity adds, by block name.
+
+    Returns:
+        Costs in the unit.
+
+    Raises:
+        UnknownUnit: Not a unit, or one that these blocks are not priced in.
+
+    >>> from layerbudget.records import Block, Module
+    >>> unit_cost([Block(name="q", modules=(Module(name="q", d_in=4096, d_out=4096),))], "flops", capacity="experts").tolist()
+    [131072.0]
+    """
+    size = expert_rank if capacity == "experts" else 1
+    extra = router_parameters(blocks) if router and capacity == "experts" else 0.0
+    if unit == capacity:
+        return np.ones(len(blocks))
+    if unit == "params":
+        return rank_parameters(blocks) * size + extra
+    if unit == "bytes":
+        return (rank_parameters(blocks) * size + extra) * bytes_per_parameter
+    if unit == "flops":
+        return rank_flops(blocks) * size + 2 * extra
+    if unit == "latency":
+        missing = [name for name in names_of(blocks) if name not in (latency or {})]
+        if not missing:
+            return np.array([float((latency or {})[name]) for name in names_of(blocks)])
+        raise UnknownUnit(
+            f"{len(missing)} blocks have no latency ({', '.join(missing[:3])}, ...).",
+            "A latency budget needs seconds per unit of capacity for every block.",
+            "Give latency={block name: seconds}, or use params, bytes or flops.",
+        )
+    raise UnknownUnit(
+        f"{capacity} are not priced in {unit!r}.",
+        f"Units: {capacity}, params, bytes, flops, latency.",
+        f"Write the budget like {_EXAMPLES}.",
+    )
+
+
+def base_amount(blocks: Sequence[Block], unit: str, *, bytes_per_parameter: float = 2.0) -> float:
+    """What the base model's blocks themselves amount to: parameters, bytes, or FLOPs per token.
+
+    Raises:
+        UnknownUnit: The unit has no base amount.
+    """
+    if unit in ("params", "bytes"):
+        return float(numbers_of(blocks, "numel").sum()) * (bytes_per_parameter if unit == "bytes" else 1.0)
+    if unit == "flops":
+        return float(numbers_of(blocks, "flops_per_token").sum())
+    raise UnknownUnit(
+        f"A percentage of {unit} has no meaning.", "Percentages: params, bytes, flops.", "Write '3% flops', or an amount."
+    )
+
+
+def amount_of(budget: Budget, blocks: Sequence[Block], **options: Any) -> float:
+    """A budget as an absolute amount for these blocks."""
+    return budget.amount * base_amount(blocks, budget.unit, **options) if budget.relative else budget.amount

@@ -1,0 +1,164 @@
+"""Compare plans, explain one, and sweep a grid of budgets and exponents."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelMismatch
+from ..kinds import KINDS
+from ..plan import Plan
+from ..solvers.inputs import Vector, choice
+from ..solvers.transfer import spearman
+from ..records import Result
+from ..scores import Scores
+from ..decisions.ranks.rule import increments_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PlanDifference(Result):
+    """What differs between two plans.
+
+    Attributes:
+        kind: Of both plans.
+        rules: Of the first and the second.
+        budgets: Of the first and the second.
+        moved: Half the sum of absolute differences of counts: what would have to change hands.
+        largest: The row of ``blocks`` that differs most.
+        rank_correlation: Spearman's, of the values.
+        same: Whether all counts are equal.
+        blocks: ``{name, first, second, difference, count_difference}`` by block.
+    """
+
+    kind: str
+    rules: tuple[str, str]
+    budgets: tuple[Mapping[str, Any], Mapping[str, Any]]
+    moved: float
+    largest: Mapping[str, Any]
+    rank_correlation: float
+    same: bool
+    blocks: Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SweepRow(Result):
+    """One plan of a sweep.
+
+    Attributes:
+        budget: What was asked for.  exponent: Of the weights.  spent: Of the budget, in its unit.
+        value: Predicted penalty (kinds that harm) or utility, under one yardstick: the scores themselves, exponent 1; under
+            the rule ``by-rank`` the measured gain of the ranks that are bought; of bits the damage in nats.
+        status: Of the program.  shadow_price: Utility per unit of budget.
+        smallest, largest, spread: Of the values.
+        front: Whether no other row beats it in both spending and value.
+    """
+
+    budget: float
+    exponent: float | None
+    spent: float
+    value: float
+    status: str | None
+    shadow_price: float | None
+    smallest: float
+    largest: float
+    spread: float
+    front: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sweep(Result):
+    """A grid of plans.
+
+    Attributes:
+        kind: Of the plans.  budgets, exponents: The grid.
+        rows: One per plan.
+    """
+
+    kind: str
+    budgets: Sequence[float]
+    exponents: Sequence[float]
+    rows: Sequence[SweepRow]
+
+
+def diff_plans(first: Plan, second: Plan) -> PlanDifference:
+    """What differs between two plans for the same blocks.
+
+    Raises:
+        ModelMismatch: The plans name different blocks or are of different kinds.
+    """
+    if first.names != second.names or first.kind != second.kind:
+        only = sorted(set(first.names) ^ set(second.names))[:4]
+        raise ModelMismatch(
+            f"A {first.kind} plan of {len(first.blocks)} blocks and a {second.kind} plan of {len(second.blocks)} do not compare"
+            + (f" (only in one: {', '.join(only)})." if only else "."),
+            "Both need the same kind and the same blocks.",
+            "Make both plans from scores with one partition.",
+        )
+    change, counts = second.values - first.values, second.counts - first.counts
+    rows = [
+        {"name": n, "first": float(a), "second": float(b), "difference": float(d), "count_difference": int(c)}
+        for n, a, b, d, c in zip(first.names, first.values, second.values, change, counts, strict=True)
+    ]
+    return PlanDifference(
+        kind=first.kind, rules=(first.rule, second.rule), budgets=(dict(first.budget), dict(second.budget)),
+        moved=float(np.abs(counts).sum() / 2), largest=rows[int(np.argmax(np.abs(change)))],
+        rank_correlation=spearman(first.values, second.values), same=bool((counts == 0).all()), blocks=rows,
+    )  # fmt: skip
+
+
+def sweep(
+    scores: Scores,
+    *,
+    kind: str = "sparsity",
+    budgets: Sequence[float],
+    exponents: Sequence[float] | None = None,
+    **options: Any,
+) -> Sweep:
+    """Solve a whole grid of budgets and exponents.
+
+    Args:
+        scores: The scores.
+        kind: ``sparsity`` (budgets are global sparsities), ``experts`` (totals), ``ranks`` (mean ranks) or ``bits``.
+        budgets: Budgets.
+        exponents: Exponents of the weights; the rule's own by default. A rule that reads none refuses them.
+        **options: Passed on to the ``plan_*`` function.
+
+    """
+    what = KINDS.find(choice(kind, "kind", tuple(n for n, k in KINDS.all().items() if k.make)))
+    maker = what.door("make")
+    damping, smoothing = options.get("damping"), options.get("smoothing") or 0.0
+    q = np.zeros(0) if what.predicts else scores.weights(damping, smoothing=smoothing)
+    rows = []
+    for budget in budgets:
+        for exponent in exponents or (None,):
+            plan = maker(scores, **{what.budget: budget}, exponent=exponent, **options)
+            worth = increments_of(scores, damping) if plan.rule.startswith("by-rank") else None
+            rows.append(_row(plan, budget, plan.hyperparameters.get("exponent"), q, worth))
+    more, better = (1.0 if what.harms else -1.0), (-1.0 if what.harms or what.predicts else 1.0)
+    points = np.array([[r.spent * more, r.value * better] for r in rows])
+    beaten = [((points >= p).all(1) & (points > p).any(1)).any() for p in points]
+    rows = [dataclasses.replace(row, front=not bool(b)) for row, b in zip(rows, beaten, strict=True)]
+    return Sweep(kind=kind, budgets=list(budgets), exponents=list(exponents or ()), rows=rows)
+
+
+def _row(plan: Plan, budget: float, exponent: float | None, q: Vector, worth: Sequence[Sequence[float]] | None) -> SweepRow:
+    harms = KINDS.find(plan.kind).harms
+    value = plan.counts / plan.numel if harms else plan.counts
+    if KINDS.find(plan.kind).predicts:
+        value, predicted = plan.values, plan.extra["predicted"]
+    elif worth is not None:
+        predicted = sum(sum(row[:n]) for row, n in zip(worth, plan.counts, strict=True))
+    else:
+        predicted = q @ value**2 if harms else q @ np.log1p(value)
+    c = plan.certificate
+    if worth is not None:
+        price = plan.extra["rounding"]["price"]
+        c = {"status": "binding" if price else "slack", "shadow_price": price}
+    return SweepRow(
+        budget=budget, exponent=exponent, spent=float(plan.budget["spent"]), value=float(predicted), status=c.get("status"),
+        shadow_price=c.get("shadow_price"), smallest=float(value.min()), largest=float(value.max()),
+        spread=float(value.std()),
+    )  # fmt: skip

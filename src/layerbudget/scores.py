@@ -1,0 +1,207 @@
+"""The score record: one vector per damping, with errors, floor and provenance. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .errors import DegenerateScores, InvalidInput
+from .storage import reading
+from .storage.columns import LARGE, Numbers, names_of
+from .records import Block, Record, digest
+from .tables import BlockTable, numbers_of
+
+Table = tuple[tuple[float | None, ...], ...]
+
+
+def _table(rows: Any, shape: tuple[int, int], name: str) -> Table:
+    if rows is None:
+        return tuple((None,) * shape[1] for _ in range(shape[0]))
+    table = tuple(_row(row) for row in rows)
+    if len(table) != shape[0] or any(len(row) != shape[1] for row in table):
+        raise InvalidInput(
+            f"{name} has {len(table)} rows of {sorted({len(r) for r in table})} values.",
+            f"It needs {shape[0]} dampings x {shape[1]} blocks.",
+            "Give one row per damping and one value per block.",
+        )
+    return table
+
+
+def _row(row: Any) -> tuple[float | None, ...]:
+    if len(row) <= LARGE:
+        return tuple(None if v is None or (isinstance(v, float) and np.isnan(v)) else float(v) for v in row)
+    numbers = np.array(row, dtype=np.float64)
+    found = numbers.tolist()
+    return tuple(None if v != v else v for v in found) if np.isnan(numbers).any() else tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores(Record):
+    """Layer scores for D dampings and K blocks.
+
+    Attributes:
+        estimator: Name of the estimator (``fisher-gram``, ``gradient-norm``, ...).
+        blocks: The K blocks, in natural order; values below are in this order.
+        damping: The D dampings (one entry, 0.0, where the estimator has none).
+        damping_unit: ``absolute`` (loss/parameter^2), ``max`` or ``mean`` (relative to the largest or mean eigenvalue
+            of each block's curvature), ``median`` (relative to the median over blocks of the largest one), ``none``.
+        gain: ``D x K`` values. In nats of average loss for gains; otherwise what ``unit`` says.
+        standard_error: ``D x K``, null where the estimator has none.
+        noise_floor: ``D x K``: the value expected from noise alone, null where not known.
+        status: ``D x K`` words: ``ok``, or what is wrong with that entry.
+        orientation: ``gain`` (larger = deserves more capacity) or ``redundancy`` (larger = prune more).
+        model: ``{id, revision, digest}``.  data: ``{source, samples, length, digest}``.
+        seed: Seed of whatever was random.  versions: Package versions.  extra: Estimator-specific results.
+        made_by: The command that made it; empty where Python did.
+    """
+
+    what: ClassVar[str] = "scores"
+    command: ClassVar[str] = "score"
+    makers: ClassVar[tuple[str, ...]] = ("score", "plan")
+    table: ClassVar[Any] = BlockTable
+
+    estimator: str
+    blocks: Sequence[Block]
+    gain: Table
+    damping: tuple[float, ...] = (0.0,)
+    damping_unit: str = "none"
+    standard_error: Table = ()
+    noise_floor: Table = ()
+    status: tuple[tuple[str, ...], ...] = ()
+    unit: str = "nats of average loss"
+    orientation: str = "gain"
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seed: reading.Count = 0
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    made_by: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.blocks, BlockTable):
+            many = len(self.blocks) > LARGE and all(b.modules for b in self.blocks)
+            object.__setattr__(self, "blocks", BlockTable.of_rows([self.blocks]) if many else tuple(self.blocks))
+        names = names_of(self.blocks)
+        if not names or len(set(names)) != len(names):
+            raise InvalidInput(
+                f"The record has {len(names)} blocks with {len(set(names))} distinct names.", "", "Name each block once."
+            )
+        if not isinstance(self.blocks, BlockTable) and sum(b.numel for b in self.blocks) >= reading.WHOLE:
+            raise InvalidInput("The blocks have more than 2^62 parameters.", "", "Check their shapes.")
+        if self.orientation not in ("gain", "redundancy"):
+            raise InvalidInput(f"orientation is {self.orientation!r}.", "It is 'gain' or 'redundancy'.", "")
+        shape = (len(self.damping), len(self.blocks))
+        object.__setattr__(self, "gain", _table(self.gain, shape, "gain"))
+        for field in ("standard_error", "noise_floor"):
+            given = getattr(self, field)
+            unknown = isinstance(given, tuple) and not given
+            object.__setattr__(self, field, _table(None if unknown else given, shape, field))
+        status = self.status or tuple(("ok",) * shape[1] for _ in range(shape[0]))
+        if len(status) != shape[0] or any(len(row) != shape[1] for row in status):
+            raise InvalidInput("status has another shape than the gains.", f"It needs {shape[0]} x {shape[1]} words.", "")
+        object.__setattr__(self, "status", tuple(tuple(row) for row in status))
+        object.__setattr__(self, "damping", tuple(float(d) for d in self.damping))
+
+    @property
+    def names(self) -> list[str]:
+        """Block names, in order."""
+        return names_of(self.blocks)
+
+    @property
+    def numel(self) -> np.ndarray:
+        """Prunable parameters per block, shape ``(K,)``."""
+        return numbers_of(self.blocks, "numel")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, the content of the file; of many blocks errors and floors that nobody knows are left out."""
+        fields = super().to_dict()
+        if isinstance(self.blocks, BlockTable):
+            for name in ("gain", "standard_error", "noise_floor"):
+                known = any(v is not None for row in fields[name] for v in row)
+                fields[name] = Numbers(fields[name] if known else ())
+            if {word for row in self.status for word in row} == {"ok"}:
+                fields["status"] = ()
+        return fields
+
+    @property
+    def digest(self) -> str:
+        """Content hash of the record, without versions and command."""
+        return digest({k: v for k, v in self.to_dict().items() if k not in ("versions", "made_by")})
+
+    def index(self, damping: float | None = None) -> int:
+        """Row of a damping; the middle row when none is named.
+
+        Raises:
+            InvalidInput: The record has no such damping.
+        """
+        if damping is None:
+            return len(self.damping) // 2
+        for i, value in enumerate(self.damping):
+            if np.isclose(value, damping, rtol=1e-9, atol=0):
+                return i
+        raise InvalidInput(f"The scores have no damping {damping}.", f"They have {list(self.damping)}.", "Choose one of those.")
+
+    def values(self, damping: float | None = None) -> np.ndarray:
+        """Scores of one damping, shape ``(K,)``.
+
+        Raises:
+            InvalidInput: No such damping, or an entry without a usable value (the status says why).
+        """
+        row = self.index(damping)
+        if None in self.gain[row]:
+            bad = [s for v, s in zip(self.gain[row], self.status[row], strict=True) if v is None]
+            whole = [d for d, gains in zip(self.damping, self.gain, strict=True) if None not in gains]
+            raise InvalidInput(
+                f"{len(bad)} of {len(self.blocks)} blocks have no score at damping {self.damping[row]:g} ({bad[0]}).",
+                f"Dampings with a score for every block: {', '.join(f'{d:g}' for d in whole) or 'none in this record'}.",
+                f"Choose damping {whole[0]:g}." if whole else "Score again with a larger damping or another estimator.",
+            )
+        return np.array(self.gain[row], dtype=np.float64)
+
+    def weights(self, damping: float | None = None, *, smoothing: float = 0.0) -> np.ndarray:
+        """Normalised weights ``q_k = (s_k + eps) / sum_j (s_j + eps)``, ``eps = smoothing * mean(s)``; paper eq. (qk).
+
+        Negative values (an excess over a noise floor, say) count as zero. A redundancy score enters as
+        ``max(s) - s``.
+
+        Raises:
+            DegenerateScores: Nothing positive is left.
+        """
+        s = self.values(damping)
+        if self.orientation == "redundancy":
+            s = s.max() - s
+        s = np.maximum(s, 0.0)
+        if not s.sum() > 0:
+            raise DegenerateScores(
+                f"All {len(s)} scores of {self.estimator} are zero or negative.",
+                "At least one must be positive.",
+                "Use more samples, another damping or another estimator.",
+            )
+        s = s / s.max()
+        s = s + smoothing * s.mean()
+        return s / s.sum()
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, float], blocks: Sequence[Block], **fields: Any) -> Scores:
+        """Make a record of one vector given by block name (a user's own scores).
+
+        Raises:
+            InvalidInput: A block without a value, a value without a block, or a value that is not finite.
+        """
+        names = names_of(blocks)
+        known = set(names)
+        missing, unknown = [n for n in names if n not in values], [n for n in values if n not in known]
+        if missing or unknown:
+            raise InvalidInput(
+                f"Scores are missing for {missing[:4]} and given for unknown blocks {unknown[:4]}.",
+                f"The blocks are {names[:4]}... ({len(names)}).",
+                "Name each block once.",
+            )
+        bad = [n for n in names if not np.isfinite(values[n])]
+        if bad:
+            raise InvalidInput(f"The score of {bad[0]} is {values[bad[0]]}.", "Scores must be finite.", "Correct or drop it.")
+        fields = {"estimator": "imported", "unit": "arbitrary", **fields}
+        return cls(blocks=blocks, gain=(tuple(float(values[n]) for n in names),), **fields)

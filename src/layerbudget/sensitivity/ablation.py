@@ -1,0 +1,220 @@
+"""Scores from leaving a block out: layer ablation and block influence. Forward passes only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..models.blocks import is_conv1d, weight_of
+from ..errors import CoverageError, InvalidInput, UnknownStructure
+from ..progress import Progress, Steps
+from ..records import Block
+from ..execution.divergence import sequence_losses
+from ..execution.loss import IGNORE, Batch, Data, batches, logits_of
+from ..execution.modes import inference
+from ..execution.replay import Replay, Trace
+from .curvature.common import check_inputs, record
+from ..scores import Scores
+
+
+def ratio_of_sums(values: np.ndarray, counts: np.ndarray) -> tuple[float, float | None]:
+    """``sum v_i / sum n_i`` and its standard error over sequences (null for one sequence).
+
+    >>> ratio_of_sums(np.array([2.0, 2.0]), np.array([1.0, 1.0]))
+    (2.0, 0.0)
+    """
+    total, n = float(counts.sum()), len(values)
+    ratio = float(values.sum()) / total
+    if n < 2:
+        return ratio, None
+    spread = float(np.square(values - ratio * counts).sum())
+    return ratio, float(np.sqrt(spread * n / (n - 1))) / total
+
+
+def over_sequences(
+    model: nn.Module, data: Data, blocks: Sequence[Block], estimator: str, values: np.ndarray, counts: np.ndarray, *,
+    unit: str,
+) -> Scores:  # fmt: skip
+    """Record of values ``(K, n)`` summed over sequences and divided by their tokens ``(n,)``, with standard errors."""
+    gain, error = zip(*(ratio_of_sums(row, counts) for row in values), strict=True)
+    return record(model, data, blocks, estimator, gain=(gain,), standard_error=(error,), unit=unit, orientation="gain")
+
+
+def _nothing(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Zeros in the place of what a matrix returns; a router chooses as it does without an input."""
+    return torch.zeros_like(output) if isinstance(output, torch.Tensor) else module.forward(torch.zeros_like(inputs[0]))
+
+
+@contextlib.contextmanager
+def _without(model: nn.Module, block: Block) -> Iterator[None]:
+    """Silence the matrices of a block: they output zero."""
+    with contextlib.ExitStack() as stack:
+        for matrix in block.modules:
+            owner, _ = weight_of(model, matrix.name, packed=True)
+            stack.callback(owner.register_forward_hook(_nothing).remove)
+        yield
+
+
+def _replay(model: nn.Module) -> Replay | None:
+    """The model layer by layer, where it has one list of layers."""
+    try:
+        return Replay(model)
+    except UnknownStructure:
+        return None
+
+
+def _first_layer(replay: Replay, block: Block) -> int:
+    """The first layer that a block touches."""
+    touched = (
+        i for i, (name, _) in enumerate(replay.layers) if any(m.name.startswith(f"{name}.") for m in block.modules)
+    )  # fmt: skip
+    return min(touched, default=0)
+
+
+def _refuse_fused(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """Refuse single matrices that no module of their own multiplies by: they cannot be silenced one by one.
+
+    Raises:
+        CoverageError: Names the first.
+    """
+    for matrix in (m for b in blocks for m in b.modules):
+        owner, _ = weight_of(model, matrix.name, packed=True)
+        if not (isinstance(owner, nn.Linear) or is_conv1d(owner)):
+            raise CoverageError(
+                f"{matrix.name} is a part of {type(owner).__name__} and has no output of its own to leave out.",
+                "Whole layers, nn.Linear and Conv1D can be left out.",
+                "Partition by layer, or exclude the fused experts.",
+            )
+
+
+def _increases(model: nn.Module, batch: Batch, blocks: Sequence[Block], replay: Replay | None) -> tuple[np.ndarray, np.ndarray]:
+    """Loss increase per block and sequence, ``(K, B)``, and target tokens per sequence, ``(B,)``."""
+    trace = Trace([layer for _, layer in replay.layers] if replay else [])
+    with trace.recording():
+        clean = sequence_losses(logits_of(model, batch), batch.targets)
+    rows = []
+    whole = {name: i for i, (name, _) in enumerate(replay.layers)} if replay else {}
+    for block in blocks:
+        with contextlib.ExitStack() as stack:
+            if block.name not in whole:
+                stack.enter_context(_without(model, block))
+            if replay is not None:  # the layers below are as they were; a layer that is left out passes its input on
+                start = _first_layer(replay, block)
+                stack.enter_context(replay.begin(start + (block.name in whole), trace.inputs[start]))
+            rows.append(sequence_losses(logits_of(model, batch), batch.targets) - clean)
+    counts = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1)
+    return torch.stack(rows).cpu().numpy(), counts.cpu().numpy()
+
+
+def ablation(
+    model: nn.Module,
+    data: Data,
+    blocks: Sequence[Block],
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> Scores:
+    """Increase of the mean token loss when a block is left out: ``L(without k) - L``, in nats per token.
+
+    A block that is a whole layer is skipped, its residual stream passes through; of any other block the matrices output
+    zero. Each block costs one forward pass from its own layer upward: the clean states below are re-used, so K layers
+    cost about K/2 forward passes (K where the model has no single stack of layers). A negative score says that the loss is
+    lower without the block.
+
+    Args:
+        model: The model.
+        data: Calibration set.
+        blocks: Blocks to score.
+        batch_size: Sequences per forward pass; the result does not depend on it.
+        progress: Called with sequences done and in total.
+
+    Returns:
+        A record with orientation ``gain`` and standard errors over sequences.
+
+    Raises:
+        UnknownStructure: The model has no head.
+        InvalidInput: No token has a loss.
+        CoverageError: A block of fused experts that is not a whole layer.
+    """
+    check_inputs(data, batch_size)
+    replay, tick = _replay(model), Steps(progress, data.samples)
+    _refuse_fused(model, [b for b in blocks if replay is None or b.name not in dict(replay.layers)])
+    increases: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
+    with inference(model):
+        for batch in batches(model, data, batch_size):
+            if replay is not None and not increases:
+                replay.probe(batch.kwargs)
+            rows, n = _increases(model, batch, blocks, replay)
+            increases.append(rows)
+            counts.append(n)
+            tick(batch.size)
+    rows, n = np.concatenate(increases, axis=1), np.concatenate(counts).astype(float)
+    return over_sequences(model, data, blocks, "ablation", rows, n, unit="nats of average loss")
+
+
+def _distances(trace: Trace, chosen: Sequence[int], batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Sum over real tokens of ``1 - cos(in, out)`` per layer and sequence, ``(K, B)``, and the token counts, ``(B,)``."""
+    mask = batch.kwargs.get("attention_mask")
+    rows = []
+    for i in chosen:
+        a, b = trace.inputs[i], trace.outputs[i]
+        distance = 1.0 - F.cosine_similarity(a.double(), b.double(), dim=-1)
+        rows.append((distance if mask is None else distance * mask).sum(1))
+    n = mask.sum(1) if mask is not None else torch.full((batch.size,), trace.inputs[chosen[0]].shape[1])
+    return torch.stack(rows).cpu().numpy(), n.double().cpu().numpy()
+
+
+def block_influence(
+    model: nn.Module,
+    data: Data,
+    blocks: Sequence[Block],
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> Scores:
+    """``1 - mean over tokens cos(h_in, h_out)`` of each layer's hidden states (ShortGPT's block influence).
+
+    A layer that hardly turns its hidden states is the first to go; orientation ``gain``. One forward pass in all.
+
+    Args:
+        model: The model.
+        data: Calibration set; padding is left out.
+        blocks: Blocks that are whole layers (``partition(model, by="layer")``).
+        batch_size: Sequences per forward pass; the result does not depend on it.
+        progress: Called with sequences done and in total.
+
+    Raises:
+        InvalidInput: A block is not a whole layer.
+        UnknownStructure: The model has no head.
+    """
+    replay = _replay(model)
+    stack = replay.layers if replay else []
+    whole = {name: i for i, (name, _) in enumerate(stack)}
+    partial = [b.name for b in blocks if b.name not in whole]
+    if partial:
+        raise InvalidInput(
+            f"{partial[0]} is not a whole layer ({len(partial)} such blocks).",
+            "Block influence compares the hidden states before and after a layer.",
+            "Partition with by='layer', or use ablation.",
+        )
+    check_inputs(data, batch_size)
+    tick = Steps(progress, data.samples)
+    sums, counts = [], []
+    with inference(model):
+        for batch in batches(model, data, batch_size):
+            trace = Trace([layer for _, layer in stack])
+            with trace.recording():
+                logits_of(model, batch)
+            rows, n = _distances(trace, [whole[b.name] for b in blocks], batch)
+            sums.append(rows)
+            counts.append(n)
+            tick(batch.size)
+    rows, unit = np.concatenate(sums, axis=1), "1 - cosine of hidden states"
+    return over_sequences(model, data, blocks, "block-influence", rows, np.concatenate(counts), unit=unit)

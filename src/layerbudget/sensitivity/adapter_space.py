@@ -1,0 +1,187 @@
+"""Adapter space: what adding a LoRA adapter at a module could gain, and the gradients to start one from.
+
+An adapter adds ``B A`` to a weight matrix, ``A`` (r x d_in) fixed at its start and ``B = 0``. The first step moves B alone,
+along ``dL/dB = dL/dW A'`` (d_out x r). The adapter gain is the same quadratic form as in weight space with these gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CoverageError, InvalidInput
+from ..progress import Progress, Steps
+from ..records import Block
+from ..execution.backward import Feeding, feed
+from ..execution.loss import Data, token_count
+from ..execution.sites import Site, refuse_direct
+from .curvature import common, fisher
+from .curvature.gram import real_type
+from .curvature.inner import InnerProducts
+from ..scores import Scores
+
+
+class _Started(InnerProducts):
+    """Per-sequence gradients of B, ``S_i A'``, with an A of its own for every module."""
+
+    def __init__(self, *given: Any, starts: dict[str, torch.Tensor], rank: int, **named: Any) -> None:
+        super().__init__(*given, sides=lambda m: (m.d_out, min(rank, m.d_in)), **named)
+        self.starts = starts
+
+    def take(self, site: Site) -> None:
+        """Every module's inputs in its own A."""
+        for name in site.names:
+            own = site.a.to(self.dtype) @ self.starts[name].T
+            super().take(Site(a=own, source=site.source, names=[name], b={name: site.b[name]}))
+
+
+def start_matrix(name: str, d_in: int, rank: int, seed: int) -> torch.Tensor:
+    """``(min(rank, d_in), d_in)`` start of A: uniform on ``+-1/sqrt(d_in)`` as in PEFT, seeded by module name."""
+    digest = hashlib.sha256(f"{seed}.{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return (2 * torch.rand(min(rank, d_in), d_in, generator=generator, dtype=torch.float64) - 1) / d_in**0.5
+
+
+def score_adapter(
+    model: nn.Module,
+    data: Data,
+    blocks: Sequence[Block],
+    *,
+    damping: float | Sequence[float] | None = None,
+    damping_unit: str = "median",
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Progress | None = None,
+    rank: int = 8,
+    scaling: float = 1.0,
+    replicates: int = 50,
+    walk: str = "auto",
+) -> Scores:
+    """Gain of adding a rank-r LoRA adapter at every matrix of a block, empirical Fisher in the space of B.
+
+    Args:
+        model: The model.
+        data: n sequences.
+        blocks: K blocks; partition by ``linear`` for a gain per module.
+        damping: One or several; ``None`` for the default sweep.
+        damping_unit: ``median`` (one damping for all blocks), ``max``, ``mean`` or ``absolute``. Relative to each block's own
+            curvature, adapter gains come out nearly equal and plans from them nearly uniform.
+        batch_size: Sequences per pass.
+        seed: Of A and of the resampling.
+        progress: Called with sequences done and in total.
+        rank: r.
+        scaling: LoRA's ``alpha/r``; matters with absolute damping only.
+        replicates: Bootstrap replicates.
+        walk: ``whole`` graph, by ``layers``, or ``auto``.
+
+    Returns:
+        As :func:`layerbudget.sensitivity.curvature.fisher.score_gram`, with ``estimator='adapter'``.
+
+    Raises:
+        CoverageError: Fused experts, or a weight matrix that was never seen.
+        InvalidInput: An argument outside its domain.
+    """
+    common.check_arguments(damping, damping_unit, data, batch_size)
+    if rank < 1 or data.samples < 2:
+        raise InvalidInput(f"rank={rank} with {data.samples} sequences.", "At least rank 1 and two sequences.", "Use rank=8.")
+    _refuse_direct(model, blocks)
+    dtype, device = real_type(model)
+    starts = {m.name: start_matrix(m.name, m.d_in, rank, seed).to(device, dtype) for b in blocks for m in b.modules}
+    rows = _Started(blocks, data.samples, data.length, dtype=dtype, device=device, starts=starts, rank=rank)
+    tick = Steps(progress, data.samples)
+    total = feed(model, data, blocks, rows, batch_size=batch_size, walk=walk, tick=tick).loss
+    grams = rows.grams * scaling**2
+    scores = fisher.from_grams(
+        model, data, blocks, grams, damping=damping, damping_unit=damping_unit, seed=seed, sketch=None, replicates=replicates,
+        loss=total,
+    )  # fmt: skip
+    extra = {**scores.extra, "curvature": "empirical Fisher of B at B=0", "rank": rank, "scaling": scaling}
+    return dataclasses.replace(scores, estimator="adapter", extra=extra)
+
+
+class _Sums(Feeding):
+    """Gradients of the summed loss."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.found: dict[str, torch.Tensor] = {}
+
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        """One gradient per matrix."""
+        return sum(b.numel for b in blocks) * self.dtype.itemsize
+
+    def take(self, site: Site) -> None:
+        """Add ``B' A`` over all tokens."""
+        a = site.a.to(self.dtype).reshape(-1, site.a.shape[-1])
+        for name in site.names:
+            g = site.b[name].to(self.dtype).reshape(-1, site.b[name].shape[-1]).T @ a
+            self.found[name] = self.found[name].add_(g) if name in self.found else g
+
+
+def accumulated_gradients(
+    model: nn.Module,
+    data: Data,
+    modules: Sequence[str] | Sequence[Block],
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """Gradient of the mean token loss of every named weight matrix, as ``(d_out, d_in)`` (also for Conv1D).
+
+    Args:
+        model: The model.
+        data: The calibration set.
+        modules: Full names of weight matrices, or blocks.
+        batch_size: Sequences per pass.
+        progress: Called with sequences done and in total.
+
+    Returns:
+        ``{name: (d_out, d_in)}`` in float32 (float64 for a float64 model), on the model's device.
+
+    Raises:
+        CoverageError: A matrix that is not a Linear, or was never seen.
+        UnknownBlock: The model has no such matrix.
+    """
+    common.check_inputs(data, batch_size)
+    blocks = [m if isinstance(m, Block) else _as_block(model, m) for m in modules]
+    dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
+    _refuse_direct(model, blocks)
+    sums = _Sums(dtype)
+    feed(model, data, blocks, sums, batch_size=batch_size, tick=Steps(progress, data.samples))
+    n = token_count(model, data)
+    return {m.name: sums.found[m.name] / n for b in blocks for m in b.modules}
+
+
+def truncated(gradients: dict[str, torch.Tensor], rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Best rank-r factors ``(U (d_out, r), S (r,), V' (r, d_in))`` of every gradient."""
+    out = {}
+    for name, gradient in gradients.items():
+        u, s, v = torch.linalg.svd(gradient.double(), full_matrices=False)
+        r = min(rank, len(s))
+        out[name] = (u[:, :r].to(gradient), s[:r].to(gradient), v[:r].to(gradient))
+    return out
+
+
+def _as_block(model: nn.Module, name: str) -> Block:
+    from ..models.blocks import is_conv1d, weight_of
+    from ..records import Module
+
+    owner, parameter = weight_of(model, name, packed=True)
+    shape = tuple(parameter.shape[::-1] if is_conv1d(owner) else parameter.shape)
+    if isinstance(owner, nn.Linear):
+        shape = (owner.out_features, owner.in_features)  # which a quantised parameter does not have
+    if len(shape) != 2:
+        raise CoverageError(f"{name} is not a Linear: no adapter goes there.", "", "Linear and Conv1D matrices have adapters.")
+    return Block(name=name, modules=(Module(name=name, d_out=shape[0], d_in=shape[1]),))
+
+
+def _refuse_direct(model: nn.Module, blocks: Sequence[Block]) -> None:
+    refuse_direct(model, blocks, "no adapter goes there", routers=True)
+
+
+__all__ = ["accumulated_gradients", "score_adapter", "start_matrix", "truncated"]

@@ -1,0 +1,284 @@
+r"""Kronecker factors of every weight matrix and its gradient, matrix by matrix, as sums or as the tokens themselves.
+
+``A = (1/P) sum_t a_t a_t'`` over P real positions, ``G = (1/N) sum_t b~_t b~_t'`` with the output gradients of the summed loss
+under drawn labels, and the gradient ``dW_j = sum_t b_t a_t'`` of every group j of sequences. Where there are fewer tokens than
+a matrix is wide, the tokens X (m x d_in), B~ and B (m x d_out) are kept instead of d_in x d_in and d_out x d_out sums, and
+whatever is asked of the factors is answered from m x m products: the factors' ranks cannot exceed m.
+
+A matrix is settled as soon as its batches are through, so a walk by layers never holds more than one layer's factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...errors import CoverageError, InvalidInput
+from ...models.machine import in_threads
+from ...records import Block, Module
+from ...execution.backward import Fed, Feeding, Loss, SampledLoss, data_loss, feed
+from ...execution.loss import Batch, Data, token_count
+from ...execution.shares import Team
+from ...execution.sites import Site, refuse_direct
+from .factored import Cache, Settle, Sums, Tokens
+from .gram import real_type
+from .held import Input, Output, accumulate, symmetric
+
+FORMS = ("auto", "sums", "tokens")
+
+
+class Factors(Feeding):
+    """Collect the factors and gradients of every matrix; ``settle`` gets each as soon as it is whole.
+
+    Args:
+        blocks: Whose matrices.
+        samples: n sequences.
+        length: T.
+        tokens: N target tokens.
+        settle: Called once per matrix.
+        dtype: Of the sums and rows.
+        seed: Of the drawn labels.
+        labels: ``sampled`` from the model, or the ``data``'s own (empirical Fisher).
+        draws: Label draws per token.
+        groups: J groups of sequences, at most n.
+        interleaved: Sequence i belongs to group ``i mod J``, else to ``i J / n``.
+        form: ``sums``, ``tokens``, or ``auto``: whichever is smaller.
+
+    Attributes:
+        after: Called when several processes have settled what they own.
+        closed: Called when the matrices of a layer are settled.
+        workers: Threads in which ``settle`` may be called at a time.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], samples: int, length: int, tokens: float, settle: Settle, *, dtype: torch.dtype,
+        seed: int = 0, labels: str = "sampled", draws: int = 1, groups: int = 4, interleaved: bool = False, form: str = "auto",
+    ) -> None:  # fmt: skip
+        if labels not in ("sampled", "data") or draws < 1 or form not in FORMS:
+            raise InvalidInput(
+                f"labels={labels!r}, draws={draws}, form={form!r}.",
+                f"labels is 'sampled' or 'data'; draws at least 1; form one of {', '.join(FORMS)}.",
+                "",
+            )
+        self.own = labels == "data"
+        self.losses: tuple[Loss, ...] = (data_loss, *(SampledLoss(seed + r + 1) for r in range(0 if self.own else draws)))
+        self.modules = {m.name: m for b in blocks for m in b.modules}
+        self.samples, self.length, self.total = samples, length, float(tokens)
+        self.settle, self.dtype, self.form = settle, dtype, form
+        self.groups, self.interleaved = max(1, min(groups, samples)), interleaved
+        self.inputs: dict[str, Input] = {}
+        self.outputs: dict[str, Output] = {}
+        self.leaders: dict[str, str] = {}
+        self.blocks = blocks
+        self._owner: dict[str, int] = {}
+        self._team: Team | None = None
+        self.after: Callable[[Team], None] | None = None
+        self.closed: Callable[[], None] | None = None
+        self.workers = 1
+        self.done: frozenset[str] = frozenset()  # matrices that an earlier run has settled
+        self._idle = False
+        self._batch: Batch | None = None
+        self._loss = 0
+        self._fresh: set[str] = set()
+
+    def _by_tokens(self, m: Module) -> bool:
+        positions = self.samples * self.length
+        smaller = positions * (m.d_in + len(self.losses) * m.d_out) < m.d_in**2 + m.d_out**2
+        return self.form == "tokens" or (self.form == "auto" and smaller and positions <= max(m.d_in, m.d_out))
+
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        """Sums, or tokens, of all matrices."""
+        total, positions = 0, self.samples * self.length
+        for m in (m for b in blocks for m in b.modules):
+            if self._by_tokens(m):
+                total += positions * (m.d_in + len(self.losses) * m.d_out)
+            else:
+                total += 3 * (m.d_in**2 + m.d_out**2) + (1 + self.groups) * m.d_in * m.d_out
+        return total * self.dtype.itemsize
+
+    def open(self, names: Sequence[str]) -> None:
+        """Nothing is to be had of matrices that are all settled."""
+        self._idle = self.done.issuperset(names)
+
+    def wants(self, loss: int) -> bool:
+        """Every loss, while anything is left to settle."""
+        return not self._idle
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        """Remember whose gradients come, and that their inputs have not been counted."""
+        self._batch, self._loss, self._fresh = batch, loss, set()
+
+    def take(self, site: Site) -> None:
+        """Add a site to the factors and to the gradients."""
+        if self.done.issuperset(site.names):
+            return
+        a = site.a.to(self.dtype)
+        leader = self.leaders.setdefault(site.names[0], site.names[0])
+        held = self.inputs.setdefault(leader, Input())
+        for name in site.names:
+            self.leaders.setdefault(name, leader)
+            if name not in self.outputs:
+                module = self.modules[name]
+                by = all(self._by_tokens(self.modules[n]) for n in site.names)  # one input, one form
+                self.outputs[name] = Output(module, by, leader)
+        if self._loss == len(self.losses) - 1:  # once per batch
+            self._input(held, a, self.outputs[site.names[0]].tokens)
+        for name in site.names:
+            self._output(self.outputs[name], a, site.b[name].to(self.dtype))
+
+    def _input(self, held: Input, a: torch.Tensor, tokens: bool) -> None:
+        mask = self._batch.kwargs.get("attention_mask") if self._batch is not None else None
+        if mask is not None and mask.shape == a.shape[:2]:
+            a, count = a * mask[..., None], float(mask.sum())
+        else:
+            count = float(a.shape[0] * a.shape[1])
+        rows = a.reshape(-1, a.shape[-1])
+        held.positions += count
+        if tokens:
+            held.rows.append(rows)
+        else:
+            held.sums = accumulate(held.sums, rows)
+
+    def _output(self, held: Output, a: torch.Tensor, b: torch.Tensor) -> None:
+        batch = self._batch
+        if batch is None:
+            return
+        rows, true = b.reshape(-1, b.shape[-1]), self._loss == 0
+        if held.tokens:
+            held.rows.setdefault(self._loss, []).append(rows)
+            if true:
+                held.places.append((batch.rows.start, b.shape[0], b.shape[1]))
+            return
+        if true:
+            if held.parts is None:
+                held.parts = rows.new_zeros(self.groups, rows.shape[1], a.shape[-1])
+            group = self._group(torch.arange(batch.rows.start, batch.rows.start + len(b)))
+            for j in group.unique().tolist():
+                chosen = slice(None) if bool((group == j).all()) else (group == j).to(b.device)
+                held.parts[j].addmm_(b[chosen].flatten(0, 1).T, a[chosen].flatten(0, 1))
+        if not true or self.own:
+            held.sums = accumulate(held.sums, rows)
+
+    def share(self, names: Sequence[str], team: Team) -> None:
+        """Add sums up; bring tokens together, process after process."""
+        self._team = team
+        held = {n: self.outputs[n] for n in names if n in self.outputs}
+        if team.gathered(sorted(held)) != [sorted(held)] * team.size:
+            raise CoverageError("Some matrices ran in some processes only.", "", "Use one process.")
+        entries = {o.leader: self.inputs[o.leader] for o in held.values()}
+        team.add([t for o in held.values() for t in (o.sums, o.parts) if t is not None])
+        team.add([e.sums for e in entries.values() if e.sums is not None])
+        for entry in entries.values():
+            entry.positions = float(team.added(np.array([entry.positions]))[0])
+            if entry.rows:
+                entry.rows = [x for rows in team.gathered(entry.rows) for x in rows]
+        for output in (o for o in held.values() if o.tokens):
+            found = team.gathered((output.rows, output.places))
+            output.rows = {i: [x for rows, _ in found for x in rows[i]] for i in output.rows}
+            output.places = [place for _, places in found for place in places]
+
+    def merge(self, team: Team) -> None:
+        """Whatever the estimator does with what the owners settled."""
+        if self.after is not None:
+            self.after(team)
+
+    def owns(self, name: str) -> bool:
+        """Whether this process settles a matrix."""
+        if self._team is None:
+            return True
+        if not self._owner:
+            owners = self._team.owners(self.blocks)
+            self._owner = {m.name: o for b, o in zip(self.blocks, owners, strict=True) for m in b.modules}
+        return self._owner[name] == self._team.rank
+
+    def close(self, names: Sequence[str]) -> bool:
+        """Settle the matrices input by input, and forget them."""
+        inputs: dict[str, list[str]] = {}
+        for name in [n for n in names if n in self.outputs]:
+            inputs.setdefault(self.outputs[name].leader, []).append(name)
+        if self.workers > 1 and all(self.outputs[n].tokens for own in inputs.values() for n in own):
+            first = sorted(inputs, key=lambda leader: -len(inputs[leader]))
+            in_threads(lambda leader: self._settle(leader, inputs[leader]), first, self.workers)
+        else:
+            for leader, own in inputs.items():
+                self._settle(leader, own)
+        if self.closed is not None:
+            self.closed()
+        return False
+
+    def _settle(self, leader: str, names: Sequence[str]) -> None:
+        """Matrices that share an input."""
+        entry, cache = self.inputs.pop(leader), Cache()
+        moment: torch.Tensor | None = None
+        for name in names:
+            held = self.outputs.pop(name)
+            if name in self.done or not self.owns(name):
+                continue
+            if moment is None and held.tokens:
+                moment, entry.rows = torch.cat(entry.rows), []
+            elif moment is None and entry.sums is not None:
+                moment, entry.sums = symmetric(entry.sums).div_(entry.positions), None
+            if moment is not None:
+                self.settle(name, self._tokens(held, entry, moment, cache) if held.tokens else self._sums(held, moment, cache))
+
+    @property
+    def _scale(self) -> float:
+        return self.total * max(len(self.losses) - 1, 1)
+
+    def _sums(self, held: Output, a: torch.Tensor, cache: Cache) -> Sums:
+        if held.sums is None or held.parts is None:
+            raise CoverageError(f"{held.module.name} has no gradient.", "", "Give data that reaches it.")
+        g, held.sums = symmetric(held.sums).div_(self._scale), None
+        parts, held.parts = held.parts.div_(self.total), None
+        return Sums(a=a, g=g, parts=parts, cache=cache)
+
+    def _tokens(self, held: Output, entry: Input, x: torch.Tensor, cache: Cache) -> Tokens:
+        b = torch.cat(held.rows.pop(0))
+        drawn = torch.cat([torch.cat(held.rows[i]) for i in sorted(held.rows)]) if held.rows else b
+        sequence = torch.cat([torch.arange(first, first + n).repeat_interleave(length) for first, n, length in held.places])
+        if len(x) != len(b):
+            raise CoverageError(
+                f"{held.module.name} ran on {len(b)} tokens, its input has {len(x)}.", "They share their input.",
+                "Exclude it, or use estimator='fisher-gram'.",
+            )  # fmt: skip
+        return Tokens(
+            x=x, b=b / self.total, drawn=drawn, positions=entry.positions, scale=self._scale,
+            group=self._group(sequence).to(x.device), sequence=sequence.to(x.device), cache=cache,
+        )  # fmt: skip
+
+    def _group(self, sequence: torch.Tensor) -> torch.Tensor:
+        return sequence % self.groups if self.interleaved else sequence * self.groups // self.samples
+
+
+def collect(
+    model: nn.Module,
+    data: Data,
+    blocks: Sequence[Block],
+    consumer: Factors,
+    *,
+    batch_size: int = 8,
+    walk: str = "auto",
+    tick: Any = None,
+) -> Fed:
+    """Feed the factors of every matrix; fused experts are refused before anything runs.
+
+    Returns:
+        What feeding took, with the sum of the loss.
+
+    Raises:
+        CoverageError: Fused experts, or a weight matrix that was never seen.
+    """
+    refuse_direct(model, blocks, "K-FAC has no factors for it")
+    return feed(model, data, blocks, consumer, batch_size=batch_size, walk=walk, tick=tick)
+
+
+def factors_of(
+    model: nn.Module, data: Data, blocks: Sequence[Block], settle: Settle, *, kind: type[Factors] = Factors, **options: Any
+) -> Factors:
+    """A consumer for a model and its data; options of :class:`Factors`."""
+    tokens = float(token_count(model, data))
+    return kind(blocks, data.samples, data.length, tokens, settle, dtype=real_type(model)[0], **options)

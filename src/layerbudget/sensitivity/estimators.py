@@ -1,0 +1,155 @@
+"""The estimators by name. What an estimator does not read is refused, never ignored.
+
+What it reads is what its function has parameters for: of the shared options ``damping``, ``damping_unit``, ``batch_size`` and
+``seed``, and whatever more it names. An estimator of one's own is a function with a decorator::
+
+    from layerbudget.sensitivity.estimators import estimator
+
+    @estimator("weight-norm", summary="squared norm of the weights", data=False)
+    def weight_norm(model, data, blocks, *, power=2.0):
+        values = {b.name: sum(weight_of(model, m.name)[1].norm().item() ** power for m in b.modules) for b in blocks}
+        return Scores.from_values(values, blocks, estimator="weight-norm", unit="squared weights")
+
+The decorator registers it; so does an entry point of the group ``layerbudget.estimators`` that names its module. No torch here:
+functions are imported when they are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import InvalidInput
+from ..registry import Registry, keywords, opened
+from ..scores import Scores
+
+Call = Callable[..., Scores]
+SHARED = ("damping", "damping_unit", "batch_size", "seed")
+_GIVEN = ("model", "data", "blocks", "progress", "stage", "kept")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimator:
+    """One way of scoring blocks.
+
+    Attributes:
+        name: What users write.
+        home: ``module:function`` below this package, or the function itself.
+        summary: A line for the help and the docs.
+        data: Whether it reads data at all.
+        linear: Whether it knows Linear and Conv1D only, and refuses fused experts.
+        stage: Whether it keeps parts of its work in a stage folder (finished records of all estimators are kept there).
+    """
+
+    name: str
+    home: str | Call
+    summary: str
+    data: bool = True
+    stage: bool = False
+    linear: bool = False
+
+    @property
+    def call(self) -> Call:
+        """The function."""
+        return opened(self.home, __package__)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Every option that it reads, shared ones first, with its default."""
+        found = keywords(self.call, without=_GIVEN)
+        return {name: found[name] for name in sorted(found, key=lambda n: SHARED.index(n) if n in SHARED else len(SHARED))}
+
+    @property
+    def reports(self) -> bool:
+        """Whether it tells a ``progress(done, total)`` callback how far it is."""
+        return "progress" in inspect.signature(self.call).parameters
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps finished blocks under a stage."""
+        return "kept" in inspect.signature(self.call).parameters
+
+    def heard(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that were given (``None`` means not given).
+
+        Raises:
+            InvalidInput: One that the estimator does not read.
+        """
+        named = {name: value for name, value in given.items() if value is not None}
+        known = self.options if named else {}
+        unknown = [name for name in named if name not in known]
+        if unknown:
+            raise InvalidInput(
+                f"{self.name} does not read {unknown[0]}.",
+                f"It reads {', '.join(known)}." if known else "It has no options.",
+                f"Leave {unknown[0]} out, or correct the name.",
+            )
+        return named
+
+
+_OWN = (
+    Estimator(name="gradient-norm", home=".curvature.gradient:score_gradient_norm", summary="squared norm of the gradient"),
+    Estimator(
+        name="fisher-diagonal", home=".curvature.diagonal:score_diagonal", summary="gain under the diagonal empirical Fisher"
+    ),
+    Estimator(
+        name="fisher-gram", home=".curvature.fisher:score_gram", stage=True,
+        summary="gain under the empirical Fisher, with noise floor, errors and verdict",
+    ),
+    Estimator(
+        name="fisher-mc", home=".curvature.fisher:score_monte_carlo", summary="gain under the Fisher with labels from the model"
+    ),
+    Estimator(name="kfac", home=".curvature.kfac:score_kfac", linear=True, summary="gain under K-FAC, damped exactly"),
+    Estimator(name="ekfac", home=".curvature.kfac:score_ekfac", linear=True, summary="gain under EK-FAC"),
+    Estimator(name="ggn", home=".curvature.ggn:score_ggn", summary="gain under the exact Gauss-Newton matrix, in a bracket"),
+    Estimator(name="hessian", home=".curvature.hessian:score_hessian", summary="gain under the exact Hessian: a diagnostic"),
+    Estimator(name="nystrom", home=".curvature.nystrom:score_nystrom", summary="upper bound of the gain, low rank"),
+    Estimator(name="adapter", home=".adapter_space:score_adapter", linear=True, summary="gain of adding a LoRA adapter"),
+    Estimator(name="rank-gain", home=".rank_gain:score_rank_gain", linear=True, summary="gain of every further LoRA rank"),
+    Estimator(name="layerif", home=".influence:score_layerif", summary="LayerIF: influence of training on validation samples"),
+    Estimator(name="fisher-trace", home=".trace:fisher_trace", summary="trace of the empirical Fisher"),
+    Estimator(name="outlier-ratio", home=".outliers:outlier_ratio", linear=True, summary="OWL's share of outlying weights"),
+    Estimator(
+        name="mean-metric", home=".outliers:mean_metric", linear=True,
+        summary="DLP's importance: the smaller |W| |x|, the more",
+    ),
+    Estimator(name="reconstruction", home=".reconstruction:reconstruction", summary="LSA's error of a greedy removal"),
+    Estimator(
+        name="spectral-tail", home=".spectral:spectral_tail", data=False, summary="AlphaPruning's exponent of weight spectra"
+    ),
+    Estimator(name="ablation", home=".ablation:ablation", summary="loss increase without the block"),
+    Estimator(name="block-influence", home=".ablation:block_influence", summary="ShortGPT's turn of the hidden states"),
+)  # fmt: skip
+ESTIMATORS: Registry[Estimator] = Registry("estimator", group="layerbudget.estimators", own={e.name: e for e in _OWN})
+
+
+def estimator(name: str, *, summary: str = "", data: bool = True) -> Callable[[Call], Call]:
+    """Register a function ``(model, data, blocks, *, ...) -> Scores`` under a name; a name that is taken is replaced.
+
+    Args:
+        name: What users write.
+        summary: A line for the help.
+        data: Whether it reads data.
+    """
+
+    def add(call: Call) -> Call:
+        ESTIMATORS.add(name, Estimator(name=name, home=call, summary=summary, data=data))
+        return call
+
+    return add
+
+
+def estimators() -> dict[str, Estimator]:
+    """All estimators by name."""
+    return ESTIMATORS.all()
+
+
+def find_estimator(name: str) -> Estimator:
+    """The estimator of that name.
+
+    Raises:
+        InvalidInput: There is none.
+    """
+    return ESTIMATORS.find(name)

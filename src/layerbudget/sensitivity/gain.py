@@ -1,0 +1,116 @@
+"""The layer gain ``zeta_k^2 = g_k'(C_k + tau I)^-1 g_k`` under every curvature, and every other score, by name.
+
+Half of the gain is the decrease of the damped quadratic model of the loss when block k alone may move (paper, Lemma 1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..models import blocks as model_blocks
+from ..data.fitting import check_fits
+from ..errors import InvalidInput
+from ..progress import Progress
+from ..models.provenance import computation, versions
+from ..records import Block
+from ..execution.loss import Data
+from ..execution.shares import team
+from . import stages
+from .estimators import find_estimator
+from .kept import Kept
+from ..scores import Scores
+
+logger = logging.getLogger(__name__)
+_OF_ADAPTERS = ("adapter", "rank-gain")
+
+
+def score(
+    model: nn.Module,
+    data: Data | None,
+    blocks: Sequence[Block],
+    estimator: str = "fisher-gram",
+    damping: float | Sequence[float] | None = None,
+    damping_unit: str | None = None,
+    batch_size: int | None = None,
+    seed: int | None = None,
+    progress: Progress | None = None,
+    stage: Path | str | None = None,
+    **options: Any,
+) -> Scores:
+    """Score every block of a model on a calibration set.
+
+    An option that the estimator does not read is refused; what is left out has the estimator's own default.
+
+    Args:
+        model: Any transformers model with a head, or a plain classifier.
+        data: The calibration set; None for an estimator that reads weights only.
+        blocks: From :func:`layerbudget.models.blocks.partition`.
+        estimator: A name of :func:`layerbudget.sensitivity.estimators.estimators`.
+        damping: tau, one or several, in ``damping_unit``; the default sweep where it is left out.
+        damping_unit: ``max`` or ``mean`` (relative to each block's own largest or mean eigenvalue), ``median`` (one damping for
+            all blocks, relative to the median of their largest eigenvalues) or ``absolute``; by default the estimator's own
+            choice: ``median`` for ``adapter``, ``max`` for all others.
+        batch_size: Sequences per forward pass, 8 by default.
+        seed: Of what is random, 0 by default. The same seed gives the same bytes.
+        progress: Called with ``(done, total)`` sequences or products.
+        stage: Folder in which finished records are kept and found again; ``fisher-gram`` also keeps its per-sequence rows
+            there, so that a run resumes and more samples cost only themselves; ``kfac``, ``ekfac`` and ``rank-gain`` keep every
+            finished block until the record is there (not with dampings that wait for the last block, nor in several processes).
+        **options: Of the estimator (``sketch``, ``draws``, ``steps``, ...).
+
+    Returns:
+        A record with one row per damping: gains, standard errors, noise floors, status, provenance.
+
+    Raises:
+        InvalidInput: An unknown estimator, an option that it does not read, or an argument outside its domain.
+        UnknownBlock: A block that the model does not have.
+        BadModel: Weights that are not finite.
+        CoverageError: Weight matrices that the estimator cannot see.
+        CurvatureFailure: A curvature that is not positive definite at any damping.
+    """
+    chosen = find_estimator(estimator)
+    shared = {"damping": damping, "damping_unit": damping_unit, "batch_size": batch_size, "seed": seed}
+    arguments = chosen.heard({**shared, **options})
+    if data is None and chosen.data:
+        raise InvalidInput(f"{estimator} needs calibration data.", "", "Give some: layerbudget.calibration(...).")
+    model_blocks.check_finite(model)
+    check_fits(model, data)
+    data = data if chosen.data else None
+    if estimator in _OF_ADAPTERS:
+        blocks, lost = model_blocks.adaptable(model, blocks)
+        if lost:
+            logger.warning(
+                "%d matrices are left out, the first %s: no adapter goes on the output of a state space mixer.",
+                len(lost),
+                lost[0],
+            )
+    call, told = chosen.call, {} if progress is None or not chosen.reports else {"progress": progress}
+    if stage is None:
+        return _told(call(model, data, blocks, **told, **arguments), model, data)
+    key = stages.request(model, data, blocks, estimator, arguments)
+    known = stages.finished(stage, key)
+    if known is not None:
+        return known
+    own: dict[str, Any] = {"stage": stage} if chosen.stage else {}
+    if chosen.keeps and team() is None:
+        own["kept"] = Kept(stage, key, blocks)
+    scores = _told(call(model, data, blocks, **told, **arguments, **own), model, data)
+    stages.keep(stage, key, scores)
+    if "kept" in own:
+        own["kept"].clear()
+    return scores
+
+
+def _told(scores: Scores, model: nn.Module, data: Data | None) -> Scores:
+    """The record with its provenance, where an estimator left that out."""
+    if "computation" in scores.model:
+        return scores
+    described = {**model_blocks.describe(model), "computation": computation(model)}
+    told = scores.data or (data.describe() if data is not None else {})
+    return dataclasses.replace(scores, model={**described, **scores.model}, data=told, versions=scores.versions or versions())

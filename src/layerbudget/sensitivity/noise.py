@@ -1,0 +1,279 @@
+"""How much of a gain is noise: floor, excess, z-score, bootstrap, cross-fit, rank stability. numpy only.
+
+Everything is computed from Gram matrices ``K = SS'`` of per-sequence gradients and the token counts of the sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy.stats import kendalltau
+
+from ..errors import InvalidInput
+from ..scores import Scores
+
+
+class Spectrum:
+    """Eigendecomposition ``K/N = U diag(mu) U'`` of one block's Gram matrix.
+
+    Args:
+        gram: ``(n, n)`` inner products of gradients of summed sequence losses.
+        tokens: N, the number of target tokens.
+    """
+
+    def __init__(self, gram: np.ndarray, tokens: float) -> None:
+        self.tokens, self.samples = float(tokens), len(gram)
+        mu, self.vectors = np.linalg.eigh((gram + gram.T) / (2 * self.tokens))
+        self.values = mu.clip(0.0)
+        self.projection = (self.vectors.sum(0)) ** 2
+
+    @property
+    def largest(self) -> float:
+        """Largest eigenvalue of the curvature."""
+        return float(self.values[-1])
+
+    @property
+    def trace(self) -> float:
+        """Sum of the eigenvalues."""
+        return float(self.values.sum())
+
+    def gain(self, tau: float) -> float:
+        """``(1/N) sum_j (u_j'1)^2 mu_j/(tau+mu_j)``."""
+        return float((self.projection * self.values / (tau + self.values)).sum() / self.tokens)
+
+    def effective_dimension(self, tau: float) -> float:
+        """``d_eff = sum_j mu_j/(tau+mu_j)``."""
+        return float((self.values / (tau + self.values)).sum())
+
+    def null(self, tau: float) -> tuple[float, float]:
+        """Mean and standard deviation of the gain under random signs of the gradients.
+
+        Flipping the sign of a gradient leaves the curvature as it is and removes any mean signal:
+        ``E zeta^2 = d_eff/N``, ``Var zeta^2 = 2 (|M|_F^2 - sum_i M_ii^2)``, ``M = (1/N) U diag(mu/(tau+mu)) U'``.
+        """
+        f = self.values / (tau + self.values) / self.tokens
+        diagonal = (self.vectors**2) @ f
+        variance = 2.0 * max(float((f**2).sum() - (diagonal**2).sum()), 0.0)
+        return float(f.sum()), variance**0.5
+
+
+def gain_of(gram: np.ndarray, weights: np.ndarray, tokens: np.ndarray, tau: np.ndarray) -> np.ndarray:
+    """Gain of a weighted sample (bootstrap counts, halves) at several dampings, by Cholesky-free solves.
+
+    ``zeta^2 = (1/N)(|w|^2 - tau w'(tau I + K~/N)^-1 w)`` with ``K~ = D K D``, ``D = diag(w)``, ``w_i`` the square root of
+    the multiplicity of sequence i.
+    """
+    keep = weights > 0
+    w, n = np.sqrt(weights[keep]), float((weights * tokens).sum())
+    k = gram[np.ix_(keep, keep)] * np.outer(w, w) / n
+    stack = k[None] + tau[:, None, None] * np.eye(len(w))
+    solved = np.linalg.solve(stack, np.broadcast_to(w[:, None], (len(tau), len(w), 1)))[..., 0]
+    return ((w @ w) - tau * (solved @ w)) / n
+
+
+def floor_of(gram: np.ndarray, keep: np.ndarray, tokens: np.ndarray, tau: np.ndarray) -> np.ndarray:
+    """Noise floor ``d_eff/N`` of a subset of the sequences at several dampings."""
+    n = float(tokens[keep].sum())
+    mu = np.linalg.eigvalsh(gram[np.ix_(keep, keep)] / n).clip(0.0)
+    return (mu / (mu + tau[:, None])).sum(1) / n
+
+
+def cross_fit(gram: np.ndarray, tokens: np.ndarray, first: np.ndarray, tau: np.ndarray) -> np.ndarray:
+    """``g_A'(C + tau I)^-1 g_B`` with halves A and B of the sequences and the curvature of all of them.
+
+    Its expectation has no noise floor; it may be negative, which is a statement about noise.
+    """
+    n = float(tokens.sum())
+    a = first / float(tokens[first].sum())
+    b = ~first / float(tokens[~first].sum())
+    ka = gram @ a
+    return np.array([(ka @ b - ka @ np.linalg.solve(n * t * np.eye(len(gram)) + gram, gram @ b)) / t for t in tau])
+
+
+def halves(n: int, seed: int, count: int) -> np.ndarray:
+    """``count`` random halves of ``n`` sequences as masks, ``(count, n)``."""
+    rng = np.random.default_rng((seed, 1))
+    masks = np.zeros((count, n), dtype=bool)
+    for row in masks:
+        row[rng.permutation(n)[: n // 2]] = True
+    return masks
+
+
+def bootstrap_weights(n: int, seed: int, replicates: int) -> np.ndarray:
+    """Multiplicities of resampled sequences, ``(replicates, n)``."""
+    return np.random.default_rng((seed, 2)).multinomial(n, np.full(n, 1.0 / n), size=replicates)
+
+
+def rank_stability(values: np.ndarray, others: np.ndarray) -> float:
+    """Mean Kendall tau of the block rankings of two sets of half-samples, each ``(replicates, K)``."""
+    if values.shape[1] < 2:
+        return float("nan")
+    taus = [kendalltau(a, b).statistic for a, b in zip(values, others, strict=True)]
+    taus = [t for t in taus if np.isfinite(t)]
+    return float(np.mean(taus)) if taus else float("nan")
+
+
+def samples_needed(signal: np.ndarray, error: np.ndarray, n: int) -> float:
+    """Sequences at which the top third separates from the bottom third by two standard errors.
+
+    The standard error falls as ``1/sqrt(n)``: ``n_needed = n (2 e / gap)^2``, ``e`` the error of the difference of the two
+    third means. Infinite when the thirds do not differ.
+    """
+    if len(signal) < 2:
+        return float("inf")
+    third = max(len(signal) // 3, 1)
+    order = np.argsort(signal)
+    low, high = order[:third], order[-third:]
+    gap = float(signal[high].mean() - signal[low].mean())
+    e = float(np.sqrt((error[high] ** 2).sum() + (error[low] ** 2).sum()) / third)
+    return float("inf") if gap <= 0 else max(2.0, n * (2 * e / gap) ** 2)
+
+
+def verdict(n: int, z: np.ndarray, share: float, stability: float, needed: float, agreement: float) -> str:
+    """Say in one sentence whether the ranking can be trusted.
+
+    Args:
+        n: Sequences.
+        z: ``(K,)`` z-scores.
+        share: Part of the mean gain that is noise floor.
+        stability: Kendall tau of the excess gains of halves.
+        needed: From :func:`samples_needed`.
+        agreement: Kendall tau between raw gain and excess.
+
+    >>> verdict(64, np.array([5.0, 4.0, 0.1]), 0.3, 0.8, 20.0, 1.0)
+    '2 of 3 blocks stand above the noise (z > 2), which makes up 30 % of the gain; halves of the 64 sequences rank blocks \
+alike by excess (Kendall tau 0.80): usable.'
+    """
+    above = int((z > 2).sum())
+    head = f"{above} of {len(z)} blocks stand above the noise (z > 2), which makes up {100 * share:.0f} % of the gain"
+    if len(z) < 2 or not np.isfinite(stability):
+        return f"{head}; there is no ranking to judge."
+    word = "alike" if stability >= 0.6 else "somewhat alike" if stability >= 0.3 else "differently"
+    body = f"{head}; halves of the {n} sequences rank blocks {word} by excess (Kendall tau {stability:.2f})"
+    if agreement < 0.5:
+        body += f", but the raw gain ranks them otherwise (tau {agreement:.2f}): use the excess"
+    if stability >= 0.6 and above >= len(z) / 2:
+        return f"{body}{'.' if agreement < 0.5 else ': usable.'}"
+    if needed <= n:
+        return f"{body}; the top third separates from the bottom third, single places do not."
+    more = f"about {int(np.ceil(needed))} sequences would separate" if np.isfinite(needed) else "no number of samples separates"
+    return f"{body}; {more} the top third from the bottom third."
+
+
+def falling(values: Sequence[float]) -> list[float]:
+    """Nearest nonnegative row that never rises: slopes of the concave hull of the running sum (pooled adjacent violators).
+
+    >>> falling([5.0, 1.0, 3.0, -1.0])
+    [5.0, 2.0, 2.0, 0.0]
+    """
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        total, count = float(value), 1
+        while pools and pools[-1][0] * count < total * pools[-1][1]:
+            before, n = pools.pop()
+            total, count = total + before, count + n
+        pools.append((total, count))
+    return [max(total / count, 0.0) for total, count in pools for _ in range(count)]
+
+
+def subtract_floor(scores: Scores) -> Scores:
+    """Same record with the excess over the noise floor as gain; entries below the floor weigh nothing in a plan.
+
+    Gains of every further rank lose what noise alone gives each rank, and are pooled where they then rise.
+
+    Raises:
+        InvalidInput: The estimator has no noise floor.
+    """
+    floors = [[f for f in row if f is not None] for row in scores.noise_floor]
+    if any(len(row) < len(scores.blocks) for row in floors):
+        raise InvalidInput(
+            f"{scores.estimator} has no noise floor to subtract.",
+            "fisher-gram, fisher-diagonal, kfac, ekfac and rank-gain have one.",
+            "Score with estimator='fisher-gram'.",
+        )  # fmt: skip
+    gain = tuple(
+        tuple(None if g is None else g - f for g, f in zip(row, floor, strict=True))
+        for row, floor in zip(scores.gain, floors, strict=True)
+    )
+    extra = {**scores.extra, "floor_subtracted": True}
+    if "increments" in extra:
+        extra["increments"] = [
+            [falling(np.subtract(row, lower).tolist()) for row, lower in zip(rows, lowers, strict=True)]
+            for rows, lowers in zip(extra["increments"], extra.pop("increments_floor"), strict=True)
+        ]
+    return dataclasses.replace(scores, gain=gain, noise_floor=(), extra=extra)
+
+
+def summarise(
+    grams: np.ndarray, tokens: np.ndarray, tau: np.ndarray, *, seed: int = 0, replicates: int = 50, splits: int = 8
+) -> dict[str, Any]:
+    """Gains with everything said about their noise.
+
+    Args:
+        grams: ``(K, n, n)``.
+        tokens: ``(n,)`` target tokens per sequence.
+        tau: ``(D, K)`` absolute dampings.
+        seed: Of resampling.
+        replicates: Bootstrap replicates.
+        splits: Random halvings.
+
+    Returns:
+        ``gain``, ``floor``, ``standard_error``, ``excess``, ``z``, ``centred``, ``effective_dimension``, ``cross_fit`` of shape
+        ``(D, K)``, ``gradient_norm`` and ``gradient_norm_unbiased`` ``(K,)``; per damping ``rank_stability`` (halves, by gain),
+        ``rank_stability_excess``, ``rank_agreement`` (gain against excess), ``noise_share`` and ``samples_needed``; the
+        ``verdict`` at the middle damping.
+    """
+    d, k = tau.shape
+    n, total = len(tokens), float(tokens.sum())
+    out = {
+        key: np.zeros((d, k))
+        for key in ("gain", "floor", "null_deviation", "effective_dimension", "cross_fit", "standard_error")
+    }
+    weights = bootstrap_weights(n, seed, replicates)
+    weights = weights[(weights > 0).sum(1) > 1]
+    masks = halves(n, seed, splits)
+    half = np.zeros((2, 2, splits, d, k))
+    for j, gram in enumerate(grams):
+        spectrum = Spectrum(gram, total)
+        for i in range(d):
+            out["gain"][i, j] = spectrum.gain(tau[i, j])
+            out["floor"][i, j], out["null_deviation"][i, j] = spectrum.null(tau[i, j])
+            out["effective_dimension"][i, j] = spectrum.effective_dimension(tau[i, j])
+        drawn = np.array([gain_of(gram, w, tokens, tau[:, j]) for w in weights])
+        out["standard_error"][:, j] = drawn.std(0, ddof=1) if len(drawn) > 1 else np.nan
+        for s, mask in enumerate(masks):
+            for side, keep in enumerate((mask, ~mask)):
+                half[0, side, s, :, j] = gain_of(gram, keep.astype(float), tokens, tau[:, j])
+                half[1, side, s, :, j] = half[0, side, s, :, j] - floor_of(gram, keep, tokens, tau[:, j])
+        out["cross_fit"][:, j] = np.mean([cross_fit(gram, tokens, mask, tau[:, j]) for mask in masks], axis=0)
+    return _finish(out, grams, n, total, half)
+
+
+def _finish(out: dict[str, Any], grams: np.ndarray, n: int, total: float, half: np.ndarray) -> dict[str, Any]:
+    excess = out["gain"] - out["floor"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        z = np.where(out["null_deviation"] > 0, excess / out["null_deviation"], 0.0)
+    bound = n / total
+    sums, traces = grams.sum((1, 2)), np.trace(grams, axis1=1, axis2=2)
+    raw, stability = ([rank_stability(h[0, :, i], h[1, :, i]) for i in range(len(excess))] for h in half)
+    needed = [samples_needed(excess[i], out["standard_error"][i], n) for i in range(len(excess))]
+    middle = len(excess) // 2
+    share = [float(f.sum() / max(g.sum(), 1e-300)) for f, g in zip(out["floor"], out["gain"], strict=True)]
+    agreement = [rank_stability(g[None], e[None]) for g, e in zip(out["gain"], excess, strict=True)]
+    out.update(
+        excess=excess,
+        z=z,
+        centred=out["gain"] / np.maximum(1.0 - out["gain"] / bound, 1e-300),
+        gradient_norm=sums / total**2,
+        gradient_norm_unbiased=(sums - traces) / total**2 * (n / max(n - 1, 1)),
+        rank_stability=raw,
+        rank_stability_excess=stability,
+        rank_agreement=agreement,
+        noise_share=share,
+        samples_needed=needed,
+        verdict=verdict(n, z[middle], share[middle], stability[middle], needed[middle], agreement[middle]),
+    )
+    return out

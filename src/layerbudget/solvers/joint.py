@@ -1,0 +1,267 @@
+r"""One byte budget for adapting and pruning (:doc:`/theory`, section 5).
+
+    minimise   sum_k  alpha a_k e_k - gamma w_k phi(e_k) + eta v_k psi(rho_k)
+    subject to sum_k a_k e_k - sum_k s_k rho_k <= M,    0 <= e_k <= u_k,   rho_min_k <= rho_k <= rho_max_k
+
+Experts cost bytes, pruning frees bytes, M may be negative ("shrink by 2 GB and adapt"). One constraint couples everything, so
+one multiplier decides: ``e_k`` answers the price ``alpha + lambda``, ``rho_k`` the reward ``lambda``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import InfeasibleBudget, NotFinite
+from .allocation import _bounds as _capacity_bounds
+from .allocation import weigh
+from .calibrated import CalibratedPenalty
+from .dual import monotone_root
+from .inputs import Vector, choice, cost_vector, number, renamed, weight_vector
+from .separable import Program, stationarity
+from .solution import Solution
+from .sparsity import _bounds as _sparsity_bounds
+from .sparsity import _measured
+from .utilities import Function, resolve
+
+_ROUNDING = 1e-12
+
+
+class JointSolution(Solution):
+    """A :class:`Solution` whose value holds capacities and then sparsities, shape ``(2K,)``."""
+
+    @property
+    def capacity(self) -> Vector:
+        """Capacities ``e``, shape ``(K,)``."""
+        return self.value[: self.value.size // 2]
+
+    @property
+    def sparsity(self) -> Vector:
+        """Sparsities ``rho``, shape ``(K,)``."""
+        return self.value[self.value.size // 2 :]
+
+
+class JointProgram:
+    """The two halves of a joint program."""
+
+    sign, base = -1, 0.0
+
+    def __init__(self, adapt: Program, prune: Program, budget: float) -> None:
+        self.adapt, self.prune, self.budget = adapt, prune, budget
+        self.low = np.concatenate((adapt.low + adapt.base, prune.low))
+        self.high = np.concatenate((adapt.high + adapt.base, prune.high))
+
+    def at_multiplier(self, multiplier: float) -> tuple[Vector, Vector]:
+        """Both decisions when a unit of budget is worth ``lambda``."""
+        return self.adapt.at_price(self.adapt.price + multiplier), self.prune.at_price(max(multiplier, 0.0))
+
+    def net(self, e: Vector, rho: Vector) -> float:
+        """Budget used: experts (base included) minus what pruning frees."""
+        return float(np.dot(self.adapt.amount, e + self.adapt.base)) - float(np.dot(self.prune.amount, rho))
+
+
+@renamed("rule", "spend")
+def solve_joint(
+    weights: ArrayLike,
+    cost: ArrayLike,
+    savings: ArrayLike,
+    budget: float,
+    *,
+    prune_weights: ArrayLike | None = None,
+    exponent: float = 1.0,
+    prune_exponent: float = 1.0,
+    exponent_on: str = "density",
+    alpha: float = 0.5,
+    gamma: float = 0.9,
+    eta: float = 2.0,
+    base: ArrayLike = 0.0,
+    lower: ArrayLike = 0.0,
+    upper: ArrayLike | None = None,
+    max_sparsity: ArrayLike = 0.55,
+    min_sparsity: ArrayLike = 0.0,
+    utility: str | Function = "log",
+    penalty: str | Function = "quadratic",
+    spend: str = "at_most",
+) -> JointSolution:
+    """Decide capacities and sparsities under one budget.
+
+    Args:
+        weights: Layer weights ``q_k >= 0`` for adapting, shape ``(K,)``.
+        cost: Budget per unit of capacity, ``a_k > 0``.
+        savings: Budget freed by pruning block k entirely, ``s_k > 0``.
+        budget: M, the net budget; negative to shrink.
+        prune_weights: Weights for pruning; ``weights`` by default.
+        exponent: Exponent of the adapting weights. prune_exponent: Of the pruning weights.
+        prune_exponent: See ``exponent``.
+        exponent_on: ``density`` or ``block``.
+        alpha: Price per unit of cost.
+        gamma: Weight of the utility.
+        eta: Weight of the penalty. Here gamma and eta do not cancel: their ratio is what a block's adaptation is worth
+            against its pruning. Both weight vectors are taken relative to their mean.
+        base: Capacity that every block has anyway.
+        lower: Smallest capacity.
+        upper: Largest capacity.
+        max_sparsity: Cap per block.
+        min_sparsity: Floor per block.
+        utility: phi.
+        penalty: psi, or measured curves (:class:`~layerbudget.solvers.calibrated.CalibratedPenalty`).
+        spend: ``at_most`` (lambda >= 0) or ``exactly`` (lambda > -alpha).
+
+    Returns:
+        The solution with ``capacity`` and ``sparsity``.
+
+    Raises:
+        InfeasibleBudget: Even full pruning does not free enough, or (``exactly``) the caps cannot use the budget.
+        InvalidInput: An input outside its domain.
+        DegenerateScores: All weights are zero.
+
+    >>> s = solve_joint([1.0, 3.0], 10.0, 100.0, -20.0, spend="exactly")
+    >>> bool(abs(10 * s.capacity.sum() - 100 * s.sparsity.sum() + 20) < 1e-9)
+    True
+    """
+    choice(spend, "spend", ("at_most", "exactly"))
+    choice(exponent_on, "exponent_on", ("density", "block"))
+    q, q_low, _ = weight_vector(weights)
+    k = q.size
+    v, v_low, _ = weight_vector(weights if prune_weights is None else prune_weights, "prune_weights")
+    a, s = cost_vector(cost, k), cost_vector(savings, k, "savings")
+    v = cost_vector(np.where(v > 0, v, v.max() * 1e-30), k, "prune_weights")
+    w = _relative(weigh(q, a, number(exponent, "exponent"), exponent_on, q_low), number(gamma, "gamma", positive=True))
+    prune_exponent = number(prune_exponent, "prune_exponent")
+    v = _relative(weigh(v, s, prune_exponent, exponent_on, v_low or 1.0), number(eta, "eta", positive=True))
+    price = number(alpha, "alpha") * k / float(np.add.reduce(a))
+    floor, low, high = _capacity_bounds(base, lower, upper, k)
+    rho = dict(zip(("low", "high"), _sparsity_bounds(min_sparsity, max_sparsity, k), strict=True))
+    total, exactly = _net_budget(budget), spend == "exactly"
+    shared = {"budget": total, "target": total, "exact_budget": exactly, "names": (), "weights": q, "settings": (spend,)}
+    phi, psi = resolve(utility, concave=True), resolve(penalty, concave=False)
+    if isinstance(psi, CalibratedPenalty):
+        rho["high"] = _measured(psi, rho["low"], rho["high"])
+    adapt = Program(sign=-1, function=phi, scale=w, amount=a, price=price, low=low, high=high, base=floor, **shared)
+    prune = Program(sign=1, function=psi, scale=v, amount=s, price=0.0, base=0.0, **rho, **shared)
+    program = JointProgram(adapt, prune, total)
+    _check(program, exactly=exactly)
+    with np.errstate(all="ignore"):
+        return _solve(program, exactly=exactly)
+
+
+def _relative(w: Vector, factor: float) -> Vector:
+    """Weights with mean ``factor``."""
+    return w * (factor * w.size / float(np.add.reduce(w)))
+
+
+def _net_budget(budget: float) -> float:
+    if not (isinstance(budget, (int, float)) and math.isfinite(budget)):
+        raise NotFinite(f"budget is {budget!r}.", "It must be a finite number; negative to shrink.", "Give a plain number.")
+    return float(budget)
+
+
+def _check(program: JointProgram, *, exactly: bool) -> None:
+    adapt, prune, total = program.adapt, program.prune, program.budget
+    least, most = program.net(adapt.low, prune.high), program.net(adapt.high, prune.low)
+    room = _ROUNDING * (abs(least) + abs(total))
+    if total < least - room:
+        raise InfeasibleBudget(
+            f"The net budget {total:g} cannot be reached: pruning to the caps without adapting gives {least:g}.",
+            f"It must be at least {least:g}.",
+            "Raise max_sparsity, or ask for less shrinking.",
+        )
+    if exactly and total > most + room:
+        raise InfeasibleBudget(
+            f"The net budget {total:g} cannot be used up: full capacity without pruning takes {most:g}.",
+            f"Under spend='exactly' it must lie in [{least:g}, {most:g}].",
+            "Raise the caps, or use spend='at_most'.",
+        )
+
+
+def _solve(program: JointProgram, *, exactly: bool) -> JointSolution:
+    """Search lambda itself above zero (it may be tiny beside alpha), and the price below (pruning then stays at its floor)."""
+    adapt, prune = program.adapt, program.prune
+    ends = np.concatenate([adapt.scale / adapt.amount * adapt.function.derivative(x) for x in (adapt.low, adapt.high)])
+    at_zero = program.net(adapt.at_price(adapt.price), prune.at_price(0.0))
+    if at_zero > program.budget:
+        if isinstance(prune.function, CalibratedPenalty):
+            return _solve_steps(program, ends, exactly=exactly)
+        rewards = [prune.scale / prune.amount * prune.function.derivative(x) for x in (prune.low, prune.high)]
+        knots = 1.0 / np.concatenate((ends - adapt.price, *rewards))
+        t, t_low, t_high = monotone_root(lambda t: program.net(*program.at_multiplier(1.0 / t)), knots, program.budget)
+        interval = (_reciprocal(t_high), _reciprocal(t_low))
+        return _certify(program, adapt.price + 1.0 / t, 1.0 / t, interval, slack=False, exactly=exactly)
+    if not exactly or at_zero == program.budget:
+        return _certify(program, adapt.price, 0.0, (0.0, 0.0), slack=at_zero < program.budget, exactly=exactly)
+    rho = prune.at_price(0.0)
+    t, t_low, t_high = monotone_root(lambda t: program.net(adapt.at_price(1.0 / t), rho), 1.0 / ends, program.budget)
+    interval = (_reciprocal(t_high) - adapt.price, _reciprocal(t_low) - adapt.price)
+    return _certify(program, 1.0 / t, 1.0 / t - adapt.price, interval, slack=False, exactly=True)
+
+
+def _solve_steps(program: JointProgram, ends: Vector, *, exactly: bool) -> JointSolution:
+    """Measured curves: what is pruned jumps where lambda passes a slope, so lambda is a slope or lies between two of them."""
+    adapt, prune = program.adapt, program.prune
+    low, high = prune.low, prune.high
+    table = prune.function.slopes * (prune.scale / prune.amount)[:, None]  # type: ignore[attr-defined]
+    prices = np.unique(table[np.isfinite(table) & (table > 0.0)])
+
+    def pruned(price: float, *, also: bool) -> Vector:
+        """Everything cheaper than a price, and what costs just that where ``also``."""
+        below = (table <= price if also else table < price).sum(1)
+        knots: Vector = prune.function.knots[np.arange(below.size), below]  # type: ignore[attr-defined]
+        return np.minimum(np.maximum(knots, low), high)
+
+    first, last = 0, len(prices)
+    while first < last:  # the smallest price at which the budget is met
+        middle = (first + last) // 2
+        price = float(prices[middle])
+        met = program.net(adapt.at_price(adapt.price + price), pruned(price, also=True)) <= program.budget
+        first, last = (first, middle) if met else (middle + 1, last)
+    price = float(prices[min(first, len(prices) - 1)])
+    less, more = (pruned(price, also=also) for also in (False, True))
+    e = adapt.at_price(adapt.price + price)
+    if first < len(prices) and program.net(e, less) >= program.budget:
+        jump = program.net(e, less) - program.net(e, more)
+        share = (program.net(e, less) - program.budget) / jump if jump > 0 else 1.0
+        rho = np.minimum(np.maximum(less + share * (more - less), low), high)
+        return _certify(program, adapt.price + price, price, (price, price), slack=False, exactly=exactly, rho=rho)
+    rho = less if first < len(prices) else more
+    t, t_low, t_high = monotone_root(lambda t: program.net(adapt.at_price(1.0 / t), rho), 1.0 / ends, program.budget)
+    interval = (_reciprocal(t_high) - adapt.price, _reciprocal(t_low) - adapt.price)
+    multiplier = max(1.0 / t - adapt.price, 0.0)
+    return _certify(program, 1.0 / t, multiplier, interval, slack=False, exactly=exactly, rho=rho)
+
+
+def _reciprocal(t: float) -> float:
+    return 1.0 / t if t > 0 else math.inf
+
+
+def _certify(
+    program: JointProgram, p: float, multiplier: float, interval: tuple[float, float], *, slack: bool, exactly: bool,
+    rho: Vector | None = None,
+) -> JointSolution:  # fmt: skip
+    adapt, prune = program.adapt, program.prune
+    e, best = adapt.at_price(p), prune.at_price(max(multiplier, 0.0))
+    rho = best if rho is None else rho
+    over = program.net(e, rho) - program.budget
+    parts = (float(adapt.terms(e).sum()), adapt.price * float(np.dot(adapt.amount, e)), float(prune.terms(rho).sum()))
+    primal = sum(parts)
+    gross = float(np.dot(adapt.amount, e + adapt.base)) + float(np.dot(prune.amount, rho))
+    size = sum(map(abs, parts)) + abs(multiplier) * max(abs(program.budget), gross)
+    dual = primal + multiplier * over
+    if rho is not best:  # pruned in part at the price of a slope: the Lagrangian's own minimiser gives the dual function
+        own = multiplier * float(np.dot(prune.amount, best - rho))
+        dual += float(prune.terms(best).sum()) - float(prune.terms(rho).sum()) - own
+    gap = abs(primal - dual) / size if size > 0 else 0.0
+    worst_e, low_e, high_e = stationarity(adapt, e, p)
+    worst_r, low_r, high_r = stationarity(prune, rho, max(multiplier, 0.0))
+    infeasible = (abs(over) if exactly else max(over, 0.0)) / max(abs(program.budget), gross, 1e-300)
+    frozen = (low_e or high_e) and (low_r or high_r)
+    status = (
+        "degenerate" if slack and low_e and low_r else "saturated" if frozen and high_r else "slack" if slack else "binding"
+    )
+    return JointSolution(
+        value=np.concatenate((e + adapt.base, rho)), status=status, multiplier=multiplier, multiplier_interval=interval,
+        shadow_price=p, primal=primal, dual=dual, gap=gap, kkt_residual=max(worst_e, worst_r, infeasible),
+        spent=program.budget + over, budget=program.budget, slack=-over, inert=("budget",) if slack else (),
+        program=program,
+    )  # fmt: skip

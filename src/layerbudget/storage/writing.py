@@ -1,0 +1,246 @@
+"""One file, whole or not at all: a temporary name in the same folder, fsync, one rename, fsync of the folder.
+
+A temporary file is called ``.NAME.XXXXXXXX.layerbudget`` and locked while it is written. What a killed process left under such
+a name has no lock any more, and is removed by the next run that writes to the same place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from ..errors import AlreadyExists, InvalidInput
+from . import locks
+
+SUFFIX = ".layerbudget"
+PROBE = "tried"
+_LEFT = re.compile(r"\.(.*)\.[a-z0-9_]{8}\.layerbudget")
+_NAME = 100  # characters of a name that go into a temporary one: names end at 255 bytes
+
+
+def sync(path: Path) -> None:
+    """Have the system write a file or folder to its disk; where it cannot do so for folders, the rename must do."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:  # a folder, on Windows
+        return
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if path.is_file() and error.errno is not None and error.errno in _LOST:
+            raise
+    finally:
+        os.close(handle)
+
+
+_LOST = (5, 28, 122)  # EIO, ENOSPC, EDQUOT: the data are not there; others say that this system syncs no folders
+
+
+def real(path: Path | str) -> Path:
+    """The place that a path leads to: links are followed, so that what is written lies where the user put the link to.
+
+    Raises:
+        InvalidInput: Links that lead in a circle, or a name that no file can have.
+    """
+    try:
+        found = Path(os.path.realpath(path, strict=False))
+        found.exists()
+        os.fsencode(found)
+        if "\0" in str(found) or found.is_symlink():
+            raise ValueError("a link that leads to itself" if found.is_symlink() else "embedded null byte")
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{str(path)!r} is no place to write to: {error}.", "", "Choose another output.") from error
+    return found
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path in whose folder, or in the nearest one that exists above it, nothing can be made. It is tried.
+
+    Raises:
+        InvalidInput: Names that folder.
+    """
+    folder = path.absolute().parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        handle, name = tempfile.mkstemp(dir=folder, prefix=f".{PROBE}.", suffix=SUFFIX)
+        os.close(handle)
+        os.unlink(name)
+    except OSError as error:
+        raise InvalidInput(
+            f"{path} cannot be written: no file can be made in {folder} ({error.strerror}).", "", "Choose another output."
+        ) from error
+
+
+def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
+    """Refuse an output file that could not be written, before any work is done; what killed runs left of it is removed.
+
+    Raises:
+        AlreadyExists: The file exists and ``overwrite`` is false, or it is a folder.
+        InvalidInput: Its folder cannot be written to, or it is a pipe or a device.
+    """
+    path, given = real(path), path
+    if path.is_dir() or (path.exists() and not overwrite):
+        _check_regular(path)
+        raise AlreadyExists(f"{given} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
+    _check_regular(path)
+    check_writable(path)
+    for name in (path.name, PROBE):
+        sweep(path.parent, name)
+    return path
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse pipes and devices: a rename would replace them, and reading them may wait for ever.
+
+    Raises:
+        InvalidInput: It is one.
+    """
+    if path.exists() and not (path.is_dir() or stat.S_ISREG(path.stat().st_mode)):
+        raise InvalidInput(f"{path} is no ordinary file.", "Results are files.", "Choose another output.")
+
+
+def write_text(path: Path | str, text: str, *, overwrite: bool = False) -> Path:
+    """Write a text file atomically.
+
+    Raises:
+        AlreadyExists: The file exists with another content and ``overwrite`` is false.
+        InvalidInput: It is a pipe or a device.
+    """
+    return write_bytes(path, text.encode("utf-8"), overwrite=overwrite)
+
+
+def write_bytes(path: Path | str, content: bytes, *, overwrite: bool = False) -> Path:
+    """Write a file atomically; see :func:`write_text`."""
+    path, given = real(path), Path(path)
+    _check_regular(path)
+    if path.is_dir() or (path.exists() and not overwrite and not _holds(path, content)):
+        raise AlreadyExists(f"{given} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent, path.name)
+    with new_file(path.parent, path.name, lambda _: path) as temporary:
+        temporary.write_bytes(content)
+    return given
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.stat().st_size == len(content) and path.read_bytes() == content
+
+
+@contextlib.contextmanager
+def new_file(parent: Path, stem: str, place: Callable[[Path], Path]) -> Iterator[Path]:
+    """A temporary file that is synced and takes its place when all went well, and vanishes when not.
+
+    Args:
+        parent: Its folder.
+        stem: What it will be called, more or less.
+        place: The path that it gets, asked for when its content is there.
+    """
+    while True:
+        handle, name = tempfile.mkstemp(dir=parent, prefix=f".{stem[:_NAME]}.", suffix=SUFFIX)
+        os.close(handle)
+        lock = locks.hold(Path(name))
+        if lock is not None:
+            break
+    try:
+        yield Path(name)
+        os.chmod(name, 0o644)
+        sync(Path(name))
+        os.replace(name, place(Path(name)))
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    finally:
+        locks.release(lock)
+    sync(parent)
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[None]:
+    """Say of a disk that is full, or was taken away, what safetensors and torch say with errors of their own.
+
+    Raises:
+        InvalidInput: The file could not be written.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in _WRITERS):
+            raise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InvalidInput(
+            f"{path} could not be written ({first[:160]}).", "", "Free some space, or choose another output."
+        ) from error
+
+
+_WRITERS = ("PytorchStreamWriter", "iostream error", "inline_container", "No space left", "File too large")
+
+
+def new_temporary(parent: Path, name: str) -> tuple[Path, int]:
+    """A locked temporary folder; pass the second to :func:`layerbudget.storage.locks.release` when it has its own name."""
+    while True:
+        folder = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name[:_NAME]}.", suffix=SUFFIX))
+        lock = locks.hold(folder)
+        if lock is not None:
+            return folder, lock
+
+
+def left_behind(folder: Path, name: str | None = None) -> list[Path]:
+    """Temporary files and folders of a name (of any) in a folder, whether or not somebody is still at work on them."""
+    found = [(entry, _LEFT.fullmatch(entry.name)) for entry in folder.iterdir()] if folder.is_dir() else []
+    return [entry for entry, match in found if match and (name is None or match[1] == name[:_NAME])]
+
+
+def sweep(folder: Path, name: str | None = None) -> None:
+    """Remove what killed runs left: temporary files and folders that nobody holds a lock on."""
+    for entry in left_behind(folder, name):
+        lock = locks.claim(entry)
+        if lock is None:
+            continue
+        try:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+        finally:
+            locks.release(lock)
+
+
+def check_space(needs: Mapping[Path | str, float]) -> None:
+    """Refuse results that the disk has no room for, before they are computed.
+
+    Args:
+        needs: About how many bytes each place will take; what lies on one file system is added up.
+
+    Raises:
+        InvalidInput: Says how much is needed and how much is free.
+    """
+    held: dict[int, list[tuple[Path | str, Path, float]]] = {}
+    for path, needed in needs.items():
+        folder = real(path)
+        while not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
+        held.setdefault(folder.stat().st_dev, []).append((path, folder, needed))
+    for places in held.values():
+        needed, free = sum(n for _, _, n in places), shutil.disk_usage(places[0][1]).free
+        if needed > free:
+            raise InvalidInput(
+                f"{' and '.join(str(p) for p, _, _ in places)} will take about {_size(needed)}, and {_size(free)} are free in "
+                f"{places[0][1]}.", "The result is not computed where it could not be kept.",
+                "Free some space, or choose another output.",
+            )  # fmt: skip
+
+
+def _size(count: float) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if count >= unit:
+            return f"{count / unit:,.1f} {name}"
+    return f"{count / 2**10:,.1f} KiB"
