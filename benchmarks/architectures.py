@@ -33,9 +33,9 @@ from typing import Any
 import torch
 import transformers
 
-from layerbudget.models.blocks import partition, share_held
 from layerbudget.cli import main
 from layerbudget.errors import LayerbudgetError
+from layerbudget.models.blocks import partition, share_held
 from layerbudget.models.loading import DEMO_MODEL
 
 BASE = {

@@ -20,15 +20,15 @@ import numpy as np
 import torch
 
 import layerbudget as lb
-from layerbudget.models.blocks import weight_of
-from layerbudget.decisions.bits.jointly import Joint, describe_rows
-from layerbudget.decisions.bits.sensitivity import rounding_damage
-from layerbudget.decisions.bits.rounding_steps import stepped
-from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.records import dumps, write_text
-from layerbudget.execution.divergence import next_tokens, sequence_losses
-from layerbudget.scores import Scores
 from layerbudget.compressors.base import Level, find_quantiser
+from layerbudget.decisions.bits.jointly import Joint, describe_rows
+from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits.rounding_steps import stepped
+from layerbudget.decisions.bits.sensitivity import rounding_damage
+from layerbudget.execution.divergence import next_tokens, sequence_losses
+from layerbudget.models.blocks import weight_of
+from layerbudget.records import dumps, write_text
+from layerbudget.scores import Scores
 from program import environment
 
 RULES = ("uniform", "ends", "mix", "first-order", "measured", "directional", "steps")

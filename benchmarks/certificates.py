@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import transformers
 
-from layerbudget.models.blocks import partition
 from layerbudget.data.text import calibration
+from layerbudget.models.blocks import partition
 from layerbudget.sensitivity.certificate import certify_ranking, direct_check, plot_direct_check
 
 RESULTS = Path(__file__).parent / "results"

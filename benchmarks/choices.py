@@ -17,9 +17,9 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from layerbudget.solvers.choices import choose
-from layerbudget.records import dumps, write_text
 from layerbudget.compressors.formats import find_format
+from layerbudget.records import dumps, write_text
+from layerbudget.solvers.choices import choose
 from program import environment
 
 SHAPES = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]

@@ -11,14 +11,14 @@ import time
 
 import numpy as np
 
+from layerbudget.compressors.base import find_treatment
+from layerbudget.decisions.sparsity.descent import _arrive, _entry, _go, _goal
+from layerbudget.decisions.sparsity.sequential import APPLYING, PASSES, _Plain, _plan, _Run
 from layerbudget.models.blocks import describe
 from layerbudget.sensitivity.directional.decisions import Decisions
-from layerbudget.decisions.sparsity.descent import _arrive, _entry, _go, _goal
 from layerbudget.sensitivity.directional.journal import Course
 from layerbudget.sensitivity.directional.point import Point
-from layerbudget.decisions.sparsity.sequential import APPLYING, PASSES, _Plain, _plan, _Run
 from layerbudget.solvers.counts import round_parameters
-from layerbudget.compressors.base import find_treatment
 
 
 def plans(model, data, *, sparsity, method, by, steps=(1, 2, 4, 8), budgets=(PASSES,), trust=0.06, cap=0.95):
@@ -67,8 +67,8 @@ def plans(model, data, *, sparsity, method, by, steps=(1, 2, 4, 8), budgets=(PAS
 
 
 def main():
-    from layerbudget.decisions.sparsity.sequential import plan_directional
     from layerbudget.data.text import calibration
+    from layerbudget.decisions.sparsity.sequential import plan_directional
     from layerbudget.models.loading import load_model, load_tokenizer
 
     model = load_model("demo")

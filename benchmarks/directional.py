@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from layerbudget.compressors.base import Level, find_quantiser, find_treatment
+from layerbudget.data.text import calibration
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.sequential import plan_directional
+from layerbudget.evaluation.perplexity import evaluation_set, perplexity
+from layerbudget.execution.loss import IGNORE, logits_of, sampled_targets, summed_loss, unlabelled
+from layerbudget.execution.sites import Collector
+from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.sensitivity.directional.decisions import Decisions
 from layerbudget.sensitivity.directional.directional import fisher_along
 from layerbudget.sensitivity.directional.point import Point
-from layerbudget.decisions.sparsity.sequential import plan_directional
-from layerbudget.data.text import calibration
-from layerbudget.evaluation.perplexity import evaluation_set, perplexity
-from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.solvers.counts import round_parameters
-from layerbudget.decisions.sparsity.apply import prune
-from layerbudget.execution.loss import IGNORE, logits_of, sampled_targets, summed_loss, unlabelled
-from layerbudget.execution.sites import Collector
-from layerbudget.compressors.base import Level, find_quantiser, find_treatment
 
 RESULTS = Path(__file__).parent / "results"
 ABLATION = {

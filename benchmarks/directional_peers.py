@@ -28,13 +28,13 @@ import torch
 
 import courses
 import peers_pruning
-from layerbudget.models.blocks import describe, partition
 from layerbudget.data.text import calibration
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
+from layerbudget.models.blocks import describe, partition
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.decisions.sparsity.apply import prune
 
 RESULTS = Path(__file__).parent / "results"
 OFFSPRING, SURVIVORS, PARTS = 64, (8, 2, 1), (256, 32, 8)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from layerbudget.models.blocks import layers, matrix_of
-from layerbudget.decisions.shapes.parts import amount
 from layerbudget.decisions.shapes.attention import Attention, channels, find_attention, keep_heads
 from layerbudget.decisions.shapes.mlp import find_mlp, keep_units
+from layerbudget.decisions.shapes.parts import amount
 from layerbudget.decisions.shapes.removable import find_parts
+from layerbudget.models.blocks import layers, matrix_of
 
 
 def moments(model, data, names):

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 import transformers
 
-from layerbudget.models.blocks import partition
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
+from layerbudget.models.blocks import partition
 from layerbudget.sensitivity.datainf import aggregate
 from layerbudget.sensitivity.influence import influence
 

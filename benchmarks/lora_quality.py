@@ -45,12 +45,12 @@ import numpy as np
 import torch
 from peft import get_peft_model
 
-from layerbudget.models.blocks import describe, partition
-from layerbudget.finetuning.initialise import initialise_from_gradients
 from layerbudget.decisions.experts.mixtures import add_experts
+from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.ranks.ranks import add_ranks, to_lora_config
+from layerbudget.finetuning.initialise import initialise_from_gradients
+from layerbudget.models.blocks import describe, partition
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.planning.capacity import plan_ranks
 from layerbudget.planning.rule import shuffled as order_of
 from layerbudget.solvers import allocate, round_capacity, rules
 from lora_quality_report import RESULTS, write_rates, write_report

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from layerbudget.models import blocks as model_blocks
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
+from layerbudget.models import blocks as model_blocks
 from layerbudget.records import to_jsonable
 from layerbudget.sensitivity import noise
 from layerbudget.sensitivity.curvature import common, gram

@@ -72,10 +72,10 @@ def build(a):
 
 
 def ours(method, model, ids, ratio, *, parity=False, batch_size=8, true_sequential=False, pattern=None, autocast=None):
-    from layerbudget.models.blocks import describe, partition
     from layerbudget.data.calibration import CalibrationSet
-    from layerbudget.plan import Plan, PlanBlock
     from layerbudget.decisions.sparsity.apply import prune
+    from layerbudget.models.blocks import describe, partition
+    from layerbudget.plan import Plan, PlanBlock
 
     blocks = tuple(
         PlanBlock(

@@ -20,16 +20,16 @@ import numpy as np
 import torch
 
 import courses
-from layerbudget.models.blocks import describe, partition
+from layerbudget.data.text import calibration
+from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.by_curves import plan_by_curves
 from layerbudget.decisions.sparsity.measure import damage_curves
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.decisions.sparsity.sequential import PASSES, plan_directional
-from layerbudget.data.text import calibration
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
+from layerbudget.models.blocks import describe, partition
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.sensitivity.gain import score
 
 RESULTS = Path(__file__).parent / "results"

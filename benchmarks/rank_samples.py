@@ -13,7 +13,7 @@ import numpy as np
 
 import layerbudget as lb
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.planning.capacity import plan_ranks
+from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.solvers import allocate
 from layerbudget.solvers.rounding import round_capacity
 from program import environment

@@ -65,8 +65,8 @@ def run(folder: Path) -> None:
 def compare(folder: Path, out: Path) -> None:
     """Zeros, agreement of the masks and held-out perplexity of both."""
     import layerbudget as lb
-    from layerbudget.models.blocks import partition, weight_of
     from layerbudget.evaluation.perplexity import evaluation_set, perplexity
+    from layerbudget.models.blocks import partition, weight_of
     from layerbudget.records import dumps, write_text
     from program import environment
 

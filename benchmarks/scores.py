@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from layerbudget.models import blocks as model_blocks
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.execution import loss as L
+from layerbudget.models import blocks as model_blocks
 from layerbudget.sensitivity.curvature import common, gram, kronecker, products
 from layerbudget.sensitivity.gain import score
 

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 import layerbudget as lb
-from layerbudget.models.blocks import describe, layers, partition
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.doctor.forecast import forecast, shape_of, time_layer
-from layerbudget.models.machine import keep_freed
-from layerbudget.plan import PlanBlock
 from layerbudget.execution.backward import Feeding, feed
 from layerbudget.execution.modes import prepared
 from layerbudget.execution.replay import Replay
+from layerbudget.models.blocks import describe, layers, partition
+from layerbudget.models.machine import keep_freed
+from layerbudget.plan import PlanBlock
 
 TASKS = (
     "fisher-gram",
@@ -173,11 +173,11 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
 
 def bits_task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: Path) -> Callable[[], Any]:
     """``plan bits --stream`` with two draws, or ``quantize --stream`` of a plan without a measurement."""
+    from layerbudget.compressors.formats import find_format
+    from layerbudget.decisions.bits.by_format import uniform
     from layerbudget.decisions.bits.jointly import plan_formats
     from layerbudget.decisions.bits.plan import sizes_of
-    from layerbudget.decisions.bits.by_format import uniform
     from layerbudget.decisions.bits.write import quantise
-    from layerbudget.compressors.formats import find_format
 
     if name == "plan-bits":
         return lambda: plan_formats(model, data, None, bits=4.5, group=32, draws=2, batch_size=batch_size)

@@ -20,18 +20,28 @@ from pathlib import Path
 
 import torch
 
-from layerbudget.models.blocks import layers, partition
-from layerbudget.planning.costs import base_amount
 from layerbudget.data.text import calibration
+from layerbudget.decisions.shapes.attention import find_attention
+from layerbudget.decisions.shapes.checkpoint import (
+    apply_depth,
+    apply_structured,
+    crossed_curves,
+    find_parts,
+    narrow,
+    plan_depth,
+    plan_structured,
+    remove_heads,
+    save_smaller,
+)
+from layerbudget.decisions.shapes.mlp import find_mlp
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.decisions.sparsity.recovery import recover
 from layerbudget.errors import UnknownStructure
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
+from layerbudget.models.blocks import layers, partition
 from layerbudget.models.loading import load_model, load_tokenizer
-from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.decisions.sparsity.apply import prune
-from layerbudget.decisions.sparsity.recovery import recover
-from layerbudget.decisions.shapes.attention import find_attention
-from layerbudget.decisions.shapes.checkpoint import apply_depth, apply_structured, crossed_curves, find_parts, narrow, plan_depth, plan_structured, remove_heads, save_smaller
-from layerbudget.decisions.shapes.mlp import find_mlp
+from layerbudget.planning.costs import base_amount
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 from flap import cut_by_fluctuation
-from layerbudget.models.blocks import layers
 from layerbudget.data.text import calibration
-from layerbudget.evaluation.perplexity import evaluation_set, perplexity
-from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.decisions.shapes.checkpoint import apply_structured, crossed_curves, find_parts, narrow, plan_structured
 from layerbudget.decisions.shapes.directional import plan_shapes_directional
+from layerbudget.evaluation.perplexity import evaluation_set, perplexity
+from layerbudget.models.blocks import layers
+from layerbudget.models.loading import load_model, load_tokenizer
 from structured import flops, seconds
 
 RESULTS = Path(__file__).parent / "results"

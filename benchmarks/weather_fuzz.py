@@ -208,8 +208,8 @@ def _columns(folder: Path) -> None:
 
     import numpy as np
 
-    from layerbudget.plan import Plan
     from layerbudget.decisions.sparsity.plan import plan_sparsity
+    from layerbudget.plan import Plan
     from layerbudget.scores import Scores
     from layerbudget.sensitivity.with_shapes import COLUMNS
     from layerbudget.tables import BlockTable

@@ -239,7 +239,6 @@ def main() -> None:
     import peft  # noqa: F401  (the children are forked: libraries are loaded once)
     import transformers
 
-    import layerbudget.finetuning.finetune
     import layerbudget.decisions.sparsity.apply  # noqa: F401
 
     transformers.utils.logging.set_verbosity_error()

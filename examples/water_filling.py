@@ -12,8 +12,8 @@ import argparse
 
 import numpy as np
 
-from layerbudget.solvers import allocate, round_capacity
 from layerbudget.report.figures import new_figure, save_figure
+from layerbudget.solvers import allocate, round_capacity
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ import numpy as np
 
 from layerbudget.evaluation.paired import compare_means
 from layerbudget.plans.transfer import transfer_scores
-from layerbudget.solvers.transfer import spearman
 from layerbudget.progress import Progress, Steps
+from layerbudget.solvers.transfer import spearman
 
 from .expert_bench import BETAS, ExpertRuns, accuracy_row
 from .outcome import Claim, Outcome

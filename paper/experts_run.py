@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from layerbudget.decisions.experts.plan import plan_experts
 from layerbudget.plan import Plan
-from layerbudget.planning.capacity import plan_experts
 from layerbudget.progress import Progress, Steps
 
 from .expert_bench import BETAS, ExpertRuns, accuracy_row, table, versus

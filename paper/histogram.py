@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from layerbudget.models.blocks import describe, partition
 from layerbudget.data.text import calibration
+from layerbudget.models.blocks import describe, partition
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.sensitivity.gain import score
 

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerbudget.models.blocks import describe
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.data.examples import Example, Task
 from layerbudget.data.tasks import load_task
-from layerbudget.finetuning.rows import Rows
-from layerbudget.records import Block
 from layerbudget.execution.cells import Cells
-from layerbudget.sensitivity.gain import score
+from layerbudget.finetuning.rows import Rows
+from layerbudget.models.blocks import describe
+from layerbudget.records import Block
 from layerbudget.scores import Scores
+from layerbudget.sensitivity.gain import score
 
 from .setting import Setting
 

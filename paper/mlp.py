@@ -19,10 +19,10 @@ import torch
 from scipy.stats import kendalltau, spearmanr
 from torch import nn
 
-from layerbudget.models.blocks import partition
 from layerbudget.errors import MissingDependency
-from layerbudget.progress import Progress, Steps
 from layerbudget.execution.loss import FeatureSet
+from layerbudget.models.blocks import partition
+from layerbudget.progress import Progress, Steps
 from layerbudget.sensitivity.gain import score
 
 from .published import mlp_entries

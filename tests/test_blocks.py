@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from tests import zoo
 from torch import nn
 
-from layerbudget.models.blocks import check_finite, describe, fingerprint, layers, partition, weight_of
 from layerbudget.errors import BadModel, CoverageError, InvalidInput, ModelMismatch, UnknownBlock, UnknownStructure
+from layerbudget.models.blocks import check_finite, describe, fingerprint, layers, partition, weight_of
 from layerbudget.models.loading import DEMO_MODEL, load_model
 from layerbudget.plan import Plan, PlanBlock
 

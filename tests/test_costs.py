@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from layerbudget.planning import costs
-from layerbudget.models.configurations import blocks_from_config
 from layerbudget.errors import CorruptFile, InvalidInput, NotFound, UnknownStructure, UnknownUnit
+from layerbudget.models.configurations import blocks_from_config
+from layerbudget.planning import costs
 from layerbudget.records import Block, Module
 
 MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,

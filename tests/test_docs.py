@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import layerbudget as lb
+from layerbudget.compressors import TREATMENTS
+from layerbudget.compressors.base import QUANTISERS
 from layerbudget.kinds import KINDS
 from layerbudget.planning.rule import RULES, rules_of
 from layerbudget.sensitivity.estimators import ESTIMATORS
-from layerbudget.compressors import TREATMENTS
-from layerbudget.compressors.base import QUANTISERS
 
 ROOT = Path(__file__).parents[1]
 

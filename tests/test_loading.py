@@ -8,8 +8,8 @@ from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.errors import InvalidInput
-from layerbudget.models.loading import describe_place, load_model
 from layerbudget.finetuning.base import classifier_loader
+from layerbudget.models.loading import describe_place, load_model
 
 
 @pytest.fixture

@@ -7,17 +7,17 @@ import json
 import pytest
 import torch
 
-from layerbudget.models.blocks import partition
 from layerbudget.cli import main
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.errors import ModelMismatch
-from layerbudget.models.loading import load_model
-from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.models.provenance import computation, versions
 from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.errors import ModelMismatch
+from layerbudget.models.blocks import partition
+from layerbudget.models.loading import load_model
+from layerbudget.models.provenance import computation, versions
+from layerbudget.scores import Scores
 from layerbudget.sensitivity.estimators import estimators
 from layerbudget.sensitivity.gain import score
-from layerbudget.scores import Scores
 
 
 @pytest.fixture

@@ -9,19 +9,20 @@ import pytest
 
 import layerbudget as lb
 from layerbudget.cli import main
+from layerbudget.decisions.experts.plan import plan_experts
+from layerbudget.decisions.ranks.plan import plan_ranks
+from layerbudget.decisions.ranks.serving import serving_hint
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CorruptFile, InvalidInput
 from layerbudget.exports.tables import blocks_csv, layers_json
-from layerbudget.storage import columns
 from layerbudget.plan import Plan
 from layerbudget.plan_blocks import PlanTable
 from layerbudget.plans.compare import diff_plans
 from layerbudget.plans.explain import explain_plan
-from layerbudget.planning.capacity import plan_experts, plan_ranks
-from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.decisions.ranks.serving import serving_hint
 from layerbudget.records import Block, Module
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.with_shapes import COLUMNS, scores_with_shapes
+from layerbudget.storage import columns
 from layerbudget.tables import BlockTable
 
 K = 60

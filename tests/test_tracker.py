@@ -11,10 +11,10 @@ from tests import zoo
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from layerbudget.models.blocks import partition
 from layerbudget.errors import CoverageError, InvalidInput
-from layerbudget.scores import Scores
 from layerbudget.finetuning.tracker import GainTracker
+from layerbudget.models.blocks import partition
+from layerbudget.scores import Scores
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("accelerate")

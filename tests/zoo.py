@@ -14,13 +14,13 @@ import torch
 import transformers
 from torch import nn
 
-from layerbudget.models import blocks as B
+from layerbudget.compressors.select import share
 from layerbudget.data.calibration import CalibrationSet
+from layerbudget.execution import loss as L
+from layerbudget.models import blocks as B
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.records import Block, Module
-from layerbudget.execution import loss as L
 from layerbudget.scores import Scores
-from layerbudget.compressors.select import share
 
 # --- models ------------------------------------------------------------------------------------------------------------------
 

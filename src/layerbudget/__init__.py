@@ -12,47 +12,47 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and type checkers know it
-    from .models.blocks import partition as partition
-    from .models.configurations import blocks_from_config as blocks_from_config
-    from .decisions.sparsity.by_curves import plan_by_curves as plan_by_curves
-    from .sensitivity.directional.directional import fisher_along as fisher_along
-    from .decisions.sparsity.measure import damage_curves as damage_curves
-    from .decisions.sparsity.sequential import plan_directional as plan_directional
     from .data.calibration import CalibrationSet as CalibrationSet
     from .data.text import calibration as calibration
-    from .doctor import diagnose as diagnose
-    from .evaluation.perplexity import evaluation_set as evaluation_set
-    from .evaluation.perplexity import perplexity as perplexity
-    from .kinds import apply_plan as apply_plan
-    from .models.loading import load_model as load_model
-    from .models.loading import load_tokenizer as load_tokenizer
+    from .decisions.apply import apply_plan as apply_plan
     from .decisions.experts.mixtures import add_experts as add_experts
+    from .decisions.experts.plan import plan_experts as plan_experts
+    from .decisions.joint.plan import plan_joint as plan_joint
+    from .decisions.ranks.plan import plan_ranks as plan_ranks
     from .decisions.ranks.ranks import add_ranks as add_ranks
     from .decisions.ranks.ranks import to_lora_config as to_lora_config
-    from .plan import Plan as Plan
-    from .plans.compare import diff_plans as diff_plans
-    from .plans.explain import explain_plan as explain_plan
-    from .plans.again import plan_again as plan_again
-    from .planning.capacity import plan_experts as plan_experts
-    from .decisions.joint.plan import plan_joint as plan_joint
-    from .planning.capacity import plan_ranks as plan_ranks
-    from .decisions.sparsity.plan import plan_sparsity as plan_sparsity
-    from .plans.compare import sweep as sweep
-    from .plans.transfer import transfer_scores as transfer_scores
-    from .decisions.sparsity.apply import prune as prune
-    from .decisions.sparsity.receipt import recount as recount
-    from .decisions.sparsity.recovery import recover as recover
-    from .decisions.sparsity.save import save_pruned as save_pruned
-    from .sensitivity.certificate import certify_ranking as certify_ranking
-    from .sensitivity.certificate import direct_check as direct_check
-    from .sensitivity.gain import score as score
-    from .sensitivity.importing import import_scores as import_scores
-    from .scores import Scores as Scores
     from .decisions.shapes.depth import plan_depth as plan_depth
     from .decisions.shapes.heads import remove_heads as remove_heads
     from .decisions.shapes.plan import plan_structured as plan_structured
     from .decisions.shapes.shrink import apply_structured as apply_structured
+    from .decisions.sparsity.apply import prune as prune
+    from .decisions.sparsity.by_curves import plan_by_curves as plan_by_curves
+    from .decisions.sparsity.measure import damage_curves as damage_curves
+    from .decisions.sparsity.plan import plan_sparsity as plan_sparsity
+    from .decisions.sparsity.receipt import recount as recount
+    from .decisions.sparsity.recovery import recover as recover
+    from .decisions.sparsity.save import save_pruned as save_pruned
+    from .decisions.sparsity.sequential import plan_directional as plan_directional
+    from .doctor import diagnose as diagnose
+    from .evaluation.perplexity import evaluation_set as evaluation_set
+    from .evaluation.perplexity import perplexity as perplexity
     from .finetuning.tracker import GainTracker as GainTracker
+    from .models.blocks import partition as partition
+    from .models.configurations import blocks_from_config as blocks_from_config
+    from .models.loading import load_model as load_model
+    from .models.loading import load_tokenizer as load_tokenizer
+    from .plan import Plan as Plan
+    from .plans.again import plan_again as plan_again
+    from .plans.compare import diff_plans as diff_plans
+    from .plans.compare import sweep as sweep
+    from .plans.explain import explain_plan as explain_plan
+    from .plans.transfer import transfer_scores as transfer_scores
+    from .scores import Scores as Scores
+    from .sensitivity.certificate import certify_ranking as certify_ranking
+    from .sensitivity.certificate import direct_check as direct_check
+    from .sensitivity.directional.directional import fisher_along as fisher_along
+    from .sensitivity.gain import score as score
+    from .sensitivity.importing import import_scores as import_scores
 
 __version__ = "0.1.0"
 
@@ -66,8 +66,8 @@ _PUBLIC = {
     "Scores": "scores",
     "Plan": "plan",
     "plan_sparsity": "decisions.sparsity.plan",
-    "plan_experts": "planning.capacity",
-    "plan_ranks": "planning.capacity",
+    "plan_experts": "decisions.experts.plan",
+    "plan_ranks": "decisions.ranks.plan",
     "plan_joint": "decisions.joint.plan",
     "plan_again": "plans.again",
     "sweep": "plans.compare",
@@ -85,7 +85,7 @@ _PUBLIC = {
     "plan_depth": "decisions.shapes.depth",
     "plan_structured": "decisions.shapes.plan",
     "apply_structured": "decisions.shapes.shrink",
-    "apply_plan": "kinds",
+    "apply_plan": "decisions.apply",
     "remove_heads": "decisions.shapes.heads",
     "recover": "decisions.sparsity.recovery",
     "to_lora_config": "decisions.ranks.ranks",

@@ -1,12 +1,12 @@
-"""Kinds of plan as data: what a block gets, what its count counts, which way it cuts, and the doors that lead to and from it.
+"""Kinds of plan as data: what a block gets, what its count counts, and which way it cuts. No torch here.
 
-Doors are ``module:function`` strings that are opened when they are used: a plan knows nothing of the rooms that apply it.
-No torch here. A kind of one's own is one object::
+How plans of this package's kinds are made and applied is in :mod:`layerbudget.decisions.apply`. A kind of one's own is one
+object, with its functions in it::
 
     from layerbudget.kinds import KINDS, Kind
 
     KINDS.add("windows", Kind(
-        name="windows", decides="attention window", counts="tokens", apply="my_package.windows:apply",
+        name="windows", decides="attention window", counts="tokens", apply=give_windows,
         summary="a sliding window for every layer",
     ))
 
@@ -16,7 +16,6 @@ or comes with a package that names its module in the entry-point group ``layerbu
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from .errors import InvalidInput
 from .records import Block
 from .registry import Registry
 
-Door = str | Callable[..., Any]
+Call = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,88 +49,84 @@ class Kind:
     counts: str
     summary: str = ""
     harms: bool = False
-    make: Door | None = None
+    make: Call | None = None
     budget: str = "budget"
     predicts: bool = False
-    apply: Door | None = None
+    apply: Call | None = None
     command: str = ""
-
-    def door(self, which: str) -> Callable[..., Any]:
-        """Open ``make`` or ``apply``.
-
-        Raises:
-            InvalidInput: This kind has no such door.
-        """
-        where = getattr(self, which)
-        if where is None:
-            raise InvalidInput(f"A plan of kind {self.name} cannot be {which.rstrip('ey')}ed by one call.", "", self.summary)
-        if not isinstance(where, str):
-            return where
-        module, function = where.split(":")
-        return getattr(importlib.import_module(module, __package__), function)
 
 
 KINDS: Registry[Kind] = Registry("kind of plan", group="layerbudget.kinds")
 for _kind in (
     Kind(
-        name="sparsity", decides="sparsity", counts="pruned parameters", harms=True, budget="sparsity",
-        make="layerbudget.decisions.sparsity.plan:plan_sparsity", apply="layerbudget.decisions.sparsity.apply:prune", summary="a sparsity for every block",
+        name="sparsity",
+        decides="sparsity",
+        counts="pruned parameters",
+        harms=True,
+        budget="sparsity",
+        summary="a sparsity for every block",
         command="layerbudget prune",
     ),
     Kind(
-        name="structured", decides="removed parameters", counts="removed parameters", harms=True,
-        apply="layerbudget.decisions.shapes.shrink:apply_structured", summary="heads, MLP widths and layers to remove: smaller matrices",
+        name="structured",
+        decides="removed parameters",
+        counts="removed parameters",
+        harms=True,
+        summary="heads, MLP widths and layers to remove: smaller matrices",
         command="layerbudget prune",
     ),
     Kind(
-        name="depth", decides="removal", counts="removed parameters", harms=True, apply="layerbudget.decisions.shapes.depth:apply_depth",
+        name="depth",
+        decides="removal",
+        counts="removed parameters",
+        harms=True,
         summary="whole layers to remove",
         command="layerbudget prune",
     ),
     Kind(
-        name="experts", decides="experts", counts="experts of every matrix", budget="total",
-        make="layerbudget.planning.capacity:plan_experts", apply="layerbudget.decisions.experts.mixtures:add_experts", summary="LoRA experts for every block",
+        name="experts",
+        decides="experts",
+        counts="experts of every matrix",
+        budget="total",
+        summary="LoRA experts for every block",
         command="layerbudget finetune",
     ),
     Kind(
-        name="ranks", decides="rank", counts="rank of every matrix", budget="mean_rank",
-        make="layerbudget.planning.capacity:plan_ranks", apply="layerbudget.decisions.ranks.ranks:add_ranks", summary="a LoRA rank for every block",
+        name="ranks",
+        decides="rank",
+        counts="rank of every matrix",
+        budget="mean_rank",
+        summary="a LoRA rank for every block",
         command="layerbudget finetune",
     ),
     Kind(
-        name="bits", decides="bits per weight", counts="bytes", budget="bits", predicts=True,
-        make="layerbudget.decisions.bits.plan:plan_bits", apply="layerbudget.decisions.bits.apply:apply_bits",
+        name="bits",
+        decides="bits per weight",
+        counts="bytes",
+        budget="bits",
+        predicts=True,
         summary="a format for every weight matrix, in whole bytes",
         command="layerbudget quantize",
     ),
     Kind(
-        name="recipe", decides="bits per weight", counts="bytes", predicts=True,
+        name="recipe",
+        decides="bits per weight",
+        counts="bytes",
+        predicts=True,
         summary="a format for every matrix and a LoRA rank for every adapter, in whole bytes; quantize writes its base, "
         "finetune trains its ranks on that, split_recipe gives the two plans",
         command="layerbudget finetune",
     ),
     Kind(
-        name="joint", decides="sparsity", counts="pruned parameters", harms=True,
+        name="joint",
+        decides="sparsity",
+        counts="pruned parameters",
+        harms=True,
         summary="one byte budget for pruning and adapting; split_joint gives the two plans that are applied",
         command="split_joint",
     ),
-):  # fmt: skip
+):
     KINDS.add(_kind.name, _kind)
-
-
-def apply_plan(model: Any, plan: Any, *arguments: Any, **options: Any) -> Any:
-    """Give a model what a plan of any kind says: ``prune``, ``apply_structured``, ``add_ranks``, ..., by the plan's kind.
-
-    Args:
-        model: The model.
-        plan: The plan.
-        *arguments: Passed on.
-        **options: Passed on.
-
-    Raises:
-        InvalidInput: A kind that is applied in more than one step.
-    """
-    return KINDS.find(plan.kind).door("apply")(model, plan, *arguments, **options)
 
 
 def check_kind(kind: str, wanted: Sequence[str], what: str) -> None:

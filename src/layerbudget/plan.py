@@ -13,14 +13,14 @@ import numpy as np
 from typing_extensions import Self
 
 from .errors import CorruptFile, InvalidInput, ModelMismatch
-from .storage import reading
-from .storage.columns import LARGE, Table, matrices_of, names_of
-from .storage.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, Structured, StructuredSettings
 from .kinds import KINDS, by_name, count_of
 from .plan_blocks import PlanBlock as PlanBlock
 from .plan_blocks import PlanTable
 from .records import Block, Record, digest
 from .row_groups import RowGroups
+from .storage import reading
+from .storage.columns import LARGE, Table, matrices_of, names_of
+from .storage.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, Structured, StructuredSettings
 
 _WERE_RULES = {"structured": "measured", "depth": "greedy"}
 
@@ -163,7 +163,8 @@ class Plan(Record):
         """Refuse a model that the plan was not made for.
 
         Args:
-            model: ``{id, revision, digest, ...}`` of the model at hand (:func:`layerbudget.models.blocks.describe`). Where one of the
+            model: ``{id, revision, digest, ...}`` of the model at hand (:func:`layerbudget.models.blocks.describe`). Where one
+            of the
                 two is quantised, the skeletons are compared: a plan made in bfloat16 serves the model in 4 bits and back.
 
         Raises:

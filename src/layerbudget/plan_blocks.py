@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from .records import Block
 from .storage import reading
 from .storage.columns import ColumnsFile, Table, checked, parts_of, single
-from .records import Block
 from .tables import BlockTable
 
 _NUMBERS = {"value": np.float64, "count": np.int64, "numel": np.int64}

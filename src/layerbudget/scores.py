@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .errors import DegenerateScores, InvalidInput
+from .records import Block, Record, digest
 from .storage import reading
 from .storage.columns import LARGE, Numbers, names_of
-from .records import Block, Record, digest
 from .tables import BlockTable, numbers_of
 
 Table = tuple[tuple[float | None, ...], ...]

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from .errors import InvalidInput
+from .records import Block, Module
 from .storage import reading
 from .storage.columns import ColumnsFile, Table, checked, parts_of, single
-from .records import Block, Module
 
 _SIDES = {"d_in": np.int64, "d_out": np.int64, "copies": np.int64, "active": np.int64}
 

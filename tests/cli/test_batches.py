@@ -9,8 +9,8 @@ from tests import zoo
 import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.cli.shared import batch_of
-from layerbudget.plan import Plan
 from layerbudget.execution import memory
+from layerbudget.plan import Plan
 
 FEW = ["--samples", "6", "--length", "24", "--quiet", "--json"]
 

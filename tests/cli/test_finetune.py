@@ -9,8 +9,8 @@ from tests import zoo
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from layerbudget.models.blocks import describe
 from layerbudget.cli import main
+from layerbudget.models.blocks import describe
 
 
 @pytest.fixture

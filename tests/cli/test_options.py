@@ -17,16 +17,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from layerbudget.models.blocks import partition
 from layerbudget.cli import plan as cli_plan
-from layerbudget.models.configurations import blocks_from_config
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InfeasibleBudget, InvalidInput
+from layerbudget.models.blocks import partition
+from layerbudget.models.configurations import blocks_from_config
 from layerbudget.planning.rule import rules_of
+from layerbudget.scores import Scores
 from layerbudget.sensitivity.estimators import SHARED, estimators
 from layerbudget.sensitivity.gain import score
 from layerbudget.sensitivity.noise import subtract_floor
-from layerbudget.scores import Scores
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 CONFIG = {

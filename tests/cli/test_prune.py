@@ -9,10 +9,10 @@ import pytest
 from tests import zoo
 
 from layerbudget.cli import main
+from layerbudget.decisions.ranks.plan import plan_ranks
+from layerbudget.decisions.sparsity.receipt import recount
 from layerbudget.models.loading import load_model
 from layerbudget.plan import Plan
-from layerbudget.planning.capacity import plan_ranks
-from layerbudget.decisions.sparsity.receipt import recount
 from layerbudget.records import Block, Module
 from layerbudget.scores import Scores
 

@@ -16,13 +16,13 @@ from layerbudget.comparison import grid, render, verdict
 from layerbudget.comparison.format_bench import FormatBench
 from layerbudget.comparison.passes import counted
 from layerbudget.comparison.run import compare_scores
-from layerbudget.decisions.bits.sensitivity import rounding_damage
-from layerbudget.data.calibration import CalibrationSet
-from layerbudget.errors import InvalidInput
-from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.planning.rule import shuffled
-from layerbudget.execution.cells import Cells
 from layerbudget.compressors.base import Level, find_quantiser
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits.sensitivity import rounding_damage
+from layerbudget.errors import InvalidInput
+from layerbudget.execution.cells import Cells
+from layerbudget.planning.rule import shuffled
 
 
 @pytest.fixture

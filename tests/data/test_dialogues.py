@@ -6,16 +6,16 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.models.blocks import partition
-from layerbudget.decisions.sparsity.measure import plan_damage
 from layerbudget.data.dialogues import dialogue, format_of
 from layerbudget.data.encoding import IGNORE, encode
 from layerbudget.data.text import calibration
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.measure import plan_damage
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InvalidInput, NotEnoughText
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
-from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.execution.loss import targets_of
+from layerbudget.models.blocks import partition
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 CHATML = TURNS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from layerbudget.models.blocks import partition
 from layerbudget.cli import main
+from layerbudget.decisions.sparsity.receipt import recount
 from layerbudget.demo import run as demo
+from layerbudget.models.blocks import partition
 from layerbudget.models.loading import load_model
 from layerbudget.plan import Plan
-from layerbudget.decisions.sparsity.receipt import recount
 
 
 def test_the_best_row_is_the_one_that_is_saved(tmp_path, monkeypatch, capsys):

@@ -168,9 +168,9 @@ def test_costs_grow_with_the_data_and_name_the_estimator(mistral):
 
 def test_activation_bytes_are_what_autograd_keeps(data):
     """One Linear and a loss on known shapes: the input of the Linear is kept."""
-    from layerbudget.models.blocks import partition
     from layerbudget.doctor.effort import time_pass
     from layerbudget.execution.loss import Batch
+    from layerbudget.models.blocks import partition
 
     model = nn.Sequential(nn.Linear(1000, 10, bias=False))
     batch = Batch(

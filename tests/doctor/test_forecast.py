@@ -7,11 +7,11 @@ import torch
 from tests import zoo
 from transformers import LlamaConfig
 
-from layerbudget.models.blocks import partition
 from layerbudget.cli import main
 from layerbudget.doctor.forecast import VERBS, Speed, forecast, shape_of, time_layer
 from layerbudget.doctor.pricing import long_verbs, price
 from layerbudget.errors import InvalidInput
+from layerbudget.models.blocks import partition
 
 SEVEN = LlamaConfig(
     vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,

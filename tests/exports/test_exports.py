@@ -11,13 +11,13 @@ import yaml
 from tests import zoo
 
 from layerbudget.cli import main
+from layerbudget.decisions.ranks.ranks import adapted_ranks
 from layerbudget.errors import InvalidInput
 from layerbudget.exports.base import EXPORTS, export
 from layerbudget.exports.recipes import llm_compressor, with_levels
-from layerbudget.decisions.ranks.ranks import adapted_ranks
 from layerbudget.plan import Plan, PlanBlock
-from layerbudget.solvers.levels import few_levels
 from layerbudget.records import Block, Module
+from layerbudget.solvers.levels import few_levels
 
 
 @pytest.fixture

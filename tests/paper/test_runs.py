@@ -12,8 +12,8 @@ from tests import task_rows, zoo
 
 import layerbudget as lb
 from layerbudget.errors import NotFound
-from layerbudget.finetuning.protocol import Protocol
 from layerbudget.execution.cells import Cells, Elsewhere
+from layerbudget.finetuning.protocol import Protocol
 from paper import drift_run, expert_bench, experts_run, histogram, influences, pruning_run, setting
 
 

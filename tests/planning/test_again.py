@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from tests import zoo
 
+from layerbudget.decisions.experts.plan import plan_experts
+from layerbudget.decisions.joint.plan import plan_joint, split_joint
+from layerbudget.decisions.ranks.plan import plan_ranks
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch
 from layerbudget.models.configurations import blocks_from_config
 from layerbudget.planning.costs import rank_parameters
-from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch
-from layerbudget.plans.again import plan_again
-from layerbudget.planning.capacity import plan_experts, plan_ranks
-from layerbudget.decisions.joint.plan import plan_joint, split_joint
-from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.planning.terms import smallest_sides
+from layerbudget.plans.again import plan_again
 from layerbudget.scores import Scores
 
 CONFIG = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}

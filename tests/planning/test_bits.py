@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layerbudget.compressors.formats import find_format
+from layerbudget.decisions.bits.plan import RULES, Table, plan_bits
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan
 from layerbudget.plans.compare import diff_plans, sweep
 from layerbudget.plans.explain import explain_plan
-from layerbudget.decisions.bits.plan import RULES, Table, plan_bits
 from layerbudget.records import Block, Module
 from layerbudget.report.sections import plan_details
 from layerbudget.scores import Scores
-from layerbudget.compressors.formats import find_format
 
 NAMES = ["w2-g32", "w3-g32", "w4-g32", "w8-g32", "bf16"]
 

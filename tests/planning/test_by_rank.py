@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from layerbudget.models.configurations import blocks_from_config
+from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.errors import InfeasibleBudget, InvalidInput
+from layerbudget.models.configurations import blocks_from_config
 from layerbudget.plans.compare import diff_plans, sweep
 from layerbudget.plans.explain import explain_plan
-from layerbudget.planning.capacity import plan_ranks
 from layerbudget.scores import Scores
 
 CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -3,19 +3,20 @@
 import numpy as np
 import pytest
 
-from layerbudget.models.configurations import blocks_from_config
-from layerbudget.planning.costs import rank_parameters, unit_cost
+from layerbudget.decisions.experts.plan import plan_experts
+from layerbudget.decisions.joint.plan import plan_joint, split_joint
+from layerbudget.decisions.ranks.plan import plan_ranks
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
+from layerbudget.models.configurations import blocks_from_config
 from layerbudget.plan import Plan
+from layerbudget.planning.costs import rank_parameters, unit_cost
+from layerbudget.planning.rule import rules_of
 from layerbudget.plans.compare import diff_plans, sweep
 from layerbudget.plans.explain import explain_plan
-from layerbudget.planning.capacity import plan_experts, plan_ranks
-from layerbudget.decisions.joint.plan import plan_joint, split_joint
-from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.plans.transfer import transfer_scores
-from layerbudget.planning.rule import rules_of
-from layerbudget.solvers import rules
 from layerbudget.scores import Scores
+from layerbudget.solvers import rules
 
 MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8}  # fmt: skip

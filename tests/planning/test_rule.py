@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 from tests import zoo
 
-from layerbudget.models.blocks import partition
-from layerbudget.errors import InvalidInput
-from layerbudget.planning.capacity import plan_experts, plan_ranks
+from layerbudget.decisions.experts.plan import plan_experts
+from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.errors import InvalidInput
+from layerbudget.models.blocks import partition
 from layerbudget.planning.rule import RULES, Decision, find_rule, rule, rules_of
+from layerbudget.scores import Scores
 from layerbudget.sensitivity import estimators as registry
 from layerbudget.sensitivity.gain import score
 from layerbudget.sensitivity.noise import subtract_floor
-from layerbudget.scores import Scores
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests.planning.test_shapes import make_parts
 
-from layerbudget.errors import InfeasibleBudget
 from layerbudget.decisions.shapes.shape_steps import GONE, ShapeSpace
+from layerbudget.errors import InfeasibleBudget
 
 KINDS = ("heads", "mlp")
 

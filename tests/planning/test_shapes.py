@@ -7,12 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
+from layerbudget.decisions.shapes.parts import Part, amount
+from layerbudget.decisions.shapes.program import plan_shapes
 from layerbudget.errors import InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan
 from layerbudget.plans.compare import diff_plans
 from layerbudget.plans.explain import explain_plan
-from layerbudget.decisions.shapes.parts import Part, amount
-from layerbudget.decisions.shapes.program import plan_shapes
 
 
 def make_parts(layers=3, heads=4, channels=5):

@@ -9,7 +9,8 @@ import subprocess
 import pytest
 from tests import zoo
 
-from layerbudget.planning.capacity import plan_experts, plan_ranks
+from layerbudget.decisions.experts.plan import plan_experts
+from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.records import dumps, write_text
 from layerbudget.report.figures import new_figure, save_figure

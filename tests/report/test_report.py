@@ -4,8 +4,8 @@ import pytest
 from rich.console import Console
 from tests import zoo
 
-from layerbudget.errors import CorruptFile, NotFound
 from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.errors import CorruptFile, NotFound
 from layerbudget.records import dumps, write_text
 from layerbudget.report.figures import damping_sweep, draw_plans, new_figure, overview, save_figure
 from layerbudget.report.page import build_page, write_page

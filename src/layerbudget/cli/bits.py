@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..plan import Plan
-from ..decisions.bits.plan import RULES
-from ..records import to_jsonable
 from ..compressors.base import QUANTISERS
 from ..compressors.formats import FAMILIES, PACKED, find_format
+from ..decisions.bits.plan import RULES
 from ..decisions.bits.runtimes import RUNTIMES, find_runtime
+from ..plan import Plan
+from ..records import to_jsonable
 from .files import say, show_table
 from .progress import progress_bar
 from .shared import DATA, add_data_options, add_out, batch_of, refuse
@@ -59,8 +59,8 @@ def register(verbs: Any) -> None:
 
 def run(a: argparse.Namespace) -> dict[str, Any]:
     """``plan bits``."""
-    from ..storage.parts import clear
     from ..records import check_output
+    from ..storage.parts import clear
 
     for path in filter(None, (a.out, a.save_scores)):
         check_output(path, overwrite=a.overwrite)
@@ -86,9 +86,9 @@ def _again(a: argparse.Namespace) -> Plan:
 
 def _measure(a: argparse.Namespace) -> Plan:
     from ..decisions.bits.jointly import plan_formats
+    from ..decisions.bits.plan import check_bits
     from ..errors import InvalidInput
     from ..models.offload import mapped
-    from ..decisions.bits.plan import check_bits
     from .shared import announce, load
 
     check_bits(a.bits)

@@ -34,8 +34,8 @@ def register(subparsers: Any) -> None:
 
 def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Take each block's Newton step, compare, certify, and say what was certified."""
-    from ..models.blocks import describe, partition
     from ..doctor.pricing import scoring
+    from ..models.blocks import describe, partition
     from ..records import check_output, dumps, to_jsonable, write_text
     from ..sensitivity.certificate import certify_ranking, direct_check, plot_direct_check
     from .outlook import expect, text_of, words_of

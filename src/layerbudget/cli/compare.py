@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..decisions.apply import makers
 from ..errors import InvalidInput
-from ..kinds import KINDS
 from ..plan import Plan
-from ..solvers.utilities import PENALTIES, UTILITIES
 from ..records import to_jsonable
+from ..solvers.utilities import PENALTIES, UTILITIES
 from .files import need_scores, say, show_table
 
 
@@ -26,7 +26,7 @@ def register(verbs: Any) -> None:
     p.set_defaults(handler=run_explain)
     p = verbs.add_parser("sweep", help="a grid of budgets and exponents in one call")
     p.add_argument("scores", metavar="SCORES", help="scores.json")
-    p.add_argument("--kind", choices=tuple(n for n, k in KINDS.all().items() if k.make), default="sparsity")
+    p.add_argument("--kind", choices=tuple(makers()), default="sparsity")
     p.add_argument("--budgets", type=float, nargs="+", required=True, help="sparsities, totals, mean ranks or bits")
     p.add_argument("--exponents", type=float, nargs="+", help="exponents of the weights (default: the rule's)")
     p.add_argument("--rule", help="a rule of that kind of plan, such as by-rank (default: mdl; of bits: choices)")
@@ -69,8 +69,8 @@ def run_diff(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_explain(a: argparse.Namespace) -> dict[str, Any]:
     """``plan explain``."""
-    from ..plans.explain import explain_plan
     from ..planning.codelength import codelengths
+    from ..plans.explain import explain_plan
 
     if a.tokens is not None and a.scores is None:
         raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")

@@ -61,9 +61,9 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Compare, show the ranking and the sentences, leave the files."""
     from ..comparison.render import flat, leave
     from ..comparison.run import compare_scores
+    from ..execution.cells import parse_part
     from ..kinds import KINDS
     from ..records import check_output
-    from ..execution.cells import parse_part
 
     kind = next(k for k in _KINDS if getattr(a, k) is not None)
     KINDS.find(kind)
@@ -136,9 +136,9 @@ def _text_bench(a: argparse.Namespace, kind: str) -> Any:
 def _task_bench(a: argparse.Namespace) -> Any:
     from ..comparison.bench import TaskBench
     from ..data.tasks import load_task
-    from ..models.loading import load_tokenizer
     from ..finetuning.base import classifier_loader
     from ..finetuning.protocol import Protocol
+    from ..models.loading import load_tokenizer
 
     if not a.task:
         raise InvalidInput("Ranks and experts are compared by training them.", "They need a --task.", "Name one.")

@@ -90,12 +90,12 @@ def _loaded(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
 
 def _unloaded(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prices from a configuration, on a machine that may be another one: as fast as this one."""
-    from ..planning.costs import parse_budget
     from ..doctor.forecast import shape_of
     from ..doctor.pace import pace
     from ..errors import UnknownUnit
     from ..models.loading import find_device, held_dtype
     from ..models.machine import free_bytes
+    from ..planning.costs import parse_budget
 
     machine, where = None, "this machine"
     if arguments.machine:
@@ -120,8 +120,8 @@ def _configuration(arguments: argparse.Namespace) -> Any:
     """
     from transformers import AutoConfig
 
-    from ..storage import reading
     from ..models.loading import foreign, resolve
+    from ..storage import reading
 
     path = Path(arguments.model).expanduser()
     where = str(path)

@@ -39,8 +39,8 @@ def register(subparsers: Any) -> None:
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate, show what was measured, with its parameters, and compare where asked."""
-    from ..records import check_output, dumps, write_text
     from ..execution.shares import first, team
+    from ..records import check_output, dumps, write_text
 
     if arguments.tasks and team() is not None:
         raise InvalidInput(

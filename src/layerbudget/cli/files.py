@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..models.configurations import blocks_from_config
 from ..errors import CorruptFile, InvalidInput
-from ..storage import reading
+from ..models.configurations import blocks_from_config
 from ..records import Block
 from ..scores import Scores
 from ..sensitivity.with_shapes import scores_with_shapes
+from ..storage import reading
 
 
 class Leaves:

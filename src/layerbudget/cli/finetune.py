@@ -79,12 +79,12 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import NAMES, load_task
     from ..data.texts import read_texts
-    from ..models.loading import load_tokenizer
+    from ..execution.shares import first
     from ..finetuning.base import classifier_loader
     from ..finetuning.compare import compare, read_result
     from ..finetuning.finetune import finetune
+    from ..models.loading import load_tokenizer
     from ..records import dumps, write_text
-    from ..execution.shares import first
 
     part = _part(arguments)
     if arguments.against:
@@ -208,8 +208,8 @@ def _recounted(arguments: argparse.Namespace, recipe: Any, seed: int) -> dict[st
 
 def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Read the plan, refuse one that was made for another model; return that model too, and what a recipe says of its base."""
-    from ..models.blocks import describe
     from ..kinds import check_kind
+    from ..models.blocks import describe
     from ..models.loading import load_model
     from ..plan import Plan
 

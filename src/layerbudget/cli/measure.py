@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..errors import InvalidInput
 from ..compressors.base import TREATMENTS
+from ..errors import InvalidInput
 from .progress import progress_bar
 from .shared import add_data_options, batch_of, load, say_share
 
@@ -100,8 +100,8 @@ def against_uniform(predicted: float, uniform: float, measured: float | None) ->
 def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
     """What a pattern costs, and its plan."""
     from ..decisions.sparsity.patterned import check_pattern, plan_pattern
-    from ..records import check_output
     from ..execution.shares import first
+    from ..records import check_output
     from .files import show_table
     from .shared import named_values
 
@@ -132,8 +132,8 @@ def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _expect(arguments: argparse.Namespace, model: Any, data: Any, search: str, **options: Any) -> None:
     """Say what the search reaches and what it will cost."""
-    from ..models.blocks import partition
     from ..doctor.pricing import measuring
+    from ..models.blocks import partition
     from .outlook import expect, text_of, words_of
 
     by = arguments.by or "linear"
@@ -161,8 +161,8 @@ def _refuse_unread(arguments: argparse.Namespace) -> None:
 
 def _directional(arguments: argparse.Namespace) -> Any:
     from ..decisions.sparsity.sequential import plan_directional
-    from ..storage.parts import clear
     from ..execution.shares import first
+    from ..storage.parts import clear
     from .shared import named_values
 
     options = {name: getattr(arguments, name) for name in ("passes", "steps", "draws", "trust", "resume", "max_sparsity")}
@@ -187,11 +187,11 @@ def _directional(arguments: argparse.Namespace) -> Any:
 
 def _by_curves(arguments: argparse.Namespace) -> tuple[Any, float, float]:
     """The plan, and what the dense model's curves add up to for it and for uniform."""
-    from ..models.blocks import partition
     from ..decisions.sparsity.by_curves import plan_by_curves
     from ..decisions.sparsity.plan import default_cap
-    from ..records import check_fraction, dumps, write_text
     from ..execution.shares import first
+    from ..models.blocks import partition
+    from ..records import check_fraction, dumps, write_text
 
     cap = max(0.9, default_cap(arguments.sparsity)) if arguments.max_sparsity is None else arguments.max_sparsity
     check_fraction(cap, "max_sparsity", low=arguments.sparsity)

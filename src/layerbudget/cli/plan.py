@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..planning.costs import rank_parameters
 from ..errors import InvalidInput
-from ..storage.columns import Table
 from ..plan import Plan
+from ..planning.costs import rank_parameters
 from ..planning.options import OPTIONS
 from ..planning.rule import rules_of
 from ..records import to_jsonable
 from ..scores import Scores
+from ..storage.columns import Table
 from . import bits, compare, structured
 from .files import Leaves, load_scores, need_scores, read_any, read_curves, read_fixed, read_latency, say, show_table
 from .shared import Renamed, add_out, named_values, refuse
@@ -190,7 +190,7 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_experts(a: argparse.Namespace) -> dict[str, Any]:
     """``plan experts``."""
-    from ..planning.capacity import plan_experts
+    from ..decisions.experts.plan import plan_experts
 
     plan = plan_experts(
         load_scores(a.scores), total=a.total, budget=a.budget, flops_fraction=a.flops_fraction, min_experts=a.min_experts,
@@ -201,7 +201,7 @@ def run_experts(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     """``plan ranks``."""
-    from ..planning.capacity import plan_ranks
+    from ..decisions.ranks.plan import plan_ranks
 
     scores = load_scores(a.scores)
     plan = plan_ranks(

@@ -34,14 +34,14 @@ def register(subparsers: Any) -> None:
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prune, recount, save, and say what is smaller and what is not."""
-    from ..kinds import check_kind
-    from ..plan import Plan
     from ..decisions.sparsity.apply import method_of, other_pruner, prune
     from ..decisions.sparsity.resume import clear_checkpoints
     from ..decisions.sparsity.room import check_room
     from ..decisions.sparsity.save import check_output, save_pruned
-    from ..report.runtime import runtime_box
     from ..execution.shares import first
+    from ..kinds import check_kind
+    from ..plan import Plan
+    from ..report.runtime import runtime_box
 
     plan = Plan.load(arguments.plan)
     check_kind(plan.kind, ("sparsity", *SMALLER), "cannot be pruned")

@@ -25,14 +25,15 @@ def register(subparsers: Any) -> None:
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Round, write, recount from the file."""
+    from ..compressors.base import find_quantiser
+    from ..decisions.bits.plans import formats_of_plan
+    from ..decisions.bits.write import quantise
+    from ..decisions.joint.recipe import bits_of
+    from ..decisions.sparsity.save import check_output
     from ..doctor.pricing import treating
+    from ..plan import Plan
     from ..storage.parts import clear
     from ..storage.writing import check_space
-    from ..plan import Plan
-    from ..decisions.sparsity.save import check_output
-    from ..decisions.bits.plans import bits_of, formats_of_plan
-    from ..decisions.bits.write import quantise
-    from ..compressors.base import find_quantiser
     from .shared import load
 
     plan = bits_of(Plan.load(arguments.plan))

@@ -78,8 +78,8 @@ def _refuse_unread(arguments: argparse.Namespace, chosen: Estimator) -> None:
 
 
 def _imported(arguments: argparse.Namespace) -> Any:
-    from ..models.blocks import describe, partition
     from ..data.text import read_documents
+    from ..models.blocks import describe, partition
     from ..models.loading import load_model
     from ..sensitivity.importing import import_scores
 
@@ -95,9 +95,9 @@ def _imported(arguments: argparse.Namespace) -> Any:
 
 
 def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[str, Any]) -> Any:
-    from ..models.blocks import partition
     from ..data.text import calibration
     from ..doctor.pricing import scoring
+    from ..models.blocks import partition
     from ..sensitivity.gain import score
     from ..sensitivity.noise import subtract_floor
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..plan import Plan
 from ..decisions.shapes.parts import WAYS
 from ..decisions.shapes.zeros import ZEROS
+from ..plan import Plan
 from .progress import progress_bar
 from .shared import add_data_options, add_out, batch_of, load, refuse
 
@@ -55,12 +55,12 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     """``plan structured``."""
     from pathlib import Path
 
-    from ..errors import AlreadyExists, InvalidInput
-    from ..storage.parts import clear
-    from ..records import to_jsonable
-    from ..execution.shares import first
     from ..decisions.shapes.directional import plan_shapes_directional
     from ..decisions.shapes.plan import plan_structured
+    from ..errors import AlreadyExists, InvalidInput
+    from ..execution.shares import first
+    from ..records import to_jsonable
+    from ..storage.parts import clear
 
     if a.out and Path(a.out).exists() and not a.overwrite:
         raise AlreadyExists(f"{a.out} exists already.", "", "Choose another file or pass --overwrite.")
@@ -135,9 +135,9 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
     Raises:
         UnknownStructure: A plain config cannot describe the result; nothing is written.
     """
-    from ..report.runtime import runtime_box
-    from ..execution.shares import first
     from ..decisions.shapes.checkpoint import apply_depth, apply_structured, check_exportable, save_smaller
+    from ..execution.shares import first
+    from ..report.runtime import runtime_box
 
     before = sum(p.numel() for p in model.parameters())
     if plan.kind == "depth":

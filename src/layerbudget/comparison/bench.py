@@ -17,21 +17,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models.blocks import describe, partition, weight_of
 from ..data.calibration import CalibrationSet
 from ..data.examples import Task
 from ..data.text import calibration
+from ..decisions.apply import applier
 from ..errors import CoverageError
 from ..evaluation.perplexity import perplexity, predicted
-from ..kinds import KINDS
 from ..finetuning.base import Loader
 from ..finetuning.finetune import finetune
 from ..finetuning.protocol import Protocol
 from ..finetuning.rows import Rows, is_causal
+from ..models.blocks import describe, partition, weight_of
 from ..plan import Plan
 from ..records import Block
-from ..sensitivity.gain import score
 from ..scores import Scores
+from ..sensitivity.gain import score
 from .passes import counted
 
 
@@ -113,14 +113,12 @@ class TextBench(Scoring):
         try:
             with counted(self.model) as passes:
                 if plan.kind == "sparsity":
-                    receipt = KINDS.find("sparsity").door("apply")(
-                        self.model, plan, self.data(seed), self.method, self.batch_size
-                    )
+                    receipt = applier("sparsity")(self.model, plan, self.data(seed), self.method, self.batch_size)
                     spent = round(receipt.sparsity * sum(b.numel for b in self.blocks))
                     if abs(spent - int(plan.counts.sum())) > len(self.blocks):
                         raise CoverageError(f"{spent} zeros were recounted, {plan.counts.sum()} planned.", "", "")
                 else:
-                    KINDS.find(plan.kind).door("apply")(self.model, plan, self.data(seed))
+                    applier(plan.kind)(self.model, plan, self.data(seed))
                     spent = plan.budget["spent"]
             found = perplexity(self.model, self.windows, batch_size=self.batch_size)
         finally:

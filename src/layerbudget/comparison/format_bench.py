@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from ..decisions.bits.sensitivity import rounding_damage
-from ..data.calibration import CalibrationSet
-from ..errors import InvalidInput
-from ..decisions.bits.plan import ESTIMATOR
-from ..scores import Scores
 from ..compressors.formats import PACKED
+from ..data.calibration import CalibrationSet
 from ..decisions.bits.items import items_of
+from ..decisions.bits.plan import ESTIMATOR
 from ..decisions.bits.runtimes import find_runtime
+from ..decisions.bits.sensitivity import rounding_damage
+from ..errors import InvalidInput
+from ..scores import Scores
 from .bench import TextBench
 
 

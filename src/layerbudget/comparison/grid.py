@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ..decisions.apply import maker
+from ..decisions.bits.plan import RULES as BITS
 from ..errors import InvalidInput, LayerbudgetError
 from ..kinds import KINDS
 from ..plan import Plan
-from ..decisions.bits.plan import RULES as BITS
 from ..planning.rule import Rule, as_rule, rules_of, shuffled
 from ..records import digest
 from ..scores import Scores
@@ -90,7 +91,7 @@ def planned(kind: str, scores: Scores, rule: str | Any, budget: float, options: 
     what = KINDS.find(kind)
     value = int(budget) if what.budget == "total" else budget
     heard = {k: v for k, v in options.items() if k in _BOUNDS or k in find(kind, rule).options}
-    return what.door("make")(scores, **{what.budget: value}, rule=rule, **heard)
+    return maker(kind)(scores, **{what.budget: value}, rule=rule, **heard)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,16 +10,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import InvalidInput
-from ..plan import Plan
 from ..decisions.bits.plan import ESTIMATOR
-from ..progress import Progress, Steps
-from ..models.provenance import versions
-from ..records import Block, Result, digest
+from ..errors import InvalidInput
 from ..execution.cells import Cells
+from ..models.provenance import versions
+from ..plan import Plan
+from ..progress import Progress, Steps
+from ..records import Block, Result, digest
+from ..scores import Scores
 from ..sensitivity.estimators import find_estimator
 from ..sensitivity.importing import import_scores
-from ..scores import Scores
 from .grid import UNIFORM, Grid, make_grid, twins
 from .passes import counted
 from .verdict import corrected, difference, holm, ranking

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models.blocks import partition
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
-from ..records import Block
 from ..execution.backward import Feeding, feed
 from ..execution.shares import Team
 from ..execution.sites import Site
+from ..models.blocks import partition
+from ..records import Block
 from .base import Level, Treatment
 from .select import row_counts, smallest_per_group, smallest_per_row, spread_over_rows
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models.blocks import is_conv1d, transposed, weight_of
 from ..data.calibration import CalibrationSet
-from ..records import Module
 from ..execution.inputs import InputStatistics, Statistic
 from ..execution.walk import Walk
+from ..models.blocks import is_conv1d, transposed, weight_of
+from ..records import Module
 from .base import Level, Treatment
 from .conforming import treated
 from .select import share

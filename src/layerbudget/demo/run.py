@@ -14,24 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from ..models.blocks import fingerprint, partition
-from ..decisions.sparsity.sequential import plan_directional
 from ..data.text import calibration
+from ..decisions.sparsity.apply import prune
+from ..decisions.sparsity.plan import plan_sparsity
+from ..decisions.sparsity.save import save_pruned
+from ..decisions.sparsity.sequential import plan_directional
 from ..errors import AlreadyExists, MissingDependency
 from ..evaluation.perplexity import Evaluation, evaluation_set, perplexity
 from ..evaluation.statistics import ratio
-from ..storage.parts import Parts
+from ..models.blocks import fingerprint, partition
 from ..models.loading import load_model, load_tokenizer
-from ..plan import Plan
-from ..decisions.sparsity.plan import plan_sparsity
-from ..progress import Progress, Steps, say
 from ..models.provenance import computation, versions
-from ..decisions.sparsity.apply import prune
-from ..decisions.sparsity.save import save_pruned
+from ..plan import Plan
+from ..progress import Progress, Steps, say
 from ..records import digest, dumps, made_by, to_jsonable, write_text
 from ..report.figures import overview
-from ..sensitivity.gain import score
 from ..scores import Scores
+from ..sensitivity.gain import score
+from ..storage.parts import Parts
 
 logger = logging.getLogger(__name__)
 

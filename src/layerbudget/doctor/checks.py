@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.blocks import layers, left_out, partition, share_held
 from ..data.calibration import CalibrationSet
 from ..errors import LayerbudgetError, UnknownStructure
+from ..models.blocks import layers, left_out, partition, share_held
 
 SEVERITIES = ("ok", "note", "warning", "problem")
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..models.blocks import partition
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput, LayerbudgetError
-from ..models.machine import free_bytes
 from ..execution.loss import IGNORE
+from ..models.blocks import partition
+from ..models.machine import free_bytes
 from .checks import SEVERITIES, Finding, coverage, mode, ties, tokens, weights
 from .effort import Effort, Pass, efforts, time_pass
 from .trials import attention, determinism, first_batch, padding, visible

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..models.blocks import weight_of
-from ..records import Block
 from ..execution.loss import Batch, logits_of, summed_loss
 from ..execution.modes import prepared
+from ..models.blocks import weight_of
+from ..records import Block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

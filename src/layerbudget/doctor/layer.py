@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..models.blocks import layers, partition
 from ..errors import UnknownStructure
+from ..models.blocks import layers, partition
 from ..records import Module
 
 _TOKENS = 256  # of the timed layer

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.blocks import layers, partition
 from ..data.fitting import check_reads_text
 from ..errors import UnknownStructure
-from ..records import Module
 from ..execution.modes import inference
+from ..models.blocks import layers, partition
+from ..records import Module
 from .forecast import Shape, Speed, shape_of, time_layer
 
 MOST = 1e10  # operations that are spent on timing a real forward

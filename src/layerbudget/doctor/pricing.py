@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from ..compressors.base import QUANTISERS, find_quantiser, find_treatment
 from ..records import Block
 from ..sensitivity.estimators import estimators, find_estimator
-from ..compressors.base import QUANTISERS, find_quantiser, find_treatment
 from .effort import Pass, efforts
 from .forecast import VERBS, Forecast, Shape, Speed, forecast
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..models.blocks import partition
+from ..decisions.shapes.removable import find_parts
 from ..errors import LayerbudgetError, UnknownStructure
 from ..execution.loss import head_of
 from ..execution.sites import owners_of, tracked
+from ..models.blocks import partition
 from ..sensitivity.estimators import estimators
-from ..decisions.shapes.removable import find_parts
 
 
 def refusals(model: nn.Module) -> dict[str, str]:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.blocks import weight_of
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
-from ..records import Block
 from ..execution.loss import Batch, batches, head_of, logits_of, summed_loss
 from ..execution.modes import prepared
 from ..execution.sites import Collector
+from ..models.blocks import weight_of
+from ..records import Block
 from .checks import Finding
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}

@@ -17,9 +17,9 @@ from torch import nn
 
 from ..data.task_files import known_label
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
-from ..storage import hub
 from ..progress import Progress, Steps, say
 from ..records import digest
+from ..storage import hub
 
 Row = dict[str, Any]
 _ENTAILMENT = {"entailment": 0, "not_entailment": 1}

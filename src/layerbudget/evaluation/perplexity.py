@@ -25,11 +25,11 @@ from ..data.encoding import IGNORE
 from ..data.fitting import check_fits
 from ..data.text import calibration
 from ..errors import BadModel, InvalidInput
-from ..progress import Progress, Steps
 from ..execution.divergence import next_tokens, sequence_losses
 from ..execution.loss import head_of
 from ..execution.modes import inference
 from ..execution.shares import team
+from ..progress import Progress, Steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

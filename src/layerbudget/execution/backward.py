@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models.blocks import transposed, weight_of
 from ..errors import CurvatureFailure, InvalidInput
+from ..models.blocks import transposed, weight_of
 from ..records import Block
 from .feeding import Fed, Feeding, Loss, SampledLoss, data_loss
 from .loss import Batch, Data, batches, logits_of

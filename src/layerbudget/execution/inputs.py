@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models.blocks import transposed, weight_of
 from ..errors import CoverageError
+from ..models.blocks import transposed, weight_of
 from ..records import Module
 from .replay import StopForward
 from .shares import team

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..models.blocks import layer_lists
-from ..storage.writing import check_space
 from ..models.machine import SHARE, free_bytes
+from ..storage.writing import check_space
 from .loss import Batch
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.blocks import layers
 from ..errors import CoverageError
+from ..models.blocks import layers
 
 Inputs = Mapping[str, torch.Tensor]
 

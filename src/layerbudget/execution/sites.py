@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.blocks import is_conv1d, pretrained, weight_of
 from ..errors import CoverageError
+from ..models.blocks import is_conv1d, pretrained, weight_of
 from ..records import Block
 from .modes import prepared
 

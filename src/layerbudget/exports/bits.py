@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from ..plan import Plan
+from ..compressors.rounding_packages import need_gguf
+from ..decisions.bits.export_recipes import dynamic, layer_config, tensor_types
 from ..decisions.bits.gguf_names import names_by_map
 from ..decisions.bits.plans import formats_of_plan
-from ..decisions.bits.export_recipes import dynamic, layer_config, tensor_types
-from ..compressors.rounding_packages import need_gguf
+from ..plan import Plan
 
 
 def llama_cpp(plan: Plan) -> str:

@@ -6,11 +6,11 @@ import dataclasses
 
 import numpy as np
 
+from ..decisions.sparsity.apply import method_of, other_pruner
+from ..decisions.sparsity.export import recipe
 from ..plan import Plan
 from ..solvers.counts import round_parameters
 from ..solvers.levels import few_levels
-from ..decisions.sparsity.apply import method_of, other_pruner
-from ..decisions.sparsity.export import recipe
 
 
 def with_levels(plan: Plan, levels: int) -> tuple[Plan, float]:

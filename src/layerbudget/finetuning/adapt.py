@@ -10,12 +10,12 @@ from torch import nn
 
 from ..data.examples import Task
 from ..data.texts import Texts
+from ..decisions.experts.mixtures import add_experts
+from ..decisions.ranks.ranks import add_ranks
 from ..errors import InvalidInput
 from ..plan import Plan
 from .initialise import initialise_from_gradients, task_gradients
-from ..decisions.experts.mixtures import add_experts
 from .protocol import Protocol
-from ..decisions.ranks.ranks import add_ranks
 from .rows import Rows, is_causal
 from .text_rows import TextRows
 

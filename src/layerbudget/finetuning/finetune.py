@@ -19,19 +19,19 @@ from torch import nn
 
 from ..data.examples import Task
 from ..data.texts import Texts
+from ..decisions.ranks.ranks import fold_scales
 from ..errors import InvalidInput
 from ..evaluation import statistics
-from ..storage.writing import check_space, real, whole
-from ..plan import Plan
-from ..models.provenance import computation, versions
-from ..records import dumps, made_by, write_text
 from ..execution.shares import by_first, first, team
+from ..models.provenance import computation, versions
+from ..plan import Plan
+from ..records import dumps, made_by, write_text
+from ..storage.writing import check_space, real, whole
 from . import seeds as seeds_of
 from . import sft, sharding
 from .adapt import started
 from .base import Loader, NamedLoader
 from .protocol import Protocol
-from ..decisions.ranks.ranks import fold_scales
 from .rows import Rows
 from .steps import logging_before_saving, mean_loss
 from .text_rows import TextRows, answers_of, rows_of

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..data.calibration import CalibrationSet
+from ..decisions.ranks.targets import base_name, leaf
 from ..errors import CoverageError
 from .rows import Rows
-from ..decisions.ranks.targets import base_name, leaf
 from .text_rows import TextRows
 
 START_SAMPLES = 128

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..errors import BadModel, NotFound
-from ..storage import reading
 from ..models.loading import foreign
+from ..storage import reading
 
 
 class AdapterFile(msgspec.Struct):
@@ -24,7 +24,8 @@ class AdapterFile(msgspec.Struct):
 def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -> Any:
     """The model with a saved adapter, in evaluation mode; every tensor of the file is in it.
 
-    ``PeftModel.from_pretrained`` knows mixtures of experts only after ``import layerbudget.decisions.experts`` and only warns where
+    ``PeftModel.from_pretrained`` knows mixtures of experts only after ``import layerbudget.decisions.experts`` and only warns
+    where
     tensors find no place; both are seen to here.
 
     Args:

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ..decisions.ranks.plan import ALPHA_POLICIES
 from ..errors import InvalidInput
 
 STARTS = ("default", "gradients")
 DEVICES = ("auto", "cpu", "cuda")
 TRAINERS = ("own", "trl")
-ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 r"""Plan while training: once, after a fraction of the steps, move ranks or experts to where the gain is now.
 
-The gain is read from the optimiser, at no cost (:mod:`layerbudget.sensitivity.moments`): the damped gain with the diagonal empirical
+The gain is read from the optimiser, at no cost (:mod:`layerbudget.sensitivity.moments`): the damped gain with the diagonal
+empirical
 Fisher in adapter space, one damping for all modules, *above its noise floor*. The plan is then made again as it was made
 (:func:`layerbudget.planning.plan_again`): same budget in the same unit, same floors, caps, multiples, fixed blocks and
 exponents.
@@ -25,14 +26,14 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..decisions.ranks import targets
 from ..errors import CoverageError, InvalidInput, LayerbudgetError
-from ..storage import reading
 from ..plan import Plan, PlanBlock
 from ..plans.again import plan_again
 from ..records import Block, Module, dumps, write_text
-from ..sensitivity.moments import Moments, excess_weights, moment_gains, optimizer_moments
 from ..scores import Scores
-from ..decisions.ranks import targets
+from ..sensitivity.moments import Moments, excess_weights, moment_gains, optimizer_moments
+from ..storage import reading
 
 logger = logging.getLogger(__name__)
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -79,7 +80,8 @@ def resize(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[s
     """Give every adapted module a new rank or number of experts, in place, with the optimiser's state.
 
     Args:
-        model: A model adapted by :func:`~layerbudget.decisions.ranks.ranks.add_ranks` or :func:`~layerbudget.decisions.experts.mixtures.add_experts`.
+        model: A model adapted by :func:`~layerbudget.decisions.ranks.ranks.add_ranks` or
+            :func:`~layerbudget.decisions.experts.mixtures.add_experts`.
         optimizer: The optimiser that trains it.
         counts: New rank or experts by module, at least 1 (a module that PEFT never wrapped cannot gain an adapter here).
         adapter: Name of the adapter.

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AlreadyExists, CorruptFile
+from ..execution.shares import first, team
+from ..records import dumps, write_text
 from ..storage import folders, reading
 from ..storage.writing import check_writable
-from ..records import dumps, write_text
-from ..execution.shares import first, team
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -2,7 +2,8 @@
 
 Rows come tokenised, with ``labels`` of -100 where nothing is learned, so that TRL prepares nothing: it draws them in the order
 of the seed, pads them by its own collator (packs, which have positions of their own, by that of
-:mod:`layerbudget.finetuning.text_rows`), and takes its own loss. Numbers of the run are the protocol's; TRL's own defaults (bfloat16,
+:mod:`layerbudget.finetuning.text_rows`), and takes its own loss. Numbers of the run are the protocol's; TRL's own defaults
+(bfloat16,
 checkpointing, truncation) do not apply.
 """
 

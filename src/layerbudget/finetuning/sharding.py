@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..models.blocks import layers
 from ..errors import InvalidInput
 from ..execution.shares import team
+from ..models.blocks import layers
 
 _UNHEARD = {  # variables of the launcher that would change what is trained or written
     "FSDP_OFFLOAD_PARAMS": "--fsdp_offload_params", "FSDP_ACTIVATION_CHECKPOINTING": "--fsdp_activation_checkpointing",

@@ -1,7 +1,8 @@
 r"""Gains during fine-tuning, from gradients that are there anyway (the paper's future work iii).
 
 Adam keeps running means of every trainable parameter's gradient and of its square: a mean gradient and a diagonal Fisher for
-nothing (:mod:`layerbudget.sensitivity.moments`). Gains are in units of the Fisher of *one step's* mean gradient; the tokens of a
+nothing (:mod:`layerbudget.sensitivity.moments`). Gains are in units of the Fisher of *one step's* mean gradient; the tokens of
+a
 step are a common factor that no weight depends on. Gradients are read as the optimizer gets them, after clipping. Without
 Adam the same two means are kept by the tracker itself.
 """
@@ -19,14 +20,14 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from ..models.blocks import describe, layers
 from ..errors import CoverageError, InvalidInput
+from ..models.blocks import describe, layers
+from ..records import Block, Module, to_jsonable
+from ..scores import Scores
+from ..sensitivity.moments import Moments, corrected, excess_weights, moment_gains, optimizer_moments
 from ..solvers import allocate
 from ..solvers.rounding import round_capacity
 from ..solvers.transfer import transfer_allocation
-from ..records import Block, Module, to_jsonable
-from ..sensitivity.moments import Moments, corrected, excess_weights, moment_gains, optimizer_moments
-from ..scores import Scores
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 
 from ..errors import CorruptFile, InvalidInput, NotFound, UnknownStructure
-from ..storage import reading
 from ..records import Block, Module
+from ..storage import reading
 
 
 def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "layer") -> tuple[Block, ...]:

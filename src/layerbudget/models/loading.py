@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .blocks import check_finite, known_finite, pretrained
 from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound, UnknownStructure
 from ..storage import hub, reading
+from .blocks import check_finite, known_finite, pretrained
 from .machine import SHARE, free_bytes
 from .offload import load_mapped, mapped
 

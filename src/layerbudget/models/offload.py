@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .blocks import layer_lists
 from ..errors import BadModel, CorruptFile, CoverageError, UnknownStructure
+from .blocks import layer_lists
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Mapped] = weakref.WeakKeyDictionary()
 

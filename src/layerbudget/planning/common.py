@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidInput, UnknownBlock
-from ..storage.columns import names_of
 from ..plan import Plan
 from ..plan_blocks import planned
-from ..solvers.inputs import Vector
-from ..solvers.solution import Solution
 from ..records import Block, to_jsonable
 from ..scores import Scores
+from ..solvers.inputs import Vector
+from ..solvers.solution import Solution
+from ..storage.columns import names_of
 from ..tables import BlockTable
 from .options import CONSTANTS
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnknownUnit
-from ..storage.columns import names_of
 from ..records import Block
+from ..storage.columns import names_of
 from ..tables import BlockTable, numbers_of
 
 Vector = np.ndarray

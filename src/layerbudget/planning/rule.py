@@ -16,8 +16,6 @@ The decorator registers it; so does an entry point of the group ``layerbudget.ru
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidInput
-from ..solvers.inputs import Vector
-from ..solvers.solution import Solution
 from ..records import Block
 from ..registry import Registry
 from ..scores import Scores
+from ..solvers.inputs import Vector
+from ..solvers.solution import Solution
 from .options import DEFAULTS
 
 
@@ -206,15 +204,8 @@ def rule(
     return add
 
 
-@functools.cache
-def _load() -> None:
-    """Register the rules of this package."""
-    importlib.import_module(".rules", __package__)
-
-
 def rules_of(kind: str) -> dict[str, Rule]:
     """Rules of a kind of plan by name, the default (``mdl``) first."""
-    _load()
     known = RULES[kind].all() if kind in RULES else {}
     return {name: known[name] for name in sorted(known, key=lambda name: name != "mdl")}
 

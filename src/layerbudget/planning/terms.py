@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .costs import Budget, amount_of, unit_cost
 from ..errors import InvalidInput
 from ..plan import Plan
-from ..solvers.inputs import Vector, bound_vector, number
 from ..records import Block
 from ..scores import Scores
+from ..solvers.inputs import Vector, bound_vector, number
 from ..tables import BlockTable
 from .common import blocks_of, matching, record_of
+from .costs import Budget, amount_of, unit_cost
 from .rule import Problem
 
 # Options of the price, and the units of budgets that read them.

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..planning.costs import UNITS, Budget, rank_parameters
 from ..errors import InvalidInput, ModelMismatch
 from ..plan import Plan
-from ..scores import Scores
 from ..planning.capacity import decide
+from ..planning.costs import UNITS, Budget, rank_parameters
 from ..planning.rule import Rule, find_rule
 from ..planning.terms import Terms
+from ..scores import Scores
 
 
 def plan_again(

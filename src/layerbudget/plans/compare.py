@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from ..decisions.apply import maker, makers
+from ..decisions.ranks.rule import increments_of
 from ..errors import ModelMismatch
 from ..kinds import KINDS
 from ..plan import Plan
-from ..solvers.inputs import Vector, choice
-from ..solvers.transfer import spearman
 from ..records import Result
 from ..scores import Scores
-from ..decisions.ranks.rule import increments_of
+from ..solvers.inputs import Vector, choice
+from ..solvers.transfer import spearman
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,14 +128,14 @@ def sweep(
         **options: Passed on to the ``plan_*`` function.
 
     """
-    what = KINDS.find(choice(kind, "kind", tuple(n for n, k in KINDS.all().items() if k.make)))
-    maker = what.door("make")
+    what = KINDS.find(choice(kind, "kind", tuple(makers())))
+    make = maker(what.name)
     damping, smoothing = options.get("damping"), options.get("smoothing") or 0.0
     q = np.zeros(0) if what.predicts else scores.weights(damping, smoothing=smoothing)
     rows = []
     for budget in budgets:
         for exponent in exponents or (None,):
-            plan = maker(scores, **{what.budget: budget}, exponent=exponent, **options)
+            plan = make(scores, **{what.budget: budget}, exponent=exponent, **options)
             worth = increments_of(scores, damping) if plan.rule.startswith("by-rank") else None
             rows.append(_row(plan, budget, plan.hyperparameters.get("exponent"), q, worth))
     more, better = (1.0 if what.harms else -1.0), (-1.0 if what.harms or what.predicts else 1.0)

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..kinds import KINDS
-from ..plan import Plan
-from ..records import Result
-from ..scores import Scores
-from ..planning.codelength import codelengths
 from ..decisions.joint.recipe import sentences as of_recipe
 from ..decisions.ranks.serving import serving_hint
+from ..kinds import KINDS
+from ..plan import Plan
+from ..planning.codelength import codelengths
+from ..records import Result
+from ..scores import Scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

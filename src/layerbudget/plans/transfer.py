@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..planning.costs import amount_of, parse_budget, unit_cost
+from ..decisions.sparsity.plan import default_cap
 from ..errors import InvalidInput, ModelMismatch
+from ..planning.costs import amount_of, parse_budget, unit_cost
+from ..scores import Scores
 from ..solvers.inputs import choice
 from ..solvers.transfer import Transfer, transfer_allocation, transfer_sparsity
 from ..solvers.utilities import Function
-from ..scores import Scores
-from ..decisions.sparsity.plan import default_cap
 
 
 def transfer_scores(

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import MissingDependency
-from ..storage.writing import write_bytes
 from ..plan import Plan
 from ..scores import Scores
+from ..storage.writing import write_bytes
 
 INK, ACCENT, MUTED, ALERT = "#1f2933", "#0b7285", "#adb5bd", "#d9480f"
 

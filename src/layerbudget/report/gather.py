@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LayerbudgetError, NotFound
-from ..storage import reading
 from ..plan import Plan
 from ..scores import Scores
+from ..storage import reading
 
 # Files of a checkpoint or of a run that are no results.
 _PASSED = (

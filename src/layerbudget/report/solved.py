@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..decisions.experts.plan import plan_experts
+from ..decisions.ranks.plan import plan_ranks
+from ..decisions.sparsity.plan import default_cap, plan_sparsity
 from ..errors import LayerbudgetError
-from ..planning.capacity import plan_experts, plan_ranks
-from ..decisions.sparsity.plan import plan_sparsity
-from ..decisions.sparsity.plan import default_cap
 from ..scores import Scores
 
 EXPONENTS = (0.0, 0.5, 1.0, 2.0)

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..models.blocks import is_conv1d, weight_of
 from ..errors import CoverageError, InvalidInput, UnknownStructure
-from ..progress import Progress, Steps
-from ..records import Block
 from ..execution.divergence import sequence_losses
 from ..execution.loss import IGNORE, Batch, Data, batches, logits_of
 from ..execution.modes import inference
 from ..execution.replay import Replay, Trace
-from .curvature.common import check_inputs, record
+from ..models.blocks import is_conv1d, weight_of
+from ..progress import Progress, Steps
+from ..records import Block
 from ..scores import Scores
+from .curvature.common import check_inputs, record
 
 
 def ratio_of_sums(values: np.ndarray, counts: np.ndarray) -> tuple[float, float | None]:

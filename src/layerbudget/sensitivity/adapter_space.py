@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from ..errors import CoverageError, InvalidInput
-from ..progress import Progress, Steps
-from ..records import Block
 from ..execution.backward import Feeding, feed
 from ..execution.loss import Data, token_count
 from ..execution.sites import Site, refuse_direct
+from ..progress import Progress, Steps
+from ..records import Block
+from ..scores import Scores
 from .curvature import common, fisher
 from .curvature.gram import real_type
 from .curvature.inner import InnerProducts
-from ..scores import Scores
 
 
 class _Started(InnerProducts):

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models.blocks import is_conv1d, weight_of
 from ..errors import InvalidInput, MissingDependency
+from ..execution.loss import Data, logits_of, summed_loss, token_count
+from ..models.blocks import is_conv1d, weight_of
 from ..progress import Progress, Steps
 from ..records import Block
-from ..execution.loss import Data, logits_of, summed_loss, token_count
 from .curvature.common import check_damping, check_inputs
 from .curvature.gram import chunks, collect_rows
 from .curvature.inner import inner

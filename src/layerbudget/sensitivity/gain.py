@@ -13,18 +13,18 @@ from typing import Any
 
 from torch import nn
 
-from ..models import blocks as model_blocks
 from ..data.fitting import check_fits
 from ..errors import InvalidInput
-from ..progress import Progress
-from ..models.provenance import computation, versions
-from ..records import Block
 from ..execution.loss import Data
 from ..execution.shares import team
+from ..models import blocks as model_blocks
+from ..models.provenance import computation, versions
+from ..progress import Progress
+from ..records import Block
+from ..scores import Scores
 from . import stages
 from .estimators import find_estimator
 from .kept import Kept
-from ..scores import Scores
 
 logger = logging.getLogger(__name__)
 _OF_ADAPTERS = ("adapter", "rank-gain")

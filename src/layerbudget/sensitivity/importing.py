@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import CorruptFile, InvalidInput, NotFound
-from ..storage import reading
 from ..records import Block
 from ..scores import Scores
+from ..storage import reading
 
 _NAME_KEYS = ("name", "block", "layer", "module")
 _LAYER = re.compile(r"\.(\d+)(?:\.|$)")

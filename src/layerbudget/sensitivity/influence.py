@@ -20,16 +20,16 @@ from torch import nn
 
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
-from ..progress import Progress, Steps
-from ..records import Block
 from ..execution.backward import feed
 from ..execution.loss import IGNORE, Batch, batches
 from ..execution.sites import tracked
+from ..progress import Progress, Steps
+from ..records import Block
+from ..scores import Scores
 from .curvature.common import check_inputs, record
 from .curvature.gram import Sketch, real_type
 from .curvature.inner import InnerProducts
 from .datainf import AGGREGATIONS, Influence, aggregate, influence_table
-from ..scores import Scores
 
 MODES = ("parity", "clean")
 _ATTENTION = re.compile(r"self_attn|attn|attention")

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..storage.parts import Parts
 from ..records import Block
+from ..storage.parts import Parts
 
 
 class Kept:

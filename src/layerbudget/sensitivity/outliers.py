@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models.blocks import is_conv1d, weight_of
 from ..errors import CoverageError, InvalidInput
-from ..progress import Progress, Steps
-from ..records import Block
 from ..execution.loss import Data, FeatureSet, pad_right
 from ..execution.modes import prepared
 from ..execution.sites import owners_of
-from .curvature.common import check_inputs, record
+from ..models.blocks import is_conv1d, weight_of
+from ..progress import Progress, Steps
+from ..records import Block
 from ..scores import Scores
+from .curvature.common import check_inputs, record
 
 
 @contextlib.contextmanager

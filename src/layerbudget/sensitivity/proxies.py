@@ -1,6 +1,7 @@
 """Every proxy score under one roof: what other papers rank layers by, in the same record as the gain.
 
-``gradient norm`` lives with the curvatures (:mod:`layerbudget.sensitivity.gain`), LayerIF in :mod:`layerbudget.sensitivity.influence`.
+``gradient norm`` lives with the curvatures (:mod:`layerbudget.sensitivity.gain`), LayerIF in
+:mod:`layerbudget.sensitivity.influence`.
 """
 
 from __future__ import annotations

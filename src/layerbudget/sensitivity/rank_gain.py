@@ -23,18 +23,18 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput
-from ..progress import Progress, Steps
-from ..records import Block
 from ..execution.backward import Feeding, Loss, SampledLoss, feed
 from ..execution.loss import Batch, Data, batches, token_count
 from ..execution.shares import Team, team
 from ..execution.sites import Site, refuse_direct
+from ..progress import Progress, Steps
+from ..records import Block
+from ..scores import Scores
 from .curvature import common
 from .curvature.gram import real_type
 from .curvature.kronecker import Sums, Tokens, collect, factors_of
 from .curvature.whitened import Spectrum, of_halves, whitened
 from .kept import Kept, matrices_of
-from ..scores import Scores
 
 CURVATURES = ("none", "kfac")
 

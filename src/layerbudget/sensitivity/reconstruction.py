@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models.blocks import is_conv1d, layers, transposed, weight_of
 from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput
-from ..progress import Progress, Steps
-from ..records import Block, Module, check_fraction
 from ..execution.inputs import InputStatistics, Statistic
 from ..execution.loss import Data, pad_right
 from ..execution.modes import inference
 from ..execution.walk import Walk
-from .curvature.common import check_inputs, record
+from ..models.blocks import is_conv1d, layers, transposed, weight_of
+from ..progress import Progress, Steps
+from ..records import Block, Module, check_fraction
 from ..scores import Scores
+from .curvature.common import check_inputs, record
 
 
 def removal_error(weight: torch.Tensor, gram: torch.Tensor, share: float = 0.5, width: int = 128) -> float:

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models.blocks import describe, weight_of
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
-from ..progress import Progress, Steps
+from ..models.blocks import describe, weight_of
 from ..models.provenance import computation, versions
+from ..progress import Progress, Steps
 from ..records import Block
 from ..scores import Scores
 

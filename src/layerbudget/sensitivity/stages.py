@@ -20,19 +20,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..models import blocks as model_blocks
 from ..errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
+from ..execution.loss import Data, FeatureSet
+from ..models import blocks as model_blocks
+from ..models.provenance import computation, versions
+from ..progress import Progress, Steps
+from ..records import Block, digest, dumps, read_json, write_text
+from ..scores import Scores
 from ..storage import reading
 from ..storage.folders import checksum
 from ..storage.parts import Parts
 from ..storage.writing import new_file, sweep
-from ..progress import Progress, Steps
-from ..models.provenance import computation, versions
-from ..records import Block, digest, dumps, read_json, write_text
-from ..execution.loss import Data, FeatureSet
 from .curvature import gram
 from .curvature.inner import inner
-from ..scores import Scores
 
 logger = logging.getLogger(__name__)
 

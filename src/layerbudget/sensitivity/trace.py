@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..progress import Progress, Steps
-from ..records import Block
 from ..execution.backward import Feeding, feed
 from ..execution.loss import Batch, Data
 from ..execution.shares import Team
 from ..execution.sites import Site
+from ..progress import Progress, Steps
+from ..records import Block
+from ..scores import Scores
 from .ablation import over_sequences
 from .curvature.common import check_inputs
 from .curvature.gram import token_counts
-from ..scores import Scores
 
 
 def square_norms(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

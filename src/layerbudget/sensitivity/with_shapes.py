@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 
 from ..errors import CorruptFile, InvalidInput
+from ..scores import Scores
 from ..storage import reading
 from ..storage.columns import LARGE
 from ..tables import BlockTable
-from ..scores import Scores
 
 COLUMNS = ("name", "score", "d_in", "d_out")
 _AT_ONCE = 1 << 15

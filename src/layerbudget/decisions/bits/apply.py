@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from ...models.blocks import check_finite, describe
 from ...data.calibration import CalibrationSet
+from ...models.blocks import check_finite, describe
 from ...plan import Plan
+from .plans import formats_of_plan
 from .storing import Stored, store
-from .plans import bits_of, formats_of_plan
 
 Progress = Callable[[int, int], None]
 
@@ -45,7 +45,6 @@ def apply_bits(
         InvalidInput: A plan of another kind, an unknown method, or missing data.
         BadModel: Weights that are not finite.
     """
-    plan = bits_of(plan)
     formats = formats_of_plan(plan)
     plan.validate(describe(model))
     check_finite(model)

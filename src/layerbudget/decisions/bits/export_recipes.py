@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import InvalidInput
 from ...compressors.formats import GGUF, PACKED, Format, find_format
+from ...errors import InvalidInput
 
 GPTQ_BITS = (2, 3, 4, 8)
 

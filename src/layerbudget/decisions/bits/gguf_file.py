@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...models.blocks import config_of, layers
-from ...errors import CoverageError, InvalidInput
-from ...models.offload import mapped
 from ...compressors.formats import find_format
 from ...compressors.rounding import Rounded
 from ...compressors.rounding_packages import need_gguf
+from ...errors import CoverageError, InvalidInput
+from ...models.blocks import config_of, layers
+from ...models.offload import mapped
+from .gguf_names import add_numbers, add_vocabulary
 from .storing import Piece
 from .written import PERMUTED, architecture, tensor_names
-from .gguf_names import add_numbers, add_vocabulary
 
 Turn = Callable[[torch.Tensor, int], torch.Tensor]
 

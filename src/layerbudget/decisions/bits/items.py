@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from ...models.blocks import layers, partition, pretrained, weight_of
-from ...errors import InvalidInput, UnknownBlock
-from ...records import Block, Module, natural_key
 from ...compressors.formats import ALIGNMENT, GGUF
+from ...errors import InvalidInput, UnknownBlock
+from ...models.blocks import layers, partition, pretrained, weight_of
+from ...records import Block, Module, natural_key
 from .runtimes import Runtime
 
 

@@ -16,26 +16,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...models.blocks import describe
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError
-from ...storage.parts import Parts
-from ...models.offload import mapped
-from ...plan import Plan
-from .plan import BASELINES, check_bits, plan_bits, plan_of_formats
-from ...progress import Progress, say
-from ...models.provenance import computation, versions
-from ...records import Block, digest, to_jsonable
 from ...execution.divergence import next_tokens, sequence_losses
 from ...execution.loss import IGNORE, pad_right, unlabelled
 from ...execution.modes import inference
+from ...models.blocks import describe
+from ...models.offload import mapped
+from ...models.provenance import computation, versions
+from ...plan import Plan
+from ...progress import Progress, say
+from ...records import Block, digest, to_jsonable
 from ...scores import Scores
-from .items import modules_by_name
-from .storing import store
 from ...sensitivity.directional.originals import Originals
-from .sensitivity import check_budget, rounding_damage
+from ...storage.parts import Parts
+from .items import modules_by_name
+from .plan import BASELINES, check_bits, plan_bits, plan_of_formats
 from .rounding_bench import mean_and_error
 from .rounding_steps import stepped
+from .sensitivity import check_budget, rounding_damage
+from .storing import store
 
 BESIDE = ("uniform", "mix")
 

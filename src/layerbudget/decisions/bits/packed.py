@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.blocks import config_of, layers, matrix_of, pretrained, weight_of
-from ...errors import BadModel, CoverageError, InvalidInput
-from ...models.loading import load_model
-from ...models.machine import SHARE, free_bytes
 from ...compressors.formats import Format, find_format
 from ...compressors.rounding import Rounded
 from ...compressors.rounding_packages import need_packing
-from .storing import Piece
+from ...errors import BadModel, CoverageError, InvalidInput
+from ...models.blocks import config_of, layers, matrix_of, pretrained, weight_of
+from ...models.loading import load_model
+from ...models.machine import SHARE, free_bytes
 from .receipt import PARTS
 from .shards import Shards
+from .storing import Piece
 
 ZERO_POINTS = "transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."
 

@@ -1,7 +1,8 @@
 """From the damage of every format to a plan of bits: the exact program, and what people do without one. No torch.
 
 A record of the estimator ``rounding`` holds, for every block and format, the exact bytes and the damage with its standard error
-(:mod:`layerbudget.decisions.bits.sensitivity`). A plan gives every block one format: ``value`` is its bits per weight, everything counted,
+(:mod:`layerbudget.decisions.bits.sensitivity`). A plan gives every block one format: ``value`` is its bits per weight,
+everything counted,
 ``count`` its bytes.
 """
 
@@ -14,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ...planning.costs import parse_budget
 from ...errors import InfeasibleBudget, InvalidInput, UnknownUnit
 from ...plan import Plan, PlanBlock
-from ...solvers.choices import Choice, choose, near_ties
+from ...planning.costs import parse_budget
 from ...records import Block
 from ...scores import Scores
+from ...solvers.choices import Choice, choose, near_ties
 from .by_format import ends, mix, uniform
 
 ESTIMATOR = "rounding"

@@ -7,12 +7,6 @@ from collections.abc import Mapping
 from ...errors import InvalidInput
 from ...kinds import check_kind
 from ...plan import Plan
-from ..joint.recipe import KIND, split_recipe
-
-
-def bits_of(plan: Plan) -> Plan:
-    """The plan of bits in a recipe; another plan as it is."""
-    return split_recipe(plan)[0] if plan.kind == KIND else plan
 
 
 def formats_of_plan(plan: Plan) -> Mapping[str, str]:

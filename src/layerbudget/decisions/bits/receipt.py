@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ...compressors.rounding_packages import need_gguf
 from ...errors import CorruptFile, CoverageError
 from ...plan import Plan
 from ...records import Record
-from ...compressors.rounding_packages import need_gguf
 
 PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 

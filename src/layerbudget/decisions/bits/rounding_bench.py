@@ -9,20 +9,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...models.blocks import weight_of
+from ...compressors.base import Level
+from ...compressors.formats import Format
+from ...compressors.treating import Found, Job, Treating
 from ...data.calibration import CalibrationSet
-from ...progress import Progress, Steps
-from ...records import Block
 from ...execution.divergence import Meter
 from ...execution.inputs import Statistic
 from ...execution.modes import inference
 from ...execution.walk import Walk
-from ...compressors.base import Level
-from ...compressors.formats import Format
+from ...models.blocks import weight_of
+from ...progress import Progress, Steps
+from ...records import Block
+from ...sensitivity.directional.originals import Originals
 from .items import layer_index
 from .storing import need_data, quantiser_of
-from ...compressors.treating import Found, Job, Treating
-from ...sensitivity.directional.originals import Originals
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -105,7 +105,7 @@ def measured(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> Damages:
-    """Every block in every format, one after the other, everything else dense; see :mod:`layerbudget.decisions.bits.sensitivity`."""
+    """Measure every block in every format, one after the other, everything else dense."""
     bench = Bench(model, data, formats, method, batch_size)
     found = Damages.none(len(blocks), len(formats), data.samples)
     place = {i: layer_index(model, b) for i, b in enumerate(blocks)}

@@ -26,31 +26,31 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...models.blocks import weight_of
+from ...compressors.base import Level
+from ...compressors.formats import find_format
+from ...compressors.treating import Found, Job, Treating, matrices
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...storage.parts import Parts
-from ...models.offload import need_settled
-from ...plan import Plan
-from .plan import Table, plan_bits
-from ...progress import Progress, Steps
-from ...records import digest
 from ...execution.loss import IGNORE, unlabelled
 from ...execution.modes import inference
 from ...execution.walk import Walk
+from ...models.blocks import weight_of
+from ...models.offload import need_settled
+from ...plan import Plan
+from ...progress import Progress, Steps
+from ...records import digest
 from ...scores import Scores
-from ...compressors.base import Level
-from ...compressors.formats import find_format
-from .items import layer_index
-from .storing import need_data, quantiser_of
-from ...compressors.treating import Found, Job, Treating, matrices
 from ...sensitivity.directional.directional import forms_along
 from ...sensitivity.directional.directions import Written
 from ...sensitivity.directional.ledger import Unit
 from ...sensitivity.directional.originals import Originals
 from ...sensitivity.directional.point import Reference
 from ...sensitivity.directional.pooling import pooled
+from ...storage.parts import Parts
+from .items import layer_index
+from .plan import Table, plan_bits
 from .rounding_bench import has
+from .storing import need_data, quantiser_of
 
 LENGTHS = (1.0, 0.5, 0.25)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from ...errors import InvalidInput
 from ...compressors.formats import GGUF, PACKED, Format
+from ...errors import InvalidInput
 
 # What vLLM fuses into one matrix of its own, and so wants in one format (vllm#47473).
 FUSED = (

@@ -10,19 +10,20 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import InvalidInput
-from ...plan import Plan
-from ...models.provenance import versions
-from ..sparsity.save import check_output, new_folder
-from ...records import dumps, write_text
 from ...compressors.formats import GGUF
 from ...compressors.rounding_packages import need_gguf
-from .storing import Stored, pieces_of
+from ...errors import InvalidInput
+from ...models.provenance import versions
+from ...plan import Plan
+from ...records import dumps, write_text
+from ...storage.folders import check_folder as check_output
+from ...storage.folders import new_folder
+from .export_recipes import dynamic, layer_config, tensor_types
 from .gguf_names import names_by_map
 from .packed import ZERO_POINTS, check_loads
 from .plans import formats_of_plan
 from .receipt import QuantisationReceipt, compare, recount_gguf, recount_safetensors
-from .export_recipes import dynamic, layer_config, tensor_types
+from .storing import Stored, pieces_of
 from .writers import GGUF_FILE, Writer, writer_of
 
 

@@ -4,9 +4,11 @@ For block i in format j, with ``Delta_ij`` what the format makes of its matrices
 
     measured      d_ij = mean over tokens of KL(p_0 || p with Delta_ij), forwards begun at the block's own layer;
     directional   d_ij = 1/2 (1/N) sum_s E_y [ (sum_t b_st(y)' Delta_ij a_st)^2 ], all i and j from ``1 + 2 draws`` passes
-                  (:mod:`layerbudget.sensitivity.directional.directional`): rounding is so small a step that the dense point is enough.
+                  (:mod:`layerbudget.sensitivity.directional.directional`): rounding is so small a step that the dense point is
+                  enough.
 
-Predictions of one matrix are pooled over its formats (:mod:`layerbudget.sensitivity.directional.pooling`): draws of labels are noise, and a plan
+Predictions of one matrix are pooled over its formats (:mod:`layerbudget.sensitivity.directional.pooling`): draws of labels are
+noise, and a plan
 picks what is small by chance. Both are of the quantiser that will write the file. Embedding and head are measured in both: they
 are few, and an embedding has no inputs. Standard errors are over sequences.
 """
@@ -21,29 +23,29 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...models.blocks import describe, weight_of
-from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InvalidInput
-from ...models.offload import Mapped, mapped
-from .plan import ESTIMATOR, Table, check_limit, sizes_of
-from ...progress import Progress, Steps
-from ...models.provenance import versions
-from ...records import Block, natural_key
-from ...execution.modes import inference
-from ...scores import Scores
 from ...compressors.base import Level
 from ...compressors.formats import Format, find_format, formats_of
-from .items import fixed_bytes, items_of, layer_index
 from ...compressors.rounding import Quantiser
-from .runtimes import Runtime, find_runtime
-from .storing import quantiser_of
 from ...compressors.treating import Found, matrices
-from .written import apart
+from ...data.calibration import CalibrationSet
+from ...errors import CoverageError, InvalidInput
+from ...execution.modes import inference
+from ...models.blocks import describe, weight_of
+from ...models.offload import Mapped, mapped
+from ...models.provenance import versions
+from ...progress import Progress, Steps
+from ...records import Block, natural_key
+from ...scores import Scores
 from ...sensitivity.directional.directional import forms_along
 from ...sensitivity.directional.directions import Directions, Written
 from ...sensitivity.directional.ledger import Unit
 from ...sensitivity.directional.pooling import pooled
+from .items import fixed_bytes, items_of, layer_index
+from .plan import ESTIMATOR, Table, check_limit, sizes_of
 from .rounding_bench import Bench, Damages, has, measured
+from .runtimes import Runtime, find_runtime
+from .storing import quantiser_of
+from .written import apart
 
 KEEP_BYTES = 1 << 30
 CACHED = 1 << 17  # entries of a matrix that are rounded together

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.blocks import layers
-from ...data.calibration import CalibrationSet
-from ...errors import InvalidInput
-from ...models.offload import mapped
-from ...progress import Progress, Steps
-from ...execution.modes import inference
-from ...execution.walk import Walk
 from ...compressors.base import Level, find_quantiser
 from ...compressors.conforming import check
 from ...compressors.formats import find_format
-from .items import modules_by_name
 from ...compressors.rounding import Quantiser, Rounded
 from ...compressors.treating import Job, Treating
+from ...data.calibration import CalibrationSet
+from ...errors import InvalidInput
+from ...execution.modes import inference
+from ...execution.walk import Walk
+from ...models.blocks import layers
+from ...models.offload import mapped
+from ...progress import Progress, Steps
+from .items import modules_by_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

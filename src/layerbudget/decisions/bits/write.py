@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.blocks import check_finite, describe
+from ...compressors.base import Treatment
 from ...data.calibration import CalibrationSet
+from ...models.blocks import check_finite, describe
+from ...models.offload import mapped
+from ...models.provenance import computation, versions
+from ...plan import Plan
+from ...records import digest
 from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
-from ...models.offload import mapped
-from ...plan import Plan
-from ...models.provenance import computation, versions
-from ...records import digest
-from ...compressors.base import Treatment
-from .storing import Piece, Storing, in_turn, need_data, pieces_of, quantiser_of
-from .plans import bits_of, formats_of_plan
+from .plans import formats_of_plan
 from .receipt import QuantisationReceipt
 from .save import finish
+from .storing import Piece, Storing, in_turn, need_data, pieces_of, quantiser_of
 from .writers import Tensors, Writer, writer_of
 
 Progress = Callable[[int, int], None]
@@ -76,7 +76,6 @@ def quantise(
         BadModel: Weights that are not finite.
         MissingDependency: The package of the format is not installed.
     """
-    plan = bits_of(plan)
     formats = formats_of_plan(plan)
     identity = describe(model)
     plan.validate(identity)

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ...plan import Plan
 from ...compressors.formats import GGUF
 from ...compressors.rounding import Rounded
-from .storing import Piece
+from ...plan import Plan
 from .gguf_file import GgufWriter
 from .packed import PackedWriter
 from .plans import formats_of_plan
+from .storing import Piece
 
 GGUF_FILE = "model.gguf"
 Tensors = Mapping[str, torch.Tensor]

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.blocks import config_of, pretrained, weight_of
-from ...errors import InvalidInput
-from ...records import Block
 from ...compressors.formats import GGUF
 from ...compressors.rounding_packages import need_gguf
+from ...errors import InvalidInput
+from ...models.blocks import config_of, pretrained, weight_of
+from ...records import Block
 from .runtimes import Runtime
 
 # transformers' model types, and the architecture of llama.cpp that computes the same.

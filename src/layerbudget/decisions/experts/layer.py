@@ -10,8 +10,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...models.blocks import is_conv1d
 from ...errors import InvalidInput
+from ...models.blocks import is_conv1d
 from ..ranks.targets import leaf
 from .balance import Routing, attach, balance_loss
 from .config import ExpertsConfig

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ...errors import InfeasibleBudget
+from ...planning.rule import Decision, Problem, rule
 from ...solvers import rules as published
 from ...solvers.inputs import Vector
 from ...tables import numbers_of
-from ...planning.rule import Decision, Problem, rule
 
 Make = Callable[[int], Vector]
 

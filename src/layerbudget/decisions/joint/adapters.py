@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from ...models.blocks import describe
+from ...compressors.base import find_quantiser
 from ...errors import CoverageError, InvalidInput, ModelMismatch
+from ...models.blocks import describe
 from ...plan import Plan
-from .recipe import split_recipe
 from ..bits.plans import formats_of_plan
 from ..bits.receipt import QuantisationReceipt, recount_safetensors
-from ...compressors.base import find_quantiser
 from ..bits.storing import store
+from .recipe import split_recipe
 
 _WRITTEN = 4  # bytes of a parameter: adapters are trained and written in float32
 

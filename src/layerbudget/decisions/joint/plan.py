@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...planning.costs import parse_budget, unit_cost
 from ...errors import InvalidInput, UnknownUnit
 from ...plan import Plan
+from ...planning.common import make_plan
+from ...planning.costs import parse_budget, unit_cost
+from ...planning.terms import Terms, smallest_sides
+from ...scores import Scores
 from ...solvers.allocation import allocate
 from ...solvers.calibrated import CalibratedPenalty
 from ...solvers.counts import round_parameters
@@ -19,10 +22,7 @@ from ...solvers.inputs import Vector, bound_vector, choice
 from ...solvers.joint import JointSolution, solve_joint
 from ...solvers.rounding import Rounded, round_capacity
 from ...solvers.utilities import Function
-from ...scores import Scores
-from ...planning.common import make_plan
 from ..sparsity.plan import Curves
-from ...planning.terms import Terms, smallest_sides
 
 
 def plan_joint(

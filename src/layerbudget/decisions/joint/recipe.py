@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...planning.costs import parse_budget, rank_parameters
 from ...errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from ...plan import Plan, PlanBlock
+from ...planning.costs import parse_budget, rank_parameters
+from ...planning.terms import Terms, smallest_sides
+from ...scores import Scores
 from ...solvers.inputs import number
 from ...solvers.recipe import Recipe, mix_recipe
-from ...scores import Scores
 from ..bits.plan import Table, unwritten_of
 from ..ranks.rule import increments_of
-from ...planning.terms import Terms, smallest_sides
 
 KIND = "recipe"
 
@@ -199,6 +199,11 @@ def split_recipe(plan: Plan) -> tuple[Plan, Plan]:
         hyperparameters={**terms.record(), "damping": held["damping"]}, scores_digest=adapter["scores"],
     )  # fmt: skip
     return bits, ranks
+
+
+def bits_of(plan: Plan) -> Plan:
+    """Return the plan of bits in a recipe; another plan as it is."""
+    return split_recipe(plan)[0] if plan.kind == KIND else plan
 
 
 def sentences(plan: Plan) -> Sequence[str]:

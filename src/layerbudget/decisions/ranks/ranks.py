@@ -25,7 +25,7 @@ from torch import nn
 from ...errors import CoverageError, InvalidInput
 from ...plan import Plan
 from . import targets
-from ...finetuning.protocol import ALPHA_POLICIES
+from .plan import ALPHA_POLICIES
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from ...errors import InfeasibleBudget, InvalidInput
-from ...storage import reading
+from ...planning.rule import Decision, Problem, rule, shuffled
+from ...scores import Scores
 from ...solvers.increments import allocate_increments
 from ...solvers.inputs import Vector
 from ...solvers.rounding import Rounded
-from ...scores import Scores
-from ...planning.rule import Decision, Problem, rule, shuffled
+from ...storage import reading
 
 SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
 KEEPS = 0.95

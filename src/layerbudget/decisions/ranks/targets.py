@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from ...models.blocks import describe, is_conv1d
 from ...errors import CoverageError, InvalidInput, UnknownBlock
+from ...models.blocks import describe, is_conv1d
 from ...plan import Plan
 
 

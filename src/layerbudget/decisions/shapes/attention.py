@@ -10,8 +10,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from ...models.blocks import config_of, is_conv1d, layers, matrix_of
 from ...errors import UnknownStructure
+from ...models.blocks import config_of, is_conv1d, layers, matrix_of
 from .mlp import inputs_of, put_weight, take_outputs
 
 # names of the producing matrices and of the consuming one, and how the heads lie in the producers' outputs: one matrix each

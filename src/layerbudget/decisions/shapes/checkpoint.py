@@ -13,19 +13,19 @@ from typing import Any
 
 from torch import nn
 
-from ...models.blocks import config_of, layers, pretrained
 from ...errors import UnknownStructure
-from ...plan import Plan
+from ...models.blocks import config_of, layers, pretrained
 from ...models.provenance import versions
-from ..sparsity.save import add_metadata, new_folder
+from ...plan import Plan
 from ...records import SCHEMA_VERSION, dumps, write_text
+from ..sparsity.save import add_metadata, new_folder
 from .attention import Attention, expressible, find_attention
 from .depth import apply_depth, drop_damage, drop_layers, plan_depth
 from .directional import plan_shapes_directional
 from .heads import remove_heads
 from .mlp import Mlp, find_mlp
-from .removable import find_parts
 from .plan import crossed_curves, plan_structured, shape_curves
+from .removable import find_parts
 from .shrink import apply_structured
 from .width import narrow
 

@@ -29,16 +29,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...models.blocks import layers
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput, UnknownStructure
-from .parts import WAYS
 from ...execution.modes import inference
 from ...execution.replay import StopForward
 from ...execution.shares import team
 from ...execution.walk import Walk
+from ...models.blocks import layers
 from .attention import Attention, find_attention
 from .mlp import Mlp, find_mlp
+from .parts import WAYS
 from .width import Remake, damped, kept, refitted
 
 STIFFNESS = (math.inf, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03)

@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from ...models.blocks import configs_of, describe, layers, partition
 from ...data.calibration import CalibrationSet
 from ...errors import InfeasibleBudget, InvalidInput, UnknownBlock
-from ...plan import Plan, PlanBlock
-from ...progress import Progress, Steps
 from ...execution.divergence import Meter
 from ...execution.modes import inference
 from ...execution.replay import Replay
 from ...execution.shares import mine
 from ...execution.walk import Walk
+from ...models.blocks import configs_of, describe, layers, partition
+from ...plan import Plan, PlanBlock
+from ...progress import Progress, Steps
 
 
 def drop_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:

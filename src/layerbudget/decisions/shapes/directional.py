@@ -1,10 +1,12 @@
 r"""Smaller shapes by directional damage: heads, MLP channels, whole layers and zeros, decided together.
 
 Everything that a layer may lose is a change of its matrices (:mod:`layerbudget.decisions.shapes.shape_point`), so its damage is
-predicted as for any treatment (:mod:`layerbudget.sensitivity.directional.directional`): at the dense model by the second term, at treated points
+predicted as for any treatment (:mod:`layerbudget.sensitivity.directional.directional`): at the dense model by the second term,
+at treated points
 by both. The budget is approached in a few strides, each planned where the last one has put the model; then steps within a
 trust region go on while the measured divergence falls. Every one of them is an exact program over whole units
-(:mod:`layerbudget.decisions.shapes.shape_steps`). What comes out is applied as any such plan, layer after layer, compensation included.
+(:mod:`layerbudget.decisions.shapes.shape_steps`). What comes out is applied as any such plan, layer after layer, compensation
+included.
 """
 
 from __future__ import annotations
@@ -16,21 +18,21 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ...models.blocks import check_finite, describe
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InfeasibleBudget, InvalidInput
+from ...execution.shares import team
+from ...models.blocks import check_finite, describe
 from ...models.offload import need_settled
 from ...plan import Plan
-from .parts import KINDS
-from .shape_steps import GONE, ShapeSpace
-from ...solvers.choices import Choice
 from ...progress import Progress, Steps
 from ...records import to_jsonable
-from ...execution.shares import team
+from ...solvers.choices import Choice
 from .compensation import ways_of
 from .head_units import allowed_units, head_units
+from .parts import KINDS
 from .removable import find_parts
 from .shape_point import Grams, Seen, ShapePoint
+from .shape_steps import GONE, ShapeSpace
 from .shrink import measure_plan
 
 PASSES, LEVELS = 46.0, 7
@@ -105,7 +107,8 @@ def plan_shapes_directional(
         data: Calibration tokens.
         budget: What is to be saved: ``"25% flops"``, ``"100 MB"``, ``"2M params"`` (of the layers' matrices).
         kinds: ``heads``, ``mlp`` or both.
-        by: Units of heads, see :func:`layerbudget.decisions.shapes.removable.find_parts`; ``auto`` looks at both where both are possible
+        by: Units of heads, see :func:`layerbudget.decisions.shapes.removable.find_parts`; ``auto`` looks at both where both
+            are possible
             and takes those whose first plan is predicted to do less damage.
         multiple: Channels of one MLP unit.
         max_removed: Largest share of the units of one part.

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from ...models.blocks import layers
 from ...errors import UnknownStructure
-from .parts import Part
+from ...models.blocks import layers
 from .attention import expressible, find_attention
 from .heads import unit_of
+from .parts import Part
 from .removable import find_parts
 
 

@@ -21,12 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ...models.blocks import config_of, layers, matrix_of
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.inputs import gram_of
 from ...execution.modes import inference
 from ...execution.walk import Walk
+from ...models.blocks import config_of, layers, matrix_of
 from .attention import Attention, channels, expressible, find_attention, keep_heads, set_heads
 from .mlp import check_layers
 from .width import Remake, damped, kept, refitted

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from ...models.blocks import fingerprint
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...storage.parts import Parts
+from ...execution.shares import team
+from ...models.blocks import fingerprint
 from ...models.provenance import computation, versions
 from ...records import digest
-from ...execution.shares import team
+from ...storage.parts import Parts
 
 Keep = Callable[[str, Callable[[], Any]], Any]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.blocks import is_conv1d, matrix_of
 from ...errors import UnknownBlock, UnknownStructure
+from ...models.blocks import is_conv1d, matrix_of
 
 # names of the producing matrices, of the consuming one, and how many inner vectors the producer stacks (gate and up in one)
 _LAYOUTS = (

@@ -11,25 +11,25 @@ from typing import Any
 
 from torch import nn
 
-from ...models.blocks import describe, layers
 from ...data.calibration import CalibrationSet
 from ...errors import InfeasibleBudget, InvalidInput
-from ...plan import Plan
-from .parts import KINDS, Part
-from .program import shape_plans
-from ...progress import Progress, Steps, say
-from ...records import to_jsonable
 from ...execution.divergence import Meter
 from ...execution.inputs import gram_of
 from ...execution.modes import inference
 from ...execution.shares import mine
 from ...execution.walk import Walk
+from ...models.blocks import describe, layers
+from ...plan import Plan
+from ...progress import Progress, Steps, say
+from ...records import to_jsonable
 from .attention import Attention, find_attention
 from .compensation import ways_of
 from .depth import plan_depth
 from .head_units import allowed_units, head_units
 from .measured import Keep, measurements
 from .mlp import Mlp
+from .parts import KINDS, Part
+from .program import shape_plans
 from .removable import cut, find_parts, inner_width, where_is
 from .shrink import measure_plan
 

@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from ...planning.costs import parse_budget
 from ...errors import InfeasibleBudget, InvalidInput
 from ...plan import Plan, PlanBlock
+from ...planning.costs import parse_budget
+from ...records import check_fraction, to_jsonable
 from ...solvers.calibrated import CalibratedPenalty
 from ...solvers.choices import Choice
 from ...solvers.counts import round_units
 from ...solvers.inputs import Vector
 from ...solvers.solution import Solution
 from ...solvers.sparsity import sparsify
-from ...records import check_fraction, to_jsonable
 from .parts import KINDS, Part, amount
 
 Curve = tuple[Sequence[float], Sequence[float]]

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.blocks import layers, partition
 from ...errors import InvalidInput, UnknownStructure
-from .parts import KINDS, Part
+from ...models.blocks import layers, partition
 from ...records import Block
 from .attention import Attention, find_attention
 from .heads import cut_heads, unit_of
 from .mlp import Mlp, find_mlp
+from .parts import KINDS, Part
 from .width import Remake, cut_units, refitted
 
 

@@ -25,27 +25,27 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...compressors.base import Level
+from ...compressors.treating import matrices
+from ...compressors.wanda import Wanda
+from ...data.calibration import CalibrationSet
+from ...execution.inputs import InputStatistics, Statistic
+from ...execution.loss import Batch
+from ...execution.sites import Site
 from ...models.blocks import matrix_of, partition, weight_of
 from ...sensitivity.directional.directional import forms_along
 from ...sensitivity.directional.directions import Directions, Written
 from ...sensitivity.directional.ledger import Candidates, Forms
 from ...sensitivity.directional.originals import Originals
 from ...sensitivity.directional.point import Reference
-from ...data.calibration import CalibrationSet
-from .parts import Part
-from .shape_steps import GONE, ShapeSpace
-from ...execution.inputs import InputStatistics, Statistic
-from ...execution.loss import Batch
-from ...execution.sites import Site
-from ...compressors.base import Level
-from ...compressors.treating import matrices
-from ...compressors.wanda import Wanda
 from .attention import Attention, channels
 from .compensation import REMAKES
 from .heads import choose_heads
 from .mlp import Mlp
-from .removable import where_is
+from .parts import Part
 from .plan import folds_of
+from .removable import where_is
+from .shape_steps import GONE, ShapeSpace
 from .width import damped, refitted, removal_order
 
 _NOTHING = (-1, 0)  # of a layer that goes

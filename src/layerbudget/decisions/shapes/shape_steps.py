@@ -3,7 +3,8 @@ r"""One step of a sequential plan of smaller shapes: the best alternative of eve
     minimise   sum_k f_k(j_k)      subject to      sum_k s_k(j_k) >= S,      j_k one of the alternatives of layer k
 
 An alternative is a row ``(heads, mlp, zeros of the heads, zeros of the MLP, gone)``: units that go from both parts, the level
-of zeros in what remains of each (:mod:`layerbudget.decisions.shapes.zeros`), and whether the whole layer goes. ``s`` is what it saves,
+of zeros in what remains of each (:mod:`layerbudget.decisions.shapes.zeros`), and whether the whole layer goes. ``s`` is what
+it saves,
 ``f`` a model of the damage around the present plan, of any shape: the multiple-choice program
 (:mod:`layerbudget.solvers.counted`), exact for whole units and for at most N layers that go.
 """
@@ -17,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from ...planning.costs import parse_budget
 from ...errors import InfeasibleBudget, InvalidInput
 from ...plan import Plan
+from ...planning.costs import parse_budget
+from ...records import to_jsonable
 from ...solvers.choices import Choice
 from ...solvers.counted import choose_few
-from ...records import to_jsonable
 from .parts import KINDS, Part
 from .program import FoundShapes, ShapeProblem, priced, shaped_plan, too_much
 from .zeros import left, zeros_of

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.blocks import configs_of, describe, layers
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput, UnknownStructure
-from ...plan import Plan
-from .parts import KINDS, Part, amount
-from ...progress import Progress, Steps
-from ...records import Result
 from ...execution.divergence import kl_sum, mean
 from ...execution.inputs import gram_of
 from ...execution.modes import inference
 from ...execution.shares import mine
 from ...execution.walk import Walk
+from ...models.blocks import configs_of, describe, layers
+from ...plan import Plan
+from ...progress import Progress, Steps
+from ...records import Result
 from .attention import Attention, find_attention
 from .compensation import DAMPINGS, REMAKES, Stream
 from .depth import drop_layers
 from .heads import follow_heads
 from .mlp import Mlp, find_mlp
+from .parts import KINDS, Part, amount
 from .removable import cut, find_parts, inner_width, where_is
 from .sparse import Planned, put_zeros, saved_by_zeros
 from .width import Remake, follow_width, refitted

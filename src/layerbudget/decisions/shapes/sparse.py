@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.blocks import weight_of
-from ...errors import CoverageError
-from .parts import Part
-from .zeros import ZEROS, left
-from ...records import Module
-from ...execution.walk import Walk
 from ...compressors.base import Level
 from ...compressors.select import share
 from ...compressors.treating import Job, Treating, matrices
 from ...compressors.wanda import Wanda
+from ...errors import CoverageError
+from ...execution.walk import Walk
+from ...models.blocks import weight_of
+from ...records import Module
+from .parts import Part
+from .zeros import ZEROS, left
 
 Planned = Mapping[str, Any]
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ...models.blocks import config_of, layers, matrix_of
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.inputs import gram_of
 from ...execution.modes import inference
 from ...execution.walk import Walk
+from ...models.blocks import config_of, layers, matrix_of
 from .mlp import Mlp, check_layers, find_mlp, keep_units, set_width
 
 Progress = Callable[[int, int], None]

@@ -12,19 +12,19 @@ from typing import Any
 
 from torch import nn
 
-from ...models.blocks import check_finite, describe, layers
+from ...compressors.base import Treatment, find_treatment
+from ...compressors.treating import Job, Treating
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...kinds import check_kind
-from ...models.offload import mapped
-from ...plan import Plan
-from ...progress import Progress, Steps
-from ...models.provenance import computation, versions
 from ...execution.modes import inference
 from ...execution.shares import team
 from ...execution.walk import Walk, check_autocast
-from ...compressors.base import Treatment, find_treatment
-from ...compressors.treating import Job, Treating
+from ...kinds import check_kind
+from ...models.blocks import check_finite, describe, layers
+from ...models.offload import mapped
+from ...models.provenance import computation, versions
+from ...plan import Plan
+from ...progress import Progress, Steps
 from .jobs import Options, plan_jobs
 from .receipt import Receipt, check_recount, recount, recount_rows
 from .resume import Resume

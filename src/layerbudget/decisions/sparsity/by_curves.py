@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import nn
 
-from ...models.blocks import describe, partition
 from ...data.calibration import CalibrationSet
+from ...models.blocks import describe, partition
 from ...plan import Plan
-from .plan import plan_sparsity
-from ...solvers.counts import round_parameters
 from ...records import Block
+from ...solvers.counts import round_parameters
 from .curves import Curves
 from .measure import damage_curves, plan_damage
+from .plan import plan_sparsity
 
 Progress = Callable[[int, int], None]
 STEPS = (0.0, 0.5, 1.0)

@@ -1,6 +1,7 @@
 """One descent: steps of a sparsity plan down the measured divergence, each as far as a model of the damage is trusted.
 
-At every point the damage of all units at levels within reach is predicted (:mod:`layerbudget.sensitivity.directional.directional`) and the best
+At every point the damage of all units at levels within reach is predicted
+(:mod:`layerbudget.sensitivity.directional.directional`) and the best
 plan within reach solved for exactly (:mod:`layerbudget.solvers.steps`). The model goes there and is measured; where worse,
 half and a quarter of the way. Where less than half of the promise came, the next step is shorter.
 """
@@ -13,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ...solvers.counts import round_parameters
-from ...solvers.steps import curves_at, damage_at, reach, step_within
-from ...progress import Progress, Steps, say
 from ...compressors.treating import Found
+from ...progress import Progress, Steps, say
 from ...sensitivity.directional.journal import Course, Journal
 from ...sensitivity.directional.point import Look, Point, Reference
+from ...solvers.counts import round_parameters
+from ...solvers.steps import curves_at, damage_at, reach, step_within
 
 STEPS = (1.0, 0.5, 0.25)
 SHRINK, LEAST_TRUST, HELD = 0.8, 0.01, 0.5

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ...compressors.base import TREATMENTS, find_treatment
 from ...errors import AlreadyExists, InvalidInput, NotFound
 from ...plan import Plan
 from ...records import write_text
-from ...compressors.base import TREATMENTS, find_treatment
 
 
 def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None, digits: int = 4) -> str:

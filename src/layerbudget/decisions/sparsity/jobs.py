@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ...models.blocks import partition
-from ...errors import InvalidInput, ModelMismatch, UnknownBlock
-from ...plan import Plan, PlanBlock
-from ...records import Module
-from ...row_groups import members
 from ...compressors.base import Level, Treatment
 from ...compressors.select import check_group, parse_pattern, share
 from ...compressors.treating import Job
+from ...errors import InvalidInput, ModelMismatch, UnknownBlock
+from ...models.blocks import partition
+from ...plan import Plan, PlanBlock
+from ...records import Module
+from ...row_groups import members
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Penalties calibrated to the pruner: prune one block at a time and look at the model's output.
 
 The clean prefix of every block is kept, so a measurement runs only the blocks from the pruned one to the end. Block
-errors do not add up; :func:`layerbudget.decisions.sparsity.by_curves.plan_by_curves` therefore measures again around the first plan, with
+errors do not add up; :func:`layerbudget.decisions.sparsity.by_curves.plan_by_curves` therefore measures again around the first
+plan, with
 every other block pruned as planned.
 """
 
@@ -13,23 +14,23 @@ from typing import Any
 
 from torch import nn
 
-from ...models.blocks import partition
+from ...compressors.base import Level, find_treatment
+from ...compressors.select import share
+from ...compressors.treating import Found, Job, Treating
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...models.offload import need_settled
-from ...plan import Plan
-from ...progress import Progress, Steps
-from ...records import Block
 from ...execution.divergence import Meter
 from ...execution.inputs import Statistic
 from ...execution.modes import inference
 from ...execution.shares import mine
 from ...execution.walk import Walk
-from ...compressors.base import Level, find_treatment
-from ...compressors.select import share
-from ...compressors.treating import Found, Job, Treating
-from .curves import Curves
+from ...models.blocks import partition
+from ...models.offload import need_settled
+from ...plan import Plan
+from ...progress import Progress, Steps
+from ...records import Block
 from ...sensitivity.directional.originals import Originals
+from .curves import Curves
 
 
 def damage_curves(

@@ -7,7 +7,8 @@ Both plans are treated by the pruner, layer after layer, and their changes ``Del
     predicted   sum_k 1/2 (1/N) sum_s E_y [ (sum_t b_st(y)' Delta_k a_st)^2 ], the Fisher form along the same changes at the
                 dense point, which knows nothing of products between matrices and of how far the quadratic reaches
 
-(:mod:`layerbudget.sensitivity.directional.directional`). The difference of the two measured damages is the price of the pattern.
+(:mod:`layerbudget.sensitivity.directional.directional`). The difference of the two measured damages is the price of the
+pattern.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.blocks import check_finite, describe, layers, partition, weight_of
+from ...compressors.base import Level, find_treatment
+from ...compressors.select import check_group, parse_pattern
+from ...compressors.treating import Job, Treating, matrices
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...plan import Plan
-from .plan import plan_sparsity
-from ...progress import Progress, Steps
-from ...records import Block
 from ...execution.divergence import Meter
 from ...execution.modes import inference
 from ...execution.shares import mine
 from ...execution.walk import Walk
-from ...compressors.base import Level, find_treatment
-from ...compressors.select import check_group, parse_pattern
-from ...compressors.treating import Job, Treating, matrices
+from ...models.blocks import check_finite, describe, layers, partition, weight_of
+from ...plan import Plan
+from ...progress import Progress, Steps
+from ...records import Block
 from ...sensitivity.directional.directional import fisher_along
-from .measure import check_places, jobs_of
 from ...sensitivity.directional.originals import Originals
+from .measure import check_places, jobs_of
+from .plan import plan_sparsity
 
 KINDS = ("pattern", "unstructured")
 

@@ -10,15 +10,17 @@ from numpy.typing import ArrayLike
 
 from ...errors import InvalidInput
 from ...plan import Plan
+from ...planning.common import blocks_of, make_plan, matching, record_of, recorded
+from ...planning.rule import Decision, Problem, as_rule
+from ...planning.rules import maps as _maps  # noqa: F401 - registers the rules
+from ...records import Block, check_fraction
+from ...scores import Scores
 from ...solvers.counts import round_parameters
 from ...solvers.dual import piecewise_root
 from ...solvers.inputs import Vector, bound_vector
 from ...solvers.utilities import Function
-from ...records import Block, check_fraction
-from ...scores import Scores
 from ...tables import numbers_of
-from ...planning.common import blocks_of, make_plan, matching, record_of, recorded
-from ...planning.rule import Decision, Problem, as_rule
+from . import rule as _rules  # noqa: F401 - registers the rules
 
 Curves: TypeAlias = "Mapping[str, tuple[Sequence[float], Sequence[float]]]"
 _BY_CURVES = {"mdl": "calibrated", "permuted": "calibrated-permuted"}

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...models.blocks import weight_of
-from ...errors import CoverageError
-from ...plan import Plan, PlanBlock
-from ...records import Block, Record, Result
 from ...compressors.select import by_groups
 from ...compressors.treating import matrices
+from ...errors import CoverageError
+from ...models.blocks import weight_of
+from ...plan import Plan, PlanBlock
+from ...records import Block, Record, Result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ...models.blocks import is_conv1d, partition, weight_of
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, CurvatureFailure, InvalidInput
+from ...models.blocks import is_conv1d, partition, weight_of
 
 Progress = Callable[[int, int], None]
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...execution.shares import team
 from ...models.blocks import weight_of
-from ...storage.parts import Parts
-from ...storage.parts import clear as clear_checkpoints
 from ...models.offload import mapped
 from ...records import digest
-from ...execution.shares import team
+from ...storage.parts import Parts
+from ...storage.parts import clear as clear_checkpoints
 
 __all__ = ["Resume", "clear_checkpoints"]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import nn
 
-from ...storage.writing import check_space
 from ...models.offload import mapped
 from ...plan import Plan
+from ...storage.writing import check_space
 
 _SHARD = 1e9  # bytes of the largest file of a streamed model; otherwise the model may be one file
 BESIDE = 1 << 22  # bytes of tokenizer, plan and receipt

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ...errors import InvalidInput
-from ...storage.columns import names_of
-from ...solvers.calibrated import CalibratedPenalty
-from ...solvers.sparsity import sparsify
 from ...planning.options import constants_of
 from ...planning.rule import Decision, Problem, rule, shuffled
+from ...solvers.calibrated import CalibratedPenalty
+from ...solvers.sparsity import sparsify
+from ...storage.columns import names_of
 
 _CONSTANTS = ("spend", "bits", "eta", "units")
 _READS = ("exponent", "exponent_on", "damping", "smoothing", "penalty", *_CONSTANTS)

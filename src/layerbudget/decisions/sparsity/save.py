@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from ...models.blocks import pretrained
 from ...errors import CorruptFile
+from ...models.blocks import pretrained
+from ...models.offload import mapped
+from ...plan import Plan
 from ...storage import reading
 from ...storage.folders import check_folder as check_output
 from ...storage.folders import new_folder
-from ...models.offload import mapped
-from ...plan import Plan
 from .receipt import Receipt
 
 __all__ = ["add_metadata", "check_output", "new_folder", "read_metadata", "save_pruned"]

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ...models.blocks import check_finite, describe
+from ...compressors.base import Treatment, find_treatment
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...storage.parts import Parts
-from ...plan import Plan
-from ...solvers.counts import round_parameters
-from ...models.provenance import computation, versions
-from ...records import check_fraction, digest
 from ...execution.shares import first
-from ...compressors.base import Treatment, find_treatment
+from ...models.blocks import check_finite, describe
+from ...models.provenance import computation, versions
+from ...plan import Plan
+from ...records import check_fraction, digest
 from ...sensitivity.directional.decisions import Decisions
-from .descent import TERMS, Settings, descend
 from ...sensitivity.directional.journal import Course, Journal
 from ...sensitivity.directional.point import Point, Reference
+from ...solvers.counts import round_parameters
+from ...storage.parts import Parts
+from .descent import TERMS, Settings, descend
 
 Progress = Callable[[int, int], None]
 PASSES, MANY = 24.0, 64

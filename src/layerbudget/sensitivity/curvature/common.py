@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ...models import blocks as model_blocks
 from ...errors import InvalidInput
+from ...execution.loss import Data
+from ...models import blocks as model_blocks
 from ...models.provenance import computation, versions
 from ...records import Block
-from ...execution.loss import Data
 from ...scores import Scores
 
 SWEEPS = {

@@ -17,12 +17,12 @@ import numpy as np
 from torch import nn
 
 from ...errors import InvalidInput
-from ...progress import Progress, Steps
-from ...records import Block
 from ...execution.backward import SampledLoss, data_loss, feed
 from ...execution.loss import Data, token_count
-from .. import noise
+from ...progress import Progress, Steps
+from ...records import Block
 from ...scores import Scores
+from .. import noise
 from . import common
 from .gram import gram_matrices, real_type, token_counts
 from .inner import InnerProducts

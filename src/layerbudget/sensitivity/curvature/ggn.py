@@ -9,9 +9,9 @@ import numpy as np
 from torch import nn
 
 from ...errors import InvalidInput
+from ...execution.loss import Data
 from ...progress import Progress, Steps
 from ...records import Block
-from ...execution.loss import Data
 from ...scores import Scores
 from . import common
 from .krylov import Tridiagonal, lanczos

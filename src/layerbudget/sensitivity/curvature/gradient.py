@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...progress import Progress, Steps
-from ...records import Block
 from ...execution.backward import Feeding, feed
 from ...execution.loss import IGNORE, Batch, Data
 from ...execution.shares import Team
 from ...execution.sites import Site
+from ...progress import Progress, Steps
+from ...records import Block
 from ...scores import Scores
 from . import common
 from .gram import real_type

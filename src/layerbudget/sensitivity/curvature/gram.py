@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...progress import Progress, Steps
-from ...records import Block, Module
 from ...execution.backward import Fed, Feeding, feed
 from ...execution.loss import IGNORE, Batch, Data, targets_of
 from ...execution.sites import Site
+from ...progress import Progress, Steps
+from ...records import Block, Module
 from . import common
 from .inner import InnerProducts
 

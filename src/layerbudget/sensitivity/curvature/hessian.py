@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import nn
 
+from ...execution.loss import Data
 from ...progress import Progress, Steps
 from ...records import Block
-from ...execution.loss import Data
 from ...scores import Scores
 from . import common
 from .ggn import absolute_damping, lanczos_values

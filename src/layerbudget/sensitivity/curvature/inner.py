@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ...records import Block, Module
 from ...execution.backward import Feeding, Loss, data_loss
 from ...execution.loss import Batch
 from ...execution.shares import Team
 from ...execution.sites import Site
+from ...records import Block, Module
 
 _CHUNK = 1 << 16
 Projection = Callable[[str, str, torch.Tensor], torch.Tensor]

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from ...errors import InvalidInput
-from ...progress import Progress, Steps
-from ...records import Block
 from ...execution.loss import Batch, Data, token_count
 from ...execution.shares import Team
 from ...execution.sites import Site
-from ..kept import Kept, matrices_of
+from ...progress import Progress, Steps
+from ...records import Block
 from ...scores import Scores
+from ..kept import Kept, matrices_of
 from . import common
 from .kronecker import Factors, Sums, Tokens, collect, factors_of
 from .rotated import Rotated, basis, rotated, second_moments, token_basis

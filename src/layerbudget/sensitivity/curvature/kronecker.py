@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from ...errors import CoverageError, InvalidInput
-from ...models.machine import in_threads
-from ...records import Block, Module
 from ...execution.backward import Fed, Feeding, Loss, SampledLoss, data_loss, feed
 from ...execution.loss import Batch, Data, token_count
 from ...execution.shares import Team
 from ...execution.sites import Site, refuse_direct
+from ...models.machine import in_threads
+from ...records import Block, Module
 from .factored import Cache, Settle, Sums, Tokens
 from .gram import real_type
 from .held import Input, Output, accumulate, symmetric

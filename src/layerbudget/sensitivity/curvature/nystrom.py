@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...execution.loss import Data
 from ...progress import Progress, Steps
 from ...records import Block
-from ...execution.loss import Data
 from ...scores import Scores
 from . import common
 from .products import BlockProducts

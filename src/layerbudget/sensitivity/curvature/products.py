@@ -14,13 +14,13 @@ import torch.autograd.forward_ad as fwad
 from torch import nn
 from torch.func import functional_call
 
-from ...models.blocks import layers, weight_of
 from ...errors import CoverageError, CurvatureFailure, UnknownStructure
-from ...models.offload import converting
-from ...records import Block
 from ...execution.loss import IGNORE, Batch, Data, batches, logits_of, summed_loss, token_count
 from ...execution.modes import prepared, twice_differentiable
 from ...execution.replay import Replay
+from ...models.blocks import layers, weight_of
+from ...models.offload import converting
+from ...records import Block
 
 
 class BlockProducts:

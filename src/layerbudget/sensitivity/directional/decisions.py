@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 from torch import nn
 
-from ...models.blocks import partition
-from ...errors import InvalidInput
-from ...plan import PlanBlock
-from ...records import Block
-from ...row_groups import RowGroups, members
 from ...compressors.base import Level
 from ...compressors.select import share
 from ...compressors.treating import Job
+from ...errors import InvalidInput
+from ...models.blocks import partition
+from ...plan import PlanBlock
+from ...records import Block
+from ...row_groups import RowGroups, members
 
 
 class Decisions:

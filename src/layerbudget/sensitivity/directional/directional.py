@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...models.blocks import layer_lists, partition
 from ...errors import InvalidInput, UnknownBlock
-from ...progress import Progress, Steps
-from ...records import Block
 from ...execution.backward import Feeding, Loss, SampledLoss, feed
 from ...execution.loss import IGNORE, Batch, Data, unlabelled
 from ...execution.shares import mine, team, total
 from ...execution.sites import Site, tracked
+from ...models.blocks import layer_lists, partition
+from ...progress import Progress, Steps
+from ...records import Block
 from .directions import Written
 from .ledger import Candidates, Forms, Ledger, Unit
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ...errors import LengthMismatch
 from ...compressors.ranking import ranked
+from ...errors import LengthMismatch
 
 
 class Directions(abc.ABC):

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...storage.parts import Parts
-from ...solvers.solution import Solution
-from ...records import digest
+from ...compressors.treating import Found
 from ...execution.inputs import Statistic
 from ...execution.shares import by_first
-from ...compressors.treating import Found
+from ...records import digest
+from ...solvers.solution import Solution
+from ...storage.parts import Parts
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

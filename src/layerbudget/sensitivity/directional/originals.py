@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ...models.blocks import weight_of
 from ...errors import CoverageError
+from ...models.blocks import weight_of
 from ...models.offload import mapped
 from ...records import Block
 

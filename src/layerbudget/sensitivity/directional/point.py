@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...models.blocks import weight_of
+from ...compressors.base import Level, Treatment
+from ...compressors.conforming import treated
+from ...compressors.select import share
+from ...compressors.treating import Found, Treating, matrices
 from ...data.calibration import CalibrationSet
-from ...storage.writing import check_space
-from ...models.offload import mapped
-from ...records import Module
 from ...execution.divergence import Meter, kl_sum, mean
 from ...execution.inputs import InputStatistics, Statistic, share_statistics
 from ...execution.loss import Batch, pad_right, unlabelled
@@ -30,10 +30,10 @@ from ...execution.shares import mine
 from ...execution.sites import Site
 from ...execution.store import lying
 from ...execution.walk import Walk
-from ...compressors.base import Level, Treatment
-from ...compressors.conforming import treated
-from ...compressors.select import share
-from ...compressors.treating import Found, Treating, matrices
+from ...models.blocks import weight_of
+from ...models.offload import mapped
+from ...records import Module
+from ...storage.writing import check_space
 from .decisions import Decisions
 from .directional import forms_along, spanning
 from .directions import Directions, Nested, Written

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...models.blocks import weight_of
-from ...models.offload import Mapped, mapped
+from ...compressors.treating import Found, Job, Treating
 from ...execution.loss import Batch
 from ...execution.walk import Walk
 from ...execution.walkable import unwalkable
-from ...compressors.treating import Found, Job, Treating
+from ...models.blocks import weight_of
+from ...models.offload import Mapped, mapped
 from .decisions import Decisions
 from .originals import Originals
 

@@ -1,0 +1,179 @@
+"""Quantisers against the packages whose formats they fill, and GPTQ against its own objective."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layerbudget.compressors import base
+from layerbudget.compressors.base import QUANTISERS, TREATMENTS, Level, find_quantiser, find_treatment
+from layerbudget.compressors.formats import TYPES, find_format, formats_of
+from layerbudget.compressors.grid import grid_of, grouped
+from layerbudget.compressors.rounding import Quantiser, through_gguf
+from layerbudget.compressors.sparsegpt import inverse_factor
+from layerbudget.errors import InvalidInput
+
+gguf = pytest.importorskip("gguf")
+packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
+GGML = [t.name for t in TYPES]
+PACKED = [f"w{b}-{g}{a}" for b in (2, 3, 4, 5, 8) for g in ("g32", "channel") for a in ("", "-asym")]
+
+
+def weight(rows=24, columns=96, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(rows, columns, generator=g) * torch.rand(rows, 1, generator=g) * 0.1
+    w[3, 32:64] = 0
+    w[4] = w[4].abs()
+    return w
+
+
+def inputs(columns=96, tokens=300, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 20, generator=g) @ torch.randn(20, columns, generator=g)
+    x = x + 0.3 * torch.randn(tokens, columns, generator=g)
+    return x * torch.rand(columns, generator=g) * 3
+
+
+def prepared_for(quantiser, x):
+    moment = {"none": None, "diagonal": (x**2).sum(0), "gram": x.T @ x}[quantiser.statistic]
+    return None if moment is None else quantiser.prepare(moment, **quantiser.options)
+
+
+def scheme(form):
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    shape = {"strategy": "channel"} if form.group is None else {"strategy": "group", "group_size": form.group}
+    args = QuantizationArgs(num_bits=form.bits, type="int", symmetric=form.symmetric, **shape)
+    return QuantizationScheme(targets=["Linear"], weights=args)
+
+
+def pack(rounded, form):
+    tensors = {"weight": rounded.weight, "weight_scale": rounded.scale, "weight_zero_point": rounded.zero}
+    return packed.PackedQuantizationCompressor.compress(tensors, scheme(form))
+
+
+@pytest.mark.parametrize("method", QUANTISERS.names())
+@pytest.mark.parametrize("name", GGML)
+def test_the_writer_of_ggml_finds_the_same_grid_again(method, name):
+    """What is planned is what is written: encoding a quantised matrix with the package changes nothing."""
+    quantiser, x = find_quantiser(method), inputs()
+    for seed in range(3):
+        got = quantiser.apply(weight(seed=seed), prepared_for(quantiser, x), Level(format=name), **quantiser.options)
+        assert torch.equal(through_gguf(got, find_format(name)), got)
+
+
+@pytest.mark.parametrize("name", GGML)
+def test_round_to_nearest_is_what_the_package_gguf_does(name):
+    kind, w = gguf.GGMLQuantizationType[name], weight()
+    stored = gguf.quantize(w.numpy(), kind)
+    got = find_quantiser("rtn").apply(w, None, Level(format=name))
+    assert torch.equal(got, torch.from_numpy(gguf.dequantize(stored, kind)))
+    assert find_format(name).bytes(24, 96) == -(-stored.nbytes // 32) * 32
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_round_to_nearest_is_what_compressed_tensors_does(name):
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils.helpers import calculate_qparams
+
+    form, w = find_format(name), weight()
+    got = find_quantiser("rtn").quantise(w, None, Level(format=name))
+    groups = grouped(w, form)
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme(form).weights)
+    some = (groups != 0).any(-1)  # in a group of zeros the package divides zero by zero
+    assert torch.equal(got.scale, scale.to(torch.bfloat16)) and torch.equal(got.zero[some], zero[some])
+    theirs = fake_quantize(w, got.scale.float(), got.zero, scheme(form).weights)
+    assert torch.allclose(got.weight, theirs, atol=0, rtol=1e-6) or (got.weight != theirs).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("method", QUANTISERS.names())
+@pytest.mark.parametrize("name", PACKED)
+def test_what_compressed_tensors_unpacks_is_what_was_planned(method, name):
+    form, quantiser, x = find_format(name), find_quantiser(method), inputs()
+    rounded = quantiser.quantise(weight(), prepared_for(quantiser, x), Level(format=name), **quantiser.options)
+    stored = pack(rounded, form)
+    assert sum(t.nbytes for t in stored.values()) == form.bytes(24, 96)
+    stored["weight_scale"] = stored["weight_scale"].float()  # products in float32, as transformers computes them on loading
+    back = packed.PackedQuantizationCompressor.decompress(stored, scheme(form))["weight"]
+    assert torch.equal(back, rounded.weight)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "w3-g32", "w3-g32-asym", "w2-g32", "w4-channel"])
+def test_knowing_the_inputs_helps(name):
+    """On the objective of each: the weighted error falls by weighted ranges, the output error by GPTQ."""
+    x, w, level = inputs(), weight(), Level(format=name)
+    got = {m: (q := find_quantiser(m)).apply(w, prepared_for(q, x), level, **q.options) for m in QUANTISERS.names()}
+    error = {m: ((g - w) ** 2 * (x**2).sum(0)).sum() for m, g in got.items()}
+    output = {m: ((x @ (g - w).T) ** 2).sum() for m, g in got.items()}
+    assert error["weighted"] <= error["rtn"] * 1.0001
+    assert output["gptq"] < 0.8 * output["rtn"]
+
+
+def test_gptq_is_the_reference_column_by_column():
+    """The plainest version: one column at a time, the inverse Hessian of the rest by a dense solve."""
+    form, w, x = find_format("w4-channel"), weight(6, 16).double(), inputs(16).double()
+    hessian = x.T @ x + 0.01 * (x**2).sum(0).mean() * torch.eye(16, dtype=torch.double)
+    grid, work = grid_of(grouped(w.float(), form), form), w.clone()
+    for j in range(16):
+        rest = torch.linalg.inv(hessian[j:, j:])
+        q = grid.round(work[:, j].float()[:, None, None])[:, 0, 0].double()
+        work[:, j:] -= ((work[:, j] - q) / rest[0, 0])[:, None] * rest[0][None]
+        work[:, j] = q
+    quantiser = find_quantiser("gptq")
+    got = quantiser.quantise(w.float(), inverse_factor((x.T @ x).float())[0], Level(format="w4-channel"))
+    assert (got.weight - work.float()).abs().max() < 1e-5
+
+
+def test_searching_ranges_does_not_hurt_where_few_bits_are_left():
+    x, w, q = inputs(), weight(64), find_quantiser("gptq")
+    out = [q.apply(w, prepared_for(q, x), Level(format="w2-g32"), search=s) for s in (False, True)]
+    plain, searched = (((x @ (g - w).T) ** 2).sum() for g in out)
+    assert searched < plain
+
+
+def test_sixteen_bits_and_unseen_matrices():
+    w = weight()
+    assert torch.equal(find_quantiser("gptq").apply(w, None, Level(format="F16")), w.half().float())
+    assert torch.equal(find_quantiser("rtn").apply(w, None, Level(format="bf16")), w.bfloat16().float())
+    nearest = find_quantiser("rtn").apply(w, None, Level(format="w4-g32"))
+    assert all(torch.equal(find_quantiser(m).apply(w, None, Level(format="w4-g32")), nearest) for m in ("gptq", "weighted"))
+
+
+def test_formats_know_their_bytes_and_refuse_what_they_cannot_store():
+    assert [f.name for f in formats_of("gguf")] == [*GGML, "F16"]
+    assert formats_of("compressed-tensors", [192, 320])[1].name == "w3-g64"
+    assert formats_of("compressed-tensors", [256], group=32)[0].name == "w2-g32"
+    assert find_format("w3-g32").bits_per_weight(1024, 1024) == pytest.approx(3.5, abs=1e-3)
+    assert find_format("q8_0").bits_per_weight(64, 64) == 8.5
+    with pytest.raises(InvalidInput, match="48 inputs, which Q4_0 cannot store"):
+        find_format("Q4_0").check("lm_head", 48)
+    with pytest.raises(InvalidInput, match="no format 'w9-g32'"):
+        find_format("w9-g32")
+    with pytest.raises(InvalidInput, match="blocks of 32"):
+        formats_of("gguf", group=64)
+    with pytest.raises(InvalidInput, match="no format 'awq'"):
+        formats_of("awq")
+    with pytest.raises(InvalidInput, match="removes nothing"):
+        find_quantiser("rtn").apply(weight(), None, Level(zeros=3))
+
+
+def test_quantisers_and_pruners_keep_their_tables():
+    assert not set(QUANTISERS.names()) & set(TREATMENTS.names())
+    with pytest.raises(InvalidInput, match="no pruning method 'gptq'"):
+        find_treatment("gptq")
+    with QUANTISERS.kept():
+
+        @base.treatment("sign", summary="one bit")
+        class Sign(Quantiser):
+            def onto(self, weight, prepared, form, **options):
+                return weight
+
+        assert "sign" in QUANTISERS.names() and "sign" not in TREATMENTS.names()
+
+
+def test_a_missing_package_is_one_sentence(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"Install layerbudget\[bits\]"):
+        find_quantiser("rtn").apply(weight(), None, Level(format="Q4_0"))

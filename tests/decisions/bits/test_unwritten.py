@@ -1,0 +1,124 @@
+"""What no file holds here is refused before anything is measured, or stays in 16 bits where that is asked."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from tests import zoo
+
+import layerbudget as lb
+from layerbudget.decisions.bits import packed
+from layerbudget.decisions.bits import sensitivity as rounding
+from layerbudget.decisions.bits.apply import apply_bits
+from layerbudget.decisions.bits.jointly import plan_formats
+from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits.runtimes import find_runtime
+from layerbudget.decisions.bits.save import save_quantised
+from layerbudget.decisions.bits.sensitivity import rounding_damage
+from layerbudget.decisions.bits.write import quantise
+from layerbudget.decisions.bits.written import unwritten
+from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
+from layerbudget.plans.explain import explain_plan
+
+pytest.importorskip("compressed_tensors")
+WIDE = {"intermediate_size": 64, "hidden_size": 64, "vocab_size": 96}
+
+
+def mamba2():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    config = transformers.Mamba2Config(
+        vocab_size=96, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes
+    )
+    return transformers.Mamba2ForCausalLM(config).eval()
+
+
+def modernbert():
+    torch.manual_seed(0)
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    config = transformers.ModernBertConfig(num_hidden_layers=2, num_attention_heads=4, **{**WIDE, **ids})
+    return transformers.ModernBertForMaskedLM(config).eval()
+
+
+def mixtral():
+    return zoo.build("mixtral", **WIDE)
+
+
+@pytest.mark.parametrize(
+    ("make", "family", "said"),
+    [
+        (mixtral, "compressed-tensors", "6 of 18 matrices .*a stack of experts.*--unwritten 16-bit"),
+        (mixtral, "gguf", "20 of 20 matrices .*mixtral model is not written as GGUF.*export --to tensor-types"),
+        (lambda: zoo.build("gpt2"), "compressed-tensors", "12 of 12 matrices .*a Conv1D.*export --to auto-round"),
+        (mamba2, "compressed-tensors", "2 of 4 matrices .*out_proj: transformers reads its weight"),
+        (modernbert, "compressed-tensors", "8 of 8 matrices .*None is left to plan"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, make, family, said):
+    model, data = make(), zoo.tokens(2, 8, vocabulary=96)
+    monkeypatch.setattr(rounding, "directional", lambda *a, **k: pytest.fail("it was measured"))
+    with pytest.raises(InvalidInput, match=said):
+        plan_formats(model, data, bits=6.0, family=family)
+    with pytest.raises(InvalidInput, match="unwritten is 'maybe'"):
+        plan_formats(model, data, bits=6.0, unwritten="maybe")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2", "phi3", "opt", "gpt-neox", "olmo2", "starcoder2"])
+def test_plain_layers_can_all_be_written(name):
+    model = zoo.build(name)
+    names = [b.name for b in zoo.B.partition(model, "linear")]
+    assert unwritten(model, names, find_runtime("transformers")) == {}
+
+
+@pytest.mark.parametrize(("make", "bits", "by"), [(mixtral, 14.2, "linear"), (mixtral, 14.2, "layer"), (mamba2, 9.0, "linear")])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_the_rest_stays_in_16_bits_and_is_counted(tmp_path, make, bits, by, method):
+    model, data = make(), zoo.tokens(3, 12, vocabulary=96)
+    options = {"draws": 1, "method": method, "by": by, "unwritten": "16-bit", "group": 32}
+    with pytest.raises(InfeasibleBudget, match="The smallest plan takes"):
+        plan_formats(model, data, bits=3.0, **options)
+    plan, _ = plan_formats(model, data, data, bits=bits, **options)
+    kept = plan.extra["unwritten"]
+    assert kept and {plan.extra["formats"][n] for n in kept} == {"bf16"} and set(plan.extra["formats"].values()) > {"bf16"}
+    sizes = {n: 2 * zoo.B.weight_of(model, n)[1].numel() for n in kept}
+    assert all(b.count == sizes[b.name] for b in plan.blocks if b.name in kept) and sum(sizes.values()) < plan.budget["spent"]
+    assert any(f"{len(kept)} matrices stay in 16 bits and count" in s for s in explain_plan(plan).sentences)
+    receipt = quantise(model, None, plan, tmp_path / "out", data, resume=tmp_path / "parts")
+    assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["file"]
+    assert any(f"{len(kept)} matrices stay in 16 bits ({sum(sizes.values())} of the bytes" in n for n in receipt.notes)
+    back = lb.load_model(str(tmp_path / "out"), dtype="float32")
+    same = make()
+    same.load_state_dict({n: t.bfloat16().float() for n, t in same.state_dict().items()})
+    for name in plan.extra["formats"]:
+        weight = zoo.B.weight_of(model, name)[1].detach()
+        zoo.B.weight_of(same, name)[1].data.copy_(weight.bfloat16() if name in kept else weight)
+    with torch.no_grad():
+        ids = zoo.tokens(2, 8, vocabulary=96).input_ids
+        assert torch.allclose(back(ids).logits, same(ids).logits, atol=1e-4)
+    again = quantise(make(), None, plan, tmp_path / "again", data, resume=tmp_path / "parts")
+    assert again.bytes == receipt.bytes
+    files = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("out", "again")]
+    assert files[0] == files[1]
+    json.loads((tmp_path / "out" / "config.json").read_text(), parse_constant=lambda word: pytest.fail(f"bare {word}"))
+
+
+def test_nothing_is_called_saved_that_does_not_load(tmp_path, monkeypatch):
+    model, data = mamba2(), zoo.tokens(2, 8, vocabulary=96)
+    plans = {
+        r: plan_bits(rounding_damage(model, data, draws=1, group=32, unwritten="plan", runtime=r), bits=6.0)
+        for r in ("transformers", "vllm")
+    }
+    with pytest.raises(CoverageError, match="transformers does not load what was written: 'Linear' object has no attribute"):
+        save_quantised(model, None, plans["transformers"], apply_bits(model, plans["transformers"]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    model = mamba2()
+    receipt = save_quantised(model, None, plans["vllm"], apply_bits(model, plans["vllm"]), tmp_path / "vllm")
+    assert any("transformers does not load it" in n and "vLLM" in n for n in receipt.notes)
+    plain = zoo.build("llama", **WIDE)
+    plan = plan_bits(rounding_damage(plain, data, draws=1), bits=6.0)
+    monkeypatch.setattr(packed, "free_bytes", lambda device: 1)
+    receipt = save_quantised(plain, None, plan, apply_bits(plain, plan), tmp_path / "large")
+    assert any("was not loaded again" in n for n in receipt.notes)

@@ -1,0 +1,211 @@
+"""Removed heads: the smaller model computes what the whole one computes without them, and loads where a config can say so."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from tests import zoo
+
+from layerbudget.decisions.shapes.attention import channels, expressible, find_attention, keep_heads
+from layerbudget.decisions.shapes.checkpoint import check_exportable, save_smaller
+from layerbudget.decisions.shapes.heads import choose_heads, head_scores, remove_heads
+from layerbudget.errors import InvalidInput, UnknownStructure
+from layerbudget.models.blocks import is_conv1d, layers
+
+EXPLICIT = ["llama", "phi3", "mistral-sliding", "gemma", "gemma2", "gemma3", "qwen2", "qwen3", "starcoder2", "mixtral"]
+DERIVED = ["opt", "gpt2", "gpt-neox", "bert", "roberta-classifier"]
+
+
+def attentions(model):
+    return [find_attention(layer, name) for name, layer in layers(model)]
+
+
+def masked_logits(model, kept, batch):
+    """The whole model with the contributions of the other heads set to zero in front of the output projection."""
+    hooks = []
+    for a, heads in kept:
+        mask = torch.zeros(a.heads * a.head_dim)
+        mask[channels(torch.as_tensor(heads), a.head_dim)] = 1
+
+        def hook(module, arguments, mask=mask):
+            return (arguments[0] * mask,)
+
+        hooks.append(model.get_submodule(a.consumer).register_forward_pre_hook(hook))
+    with torch.no_grad():
+        logits = model(**batch).logits
+    for h in hooks:
+        h.remove()
+    return logits
+
+
+def output_weight(model, attention):
+    module = model.get_submodule(attention.consumer)
+    return module.weight.data.T if is_conv1d(module) else module.weight.data
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", [*EXPLICIT, *DERIVED])
+def test_removed_heads_equal_masked_heads(name, padded):
+    """Different heads in every layer: a whole group, a query head of each group, nothing."""
+    model = zoo.build(name)
+    batch = next(zoo.tokens(padded=padded).batches(6))
+    grouped = attentions(model)[0].per_group == 2
+    wanted = [[2, 3], [0, 3] if grouped else [0, 2, 3], [0, 1, 2, 3]]
+    kept = list(zip(attentions(model), wanted, strict=True))
+    expected = masked_logits(model, kept, batch)
+    for a, heads in kept:
+        new = keep_heads(model, a, torch.tensor(heads))
+        assert (new.heads, new.head_dim) == (len(heads), a.head_dim)
+    found = attentions(model)
+    assert [a.heads for a in found] == [len(h) for h in wanted]
+    assert [a.groups for a in found] == ([1, 2, 2] if grouped else [len(h) for h in wanted])
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert", "gemma"])
+def test_removing_nothing_changes_nothing(name):
+    model, data = zoo.build(name), zoo.tokens()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    config = model.config.to_dict()
+    assert set(remove_heads(model, data, 0.0).values()) == {4}
+    assert model.config.to_dict() == config
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("refit", [True, False])
+@pytest.mark.parametrize("criterion", ["surgeon", "alone", "wanda"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert", "gemma"])
+def test_heads_that_nobody_reads_go_without_any_change(name, criterion, refit):
+    model, data = zoo.build(name), zoo.tokens()
+    batch = next(data.batches(len(data)))
+    for layer, a in enumerate(attentions(model)):
+        idle = torch.arange(a.per_group) + a.per_group * (layer % a.groups)
+        with torch.no_grad():
+            output_weight(model, a)[:, channels(idle, a.head_dim)] = 0
+    with torch.no_grad():
+        before = model(**batch).logits
+    by_groups = 0.5 if attentions(model)[0].groups == 2 else 0.25
+    left = remove_heads(model, data, by_groups, by="groups", criterion=criterion, refit=refit)
+    assert set(left.values()) == {2 if by_groups == 0.5 else 3}
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, before, rtol=1e-5, atol=1e-5)
+
+
+def test_refit_is_the_least_squares_optimum_and_copies_cost_nothing():
+    """One of two query heads that repeat each other can go: the other one takes over."""
+    model, data = zoo.build("llama"), zoo.tokens(samples=12)
+    batch = next(data.batches(len(data)))
+    for a in attentions(model):
+        q = model.get_submodule(a.producers[0]).weight.data
+        q[8:16], q[24:32] = q[:8], q[16:24]
+    with torch.no_grad():
+        before = model(**batch).logits
+    plain = copy.deepcopy(model)
+    assert set(remove_heads(model, data, 0.5, by="queries", damping=1e-7).values()) == {2}
+    remove_heads(plain, data, 0.5, by="queries", refit=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, before, rtol=1e-3, atol=1e-3)
+        assert (plain(**batch).logits - before).abs().max() > 0.1
+
+
+def test_scores_are_the_change_of_the_output():
+    a = dataclasses.replace(attentions(zoo.build("opt"))[0], heads=4, groups=4, head_dim=3)
+    torch.manual_seed(1)
+    x, w = torch.randn(200, 12).double() @ torch.randn(12, 12).double(), torch.randn(5, 12).double()
+    h = x.T @ x
+    members = list(torch.arange(12).split(3))
+    alone, surgeon = [], []
+    for g in members:
+        rest = torch.tensor([j for j in range(12) if j not in g.tolist()])
+        alone.append((x[:, g] @ w[:, g].T).square().sum())
+        best = torch.linalg.lstsq(x[:, rest], x @ w.T).solution
+        surgeon.append((x @ w.T - x[:, rest] @ best).square().sum())
+    torch.testing.assert_close(head_scores(w, h, members, "alone"), torch.stack(alone))
+    torch.testing.assert_close(head_scores(w, h, members, "surgeon"), torch.stack(surgeon))
+    worst = int(torch.stack(surgeon).argmin())
+    assert choose_heads(w, h, a, 1, by="groups").tolist() == [i for i in range(4) if i != worst]
+    with pytest.raises(InvalidInput, match="surgeon, alone, wanda"):
+        head_scores(w, h, members, "magic")
+
+
+@pytest.mark.parametrize("name", EXPLICIT)
+@pytest.mark.parametrize("by", ["groups", "queries"])
+def test_even_heads_load_in_plain_transformers(name, by, tmp_path):
+    model, data = zoo.build(name), zoo.tokens()
+    assert set(remove_heads(model, data, 0.5, by=by).values()) == {2}
+    batch = next(data.batches(2))
+    save_smaller(model, None, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    config = loaded.config
+    assert (config.num_attention_heads, config.num_key_value_heads) == ((2, 1) if by == "groups" else (2, 2))
+    assert loaded.get_submodule(attentions(loaded)[0].consumer).in_features == 16
+    fast = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        wanted = model(**batch).logits
+        torch.testing.assert_close(loaded(**batch).logits, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(fast(**batch).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_families_that_derive_the_head_size_are_not_exported_and_the_reason_is_said(name, tmp_path):
+    model, data = zoo.build(name), zoo.tokens()
+    assert expressible(model, attentions(model)[0]) is None
+    remove_heads(model, data, 0.5)
+    with torch.no_grad():
+        assert torch.isfinite(model(**next(data.batches(2))).logits).all()
+    with pytest.raises(UnknownStructure, match="hidden_size / num_attention_heads.*works in memory.*Remove MLP units"):
+        save_smaller(model, None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_refusals():
+    data = zoo.tokens()
+    with pytest.raises(UnknownStructure, match="normalises over all heads"):
+        remove_heads(zoo.build("olmo2"), data, 0.5)
+    odd = zoo.build("llama")
+    odd.model.layers[1].self_attn.o_proj = torch.nn.Identity()
+    with pytest.raises(UnknownStructure, match="layers.1 .LlamaDecoderLayer. has no attention of a known layout"):
+        remove_heads(odd, data, 0.5)
+    model = zoo.build("llama")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InvalidInput, match=r"\[0, 1\)"):
+        remove_heads(model, data, 1.0)
+    with pytest.raises(InvalidInput, match="groups, queries"):
+        remove_heads(model, data, 0.5, by="magic")
+    with pytest.raises(InvalidInput, match="Criteria are"):
+        remove_heads(model, data, 0.5, criterion="magic")
+    with pytest.raises(UnknownStructure, match=r"groups of \[2, 1\]"):
+        keep_heads(model, attentions(model)[0], torch.tensor([0, 1, 2]))
+    with pytest.raises(UnknownStructure, match="at least one head"):
+        keep_heads(model, attentions(model)[0], torch.tensor([], dtype=torch.long))
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    remove_heads(model, data, {"model.layers.1": 0.5}, by="queries")
+    with pytest.raises(UnknownStructure, match="one number of heads for all layers"):
+        check_exportable(model)
+
+
+def test_three_heads_that_llama_refuses_are_refused_before_saving(tmp_path):
+    """Llama's own config demands that the hidden size is a multiple of the number of heads, even with an explicit head size."""
+    model = zoo.build("llama", num_key_value_heads=4)
+    remove_heads(model, zoo.tokens(), 0.25)
+    with pytest.raises(UnknownStructure, match="not a multiple of the number of attention heads"):
+        save_smaller(model, None, tmp_path / "out")
+    mistral = zoo.build("mistral", num_key_value_heads=4)
+    remove_heads(mistral, zoo.tokens(), 0.25)
+    save_smaller(mistral, None, tmp_path / "out")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").num_attention_heads == 3
+
+
+def test_generation_with_a_cache_works_after_uneven_removal():
+    model, data = zoo.build("llama"), zoo.tokens()
+    remove_heads(model, data, {"model.layers.0": 0.5}, by="groups")
+    ids = data.input_ids[:2]
+    with torch.no_grad():
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=None)
+        again = model(made[:, :-1]).logits[:, ids.shape[1] - 1 :].argmax(-1)
+    assert torch.equal(made[:, ids.shape[1] :], again)

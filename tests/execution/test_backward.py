@@ -1,0 +1,251 @@
+"""Both ways backwards give the same numbers: every estimator, architectures, stores, losses, forms, and refusals."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tests import zoo
+from torch import nn
+
+from layerbudget.errors import CoverageError, CurvatureFailure, InvalidInput
+from layerbudget.execution import memory, walkable
+from layerbudget.execution.backward import Feeding, SampledLoss, data_loss, feed
+from layerbudget.models.blocks import partition
+from layerbudget.records import Block, Module
+from layerbudget.sensitivity.curvature.kronecker import Sums, Tokens, collect, factors_of
+from layerbudget.sensitivity.curvature.rotated import rotated, second_moments, token_basis
+from layerbudget.sensitivity.curvature.whitened import largest_squared, whitened
+from layerbudget.sensitivity.gain import score
+
+ESTIMATORS = {
+    "gradient-norm": {}, "fisher-diagonal": {}, "fisher-gram": {}, "fisher-gram sketch": {"sketch": 8}, "fisher-mc": {},
+    "kfac": {}, "ekfac": {}, "adapter": {"rank": 4}, "rank-gain": {}, "rank-gain plain": {"curvature": "none"}, "layerif": {},
+    "fisher-trace": {},
+}  # fmt: skip
+DENSE_ONLY = ("kfac", "ekfac", "adapter", "rank-gain", "rank-gain plain")
+MODELS = ("llama-tied", "gemma2", "gpt2", "phi3", "bert")
+
+
+def data_for(model, name, **given):
+    data = zoo.tokens(padded=True, **given)
+    return dataclasses.replace(data, labels=data.input_ids) if "bert" in name else data
+
+
+def numbers(scores):
+    """Every number that a record is about, in a row."""
+
+    def flat(value):
+        if isinstance(value, dict):
+            value = list(value.values())
+        return [x for v in value for x in flat(v)] if isinstance(value, list | tuple) else [value]
+
+    found = [scores.gain, scores.noise_floor, scores.extra.get("increments", []), scores.extra.get("by_module", {})]
+    return np.array([np.nan if x is None else x for x in flat(found)], dtype=float)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_estimator_both_ways(name):
+    model = zoo.build(name)
+    data = data_for(model, name)
+    for by in ("layer", "linear"):
+        blocks = partition(model, by, include=r"layers?\.|\.h\.")
+        for label, options in ESTIMATORS.items():
+            estimator = label.split()[0]
+            whole = score(model, data, blocks, estimator, walk="whole", batch_size=4, **options)
+            walked = score(model, data, blocks, estimator, walk="layers", batch_size=3, **options)
+            if label == "gradient-norm":  # its floor compares batches
+                assert np.allclose(whole.gain, walked.gain, rtol=2e-5), (name, by, label)
+                continue
+            a, b = numbers(whole), numbers(walked)
+            assert np.allclose(a, b, rtol=1e-4, atol=1e-6 * np.nanmax(np.abs(a)), equal_nan=True), (name, by, label)
+
+
+@pytest.mark.parametrize("name", ("mistral", "gpt2", "bert"))
+def test_both_ways_agree_to_rounding_in_double_precision(name):
+    model, data = zoo.dense(name if name != "bert" else "bert"), zoo.labelled(name)
+    blocks = partition(model, "layer")
+    for label, options in ESTIMATORS.items():
+        whole, walked = (
+            numbers(score(model, data, blocks, label.split()[0], walk=w, batch_size=2, **options)) for w in ("whole", "layers")
+        )
+        assert np.allclose(whole, walked, rtol=1e-9, atol=1e-12 * np.nanmax(np.abs(whole)), equal_nan=True), label
+
+
+def test_fused_experts_are_read_layer_by_layer_too():
+    model, data = zoo.build("mixtral", experts_implementation="eager"), zoo.tokens(4, 8)
+    blocks = partition(model, "layer")
+    for estimator in ("fisher-gram", "fisher-trace", "fisher-diagonal", "gradient-norm", "fisher-mc"):
+        whole, walked = (score(model, data, blocks, estimator, walk=w, batch_size=1) for w in ("whole", "layers"))
+        assert np.allclose(whole.gain, walked.gain, rtol=1e-4), estimator
+    for estimator in DENSE_ONLY:
+        with pytest.raises(CoverageError, match="experts"):
+            score(model, data, blocks, estimator.split()[0], walk="layers")
+
+
+class Keep(Feeding):
+    """Every site, by loss."""
+
+    def __init__(self, losses):
+        self.losses, self.found, self.order = losses, {}, []
+
+    def open(self, names):
+        self.order.append(("open", tuple(names)))
+
+    def begin(self, batch, loss):
+        self.key = (loss, batch.rows.start)
+
+    def take(self, site):
+        for name in site.names:
+            self.found[(name, *self.key)] = (site.a.clone(), site.b[name].clone())
+
+    def close(self, names):
+        self.order.append(("close", tuple(names)))
+        return False
+
+
+@pytest.mark.parametrize("store", ("device", "cpu", "disk"))
+def test_sites_are_those_of_autograd_for_every_loss_and_store(store, tmp_path):
+    model, data = zoo.mistral(3), zoo.tokens(5, 12, vocabulary=61)
+    blocks = partition(model, "layer")
+    losses = (data_loss, SampledLoss(3), lambda logits, batch: logits.square().sum())
+    whole, walked = Keep(losses), Keep(losses)
+    feed(model, data, blocks, whole, batch_size=2, walk="whole")
+    fed = feed(model, data, blocks, walked, batch_size=2, walk="layers", store=store, folder=tmp_path)
+    assert fed.way == "layers" and whole.found.keys() == walked.found.keys() and len(whole.found) == 3 * 7 * 3 * 3
+    for key, (a, b) in whole.found.items():
+        assert torch.allclose(a, walked.found[key][0], atol=1e-6) and torch.allclose(b, walked.found[key][1], atol=1e-5), key
+    assert [kind for kind, _ in walked.order] == ["open", "close"] * 3  # one layer at a time, the last one first
+    assert walked.order[0][1][0].startswith("model.layers.2.") and not list(tmp_path.iterdir())
+
+
+def test_layers_below_the_first_block_are_not_walked_backwards():
+    model, data = zoo.mistral(4), zoo.tokens(2, 8, vocabulary=61)
+    walked = Keep((data_loss,))
+    feed(model, data, partition(model, "layer")[2:], walked, walk="layers")
+    assert {k[0].split(".")[2] for k in walked.found} == {"2", "3"}
+
+
+def test_what_cannot_be_walked_is_refused_or_falls_back(monkeypatch, caplog):
+    model, data = zoo.mistral(2), zoo.tokens(2, 8, vocabulary=61)
+    head = [Block(name="head", modules=(Module(name="lm_head", d_out=61, d_in=24),))]
+    with pytest.raises(CoverageError, match="outside"):
+        feed(model, data, head, Keep((data_loss,)), walk="layers")
+    with pytest.raises(InvalidInput, match="walk"):
+        feed(model, data, head, Keep((data_loss,)), walk="backwards")
+    plain, features = zoo.dense("mlp"), zoo.labelled("mlp")
+    with pytest.raises(CoverageError, match="cannot be walked"):
+        score(plain, features, zoo.partition(plain, "mlp"), "fisher-trace", walk="layers")
+
+    class Shared(nn.Module):
+        """A layer that adds what the first one saw."""
+
+        def __init__(self, inner, seen):
+            super().__init__()
+            self.inner, self.seen = inner, seen
+
+        def forward(self, hidden, **keywords):
+            self.seen.append(hidden)
+            return self.inner(hidden, **keywords) + sum(h.mean() for h in self.seen[:-1])
+
+    seen: list = []
+    for i in range(2):
+        model.model.layers[i] = Shared(model.model.layers[i], seen)
+    model.register_forward_pre_hook(lambda *given: seen.clear())
+    blocks = partition(model, "layer")
+    with pytest.raises(CoverageError, match="share state"):
+        feed(model, data, blocks, Keep((data_loss,)), walk="layers")
+    monkeypatch.setattr(walkable, "fits_whole", lambda *given: False)
+    with caplog.at_level("WARNING"):
+        assert feed(model, data, blocks, Keep((data_loss,))).way == "whole" and "share state" in caplog.text
+
+
+def test_a_loss_that_is_not_finite_names_its_sequences():
+    model, data = zoo.mistral(2), zoo.tokens(4, 8, vocabulary=61)
+    blocks = partition(model, "layer")
+    for walk in ("whole", "layers"):
+        with pytest.raises(CurvatureFailure, match="sequences 2 to 3"):
+            losses = (lambda logits, batch: logits.sum() * (float("nan") if batch.rows.start == 2 else 1.0),)
+            feed(model, data, blocks, Keep(losses), batch_size=2, walk=walk)
+
+
+def test_the_way_follows_the_memory(monkeypatch):
+    model, data = zoo.mistral(2), zoo.tokens(4, 8, vocabulary=61)
+    assert memory.fitting(model, 8, 8) == 8
+    blocks = partition(model, "layer")
+    assert feed(model, data, blocks, Keep((data_loss,))).way == "whole"
+    monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 1 << 12)
+    assert feed(model, data, blocks, Keep((data_loss,))).way == "layers"
+    assert memory.fitting(model, 8, 8) == 1
+    ticks: list[int] = []
+    feed(model, data, blocks, Keep((data_loss,)), tick=ticks.append)
+    assert sum(ticks) == 4
+
+
+# --- factors from tokens and from sums -----------------------------------------------------------------------------------
+
+
+def both(model, data, blocks, **options):
+    found = {}
+    for form in ("sums", "tokens"):
+        found[form] = {}
+        consumer = factors_of(model, data, blocks, found[form].__setitem__, form=form, groups=2, **options)
+        collect(model, data, blocks, consumer, batch_size=2)
+    return found["sums"], found["tokens"]
+
+
+@pytest.mark.parametrize("options", ({}, {"draws": 2}, {"labels": "data"}, {"interleaved": True}))
+def test_tokens_and_sums_say_the_same(options):
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
+    blocks = partition(model, "linear")[:7]
+    sums, tokens = both(model, data, blocks, **options)
+    assert sums.keys() == tokens.keys()
+    for name, found in sums.items():
+        own = tokens[name]
+        assert isinstance(found, Sums) and isinstance(own, Tokens)
+        for tau in (1e-6, 1e-2):
+            a, b = (rotated(x, 2).forms(np.array([tau * float(found.a.max() * found.g.max())])) for x in (found, own))
+            assert all(np.allclose(x, y, rtol=1e-7, atol=1e-12 * abs(a[0][0])) for x, y in zip(a, b, strict=True)), name
+        a, b = (whitened(x, 0.3 * float(found.a.trace()), 0.2 * float(found.g.trace()), 5) for x in (found, own))
+        for (s, rank), (t, other) in zip(a, b, strict=True):
+            assert s == pytest.approx(t, rel=1e-8) and np.allclose(rank[:5], other[: len(rank)], rtol=1e-8, atol=1e-10 * s)
+
+
+def test_second_moments_from_tokens_are_those_of_the_sequences():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
+    blocks = partition(model, "linear")[:3]
+    _, tokens = both(model, data, blocks, draws=2)
+    for found in tokens.values():
+        basis = token_basis(found)
+        k, u, h, w = basis
+        qa, qg = found.x.T @ (u / k.sqrt()), found.drawn.T @ (w / h.sqrt())
+        m, expected = len(found.x), 0.0
+        for r in range(2):
+            drawn = found.drawn[r * m : (r + 1) * m]
+            for i in found.sequence.unique():
+                own = found.sequence == i
+                expected = expected + (qg.T @ drawn[own].T @ found.x[own] @ qa).square()
+        assert torch.allclose(second_moments(found, basis), expected / found.scale, rtol=1e-8, atol=1e-18)
+
+
+def test_estimators_choose_tokens_where_they_are_fewer():
+    """One short sequence pair: tokens are fewer than the width, and the numbers stay those of the sums."""
+    model, data = zoo.tiny("mistral", hidden_size=64, intermediate_size=96), zoo.tokens(4, 5)
+    model = model.double()
+    blocks = partition(model, "linear")
+    factors = factors_of(model, data, blocks, lambda *a: None)
+    assert any(factors._by_tokens(m) for b in blocks for m in b.modules)
+    for estimator in ("kfac", "ekfac", "rank-gain"):
+        whole, walked = (score(model, data, blocks, estimator, walk=w) for w in ("whole", "layers"))
+        assert np.allclose(numbers(whole), numbers(walked), rtol=1e-8, atol=1e-12)
+
+
+def test_the_top_of_a_large_spectrum_is_found_without_the_rest(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.randn(300, 400, generator=generator, dtype=torch.float64)
+    steep = flat * torch.logspace(0, -3, 300, dtype=torch.float64)[:, None]
+    for matrix in (flat, steep, flat.T):
+        exact = torch.linalg.svdvals(matrix).square()
+        monkeypatch.setattr("layerbudget.sensitivity.curvature.whitened.SMALL", 16)
+        found, error = largest_squared(matrix, 8)
+        assert torch.allclose(found, exact[:8], rtol=1e-4) and error < 1e-3

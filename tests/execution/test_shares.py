@@ -1,0 +1,181 @@
+"""One process and two give the same numbers, masks and plans; process 0 writes; what cannot be shared refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+WORK = """
+import json, sys
+sys.path.insert(0, {root!r})
+import numpy as np, torch
+from tests import zoo
+from tests.execution.test_backward import ESTIMATORS, data_for, numbers
+from layerbudget.models.blocks import partition
+from layerbudget.decisions.sparsity.by_curves import plan_by_curves
+from layerbudget.decisions.sparsity.sequential import plan_directional
+from layerbudget.errors import LayerbudgetError
+from layerbudget.evaluation.perplexity import perplexity
+from layerbudget.planning import plan_sparsity
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.execution.shares import first, join, leave
+from layerbudget.sensitivity.gain import score
+from layerbudget.decisions.shapes.plan import plan_structured
+join("cpu")
+out = {{}}
+for name in ("llama-tied", "bert", "mixtral"):
+    more = {{"experts_implementation": "eager"}} if name == "mixtral" else {{}}
+    model = zoo.build(name, **more).double()
+    data = data_for(model, name, samples=7)
+    blocks = partition(model, "layer")
+    for label, options in ESTIMATORS.items():
+        for walk in ("whole", "layers") if name == "llama-tied" else ("layers",):
+            if label == "layerif":
+                options = {{**options, "validation": data.select([0, 1, 2])}}
+            try:
+                found = score(model, data, blocks, label.split()[0], walk=walk, batch_size=2, **options)
+            except LayerbudgetError as error:
+                out[f"{{name}} {{label}} {{walk}}"] = type(error).__name__
+                continue
+            gain = list(found.gain[0]) if label == "gradient-norm" else numbers(found).tolist()
+            out[f"{{name}} {{label}} {{walk}}"] = gain
+    plan = plan_sparsity(score(model, data, blocks, "fisher-trace"), sparsity=0.5)
+    out[f"{{name}} digest"] = plan.digest
+    for method in ("magnitude", "wanda", "sparsegpt"):
+        pruned = zoo.build(name, **more)
+        own = plan_sparsity(score(pruned, data, blocks, "fisher-trace"), sparsity=0.5)
+        prune(pruned, own, data if method != "magnitude" else None, method)
+        out[f"{{name}} {{method}}"] = [int(v) for p in pruned.parameters() for v in (p == 0).flatten()]
+    if name == "llama-tied":
+        whole = plan_structured(model, zoo.tokens(8, padded=True), "20% params", multiple=4, points=1, batch_size=2)
+        out[f"{{name}} structured"] = whole.counts.tolist()
+    text = zoo.tokens(8, padded=True)
+    for by in ("linear", "rows:4") if name == "llama-tied" else ("rows:4",):
+        plan = plan_directional(model, text, by=by, passes=8, batch_size=4, method="magnitude" if name == "bert" else "wanda")
+        out[f"{{name}} {{by}} measure"] = [*plan.counts.tolist(), plan.extra["forward_passes"]]
+        out[f"{{name}} {{by}} damage"] = [plan.extra["measured"], *(e["divergence"] for e in plan.extra["path"])]
+    if name == "llama-tied":
+        plan, curves = plan_by_curves(model, text, sparsity=0.5, batch_size=4, method="magnitude")
+        out[f"{{name}} curves measure"] = plan.counts.tolist()
+    if name != "bert":
+        out[f"{{name}} perplexity"] = [perplexity(model, zoo.tokens(7), batch_size=2).value]
+if first():
+    open(sys.argv[1], "w").write(json.dumps(out))
+leave()
+"""
+
+
+def launched(arguments, processes=2, cwd=None):
+    """Run Python under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command[3:3] = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=500)
+
+
+def test_two_processes_give_the_numbers_of_one(tmp_path):
+    script = tmp_path / "work.py"
+    script.write_text(WORK.format(root=str(ROOT)))
+    alone = subprocess.run([sys.executable, str(script), str(tmp_path / "1.json")], capture_output=True, text=True)
+    assert alone.returncode == 0, alone.stderr[-2000:]
+    shared = launched([str(script), str(tmp_path / "2.json")])
+    assert shared.returncode == 0, shared.stderr[-3000:]
+    one, two = (json.loads((tmp_path / f"{n}.json").read_text()) for n in (1, 2))
+    assert one.keys() == two.keys()
+    for key, expected in one.items():
+        found = two[key]
+        if isinstance(expected, str):
+            assert found == expected, key
+        elif key.split()[-1] in ("structured", "measure"):
+            assert found == expected, key
+        elif key.split()[-1] == "damage":
+            assert found == pytest.approx(expected, rel=1e-6), key
+        elif key.split()[1] in ("magnitude", "wanda", "sparsegpt"):
+            assert found == expected, key
+        else:
+            a, b = (np.array([np.nan if v is None else v for v in x], dtype=float) for x in (expected, found))
+            assert np.allclose(a, b, rtol=1e-8, atol=1e-12 * np.nanmax(np.abs(a)), equal_nan=True), key
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    import layerbudget as lb
+
+    folder = tmp_path_factory.mktemp("model") / "model"
+    lb.load_model("demo").save_pretrained(folder, max_shard_size="1MB")
+    lb.load_tokenizer("demo").save_pretrained(folder)
+    return folder
+
+
+def test_the_command_line_is_shared_by_torchrun(shards, tmp_path):
+    from layerbudget.cli import main
+
+    few = ["--samples", "6", "--length", "32", "--device", "cpu"]
+    for way, run in (("one", None), ("two", launched)):
+        out = tmp_path / way
+        out.mkdir()
+        jobs = [
+            ["score", str(shards), *few, "--estimator", "fisher-gram", "--stream", "-o", str(out / "scores.json")],
+            ["prune", str(shards), str(tmp_path / "one" / "plan.json"), *few, "--stream", "-o", str(out / "pruned")],
+            [
+                "evaluate",
+                str(out / "pruned"),
+                "--windows",
+                "6",
+                "--length",
+                "32",
+                "--device",
+                "cpu",
+                "-o",
+                str(out / "result.json"),
+            ],
+        ]
+        for job in jobs:
+            if job[0] == "prune" and way == "one":
+                plan = [
+                    "plan",
+                    "sparsity",
+                    str(out / "scores.json"),
+                    "--sparsity",
+                    "0.5",
+                    "--quiet",
+                    "-o",
+                    str(out / "plan.json"),
+                ]
+                assert main(plan) == 0
+            if run is None:
+                assert main([*job, "--quiet"]) == 0
+            else:
+                done = run(["-m", "layerbudget", *job])
+                assert done.returncode == 0, done.stderr[-2000:]
+    records = [json.loads((tmp_path / way / "scores.json").read_text()) for way in ("one", "two")]
+    assert np.allclose(records[0]["gain"], records[1]["gain"], rtol=1e-4)
+    results = [json.loads((tmp_path / way / "result.json").read_text())["perplexity"]["stdlib"] for way in ("one", "two")]
+    assert results[0]["value"] == pytest.approx(results[1]["value"], rel=1e-3) and results[0]["windows"] == 6
+    import layerbudget as lb
+
+    a, b = (lb.load_model(str(tmp_path / way / "pruned")) for way in ("one", "two"))
+    different = sum(int(((p == 0) != (q == 0)).sum()) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert different <= 20  # entries at the threshold, by the order of sums
+    assert torch.equal(a.get_input_embeddings().weight, b.get_input_embeddings().weight)
+
+
+def test_what_cannot_be_shared_refuses_in_a_sentence(shards, tmp_path):
+    done = launched(["-m", "layerbudget", "plan", "bits", str(shards), "--bits", "4", "-o", str(tmp_path / "plan.json")])
+    assert (
+        done.returncode != 0
+        and "plan bits runs in one process" in done.stderr
+        and "Traceback (most recent call last):\n  File" not in done.stdout
+    )
+    few = ["--samples", "1", "--length", "16", "--device", "cpu"]
+    done = launched(
+        ["-m", "layerbudget", "score", str(shards), *few, "--estimator", "fisher-trace", "-o", str(tmp_path / "s.json")]
+    )
+    assert done.returncode != 0 and "cannot be shared between 2 processes" in done.stderr
+    assert not list(tmp_path.glob("*.json"))

@@ -1,0 +1,312 @@
+"""Weights that stay in their files: the same scores, masks, checkpoints and perplexities, in bounded memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests import zoo
+from tests.execution.test_backward import ESTIMATORS, data_for, numbers
+
+import layerbudget as lb
+from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.measure import damage_curves
+from layerbudget.decisions.sparsity.patterned import plan_pattern
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.decisions.sparsity.save import save_pruned
+from layerbudget.decisions.sparsity.sequential import plan_directional
+from layerbudget.errors import BadModel, CorruptFile, CoverageError, InvalidInput, ModelMismatch
+from layerbudget.evaluation.perplexity import perplexity
+from layerbudget.models.blocks import fingerprint, partition
+from layerbudget.models.loading import load_model
+from layerbudget.models.offload import mapped
+from layerbudget.sensitivity.gain import score
+
+MODELS = ("llama-tied", "gemma2", "gpt2", "phi3", "bert")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints in several shards, by architecture and precision."""
+    root, made = tmp_path_factory.mktemp("checkpoints"), {}
+    for name in (*MODELS, "mixtral"):
+        for dtype in (torch.float32, torch.bfloat16):
+            folder = root / f"{name}-{str(dtype)[6:]}"
+            zoo.build(name).to(dtype).save_pretrained(folder, max_shard_size="20KB")
+            made[name, str(dtype)[6:]] = folder
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("stored", ("float32", "bfloat16"))
+def test_scores_masks_and_perplexity_are_those_of_the_whole_model(folders, name, stored, tmp_path):
+    """Stored in bfloat16 and computed in float32, every layer comes and goes; stored in float32, it is mapped."""
+    folder = str(folders[name, stored])
+    whole, streamed = (load_model(folder, dtype="float32", stream=s) for s in (False, True))
+    assert mapped(whole) is None and mapped(streamed).converts == (stored == "bfloat16")
+    assert fingerprint(whole) == fingerprint(streamed)
+    data, blocks = data_for(whole, name), partition(whole, "layer")
+    assert [b.to_dict() for b in partition(streamed, "layer")] == [b.to_dict() for b in blocks]
+    for label, options in ESTIMATORS.items():
+        a, b = (numbers(score(m, data, blocks, label.split()[0], walk="layers", **options)) for m in (whole, streamed))
+        assert np.allclose(a, b, rtol=1e-5, atol=1e-7 * np.nanmax(np.abs(a)), equal_nan=True), label
+    for estimator in ("outlier-ratio", "spectral-tail", "block-influence", "ablation"):
+        a, b = (numbers(score(m, data, blocks, estimator)) for m in (whole, streamed))
+        assert np.allclose(a, b, rtol=1e-5, equal_nan=True), estimator
+    if name != "bert":
+        text = zoo.tokens()
+        assert perplexity(streamed, text).value == pytest.approx(perplexity(whole, text).value, rel=1e-6)
+    plan = plan_sparsity(score(whole, data, blocks, "fisher-trace"), sparsity=0.5)
+    for method in ("magnitude", "wanda", "sparsegpt"):
+        dense, lean = (load_model(folder, dtype="float32", stream=s) for s in (False, True))
+        receipts = [prune(m, plan, None if method == "magnitude" else data, method) for m in (dense, lean)]
+        assert receipts[0].sparsity == receipts[1].sparsity
+        out = save_pruned(lean, None, plan, receipts[1], tmp_path / method)
+        again = load_model(str(out), dtype="float32")
+        theirs = dict(again.named_parameters())
+        for key, p in dense.named_parameters():
+            assert torch.equal(p == 0, theirs[key] == 0), (method, key)
+            assert torch.allclose(p, theirs[key], rtol=1e-5, atol=1e-6), (method, key)
+    fresh = load_model(folder, dtype="float32")
+    assert fingerprint(fresh) == fingerprint(whole)  # the files were not written to
+
+
+def test_a_pruning_run_resumes_on_a_streamed_model(folders, tmp_path):
+    folder = str(folders["llama-tied", "float32"])
+    model = load_model(folder, stream=True)
+    data, blocks = zoo.tokens(padded=True), partition(model, "layer")
+    plan = plan_sparsity(score(model, data, blocks, "fisher-trace"), sparsity=0.5)
+
+    def stop(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(model, plan, data, "wanda", resume=tmp_path / "parts", progress=stop)
+    again, whole = (load_model(folder, stream=s) for s in (True, False))
+    prune(again, plan, data, "wanda", resume=tmp_path / "parts")
+    prune(whole, plan, data, "wanda")
+    for (name, a), b in zip(again.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_fused_experts_are_converted_by_transformers_and_scored(folders):
+    for stored in ("float32", "bfloat16"):
+        folder = str(folders["mixtral", stored])
+        whole, streamed = (load_model(folder, dtype="float32", stream=s) for s in (False, True))
+        data, blocks = zoo.tokens(4, 8), partition(whole, "layer")
+        for estimator in ("fisher-gram", "fisher-trace"):
+            a, b = (score(m, data, blocks, estimator, walk="layers").gain for m in (whole, streamed))
+            assert np.allclose(a, b, rtol=1e-4), (stored, estimator)
+
+
+def test_what_needs_the_whole_graph_refuses_a_streamed_model(folders):
+    model = load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=True)
+    data, blocks = zoo.tokens(), partition(model, "layer")
+    with pytest.raises(CoverageError, match="one at a time"):
+        score(model, data, blocks, "fisher-gram", walk="whole")
+    for estimator in ("ggn", "hessian", "nystrom"):
+        with pytest.raises(CoverageError, match="stream"):
+            score(model, data, blocks, estimator)
+
+
+def test_what_writes_trials_refuses_layers_that_come_and_go(folders):
+    model = load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=True)
+    data = zoo.tokens()
+    for work in (damage_curves, lambda m, d: plan_pattern(m, d, "2:4")):
+        with pytest.raises(CoverageError, match="lost|one at a time"):
+            work(model, data)
+    whole, streamed = (load_model(str(folders["llama-tied", "bfloat16"]), dtype="bfloat16", stream=s) for s in (False, True))
+    plans = [plan_pattern(m, data, "2:4").extra for m in (whole, streamed)]
+    assert plans[0]["measured"] == plans[1]["measured"] and plans[0]["predicted"] == plans[1]["predicted"]
+
+
+@pytest.mark.parametrize("name", (*MODELS, "mixtral"))
+@pytest.mark.parametrize("stored", ("float32", "bfloat16"))
+def test_plans_by_directional_damage_are_those_of_the_whole_model(folders, name, stored):
+    """Layers are treated when they come: mapped ones are dense again behind it, converted ones are dropped."""
+    data, found = zoo.tokens(samples=5, padded=True), []
+    for stream in (False, True):
+        model = load_model(str(folders[name, stored]), dtype="float32", stream=stream)
+        before = fingerprint(model)
+        given = {"sparsity": 0.5, "passes": 10, "batch_size": 2, "method": "magnitude" if name == "bert" else "wanda"}
+        found.append([plan_directional(model, data, by=by, draws=by == "layer", **given) for by in ("layer", "rows:4")])
+        assert fingerprint(model) == before
+        assert not any(module._forward_pre_hooks for module in model.modules()) or mapped(model).converts
+    assert [p.digest for p in found[0]] == [p.digest for p in found[1]]
+
+
+def test_half_of_the_text_judges_streamed_models_too(folders):
+    models = [load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=s) for s in (False, True)]
+    given = {"by": ("layer", "linear"), "method": "sparsegpt", "passes": 18, "steps": 1, "batch_size": 4}
+    tried = [plan_directional(m, zoo.tokens(samples=6), **given).extra["tried"] for m in models]
+    assert tried[0].keys() == tried[1].keys()
+    assert all(tried[0][by] == pytest.approx(tried[1][by], rel=1e-5) for by in tried[0])
+
+
+def test_bad_checkpoints_are_refused_in_a_sentence(folders, tmp_path):
+    with pytest.raises((InvalidInput, BadModel), match="safetensors"):
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "empty" / "config.json").write_text((folders["llama-tied", "float32"] / "config.json").read_text())
+        load_model(str(tmp_path / "empty"), stream=True)
+    broken = tmp_path / "broken"
+    zoo.build("mistral").save_pretrained(broken, max_shard_size="20KB")
+    shard = sorted(broken.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:40])
+    with pytest.raises((CorruptFile, BadModel)):
+        load_model(str(broken), stream=True)
+    shard.unlink()
+    with pytest.raises(BadModel, match="lacks"):
+        load_model(str(broken), stream=True)
+
+
+def test_streaming_is_chosen_by_itself_where_memory_is_short(folders, monkeypatch):
+    folder = str(folders["llama-tied", "float32"])
+    assert mapped(load_model(folder, stream=None)) is None
+    monkeypatch.setattr("layerbudget.models.loading.free_bytes", lambda place: 1 << 16)
+    assert mapped(load_model(folder, stream=None)) is not None
+    assert mapped(load_model(folder)) is None  # the library does what it is told
+
+
+def test_the_command_line_streams(folders, tmp_path):
+    from layerbudget.cli import main
+
+    lb.load_tokenizer("demo").save_pretrained(tmp_path / "model")
+    lb.load_model("demo").to(torch.bfloat16).save_pretrained(tmp_path / "model", max_shard_size="1MB")
+    given = [str(tmp_path / "model"), "--samples", "4", "--length", "32", "--dtype", "float32"]
+    for way in ("--stream", "--no-stream"):
+        out = tmp_path / f"{way}.json"
+        assert main(["score", *given, way, "--quiet", "--estimator", "rank-gain", "--by", "linear", "-o", str(out)]) == 0
+    a, b = (json.loads((tmp_path / f"{way}.json").read_text()) for way in ("--stream", "--no-stream"))
+    assert np.allclose(a["gain"], b["gain"], rtol=1e-4) and a["model"]["digest"] == b["model"]["digest"]
+
+
+MEMORY = """
+import sys, torch, layerbudget as lb
+from layerbudget.models.loading import load_model
+from layerbudget.models.blocks import partition
+from layerbudget.sensitivity.gain import score
+from layerbudget.data.calibration import CalibrationSet
+def anonymous():
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) / 1024
+before = anonymous()
+model = load_model(sys.argv[1], dtype="float32", stream=sys.argv[2] == "stream")
+peak = [anonymous()]
+data = CalibrationSet(input_ids=torch.randint(3, 97, (4, 8)))
+score(model, data, partition(model, "linear"), "fisher-trace", walk="layers", progress=lambda *a: peak.append(anonymous()))
+print(max(peak) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
+def test_anonymous_memory_is_that_of_a_layer(tmp_path):
+    """A model of 280 MiB in float32 is scored while it stays in its file of bfloat16."""
+    model = zoo.tiny("llama", hidden_size=768, intermediate_size=2048, num_hidden_layers=10).to(torch.bfloat16)
+    size = sum(p.numel() * 4 for p in model.parameters()) / 2**20
+    model.save_pretrained(tmp_path, max_shard_size="10MB")
+    used = {}
+    own = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}  # set by a command that ran in this process
+    own["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # what is held, not what the C library keeps of what was freed
+    for way in ("stream", "whole"):
+        words = [sys.executable, "-c", MEMORY, str(tmp_path), way]
+        run = subprocess.run(words, capture_output=True, text=True, check=True, env=own)
+        used[way] = float(run.stdout)
+    assert used["stream"] < used["whole"] - 0.5 * size, (used, size)
+
+
+def test_pruning_reads_the_masks_from_new_files(tmp_path):
+    """What a layer loses is written and mapped again, layer by layer."""
+    zoo.build("mistral").save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    model = load_model(str(tmp_path / "model"), stream=True)
+    data, blocks = zoo.tokens(), partition(model, "layer")
+    plan = plan_sparsity(score(model, data, blocks, "fisher-trace"), sparsity=0.5)
+    lies = mapped(model)
+    before = dict(lies.places)
+    prune(model, plan, data, "wanda", folder=tmp_path)
+    moved = {n for n, place in lies.places.items() if place != before[n]}
+    assert moved == {f"{m.name}.weight" for b in blocks for m in b.modules}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+    stored = {k: v for f in (tmp_path / "model").glob("*.safetensors") for k, v in load_file(f).items()}
+    assert all(bool((stored[n] != 0).any(1).all()) for n in moved)
+
+
+def test_measuring_on_mapped_weights_is_measuring(folders, tmp_path):
+    from layerbudget.decisions.sparsity.measure import damage_curves
+
+    whole, streamed = (load_model(str(folders["llama-tied", "float32"]), stream=s) for s in (False, True))
+    data, blocks = zoo.tokens(), partition(whole, "layer")
+    curves = [damage_curves(m, data, blocks, ratios=(0.3, 0.6)).damage for m in (whole, streamed)]
+    assert curves[0] == curves[1] and fingerprint(streamed) == fingerprint(whole)
+    converted = load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=True)
+    with pytest.raises(CoverageError, match="lost|dropped again"):
+        damage_curves(converted, data, blocks)
+
+
+@pytest.fixture(scope="module")
+def demo_shards(tmp_path_factory):
+    """The embedded model in bfloat16, in several shards, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("demo")
+    lb.load_tokenizer("demo").save_pretrained(folder)
+    lb.load_model("demo").to(torch.bfloat16).save_pretrained(folder, max_shard_size="1MB")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_plans_of_bits_are_those_of_the_whole_model(demo_shards, tmp_path, dtype):
+    """In float32 layers come and go, in bfloat16 they are the mapped pages."""
+    from layerbudget.cli import main
+
+    pytest.importorskip("compressed_tensors")
+    given = ["plan", "bits", str(demo_shards), "--bits", "4.5", "--group", "32", "--draws", "1", "--check", "0", "--quiet"]
+    given += ["--samples", "4", "--length", "32", "--dtype", dtype]
+    found = []
+    for way in ("--stream", "--no-stream"):
+        kept = ["--save-scores", str(tmp_path / f"s{way}.json"), "-o", str(tmp_path / f"p{way}.json")]
+        assert main([*given, way, *kept]) == 0
+        found.append([json.loads((tmp_path / f"{k}{way}.json").read_text()) for k in "sp"])
+    (a, p), (b, q) = found
+    assert p["blocks"] == q["blocks"] and p["extra"]["formats"] == q["extra"]["formats"]
+    damages = [np.array(s["extra"]["choices"]["damage"], dtype=float) for s in (a, b)]
+    assert np.allclose(*damages, rtol=1e-3 if dtype == "float32" else 2e-2, equal_nan=True)
+    assert a["extra"]["choices"]["size"] == b["extra"]["choices"]["size"] and a["model"]["digest"] == b["model"]["digest"]
+
+
+def test_what_bits_can_do_with_streamed_weights_and_what_is_refused(demo_shards, tmp_path, capsys):
+    from layerbudget.cli import main
+
+    pytest.importorskip("compressed_tensors")
+    small = ["--samples", "4", "--length", "32", "--group", "32", "--quiet", "-o", str(tmp_path / "p.json")]
+    given = ["plan", "bits", str(demo_shards), "--bits", "4.5", *small]
+    for flags, says in {
+        ("--damage", "measured"): "Measured damages write", ("--method", "gptq"): "rounding errors of gptq",
+        ("--check", "2"): "The check puts whole plans",
+    }.items():  # fmt: skip
+        assert main([*given, *flags, "--stream"]) == 2
+        assert says in " ".join(capsys.readouterr().err.split())
+    assert main([*given, "--draws", "1", "--check", "0"]) == 0
+    assert main(["quantize", str(demo_shards), str(tmp_path / "p.json"), "--stream", "-o", str(tmp_path / "out")]) == 0
+    assert any((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_plan_of_bits_continues_with_the_damages_that_it_had(tmp_path, monkeypatch):
+    from layerbudget.decisions.bits import jointly
+
+    pytest.importorskip("compressed_tensors")
+    model, data = lb.load_model("demo"), lb.calibration("stdlib", lb.load_tokenizer("demo"), samples=6, length=32)
+    given = (model, data.select(slice(0, 4)), data.select(slice(4, 6)))
+    options = {"bits": 4.5, "group": 32, "draws": 1}
+    whole, _ = jointly.plan_formats(*given, **options)
+    monkeypatch.setattr(jointly.Joint, "of_plan", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        jointly.plan_formats(*given, resume=tmp_path / "kept", **options)
+    monkeypatch.undo()
+    monkeypatch.setattr(jointly, "rounding_damage", lambda *a, **k: pytest.fail("measured again"))
+    again, _ = jointly.plan_formats(*given, resume=tmp_path / "kept", **options)
+    assert again.blocks == whole.blocks and again.extra["check"] == whole.extra["check"]
+    with pytest.raises(ModelMismatch):
+        jointly.plan_formats(*given, resume=tmp_path / "kept", **{**options, "draws": 2})

@@ -1,0 +1,268 @@
+"""Plans of ranks in PEFT: exact keys, alpha policies, recount, refusals by name, saving, serving."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel, get_peft_model
+from tests import zoo
+from torch import nn
+
+import layerbudget as lb
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.decisions.ranks.ranks import adapted_ranks, add_ranks, fold_scales, to_lora_config
+from layerbudget.decisions.ranks.serving import serving_hint
+from layerbudget.errors import CoverageError, InvalidInput, ModelMismatch, UnknownBlock
+from layerbudget.finetuning.initialise import initialise_from_gradients
+from layerbudget.plans.explain import explain_plan
+from layerbudget.sensitivity.adapter_space import accumulated_gradients
+
+
+def ranks_of(name: str) -> int:
+    """Ranks that differ by layer and by kind, some zero."""
+    layer = int(name.split(".layers.")[1].split(".")[0])
+    return {"q_proj": 2 + layer, "v_proj": 3, "down_proj": 8 * (layer % 2)}.get(name.rpartition(".")[2], 0)
+
+
+def ids():
+    return torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(2))
+
+
+def test_every_module_gets_its_rank_and_the_count_is_the_plan():
+    model = zoo.adaptable()
+    plan = zoo.linears(model, ranks_of)
+    adapted = add_ranks(model, plan)
+    expected = {b.name: b.count for b in plan.blocks if b.count}
+    assert adapted_ranks(adapted) == expected
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    shapes = {n: m for n, m in zoo.adaptable().named_modules() if n in expected}
+    assert trained == sum(r * (shapes[n].in_features + shapes[n].out_features) for n, r in expected.items())
+    assert not any(b.name in adapted_ranks(adapted) for b in plan.blocks if b.count == 0)
+
+
+@pytest.mark.parametrize(("policy", "power"), [("constant-ratio", 0.0), ("rslora", 0.5), ("constant-alpha", 1.0)])
+def test_alpha_policies_give_the_stated_scale(policy, power):
+    """Scale = ratio (mean rank / rank)^power, or alpha / rank^power where an alpha is given."""
+    plan = zoo.linears(zoo.adaptable(), ranks_of)
+    ranks = [b.count for b in plan.blocks if b.count]
+    mean = sum(ranks) / len(ranks)
+    for options, common in (({"ratio": 3.0}, 3.0 * mean**power), ({"alpha": 16.0}, 16.0)):
+        adapted = add_ranks(zoo.adaptable(), plan, alpha_policy=policy, **options)
+        layers = [m for m in adapted.modules() if hasattr(m, "lora_A") and "default" in m.lora_A]
+        assert len(layers) == len(ranks)
+        for module in layers:
+            rank = module.lora_A["default"].weight.shape[0]
+            expected = options.get("ratio", 2.0) if policy == "constant-ratio" else common / rank**power
+            assert module.scaling["default"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("policy", ["rslora", "constant-alpha"])
+def test_a_uniform_plan_has_one_scale_under_every_policy(policy):
+    model = add_ranks(zoo.adaptable(), zoo.linears(zoo.adaptable(), 6), alpha_policy=policy, ratio=1.5)
+    assert {round(m.scaling["default"], 9) for m in model.modules() if hasattr(m, "lora_A") and "default" in m.lora_A} == {1.5}
+
+
+@pytest.mark.parametrize("policy", ["rslora", "constant-alpha"])
+def test_folded_scales_are_one_and_change_nothing(policy, tmp_path):
+    model = add_ranks(zoo.adaptable().double(), zoo.linears(zoo.adaptable(), ranks_of), alpha_policy=policy).double().eval()
+    zoo.perturb(model)
+    with torch.no_grad():
+        expected = model(input_ids=ids()).logits
+    fold_scales(model, 1.5)
+    layers = [m for m in model.modules() if hasattr(m, "lora_A") and "default" in m.lora_A]
+    assert {m.scaling["default"] for m in layers} == {1.5}
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(zoo.adaptable().double(), tmp_path).double().eval()
+    config = loaded.peft_config["default"]
+    assert not config.use_rslora and config.lora_alpha == 1.5 * config.r
+    for again in (model, loaded):
+        with torch.no_grad():
+            assert torch.allclose(again(input_ids=ids()).logits, expected, atol=1e-12)
+    assert {m.scaling["default"] for m in loaded.modules() if hasattr(m, "lora_A") and "default" in m.lora_A} == {1.5}
+    with pytest.raises(InvalidInput, match="positive"):
+        fold_scales(model, 0.0)
+
+
+def test_ten_layers_and_more_are_not_confused():
+    model = zoo.adaptable(12, hidden_size=16, intermediate_size=16, head_dim=4)
+    plan = zoo.linears(model, lambda n: 1 + int(n.split(".")[2]) if n.endswith("q_proj") else 0)
+    assert adapted_ranks(add_ranks(model, plan))["model.layers.11.self_attn.q_proj"] == 12
+
+
+def test_saved_and_loaded_ranks_are_the_same_and_merge_exactly(tmp_path):
+    base = zoo.adaptable().double()
+    plan = zoo.linears(base, ranks_of)
+    model = add_ranks(base, plan).double().eval()
+    zoo.perturb(model)
+    with torch.no_grad():
+        expected = model(input_ids=ids()).logits
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(zoo.adaptable().double(), tmp_path).double().eval()
+    assert adapted_ranks(loaded) == adapted_ranks(model)
+    with torch.no_grad():
+        # PEFT stores adapters as they are; the logits must not move by one bit
+        assert torch.equal(loaded(input_ids=ids()).logits, expected)
+        merged = loaded.merge_and_unload()(input_ids=ids()).logits
+    assert (merged - expected).abs().max() < 1e-12
+    stored = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert stored["rank_pattern"]["model\\.layers\\.3\\.self_attn\\.q_proj"] == 5
+
+
+def rename(plan, old, new):
+    blocks = tuple(
+        dataclasses.replace(b, name=b.name.replace(old, new), modules=tuple(m.replace(old, new) for m in b.modules))
+        for b in plan.blocks
+    )
+    return dataclasses.replace(plan, blocks=blocks)
+
+
+def test_a_typo_is_refused_with_the_name():
+    model = zoo.adaptable()
+    plan = rename(zoo.linears(model, ranks_of), "layers.1.self_attn.q_proj", "layers.1.self_attn.q_porj")
+    with pytest.raises(UnknownBlock, match=r"model\.layers\.1\.self_attn\.q_porj"):
+        add_ranks(model, plan)
+
+
+def test_a_typo_in_a_pattern_of_ones_own_is_refused_with_the_name():
+    model = zoo.adaptable()
+    plan = zoo.linears(model, ranks_of)
+    config = to_lora_config(plan)
+    config.rank_pattern = {k.replace("q_proj", "q_porj"): v for k, v in config.rank_pattern.items()}
+    with pytest.warns(RuntimeWarning, match="did not match"):
+        with pytest.raises(CoverageError, match=r"model\.layers\.0\.self_attn\.q_proj got rank 8; the plan gives it rank 2"):
+            add_ranks(model, plan, config=config)
+
+
+def test_a_fused_projection_is_refused_with_the_name():
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    from layerbudget.plan import Plan, PlanBlock
+
+    model = GPTNeoXForCausalLM(
+        GPTNeoXConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    )
+    name = "gpt_neox.layers.0.attention.q_proj"
+    plan = Plan(
+        kind="ranks", rule="by-hand", model={}, budget={},
+        blocks=(PlanBlock(name=name, value=2.0, count=2, numel=256, modules=(name,)),),
+    )  # fmt: skip
+    with pytest.raises(UnknownBlock, match=r"q_proj'; it holds that projection fused in .*query_key_value"):
+        add_ranks(model, plan)
+
+
+def test_fused_experts_are_refused_with_the_name():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, num_local_experts=2, head_dim=8,
+        )
+    )  # fmt: skip
+    with pytest.raises(CoverageError, match=r"layers\.0\.mlp\.experts\.\w+ is a parameter .* several experts"):
+        add_ranks(model, zoo.linears(model, 2))
+
+
+def test_a_tied_module_is_refused_with_the_name():
+    from layerbudget.plan import Plan, PlanBlock
+
+    model = zoo.adaptable(tie_word_embeddings=True)
+    plan = Plan(
+        kind="ranks", rule="by-hand", model={}, budget={},
+        blocks=(PlanBlock(name="lm_head", value=2.0, count=2, numel=1, modules=("lm_head",)),),
+    )  # fmt: skip
+    with pytest.raises(CoverageError, match=r"lm_head shares its weight with model\.embed_tokens"):
+        add_ranks(model, plan)
+
+
+def test_another_model_another_kind_and_an_empty_plan_are_refused():
+    model = zoo.adaptable()
+    plan = zoo.linears(model, ranks_of)
+    with pytest.raises(ModelMismatch):
+        add_ranks(zoo.adaptable(num_hidden_layers=3), plan)
+    with pytest.raises(InvalidInput, match="kind 'experts'"):
+        to_lora_config(zoo.layers(model, [1, 1, 1, 1]))
+    with pytest.raises(InvalidInput, match="zero"):
+        to_lora_config(zoo.linears(model, 0))
+    with pytest.raises(InvalidInput, match="alpha_policy"):
+        to_lora_config(plan, alpha_policy="other")
+
+
+def test_conv1d_of_gpt2_is_counted_in_the_right_direction():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16))
+    plan = zoo.linears(model, 3)
+    adapted = add_ranks(model, plan, fan_in_fan_out=True)
+    assert set(adapted_ranks(adapted).values()) == {3}
+
+
+def test_serving_hint():
+    model = zoo.adaptable()
+    hint = serving_hint(zoo.linears(model, lambda n: 20 if n.endswith("q_proj") else 4))
+    assert (hint.max_rank, hint.vllm_max_lora_rank) == (20, 32)
+    assert hint.padded_share == pytest.approx(1 - (20 + 6 * 4) / (7 * 32))
+    assert serving_hint(zoo.linears(model, 600)).vllm_max_lora_rank is None
+    assert any("--max-lora-rank 8;" in s for s in explain_plan(zoo.linears(model, 8))["sentences"])
+    with pytest.raises(InvalidInput, match="Ranks have a serving hint"):
+        serving_hint(dataclasses.replace(zoo.linears(model, 8), kind="experts"))
+    config = to_lora_config(zoo.linears(model, ranks_of))
+    assert config.r == 8 and config.lora_alpha / config.r == 2.0
+
+
+def test_gradient_directions_start_at_the_base_and_capture_the_gradient():
+    model = zoo.adaptable()
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n]
+    gradients = accumulated_gradients(model, CalibrationSet(input_ids=ids()), names)
+    plain = zoo.adaptable()
+    with torch.no_grad():
+        before = plain(input_ids=ids()).logits
+    adapted = add_ranks(plain, zoo.linears(zoo.adaptable(), 4))
+    initialise_from_gradients(adapted, gradients)
+    with torch.no_grad():
+        assert torch.equal(adapted(input_ids=ids()).logits, before)
+    for name in names:
+        a = adapted.get_submodule(f"base_model.model.{name}").lora_A["default"].weight.double()
+        assert torch.allclose(a @ a.T, torch.eye(4, dtype=torch.float64) / 3, atol=1e-6)
+        captured = (gradients[name].double() @ a.T).square().sum().item() * 3
+        assert captured == pytest.approx(torch.linalg.svdvals(gradients[name].double())[:4].square().sum().item(), rel=1e-4)
+
+
+def test_a_module_without_a_gradient_is_named():
+    adapted = get_peft_model(zoo.adaptable(), to_lora_config(zoo.linears(zoo.adaptable(), 2)))
+    with pytest.raises(CoverageError, match="no gradient for model.layers.0"):
+        initialise_from_gradients(adapted, {})
+
+
+def test_dora_is_counted_by_its_ranks():
+    model = zoo.adaptable()
+    plan = zoo.linears(model, ranks_of)
+    adapted = add_ranks(model, plan, use_dora=True)
+    assert adapted_ranks(adapted) == {b.name: b.count for b in plan.blocks if b.count}
+
+
+def test_what_peft_refuses_is_one_sentence():
+    """PEFT takes no ``out_proj`` of a Mamba mixer: not a traceback, and the remedy that is named works."""
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(vocab_size=96, num_hidden_layers=2, **ids, **sizes))
+    with pytest.raises(CoverageError, match=r"PEFT refuses this plan's modules.*out_proj.*--exclude"):
+        add_ranks(model, zoo.linears(model, 2))
+    model = transformers.Mamba2ForCausalLM(model.config)
+    assert add_ranks(model, zoo.linears(model, lambda name: 0 if name.endswith("out_proj") else 2))
+
+
+@pytest.mark.parametrize("estimator", ["rank-gain", "adapter"])
+def test_scores_of_adapters_leave_out_what_no_adapter_can_go_on(estimator, caplog):
+    """A plan of ranks from such scores is one that PEFT takes."""
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(vocab_size=96, num_hidden_layers=2, **ids, **sizes))
+    scores = lb.score(model, zoo.tokens(4, 8, vocabulary=96), lb.partition(model, by="linear"), estimator)
+    assert scores.names and not any("out_proj" in name for name in scores.names)
+    assert "2 matrices are left out, the first backbone.layers.0.mixer.out_proj" in caplog.text
+    assert add_ranks(model, lb.plan_ranks(scores, mean_rank=2))

@@ -1,0 +1,246 @@
+"""Damage along directions: against autograd, dense curvature, finite differences and brute force."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tests import zoo
+
+from layerbudget.errors import InvalidInput, LengthMismatch, UnknownBlock
+from layerbudget.execution import loss as L
+from layerbudget.models.blocks import weight_of
+from layerbudget.sensitivity.directional import directional as D
+from layerbudget.sensitivity.directional.directions import Nested, Written
+from layerbudget.sensitivity.directional.ledger import Unit
+
+NAMES = {
+    "mistral": ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.2.mlp.up_proj"],
+    "gpt2": ["transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_proj"],
+    "mixtral": ["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.experts.down_proj"],
+    "mlp": ["0", "2"],
+}
+
+
+def matrix(model, name):
+    """``(d_out, d_in)`` values of a weight, experts below each other."""
+    owner, parameter = weight_of(model, name)
+    data = parameter.detach()
+    return data.T if type(owner).__name__ == "Conv1D" else data.flatten(0, -2) if data.ndim == 3 else data
+
+
+def change(model, name, delta, scale=1.0):
+    owner, parameter = weight_of(model, name)
+    moved = delta.T if type(owner).__name__ == "Conv1D" else delta.reshape(parameter.shape)
+    with torch.no_grad():
+        parameter.add_(scale * moved)
+
+
+def deltas(model, name, count=1, size=0.1, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return {
+        n: [size * torch.randn(matrix(model, n).shape, generator=g, dtype=torch.float64) for _ in range(count)]
+        for n in NAMES[name]
+    }
+
+
+def clean_of(model, data, size):
+    held = copy.deepcopy(model)
+    with torch.no_grad():
+        found = [torch.log_softmax(L.logits_of(held, b), -1) for b in L.unlabelled(held, data, size)]
+    return lambda i: found[i]
+
+
+def mean_divergence(model, data, clean, size=8):
+    total = tokens = 0.0
+    with torch.no_grad():
+        for i, batch in enumerate(L.unlabelled(model, data, size)):
+            total += float(D.divergence(L.logits_of(model, batch), clean(i), batch.targets))
+            tokens += int((batch.targets != L.IGNORE).sum())
+    return total / tokens
+
+
+def gauss_newton(model, data, name, delta):
+    """``1/(2N) sum_t (J delta)' (diag p - pp') (J delta)`` by a forward-mode derivative."""
+    total, tokens, step = 0.0, 0, 1e-3
+    for batch in L.unlabelled(model, data, 8):
+        with torch.no_grad():
+            p = L.logits_of(model, batch).softmax(-1)
+            change(model, name, delta, step)
+            high = L.logits_of(model, batch)
+            change(model, name, delta, -2 * step)
+            low = L.logits_of(model, batch)
+            change(model, name, delta, step)
+        v = (high - low) / (2 * step)
+        real = (batch.targets != L.IGNORE).reshape(v.shape[:-1])
+        total += float(((p * v**2).sum(-1) - (p * v).sum(-1) ** 2)[real].sum())
+        tokens += int(real.sum())
+    return total / (2 * tokens)
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_one_draw_is_the_square_of_the_sequence_gradient_along_the_change(name):
+    """By plain autograd, one sequence at a time, labels drawn likewise: exact, padding included, tied calls and experts too."""
+    model, data = zoo.dense(name), zoo.labelled(name)
+    moves = deltas(model, name, 2)
+    found = D.fisher_along(model, data, moves, draws=1, batch_size=3)
+    tokens, sums = 0, {n: np.zeros((2, data.samples)) for n in moves}
+    for s, batch in enumerate(L.unlabelled(model, data, 1)):
+        logits = L.logits_of(model, batch)
+        loss = L.summed_loss(logits, L.sampled_targets(logits.detach(), batch, 0))
+        tokens += int((batch.targets != L.IGNORE).sum())
+        for n, candidates in moves.items():
+            owner, parameter = weight_of(model, n)
+            (grad,) = torch.autograd.grad(loss, parameter, retain_graph=True)
+            grad = grad.T if type(owner).__name__ == "Conv1D" else grad.reshape(-1, grad.shape[-1])
+            sums[n][:, s] = [float((grad * d).sum()) ** 2 for d in candidates]
+    for n, values in sums.items():
+        assert found[n].damage == pytest.approx(values.sum(1) / (2 * tokens), rel=1e-9)
+        error = np.sqrt(data.samples * values.var(1, ddof=1)) / (2 * tokens)
+        assert found[n].error == pytest.approx(error, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "draws"), [("mistral", 400), ("mlp", 2000)])
+def test_many_draws_are_the_gauss_newton_form(name, draws):
+    model, data = zoo.dense(name), zoo.labelled(name)
+    moves = deltas(model, name)
+    found = D.fisher_along(model, data, moves, draws=draws)
+    for n, (delta,) in moves.items():
+        exact = gauss_newton(model, data, n, delta)
+        assert found[n].damage[0] == pytest.approx(exact, rel=6 / np.sqrt(draws)), n
+
+
+def test_at_the_dense_point_it_is_the_damage_of_a_small_change():
+    """Finite differences of D itself: the Gauss-Newton form is its Hessian there."""
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
+    clean, size = clean_of(model, data, 8), 1e-3
+    for n, (delta,) in deltas(model, "mistral").items():
+        moved = copy.deepcopy(model)
+        change(moved, n, delta, size)
+        assert mean_divergence(moved, data, clean) / size**2 == pytest.approx(gauss_newton(model, data, n, delta), rel=1e-2)
+
+
+def test_the_first_term_is_the_derivative_of_the_divergence():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
+    clean = clean_of(model, data, 4)
+    moves = deltas(model, "mistral", 2)
+    for n, (delta, _) in deltas(model, "mistral", 2, seed=5).items():
+        change(model, n, delta)
+    units = {n: Unit(directions=Written(d), first=i) for i, (n, d) in enumerate(moves.items())}
+    forms = D.forms_along(model, data, units, clean=clean, draws=0, batch_size=4)
+    for i, (n, candidates) in enumerate(moves.items()):
+        for j, delta in enumerate(candidates):
+            values = []
+            for sign in (1, -1):
+                moved = copy.deepcopy(model)
+                change(moved, n, delta, sign * 4e-3)
+                values.append(mean_divergence(moved, data, clean, 4))
+            assert forms.first[i, j] == pytest.approx((values[0] - values[1]) / 8e-3, rel=2e-3)  # norms run in float32
+    assert not forms.second.any() and forms.passes == 3
+    dense = D.forms_along(zoo.dense("mistral"), data, units, clean=clean, draws=0, batch_size=4)
+    assert np.abs(dense.first).max() < 1e-12
+
+
+def brute(weight, order, present, count, rows, by_row):
+    """The change of the weights, written down; counts must be whole per line."""
+    out = torch.zeros_like(weight)
+    size = len(weight) if rows is None else rows
+    for g, start in enumerate(range(0, len(weight), size)):
+        w, o, d = (x[start : start + size] for x in (weight, order, out))
+        lines = [(w[r], o[r], d[r]) for r in range(len(w))] if by_row else [(w.reshape(-1), o.reshape(-1), d.reshape(-1))]
+        for values, scores, change in lines:
+            ranked = scores.argsort(dim=0, stable=True)
+            now, then = (int(c[g]) // len(lines) for c in (present, count))
+            change[ranked[now:then]] -= values[ranked[now:then]]
+            change[ranked[then:now]] += values[ranked[then:now]]
+    return out
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("rows", [None, 1, 3, 4])
+def test_cumulative_sums_are_the_levels_one_by_one(rows, by_row):
+    g = torch.Generator().manual_seed(0)
+    weight, gradient = torch.randn(9, 14, generator=g), torch.randn(5, 9, 14, generator=g)
+    order = (weight.abs() * torch.rand(14, generator=g)).round(decimals=1)  # with ties
+    sizes = torch.tensor([len(range(9)[i : i + (rows or 9)]) for i in range(0, 9, rows or 9)])
+    present = sizes * torch.randint(0, 15, (len(sizes),), generator=g)
+    counts = sizes[:, None] * torch.randint(0, 15, (len(sizes), 6), generator=g)
+    counts[:, 0], counts[:, 1], counts[:, 2] = 0, sizes * 14, present
+    found = Nested(weight, order, present, counts, rows=rows, by_row=by_row).along(gradient)
+    written = Written([brute(weight, order, present, c, rows, by_row) for c in counts.T], rows).along(gradient)
+    assert found.shape == (5, len(sizes), 6)
+    assert torch.allclose(found, written, atol=1e-5)
+    assert not found[:, :, 2].any()
+
+
+def test_a_group_between_two_whole_rows_is_between_their_damages():
+    g = torch.Generator().manual_seed(1)
+    weight, gradient = torch.randn(4, 6, generator=g), torch.randn(1, 4, 6, generator=g)
+    counts = torch.tensor([[4, 6, 8]])
+    low, middle, high = Nested(weight, weight.abs(), torch.tensor([0]), counts).along(gradient)[0, 0].tolist()
+    assert middle == pytest.approx((low + high) / 2)
+
+
+def test_batches_padding_and_order_change_nothing():
+    model = zoo.dense("mistral")
+    data = zoo.labelled("mistral")
+    moves = deltas(model, "mistral", 2)
+    wanted = D.fisher_along(model, data, moves, draws=2, batch_size=6)
+    left = dataclasses.replace(data, input_ids=data.input_ids.flip(1), attention_mask=data.attention_mask.flip(1))
+    order = torch.argsort(left.attention_mask, dim=1, descending=False, stable=True)  # padding in front, tokens in order
+    ids = torch.stack(
+        [torch.cat((row[m == 0], row[m == 1])) for row, m in zip(data.input_ids, data.attention_mask, strict=True)]
+    )
+    left = dataclasses.replace(data, input_ids=ids, attention_mask=left.attention_mask.gather(1, order))
+    others = {
+        "batch": D.fisher_along(model, data, moves, draws=2, batch_size=1),
+        "layers": D.fisher_along(model, data, moves, draws=2, batch_size=4, walk="layers"),
+        "padding": D.fisher_along(model, left, moves, draws=2, batch_size=4),
+        "order": D.fisher_along(model, data.select([3, 1, 5, 0, 2, 4]), dict(reversed(moves.items())), draws=2, batch_size=2),
+    }
+    for what, found in others.items():
+        for n in moves:
+            assert found[n].damage == pytest.approx(wanted[n].damage, rel=1e-9), what
+            assert found[n].error == pytest.approx(wanted[n].error, rel=1e-6), what
+    again = D.fisher_along(model, data, moves, draws=2, seed=1)
+    assert again[NAMES["mistral"][0]].damage != pytest.approx(wanted[NAMES["mistral"][0]].damage, rel=1e-3)
+
+
+def test_matrices_of_one_unit_move_together():
+    """The square of the sum, cross terms included; and groups of rows of one matrix one by one."""
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
+    moves = deltas(model, "mistral")
+    together = {n: Unit(directions=Written(d), first=0) for n, d in moves.items()}
+    apart = {n: Unit(directions=Written(d), first=i) for i, (n, d) in enumerate(moves.items())}
+    one, several = (D.forms_along(model, data, u, draws=3).second for u in (together, apart))
+    assert one.shape == (1, 1) and abs(one[0, 0] - several.sum()) > 1e-3 * one[0, 0]
+    name, (delta,) = next(iter(moves.items()))
+    rows = D.forms_along(model, data, {name: Unit(directions=Written([delta], 4), first=0)}, draws=3).second
+    for g in range(len(rows)):
+        only = torch.zeros_like(delta)
+        only[4 * g : 4 * g + 4] = delta[4 * g : 4 * g + 4]
+        assert D.fisher_along(model, data, {name: only}, draws=3)[name].damage == pytest.approx(rows[g], rel=1e-9)
+
+
+def test_the_model_is_left_as_it_was():
+    model = zoo.dense("mistral")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    D.fisher_along(model, zoo.labelled("mistral"), deltas(model, "mistral"), draws=1)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_what_cannot_be_is_refused():
+    model, data = zoo.dense("mistral"), zoo.labelled("mistral")
+    moves = deltas(model, "mistral")
+    with pytest.raises(InvalidInput, match="draws"):
+        D.fisher_along(model, data, moves, draws=0)
+    with pytest.raises(UnknownBlock):
+        D.fisher_along(model, data, {"nothing": moves[NAMES["mistral"][0]]})
+    with pytest.raises(LengthMismatch):
+        D.fisher_along(model, data, {n: d * (1 + i) for i, (n, d) in enumerate(moves.items())})
+    with pytest.raises(LengthMismatch):
+        D.fisher_along(model, data, {NAMES["mistral"][0]: [torch.zeros(2, 2), torch.zeros(2, 3)]})

@@ -1,0 +1,169 @@
+"""LayerIF against the loop over pairs that the paper's code runs, layer by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tests import zoo
+
+from layerbudget.errors import InvalidInput
+from layerbudget.models.blocks import partition
+from layerbudget.sensitivity.influence import aggregate, influence, influence_table, score_layerif
+
+
+def plain_tables(model, train, validation, parity, include):
+    """Gradients by autograd, one sample at a time; then the double loop over pairs with explicit inverses."""
+    parameters = {n: p for n, p in model.named_parameters() if p.ndim == 2 and include in n and ".layers." in n}
+
+    def gradients(data):
+        rows = []
+        for i in range(data.samples):
+            model.zero_grad()
+            ids, mask = data.input_ids[i : i + 1], None
+            if data.attention_mask is not None:
+                mask = data.attention_mask[i : i + 1]
+            labels = ids.clone() if parity or mask is None else ids.masked_fill(mask == 0, -100)
+            model(ids, attention_mask=mask, labels=labels).loss.backward()
+            rows.append({n: p.grad.detach().clone() for n, p in parameters.items()})
+        return rows
+
+    g, v = gradients(train), gradients(validation)
+    tables = {}
+    for layer in range(model.config.num_hidden_layers):
+        table = np.zeros((len(v), len(g)))
+        for name in [n for n in parameters if f".{layer}." in n]:
+            lam = np.mean([x[name].square().mean().item() for x in g]) / 10
+            for j, vj in enumerate(v):
+                h = torch.zeros_like(vj[name])
+                for x in g:
+                    c = (vj[name] * x[name]).sum() / (lam + x[name].square().sum())
+                    h += (vj[name] - c * x[name]) / (len(g) * lam)
+                table[j] -= [(h * x[name]).sum().item() for x in g]
+        tables[f"model.layers.{layer}"] = table
+    return tables
+
+
+@pytest.mark.parametrize("mode", ["parity", "clean"])
+def test_equals_the_loop_over_pairs(mistral, mode):
+    mistral = mistral.double()
+    train, validation = zoo.text(samples=7, padded=True), zoo.text(samples=3, seed=9, padded=True)
+    expected = plain_tables(mistral, train, validation, mode == "parity", "self_attn" if mode == "parity" else "proj")
+    found = influence(mistral, train, validation, partition(mistral), mode=mode, batch_size=4)
+    for name, table in expected.items():
+        assert found[name].table == pytest.approx(table, rel=1e-6, abs=1e-6 * np.abs(table).max())
+
+
+def test_padding_counts_only_in_parity_mode(mistral):
+    """Garbage under the mask changes the parity result and nothing else."""
+    train, validation = zoo.text(samples=5, padded=True), zoo.text(samples=2, seed=9)
+    garbage = dataclasses.replace(train, input_ids=torch.where(train.attention_mask.bool(), train.input_ids, 7))
+    change = {}
+    for mode in ("parity", "clean"):
+        a, b = (
+            score_layerif(mistral, d, partition(mistral), validation=validation, mode=mode).values() for d in (train, garbage)
+        )
+        change[mode] = np.abs(a / b - 1).max()
+    assert change["parity"] > 1e-3 and change["clean"] < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["parity", "clean"])
+def test_batch_size_and_memory_do_not_matter(mistral, mode):
+    train, validation = zoo.text(samples=7, padded=True), zoo.text(samples=3, seed=9)
+    options = {"validation": validation, "mode": mode}
+    a = score_layerif(mistral, train, partition(mistral), batch_size=1, **options).values()
+    b = score_layerif(mistral, train, partition(mistral), batch_size=5, memory=1, **options).values()
+    assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_a_full_width_sketch_is_exact_and_a_wider_one_closer(mistral):
+    train, validation = zoo.text(samples=12), zoo.text(samples=6, seed=9)
+    blocks = partition(mistral)
+    exact = influence(mistral, train, validation, blocks)[blocks[0].name]
+    found = {r: influence(mistral, train, validation, blocks, sketch=r)[blocks[0].name].table for r in (4, 16, 64)}
+    assert found[64] == pytest.approx(exact.table)
+    assert np.linalg.norm(found[16] - exact.table) < 0.6 * np.linalg.norm(found[4] - exact.table)
+
+
+def test_influence_does_not_change_with_the_scale_of_the_loss():
+    rng = np.random.default_rng(0)
+    g, v = rng.normal(size=(6, 40)), rng.normal(size=(3, 40))
+    a = influence_table(g @ g.T, v @ g.T, 40)[0]
+    b = influence_table(9 * g @ g.T, 9 * v @ g.T, 40)[0]
+    assert a == pytest.approx(b, rel=1e-12)
+
+
+def test_zero_gradients_give_zero_not_nan():
+    table, lam = influence_table(np.zeros((3, 3)), np.zeros((2, 3)), 10)
+    assert not table.any() and lam == 0
+
+
+def test_sign_of_the_aggregations():
+    table = np.array([[-5.0, 2.0, 0.0], [-1.0, 1.0, 0.0]])
+    assert aggregate(table, "all") == 3.0 and aggregate(table, "positive") == 6.0
+
+
+def test_helpful_copies_raise_the_score(mistral):
+    """Training on the validation text itself is helpful in every layer: its scores are positive."""
+    data = zoo.text(samples=4)
+    scores = score_layerif(mistral, data, partition(mistral), validation=data)
+    assert (scores.values() > 0).all()
+
+
+def test_influence_is_the_change_of_the_validation_loss(mistral):
+    """A step along the averaged inverse times a sample's gradient changes the validation loss by the influence: sign, size."""
+    mistral = mistral.double()
+    train, validation = zoo.text(samples=5), zoo.text(samples=1, seed=9)
+    block = partition(mistral)[1]
+    found = influence(mistral, train, validation, [block], mode="clean")[block.name]
+    parameters = [mistral.get_submodule(m.name).weight for m in block.modules]
+
+    def loss(data, row):
+        ids = data.input_ids[row : row + 1]
+        return torch.nn.functional.cross_entropy(mistral(ids).logits[0, :-1].double(), ids[0, 1:])
+
+    gradients = [torch.autograd.grad(loss(train, k), parameters) for k in range(5)]
+    for k in range(5):
+        rate = 1e-5 / abs(found.table[0, k])
+        change = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                steps = []
+                for w, (p, module) in enumerate(zip(parameters, block.modules, strict=True)):
+                    lam, g = found.damping[module.name], gradients[k][w]
+                    others = [x[w] for x in gradients]
+                    step = sum(g - (x * g).sum() / (lam + x.square().sum()) * x for x in others) / (5 * lam)
+                    steps.append(-sign * rate * step)
+                    p += steps[-1]
+                change.append(loss(validation, 0).item())
+                for p, step in zip(parameters, steps, strict=True):
+                    p -= step
+        assert (change[0] - change[1]) / 2 / rate == pytest.approx(found.table[0, k], rel=0.02)
+
+
+def test_without_validation_the_last_seventh_is_held_out(mistral):
+    data = zoo.text(samples=14)
+    scores = score_layerif(mistral, data, partition(mistral))
+    same = score_layerif(mistral, data.select(slice(0, 12)), partition(mistral), validation=data.select(slice(12, 14)))
+    assert scores.extra["train_samples"] == 12 and np.array_equal(scores.values(), same.values())
+
+
+def test_gpt2_has_attention_by_another_name(gpt2):
+    scores = score_layerif(gpt2, zoo.text(), partition(gpt2), mode="parity")
+    assert all("attn" in name for name in scores.extra["lambda"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"mode": "x"}, "mode"), ({"aggregation": "+ve"}, "aggregation"), ({"divisor": 0.0}, "divisor")],
+)
+def test_refusals(mistral, data, options, message):
+    with pytest.raises(InvalidInput, match=message):
+        score_layerif(mistral, data, partition(mistral), **options)
+
+
+def test_parity_without_attention_is_refused(mistral, data):
+    with pytest.raises(InvalidInput, match="no attention weights"):
+        score_layerif(mistral, data, partition(mistral, include="mlp"), mode="parity")

@@ -1,0 +1,64 @@
+"""Gram matrices of a streamed model lie in files: the plan is the same, and no layer's but the current one is in memory."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from tests import zoo
+
+import layerbudget as lb
+from layerbudget.compressors.sparsegpt import _inverse
+from layerbudget.decisions.sparsity.sequential import plan_directional
+from layerbudget.errors import InvalidInput
+from layerbudget.execution.store import lying
+
+
+def test_a_tensor_that_lies_in_a_file_is_a_tensor(tmp_path):
+    tensor = lying((300, 500), tmp_path)
+    assert not list(tmp_path.iterdir()) and bool((tensor == 0).all())  # the file has lost its name
+    tensor[5:].addmm_(torch.ones(295, 3), torch.ones(3, 500))
+    assert float(tensor.sum()) == 295 * 500 * 3
+    assert torch.equal(lying((2, 3), None), torch.zeros(2, 3))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc")
+def test_it_takes_no_memory_of_the_process(tmp_path):
+    def own() -> int:
+        gc.collect()
+        return int(next(r for r in Path("/proc/self/status").read_text().splitlines() if r.startswith("RssAnon")).split()[1])
+
+    before = own()
+    held = [lying((1024, 4096), tmp_path).fill_(1.0) for _ in range(8)]  # 128 MiB
+    assert own() - before < 16 << 10 and float(held[7][-1, -1]) == 1.0
+
+
+def test_a_streamed_model_gets_the_plan_of_the_one_in_memory(tmp_path, monkeypatch):
+    model = zoo.mistral(3)
+    model.config.architectures = ["MistralForCausalLM"]
+    model.save_pretrained(tmp_path / "model")
+    data = zoo.tokens(4, 12, vocabulary=61)
+    spilled: list[tuple[int, ...]] = []
+    import layerbudget.execution.inputs as inputs
+    import layerbudget.sensitivity.directional.point as point
+
+    for module in (point, inputs):
+        monkeypatch.setattr(module, "lying", lambda shape, folder, *more: (
+            spilled.append(tuple(shape)) if folder is not None else None, lying(shape, folder, *more))[1])  # fmt: skip
+    plans = []
+    for stream in (False, True):
+        there = lb.load_model(str(tmp_path / "model"), stream=stream)
+        plans.append(plan_directional(there, data, sparsity=0.5, by="linear", method="sparsegpt", passes=9))
+        assert bool(spilled) == stream
+    assert plans[0].counts.tolist() == plans[1].counts.tolist() and plans[0].extra["measured"] == plans[1].extra["measured"]
+    monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda where: type("Disk", (), {"free": 10})())
+    with pytest.raises(InvalidInput, match="will take about"):
+        plan_directional(there, data, sparsity=0.5, by="linear", method="sparsegpt", passes=9)
+
+
+@pytest.mark.parametrize("n", [7, 1024, 1500])
+def test_a_triangle_is_inverted_by_panels(n):
+    gram = torch.randn(n, 2 * n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    factor = torch.linalg.cholesky(gram @ gram.T)
+    found = _inverse(factor, torch.empty_like(factor))
+    assert torch.equal(found, found.tril()) and torch.allclose(found @ factor, torch.eye(n, dtype=factor.dtype), atol=1e-9)

@@ -1,0 +1,250 @@
+"""Both programs against closed forms, a plain bisection, CVXPY + Clarabel, and their own statuses."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tests.instances import dense_bisection
+
+from layerbudget.errors import (
+    DegenerateScores,
+    InfeasibleBudget,
+    InvalidCost,
+    InvalidInput,
+    LengthMismatch,
+    NegativeValue,
+    NotFinite,
+)
+from layerbudget.solvers import CalibratedPenalty, allocate, dual, solve_joint, sparsify
+from layerbudget.solvers.dual import piecewise_root
+from layerbudget.solvers.utilities import Custom, Log, Power, Saturating
+
+MISTRAL_N, MISTRAL_C, MISTRAL_BASE = 218_103_808.0, 1_310_720.0, 13_958_643_712
+
+
+def test_water_level_by_hand():
+    s = allocate([4.0, 2.0, 1.0], 1.0, 4.0, spend="exactly")
+    assert s.value.tolist() == [3.0, 1.0, 0.0] and s.status == "binding" and s.inert == ("alpha", "gamma")
+    assert s.multiplier_interval == (s.multiplier, s.multiplier)
+    assert s.at_lower.tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("k", [3, 40, 500])
+def test_plain_bisection_agrees(k, rng):
+    w, c, u = rng.random(k) + 0.01, rng.random(k) + 0.1, rng.random(k) * 9
+    budget = 0.4 * (c @ u)
+    t = dense_bisection(lambda t: c @ np.clip(t * w / c - 1, 0, u), budget, 1e-6, 1e6)
+    assert np.allclose(allocate(w, c, budget, upper=u, spend="exactly").value, np.clip(t * w / c - 1, 0, u), atol=1e-12)
+    n, m = c * 100, u / 9
+    t = dense_bisection(lambda t: n @ np.clip(t * n / (2 * w), 0, m), 0.3 * (n @ m), 1e-9, 1e6)
+    s = sparsify(w, n, 0.3 * (n @ m), max_sparsity=m, spend="exactly")
+    assert np.allclose(s.value, np.clip(t * n / (2 * w), 0, m), atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_clarabel_agrees(seed):
+    cp = pytest.importorskip("cvxpy")
+    rng = np.random.default_rng(seed)
+    k = int(rng.integers(2, 40))
+    q, c = rng.random(k) + 0.05, rng.random(k) + 0.2
+    upper, budget = 1 + rng.random(k) * 5, (0.1 + 0.6 * rng.random()) * 3 * c.sum()
+    rule = ("exactly", "at_most")[seed % 2]
+    e = cp.Variable(k)
+    constraint = c @ e == budget if rule == "exactly" else c @ e <= budget
+    budget = min(budget, 0.99 * float(c @ upper))
+    constraint = c @ e == budget if rule == "exactly" else c @ e <= budget
+    a, g = 0.5 / c.mean(), 0.9 / q.mean()
+    problem = cp.Problem(cp.Minimize(a * (c @ e) - g * (q @ cp.log1p(e))), [constraint, e >= 0, e <= upper])
+    problem.solve(solver=cp.CLARABEL)
+    s = allocate(q, c, budget, upper=upper, spend=rule)
+    assert s.primal == pytest.approx(problem.value, rel=1e-6, abs=1e-6) and s.primal <= problem.value + 1e-6
+    assert np.allclose(s.value, e.value, atol=2e-3)
+    r = cp.Variable(k)
+    target = 0.4 * c.sum()
+    problem = cp.Problem(cp.Minimize(2 * (q / q.mean()) @ cp.square(r)), [c @ r == target, r >= 0, r <= 0.6])
+    problem.solve(solver=cp.CLARABEL)
+    s = sparsify(q, c, target, max_sparsity=0.6, bits=0.0, spend="exactly")
+    assert s.primal == pytest.approx(problem.value, rel=1e-6) and np.allclose(s.value, r.value, atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_clarabel_agrees_on_the_joint_program(seed):
+    cp = pytest.importorskip("cvxpy")
+    rng = np.random.default_rng(seed)
+    k = int(rng.integers(2, 20))
+    q, a = rng.random(k) + 0.05, rng.random(k) + 0.2
+    s, budget = a * 8, float(rng.normal() * a.sum())
+    e, r = cp.Variable(k), cp.Variable(k)
+    w = q / q.mean()
+    loss = 0.5 / a.mean() * (a @ e) - 0.9 * (w @ cp.log1p(e)) + 2 * (w @ cp.square(r))
+    problem = cp.Problem(cp.Minimize(loss), [a @ e - s @ r <= budget, e >= 0, e <= 9, r >= 0, r <= 0.7])
+    problem.solve(solver=cp.CLARABEL)
+    found = solve_joint(q, a, s, budget, upper=9.0, max_sparsity=0.7)
+    assert found.primal == pytest.approx(problem.value, rel=1e-6, abs=1e-6)
+    assert np.allclose(found.capacity, e.value, atol=3e-3) and np.allclose(found.sparsity, r.value, atol=1e-3)
+
+
+def test_literal_constants_of_the_paper_are_degenerate_and_say_so(rng):
+    q = rng.random(32)
+    q /= q.sum()
+    s = allocate(q, MISTRAL_C, 0.0276 * MISTRAL_BASE, units="literal")
+    assert s.status == "degenerate" and not s.value.any() and "spend='exactly'" in s.message
+    assert set(s.inert) >= {"alpha", "gamma", "weights"}
+    s = sparsify(q, MISTRAL_N, sparsity=0.5, max_sparsity=0.51, units="literal")
+    assert s.status == "degenerate" and (s.value == 0.51).all() and "spend='exactly'" in s.message
+    assert s.spent / (32 * MISTRAL_N) == pytest.approx(0.51)
+    s = sparsify(q, MISTRAL_N, sparsity=0.5, max_sparsity=0.51, units="literal", spend="exactly")
+    assert s.status == "binding" and s.spent / (32 * MISTRAL_N) == pytest.approx(0.5) and s.multiplier < 0
+
+
+def test_statuses(rng):
+    q = rng.random(6) + 0.5
+    assert allocate(q, 1.0, 1000.0).status == "slack" and allocate(q, 1.0, 1000.0).multiplier == 0
+    assert allocate(q, 1.0, 1000.0, upper=0.01).status == "saturated"
+    assert allocate(q, 1.0, 12.0, upper=2.0, spend="exactly").status == "saturated"
+    assert sparsify(q, 10.0, sparsity=0.6, max_sparsity=0.6).status == "saturated"
+    slack = sparsify(q, 10.0, sparsity=0.01, max_sparsity=1.0, bits=1.0)
+    assert slack.status == "slack" and slack.slack > 0 and "spend='exactly'" in slack.message
+    for s in (slack, allocate(q, 1.0, 1000.0), allocate(q, 1.0, 9.0, spend="exactly")):
+        assert s.message and s.certificate()["status"] == s.status
+
+
+def test_plateau_returns_all_multipliers():
+    s = allocate([100.0, 1e-6], 1.0, 2.0, upper=[2.0, 1.0], spend="exactly")
+    low, high = s.multiplier_interval
+    assert s.value.tolist() == [2.0, 0.0] and high > 100 * low + 1 and low < s.multiplier < high
+    assert s.gap <= 1e-12 and s.kkt_residual <= 1e-12
+
+
+@pytest.mark.parametrize("k", [1, 31, 49, 5000])
+def test_six_hundred_decades(k, rng):
+    q = 10.0 ** rng.uniform(-300, 300, k)
+    s = allocate(q, rng.random(k) * 1e9 + 1e6, 4e9 * k, upper=9.0)
+    assert s.gap <= 1e-9 and s.kkt_residual <= 1e-9
+    full = allocate(q, 1.0, 8.5 * k, upper=9.0, spend="exactly")
+    assert full.spent == pytest.approx(8.5 * k) and full.kkt_residual <= 1e-9
+    assert (np.diff(full.value[np.argsort(q)]) >= -1e-12).all()
+
+
+def test_zero_weights_get_nothing_until_everybody_else_is_full():
+    assert allocate([1.0, 0.0], 1.0, 3.0, spend="exactly", upper=[5.0, 5.0]).value == pytest.approx([3.0, 0.0], abs=1e-12)
+    assert allocate([1.0, 0.0], 1.0, 7.0, spend="exactly", upper=[5.0, 5.0]).value == pytest.approx([5.0, 2.0])
+    assert sparsify([1.0, 0.0], 1.0, 0.5, max_sparsity=0.9, spend="exactly").value == pytest.approx([0.0, 0.5], abs=1e-12)
+
+
+def test_base_and_floor_differ():
+    based = allocate([1.0, 1.0], 1.0, 6.0, base=1.0, spend="exactly")
+    floored = allocate([5.0, 1.0], 1.0, 6.0, lower=1.0, spend="exactly")
+    assert based.value == pytest.approx([3.0, 3.0]) and floored.value == pytest.approx([5.0, 1.0])
+    assert allocate([5.0, 1.0], 1.0, 8.0, base=1.0, spend="exactly").value == pytest.approx([20 / 3, 4 / 3])
+
+
+def test_custom_functions_equal_the_built_in_ones(rng):
+    q, c = rng.random(9) + 0.1, rng.random(9) + 0.5
+    mine = Custom(np.log1p, lambda x: 1 / (1 + x), lambda p: 1 / p - 1, name="mine")
+    a, b = (allocate(q, c, 20.0, utility=f, upper=8.0, spend="exactly") for f in (mine, "log"))
+    assert np.allclose(a.value, b.value, rtol=1e-12) and a.primal == pytest.approx(b.primal)
+    mine = Custom(lambda x: x * x, lambda x: 2 * x, lambda p: p / 2)
+    a, b = (sparsify(q, c, sparsity=0.4, penalty=f, spend="exactly") for f in (mine, "quadratic"))
+    assert np.allclose(a.value, b.value, rtol=1e-12)
+    with pytest.raises(InvalidInput, match="inverse"):
+        Custom(np.log1p, lambda x: 1 / (1 + x), lambda p: 1 / p)
+    with pytest.raises(InvalidInput, match="curvature"):
+        allocate(q, c, 20.0, utility=mine)
+
+
+@pytest.mark.parametrize("function", [Log(), Power(0.5), Power(-2.0), Saturating(3.0)])
+def test_utilities_are_consistent(function):
+    x = np.linspace(0, 6, 13)
+    step = 1e-6
+    assert np.allclose((function.value(x + step) - function.value(x)) / step, function.derivative(x), rtol=1e-4)
+    assert np.allclose(function.inverse(function.derivative(x)), x, atol=1e-9) and function.value(np.zeros(1)) == 0
+
+
+def test_calibrated_curves_are_followed_and_capped():
+    curves = CalibratedPenalty([0.2, 0.4, 0.6], [[1.0, 2.0, 3.0], [0.1, 0.9, 9.0]])
+    s = sparsify([1.0, 1.0], 100.0, 70, max_sparsity=1.0, penalty=curves, spend="exactly")
+    assert s.value == pytest.approx([0.3, 0.4]) and s.kkt_residual == 0
+    with pytest.raises(InfeasibleBudget):
+        sparsify([1.0, 1.0], 100.0, 121, max_sparsity=1.0, penalty=curves)
+    with pytest.raises(LengthMismatch):
+        sparsify([1.0], 100.0, 1, penalty=curves)
+    bumpy = CalibratedPenalty([0.2, 0.4], [[3.0, 4.0]])
+    assert bumpy.change.tolist() == [1.0] and bumpy.slopes.tolist() == [[10.0]]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda: allocate([1, np.nan], 1, 1), NotFinite),
+        (lambda: allocate([1, np.inf], 1, 1), NotFinite),
+        (lambda: allocate([1, -1], 1, 1), NegativeValue),
+        (lambda: allocate([0, 0], 1, 1), DegenerateScores),
+        (lambda: allocate([], 1, 1), LengthMismatch),
+        (lambda: allocate([1, 1], [1, 1, 1], 1), LengthMismatch),
+        (lambda: allocate([1, 1], [1, 0], 1), InvalidCost),
+        (lambda: allocate([1, 1], [1, -2], 1), InvalidCost),
+        (lambda: allocate([1, 1], [1, np.nan], 1), NotFinite),
+        (lambda: allocate([1, 1], 1, np.nan), NotFinite),
+        (lambda: allocate([1, 1], 1, 1, base=1), InfeasibleBudget),
+        (lambda: allocate([1, 1], 1, 9, upper=2, spend="exactly"), InfeasibleBudget),
+        (lambda: allocate([1, 1], 1, 9, lower=3, upper=2), InfeasibleBudget),
+        (lambda: allocate([1, 1], 1, 1, rule="maybe"), InvalidInput),
+        (lambda: sparsify([1, 1], [5, 0], 1), InvalidCost),
+        (lambda: sparsify([1, 1], 5, sparsity=0.9), InfeasibleBudget),
+        (lambda: sparsify([1, 1], 5, sparsity=0.1, min_sparsity=0.3, spend="exactly"), InfeasibleBudget),
+        (lambda: sparsify([1, 1], 5), InvalidInput),
+        (lambda: sparsify([1, 1], 5, 1, max_sparsity=1.5), InvalidInput),
+        (lambda: sparsify([1, 1], 5, 1, penalty="cubic"), InvalidInput),
+        (lambda: solve_joint([1, 1], 1, 1, -9.0), InfeasibleBudget),
+        (lambda: solve_joint([1, 1], 1, 1, np.inf), NotFinite),
+    ],
+)
+def test_bad_input_is_named_with_range_and_remedy(call, kind):
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind and isinstance(caught.value, ValueError)
+    assert caught.value.what and caught.value.feasible and caught.value.remedy
+
+
+def test_solutions_are_frozen_and_survive_pickling():
+    s = allocate([2.0, 1.0], 1.0, 3.0, spend="exactly")
+    with pytest.raises(AttributeError):
+        s.multiplier = 0.0
+    with pytest.raises(ValueError):
+        s.value[0] = 9.0
+    t = pickle.loads(pickle.dumps(s))
+    assert t.value.tolist() == s.value.tolist() and t.to_dict() == s.to_dict()
+
+
+def test_root_on_both_paths_is_the_same(rng):
+    for _ in range(50):
+        k = 48
+        a, b = rng.random(k) ** 6 + 1e-9, -rng.random(k)
+        low, high = np.zeros(k), rng.random(k) * 5
+        target = rng.random() * high.sum()
+        t = piecewise_root(a, b, low, high, target)[0]
+        doubled = piecewise_root(*(np.tile(v, 40) for v in (a, b, low, high)), target * 40)[0]
+        assert doubled == pytest.approx(t, rel=1e-12)
+
+
+def test_the_walk_falls_back_on_the_median_knot(rng, monkeypatch):
+    calls = []
+    real = dual._median_knot
+    monkeypatch.setattr(dual, "_median_knot", lambda *a: calls.append(1) or real(*a))
+    for k in (60, 300, 4000):
+        q = 10.0 ** rng.uniform(-200, 200, k)
+        s = allocate(q, rng.random(k) + 0.1, 3.0 * k * rng.random(), upper=rng.random(k) * 9 + 4, spend="exactly")
+        assert s.gap <= 1e-9 and s.kkt_residual <= 1e-9 and abs(s.slack) <= 1e-12 * s.budget
+    assert calls
+
+
+def test_the_core_never_imports_torch():
+    code = (
+        "import sys, layerbudget.solvers, layerbudget.planning, layerbudget.plan;"
+        "import layerbudget.planning.costs, layerbudget.cli.plan;"
+        "sys.exit(any(m == 'torch' or m.startswith('torch.') for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
