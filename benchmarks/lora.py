@@ -31,9 +31,9 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import Linear as PlainLora
 from torch import nn
 
-from layerbudget.decisions.experts import ExpertsConfig, ExpertsLinear
 from layerbudget.decisions.experts.balance import Routing
 from layerbudget.decisions.experts.forms import grouped, route
+from layerbudget.decisions.experts.method import ExpertsConfig, ExpertsLinear
 from layerbudget.records import write_text
 
 RANK, TOP_K, ALPHA = 8, 2, 16

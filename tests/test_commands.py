@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 
 import pytest
 from tests import task_rows
-from tests.documented import PAGES, ROOT, lines_of, shrink, words_of
+from tests.documented import PAGES, lines_of, shrink, words_of
 from tests.furniture import furnish
 
 from layerbudget.cli import main
@@ -19,9 +18,10 @@ from layerbudget.cli import main
 ELSEWHERE = {
     "make demo": "installs the package; tests/demo runs what it runs",
     "make test": "is this suite",
+    "python -m paper list": "tests/paper does",
+    "python -m paper run NAME -o DIR": "tests/paper does",
     "pip install .": "installs",
     "pip install 'layerbudget[bits]'": "installs from the network",
-    "pip install 'layerbudget[cluster]'": "installs from the network",
     "pip install 'layerbudget[trl]'": "installs from the network",
     "torchrun -m layerbudget": "starts several processes: tests/running and tests/lora do",
     "torchrun --nproc-per-node 4 -m layerbudget score MODEL --estimator rank-gain --by linear -o scores.json": "four processes",
@@ -88,13 +88,6 @@ def run_page(page, shelf, tmp_path_factory, monkeypatch, capsys) -> list[tuple[s
 def test_the_commands_of_a_page_run_as_they_are_written(page, shelf, tmp_path_factory, monkeypatch, capsys):
     """In small sizes: texts are cut to four sequences of 32 tokens, trainings to one epoch. Nothing else is changed."""
     undo = shrink()
-    from layerbudget.execution import launch
-
-    monkeypatch.setattr(
-        launch, "command_of",
-        lambda words, part, parts: [sys.executable, "-m", "tests.documented", *words, "--part", f"{part}/{parts}"],
-    )  # fmt: skip
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")
     try:
         times = run_page(page, shelf, tmp_path_factory, monkeypatch, capsys)
     finally:
@@ -110,4 +103,4 @@ def test_what_is_not_run_is_exactly_what_is_listed():
     shown = {line for page in PAGES for line in lines_of(page)}
     assert set(ELSEWHERE) <= shown
     assert {line for line in shown if not line.startswith("layerbudget ")} <= set(ELSEWHERE)
-    assert sum(line.startswith("layerbudget ") for line in set(ELSEWHERE)) == 3
+    assert sum(line.startswith("layerbudget ") for line in set(ELSEWHERE)) == 2

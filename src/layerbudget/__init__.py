@@ -8,7 +8,6 @@ solved convex program, apply the decision, and prove what it did. Public names a
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and type checkers know it
@@ -100,15 +99,10 @@ _PUBLIC = {
     "GainTracker": "finetuning.tracker",
 }
 
-_RENAMED = {"calibrate": "plan_by_curves", "examine": "diagnose"}  # for one release
-
 __all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        warnings.warn(f"layerbudget.{name} is {_RENAMED[name]} now.", DeprecationWarning, stacklevel=2)
-        name = _RENAMED[name]
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)

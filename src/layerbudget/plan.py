@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,8 +19,6 @@ from .row_groups import RowGroups
 from .storage import reading
 from .storage.columns import LARGE, Table, matrices_of, names_of
 from .storage.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, Structured, StructuredSettings
-
-_WERE_RULES = {"structured": "measured", "depth": "greedy"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,11 +150,6 @@ class Plan(Record):
         """Map every module's full name to its block's decision."""
         return {m: b for b in self.blocks for m in b.modules}
 
-    def to_lora_config(self, **options: Any) -> Any:
-        """Deprecated; use :func:`~layerbudget.decisions.ranks.ranks.to_lora_config`."""
-        warnings.warn("Plan.to_lora_config is layerbudget.to_lora_config(plan) now.", DeprecationWarning, stacklevel=2)
-        return importlib.import_module(".lora.ranks", __package__).to_lora_config(self, **options)
-
     def validate(self, model: Mapping[str, Any]) -> None:
         """Refuse a model that the plan was not made for.
 
@@ -215,7 +206,6 @@ class Plan(Record):
 
     @classmethod
     def _upgraded(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        fields = {**fields, **_kind_of(fields)}
         shapes = {"budget": PlanBudget, **({"certificate": Certificate} if fields["certificate"] else {}), "extra": Extra}
         if fields["kind"] == "structured":
             shapes |= {"extra": Structured, "hyperparameters": StructuredSettings}
@@ -227,14 +217,3 @@ class Plan(Record):
             except ValueError as error:
                 raise CorruptFile(f"The {name} of this plan does not read ({error}).", "", "Make the plan again.") from error
         return fields
-
-
-def _kind_of(record: Mapping[str, Any]) -> dict[str, str]:
-    """Kind and rule; smaller shapes were sparsity plans by their rule before they were kinds of their own."""
-    kind, rule = record["kind"], record["rule"]
-    if kind == "sparsity" and rule in _WERE_RULES:
-        warnings.warn(
-            f"This plan says kind {kind}, rule {rule}; save it again as kind {rule}.", DeprecationWarning, stacklevel=4
-        )
-        return {"kind": rule, "rule": _WERE_RULES[rule]}
-    return {"kind": kind, "rule": rule}

@@ -22,7 +22,7 @@ from layerbudget.decisions.sparsity.by_curves import plan_by_curves
 from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.errors import LayerbudgetError
 from layerbudget.evaluation.perplexity import perplexity
-from layerbudget.planning import plan_sparsity
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.execution.shares import first, join, leave
 from layerbudget.sensitivity.gain import score

@@ -7,9 +7,10 @@ import torch
 from tests import zoo
 from torch import nn
 
-from layerbudget.decisions.experts import ExpertsConfig, ExpertsLinear, forms
+from layerbudget.decisions.experts import forms
 from layerbudget.decisions.experts.balance import Routing, balance_loss
 from layerbudget.decisions.experts.forms import grouped, loop, route
+from layerbudget.decisions.experts.method import ExpertsConfig, ExpertsLinear
 
 
 def module(experts: int, top_k: int = 2, r: int = 3, dtype=torch.float32, **options) -> ExpertsLinear:

@@ -14,7 +14,7 @@ from peft import PeftModel, get_peft_model
 from tests import zoo
 from torch import nn
 
-from layerbudget.decisions.experts import ExpertsConfig, ExpertsLinear
+from layerbudget.decisions.experts.method import ExpertsConfig, ExpertsLinear
 from layerbudget.errors import InvalidInput
 
 COUNTS = [2, 3, 0, 5]
@@ -61,7 +61,7 @@ def test_starts_equal_to_the_base_and_disables():
 
 LOADER = """
 import sys, torch
-from layerbudget.lora import experts
+from layerbudget.decisions.experts import method
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 kind, base, adapter, out = sys.argv[1:]

@@ -16,7 +16,7 @@ def _model():
     from peft import get_peft_model
     from transformers import MistralConfig, MistralForCausalLM
 
-    from layerbudget.decisions.experts import ExpertsConfig
+    from layerbudget.decisions.experts.method import ExpertsConfig
 
     torch.manual_seed(0)
     config = MistralConfig(

@@ -8,8 +8,8 @@ from tests import zoo
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from layerbudget.decisions.experts import ExpertsConfig, ExpertsLinear
 from layerbudget.decisions.experts.balance import Routing
+from layerbudget.decisions.experts.method import ExpertsConfig, ExpertsLinear
 from layerbudget.decisions.experts.mixtures import adapted_experts, add_experts, expert_costs, to_experts_config
 from layerbudget.errors import CoverageError, InvalidInput
 

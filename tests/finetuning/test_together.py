@@ -134,7 +134,7 @@ def test_two_processes_that_share_weights_train_the_adapter_of_one(speaker, tmp_
     """There is one batch of held-out rows, so one process runs it for the other's sake alone."""
     script = tmp_path / "shared.py"  # a process holds half of everything while it trains
     script.write_text(
-        "import sys\nfrom layerbudget.cli import main\nfrom layerbudget.lora import sharding\n"
+        "import sys\nfrom layerbudget.cli import main\nfrom layerbudget.finetuning import sharding\n"
         "found, gather = [], sharding.trained\n"
         "def seen(model):\n"
         "    found.append(sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters()))\n"

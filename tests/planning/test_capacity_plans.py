@@ -6,12 +6,12 @@ import pytest
 from layerbudget.decisions.experts.plan import plan_experts
 from layerbudget.decisions.joint.plan import plan_joint, split_joint
 from layerbudget.decisions.ranks.plan import plan_ranks
+from layerbudget.decisions.rules import rules_of
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.models.configurations import blocks_from_config
 from layerbudget.plan import Plan
 from layerbudget.planning.costs import rank_parameters, unit_cost
-from layerbudget.planning.rule import rules_of
 from layerbudget.plans.compare import diff_plans, sweep
 from layerbudget.plans.explain import explain_plan
 from layerbudget.plans.transfer import transfer_scores

@@ -9,10 +9,11 @@ from tests import zoo
 
 from layerbudget.decisions.experts.plan import plan_experts
 from layerbudget.decisions.ranks.plan import plan_ranks
+from layerbudget.decisions.rules import find_rule, rules_of
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import partition
-from layerbudget.planning.rule import RULES, Decision, find_rule, rule, rules_of
+from layerbudget.planning.rule import RULES, Decision, rule
 from layerbudget.scores import Scores
 from layerbudget.sensitivity import estimators as registry
 from layerbudget.sensitivity.gain import score

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tests import zoo
 
+from layerbudget.decisions.rules import rules_of
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownBlock
 from layerbudget.plan import Plan
-from layerbudget.planning.rule import rules_of
 from layerbudget.records import dumps
 from layerbudget.scores import Scores
 

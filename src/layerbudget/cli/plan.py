@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..decisions.rules import rules_of
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..planning.costs import rank_parameters
 from ..planning.options import OPTIONS
-from ..planning.rule import rules_of
 from ..records import to_jsonable
 from ..scores import Scores
 from ..storage.columns import Table
 from . import bits, compare, structured
 from .files import Leaves, load_scores, need_scores, read_any, read_curves, read_fixed, read_latency, say, show_table
-from .shared import Renamed, add_out, named_values, refuse
+from .shared import add_out, named_values, refuse
 
 _TYPES = {"number": float, "whole": int, "word": str}
 _WEIGHTS = ("exponent", "exponent_on", "damping", "smoothing")
@@ -79,10 +79,6 @@ def add_option(p: argparse.ArgumentParser, name: str, who: str = "") -> None:
         p.add_argument(flag, action="store_true", help=text)
     else:
         p.add_argument(flag, dest=name, type=_TYPES[option.value], choices=option.choices or None, help=text)
-    if name in _FLAGS:
-        old = f"--{name}"
-        p.add_argument(old, dest=name, action=Renamed, metavar=flag, choices=option.choices or None, default=argparse.SUPPRESS,
-                       help=argparse.SUPPRESS)  # fmt: skip
 
 
 def _register_sparsity(verbs: Any) -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import shlex
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,21 +93,9 @@ def announce(arguments: argparse.Namespace, sentence: str) -> None:
     Terminal(stderr=True).print(sentence, style="dim")
 
 
-class Renamed(argparse.Action):
-    """An old spelling of a flag: kept for one release, hidden, with a warning that names the new one (``metavar``)."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
-        """Store under the new name."""
-        warnings.warn(f"{option_string} is {self.metavar} now.", FutureWarning, stacklevel=2)
-        setattr(namespace, self.dest, values)
-
-
 def add_out(parser: argparse.ArgumentParser, default: str | None = None, what: str = "plan.json", **options: Any) -> None:
     """``-o``, ``--out`` and ``--overwrite``."""
     parser.add_argument("-o", "--out", default=default, metavar="PLAN", help=f"write {what}", **options)
-    parser.add_argument(
-        "--output", dest="out", action=Renamed, metavar="--out", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
 
 

@@ -10,10 +10,11 @@ import numpy as np
 
 from ..decisions.apply import maker
 from ..decisions.bits.plan import RULES as BITS
+from ..decisions.rules import as_rule, rules_of
 from ..errors import InvalidInput, LayerbudgetError
 from ..kinds import KINDS
 from ..plan import Plan
-from ..planning.rule import Rule, as_rule, rules_of, shuffled
+from ..planning.rule import Rule, shuffled
 from ..records import digest
 from ..scores import Scores
 

@@ -24,9 +24,8 @@ class AdapterFile(msgspec.Struct):
 def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -> Any:
     """The model with a saved adapter, in evaluation mode; every tensor of the file is in it.
 
-    ``PeftModel.from_pretrained`` knows mixtures of experts only after ``import layerbudget.decisions.experts`` and only warns
-    where
-    tensors find no place; both are seen to here.
+    ``PeftModel.from_pretrained`` knows mixtures of experts only after ``import layerbudget.decisions.experts.method``, and only
+    warns where tensors find no place; both are seen to here.
 
     Args:
         model: The base model.
@@ -43,7 +42,7 @@ def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import load_file
 
-    from ..decisions import experts  # noqa: F401  (registers the mixture with PEFT)
+    from ..decisions.experts import method  # noqa: F401  (registers the mixture with PEFT)
 
     folder = Path(folder)
     if not (folder / "adapter_config.json").is_file():

@@ -241,7 +241,7 @@ def adaptable(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[Block], l
         model: The model.
         blocks: Some of its blocks; one that loses all its matrices is left out.
     """
-    if getattr(config_of(model), "model_type", None) not in _MIXERS:
+    if getattr(getattr(model, "config", None), "model_type", None) not in _MIXERS:
         return list(blocks), []
     kept = [dataclasses.replace(b, modules=tuple(m for m in b.modules if m.name.split(".")[-1] not in _FUSED)) for b in blocks]
     lost = [m.name for b in blocks for m in b.modules if m.name.split(".")[-1] in _FUSED]

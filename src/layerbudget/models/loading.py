@@ -21,7 +21,7 @@ from .offload import load_mapped, mapped
 
 logger = logging.getLogger(__name__)
 
-DEMO_MODEL = Path(__file__).parent / "demo" / "model"
+DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
 HEADS = ["classifier", "score", r".*pooler", "pre_classifier", "lm_head", "embed_out"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 

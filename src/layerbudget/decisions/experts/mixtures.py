@@ -13,7 +13,7 @@ from ..ranks import targets
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from . import ExpertsConfig
+    from .method import ExpertsConfig
 
 
 def to_experts_config(plan: Plan, *, rank: int | None = None, top_k: int = 2, **options: Any) -> ExpertsConfig:
@@ -28,7 +28,7 @@ def to_experts_config(plan: Plan, *, rank: int | None = None, top_k: int = 2, **
     Raises:
         InvalidInput: A plan of another kind, or no module with an expert.
     """
-    from . import ExpertsConfig
+    from .method import ExpertsConfig
 
     counts = targets.counts_by_module(plan, "experts")
     adapted = {m: e for m, e in counts.items() if e > 0}
@@ -49,7 +49,7 @@ def to_experts_config(plan: Plan, *, rank: int | None = None, top_k: int = 2, **
 
 def adapted_experts(model: nn.Module, adapter_name: str = "default") -> dict[str, int]:
     """Experts by module, read from the tensors of an adapted model."""
-    from . import ExpertsLinear
+    from .method import ExpertsLinear
 
     found = {}
     for name, module in model.named_modules():
