@@ -203,25 +203,21 @@ def prepare(folder: Path) -> None:
 
 
 def _columns(folder: Path) -> None:
-    """Tables with shapes, and scores and a plan in columns, as those of very many blocks are written."""
-    import dataclasses
-
+    """Tables with shapes, and scores and a plan."""
     import numpy as np
 
     from layerbudget.decisions.sparsity.plan import plan_sparsity
     from layerbudget.plan import Plan
     from layerbudget.scores import Scores
     from layerbudget.sensitivity.with_shapes import COLUMNS
-    from layerbudget.tables import BlockTable
 
     rows = [(f"layers.{i}", 1.0 + i, 8 + i, 16) for i in range(6)]
     (folder / "shapes.csv").write_text("\n".join(",".join(map(str, r)) for r in [COLUMNS, *rows]) + "\n")
     (folder / "shapes.json").write_text(json.dumps([dict(zip(COLUMNS, r, strict=True)) for r in rows]))
     np.save(folder / "shapes.npy", np.array(rows, dtype=[("name", "S9"), ("score", "f8"), ("d_in", "i8"), ("d_out", "i8")]))
     scores = Scores.load(folder / "scores.json")
-    table = dataclasses.replace(scores, blocks=BlockTable.of_rows([scores.blocks]))
-    table.save(folder / "large.json")
-    plan: Plan = plan_sparsity(table)
+    scores.save(folder / "large.json")
+    plan: Plan = plan_sparsity(scores)
     plan.save(folder / "large_plan.json")
 
 

@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .storage.columns import Fields, Numbers, written
-
 
 def to_jsonable(value: Any) -> Any:
     """Turn numpy scalars and arrays, tuples and dataclasses into plain JSON values; NaN and infinities become null."""
@@ -23,8 +21,6 @@ def to_jsonable(value: Any) -> Any:
         return {k if type(k) is str else str(k): to_jsonable(v) for k, v in value.items()}
     if kind is list or kind is tuple:
         return [to_jsonable(v) for v in value]
-    if kind is Fields or kind is Numbers:
-        return value
     if isinstance(value, Mapping):
         return {str(k): to_jsonable(v) for k, v in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -41,26 +37,11 @@ def to_jsonable(value: Any) -> Any:
 
 
 def dumps(record: Any) -> str:
-    """Canonical JSON text: keys in the order given, one-space indent (columns on one line), ends with a newline."""
-    plain = to_jsonable(record)
-    if not isinstance(plain, dict) or not any(isinstance(v, (Fields, Numbers)) for v in plain.values()):
-        return json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    return "{\n" + ",\n".join(f" {json.dumps(name)}: {_line(value)}" for name, value in plain.items()) + "\n}\n"
-
-
-def _line(value: Any) -> str:
-    if isinstance(value, (Fields, Numbers)):
-        return written(value)
-    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False).replace("\n", "\n ")
+    """Canonical JSON text: keys in the order given, one-space indent, ends with a newline."""
+    return json.dumps(to_jsonable(record), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def digest(record: Any) -> str:
-    """Return a short content hash of a JSON-able record (sorted keys); of columns their own digest counts."""
-    if isinstance(record, Mapping):
-        record = {k: {"digest": _own(v)} if isinstance(v, (Fields, Numbers)) else v for k, v in record.items()}
+    """Return a short content hash of a JSON-able record (sorted keys)."""
     text = json.dumps(to_jsonable(record), sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _own(value: Fields | Numbers) -> str:
-    return str(value["digest"]) if isinstance(value, Fields) else value.digest

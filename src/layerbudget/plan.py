@@ -12,13 +12,39 @@ from typing_extensions import Self
 
 from .errors import CorruptFile, InvalidInput, ModelMismatch
 from .kinds import KINDS, by_name, count_of
-from .plan_blocks import PlanBlock as PlanBlock
-from .plan_blocks import PlanTable
 from .records import Block, Record, digest
 from .row_groups import RowGroups
 from .storage import reading
-from .storage.columns import LARGE, Table, matrices_of, names_of
 from .storage.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, Structured, StructuredSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanBlock:
+    """What one block gets.
+
+    Attributes:
+        name: Block name as in the model (``model.layers.3`` or a Linear's full name).
+        value: Sparsity in [0, 1], or the continuous number of experts or ranks.
+        count: Pruned parameters (sparsity), experts, or rank of every module of the block.
+        numel: Prunable parameters of the block.
+        modules: Full names of the block's weight matrices: what applying the plan touches.
+    """
+
+    name: reading.Name
+    value: float
+    count: reading.Count
+    numel: reading.Count
+    modules: tuple[reading.Name, ...]
+
+    @classmethod
+    def of(cls, block: Block, value: float, count: int) -> PlanBlock:
+        """What a block of a model gets."""
+        names = tuple(m.name for m in block.modules)
+        return cls(name=block.name, value=float(value), count=int(count), numel=block.numel, modules=names)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return dict(self.__dict__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,12 +65,11 @@ class Plan(Record):
 
     what: ClassVar[str] = "plan"
     makers: ClassVar[tuple[str, ...]] = ("plan", "measure")
-    table: ClassVar[Any] = PlanTable
 
     kind: str
     rule: str
     model: Mapping[str, Any]
-    blocks: Sequence[PlanBlock]
+    blocks: tuple[PlanBlock, ...]
     budget: Mapping[str, Any]
     hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     certificate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -54,19 +79,17 @@ class Plan(Record):
 
     def __post_init__(self) -> None:
         KINDS.find(self.kind)
-        names = names_of(self.blocks)
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        names = self.names
         if not names or len(set(names)) != len(names):
             raise InvalidInput(
                 f"The plan names {len(names)} blocks, {len(set(names))} of them distinct.", "", "Name each once."
             )
-        if not isinstance(self.blocks, Table):
-            many = len(self.blocks) > LARGE and all(b.modules for b in self.blocks)
-            object.__setattr__(self, "blocks", PlanTable.of_rows([self.blocks]) if many else tuple(self.blocks))
 
     @property
     def names(self) -> list[str]:
         """Block names, in order."""
-        return names_of(self.blocks)
+        return [b.name for b in self.blocks]
 
     @property
     def values(self) -> np.ndarray:
@@ -86,7 +109,7 @@ class Plan(Record):
     @property
     def matrices(self) -> np.ndarray:
         """Weight matrices per block, shape ``(K,)``."""
-        return matrices_of(self.blocks)
+        return np.array([len(b.modules) for b in self.blocks], dtype=np.int64)
 
     @property
     def pruner(self) -> tuple[str | None, dict[str, Any]]:
@@ -96,8 +119,6 @@ class Plan(Record):
         return str(self.hyperparameters["method"]), dict(self.hyperparameters.get("own") or self.extra.get("own") or {})
 
     def _column(self, name: str, dtype: Any) -> np.ndarray:
-        if isinstance(self.blocks, PlanTable):
-            return self.blocks.columns[name].copy()
         return np.array([getattr(b, name) for b in self.blocks], dtype=dtype)
 
     @property

@@ -18,7 +18,6 @@ from .canonical import dumps as dumps
 from .canonical import to_jsonable as to_jsonable
 from .errors import CorruptFile, InvalidInput, NotFound
 from .storage import reading
-from .storage.columns import Table
 from .storage.writing import check_output as check_output
 from .storage.writing import check_writable as check_writable
 from .storage.writing import write_text as write_text
@@ -95,7 +94,7 @@ def natural_key(name: str) -> tuple[Any, ...]:
     return tuple((1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name))
 
 
-def read_json(path: Path | str, kind: str, command: str | None = None, *, as_type: Any = None, large: Any = None) -> Any:
+def read_json(path: Path | str, kind: str, command: str | None = None, *, as_type: Any = None) -> Any:
     """Read one of this package's JSON files.
 
     Args:
@@ -103,7 +102,6 @@ def read_json(path: Path | str, kind: str, command: str | None = None, *, as_typ
         kind: What it is, for messages.
         command: What makes one, where that is another word.
         as_type: The type of its content; an object of anything by default.
-        large: The type in the place of it for files of more than 32 MiB.
 
     Raises:
         NotFound: No such file.
@@ -122,12 +120,7 @@ def read_json(path: Path | str, kind: str, command: str | None = None, *, as_typ
             f"{path} has schema version {str(version)[:40]}.", f"This release reads version {SCHEMA_VERSION}.",
             f"Make the {kind} again.",
         )  # fmt: skip
-    if large is not None and len(content) > _MANY:
-        as_type = large
     return reading.parse(content, str(path), kind, as_type=dict[str, Any] if as_type is None else as_type)
-
-
-_MANY = 1 << 25  # bytes; a file above is read some blocks at a time
 
 
 class _Versioned(msgspec.Struct):
@@ -171,23 +164,18 @@ class Record:
     Attributes:
         what: The word for such a file.
         command: The command that makes one, where it is another word.
-        table: What holds its blocks as columns, where it has any.
         makers: Verbs that make one; :meth:`save` writes their command into the field ``made_by``, which no digest counts.
     """
 
     what: ClassVar[str] = "record"
     command: ClassVar[str | None] = None
-    table: ClassVar[Any] = None
     makers: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, the content of the file."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-        blocks = fields.get("blocks")
-        if isinstance(blocks, Table):
-            fields["blocks"] = blocks.to_dict()
-        elif isinstance(blocks, tuple):
-            fields["blocks"] = [b.to_dict() for b in blocks]
+        if isinstance(fields.get("blocks"), tuple):
+            fields["blocks"] = [b.to_dict() for b in fields["blocks"]]
         return {"schema_version": SCHEMA_VERSION, **fields}
 
     @classmethod
@@ -208,10 +196,6 @@ class Record:
     def _made(cls, shape: Any) -> Self:
         """The record from a shape whose types are checked."""
         fields = {name: getattr(shape, name) for name in shape.__struct_fields__}
-        if cls.table is not None and isinstance(fields["blocks"], msgspec.Raw):
-            fields["blocks"] = cls.table.read(memoryview(fields["blocks"]), f"The list of blocks of the {cls.what}", cls.what)
-        elif cls.table is not None and isinstance(fields["blocks"], cls.table.file):
-            fields["blocks"] = cls.table.of_file(fields["blocks"])
         for name, value in fields.items():
             reading.check_loose(value, cls.what, name)
         return cls(**cls._upgraded(fields))
@@ -240,21 +224,17 @@ class Record:
             CorruptFile: Not such a file.
             InvalidInput: Values that contradict each other.
         """
-        large = None if cls.table is None else _shape(cls, unread=True)
-        return cls._made(read_json(path, cls.what, cls.command, as_type=_shape(cls), large=large))
+        return cls._made(read_json(path, cls.what, cls.command, as_type=_shape(cls)))
 
 
-_SHAPES: dict[tuple[type, bool], type[msgspec.Struct]] = {}
+_SHAPES: dict[type, type[msgspec.Struct]] = {}
 
 
-def _shape(cls: Any, *, unread: bool = False) -> type[msgspec.Struct]:
-    """The fields of a record as a structure that msgspec fills while it checks types; ``unread`` leaves its blocks raw."""
-    if (cls, unread) in _SHAPES:
-        return _SHAPES[cls, unread]
+def _shape(cls: Any) -> type[msgspec.Struct]:
+    """The fields of a record as a structure that msgspec fills while it checks types."""
+    if cls in _SHAPES:
+        return _SHAPES[cls]
     hints = typing.get_type_hints(cls, include_extras=True)
-    if cls.table is not None:
-        (item,) = typing.get_args(hints["blocks"])
-        hints["blocks"] = msgspec.Raw if unread else tuple[item, ...] | cls.table.file  # type: ignore[valid-type]
     parts: list[Any] = []
     for field in dataclasses.fields(cls):
         part: tuple[Any, ...] = (field.name, hints[field.name])
@@ -263,7 +243,7 @@ def _shape(cls: Any, *, unread: bool = False) -> type[msgspec.Struct]:
         elif field.default is not dataclasses.MISSING:
             part += (field.default,)
         parts.append(part)
-    return _SHAPES.setdefault((cls, unread), msgspec.defstruct(f"{cls.__name__}File", parts, kw_only=True))
+    return _SHAPES.setdefault(cls, msgspec.defstruct(f"{cls.__name__}File", parts, kw_only=True))
 
 
 class Result(Mapping[str, Any]):

@@ -11,8 +11,6 @@ import numpy as np
 from .errors import DegenerateScores, InvalidInput
 from .records import Block, Record, digest
 from .storage import reading
-from .storage.columns import LARGE, Numbers, names_of
-from .tables import BlockTable, numbers_of
 
 Table = tuple[tuple[float | None, ...], ...]
 
@@ -31,11 +29,7 @@ def _table(rows: Any, shape: tuple[int, int], name: str) -> Table:
 
 
 def _row(row: Any) -> tuple[float | None, ...]:
-    if len(row) <= LARGE:
-        return tuple(None if v is None or (isinstance(v, float) and np.isnan(v)) else float(v) for v in row)
-    numbers = np.array(row, dtype=np.float64)
-    found = numbers.tolist()
-    return tuple(None if v != v else v for v in found) if np.isnan(numbers).any() else tuple(found)
+    return tuple(None if v is None or (isinstance(v, float) and np.isnan(v)) else float(v) for v in row)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,10 +55,9 @@ class Scores(Record):
     what: ClassVar[str] = "scores"
     command: ClassVar[str] = "score"
     makers: ClassVar[tuple[str, ...]] = ("score", "plan")
-    table: ClassVar[Any] = BlockTable
 
     estimator: str
-    blocks: Sequence[Block]
+    blocks: tuple[Block, ...]
     gain: Table
     damping: tuple[float, ...] = (0.0,)
     damping_unit: str = "none"
@@ -81,15 +74,13 @@ class Scores(Record):
     made_by: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.blocks, BlockTable):
-            many = len(self.blocks) > LARGE and all(b.modules for b in self.blocks)
-            object.__setattr__(self, "blocks", BlockTable.of_rows([self.blocks]) if many else tuple(self.blocks))
-        names = names_of(self.blocks)
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        names = self.names
         if not names or len(set(names)) != len(names):
             raise InvalidInput(
                 f"The record has {len(names)} blocks with {len(set(names))} distinct names.", "", "Name each block once."
             )
-        if not isinstance(self.blocks, BlockTable) and sum(b.numel for b in self.blocks) >= reading.WHOLE:
+        if sum(b.numel for b in self.blocks) >= reading.WHOLE:
             raise InvalidInput("The blocks have more than 2^62 parameters.", "", "Check their shapes.")
         if self.orientation not in ("gain", "redundancy"):
             raise InvalidInput(f"orientation is {self.orientation!r}.", "It is 'gain' or 'redundancy'.", "")
@@ -108,23 +99,12 @@ class Scores(Record):
     @property
     def names(self) -> list[str]:
         """Block names, in order."""
-        return names_of(self.blocks)
+        return [b.name for b in self.blocks]
 
     @property
     def numel(self) -> np.ndarray:
         """Prunable parameters per block, shape ``(K,)``."""
-        return numbers_of(self.blocks, "numel")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, the content of the file; of many blocks errors and floors that nobody knows are left out."""
-        fields = super().to_dict()
-        if isinstance(self.blocks, BlockTable):
-            for name in ("gain", "standard_error", "noise_floor"):
-                known = any(v is not None for row in fields[name] for v in row)
-                fields[name] = Numbers(fields[name] if known else ())
-            if {word for row in self.status for word in row} == {"ok"}:
-                fields["status"] = ()
-        return fields
+        return np.array([b.numel for b in self.blocks], dtype=np.int64)
 
     @property
     def digest(self) -> str:
@@ -191,7 +171,7 @@ class Scores(Record):
         Raises:
             InvalidInput: A block without a value, a value without a block, or a value that is not finite.
         """
-        names = names_of(blocks)
+        names = [b.name for b in blocks]
         known = set(names)
         missing, unknown = [n for n in names if n not in values], [n for n in values if n not in known]
         if missing or unknown:
@@ -204,4 +184,4 @@ class Scores(Record):
         if bad:
             raise InvalidInput(f"The score of {bad[0]} is {values[bad[0]]}.", "Scores must be finite.", "Correct or drop it.")
         fields = {"estimator": "imported", "unit": "arbitrary", **fields}
-        return cls(blocks=blocks, gain=(tuple(float(values[n]) for n in names),), **fields)
+        return cls(blocks=tuple(blocks), gain=(tuple(float(values[n]) for n in names),), **fields)

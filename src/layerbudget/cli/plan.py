@@ -19,9 +19,8 @@ from ..planning.costs import rank_parameters
 from ..planning.options import OPTIONS
 from ..records import to_jsonable
 from ..scores import Scores
-from ..storage.columns import Table
 from . import bits, compare, structured
-from .files import Leaves, load_scores, need_scores, read_any, read_curves, read_fixed, read_latency, say, show_table
+from .files import ROWS, Leaves, load_scores, need_scores, read_any, read_curves, read_fixed, read_latency, say, show_table
 from .shared import add_out, named_values, refuse
 
 _TYPES = {"number": float, "whole": int, "word": str}
@@ -282,7 +281,7 @@ def _finish(a: argparse.Namespace, plan: Plan, price: Any = None) -> dict[str, A
     if not getattr(a, "json", False):
         _show(a, plan, price)
     say(a, explain_plan(plan)["sentences"] + ([f"Written to {a.out}."] if a.out else []))
-    return plan.to_dict() if isinstance(plan.blocks, Table) else to_jsonable(plan.to_dict())
+    return to_jsonable(plan.to_dict())
 
 
 def _show(a: argparse.Namespace, plan: Plan, price: Any) -> None:
@@ -290,7 +289,7 @@ def _show(a: argparse.Namespace, plan: Plan, price: Any) -> None:
     from ..report.tables import plan_grid
 
     title = f"{plan.kind} by {plan.rule}{', in percent' if plan.kind == 'sparsity' else ''}"
-    grid = None if isinstance(plan.blocks, Table) else plan_grid(plan, title, price=price)
+    grid = plan_grid(plan, title, price=price) if len(plan.blocks) <= ROWS else None
     if grid is not None and getattr(a, "console", None) is not None:
         a.console.print(grid)
         return

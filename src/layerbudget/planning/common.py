@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidInput, UnknownBlock
-from ..plan import Plan
-from ..plan_blocks import planned
+from ..plan import Plan, PlanBlock
 from ..records import Block, to_jsonable
 from ..scores import Scores
 from ..solvers.inputs import Vector
 from ..solvers.solution import Solution
-from ..storage.columns import names_of
-from ..tables import BlockTable
 from .options import CONSTANTS
 
 
@@ -24,7 +21,7 @@ def blocks_of(scores: Scores | Sequence[Block]) -> Sequence[Block]:
     """The blocks of a score record, or the blocks themselves."""
     if isinstance(scores, Scores):
         return scores.blocks
-    return scores if isinstance(scores, BlockTable) else tuple(scores)
+    return tuple(scores)
 
 
 def record_of(scores: Scores | Sequence[Block]) -> Scores | None:
@@ -39,7 +36,7 @@ def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
         UnknownBlock: None does.
         InvalidInput: The expression does not compile.
     """
-    names = names_of(blocks)
+    names = [b.name for b in blocks]
     found = [i for i, name in enumerate(names) if name == pattern]
     try:
         search = re.compile(pattern).search
@@ -65,7 +62,7 @@ def make_plan(
         kind=kind,
         rule=rule,
         model=dict(record.model) if record is not None else {},
-        blocks=planned(blocks_of(scores), value, counts),
+        blocks=tuple(PlanBlock.of(b, v, c) for b, v, c in zip(blocks_of(scores), value, counts, strict=True)),
         budget=dict(budget),
         hyperparameters=to_jsonable(dict(hyperparameters)),
         certificate=to_jsonable(solution.certificate()) if solution is not None else {},

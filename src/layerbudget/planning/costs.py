@@ -16,8 +16,6 @@ import numpy as np
 
 from ..errors import UnknownUnit
 from ..records import Block
-from ..storage.columns import names_of
-from ..tables import BlockTable, numbers_of
 
 Vector = np.ndarray
 
@@ -114,24 +112,16 @@ def _unknown(text: str) -> UnknownUnit:
 
 def rank_parameters(blocks: Sequence[Block]) -> Vector:
     """Parameters of one LoRA rank in every matrix of a block, ``sum (d_in + d_out)``, shape ``(K,)``."""
-    if isinstance(blocks, BlockTable):
-        c = blocks.columns
-        return blocks.per_block((c["d_in"] + c["d_out"]) * c["copies"]).astype(np.float64)
     return np.array([sum((m.d_in + m.d_out) * m.copies for m in b.modules) for b in blocks], dtype=np.float64)
 
 
 def rank_flops(blocks: Sequence[Block]) -> Vector:
     """FLOPs per token of one LoRA rank in every matrix of a block, shape ``(K,)``."""
-    if isinstance(blocks, BlockTable):
-        c = blocks.columns
-        return blocks.per_block(2 * (c["d_in"] + c["d_out"]) * c["active"]).astype(np.float64)
     return np.array([sum(2 * (m.d_in + m.d_out) * m.active for m in b.modules) for b in blocks], dtype=np.float64)
 
 
 def router_parameters(blocks: Sequence[Block]) -> Vector:
     """Router parameters (one output per matrix) that one more expert needs, ``sum d_in``, shape ``(K,)``."""
-    if isinstance(blocks, BlockTable):
-        return blocks.per_block(blocks.columns["d_in"]).astype(np.float64)
     return np.array([sum(m.d_in for m in b.modules) for b in blocks], dtype=np.float64)
 
 
@@ -177,9 +167,9 @@ def unit_cost(
     if unit == "flops":
         return rank_flops(blocks) * size + 2 * extra
     if unit == "latency":
-        missing = [name for name in names_of(blocks) if name not in (latency or {})]
+        missing = [b.name for b in blocks if b.name not in (latency or {})]
         if not missing:
-            return np.array([float((latency or {})[name]) for name in names_of(blocks)])
+            return np.array([float((latency or {})[b.name]) for b in blocks])
         raise UnknownUnit(
             f"{len(missing)} blocks have no latency ({', '.join(missing[:3])}, ...).",
             "A latency budget needs seconds per unit of capacity for every block.",
@@ -199,9 +189,9 @@ def base_amount(blocks: Sequence[Block], unit: str, *, bytes_per_parameter: floa
         UnknownUnit: The unit has no base amount.
     """
     if unit in ("params", "bytes"):
-        return float(numbers_of(blocks, "numel").sum()) * (bytes_per_parameter if unit == "bytes" else 1.0)
+        return float(sum(b.numel for b in blocks)) * (bytes_per_parameter if unit == "bytes" else 1.0)
     if unit == "flops":
-        return float(numbers_of(blocks, "flops_per_token").sum())
+        return float(sum(b.flops_per_token for b in blocks))
     raise UnknownUnit(
         f"A percentage of {unit} has no meaning.", "Percentages: params, bytes, flops.", "Write '3% flops', or an amount."
     )

@@ -14,7 +14,6 @@ from ..plan import Plan
 from ..records import Block
 from ..scores import Scores
 from ..solvers.inputs import Vector, bound_vector, number
-from ..tables import BlockTable
 from .common import blocks_of, matching, record_of
 from .costs import Budget, amount_of, unit_cost
 from .rule import Problem
@@ -121,8 +120,6 @@ class Terms:
 
 def smallest_sides(blocks: Sequence[Block]) -> Vector:
     """Largest rank that makes sense per block: the smallest side of its matrices, shape ``(K,)``."""
-    if isinstance(blocks, BlockTable):
-        return blocks.smallest_sides.astype(np.float64)
     return np.array([min(min(m.d_in, m.d_out) for m in b.modules) for b in blocks], dtype=np.float64)
 
 

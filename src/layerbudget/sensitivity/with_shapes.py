@@ -1,4 +1,4 @@
-"""Scores that come with the shapes of their blocks, so that no model is needed: CSV, JSON or npy, a million rows in seconds.
+"""Scores that come with the shapes of their blocks, so that no model is needed: CSV, JSON or npy.
 
 Every row is one weight matrix: ``name``, ``score``, ``d_in``, ``d_out``. No torch.
 """
@@ -15,10 +15,9 @@ import msgspec
 import numpy as np
 
 from ..errors import CorruptFile, InvalidInput
+from ..records import Block, Module
 from ..scores import Scores
 from ..storage import reading
-from ..storage.columns import LARGE
-from ..tables import BlockTable
 
 COLUMNS = ("name", "score", "d_in", "d_out")
 _AT_ONCE = 1 << 15
@@ -70,12 +69,13 @@ def scores_with_shapes(path: Path | str) -> Scores:
         k = int(np.argmin(np.isfinite(score)))
         raise InvalidInput(f"The score of {names[k]} in {path} is {score[k]}.", "Scores are finite.", "Correct or drop it.")
     sides = {side: _whole(columns[side], names, side, path) for side in ("d_in", "d_out")}
-    one = np.ones(len(names), dtype=np.int64)
-    blocks = BlockTable(names, None, None, {**sides, "copies": one, "active": one})
+    blocks = tuple(
+        Block(name=n, modules=(Module(name=n, d_in=d_in, d_out=d_out),))
+        for n, d_in, d_out in zip(names, sides["d_in"].tolist(), sides["d_out"].tolist(), strict=True)
+    )
     return Scores(
-        estimator="imported", unit="arbitrary", gain=(tuple(score.tolist()),), extra={"file": path.name},
-        blocks=blocks if len(names) > LARGE else tuple(blocks),
-    )  # fmt: skip
+        estimator="imported", unit="arbitrary", gain=(tuple(score.tolist()),), extra={"file": path.name}, blocks=blocks
+    )
 
 
 def _whole(column: np.ndarray, names: list[str], side: str, path: Path) -> np.ndarray:

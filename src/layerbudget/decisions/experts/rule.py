@@ -11,7 +11,6 @@ from ...errors import InfeasibleBudget
 from ...planning.rule import Decision, Problem, rule
 from ...solvers import rules as published
 from ...solvers.inputs import Vector
-from ...tables import numbers_of
 
 Make = Callable[[int], Vector]
 
@@ -26,7 +25,7 @@ def uniform(problem: Problem, options: Mapping[str, Any]) -> Decision:
 @rule("experts", "size", summary="experts in proportion to a block's size")
 def size(problem: Problem, options: Mapping[str, Any]) -> Decision:
     """:func:`layerbudget.solvers.rules.apportion` by parameters."""
-    numel = numbers_of(problem.blocks, "numel").astype(np.float64)[~problem.held]
+    numel = np.array([b.numel for b in problem.blocks], dtype=np.float64)[~problem.held]
     return _largest(problem, "size", lambda total: published.apportion(numel, total, minimum=_least(problem)))
 
 

@@ -19,7 +19,6 @@ from ...solvers.counts import round_parameters
 from ...solvers.dual import piecewise_root
 from ...solvers.inputs import Vector, bound_vector
 from ...solvers.utilities import Function
-from ...tables import numbers_of
 from . import rule as _rules  # noqa: F401 - registers the rules
 
 Curves: TypeAlias = "Mapping[str, tuple[Sequence[float], Sequence[float]]]"
@@ -110,7 +109,7 @@ def plan_sparsity(
     chosen = as_rule("sparsity", rule)
     options = chosen.heard(given)
     cap = default_cap(sparsity) if max_sparsity is None else max_sparsity
-    numel = numbers_of(blocks, "numel").astype(np.float64)
+    numel = np.array([b.numel for b in blocks], dtype=np.float64)
     low, high, held = _bounds(blocks, min_sparsity, cap, fixed, exclude)
     total = _total(sparsity, numel, low, high)
     problem = Problem(

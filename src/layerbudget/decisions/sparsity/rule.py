@@ -13,7 +13,6 @@ from ...planning.options import constants_of
 from ...planning.rule import Decision, Problem, rule, shuffled
 from ...solvers.calibrated import CalibratedPenalty
 from ...solvers.sparsity import sparsify
-from ...storage.columns import names_of
 
 _CONSTANTS = ("spend", "bits", "eta", "units")
 _READS = ("exponent", "exponent_on", "damping", "smoothing", "penalty", *_CONSTANTS)
@@ -47,7 +46,7 @@ def by_scores(problem: Problem, options: Mapping[str, Any]) -> Decision:
 )
 def by_curves(problem: Problem, options: Mapping[str, Any]) -> Decision:
     """Protected pruning with the damage that was measured at several sparsities of every block."""
-    given, names = options["curves"], names_of(problem.blocks)
+    given, names = options["curves"], [b.name for b in problem.blocks]
     if not isinstance(given, Mapping):
         raise InvalidInput("The rule calibrated needs measured curves.", "", "Measure them: layerbudget measure --curves FILE.")
     penalty = CalibratedPenalty.from_curves(given, names)

@@ -10,7 +10,6 @@ import numpy as np
 from ...solvers.allocation import allocate
 from ...solvers.inputs import Vector
 from ...solvers.rounding import round_capacity
-from ...tables import numbers_of
 from ..options import constants_of
 from ..rule import Decision, Problem, rule
 
@@ -66,6 +65,6 @@ def uniform(problem: Problem, options: Mapping[str, Any]) -> Decision:
 @rule("ranks", "size", reads=("method",), summary="ranks that grow with the size of the block")
 def size(problem: Problem, options: Mapping[str, Any]) -> Decision:
     """Ranks in proportion to ``n``: with ``w = c n`` the water level is the same per parameter."""
-    numel = numbers_of(problem.blocks, "numel").astype(np.float64)
+    numel = np.array([b.numel for b in problem.blocks], dtype=np.float64)
     decision = allocated(problem, problem.amount * numel, method=options["method"])
     return Decision(value=decision.value, counts=decision.counts, extra=decision.extra)
