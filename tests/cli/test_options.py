@@ -293,7 +293,7 @@ OWN = {
     "kfac": {"labels": ("data", {}), "draws": (2, {}), "groups": (2, {"batch_size": 1})},
     "ekfac": {"labels": ("data", {}), "draws": (2, {}), "groups": (2, {"batch_size": 1})},
     "ggn": {"steps": (2, {}), "tolerance": (0.5, {}), "floor": (True, {"batch_size": 1})},
-    "hessian": {"steps": (3, {}), "tolerance": (0.9, {"absolute": True}), "absolute": (True, {})}, "nystrom": {"rank": (3, {})},
+    "hessian": {"steps": (3, {}), "tolerance": (0.9, {"absolute": True}), "absolute": (True, {})},
     "adapter": {"rank": (2, {}), "scaling": (2.0, {"damping_unit": "absolute", "damping": 0.1}), "replicates": (3, {})},
     "rank-gain": {"largest": (3, {}), "curvature": ("none", {})},
     "layerif": {"validation": ("other", {}), "mode": ("parity", {}), "aggregation": ("positive", {}), "divisor": (2.0, {}),
@@ -303,7 +303,7 @@ OWN = {
 }  # fmt: skip
 VALUES = {"damping": 0.7, "damping_unit": "absolute", "batch_size": 1, "seed": 5}
 WITH = {"damping_unit": {"damping": 0.7}}
-QUICK = {"ggn": {"steps": 3}, "nystrom": {"rank": 4}}  # few steps show as much
+QUICK = {"ggn": {"steps": 3}}  # few steps show as much
 WALKED = ("gradient-norm", "fisher-diagonal", "fisher-gram", "fisher-mc", "kfac", "ekfac", "adapter", "rank-gain", "layerif",
           "fisher-trace")  # fmt: skip
 for _name in WALKED:

@@ -30,7 +30,7 @@ TINY = {
 }  # fmt: skip
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "fisher-gram": {}, "gradient-norm": {}, "fisher-diagonal": {}, "fisher-mc": {}, "kfac": {}, "ekfac": {}, "adapter": {},
-    "nystrom": {"rank": 8}, "ggn": {"steps": 4}, "hessian": {"steps": 4}, "layerif": {}, "fisher-trace": {},
+    "ggn": {"steps": 4}, "hessian": {"steps": 4}, "layerif": {}, "fisher-trace": {},
     "outlier-ratio": {}, "spectral-tail": {}, "ablation": {}, "block-influence": {},
 }  # fmt: skip
 QUICK = ("fisher-gram", "kfac", "gradient-norm", "layerif", "outlier-ratio", "spectral-tail")  # on the embedded model

@@ -13,7 +13,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from layerbudget.errors import CoverageError, InvalidInput
 from layerbudget.models.blocks import layers, partition
-from layerbudget.sensitivity.proxies import ablation, block_influence, fisher_trace
+from layerbudget.sensitivity.ablation import ablation, block_influence
+from layerbudget.sensitivity.trace import fisher_trace
 
 
 def mean_loss(model, data):

@@ -10,8 +10,7 @@ import torch
 
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import partition
-from layerbudget.sensitivity.proxies import spectral_tail
-from layerbudget.sensitivity.spectral import alpha_mid, alpha_peak, eigenvalues
+from layerbudget.sensitivity.spectral import alpha_mid, alpha_peak, eigenvalues, spectral_tail
 
 
 def plain_peak(eigs, published):

@@ -107,7 +107,6 @@ def efforts(one: Pass, blocks: Sequence[Block], samples: int, batch_size: int) -
         "rank-gain": (1.8, acts + 2 * factors + 8 * numel),
         "ggn": (products, 2 * acts + 12 * largest),
         "hessian": (products, 3 * acts + 12 * largest),
-        "nystrom": (products, 2 * acts + 4 * 64 * largest),
         "layerif": (1.5, acts + min(4 * samples * numel, max(4 << 30, 4 * samples * largest))),
         "fisher-trace": (1.3, acts),
         "outlier-ratio": (0.34, acts // k),

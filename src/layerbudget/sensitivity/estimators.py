@@ -105,7 +105,6 @@ _OWN = (
     Estimator(name="ekfac", home=".curvature.kfac:score_ekfac", linear=True, summary="gain under EK-FAC"),
     Estimator(name="ggn", home=".curvature.ggn:score_ggn", summary="gain under the exact Gauss-Newton matrix, in a bracket"),
     Estimator(name="hessian", home=".curvature.hessian:score_hessian", summary="gain under the exact Hessian: a diagnostic"),
-    Estimator(name="nystrom", home=".curvature.nystrom:score_nystrom", summary="upper bound of the gain, low rank"),
     Estimator(name="adapter", home=".adapter_space:score_adapter", linear=True, summary="gain of adding a LoRA adapter"),
     Estimator(name="rank-gain", home=".rank_gain:score_rank_gain", linear=True, summary="gain of every further LoRA rank"),
     Estimator(name="layerif", home=".influence:score_layerif", summary="LayerIF: influence of training on validation samples"),
