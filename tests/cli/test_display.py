@@ -30,7 +30,6 @@ LINES = (
     "export ranks.json",
     "compare MODEL --scores owl --sparsity 0.5 --no-controls -o grid",
     "doctor MODEL",
-    "reproduce list",
     "report pruned -o page.html",
 )
 
