@@ -26,7 +26,7 @@ test-slow: install
 # What leans most on the processor (recorded numbers, masks, roundings), on the kernels of one without AVX-512 and AMX.
 test-avx2: install
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
-		-n $(JOBS) --dist loadfile tests/golden tests/treatments tests/pruning
+		-n $(JOBS) --dist loadfile tests/golden tests/compressors tests/decisions/sparsity
 
 install: $(STAMP)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/agreement.py [--out benchmarks/results]
 
-The dense side is always float64 and loops over sequences and tokens (the oracles of ``tests/scores``). The table has the
+The dense side is always float64 and loops over sequences and tokens (the oracles of ``tests/sensitivity``). The table has the
 largest relative error over dampings 0.01, 0.1 and 1 (of the largest eigenvalue) of one block's gain. Norms and softmax of
 transformers run in float32 even inside a float64 model, which limits agreement to about 1e-8 where the two sides batch
 differently.
@@ -30,8 +30,8 @@ DAMPINGS = [0.01, 0.1, 1.0]
 
 
 def oracle(name: str) -> ModuleType:
-    """Load a file of ``tests/scores`` by path."""
-    spec = importlib.util.spec_from_file_location(name, HERE.parent / "tests" / "scores" / f"{name}.py")
+    """Load a file of ``tests/sensitivity`` by path."""
+    spec = importlib.util.spec_from_file_location(name, HERE.parent / "tests" / "sensitivity" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -20,7 +20,7 @@ quality)
     done
     ;;
 tests)
-    $PYTHON -m pytest -q tests/running/test_cuda.py
+    $PYTHON -m pytest -q tests/execution/test_cuda.py
     ;;
 *)
     echo "what to do: timing, quality or tests" >&2
