@@ -143,8 +143,8 @@ def llama4():
 def gemma3n():
     torch.manual_seed(0)
     config = transformers.Gemma3nTextConfig(
-        **{**WIDE, "intermediate_size": [64, 64]}, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        vocab_size_per_layer_input=96, hidden_size_per_layer_input=8, laurel_rank=4, num_kv_shared_layers=0,
+        **{**WIDE, "intermediate_size": [64, 64]}, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size_per_layer_input=96, hidden_size_per_layer_input=8, laurel_rank=4, num_kv_shared_layers=0,
         layer_types=["sliding_attention", "full_attention"], activation_sparsity_pattern=[0.0, 0.0], sliding_window=8,
     )  # fmt: skip
     return transformers.Gemma3nForCausalLM(config).eval()
