@@ -8,7 +8,10 @@ A cell is one of
     cannot     exit code 2 before any work; the message names no flag of this verb
     late       exit code 2 after the model had run on the text
     FAILED     a traceback, or a remedy that does not work
-    -          what it builds on was not made
+    -          what it builds on was not made, or was made for another tool
+
+A remedy may lead to another refusal with a remedy of its own: up to three are followed, each added to those before it. A remedy
+for the verb that a cell builds on ("plan again with ...") is tried too: the cell stays "cannot" if it works.
 
 and each row says which share of the layers' weights the blocks hold. ``python benchmarks/architectures.py --out
 benchmarks/results/architectures`` writes the table and the messages (.md) and all of it (.json).
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -186,7 +190,7 @@ class Forwards:
         torch.nn.modules.module.register_module_forward_pre_hook(self._count)
 
     def _count(self, module: Any, arguments: Any) -> None:
-        if isinstance(module, transformers.PreTrainedModel) and module._modules.get("lm_head") is not None:
+        if isinstance(module, transformers.PreTrainedModel) and module.base_model is not module:  # with its head: a whole model
             self.seen += 1
 
 
@@ -218,11 +222,33 @@ def plain(text: str) -> str:
 def remedies(sentence: str) -> list[list[str]]:
     """The flags that a message names, as words of a command line."""
     found = re.findall(r"(?:(--[a-z][a-z-]*)[ =]|\b([a-z_]+)=)('[^']*'|\w[\w:.,/|%-]*\w|\w)", sentence)
-    return [[flag or f"--{name.replace('_', '-')}", value.strip("'")] for flag, name, value in found]
+    named = [[flag or f"--{name.replace('_', '-')}", value.strip("'")] for flag, name, value in found]
+    return [[flag] if value == "True" else [flag, value] for flag, value in named]
 
 
-def cell(argv: list[str], counter: Forwards) -> dict[str, Any]:
-    """Run one command line, and what its refusal advises."""
+@functools.cache
+def options(*verb: str) -> str:
+    """The help page of a verb, which names every option that it knows."""
+    return run([*verb, "--help"])[1]
+
+
+def knows(argv: list[str], flag: str) -> bool:
+    """Whether the verb of a command line has an option."""
+    return re.search(rf"{flag}\b(?!-)", options(*argv[: 2 if argv[0] == "plan" else 1])) is not None
+
+
+def cell(argv: list[str], counter: Forwards, base: list[str] | None = None, steps: int = 3) -> dict[str, Any]:
+    """Run one command line and what its refusals advise, at most ``steps`` remedies one after the other.
+
+    Args:
+        argv: The command line.
+        counter: Of forwards.
+        base: The command line that made what it builds on.
+        steps: How many remedies more are followed.
+
+    Returns:
+        ``{state, said, seconds}``; ``remedy`` where one works, ``exit`` where the command does.
+    """
     began, counter.seen = time.perf_counter(), 0
     code, said, trace = run(argv)
     seconds = round(time.perf_counter() - began, 2)
@@ -231,14 +257,28 @@ def cell(argv: list[str], counter: Forwards) -> dict[str, Any]:
     if code is None:
         return {"state": "FAILED", "said": plain(trace), "seconds": seconds}
     sentence, late = complaint(said), counter.seen > 3  # a look at a piece of one sequence is no work
-    named = remedies(sentence)
-    for flags in named:
-        again, said, trace = run([*argv, *flags])
-        if again == 0:
-            return {"state": "late" if late else "refused", "said": sentence, "remedy": " ".join(flags), "seconds": seconds}
-        if again is None:
-            return {"state": "FAILED", "said": f"{sentence} With {' '.join(flags)}: {trace}", "seconds": seconds}
-    return {"state": "FAILED" if named else "late" if late else "cannot", "said": sentence, "seconds": seconds}
+    found: dict[str, Any] = {"state": "late" if late else "cannot", "said": sentence, "seconds": seconds}
+    own = [flags for flags in remedies(sentence) if knows(argv, flags[0])]
+    others = [flags for flags in remedies(sentence) if base and flags not in own and knows(base, flags[0])]
+    failed = ""
+    for flags in own if steps else []:
+        after = cell([*argv, *flags], counter, base, steps - 1)
+        if after["state"] in ("works", "refused"):
+            remedy = " ".join([*flags, *after.get("remedy", "").split()])
+            return found | {
+                "state": "late" if late else "refused",
+                "remedy": remedy,
+                "steps": [sentence, *after.get("steps", [])],
+            }
+        failed += f" With {' '.join(flags)}: {after['said']}"
+    if failed:
+        return found | {"state": "FAILED", "said": sentence + failed}
+    for flags in others if base and steps else []:
+        before = cell([*base, *flags, "--overwrite"], counter, None, steps - 1)
+        after = cell([*argv, "--overwrite"], counter, None, 0) if before["state"] in ("works", "refused") else before
+        if after["state"] not in ("works", "refused"):
+            return found | {"state": "FAILED", "said": f"{sentence} With {base[0]} {' '.join(flags)}: {after['said']}"}
+    return found
 
 
 def _held(model: Any) -> float | None:
@@ -260,12 +300,18 @@ def family(name: str, folder: Path, counter: Forwards) -> dict[str, Any]:
         (folder / "model" / "tokenizer_config.json").write_text(json.dumps({**settings, "mask_token": "!"}))
     record: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "held": _held(model), "cells": {}}
     words = {"m": folder / "model", "w": folder, "d": folder.parent / "text.txt", "r": folder.parent / "rows.jsonl"}
+    lines: dict[str, list[str]] = {}
     for column, (base, line) in CELLS.items():
-        if base is not None and record["cells"][base]["state"] not in ("works", "refused", "late"):
-            record["cells"][column] = {"state": "-", "said": f"no {base}"}
-            continue
+        before = record["cells"][base] if base is not None else {"state": "works"}
         argv = [part.format(**words) for word in line.split() for part in (TEXT if word == "TEXT" else [word])]
-        record["cells"][column] = cell([a.replace("%params", "% params") for a in argv], counter)
+        lines[column] = [a.replace("%params", "% params") for a in argv]
+        if before["state"] not in ("works", "refused", "late"):
+            record["cells"][column] = {"state": "-", "said": f"no {base}"}
+        elif column == "quantize" and "--unwritten plan" in before.get("remedy", ""):
+            record["cells"][column] = {"state": "-", "said": "the plan is for other tools"}
+        else:
+            made = None if base is None else [*lines[base], *before.get("remedy", "").split()]
+            record["cells"][column] = cell(lines[column], counter, made)
     return record
 
 

@@ -266,3 +266,27 @@ def test_scores_of_adapters_leave_out_what_no_adapter_can_go_on(estimator, caplo
     assert scores.names and not any("out_proj" in name for name in scores.names)
     assert "2 matrices are left out, the first backbone.layers.0.mixer.out_proj" in caplog.text
     assert add_ranks(model, lb.plan_ranks(scores, mean_rank=2))
+
+
+def test_plain_mlps_beside_fused_experts_are_left_out_as_peft_takes_their_names_for_the_experts(caplog):
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    }  # fmt: skip
+    config = transformers.Glm4MoeConfig(vocab_size=96, num_hidden_layers=2, **ids, **sizes, **experts)
+    torch.manual_seed(0)
+    model = transformers.Glm4MoeForCausalLM(config)
+    blocks = lb.partition(model, by="linear", exclude="experts[.]")
+    assert any(b.name.endswith("layers.0.mlp.down_proj") for b in blocks)
+    scores = lb.score(model, zoo.tokens(4, 8, vocabulary=96), blocks, "rank-gain")
+    assert "matrices are left out, the first model.layers.0.mlp" in caplog.text
+    assert scores.names and not any(".mlp." in name for name in scores.names)
+    assert add_ranks(model, lb.plan_ranks(scores, mean_rank=2))
+    model = transformers.Glm4MoeForCausalLM(config)
+    every = zoo.linears(model, lambda name: 0 if "experts" in name else 2)
+    with pytest.raises(
+        CoverageError, match=r"no adapter on model.layers.0.mlp.*--exclude .*\[.\]\(down_proj\|gate_proj\|up_proj"
+    ):
+        add_ranks(model, every)

@@ -139,6 +139,7 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
     from ..execution.shares import first
     from ..report.runtime import runtime_box
 
+    check_exportable(model, plan)
     before = sum(p.numel() for p in model.parameters())
     if plan.kind == "depth":
         apply_depth(model, plan)
@@ -146,7 +147,6 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
     else:
         with progress_bar(a, "remove heads and widths, layers") as progress:
             done = dict(apply_structured(model, plan, data, batch_size=batch_of(a, model, data), progress=progress))
-    check_exportable(model)
     out = a.out
     if first():
         out = save_smaller(model, tokenizer, a.out, plan=plan, record=done, overwrite=a.overwrite)

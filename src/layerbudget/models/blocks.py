@@ -62,6 +62,11 @@ def config_of(model: nn.Module) -> Any:
     return model.config
 
 
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the language model: all of it, where a model reads nothing but text."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def configs_of(model: nn.Module) -> list[Any]:
     """Every configuration that a module of the model holds, once."""
     held = [config_of(m) for m in model.modules() if hasattr(m, "config")]
@@ -241,11 +246,30 @@ def adaptable(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[Block], l
         model: The model.
         blocks: Some of its blocks; one that loses all its matrices is left out.
     """
-    if getattr(getattr(model, "config", None), "model_type", None) not in _MIXERS:
-        return list(blocks), []
-    kept = [dataclasses.replace(b, modules=tuple(m for m in b.modules if m.name.split(".")[-1] not in _FUSED)) for b in blocks]
-    lost = [m.name for b in blocks for m in b.modules if m.name.split(".")[-1] in _FUSED]
-    return [b for b in kept if b.modules], lost
+    names = [m.name for b in blocks for m in b.modules]
+    lost = _renamed(model, names)
+    if getattr(getattr(model, "config", None), "model_type", None) in _MIXERS:
+        lost |= {n for n in names if n.split(".")[-1] in _FUSED}
+    kept = [dataclasses.replace(b, modules=tuple(m for m in b.modules if m.name not in lost)) for b in blocks]
+    return [b for b in kept if b.modules], [n for n in names if n in lost]
+
+
+def _renamed(model: nn.Module, names: Sequence[str]) -> set[str]:
+    """Linear layers whose names PEFT takes for those of single experts that transformers 5 holds in one stack.
+
+    Asked of PEFT itself, with all Linear layers as targets: what it turns into parameters of the stack gets no adapter.
+    """
+    if not any(p.ndim == 3 for p in model.parameters()):
+        return set()
+    try:
+        from peft import LoraConfig
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # without PEFT, or with one that does not rename: nothing is lost
+        return set()
+    linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    config = LoraConfig(target_modules=sorted(linear))
+    convert_peft_config_for_transformers(config, model, None)
+    return (set(names) & linear) - set(config.target_modules or ())
 
 
 def share_held(model: nn.Module, blocks: Sequence[Any]) -> float:

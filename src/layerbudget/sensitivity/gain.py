@@ -86,7 +86,8 @@ def score(
         blocks, lost = model_blocks.adaptable(model, blocks)
         if lost:
             logger.warning(
-                "%d matrices are left out, the first %s: no adapter goes on the output of a state space mixer.",
+                "%d matrices are left out, the first %s: PEFT puts no adapter there (it refuses outputs of state space "
+                "mixers, and takes plain gate, up and down beside fused experts for the experts).",
                 len(lost),
                 lost[0],
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -122,3 +123,75 @@ def test_nothing_is_called_saved_that_does_not_load(tmp_path, monkeypatch):
     monkeypatch.setattr(packed, "free_bytes", lambda device: 1)
     receipt = save_quantised(plain, None, plan, apply_bits(plain, plan), tmp_path / "large")
     assert any("was not loaded again" in n for n in receipt.notes)
+
+
+def llama4():
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=4,
+        num_experts_per_tok=1, intermediate_size_mlp=64, interleave_moe_layer_step=2, attention_chunk_size=32, pad_token_id=0,
+        **WIDE,
+    )  # fmt: skip
+    model = transformers.Llama4ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.05)
+    return model
+
+
+def gemma3n():
+    torch.manual_seed(0)
+    config = transformers.Gemma3nTextConfig(
+        **{**WIDE, "intermediate_size": [64, 64]}, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size_per_layer_input=96, hidden_size_per_layer_input=8, laurel_rank=4, num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"], activation_sparsity_pattern=[0.0, 0.0], sliding_window=8,
+    )  # fmt: skip
+    return transformers.Gemma3nForCausalLM(config).eval()
+
+
+def test_a_model_inside_a_model_initialises_its_own_modules():
+    model = gemma3n()
+    names = [b.name for b in zoo.B.partition(model, "linear")]
+    assert unwritten(model, names, find_runtime("transformers")) == {}
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (mamba2, "2 of 4 matrices.*out_proj: transformers reads.*Plan again with --unwritten 16-bit, or export.*auto-round"),
+        (modernbert, "8 of 8 matrices.*Nothing was done.*Export the plan for a tool that writes them"),
+        (lambda: zoo.build("gpt2", n_embd=64), "12 of 12 matrices.*Conv1D.*Export the plan"),
+    ],
+)
+def test_a_plan_for_another_tool_is_refused_before_anything_is_rounded(monkeypatch, tmp_path, make, said):
+    model, data = make(), zoo.tokens(2, 8, vocabulary=96)
+    plan = plan_bits(rounding_damage(model, data, damage="relative", group=32, unwritten="plan"), bits=6.0)
+    monkeypatch.setattr("layerbudget.decisions.bits.write.in_turn", lambda *a, **k: pytest.fail("it was rounded"))
+    with pytest.raises(InvalidInput, match=said):
+        quantise(model, None, plan, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_budget_that_a_refusal_names_is_enough():
+    model, data = mixtral(), zoo.tokens(2, 8, vocabulary=96)
+    options = {"unwritten": "16-bit", "group": 32, "damage": "relative"}
+    with pytest.raises(InfeasibleBudget, match="--bits") as refused:
+        plan_formats(model, data, bits=6.0, **options)
+    bits, size = re.search(r"--bits ([\d.]+), or --budget (\d+)\)", str(refused.value)).groups()
+    by_bits, by_bytes = (plan_formats(model, data, **{**options, **b})[0] for b in ({"bits": float(bits)}, {"budget": size}))
+    assert by_bits.budget["file"] == by_bytes.budget["file"] == int(size)
+
+
+def test_llama4_is_written_with_the_experts_and_the_router_that_transformers_loads(tmp_path):
+    model, data = llama4(), zoo.tokens(3, 12, vocabulary=96)
+    plan, _ = plan_formats(model, data, bits=12.0, group=32, damage="relative", unwritten="16-bit")
+    assert any("Llama4Router" in reason for reason in plan.extra["unwritten"].values())
+    receipt = quantise(model, None, plan, tmp_path / "out")
+    assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["file"]
+    same = llama4()
+    same.load_state_dict({n: t.bfloat16().float() for n, t in model.state_dict().items()})
+    back = lb.load_model(str(tmp_path / "out"), dtype="float32")
+    with torch.no_grad():
+        ids = zoo.tokens(2, 8, vocabulary=96).input_ids
+        torch.testing.assert_close(back(ids).logits, same(ids).logits, atol=1e-2, rtol=1e-2)

@@ -25,6 +25,7 @@ from .receipt import PARTS
 from .shards import Shards
 from .storing import Piece
 
+_ONE_BY_ONE = ("Llama4TextExperts",)  # beside packed layers transformers loads their experts as plain MLPs
 ZERO_POINTS = "transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."
 
 
@@ -135,6 +136,8 @@ class PackedWriter:
         # the experts one by one, which is how it would save them.
         full = {id(p): n for n, p in model.named_parameters()}
         self.fused = {n: full[id(weight_of(model, n)[1])] for n in formats if n not in self.modules}
+        owners = {p: type(self.modules[p.rpartition(".")[0]]).__name__ for p in self.fused.values()}
+        self.apart = {p for p, owner in owners.items() if owner in _ONE_BY_ONE}
         self.layers = [f"{name}." for name, _ in layers(model)]
         self.shards = Shards(folder)
         self.config = json.loads(config_of(model).to_json_string(use_diff=False))  # infinite numbers in words that are JSON
@@ -156,7 +159,8 @@ class PackedWriter:
         apart = set(self.fused.values())
         mine = {n: t for n, t in state.items() if n not in left and self._inside(n, piece)}
         found = _as_saved(self.model, {n: t for n, t in mine.items() if n not in apart})
-        found |= {n: t.detach().clone() for n, t in mine.items() if n in apart}
+        for name, tensor in ((n, t.detach()) for n, t in mine.items() if n in apart):
+            found |= _one_by_one(name, tensor) if name in self.apart else {name: tensor.clone()}
         found = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in found.items()}
         for name, form in packed.items():
             stored = pack(matrix_of(self.modules[name]), rounded[name][0], form, name)
@@ -178,7 +182,11 @@ class PackedWriter:
 
     def names(self) -> dict[str, list[str]]:
         """Names in the file of every planned matrix's weights."""
-        return {n: [self.fused[n]] if n in self.fused else [f"{n}.{part}" for part in ("weight", *PARTS)] for n in self.formats}
+        found = {n: [f"{n}.{part}" for part in ("weight", *PARTS)] for n in self.formats if n not in self.fused}
+        for name, full in self.fused.items():
+            shape = weight_of(self.model, name)[1].shape
+            found[name] = list(_one_by_one(full, torch.empty(shape, device="meta"))) if full in self.apart else [full]
+        return found
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a piece."""
@@ -202,6 +210,13 @@ def unpack(tensors: Mapping[str, torch.Tensor], form: Format, name: str) -> torc
     stored["weight_scale"] = stored["weight_scale"].float()
     weight: torch.Tensor = packer.decompress(stored, scheme(targets=["Linear"], weights=scheme_words(form)))["weight"]
     return weight
+
+
+def _one_by_one(name: str, stack: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A stack of experts ``(E, d_in, d_out)`` as the weights of one plain MLP per expert, by name."""
+    owner, _, leaf = name.rpartition(".")
+    parts = zip(("gate_proj", "up_proj"), stack.chunk(2, -1), strict=True) if leaf == "gate_up_proj" else [(leaf, stack)]
+    return {f"{owner}.{e}.{part}.weight": t[e].T.contiguous() for part, t in parts for e in range(len(t))}
 
 
 def _as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

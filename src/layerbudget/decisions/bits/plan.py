@@ -193,7 +193,8 @@ def check_limit(table: Table, limit: int) -> None:
             f"{given} bytes for {len(table.blocks)} blocks ({8 * given / table.numel:.3f} bits per weight) are too few.",
             f"The smallest plan takes {least} bytes ({8 * least / table.numel:.4f} bits per weight), {least + table.fixed} "
             "with what stays as it is.",
-            "Raise the budget, or allow smaller formats.",
+            f"Raise the budget to that (--bits {math.ceil(8e4 * least / table.numel) / 1e4:g}, or "
+            f"--budget {least + table.fixed}), or allow smaller formats.",
         )
 
 

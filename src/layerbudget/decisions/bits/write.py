@@ -27,9 +27,11 @@ from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
 from .plans import formats_of_plan
 from .receipt import QuantisationReceipt
+from .runtimes import find_runtime
 from .save import finish
 from .storing import Piece, Storing, in_turn, need_data, pieces_of, quantiser_of
 from .writers import Tensors, Writer, writer_of
+from .written import check_written
 
 Progress = Callable[[int, int], None]
 
@@ -84,6 +86,7 @@ def quantise(
     chosen = method or str(plan.extra["method"])
     quantiser = quantiser_of(chosen)
     need_data(quantiser, data)
+    check_written(model, formats, find_runtime(plan.extra["runtime"], plan.extra["family"]))
     pieces = pieces_of(model, formats)
     storing = Storing(model, quantiser, own)
     with new_folder(out_dir, overwrite=overwrite) as folder:

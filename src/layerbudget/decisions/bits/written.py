@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...compressors.formats import GGUF
+from ...compressors.formats import GGUF, find_format
 from ...compressors.rounding_packages import need_gguf
 from ...errors import InvalidInput
 from ...models.blocks import config_of, pretrained, weight_of
@@ -55,6 +55,8 @@ def unwritten(model: nn.Module, names: Iterable[str], target: Runtime) -> dict[s
         owner = weight_of(model, name)[0]
         if not isinstance(owner, nn.Linear):
             found[name] = f"it is {'a Conv1D' if type(owner).__name__ == 'Conv1D' else 'a stack of experts'}, no plain Linear"
+        elif not _plain(owner):
+            found[name] = f"it is a {type(owner).__name__}, which gives something else than a plain Linear"
     if target.name == "transformers":
         plain = [n for n in names if n not in found]
         found |= dict.fromkeys(
@@ -101,8 +103,46 @@ def apart(
     )
 
 
+def check_written(model: nn.Module, formats: Mapping[str, str], target: Runtime) -> None:
+    """Refuse a plan that gives formats to matrices which no file holds in them.
+
+    Args:
+        model: The model.
+        formats: Format by matrix.
+        target: The runtime of the plan.
+
+    Raises:
+        InvalidInput: There are some; such plans are for other tools.
+    """
+    small = [n for n, form in formats.items() if not find_format(form).plain]
+    reasons = unwritten(model, small, target)
+    if not reasons:
+        return
+    first = next(iter(reasons))
+    tool = "tensor-types" if target.family == GGUF else "auto-round"
+    export = f"xport the plan for a tool that writes them (layerbudget export PLAN --to {tool})"
+    raise InvalidInput(
+        f"quantize cannot write {len(reasons)} of {len(small)} matrices in the formats of this plan, first {first}: "
+        f"{reasons[first]}.",
+        "Nothing was done.",
+        f"Plan again with --unwritten 16-bit, or e{export}." if len(reasons) < len(small) else f"E{export}.",
+    )
+
+
 def _parameters(model: nn.Module) -> list[str]:
     return [n for n, _ in model.named_parameters()]
+
+
+@torch.no_grad()
+def _plain(layer: nn.Linear) -> bool:
+    """Whether a layer gives what a Linear of its weight gives: packed, it is computed as one (Llama 4's router is more)."""
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    x = torch.ones(1, layer.in_features).to(layer.weight)
+    found = type(layer).forward(layer, x)
+    if not isinstance(found, torch.Tensor):
+        return False
+    return found.is_meta or torch.allclose(found, nn.functional.linear(x, layer.weight, layer.bias), rtol=1e-2, atol=1e-2)
 
 
 def _read_at_start(model: nn.Module, names: Iterable[str]) -> list[str]:
@@ -131,9 +171,12 @@ def _needed(skeleton: Any, name: str) -> bool:
     weight = layer._parameters.pop("weight")
     try:
         parts = name.split(".")
+        model = skeleton
         with torch.no_grad():
             for depth in range(len(parts) + 1):
-                skeleton._init_weights(skeleton.get_submodule(".".join(parts[:depth])))
+                module = skeleton.get_submodule(".".join(parts[:depth]))
+                model = module if hasattr(module, "_init_weights") else model  # a model inside initialises its own modules
+                model._init_weights(module)
     except AttributeError as error:
         if "'weight'" not in str(error):
             raise

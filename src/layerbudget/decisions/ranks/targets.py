@@ -6,13 +6,13 @@ weight an adapter on one side only. So names are checked before, and parameters 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
 
 from ...errors import CoverageError, InvalidInput, UnknownBlock
-from ...models.blocks import describe, is_conv1d
+from ...models.blocks import adaptable, describe, is_conv1d, partition
 from ...plan import Plan
 
 
@@ -117,6 +117,13 @@ def adapt(
 
     counts = counts_by_module(plan, kind)
     shapes = check(model, plan, counts, validate=validate)
+    lost = adaptable(model, partition(model, "linear"))[1] if kind == "ranks" else []
+    if lost := [n for n in lost if counts.get(n)]:
+        raise CoverageError(
+            f"PEFT refuses this plan's modules: it puts no adapter on {lost[0]} ({len(lost)} such matrices).",
+            "It refuses outputs of state space mixers, and takes plain gate, up and down beside fused experts for the experts.",
+            f"Score with --exclude and a regular expression of those ('{_matching(lost)}'), and plan again.",
+        )
     settings = config()
     try:
         adapted = get_peft_model(model, settings, adapter_name=adapter_name)
@@ -128,6 +135,11 @@ def adapt(
     unit = "rank" if kind == "ranks" else "experts"
     recount(found(adapted, adapter_name), {m: c for m, c in counts.items() if c}, unit)
     return adapted, counts, shapes
+
+
+def _matching(names: Sequence[str]) -> str:
+    """An expression that the last words of some names match."""
+    return "[.](" + "|".join(sorted({n.rpartition(".")[2] for n in names})) + ")$"
 
 
 def _missing(name: str, modules: Mapping[str, nn.Module]) -> Exception:

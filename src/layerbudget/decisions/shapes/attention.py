@@ -7,12 +7,11 @@ import dataclasses
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ...errors import UnknownStructure
-from ...models.blocks import config_of, is_conv1d, layers, matrix_of
-from .mlp import inputs_of, put_weight, take_outputs
+from ...models.blocks import config_of, is_conv1d, matrix_of
+from .mlp import first_layer, inputs_of, put_weight, take_outputs
 
 # names of the producing matrices and of the consuming one, and how the heads lie in the producers' outputs: one matrix each
 # (separate), all q then all k then all v (stacked), or q, k, v of head 0, then of head 1, ... (interleaved)
@@ -59,6 +58,12 @@ class Attention:
     def per_group(self) -> int:
         """Query heads that share one key-value head."""
         return self.heads // self.groups
+
+    def without(self, units: int, by: str) -> Attention:
+        """What is left without so many units, ``groups`` or ``queries``."""
+        if by == "groups":
+            return dataclasses.replace(self, heads=self.heads - units * self.per_group, groups=self.groups - units)
+        return dataclasses.replace(self, heads=self.heads - units * self.groups)
 
 
 def find_attention(layer: nn.Module, name: str) -> Attention:
@@ -192,27 +197,24 @@ def set_heads(config: Any, attention: Attention) -> None:
             setattr(config, field, attention.heads)
     if isinstance(getattr(config, "num_key_value_heads", None), int):
         config.num_key_value_heads = attention.groups
-    config.head_dim = attention.head_dim
+    if not isinstance(getattr(type(config), "head_dim", None), property):  # Falcon derives it
+        config.head_dim = attention.head_dim
 
 
 def expressible(model: nn.Module, attention: Attention) -> str | None:
     """Why a plain config cannot describe a model whose layers all have these heads; None where it can.
 
-    A one-layer model is built from the changed config on the meta device and its heads are looked at, so that the answer is
-    that of the installed transformers.
+    A model is built from the changed config without values and its heads are looked at, so that the answer is that of the
+    installed transformers.
     """
-    config = copy.deepcopy(config_of(model))
-    name = type(config).__name__
+    name = type(config_of(model)).__name__
+    made = first_layer(model, lambda config: set_heads(config, attention))
     try:
-        set_heads(config, attention)
-        config.num_hidden_layers = 1
-        if isinstance(getattr(config, "layer_types", None), list | tuple):
-            config.layer_types = list(config.layer_types[:1])
-        config = type(config).from_dict(config.to_dict())
-        with torch.device("meta"):
-            found = find_attention(layers(type(model)(config))[0][1], "layer")
-    except (StrictDataclassError, ValueError, TypeError, UnknownStructure) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
+        reason = made if isinstance(made, str) else ""
+        found = attention if isinstance(made, str) else find_attention(made, "layer")
+    except UnknownStructure as error:
+        reason = error.what.rstrip(".")
+    if reason:
         return f"{name} refuses {attention.heads} heads of {attention.head_dim} channels ({reason})"
     now, wanted = ((a.heads, a.groups, a.head_dim) for a in (found, attention))
     if now != wanted:
@@ -221,3 +223,20 @@ def expressible(model: nn.Module, attention: Attention) -> str | None:
             f"{wanted[2]} channels cannot be written"
         )
     return None
+
+
+def describable(model: nn.Module, attention: Attention, by: str) -> tuple[set[int], str]:
+    """Numbers of units of heads whose removal a plain config can describe, and why it cannot where there are none.
+
+    Args:
+        model: The model.
+        attention: The heads of its layers.
+        by: ``groups`` or ``queries``.
+    """
+    fits, why = set[int](), ""
+    for units in range(1, attention.groups if by == "groups" else attention.per_group):
+        reason = expressible(model, attention.without(units, by))
+        why = why or reason or ""
+        if reason is None:
+            fits.add(units)
+    return fits, why or "there is one unit only"

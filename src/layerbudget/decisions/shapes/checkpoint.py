@@ -7,14 +7,15 @@ derive the size of a head from the number of heads (GPT-2, OPT, GPT-NeoX, BERT) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ...errors import UnknownStructure
-from ...models.blocks import config_of, layers, pretrained
+from ...models.blocks import config_of, describe, layers, pretrained
 from ...models.provenance import versions
 from ...plan import Plan
 from ...records import SCHEMA_VERSION, dumps, write_text
@@ -23,7 +24,7 @@ from .attention import Attention, expressible, find_attention
 from .depth import apply_depth, drop_damage, drop_layers, plan_depth
 from .directional import plan_shapes_directional
 from .heads import remove_heads
-from .mlp import Mlp, find_mlp
+from .mlp import described, find_mlp, undescribed
 from .plan import crossed_curves, plan_structured, shape_curves
 from .removable import find_parts
 from .shrink import apply_structured
@@ -38,45 +39,94 @@ __all__ = [
 _ONE = {"widths": "width", "heads": "number of heads", "key-value heads": "number of key-value heads"}
 
 
-def check_exportable(model: nn.Module) -> None:
+def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:
     """Refuse a model whose MLP widths or heads a plain config cannot describe.
+
+    Args:
+        model: The model.
+        plan: Of smaller shapes, not applied yet: what it will make of the model is judged.
 
     Raises:
         UnknownStructure: Layers differ (a plain config has one field for all of them), or the config derives the size of a head
-            from the number of heads.
+            from the number of heads, or has no field for the width.
+        ModelMismatch: The plan belongs to another model.
     """
-    mlps: list[Mlp] = _all(model, find_mlp)
-    attentions: list[Attention] = _all(model, find_attention)
-    _check_even(model, "MLPs", "widths", [m.width for m in mlps])
-    _check_even(model, "attentions", "heads", [a.heads for a in attentions])
-    _check_even(model, "attentions", "key-value heads", [a.groups for a in attentions])
-    if not attentions:
-        return
-    why = expressible(model, attentions[0])
+    names, gone = [n for n, _ in layers(model)], set[str]()
+    now = {"mlp": _all(layers(model), find_mlp), "heads": _all(layers(model), find_attention)}
+    wanted = now
+    if plan is not None:
+        plan.validate(describe(model))
+        shapes = plan.extra.get("shapes", {})
+        gone = set(plan.extra["dropped"] if plan.kind == "structured" else [b.name for b in plan.blocks if b.count])
+        wanted = {
+            k: [_planned(w, shapes.get(f"{n}.{k}")) for n, w in zip(names, found, strict=False)] for k, found in now.items()
+        }
+    built = described(model)
+    again = [] if isinstance(built, str) else list(zip(names, built, strict=False))
+    for kind, find in (("mlp", find_mlp), ("heads", find_attention)):
+        left = [w for n, w in zip(names, wanted[kind], strict=False) if n not in gone]
+        said = _all(again, find)
+        if left and left != [w for n, w in zip(names, said, strict=False) if n not in gone]:
+            if kind == "mlp":
+                _check_width(model, (said or now[kind])[0].width, min(m.width for m in left))
+            _check_even(model, left)
+            if kind == "heads":
+                _check_heads(model, left[0])
+
+
+def _check_width(model: nn.Module, now: int, wanted: int) -> None:
+    """Refuse a width that the configuration cannot say."""
+    why = undescribed(model, now, wanted)
     if why:
         raise UnknownStructure(
-            f"The model has {attentions[0].heads} heads per layer: {why}.",
+            f"The model has MLPs of width {wanted}: {why}.",
+            "The model works in memory; transformers could not load the checkpoint.",
+            "Prune its weights instead: layerbudget measure, then prune.",
+        )
+
+
+def _check_heads(model: nn.Module, wanted: Attention) -> None:
+    """Refuse heads that the configuration cannot say."""
+    why = expressible(model, wanted)
+    if why:
+        raise UnknownStructure(
+            f"The model has {wanted.heads} heads per layer: {why}.",
             "The model works in memory; transformers could not load the checkpoint.",
             "Remove MLP units or blocks instead, or another number of heads.",
         )
 
 
-def _all(model: nn.Module, find: Callable[[nn.Module, str], Any]) -> list[Any]:
+def _planned(where: Any, shape: Mapping[str, Any] | None) -> Any:
+    """Heads or an MLP as a plan will leave them."""
+    if shape is None:
+        return where
+    if isinstance(where, Attention):
+        return where.without(int(shape["removed"]), shape["by"])
+    return dataclasses.replace(where, width=where.width - int(shape["removed"]) * int(shape["by"].split()[0]))
+
+
+def _all(named: Sequence[tuple[str, nn.Module]], find: Callable[[nn.Module, str], Any]) -> list[Any]:
     """What every layer has; nothing where one of them has none, for then nothing was removed."""
     try:
-        return [find(layer, name) for name, layer in layers(model)]
+        return [find(layer, name) for name, layer in named]
     except UnknownStructure:
         return []
 
 
-def _check_even(model: nn.Module, what: str, field: str, values: list[int]) -> None:
-    if len(set(values)) > 1:
-        raise UnknownStructure(
-            f"The {what} have {field} {min(values)} to {max(values)}.",
-            f"{type(config_of(model)).__name__} has one {_ONE[field]} for all layers, so transformers could not load the "
-            "checkpoint; the model works in memory.",
-            f"Give all layers the same (about {round(sum(values) / len(values))} costs the same): plan with even=True.",
-        )
+def _check_even(model: nn.Module, found: Sequence[Any]) -> None:
+    if isinstance(found[0], Attention):
+        sizes = {"heads": [a.heads for a in found], "key-value heads": [a.groups for a in found]}
+    else:
+        sizes = {"widths": [m.width for m in found]}
+    for field, values in sizes.items():
+        if len(set(values)) > 1:
+            raise UnknownStructure(
+                f"The {'MLPs' if field == 'widths' else 'attentions'} have {field} {min(values)} to {max(values)}.",
+                f"{type(config_of(model)).__name__} has one {_ONE[field]} for all layers, so transformers could not load the "
+                "checkpoint; the model works in memory.",
+                f"Give all layers the same (about {round(sum(values) / len(values))} costs the same): plan with --even "
+                "(even=True).",
+            )
 
 
 def save_smaller(

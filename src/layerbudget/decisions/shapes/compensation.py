@@ -181,11 +181,7 @@ class Stream:
             (a, m), out = self._run(batch, before, attention.consumer, mlp.consumer)
             middle = before.float() + a
             if batch == 0 and (middle + m - out).norm() > _NEAR * (a + m).norm():
-                raise UnknownStructure(
-                    f"The layer of {attention.owner} does not add its attention and its MLP to the stream as they are.",
-                    "Compensation of the stream needs layers that do (not Gemma 2 or 3, whose norms stand between).",
-                    "Use compensate='refit'.",
-                )
+                raise _not_added(attention.owner)
             self.middle.append(middle)
             self.end.append(out)
             self.dense[batch] = out.to(before.dtype)
@@ -205,6 +201,8 @@ class Stream:
                 handle.remove()
         if out is None or len(seen) < len(names):
             raise CoverageError(f"{names[0]} was not called.", "", "Report the model.")
+        if any(y.numel() != out.numel() for y in seen.values()):  # Gemma 3n carries several streams
+            raise _not_added(names[0])
         return [seen[n].reshape(out.shape) for n in names], out.float()  # OPT's MLP sees its tokens in one row
 
     def aim(self, where: Attention | Mlp) -> Aim:
@@ -241,6 +239,14 @@ class Stream:
         else:
             wanted = end - (cast(torch.Tensor, out).float() - given.float().reshape(end.shape))
         return x.reshape(*end.shape[:2], -1), wanted
+
+
+def _not_added(name: str) -> UnknownStructure:
+    return UnknownStructure(
+        f"The layer of {name} does not add its attention and its MLP to the stream as they are.",
+        "Compensation of the stream needs layers that do (not Gemma 2 or 3, whose norms stand between).",
+        "Use --compensate refit (compensate='refit').",
+    )
 
 
 def ways_of(model: nn.Module, data: CalibrationSet, word: str = "auto") -> str:

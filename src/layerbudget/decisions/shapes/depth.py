@@ -47,7 +47,7 @@ def drop_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
                 module.layer_idx = new
     for config in configs_of(model):
         if getattr(config, "num_hidden_layers", None) == len(known):
-            types = getattr(config, "layer_types", None)
+            types = config.__dict__.get("layer_types")  # some derive it from the number of layers
             config.num_hidden_layers = len(kept)
             if isinstance(types, list | tuple) and len(types) == len(known):
                 config.layer_types = [types[i] for i, _ in kept]

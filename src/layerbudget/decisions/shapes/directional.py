@@ -144,7 +144,7 @@ def plan_shapes_directional(
         raise CoverageError("Shapes by directional damage are planned in one process.", "", "Use one, or --search curves.")
     way = ways_of(model, data, compensate)
     last = MEASURING + (way == "stream")
-    words = head_units(model, kinds, by, None)
+    words = head_units(model, kinds, by, None, even)
     settings = _Settings(passes=passes - last, strides=strides, trust=trust, draws=draws, seed=seed, starts=len(words))
     settings.check(depth, last)
     size = float(next(model.parameters()).element_size())
@@ -152,10 +152,10 @@ def plan_shapes_directional(
 
     def start(word: str, spent: float) -> _Path:
         """A path at the dense model, with heads cut by one unit."""
-        parts = find_parts(model, kinds=kinds, by=word, multiple=multiple)
+        parts = find_parts(model, kinds=kinds, by=word, multiple=multiple, even=even)
         space = ShapeSpace(
             parts, budget, kinds=kinds, max_removed=max_removed, depth=depth, zeros=zeros, even=even, context=context,
-            allowed=allowed_units(model, parts, kinds) if even else None, bytes_per_parameter=size,
+            allowed=allowed_units(model, parts, kinds, depth) if even else None, bytes_per_parameter=size,
         )  # fmt: skip
         by = next((p.by for p in parts if p.kind == "heads"), word)
         point = ShapePoint(model, data, space, way, damping, batch_size)

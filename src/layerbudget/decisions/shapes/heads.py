@@ -26,7 +26,7 @@ from ...errors import InvalidInput
 from ...execution.inputs import gram_of
 from ...execution.modes import inference
 from ...execution.walk import Walk
-from ...models.blocks import config_of, layers, matrix_of
+from ...models.blocks import config_of, layers, matrix_of, text_config
 from .attention import Attention, channels, expressible, find_attention, keep_heads, set_heads
 from .mlp import check_layers
 from .width import Remake, damped, kept, refitted
@@ -225,7 +225,8 @@ def follow_heads(model: nn.Module, before: Sequence[Attention], after: Sequence[
     """Write the head counts into the config where they changed, all layers have the same and the config can say so."""
     old, new = ([(a.heads, a.groups, a.head_dim) for a in found] for found in (before, after))
     if old != new and len(set(new)) == 1 and expressible(model, after[0]) is None:
-        config, kind = config_of(model), type(config_of(model))
+        config = text_config(config_of(model))
+        kind = type(config)
         set_heads(config, after[0])
         for a in after:
             owner = model.get_submodule(a.owner)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ...errors import UnknownBlock, UnknownStructure
-from ...models.blocks import is_conv1d, matrix_of
+from ...models.blocks import config_of, is_conv1d, layers, matrix_of, text_config
 
 # names of the producing matrices, of the consuming one, and how many inner vectors the producer stacks (gate and up in one)
 _LAYOUTS = (
@@ -18,10 +20,12 @@ _LAYOUTS = (
     (("gate_up_proj",), "down_proj", 2),
     (("c_fc",), "c_proj", 1),
     (("fc1",), "fc2", 1),
+    (("fc_in",), "fc_out", 1),
     (("dense_h_to_4h",), "dense_4h_to_h", 1),
     (("intermediate.dense",), "output.dense", 1),
 )
-_WIDTH_FIELDS = ("intermediate_size", "ffn_dim", "n_inner")
+_WIDTH_FIELDS = ("intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+_BY_DEFAULT = ("intermediate_size", "n_inner")  # four times the hidden size where they are None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ def find_mlp(layer: nn.Module, name: str) -> Mlp:
                 )
     raise UnknownStructure(
         f"{name} ({type(layer).__name__}) has no plain MLP.",
-        "Known are gate/up/down, fused gate_up/down, c_fc/c_proj, fc1/fc2, dense_h_to_4h/dense_4h_to_h and BERT's.",
+        "Known are gate/up/down, fused gate_up/down, c_fc/c_proj, fc1/fc2, fc_in/fc_out, dense_h_to_4h/dense_4h_to_h, BERT's.",
         "Mixtures of experts: remove whole blocks (depth) or prune weights instead.",
     )
 
@@ -139,10 +143,62 @@ def set_width(config: Any, old: int, new: int) -> None:
     Raises:
         UnknownStructure: The config has no field for it.
     """
-    fields = [f for f in _WIDTH_FIELDS if getattr(config, f, None) == old]
-    if hasattr(config, "n_inner") and config.n_inner is None:
-        fields.append("n_inner")
+    held = {f: getattr(config, f) for f in _WIDTH_FIELDS if hasattr(config, f)}
+    fields: dict[str, Any] = {f: new for f, value in held.items() if value == old or (value is None and f in _BY_DEFAULT)}
+    fields |= {f: [new] * len(value) for f, value in held.items() if isinstance(value, list) and set(value) == {old}}
     if not fields:
         raise UnknownStructure(f"{type(config).__name__} has no field for the width of its MLPs.", "", "Remove blocks instead.")
-    for field in fields:
-        setattr(config, field, new)
+    for field, value in fields.items():
+        setattr(config, field, value)
+
+
+def described(model: nn.Module, change: Callable[[Any], None] = lambda config: None) -> list[nn.Module] | str:
+    """The layers of a model that is built, without values, from its configuration after a change: what would be loaded.
+
+    Args:
+        model: The model; left as it was.
+        change: Changes the part of the configuration that describes the language model.
+
+    Returns:
+        The layers; or why the installed transformers builds no such model.
+    """
+    config = copy.deepcopy(config_of(model))
+    try:
+        change(text_config(config))
+        with torch.device("meta"):
+            made: Any = type(model)(type(config).from_dict(config.to_dict()))
+        return [layer for _, layer in layers(made)]
+    except UnknownStructure as error:
+        return error.what.rstrip(".")
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        return str(error).strip().splitlines()[-1].strip()
+
+
+def first_layer(model: nn.Module, change: Callable[[Any], None]) -> nn.Module | str:
+    """The first of :func:`described`, built alone where the configuration allows that: a change for all layers alike."""
+
+    def alone(config: Any) -> None:
+        change(config)
+        config.num_hidden_layers = 1
+        if isinstance(config.__dict__.get("layer_types"), list | tuple):
+            config.layer_types = list(config.layer_types[:1])
+
+    found = described(model, alone)
+    if isinstance(found, str):  # some configurations list their layers, or refuse the change itself
+        found = described(model, change)
+    return found if isinstance(found, str) else found[0]
+
+
+def undescribed(model: nn.Module, old: int, new: int) -> str | None:
+    """Why a plain config cannot describe a model whose MLPs all have a width; None where it can.
+
+    Args:
+        model: The model.
+        old: The width that its config says.
+        new: The width.
+    """
+    made = first_layer(model, lambda config: set_width(config, old, new) if new != old else None)
+    if isinstance(made, str):
+        return made
+    found = find_mlp(made, "layer").width
+    return None if found == new else f"{type(config_of(model)).__name__} makes MLPs of width {found}, not {new}"

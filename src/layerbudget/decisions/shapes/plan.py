@@ -182,7 +182,9 @@ def plan_structured(
         UnknownStructure: A layer without heads or MLP of a known layout; with ``even``: the config cannot express fewer heads.
         InfeasibleBudget: The caps do not allow it.
     """
-    sets = {word: find_parts(model, kinds=kinds, by=word, multiple=multiple) for word in head_units(model, kinds, by, curves)}
+    words = head_units(model, kinds, by, curves, even)
+    sets = {word: find_parts(model, kinds=kinds, by=word, multiple=multiple, even=even) for word in words}
+    may = {word: allowed_units(model, parts, kinds, depth) if even else None for word, parts in sets.items()}
     if context:
         find_attention(layers(model)[0][1], layers(model)[0][0])
     way = ways_of(model, data, compensate)
@@ -196,7 +198,6 @@ def plan_structured(
     hyper = {"multiple": multiple, "depth": depth, "compensate": way}
     plans, refused, held = [], [], dict(curves or {})
     for word, parts in sets.items():
-        allowed = allowed_units(model, parts, kinds) if even else None
         if curves is None:
             say(progress, f"heads by {word}" if "heads" in kinds else "")
             left = [p for p in parts if p.kind == "heads" or p.name not in held]
@@ -205,7 +206,7 @@ def plan_structured(
                 progress=progress, keep=partial(_under, keep, word),
             )  # fmt: skip
         try:
-            found = shape_plans(parts, held, allowed=allowed, **options)
+            found = shape_plans(parts, held, allowed=may[word], **options)
         except InfeasibleBudget as error:
             refused.append(error)
             continue

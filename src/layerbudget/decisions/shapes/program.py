@@ -263,9 +263,9 @@ def _even(problem: ShapeProblem, left: Sequence[Part], free: Sequence[Part], nee
     for k, group in groups.items():
         if len({(p.units, p.by, p.unit_parameters, p.parameters) for p in group}) > 1:
             raise InvalidInput(
-                f"The layers differ in their {k}, so equal removal would not make them equal.",
-                "even=True needs layers of one shape.",
-                "Plan without even, or with another kind.",
+                f"The layers differ in their {'MLPs' if k == 'mlp' else k}, so equal removal would not make them equal.",
+                "What an ordinary checkpoint can hold is equal in all layers.",
+                "Plan without --even, and use the model in memory.",
             )
     *others, last = [_choices(problem, k, groups[k]) for k in kinds]
     found = []

@@ -11,14 +11,16 @@ from torch import nn
 from ...errors import InvalidInput, UnknownStructure
 from ...models.blocks import layers, partition
 from ...records import Block
-from .attention import Attention, find_attention
+from .attention import Attention, describable, find_attention
 from .heads import cut_heads, unit_of
-from .mlp import Mlp, find_mlp
+from .mlp import Mlp, find_mlp, undescribed
 from .parts import KINDS, Part
 from .width import Remake, cut_units, refitted
 
 
-def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "auto", multiple: int = 8) -> list[Part]:
+def find_parts(
+    model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "auto", multiple: int = 8, even: bool = False
+) -> list[Part]:  # fmt: skip
     """The attention, MLP and other matrices of every layer, with the units that they can lose.
 
     Args:
@@ -26,6 +28,7 @@ def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "aut
         kinds: Kinds that must be there.
         by: ``groups`` (key-value heads with their query heads), ``queries`` (one query head of every group) or ``auto``.
         multiple: Channels of one MLP unit; a remainder always stays.
+        even: Whether a plain config must describe what is left: what a refusal advises then does too.
 
     Returns:
         Parts in the order of the layers; matrices that cannot lose units are in ``<layer>.rest``.
@@ -45,7 +48,7 @@ def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "aut
                 where = find(layer, name)
             except UnknownStructure as error:
                 if kind in kinds:
-                    raise UnknownStructure(error.what, error.feasible, _instead(model, kind)) from error
+                    raise UnknownStructure(error.what, error.feasible, _instead(model, kind, even)) from error
                 continue
             mine = [left.pop(n) for n in (*where.producers, where.consumer)]
             shape = (
@@ -57,15 +60,25 @@ def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "aut
     return parts
 
 
-def _instead(model: nn.Module, kind: str) -> str:
+def _instead(model: nn.Module, kind: str, even: bool) -> str:
     """What can be done where one kind of part has no known layout: the other kind, where every layer has it."""
+    weights = "Prune its weights instead: layerbudget measure, then prune."
     other, find = ("mlp", find_mlp) if kind == "heads" else ("heads", find_attention)
     try:
-        for name, layer in layers(model):
-            find(layer, name)
+        found = [find(layer, name) for name, layer in layers(model)]
     except UnknownStructure:
-        return "Prune its weights instead: layerbudget measure, then prune."
+        return weights
+    sizes = {(a.heads, a.groups) if isinstance(a, Attention) else a.width for a in found}
+    if even and (len(sizes) > 1 or not _describable(model, found[0])):
+        return weights
     return f"Plan with --kinds {other}."
+
+
+def _describable(model: nn.Module, where: Attention | Mlp) -> bool:
+    """Whether a plain config can describe less of it in all layers."""
+    if isinstance(where, Attention):
+        return bool(describable(model, where, unit_of(where, "auto"))[0])
+    return undescribed(model, where.width, where.width - 1) is None
 
 
 def _part(name: str, layer: str, kind: str, block: Block, **shape: Any) -> Part:

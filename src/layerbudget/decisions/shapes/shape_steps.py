@@ -84,10 +84,11 @@ class ShapeSpace:
         self.rest = [sum(whole[p.name] for p in parts if p.layer == name) for name in names]
         if self.depth and any(p is None for pair in self.pair for p in pair):
             raise InvalidInput("Not every layer has heads and an MLP of a known layout.", "", "Plan without depth.")
-        if even and len(np.unique(self.units, axis=0)) > 1:
+        if even and len(np.unique(self.units[:, [kind in kinds for kind in KINDS]], axis=0)) > 1:
             raise InvalidInput(
                 "The layers differ in their heads or MLPs, so equal removal would not make them equal.",
-                "even=True needs layers of one shape.", "Plan without even.",
+                "What an ordinary checkpoint can hold is equal in all layers.",
+                "Plan without --even, and use the model in memory.",
             )  # fmt: skip
         self.need = int(np.ceil(target - 1e-9))
         most = self._most()

@@ -13,8 +13,8 @@ from ...errors import InvalidInput
 from ...execution.inputs import gram_of
 from ...execution.modes import inference
 from ...execution.walk import Walk
-from ...models.blocks import config_of, layers, matrix_of
-from .mlp import Mlp, check_layers, find_mlp, keep_units, set_width
+from ...models.blocks import config_of, layers, matrix_of, text_config
+from .mlp import Mlp, check_layers, find_mlp, keep_units, set_width, undescribed
 
 Progress = Callable[[int, int], None]
 Remake = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (W, H, S) -> (d_out, kept)
@@ -73,13 +73,9 @@ def narrow(
 
 
 def follow_width(model: nn.Module, before: Sequence[int], after: Sequence[int]) -> None:
-    """Write the width into the config where all layers have the same.
-
-    Raises:
-        UnknownStructure: The config has no field for it.
-    """
-    if len(set(after)) == 1 and list(before) != list(after):
-        set_width(config_of(model), before[0], after[0])
+    """Write the width into the config where it changed, all layers have the same and the config can say so."""
+    if len(set(after)) == 1 and list(before) != list(after) and undescribed(model, before[0], after[0]) is None:
+        set_width(text_config(config_of(model)), before[0], after[0])
 
 
 def _width(mlp: Mlp, fraction: float, multiple: int) -> int:

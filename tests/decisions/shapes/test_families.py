@@ -1,0 +1,122 @@
+"""Smaller shapes of families whose layers or configurations are not like Llama's: they work, or are refused before any work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from tests import zoo
+
+from layerbudget.cli import main
+from layerbudget.decisions.shapes.checkpoint import apply_structured, check_exportable, save_smaller
+from layerbudget.decisions.shapes.compensation import ways_of
+from layerbudget.decisions.shapes.directional import plan_shapes_directional
+from layerbudget.decisions.shapes.mlp import find_mlp
+from layerbudget.decisions.shapes.plan import plan_structured
+from layerbudget.errors import InvalidInput, UnknownStructure
+from layerbudget.models.blocks import layers
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32}
+FAMILIES = {
+    "gemma3n": ("Gemma3nTextConfig", {
+        "intermediate_size": [48, 48], "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+        "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8,
+        "activation_sparsity_pattern": [0.0, 0.0]}),
+    "falcon-h1": ("FalconH1Config", {
+        "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
+        "mamba_chunk_size": 8}),
+    "gptj": ("GPTJConfig", {**GPT, "rotary_dim": 4, "n_inner": 48}),
+    "gpt-neo": ("GPTNeoConfig", {
+        "num_layers": 2, "num_heads": 4, "window_size": 8, "max_position_embeddings": 64,
+        "attention_types": [[["global", "local"], 1]]}),
+    "falcon": ("FalconConfig", {"ffn_hidden_size": 48}),
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "qwen2-moe": ("Qwen2MoeConfig", MIXTURE),
+    "llama4": ("Llama4TextConfig", {
+        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 16, "intermediate_size_mlp": 48,
+        "interleave_moe_layer_step": 2, "attention_chunk_size": 32}),
+}  # fmt: skip
+
+
+def build(name):
+    config, fields = FAMILIES[name]
+    fields = {**SIZES, **fields}
+    for field in {"gpt-neo": ("num_hidden_layers",), "falcon": ("head_dim",)}.get(name, ()):
+        del fields[field]
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**fields)).float().eval()
+
+
+def seeing():
+    """A model that reads images too: its language model's configuration lies in another."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = transformers.LlavaConfig(text_config=transformers.LlamaConfig(**SIZES), vision_config=vision, image_token_index=5)
+    torch.manual_seed(0)
+    return transformers.AutoModelForImageTextToText.from_config(config).eval()
+
+
+def evenly(model, data, kinds=("mlp",), **options):
+    return plan_structured(model, data, "2% params", kinds=kinds, even=True, multiple=4, points=1, **options)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "falcon-h1", "gptj", "gpt-neo", "falcon", "qwen2-moe", "llava"])
+def test_narrower_mlps_are_written_where_the_family_keeps_their_width(name, tmp_path):
+    data = zoo.tokens(4, 12)
+    model = seeing() if name == "llava" else build(name)
+    plan = evenly(model, data)
+    check_exportable(model, plan)
+    apply_structured(model, plan, data)
+    save_smaller(model, None, tmp_path / "out", plan=plan)
+    back = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert [find_mlp(m, n).width for n, m in layers(back)] == [find_mlp(m, n).width for n, m in layers(model)]
+    batch = next(data.batches(2))
+    with torch.no_grad():
+        torch.testing.assert_close(back(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_with_several_streams_are_refitted_each_for_itself():
+    assert ways_of(build("gemma3n"), zoo.tokens(1, 8)) == "refit"
+
+
+def test_what_no_configuration_can_hold_is_refused_before_anything_is_measured(monkeypatch):
+    model, data = build("bloom"), zoo.tokens(4, 12)
+    monkeypatch.setattr(type(model), "forward", lambda *a, **k: pytest.fail("it ran"))
+    with pytest.raises(UnknownStructure, match="No smaller width .*BloomConfig has no field.*layerbudget measure, then prune"):
+        evenly(model, data)
+    with pytest.raises(UnknownStructure, match="BloomAttention.*Prune its weights instead"):
+        evenly(model, data, kinds=("heads", "mlp"))
+
+
+@pytest.mark.parametrize("make", [plan_structured, plan_shapes_directional])
+def test_layers_that_differ_are_refused_before_anything_is_measured_and_the_remedy_works(monkeypatch, make, tmp_path):
+    model, data = build("llama4"), zoo.tokens(4, 12)
+    with monkeypatch.context() as patched:
+        patched.setattr("layerbudget.decisions.shapes.plan.shape_curves", lambda *a, **k: pytest.fail("it was measured"))
+        patched.setattr("layerbudget.decisions.shapes.directional.ShapePoint", lambda *a, **k: pytest.fail("it was measured"))
+        with pytest.raises(InvalidInput, match="layers differ in their MLPs.*Remove heads .--kinds heads"):
+            make(model, data, "2% params", even=True)
+    plan = make(model, data, "2% params", kinds=("heads",), even=True, compensate="refit")
+    check_exportable(model, plan)
+    apply_structured(model, plan, data)
+    save_smaller(model, None, tmp_path / "out", plan=plan)
+
+
+def test_a_plan_that_no_checkpoint_can_hold_is_refused_before_the_model_runs(tmp_path, monkeypatch, capsys, tokenizer):
+    model, data = build("bloom"), zoo.tokens(4, 12)
+    plan = plan_structured(model, data, "2% params", kinds=("mlp",), multiple=8, points=1)
+    model.save_pretrained(tmp_path / "model")
+    plan.save(tmp_path / "plan.json")
+    (tmp_path / "text.txt").write_text("in the year of the flood " * 200)
+    tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(type(model), "forward", lambda *a, **k: pytest.fail("it ran"))
+    words = ["--data", str(tmp_path / "text.txt"), "--samples", "2", "--length", "16", "--quiet"]
+    assert main(["prune", str(tmp_path / "model"), str(tmp_path / "plan.json"), *words, "-o", str(tmp_path / "out")]) == 2
+    assert "BloomConfig has no field for the width of its MLPs" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
