@@ -16,8 +16,8 @@ from layerbudget.decisions.sparsity.descent import _arrive, _entry, _go, _goal
 from layerbudget.decisions.sparsity.sequential import APPLYING, PASSES, _Plain, _plan, _Run
 from layerbudget.models.blocks import describe
 from layerbudget.sensitivity.directional.decisions import Decisions
-from layerbudget.sensitivity.directional.journal import Course
-from layerbudget.sensitivity.directional.point import Point
+from layerbudget.sensitivity.directional.journal import Trajectory
+from layerbudget.sensitivity.directional.point import TrustRegion
 from layerbudget.solvers.counts import round_parameters
 
 
@@ -29,17 +29,17 @@ def plans(model, data, *, sparsity, method, by, steps=(1, 2, 4, 8), budgets=(PAS
     settings = plain.settings(decisions, longest, 1e9, leap=True)
     treatment = find_treatment(method)
     treatment.begin(model, data)
-    point = Point(model, data, decisions, treatment)
+    point = TrustRegion(model, data, decisions, treatment)
     point.passes += treatment.price
     start = round_parameters(np.full(len(decisions), sparsity), decisions.numel, settings.total, cap)
-    path = Course(counts=[start], log=[])
+    path = Trajectory(counts=[start], log=[])
     point.move(start, point.dense)
     here = _arrive(point, start, point.dense, trust, settings, 0)
     path.log.append(_entry(point, here, None, step=0))
     ends, stuck = [], False
     while True:
         _, _, goal, promise = _goal(point, here, path, settings)
-        ends.append((Course(counts=list(path.counts), log=list(path.log), solution=path.solution, goal=goal, promise=promise),
+        ends.append((Trajectory(counts=list(path.counts), log=list(path.log), solution=path.solution, goal=goal, promise=promise),
                      point.passes, time.process_time() - started))  # fmt: skip
         gone = None if len(path.log) >= longest else _go(point, here, path, settings)
         if gone is None:

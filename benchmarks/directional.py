@@ -27,7 +27,7 @@ from layerbudget.execution.sites import Collector
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.sensitivity.directional.decisions import Decisions
 from layerbudget.sensitivity.directional.directional import fisher_along
-from layerbudget.sensitivity.directional.point import Point
+from layerbudget.sensitivity.directional.point import TrustRegion
 from layerbudget.solvers.counts import round_parameters
 
 RESULTS = Path(__file__).parent / "results"
@@ -104,7 +104,7 @@ def scatter(a):
     tokenizer, model = load_tokenizer(a.model), load_model(a.model)
     data = calibration(a.calibration, tokenizer, samples=a.samples, length=a.length)
     decisions = Decisions.by(model, "linear")
-    point = Point(model, data, decisions, find_treatment("wanda"))
+    point = TrustRegion(model, data, decisions, find_treatment("wanda"))
     done = {(r["point"], r["level"]) for r in rows_of(path)}
     for where, steps in ((0.0, (0.3, 0.5, 0.7)), (0.5, (-0.1, 0.1)), (0.7, (-0.1, -0.03, 0.03, 0.1))):
         if all((where, step) in done for step in steps):
@@ -164,7 +164,7 @@ def rounding(a, model, data, point, path, done):
 def tokens_squared(model, data, level=0.3, draws=4):
     """The form with sequences' sums squared and with single tokens' terms squared, along Wanda's change at ``level``."""
     decisions = Decisions.by(model, "linear")
-    point = Point(model, data, decisions, find_treatment("wanda"))
+    point = TrustRegion(model, data, decisions, find_treatment("wanda"))
     counts = np.rint(level * decisions.numel).astype(np.int64)
     dense = {m.name: model.get_submodule(m.name).weight.detach().clone() for m in decisions.modules}
     point.move(counts, point.dense)

@@ -27,7 +27,7 @@ import torch
 import layerbudget as lb
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.doctor.forecast import forecast, shape_of, time_layer
-from layerbudget.execution.backward import Feeding, feed
+from layerbudget.execution.backward import Accumulator, feed
 from layerbudget.execution.modes import prepared
 from layerbudget.execution.replay import Replay
 from layerbudget.models.blocks import describe, layers, partition
@@ -125,7 +125,7 @@ def plain(model: Any, data: CalibrationSet, batch_size: int) -> float:
     return best * len(replay.layers)
 
 
-class Nothing(Feeding):
+class Nothing(Accumulator):
     """Takes nothing: the walk alone."""
 
     def take(self, site: Any) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from layerbudget.errors import InvalidInput, LayerbudgetError
-from layerbudget.execution.cells import Elsewhere, parse_part
+from layerbudget.execution.cells import NotThisWorker, parse_part
 
 from .catalogue import EXPERIMENTS, Experiment, find_experiment, listing
 from .outcome import check_folder, leave
@@ -102,7 +102,7 @@ def run_experiment(arguments: argparse.Namespace) -> None:
         check_folder(arguments.out, overwrite=arguments.overwrite)
     try:
         outcome = entry.open()(scale=arguments.scale, out=arguments.out, **given)
-    except Elsewhere as others:
+    except NotThisWorker as others:
         console.print(f"Part {arguments.part}: {others}. The table is made when all are there.")
         return
     columns = tuple(dict.fromkeys(name for row in outcome.rows for name in row))

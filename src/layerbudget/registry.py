@@ -15,7 +15,7 @@ T = TypeVar("T")
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-def opened(home: str | Call, package: str | None) -> Call:
+def load_function(home: str | Call, package: str | None) -> Call:
     """The function that an entry names: itself, or ``module:function`` below a package, imported when it is asked for."""
     if not isinstance(home, str):
         return home

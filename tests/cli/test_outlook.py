@@ -13,7 +13,7 @@ from layerbudget.cli import main
 from layerbudget.doctor.forecast import VERBS, Speed, forecast
 from layerbudget.doctor.pace import pace, shape_in_memory
 from layerbudget.doctor.pricing import Part, Text, comparing, long_verbs, price, scoring, structuring
-from layerbudget.doctor.watch import Watch
+from layerbudget.doctor.watch import MemoryMonitor
 
 SMALL = ("--samples", "4", "--length", "16")
 LONG = (
@@ -91,7 +91,7 @@ def test_timing_leaves_the_random_numbers_alone():
 
 
 def test_the_watch_sees_what_was_held():
-    watch = Watch()
+    watch = MemoryMonitor()
     held = torch.ones(40_000_000)
     first = watch.end()
     assert first[1] >= held.numel() * 4 and first[0] > 0

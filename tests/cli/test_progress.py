@@ -12,7 +12,7 @@ from rich.console import Console
 from tests import zoo
 
 from layerbudget.cli import main, progress
-from layerbudget.cli.progress import Lines, Told, progress_bar
+from layerbudget.cli.progress import Lines, Notes, progress_bar
 from layerbudget.progress import Steps, say
 from layerbudget.sensitivity.estimators import estimators
 
@@ -104,7 +104,7 @@ def test_every_estimator_knows_its_total_from_the_start(name, saved_model, tmp_p
 
 
 def test_a_second_pass_is_named_and_a_plain_function_stays_at_the_total():
-    told, seen = Told("kfac"), []
+    told, seen = Notes("kfac"), []
     for callback in (told, lambda done, total: seen.append((done, total))):
         tick = Steps(callback, 4, "gradients")
         for _ in range(3):
@@ -117,7 +117,7 @@ def test_a_second_pass_is_named_and_a_plain_function_stays_at_the_total():
 def test_time_left_is_what_was_expected_and_then_what_the_steps_took(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    told = Told("score", expected=100.0)
+    told = Notes("score", expected=100.0)
     told(0, 10)
     now[0] = 30.0
     assert told.left == "1:10" and told.count == "0/10"

@@ -46,7 +46,7 @@ def test_every_pruner_keeps_shape_count_pattern_and_finite_values(method, dtype,
         if method == "n:m" and (level.rows is not None or level.zeros % 40):
             continue  # its levels are n of 4
         before = weight.clone()
-        made = treated(treatment, weight, prepared, level, treatment.heard({}))
+        made = treated(treatment, weight, prepared, level, treatment.resolve_options({}))
         assert torch.equal(weight, before)
         gone = made == 0
         assert int(gone.sum()) == level.zeros
@@ -65,7 +65,7 @@ def test_a_matrix_of_one_row_is_left_as_it_was(method):
     moment = {"none": None, "diagonal": x.square().sum(0), "gram": x.T @ x}[treatment.statistic]
     prepared = treatment.of("m", 0, None if moment is None else treatment.prepare(moment))
     before = weight.clone()
-    treated(treatment, weight, prepared, Level(zeros=8), treatment.heard({}))
+    treated(treatment, weight, prepared, Level(zeros=8), treatment.resolve_options({}))
     assert torch.equal(weight, before)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from layerbudget.errors import CoverageError, CurvatureFailure, InvalidInput
 from layerbudget.execution import memory, walkable
-from layerbudget.execution.backward import Feeding, SampledLoss, data_loss, feed
+from layerbudget.execution.backward import Accumulator, SampledLoss, data_loss, feed
 from layerbudget.models.blocks import partition
 from layerbudget.records import Block, Module
 from layerbudget.sensitivity.curvature.kronecker import Sums, Tokens, collect, factors_of
@@ -83,7 +83,7 @@ def test_fused_experts_are_read_layer_by_layer_too():
             score(model, data, blocks, estimator.split()[0], walk="layers")
 
 
-class Keep(Feeding):
+class Keep(Accumulator):
     """Every site, by loss."""
 
     def __init__(self, losses):

@@ -9,7 +9,7 @@ from torch import nn
 
 from layerbudget.errors import CoverageError
 from layerbudget.execution.backward import feed
-from layerbudget.execution.feeding import Feeding
+from layerbudget.execution.feeding import Accumulator
 from layerbudget.execution.inputs import InputStatistics
 from layerbudget.execution.modes import inference
 from layerbudget.models.blocks import partition, transposed, weight_of
@@ -30,7 +30,7 @@ def test_shapes_of_experts_are_inputs_and_outputs_and_what_one_token_passes(name
         assert tuple(parameter.shape[1:]) == ((m.d_in, m.d_out) if transposed(owner) else (m.d_out, m.d_in))
 
 
-class _Gradients(Feeding):
+class _Gradients(Accumulator):
     """Summed weight gradients, as they are handed over."""
 
     def __init__(self):

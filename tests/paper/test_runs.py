@@ -12,7 +12,7 @@ from tests import task_rows, zoo
 
 import layerbudget as lb
 from layerbudget.errors import NotFound
-from layerbudget.execution.cells import Cells, Elsewhere
+from layerbudget.execution.cells import Cells, NotThisWorker
 from layerbudget.finetuning.protocol import Protocol
 from paper import drift_run, expert_bench, experts_run, histogram, influences, pruning_run, setting
 
@@ -89,7 +89,7 @@ def test_experts_and_drift(tiny):
     shared = {**tiny, "out": tiny["out"] + "-parts"}
     for _ in range(2):  # scores, then what is planned from them
         for i in (1, 2):
-            with contextlib.suppress(Elsewhere):
+            with contextlib.suppress(NotThisWorker):
                 drift_run.run_drift(**shared, part=(i, 2))
     runs = expert_bench.ExpertRuns(
         scale="small", model=tiny["model"], data_dir=tiny["data_dir"], out=shared["out"], part=(3, 99)

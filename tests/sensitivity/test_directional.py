@@ -15,7 +15,7 @@ from layerbudget.execution import loss as L
 from layerbudget.models.blocks import weight_of
 from layerbudget.sensitivity.directional import directional as D
 from layerbudget.sensitivity.directional.directions import Nested, Written
-from layerbudget.sensitivity.directional.ledger import Unit
+from layerbudget.sensitivity.directional.sums import Unit
 
 NAMES = {
     "mistral": ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.2.mlp.up_proj"],

@@ -17,7 +17,7 @@ from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch
 from layerbudget.models.blocks import describe, weight_of
 from layerbudget.plan import Plan
 from layerbudget.sensitivity.directional.decisions import Decisions
-from layerbudget.sensitivity.directional.point import Point
+from layerbudget.sensitivity.directional.point import TrustRegion
 
 
 def kl(model, pruned, data):
@@ -80,7 +80,7 @@ def test_the_prediction_is_the_slope_along_the_pruners_own_change(method, by):
     """Finite differences of the divergence, at a treated point, towards what the pruner makes of single units."""
     model, data = zoo.build("llama"), zoo.tokens(samples=4)
     decisions = Decisions.by(model, by)
-    point = Point(model, data, decisions, find_treatment(method), batch_size=4)
+    point = TrustRegion(model, data, decisions, find_treatment(method), batch_size=4)
     lines = np.array([8 if by != "linear" else m.d_out for m in decisions.modules for _ in range(decisions.groups[m.name])])
     counts = lines * np.rint(0.4 * decisions.numel / lines).astype(int)
     levels = np.stack([counts - 4 * lines, counts, counts + 4 * lines], 1) / decisions.numel[:, None]

@@ -12,17 +12,17 @@ from .shared import announce
 if TYPE_CHECKING:
     from ..doctor.forecast import Forecast, Shape
     from ..doctor.pricing import Part, Text
-    from ..doctor.watch import Watch
+    from ..doctor.watch import MemoryMonitor
 
 _HOWS = {"whole": "in memory", "layers": "layer by layer", "streamed": "streamed from its files"}
 
 
 @dataclasses.dataclass(kw_only=True)
-class Outlook:
+class CostEstimate:
     """One run: what was expected, where it is known, and the watch that runs."""
 
     expected: Forecast | None
-    watch: Watch
+    watch: MemoryMonitor
 
 
 def text_of(data: Any, arguments: argparse.Namespace) -> Text:
@@ -70,10 +70,10 @@ def expect(
 
 def begin(arguments: argparse.Namespace, sentence: str, found: Forecast | None, device: Any = "cpu") -> None:
     """Say a sentence with what a forecast says, and start the watch."""
-    from ..doctor.watch import Watch
+    from ..doctor.watch import MemoryMonitor
 
     announce(arguments, f"{sentence}{told(found)}.")
-    arguments.outlook = Outlook(expected=found, watch=Watch(device))
+    arguments.outlook = CostEstimate(expected=found, watch=MemoryMonitor(device))
 
 
 def told(found: Forecast | None) -> str:
@@ -86,7 +86,7 @@ def told(found: Forecast | None) -> str:
 
 def conclude(arguments: argparse.Namespace, result: Any) -> Any:
     """Stop the watch, say what was taken beside what was expected, and give the result both as fields."""
-    held: Outlook | None = getattr(arguments, "outlook", None)
+    held: CostEstimate | None = getattr(arguments, "outlook", None)
     if held is None:
         return result
     seconds, memory = held.watch.end()
@@ -101,7 +101,7 @@ def conclude(arguments: argparse.Namespace, result: Any) -> Any:
 
 def dismiss(arguments: argparse.Namespace) -> None:
     """Stop the watch of a command that ended, however it did."""
-    held: Outlook | None = getattr(arguments, "outlook", None)
+    held: CostEstimate | None = getattr(arguments, "outlook", None)
     if held is not None:
         held.watch.end()
 

@@ -29,7 +29,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
-class Told:
+class Notes:
     """What a run has told of itself: how far it is, in which phase, and how long the rest will take.
 
     Args:
@@ -77,7 +77,7 @@ class Told:
         """Draw."""
 
 
-class Lines(Told):
+class Lines(Notes):
     """A line on stderr every half minute."""
 
     def __init__(self, text: str, expected: float | None = None) -> None:
@@ -92,7 +92,7 @@ class Lines(Told):
             progress_console().print(f"{self.title}: {self.count}{left}", soft_wrap=True, markup=False, highlight=False)
 
 
-class Bar(Told):
+class Bar(Notes):
     """A bar that is drawn anew several times a second."""
 
     def __init__(self, text: str, expected: float | None, drawn: Any) -> None:
@@ -105,7 +105,7 @@ class Bar(Told):
 
 
 @contextlib.contextmanager
-def progress_bar(arguments: argparse.Namespace, text: str) -> Iterator[Told | None]:
+def progress_bar(arguments: argparse.Namespace, text: str) -> Iterator[Notes | None]:
     """Yield a callback ``(done, total, phase)`` that shows how far a verb is, or nothing with ``--quiet``."""
     if getattr(arguments, "quiet", False):
         yield None

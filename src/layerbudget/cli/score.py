@@ -102,7 +102,9 @@ def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[st
     from ..sensitivity.noise import subtract_floor
 
     named = {"damping": arguments.damping, "damping_unit": arguments.damping_unit, "batch_size": arguments.batch_size}
-    chosen.heard({**named, **options, **({"validation": True} if arguments.validation else {})})  # before anything is loaded
+    chosen.resolve_options(
+        {**named, **options, **({"validation": True} if arguments.validation else {})}
+    )  # before anything is loaded
     model, tokenizer, data = load(arguments, data=chosen.data)
     if arguments.validation:
         options["validation"] = calibration(

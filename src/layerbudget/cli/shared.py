@@ -171,9 +171,9 @@ def batch_of(arguments: argparse.Namespace, model: Any = None, data: Any = None,
     if model is None or data is None:
         return most
     from ..execution.memory import fitting
-    from ..execution.shares import by_first
+    from ..execution.shares import broadcast
 
-    return by_first(lambda: fitting(model, data.length, most))
+    return broadcast(lambda: fitting(model, data.length, most))
 
 
 def say_share(arguments: argparse.Namespace, model: Any, blocks: Sequence[Any]) -> None:

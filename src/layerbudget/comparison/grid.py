@@ -91,8 +91,8 @@ def planned(kind: str, scores: Scores, rule: str | Any, budget: float, options: 
     """One plan through the kind's own door; options that this rule does not read are left to those that do."""
     what = KINDS.find(kind)
     value = int(budget) if what.budget == "total" else budget
-    heard = {k: v for k, v in options.items() if k in _BOUNDS or k in find(kind, rule).options}
-    return maker(kind)(scores, **{what.budget: value}, rule=rule, **heard)
+    read = {k: v for k, v in options.items() if k in _BOUNDS or k in find(kind, rule).options}
+    return maker(kind)(scores, **{what.budget: value}, rule=rule, **read)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -161,7 +161,7 @@ class Treatment(abc.ABC):
         """
         return min(numel * itemsize, -(-numel // 8) + (numel - level.zeros) * itemsize)
 
-    def heard(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """All options, those given (not None, not False) in the place of the defaults.
 
         Raises:

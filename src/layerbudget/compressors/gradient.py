@@ -20,8 +20,8 @@ from torch import nn
 
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
-from ..execution.backward import Feeding, feed
-from ..execution.shares import Team
+from ..execution.backward import Accumulator, feed
+from ..execution.shares import ProcessGroup
 from ..execution.sites import Site
 from ..models.blocks import partition
 from ..records import Block
@@ -31,32 +31,32 @@ from .select import row_counts, smallest_per_group, smallest_per_row, spread_ove
 _CHUNK = 64 << 20  # entries of the gradients of single sequences at a time
 
 
-class _Squares(Feeding):
+class _Squares(Accumulator):
     """``sum_s g_s^2`` of every entry, by matrix, one per copy."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.sums = model, dict[str, torch.Tensor]()
 
     def take(self, site: Site) -> None:
-        """See :meth:`Feeding.take`."""
+        """See :meth:`Accumulator.take`."""
         for name, b in site.b.items():
             size = max(1, _CHUNK // (site.a.shape[2] * b.shape[2]))
             for i in range(0, len(b), size):
                 self._add(name, (b[i : i + size].mT @ site.a[i : i + size]).square_().sum(0, keepdim=True))
 
     def direct(self, name: str, gradient: torch.Tensor) -> None:
-        """See :meth:`Feeding.direct`: experts, one sequence per batch."""
+        """See :meth:`Accumulator.direct`: experts, one sequence per batch."""
         self._add(name, gradient.square())
 
     def _add(self, name: str, squares: torch.Tensor) -> None:
         self.sums[name] = self.sums[name] + squares if name in self.sums else squares.float()
 
     def bytes(self, blocks: Sequence[Block]) -> int:
-        """See :meth:`Feeding.bytes`."""
+        """See :meth:`Accumulator.bytes`."""
         return 4 * sum(b.numel for b in blocks)
 
-    def share(self, names: Sequence[str], team: Team) -> None:
-        """See :meth:`Feeding.share`."""
+    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
+        """See :meth:`Accumulator.share`."""
         team.add([self.sums[name] for name in names if name in self.sums])
 
 

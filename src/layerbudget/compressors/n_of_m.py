@@ -24,9 +24,9 @@ class NofM(Treatment):
     def __init__(self) -> None:
         self._settle(**self.options)
 
-    def heard(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`Treatment.heard`; its base and its group are those from then on."""
-        options = super().heard(given)
+    def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`Treatment.resolve_options`; its base and its group are those from then on."""
+        options = super().resolve_options(given)
         self._settle(**options)
         return options
 

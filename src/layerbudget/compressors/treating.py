@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..data.calibration import CalibrationSet
-from ..execution.inputs import InputStatistics, Statistic
+from ..execution.inputs import InputMoments, InputStatistics
 from ..execution.walk import Walk
 from ..models.blocks import is_conv1d, transposed, weight_of
 from ..records import Module
@@ -19,7 +19,7 @@ from .base import Level, Treatment
 from .conforming import treated
 from .select import share
 
-Found = Mapping[str, list[Statistic]]
+Found = Mapping[str, list[InputMoments]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Treating:
         true_sequential: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.treatment, self.parity, self.true_sequential = model, treatment, parity, true_sequential
-        self.options = treatment.heard(options or {})
+        self.options = treatment.resolve_options(options or {})
 
     def begin(self, data: CalibrationSet, batch_size: int) -> None:
         """Let the treatment look at the dense model before anything is treated."""
@@ -83,7 +83,7 @@ class Treating:
             notes += self.jobs(members, {n: statistics.found.pop(n) for n in group if n in statistics.found})
         return notes
 
-    def jobs(self, work: Sequence[Job], found: Found, made: dict[Statistic, Any] | None = None) -> list[str]:
+    def jobs(self, work: Sequence[Job], found: Found, made: dict[InputMoments, Any] | None = None) -> list[str]:
         """Treat matrices with statistics that were collected before.
 
         Args:
@@ -100,7 +100,7 @@ class Treating:
             notes += self._matrix(job, found.get(job.module.name), made)
         return notes
 
-    def _matrix(self, job: Job, statistics: list[Statistic] | None, made: dict[Statistic, Any]) -> list[str]:
+    def _matrix(self, job: Job, statistics: list[InputMoments] | None, made: dict[InputMoments, Any]) -> list[str]:
         if job.level.idle:
             return []
         notes, name = [], job.module.name
@@ -117,7 +117,7 @@ class Treating:
             view.copy_(self.become(name, i, view, prepared, dataclasses.replace(job.level, zeros=count, rows=rows)))
         return notes
 
-    def prepared(self, found: Statistic | None, made: dict[Statistic, Any]) -> Any:
+    def prepared(self, found: InputMoments | None, made: dict[InputMoments, Any]) -> Any:
         """What the treatment needs of a statistic, made once; None where no token was seen."""
         if found is None or found.value is None:
             return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..kinds import KINDS
-from ..registry import opened
+from ..registry import load_function
 
 # Functions of this package by kind of plan, imported when they are used: many need torch or PEFT.
 _MAKE = {
@@ -55,7 +55,7 @@ def _function(kind: str, table: dict[str, Any], what: str) -> Callable[..., Any]
     found = table.get(KINDS.find(kind).name)
     if found is None:
         raise InvalidInput(f"A plan of kind {kind} cannot be {what}.", "", KINDS.find(kind).summary)
-    call: Callable[..., Any] = opened(found, __package__)
+    call: Callable[..., Any] = load_function(found, __package__)
     return call
 
 

@@ -27,7 +27,7 @@ def held_memory() -> int:
     return int(peak) * (1 if sys.platform == "darwin" else 1024)
 
 
-class Watch(threading.Thread):
+class MemoryMonitor(threading.Thread):
     """A clock and the largest memory from its start to :meth:`end`: of the process, and of its accelerator if it has one.
 
     Args:

@@ -28,11 +28,11 @@ from torch import nn
 from ..errors import CurvatureFailure, InvalidInput
 from ..models.blocks import transposed, weight_of
 from ..records import Block
-from .feeding import Fed, Feeding, Loss, SampledLoss, data_loss
+from .feeding import Accumulator, Fed, Loss, SampledLoss, data_loss
 from .loss import Batch, Data, batches, logits_of
 from .memory import fitting, room_for
 from .replay import Replay
-from .shares import Team, team
+from .shares import ProcessGroup, team
 from .sites import Collector
 from .store import STORES, Store
 from .walkable import chosen_way
@@ -44,7 +44,7 @@ def feed(
     model: nn.Module,
     data: Data | Sequence[Batch],
     blocks: Sequence[Block],
-    consumer: Feeding,
+    consumer: Accumulator,
     *,
     batch_size: int = 8,
     walk: str = "auto",
@@ -122,8 +122,8 @@ def length_of(batch: Batch) -> int:
 
 
 def _whole(
-    model: nn.Module, runs: Sequence[Batch], collector: Collector, consumer: Feeding, tick: Callable[[int], None] | None,
-    together: Team | None,
+    model: nn.Module, runs: Sequence[Batch], collector: Collector, consumer: Accumulator, tick: Callable[[int], None] | None,
+    together: ProcessGroup | None,
 ) -> Fed:  # fmt: skip
     """One forward per batch and one backward per loss, through all layers."""
     names = [*dict.fromkeys(collector.hooked.values()), *collector.direct]
@@ -150,7 +150,7 @@ def _whole(
     return Fed(way="whole", loss=total, passes=passes)
 
 
-def _directly(collector: Collector, consumer: Feeding) -> None:
+def _directly(collector: Collector, consumer: Accumulator) -> None:
     for name, parameter in collector.direct.items():
         if parameter.grad is not None:
             flipped = transposed(weight_of(collector.model, name)[0])
@@ -165,11 +165,11 @@ class _Layers:
         model: nn.Module,
         runs: Sequence[Batch],
         collector: Collector,
-        consumer: Feeding,
+        consumer: Accumulator,
         place: str | None,
         folder: Path | str | None,
         tick: Callable[[int], None] | None,
-        together: Team | None,
+        together: ProcessGroup | None,
     ) -> None:
         self.together = together
         self.model, self.runs, self.collector, self.consumer, self.tick = model, runs, collector, consumer, tick
@@ -289,4 +289,4 @@ class _Layers:
         return next(iter(batch.kwargs.values())).device
 
 
-__all__ = ["WALKS", "Fed", "Feeding", "Loss", "SampledLoss", "data_loss", "feed", "length_of"]
+__all__ = ["WALKS", "Accumulator", "Fed", "Loss", "SampledLoss", "data_loss", "feed", "length_of"]

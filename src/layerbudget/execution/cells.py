@@ -17,7 +17,7 @@ from ..records import digest, dumps, write_text
 T = TypeVar("T")
 
 
-class Elsewhere(Exception):
+class NotThisWorker(Exception):
     """Another part of the grid makes this cell."""
 
 
@@ -79,29 +79,29 @@ class Cells:
         """The cell of a key: read, or made and kept.
 
         Raises:
-            Elsewhere: Another part makes it.
+            NotThisWorker: Another part makes it.
             CorruptFile: A file that is not the cell of this key.
         """
         found = self.get(key, make)
         if found is None:
-            raise Elsewhere(f"{self.part[0]}/{self.part[1]}")
+            raise NotThisWorker(f"{self.part[0]}/{self.part[1]}")
         return found
 
     def here(self, make: Callable[[], T]) -> T | None:
         """What is made of cells; None where another part makes one of them."""
         try:
             return make()
-        except Elsewhere:
+        except NotThisWorker:
             return None
 
     def check(self) -> None:
         """Go on where every cell that was asked for is there.
 
         Raises:
-            Elsewhere: Another part makes one of them.
+            NotThisWorker: Another part makes one of them.
         """
         if self.missing:
-            raise Elsewhere(f"{self.made} cells made, {self.kept} found, {self.missing} left to other parts")
+            raise NotThisWorker(f"{self.made} cells made, {self.kept} found, {self.missing} left to other parts")
 
     def need(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """The cell of a key, made here in any case.

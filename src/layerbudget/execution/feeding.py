@@ -10,7 +10,7 @@ import torch
 from ..errors import CoverageError
 from ..records import Block
 from .loss import Batch, sampled_targets, summed_loss
-from .shares import Team
+from .shares import ProcessGroup
 from .sites import Site
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
@@ -32,7 +32,7 @@ class SampledLoss:
         return summed_loss(logits, sampled_targets(logits.detach(), batch, self.seed))
 
 
-class Feeding:
+class Accumulator:
     """What a consumer of :func:`feed` may override; :meth:`take` it must.
 
     :meth:`open` names the matrices that are about to come: all of them in the whole graph, one layer's in a walk. Then, for
@@ -72,7 +72,7 @@ class Feeding:
         """Memory that the sums over these blocks take in the whole graph, beside the graph itself."""
         return 0
 
-    def share(self, names: Sequence[str], team: Team) -> None:
+    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
         """Add what is held of these matrices up over the processes, before they are settled.
 
         Raises:
@@ -88,7 +88,7 @@ class Feeding:
         """Settle these matrices; True asks for one more pass over them."""
         return False
 
-    def merge(self, team: Team) -> None:
+    def merge(self, team: ProcessGroup) -> None:
         """Bring together what the processes settled."""
 
 

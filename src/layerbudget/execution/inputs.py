@@ -25,7 +25,7 @@ PANEL = 256
 
 
 @dataclasses.dataclass(eq=False)
-class Statistic:
+class InputMoments:
     """Second moments of one input.
 
     Attributes:
@@ -76,7 +76,7 @@ class Statistic:
             value += columns.matmul(columns.t())
 
 
-def share_statistics(found: Mapping[str, Sequence[Statistic]], *, parity: bool = False) -> None:
+def share_statistics(found: Mapping[str, Sequence[InputMoments]], *, parity: bool = False) -> None:
     """Add up what several processes saw, each of its own sequences; in one process there is nothing to do.
 
     Args:
@@ -114,8 +114,8 @@ class InputStatistics:
         model: The model.
         modules: Matrices of the block that will be pruned.
         kind: ``diagonal`` or ``gram``.
-        parity: See :class:`Statistic`.
-        folder: See :class:`Statistic`.
+        parity: See :class:`InputMoments`.
+        folder: See :class:`InputMoments`.
 
     Attributes:
         found: Statistics by matrix name, one per copy (a fused mixture has one per expert). Matrices that share an input
@@ -126,7 +126,7 @@ class InputStatistics:
         self, model: nn.Module, modules: Sequence[Module], kind: str, *, parity: bool = False, folder: Path | None = None
     ) -> None:
         self.kind, self.parity, self.folder = kind, parity, folder
-        self.found: dict[str, list[Statistic]] = {}
+        self.found: dict[str, list[InputMoments]] = {}
         self.owners: dict[str, nn.Module] = {}
         self.fused: dict[nn.Module, dict[str, Module]] = {}
         for module in modules:
@@ -202,7 +202,7 @@ class InputStatistics:
                 self._leader[name] = next((n for n, seen in self._current.items() if seen is x), name)
             leader = self._leader[name]
             if leader == name:
-                self.found.setdefault(name, [Statistic(self.kind, self.parity, folder=self.folder)])[0].add(self._tokens(x))
+                self.found.setdefault(name, [InputMoments(self.kind, self.parity, folder=self.folder)])[0].add(self._tokens(x))
                 self._current[name] = x
             elif self._current.get(leader) is not x:
                 raise CoverageError(f"{name} shares its input with {leader} in some forwards only.", "", "Report the model.")
@@ -234,7 +234,7 @@ class InputStatistics:
                 several, index = several[:, keep], index[keep]
             for own, record in wanted.items():
                 statistics = self.found.setdefault(
-                    record.name, [Statistic(self.kind, self.parity, folder=self.folder) for _ in range(record.copies)]
+                    record.name, [InputMoments(self.kind, self.parity, folder=self.folder) for _ in range(record.copies)]
                 )
                 for expert in range(record.copies):
                     x = several[expert % len(several)][(index == expert).any(dim=-1)]

@@ -38,7 +38,7 @@ class _Sequences(Protocol):
 Some = TypeVar("Some", bound=_Sequences)
 
 
-class Team:
+class ProcessGroup:
     """The processes of one run."""
 
     def __init__(self) -> None:
@@ -112,14 +112,14 @@ class Team:
         dist.barrier()
 
 
-def team() -> Team | None:
+def team() -> ProcessGroup | None:
     """The processes of this run, or None where it is one process."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
-    return Team()
+    return ProcessGroup()
 
 
-def join(device: str | None = None) -> Team | None:
+def join(device: str | None = None) -> ProcessGroup | None:
     """Join the processes that a launcher started, as it says in the environment; None where there is one."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not dist.is_available():
         return None
@@ -145,7 +145,7 @@ def first() -> bool:
     return found is None or found.first
 
 
-def by_first(make: Callable[[], T]) -> T:
+def broadcast(make: Callable[[], T]) -> T:
     """What the process that writes makes, in all of them."""
     found = team()
     return make() if found is None else found.from_first(make)

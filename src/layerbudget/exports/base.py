@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import InvalidInput, NotFound
 from ..plan import Plan
-from ..registry import Registry, keywords, opened
+from ..registry import Registry, keywords, load_function
 
 Call = Callable[..., str]
 
@@ -49,7 +49,7 @@ class Export:
     @property
     def call(self) -> Call:
         """The function."""
-        return opened(self.home, __package__)
+        return load_function(self.home, __package__)
 
     @property
     def options(self) -> dict[str, Any]:

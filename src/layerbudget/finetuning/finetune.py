@@ -22,7 +22,7 @@ from ..data.texts import Texts
 from ..decisions.ranks.ranks import fold_scales
 from ..errors import InvalidInput
 from ..evaluation import statistics
-from ..execution.shares import by_first, first, team
+from ..execution.shares import broadcast, first, team
 from ..models.provenance import computation, versions
 from ..plan import Plan
 from ..records import dumps, made_by, write_text
@@ -107,7 +107,7 @@ def train_one(
         folder, model, protocol, seed, steps, cpu=device.type == "cpu", bf16=half, checkpointing=checkpointing, quiet=quiet
     )
     set_seed(seed)
-    checkpoint = by_first(lambda: seeds_of.last_whole(folder)) if resume else None
+    checkpoint = broadcast(lambda: seeds_of.last_whole(folder)) if resume else None
     for callback in callbacks:
         if checkpoint is not None and hasattr(callback, "restore"):
             callback.restore(model, checkpoint)
@@ -225,7 +225,7 @@ def finetune(
     check(protocol, load, moved, bf16=bf16)
     sharding.check()
     sft.check(protocol, load, moved)
-    by_first(lambda: seeds_of.check_free(out, resume=resume, overwrite=overwrite))
+    broadcast(lambda: seeds_of.check_free(out, resume=resume, overwrite=overwrite))
     identity = {
         "plan": plan.digest, "task": task.digest, "protocol": dataclasses.asdict(protocol), "bf16": bf16,
         "base": dict(load.settings) if isinstance(load, NamedLoader) else computation(load(seeds[0])),
@@ -250,7 +250,7 @@ def _over_seeds(
     seeds = seeds[part[0] - 1 :: part[1]]
     for done, seed in enumerate(seeds):
         folder = out / f"seed-{seed}"
-        record = by_first(lambda folder=folder: seeds_of.kept(folder, identity))  # type: ignore[misc]
+        record = broadcast(lambda folder=folder: seeds_of.kept(folder, identity))  # type: ignore[misc]
         if record is None:
             plain = load(seed)
             rows = rows_of(task, tokenizer, plain, protocol)
@@ -274,7 +274,7 @@ def _over_seeds(
         "metrics": _summary(results), "one_class": _one_class(results),
     }  # fmt: skip
     if part[1] == 1:
-        by_first(lambda: _write_summary(out, summary, task, plan))
+        broadcast(lambda: _write_summary(out, summary, task, plan))
     return summary
 
 

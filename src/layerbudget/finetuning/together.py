@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from ..data.encoding import IGNORE
 from ..errors import InvalidInput
-from ..execution.shares import Team, team
+from ..execution.shares import ProcessGroup, team
 from .base import Loader, NamedLoader
 from .protocol import Protocol
 
@@ -126,7 +126,9 @@ class SharedTrainer(Trainer):
         options: The Trainer's.
     """
 
-    def __init__(self, together: Team, rows: Sequence[Mapping[str, Any]], batch: int, *, causal: bool, **options: Any) -> None:
+    def __init__(
+        self, together: ProcessGroup, rows: Sequence[Mapping[str, Any]], batch: int, *, causal: bool, **options: Any
+    ) -> None:
         labels = rows[0]["labels"]
         blank = {**rows[0], "labels": [IGNORE] * len(labels) if causal else IGNORE}
         self.share = Shares(len(rows), batch, options["args"].seed, together.rank, together.size)

@@ -37,7 +37,7 @@ def decide(
         InfeasibleBudget: The budget is below the floors, or cannot be spent under the caps.
     """
     chosen = as_rule(terms.kind, rule)
-    options = chosen.heard(given)
+    options = chosen.resolve_options(given)
     problem = terms.problem(scores, wanted)
     decision: Decision = chosen.decide(problem, options)
     if decision.counts is None:

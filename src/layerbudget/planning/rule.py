@@ -150,7 +150,7 @@ class Rule:
         """Every option that it reads, with its default."""
         return {**{name: DEFAULTS[name] for name in self.reads}, **self.own}
 
-    def heard(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """All options of the rule, those given in the place of the defaults.
 
         Args:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import CoverageError, InvalidInput
-from ..execution.backward import Feeding, feed
+from ..execution.backward import Accumulator, feed
 from ..execution.loss import Data, token_count
 from ..execution.sites import Site, refuse_direct
 from ..progress import Progress, Steps
@@ -104,7 +104,7 @@ def score_adapter(
     return dataclasses.replace(scores, estimator="adapter", extra=extra)
 
 
-class _Sums(Feeding):
+class _Sums(Accumulator):
     """Gradients of the summed loss."""
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InvalidInput
-from ..registry import Registry, keywords, opened
+from ..registry import Registry, keywords, load_function
 from ..scores import Scores
 
 Call = Callable[..., Scores]
@@ -53,7 +53,7 @@ class Estimator:
     @property
     def call(self) -> Call:
         """The function."""
-        return opened(self.home, __package__)
+        return load_function(self.home, __package__)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Estimator:
         """Whether it keeps finished blocks under a stage."""
         return "kept" in inspect.signature(self.call).parameters
 
-    def heard(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The options that were given (``None`` means not given).
 
         Raises:

@@ -76,7 +76,7 @@ def score(
     """
     chosen = find_estimator(estimator)
     shared = {"damping": damping, "damping_unit": damping_unit, "batch_size": batch_size, "seed": seed}
-    arguments = chosen.heard({**shared, **options})
+    arguments = chosen.resolve_options({**shared, **options})
     if data is None and chosen.data:
         raise InvalidInput(f"{estimator} needs calibration data.", "", "Give some: layerbudget.calibration(...).")
     model_blocks.check_finite(model)

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput
-from ..execution.backward import Feeding, Loss, SampledLoss, feed
+from ..execution.backward import Accumulator, Loss, SampledLoss, feed
 from ..execution.loss import Batch, Data, batches, token_count
-from ..execution.shares import Team, team
+from ..execution.shares import ProcessGroup, team
 from ..execution.sites import Site, refuse_direct
 from ..progress import Progress, Steps
 from ..records import Block
@@ -170,7 +170,7 @@ class _Spectra:
                 if (name, row) in self._found:
                     self.put(name, row, self._found.pop((name, row)))
 
-    def merge(self, team: Team) -> None:
+    def merge(self, team: ProcessGroup) -> None:
         """Add up what the owners found."""
         self.settle()
         self.gain = team.added(self.gain)
@@ -181,7 +181,7 @@ class _Spectra:
         return [[rank.tolist() for rank in row] for row in self.ranks[side]]
 
 
-class _Halves(Feeding):
+class _Halves(Accumulator):
     """Shares of the even and the odd sequences in the mean gradient of every matrix."""
 
     def __init__(self, model: nn.Module, data: Data, work: _Spectra) -> None:
@@ -208,7 +208,7 @@ class _Halves(Feeding):
                     self.sums[name] = torch.zeros(2, b.shape[1], a.shape[1], dtype=self.dtype, device=b.device)
                 self.sums[name][half] += b.T @ a
 
-    def share(self, names: Sequence[str], team: Team) -> None:
+    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
         """Add the halves up."""
         team.add([self.sums[n] for n in names])
 
@@ -220,10 +220,10 @@ class _Halves(Feeding):
         return False
 
 
-class _Traces(Feeding):
+class _Traces(Accumulator):
     """Traces of every matrix's factors."""
 
-    def share(self, names: Sequence[str], team: Team) -> None:
+    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
         """Each sequence counts once."""
         for table in (self.a, self.g, self.positions):
             for name, value in zip(names, team.added(np.array([table.get(n, 0.0) for n in names])), strict=True):

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput
-from ..execution.inputs import InputStatistics, Statistic
+from ..execution.inputs import InputMoments, InputStatistics
 from ..execution.loss import Data, pad_right
 from ..execution.modes import inference
 from ..execution.walk import Walk
@@ -131,7 +131,7 @@ def _walked(
     return errors
 
 
-def _error(model: nn.Module, module: Module, statistics: Sequence[Statistic], share: float, width: int) -> float:
+def _error(model: nn.Module, module: Module, statistics: Sequence[InputMoments], share: float, width: int) -> float:
     """Of one matrix, its copies added up."""
     if not any(s.value is not None for s in statistics):
         raise CoverageError(f"No token reached {module.name}.", "", "Use more calibration samples.")

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..execution.backward import Feeding, feed
+from ..execution.backward import Accumulator, feed
 from ..execution.loss import Batch, Data
-from ..execution.shares import Team
+from ..execution.shares import ProcessGroup
 from ..execution.sites import Site
 from ..progress import Progress, Steps
 from ..records import Block
@@ -32,7 +32,7 @@ def square_norms(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (b.mT @ a).double().square().sum((1, 2))
 
 
-class _Norms(Feeding):
+class _Norms(Accumulator):
     """Squared norms of the gradients, ``(K, n)``."""
 
     def __init__(self, blocks: Sequence[Block], samples: int) -> None:
@@ -49,10 +49,10 @@ class _Norms(Feeding):
         for name, b in site.b.items():
             self.table[self.place[name], self.rows] += square_norms(site.a, b).cpu().numpy()
 
-    def share(self, names: Sequence[str], team: Team) -> None:
+    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
         """Nothing: every process fills the columns of its own sequences."""
 
-    def merge(self, team: Team) -> None:
+    def merge(self, team: ProcessGroup) -> None:
         """All columns."""
         self.table = team.added(self.table)
 

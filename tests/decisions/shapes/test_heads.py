@@ -119,15 +119,15 @@ def test_scores_are_the_change_of_the_output():
     x, w = torch.randn(200, 12).double() @ torch.randn(12, 12).double(), torch.randn(5, 12).double()
     h = x.T @ x
     members = list(torch.arange(12).split(3))
-    alone, surgeon = [], []
+    alone, obs_solver = [], []
     for g in members:
         rest = torch.tensor([j for j in range(12) if j not in g.tolist()])
         alone.append((x[:, g] @ w[:, g].T).square().sum())
         best = torch.linalg.lstsq(x[:, rest], x @ w.T).solution
-        surgeon.append((x @ w.T - x[:, rest] @ best).square().sum())
+        obs_solver.append((x @ w.T - x[:, rest] @ best).square().sum())
     torch.testing.assert_close(head_scores(w, h, members, "alone"), torch.stack(alone))
-    torch.testing.assert_close(head_scores(w, h, members, "surgeon"), torch.stack(surgeon))
-    worst = int(torch.stack(surgeon).argmin())
+    torch.testing.assert_close(head_scores(w, h, members, "surgeon"), torch.stack(obs_solver))
+    worst = int(torch.stack(obs_solver).argmin())
     assert choose_heads(w, h, a, 1, by="groups").tolist() == [i for i in range(4) if i != worst]
     with pytest.raises(InvalidInput, match="surgeon, alone, wanda"):
         head_scores(w, h, members, "magic")

@@ -14,7 +14,7 @@ from ...compressors.formats import Format
 from ...compressors.treating import Found, Job, Treating
 from ...data.calibration import CalibrationSet
 from ...execution.divergence import Meter
-from ...execution.inputs import Statistic
+from ...execution.inputs import InputMoments
 from ...execution.modes import inference
 from ...execution.walk import Walk
 from ...models.blocks import weight_of
@@ -133,7 +133,7 @@ class Bench:
         self.model, self.formats = model, formats
         self.treating = Treating(model, self.quantiser)
         self.walk = Walk(model, data, batch_size=batch_size)
-        self.made: dict[Statistic, object] = {}
+        self.made: dict[InputMoments, object] = {}
         self.forwards, self.samples = 0, data.samples
 
     def __enter__(self) -> Bench:

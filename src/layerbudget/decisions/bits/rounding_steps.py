@@ -42,10 +42,10 @@ from ...records import digest
 from ...scores import Scores
 from ...sensitivity.directional.directional import forms_along
 from ...sensitivity.directional.directions import Written
-from ...sensitivity.directional.ledger import Unit
 from ...sensitivity.directional.originals import Originals
 from ...sensitivity.directional.point import Reference
 from ...sensitivity.directional.pooling import pooled
+from ...sensitivity.directional.sums import Unit
 from ...storage.parts import Parts
 from .items import layer_index
 from .plan import Table, plan_bits

@@ -38,8 +38,8 @@ from ...records import Block, natural_key
 from ...scores import Scores
 from ...sensitivity.directional.directional import forms_along
 from ...sensitivity.directional.directions import Directions, Written
-from ...sensitivity.directional.ledger import Unit
 from ...sensitivity.directional.pooling import pooled
+from ...sensitivity.directional.sums import Unit
 from .items import fixed_bytes, items_of, layer_index
 from .plan import ESTIMATOR, Table, check_limit, sizes_of
 from .rounding_bench import Bench, Damages, has, measured

@@ -43,7 +43,7 @@ def head_scores(weight: torch.Tensor, h: torch.Tensor, members: Sequence[torch.T
         weight: ``(d_out, d)`` of the output projection.
         h: Second moments of its inputs, ``(d, d)``, positive definite.
         members: Channels of each unit.
-        criterion: ``surgeon``, ``alone`` or ``wanda``.
+        criterion: ``obs_solver``, ``alone`` or ``wanda``.
 
     Returns:
         Shape ``(units,)``.
@@ -78,7 +78,7 @@ def choose_heads(
 ) -> torch.Tensor:
     """Query heads that stay when ``units`` units go.
 
-    With ``surgeon`` the units go one after the other and costs are updated after every removal, so that of two copies one
+    With ``obs_solver`` the units go one after the other and costs are updated after every removal, so that of two copies one
     stays. ``by="groups"``: a unit is a key-value head with its query heads. ``by="queries"``: a unit is one query head
     of every group (not the same one), so that groups stay equally large.
 

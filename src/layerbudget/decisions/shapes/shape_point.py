@@ -29,15 +29,15 @@ from ...compressors.base import Level
 from ...compressors.treating import matrices
 from ...compressors.wanda import Wanda
 from ...data.calibration import CalibrationSet
-from ...execution.inputs import InputStatistics, Statistic
+from ...execution.inputs import InputMoments, InputStatistics
 from ...execution.loss import Batch
 from ...execution.sites import Site
 from ...models.blocks import matrix_of, partition, weight_of
 from ...sensitivity.directional.directional import forms_along
 from ...sensitivity.directional.directions import Directions, Written
-from ...sensitivity.directional.ledger import Candidates, Forms
 from ...sensitivity.directional.originals import Originals
 from ...sensitivity.directional.point import Reference
+from ...sensitivity.directional.sums import Candidates, QuadraticTerms
 from .attention import Attention, channels
 from .compensation import REMAKES
 from .heads import choose_heads
@@ -49,14 +49,14 @@ from .shape_steps import GONE, ShapeSpace
 from .width import damped, refitted, removal_order
 
 _NOTHING = (-1, 0)  # of a layer that goes
-Grams = dict[str, Statistic]
+Grams = dict[str, InputMoments]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Seen:
     """Derivatives at a point, with the divergence there, and the second moments of the inputs there, for every fold."""
 
-    forms: Forms
+    forms: QuadraticTerms
     grams: list[Grams]
 
     @property
@@ -154,7 +154,7 @@ class ShapePoint:
         return matrices(owner, nn.Parameter(self.held.held[name], requires_grad=False))[0]
 
     @torch.no_grad()
-    def become(self, name: str, gram: Statistic, wanted: list[tuple[int, int]]) -> list[torch.Tensor]:
+    def become(self, name: str, gram: InputMoments, wanted: list[tuple[int, int]]) -> list[torch.Tensor]:
         """A matrix when so many units are gone and what remains has zeros of a level; ``(-1, 0)``: when the layer is gone."""
         m, dense = self.matrices[name], self._dense(name).double()
         h = damped(torch.as_tensor(gram.value), self.damping)
@@ -218,7 +218,7 @@ class ShapePoint:
             draws: Draws of labels.
             seed: Of the draws.
         """
-        found, gathered = list[Forms](), list[Grams]()
+        found, gathered = list[QuadraticTerms](), list[Grams]()
         for reference, moments in zip(self.references, grams, strict=True):
             self.move(state, moments)
             forms, seen = self._look(reference, alternatives, moments, draws, seed, dense=not state.any())
@@ -229,7 +229,7 @@ class ShapePoint:
 
     def _look(
         self, reference: Reference, alternatives: np.ndarray, grams: Grams, draws: int, seed: int, *, dense: bool
-    ) -> tuple[Forms, Grams]:
+    ) -> tuple[QuadraticTerms, Grams]:
         gathered: Grams = {}
 
         def make(name: str) -> Directions:
@@ -242,7 +242,7 @@ class ShapePoint:
         def listen(site: Site, batch: Batch) -> None:
             mask, x = batch.kwargs.get("attention_mask"), site.a
             rows = x.flatten(0, 1) if mask is None or mask.shape != x.shape[:2] else x[mask.bool()]
-            shared = gathered.get(site.names[0]) or Statistic("gram")
+            shared = gathered.get(site.names[0]) or InputMoments("gram")
             for name in site.names:
                 gathered.setdefault(name, shared)
             shared.add(rows)
@@ -270,18 +270,18 @@ def _others(found: Sequence[Grams]) -> list[Grams]:
         return list(found)
     out = []
     for mine in range(len(found)):
-        sums: dict[int, Statistic] = {}
+        sums: dict[int, InputMoments] = {}
         made: Grams = {}
         for name, first in found[mine].items():  # matrices of one input share theirs
             if id(first) not in sums:
                 rest = [torch.as_tensor(g[name].value) for i, g in enumerate(found) if i != mine]
-                sums[id(first)] = Statistic("gram", value=torch.stack(rest).sum(0))
+                sums[id(first)] = InputMoments("gram", value=torch.stack(rest).sum(0))
             made[name] = sums[id(first)]
         out.append(made)
     return out
 
 
-def _mean(found: Sequence[Forms]) -> Forms:
+def _mean(found: Sequence[QuadraticTerms]) -> QuadraticTerms:
     """Over the tokens of all folds."""
     tokens = sum(f.tokens for f in found)
     share = [f.tokens / tokens for f in found]

@@ -90,7 +90,7 @@ def cut_units(
     """Shrink one MLP to ``width`` units, given ``sum x x'`` of its inner units (upper triangle), in place."""
     h = damped(upper, damping)
     weight = matrix_of(model.get_submodule(mlp.consumer)).double()
-    keep = surgeon(weight, h, width)
+    keep = obs_solver(weight, h, width)
     keep_units(model, mlp, keep, (remake or refitted)(weight, h, keep))
 
 
@@ -111,7 +111,7 @@ def refitted(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch
     return torch.linalg.solve(h[keep][:, keep], h[keep] @ weight.T).T
 
 
-def surgeon(weight: torch.Tensor, h: torch.Tensor, width: int) -> torch.Tensor:
+def obs_solver(weight: torch.Tensor, h: torch.Tensor, width: int) -> torch.Tensor:
     """Indices of the units that stay, increasing: those that :func:`removal_order` has not taken.
 
     Args:

@@ -87,7 +87,8 @@ def prune(
     treatment = find_treatment(method)
     _check_read(treatment, true_sequential=true_sequential, autocast=autocast, resume=resume)
     options = Options(
-        treatment=treatment, own=treatment.heard(own), batch_size=1 if parity else 8 if batch_size is None else batch_size,
+        treatment=treatment, own=treatment.resolve_options(own),
+        batch_size=1 if parity else 8 if batch_size is None else batch_size,
         parity=parity, pattern=pattern, store=store or "device", true_sequential=true_sequential,
         folder=None if folder is None else Path(folder), autocast=autocast,
     )  # fmt: skip

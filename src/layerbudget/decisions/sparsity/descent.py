@@ -16,15 +16,15 @@ import numpy as np
 
 from ...compressors.treating import Found
 from ...progress import Progress, Steps, say
-from ...sensitivity.directional.journal import Course, Journal
-from ...sensitivity.directional.point import Look, Point, Reference
+from ...sensitivity.directional.journal import Journal, Trajectory
+from ...sensitivity.directional.point import PointEvaluation, Reference, TrustRegion
 from ...solvers.counts import round_parameters
 from ...solvers.steps import curves_at, damage_at, reach, step_within
 
 STEPS = (1.0, 0.5, 0.25)
 SHRINK, LEAST_TRUST, HELD = 0.8, 0.01, 0.5
 NESTED_LEVELS, WRITTEN_LEVELS = 17, 7
-TERMS: dict[str, Callable[[Look], np.ndarray]] = {
+TERMS: dict[str, Callable[[PointEvaluation], np.ndarray]] = {
     "first": lambda look: look.forms.first,
     "second": lambda look: look.forms.second,
     "both": lambda look: look.forms.total,
@@ -64,16 +64,16 @@ class _Here:
 
     counts: np.ndarray
     found: Found
-    look: Look
+    look: PointEvaluation
     levels: np.ndarray
     reach: float
     trust: float
 
 
 def descend(
-    point: Point, start: np.ndarray, settings: Settings, *, judge: Reference | None = None, journal: Journal | None = None,
-    progress: Progress | None = None,
-) -> Course:  # fmt: skip
+    point: TrustRegion, start: np.ndarray, settings: Settings, *, judge: Reference | None = None,
+    journal: Journal | None = None, progress: Progress | None = None,
+) -> Trajectory:  # fmt: skip
     """Descend from a plan until nothing is gained, or steps or passes are spent.
 
     Args:
@@ -91,7 +91,7 @@ def descend(
     journal = journal or Journal(None, "")
     tick = Steps(progress, settings.steps)
     held = journal.resume(point.treating.treatment.statistic)
-    path = held.path if held else Course(counts=[start], log=[])
+    path = held.path if held else Trajectory(counts=[start], log=[])
     found, reached = (held.found, held.reach) if held else (point.dense, settings.trust)
     point.move(path.counts[-1], found)
     here = _arrive(point, path.counts[-1], found, reached, settings, max(len(path.log) - 1, 0))
@@ -115,7 +115,7 @@ def descend(
     return path
 
 
-def _affords(point: Point, settings: Settings) -> bool:
+def _affords(point: TrustRegion, settings: Settings) -> bool:
     """Whether another point with its backwards can be paid."""
     return point.passes + _price(settings) <= settings.passes
 
@@ -124,7 +124,7 @@ def _price(settings: Settings) -> float:
     return 1.0 + 2.0 * (1 + settings.draws)
 
 
-def _arrive(point: Point, counts: np.ndarray, found: Found, trust: float, settings: Settings, step: int) -> _Here:
+def _arrive(point: TrustRegion, counts: np.ndarray, found: Found, trust: float, settings: Settings, step: int) -> _Here:
     """Look around at the point where the model is."""
     count = NESTED_LEVELS if point.treating.treatment.nested else WRITTEN_LEVELS
     levels = reach(counts / point.decisions.numel, trust, settings.cap, count)
@@ -132,7 +132,7 @@ def _arrive(point: Point, counts: np.ndarray, found: Found, trust: float, settin
     return _Here(counts=counts, found=found, look=look, levels=levels, reach=trust, trust=trust)
 
 
-def _go(point: Point, here: _Here, path: Course, settings: Settings) -> tuple[_Here, dict[str, Any]] | None:
+def _go(point: TrustRegion, here: _Here, path: Trajectory, settings: Settings) -> tuple[_Here, dict[str, Any]] | None:
     """One step: the program, then the whole of the way, half or a quarter; None where nothing gains."""
     numel = point.decisions.numel
     levels, damage, goal, _ = _goal(point, here, path, settings)
@@ -157,7 +157,7 @@ def _go(point: Point, here: _Here, path: Course, settings: Settings) -> tuple[_H
 
 
 def _goal(
-    point: Point, here: _Here, path: Course, settings: Settings
+    point: TrustRegion, here: _Here, path: Trajectory, settings: Settings
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, float]:
     """Levels within reach, damage there, the best plan and what it promises; no plan where nothing gains."""
     numel = point.decisions.numel
@@ -173,6 +173,6 @@ def _between(here: np.ndarray, goal: np.ndarray, length: float, numel: np.ndarra
     return round_parameters(((1 - length) * here + length * goal) / numel, numel, total)
 
 
-def _entry(point: Point, here: _Here, judge: Reference | None, **record: Any) -> dict[str, Any]:
+def _entry(point: TrustRegion, here: _Here, judge: Reference | None, **record: Any) -> dict[str, Any]:
     found = {**record, "divergence": here.look.divergence, "passes": point.passes}
     return found if judge is None else {**found, "held_out": judge.measure()}

@@ -20,7 +20,7 @@ from ...compressors.treating import Found, Job, Treating
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.divergence import Meter
-from ...execution.inputs import Statistic
+from ...execution.inputs import InputMoments
 from ...execution.modes import inference
 from ...execution.shares import mine
 from ...execution.walk import Walk
@@ -175,7 +175,7 @@ class _Bench:
         self.held.restore(names)
         statistics = self.treating.collect(self.walk, [m for b in blocks for m in b.modules])
         found = {} if statistics is None else statistics.found
-        made: dict[Statistic, Any] = {}
+        made: dict[InputMoments, Any] = {}
         out: dict[str, tuple[float, ...]] = {}
         try:
             for block in blocks:
@@ -189,7 +189,7 @@ class _Bench:
             self.treating.jobs(jobs_of(blocks, self.others), found, made)
         return out
 
-    def _trial(self, index: int, block: Block, ratio: float, found: Found, made: dict[Statistic, Any]) -> float:
+    def _trial(self, index: int, block: Block, ratio: float, found: Found, made: dict[InputMoments, Any]) -> float:
         self.held.restore([m.name for m in block.modules])
         self.treating.jobs(jobs_of([block], {block.name: round(ratio * block.numel)}), found, made)
         return self.meter.damage(index)

@@ -107,7 +107,7 @@ def plan_sparsity(
         rule = _BY_CURVES.get(rule, rule) if isinstance(rule, str) else rule
         given |= {"penalty": None, "curves": penalty}
     chosen = as_rule("sparsity", rule)
-    options = chosen.heard(given)
+    options = chosen.resolve_options(given)
     cap = default_cap(sparsity) if max_sparsity is None else max_sparsity
     numel = np.array([b.numel for b in blocks], dtype=np.float64)
     low, high, held = _bounds(blocks, min_sparsity, cap, fixed, exclude)

@@ -23,8 +23,8 @@ from ...models.provenance import computation, versions
 from ...plan import Plan
 from ...records import check_fraction, digest
 from ...sensitivity.directional.decisions import Decisions
-from ...sensitivity.directional.journal import Course, Journal
-from ...sensitivity.directional.point import Point, Reference
+from ...sensitivity.directional.journal import Journal, Trajectory
+from ...sensitivity.directional.point import Reference, TrustRegion
 from ...solvers.counts import round_parameters
 from ...storage.parts import Parts
 from .descent import TERMS, Settings, descend
@@ -186,11 +186,13 @@ class _Run:
 
     def _descend(
         self, by: str, data: CalibrationSet, name: str, passes: float, steps: int, judge: Reference | None = None
-    ) -> tuple[Point, Course]:
+    ) -> tuple[TrustRegion, Trajectory]:
         decisions = Decisions.by(self.model, by)
         settings = self.plain.settings(decisions, steps, passes, leap=judge is None)
         self.treatment.begin(self.model, data, batch_size=self.batch_size, **self.own)
-        point = Point(self.model, data, decisions, self.treatment, self.own, batch_size=self.batch_size, draws=self.plain.draws)
+        point = TrustRegion(
+            self.model, data, decisions, self.treatment, self.own, batch_size=self.batch_size, draws=self.plain.draws
+        )
         point.passes += self.treatment.price
         share = np.full(len(decisions), self.plain.sparsity)
         start = round_parameters(share, decisions.numel, settings.total, self.plain.cap)
@@ -229,7 +231,7 @@ class _Run:
 
     def decide(
         self, by: str, data: CalibrationSet, passes: float, chosen: Chosen | None, steps: int | None
-    ) -> tuple[Point, Course, float]:
+    ) -> tuple[TrustRegion, Trajectory, float]:
         """Descend on all of the text, and measure the plan as the pruner applies it."""
         left = passes - APPLYING - (chosen.passes if chosen else 0.0)
         most = chosen.steps if chosen else max(1, int((left - 1.0) / self.plain.price)) if steps is None else steps
@@ -240,7 +242,7 @@ class _Run:
             point.restore()
 
     @staticmethod
-    def _land(point: Point, path: Course) -> float:
+    def _land(point: TrustRegion, path: Trajectory) -> float:
         """Take the last step if the pruner itself finds it better; the divergence of the plan as it applies it."""
         if path.goal is None:
             return point.applied(path.counts[-1])
@@ -257,7 +259,12 @@ class _Run:
 
 
 def _plan(
-    identity: Mapping[str, Any], point: Point, path: Course, measured: float, chosen: Chosen | None, hyper: Mapping[str, Any]
+    identity: Mapping[str, Any],
+    point: TrustRegion,
+    path: Trajectory,
+    measured: float,
+    chosen: Chosen | None,
+    hyper: Mapping[str, Any],
 ) -> Plan:
     counts, last = path.counts[-1], path.log[-1]
     total, rows = int(counts.sum()), point.decisions.row_groups(counts)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...execution.backward import Feeding, feed
+from ...execution.backward import Accumulator, feed
 from ...execution.loss import Batch, Data
-from ...execution.shares import Team
+from ...execution.shares import ProcessGroup
 from ...execution.sites import Site
 from ...progress import Progress, Steps
 from ...records import Block
@@ -21,7 +21,7 @@ from .gram import real_type, token_counts
 _PIECE = 1 << 15  # entries: what a sweep reads again and again fits into the second-level cache
 
 
-class _Diagonal(Feeding):
+class _Diagonal(Accumulator):
     """Sums of gradients and of their squares by weight matrix, in a few groups of sequences; swept block by block.
 
     A block is swept, and its sums are forgotten, when its last matrix is whole; dampings that refer to all blocks wait.
@@ -83,7 +83,7 @@ class _Diagonal(Feeding):
             self.first[name][g] += row
             self.second[name][g].addcmul_(row, row)
 
-    def share(self, names: Sequence[str], team: Team) -> None:
+    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
         """Add sums and squares up."""
         team.add([table[n] for table in (self.first, self.second) for n in names if n in table])
 

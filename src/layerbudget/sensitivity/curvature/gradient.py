@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...execution.backward import Feeding, feed
+from ...execution.backward import Accumulator, feed
 from ...execution.loss import IGNORE, Batch, Data
-from ...execution.shares import Team
+from ...execution.shares import ProcessGroup
 from ...execution.sites import Site
 from ...progress import Progress, Steps
 from ...records import Block
@@ -19,7 +19,7 @@ from . import common
 from .gram import real_type
 
 
-class _Gradients(Feeding):
+class _Gradients(Accumulator):
     """``|sum_b G_b|^2`` and ``sum_b |G_b|^2`` of every block, ``G_b`` the gradient of a batch's summed loss."""
 
     def __init__(self, blocks: Sequence[Block], dtype: torch.dtype) -> None:
@@ -64,11 +64,11 @@ class _Gradients(Feeding):
         self.squares[self.place[name]] += float(torch.linalg.vector_norm(g)) ** 2
         self.sums[name] = g if name not in self.sums else self.sums[name].add_(g)
 
-    def share(self, names: Sequence[str], team: Team) -> None:
+    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
         """Add gradients up; squares of batches are added at the end."""
         team.add([self.sums[n] for n in names if n in self.sums])
 
-    def merge(self, team: Team) -> None:
+    def merge(self, team: ProcessGroup) -> None:
         """Squares and tokens of all batches."""
         self.squares = team.added(self.squares)
         self.counts = {k: v for found in team.gathered(self.counts) for k, v in found.items()}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...execution.backward import Fed, Feeding, feed
+from ...execution.backward import Accumulator, Fed, feed
 from ...execution.loss import IGNORE, Batch, Data, targets_of
 from ...execution.sites import Site
 from ...progress import Progress, Steps
@@ -55,7 +55,7 @@ class Sketch:
         return x @ self._maps[place]
 
 
-class Rows(Feeding):
+class Rows(Accumulator):
     """Per-sequence gradients of some blocks, ``(n, width)`` per block; exact or sketched.
 
     Args:

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ...execution.backward import Feeding, Loss, data_loss
+from ...execution.backward import Accumulator, Loss, data_loss
 from ...execution.loss import Batch
-from ...execution.shares import Team
+from ...execution.shares import ProcessGroup
 from ...execution.sites import Site
 from ...records import Block, Module
 
@@ -41,7 +41,7 @@ class _Piece:
     pairs: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = dataclasses.field(default_factory=dict)
 
 
-class InnerProducts(Feeding):
+class InnerProducts(Accumulator):
     """Gram matrices of the gradients of some losses.
 
     Args:
@@ -80,7 +80,7 @@ class InnerProducts(Feeding):
         size = samples * len(losses)
         self.grams = np.zeros((len(blocks), size, size))
         self._blocks = blocks
-        self._team: Team | None = None
+        self._team: ProcessGroup | None = None
         self._waiting: list[_Piece] = []
         self._active: dict[str, list[_Piece]] = {}
         self._place = (0, slice(0, 0))
@@ -179,7 +179,7 @@ class InnerProducts(Feeding):
                 gradient = self.project("out", name, gradient.transpose(-1, -2))
             self._own(piece)[loss * self.samples + rows.start] = gradient.reshape(-1)
 
-    def share(self, names: Sequence[str], team: Team) -> None:
+    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
         """Every process has rows, or tokens, of its own sequences; zeros or nothing of the others'."""
         self._team = team
         for name in [n for n in names if n in self._active]:
@@ -190,7 +190,7 @@ class InnerProducts(Feeding):
                 else:
                     team.add([self._own(piece)])
 
-    def merge(self, team: Team) -> None:
+    def merge(self, team: ProcessGroup) -> None:
         """Add up what the owners of the blocks multiplied."""
         self.grams = team.added(self.grams)
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ...errors import InvalidInput
 from ...execution.loss import Batch, Data, token_count
-from ...execution.shares import Team
+from ...execution.shares import ProcessGroup
 from ...execution.sites import Site
 from ...progress import Progress, Steps
 from ...records import Block
@@ -158,7 +158,7 @@ class _Settling:
             self.forms[name] = found.forms(tau)
         self.held[k] = {}
 
-    def merge(self, team: Team) -> None:
+    def merge(self, team: ProcessGroup) -> None:
         """Bring the owners' blocks together."""
         self.largest, self.trace = team.added(self.largest), team.added(self.trace)
         if self.local:
@@ -219,7 +219,7 @@ class _Corrected(Factors):
             self.again[name][1].add_(rows.square_().sum(0, dtype=torch.float64))
         self._rows = {}
 
-    def share(self, names: Sequence[str], team: Team) -> None:
+    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
         """The second pass adds moments; every process needs every eigenbasis for it, so all of them settle."""
         if not self._second:
             super().share(names, team)

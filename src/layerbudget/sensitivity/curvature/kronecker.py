@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from ...errors import CoverageError, InvalidInput
-from ...execution.backward import Fed, Feeding, Loss, SampledLoss, data_loss, feed
+from ...execution.backward import Accumulator, Fed, Loss, SampledLoss, data_loss, feed
 from ...execution.loss import Batch, Data, token_count
-from ...execution.shares import Team
+from ...execution.shares import ProcessGroup
 from ...execution.sites import Site, refuse_direct
 from ...models.machine import in_threads
 from ...records import Block, Module
@@ -31,7 +31,7 @@ from .held import Input, Output, accumulate, symmetric
 FORMS = ("auto", "sums", "tokens")
 
 
-class Factors(Feeding):
+class Factors(Accumulator):
     """Collect the factors and gradients of every matrix; ``settle`` gets each as soon as it is whole.
 
     Args:
@@ -75,8 +75,8 @@ class Factors(Feeding):
         self.leaders: dict[str, str] = {}
         self.blocks = blocks
         self._owner: dict[str, int] = {}
-        self._team: Team | None = None
-        self.after: Callable[[Team], None] | None = None
+        self._team: ProcessGroup | None = None
+        self.after: Callable[[ProcessGroup], None] | None = None
         self.closed: Callable[[], None] | None = None
         self.workers = 1
         self.done: frozenset[str] = frozenset()  # matrices that an earlier run has settled
@@ -163,7 +163,7 @@ class Factors(Feeding):
         if not true or self.own:
             held.sums = accumulate(held.sums, rows)
 
-    def share(self, names: Sequence[str], team: Team) -> None:
+    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
         """Add sums up; bring tokens together, process after process."""
         self._team = team
         held = {n: self.outputs[n] for n in names if n in self.outputs}
@@ -181,7 +181,7 @@ class Factors(Feeding):
             output.rows = {i: [x for rows, _ in found for x in rows[i]] for i in output.rows}
             output.places = [place for _, places in found for place in places]
 
-    def merge(self, team: Team) -> None:
+    def merge(self, team: ProcessGroup) -> None:
         """Whatever the estimator does with what the owners settled."""
         if self.after is not None:
             self.after(team)

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ...errors import InvalidInput, UnknownBlock
-from ...execution.backward import Feeding, Loss, SampledLoss, feed
+from ...execution.backward import Accumulator, Loss, SampledLoss, feed
 from ...execution.loss import IGNORE, Batch, Data, unlabelled
 from ...execution.shares import mine, team, total
 from ...execution.sites import Site, tracked
@@ -34,7 +34,7 @@ from ...models.blocks import layer_lists, partition
 from ...progress import Progress, Steps
 from ...records import Block
 from .directions import Written
-from .ledger import Candidates, Forms, Ledger, Unit
+from .sums import Candidates, DirectionalSums, QuadraticTerms, Unit
 
 Clean = Callable[[int], torch.Tensor]
 Listen = Callable[[Site, Batch], None]
@@ -53,7 +53,7 @@ def forms_along(
     listen: Listen | None = None,
     walk: str = "auto",
     apart: bool = False,
-) -> Forms:
+) -> QuadraticTerms:
     """Both terms of the damage along all directions, from one forward and ``[1 +] draws`` backwards.
 
     Args:
@@ -85,7 +85,7 @@ def forms_along(
     candidates = units if isinstance(units, Candidates) else Candidates.of(units)
     blocks = _blocks(model, candidates.first)
     size = 1 if tracked(model, blocks)[1] else batch_size
-    ledger = Ledger(candidates, data.samples if apart else 0)
+    sums = DirectionalSums(candidates, data.samples if apart else 0)
     losses: list[Loss] = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
     if clean is not None:
         losses.insert(0, _Divergence(clean, size))
@@ -93,16 +93,16 @@ def forms_along(
     batches = list(unlabelled(model, own, size))
     together = team()
     places = range(data.samples) if together is None else together.mine(range(data.samples))
-    consumer = _Along(model, ledger, losses, plain=clean is not None, listen=listen, places=places)
+    consumer = _Along(model, sums, losses, plain=clean is not None, listen=listen, places=places)
     way = "whole" if draws and spanning(model, candidates.first) else walk
     fed = feed(model, batches, blocks, consumer, walk=way, tick=Steps(progress, own.samples, "gradients"), alone=True)
-    ledger.take(total(ledger.sums()))
+    sums.take(total(sums.sums()))
     counts = np.zeros(data.samples)
     for batch in batches:
         counts[list(places[batch.rows])] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().numpy()
     loss, *each = total(np.array([fed.loss, *counts])).tolist()
-    tokens, ledger.rows = sum(each), total(ledger.rows) if apart else ledger.rows
-    forms = ledger.forms(round(tokens), data.samples, 1.0 + 2.0 * len(losses), np.array(each) if apart else None)
+    tokens, sums.rows = sum(each), total(sums.rows) if apart else sums.rows
+    forms = sums.forms(round(tokens), data.samples, 1.0 + 2.0 * len(losses), np.array(each) if apart else None)
     return dataclasses.replace(forms, divergence=loss / tokens if clean is not None else 0.0)
 
 
@@ -127,49 +127,49 @@ class _Divergence:
         return divergence(logits, dense, batch.targets)
 
 
-class _Along(Feeding):
-    """Feeds a ledger."""
+class _Along(Accumulator):
+    """Adds what a backward pass leaves to the sums."""
 
     def __init__(
-        self, model: nn.Module, ledger: Ledger, losses: Sequence[Loss], *, plain: bool, listen: Listen | None,
+        self, model: nn.Module, sums: DirectionalSums, losses: Sequence[Loss], *, plain: bool, listen: Listen | None,
         places: Sequence[int],
     ) -> None:  # fmt: skip
-        self.model, self.ledger, self.losses, self.plain, self.listen = model, ledger, losses, plain, listen
+        self.model, self.sums, self.losses, self.plain, self.listen = model, sums, losses, plain, listen
         self.places = places
         self.batch: Batch | None = None
         self.loss = 0
 
     def begin(self, batch: Batch, loss: int) -> None:
-        """See :meth:`Feeding.begin`."""
+        """See :meth:`Accumulator.begin`."""
         self.batch, self.loss = batch, loss
 
     def take(self, site: Site) -> None:
-        """See :meth:`Feeding.take`."""
+        """See :meth:`Accumulator.take`."""
         for name, b in site.b.items():
-            self.ledger.site(name, site.a, b, apart=not self.plain or self.loss > 0)
+            self.sums.site(name, site.a, b, apart=not self.plain or self.loss > 0)
         if self.listen is not None and self.loss == 0 and self.batch is not None:
             self.listen(site, self.batch)
 
     def direct(self, name: str, gradient: torch.Tensor) -> None:
-        """See :meth:`Feeding.direct`: experts below each other, one sequence per batch."""
-        self.ledger.hold(name, gradient.flatten(0, 1)[None])
+        """See :meth:`Accumulator.direct`: experts below each other, one sequence per batch."""
+        self.sums.hold(name, gradient.flatten(0, 1)[None])
 
     def finish(self, batch: Batch, loss: int) -> None:
-        """See :meth:`Feeding.finish`."""
+        """See :meth:`Accumulator.finish`."""
         if self.plain and loss == 0:
-            self.ledger.gradient()
+            self.sums.gradient()
         else:
-            self.ledger.draw()
+            self.sums.draw()
         if loss == len(self.losses) - 1:
-            self.ledger.close(self.places[batch.rows])
+            self.sums.close(self.places[batch.rows])
 
     def close(self, names: Sequence[str]) -> bool:
-        """See :meth:`Feeding.close`."""
-        self.ledger.candidates.drop(names)
+        """See :meth:`Accumulator.close`."""
+        self.sums.candidates.drop(names)
         return False
 
     def bytes(self, blocks: Sequence[Block]) -> int:
-        """See :meth:`Feeding.bytes`: places and values of the entries within reach."""
+        """See :meth:`Accumulator.bytes`: places and values of the entries within reach."""
         return 12 * sum(b.numel for b in blocks)
 
 

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from ...compressors.treating import Found
-from ...execution.inputs import Statistic
-from ...execution.shares import by_first
+from ...execution.inputs import InputMoments
+from ...execution.shares import broadcast
 from ...records import digest
 from ...solvers.solution import Solution
 from ...storage.parts import Parts
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Course:
+class Trajectory:
     """Where a descent went.
 
     Attributes:
@@ -43,7 +43,7 @@ class Course:
 class Held:
     """What a journal holds: the course, the statistics of its last point, and how far was looked and is trusted there."""
 
-    path: Course
+    path: Trajectory
     found: Found
     reach: float
     trust: float
@@ -61,7 +61,7 @@ class Journal:
         self.parts = parts if parts is not None and parts.folder is not None else None
         self.name = f"path-{digest(name)}"
 
-    def keep(self, path: Course, found: Found, reach: float, trust: float) -> None:
+    def keep(self, path: Trajectory, found: Found, reach: float, trust: float) -> None:
         """Write the accepted steps, and the statistics with which the last one was treated."""
         if self.parts is None:
             return
@@ -84,7 +84,7 @@ class Journal:
         Args:
             kind: Of the statistics.
         """
-        return by_first(lambda: self._read(kind))
+        return broadcast(lambda: self._read(kind))
 
     def _read(self, kind: str) -> Held | None:
         file = None if self.parts is None else self._last(self.parts)
@@ -94,11 +94,11 @@ class Journal:
         from safetensors.torch import load_file
 
         held = load_file(file)
-        with safe_open(file, framework="pt") as opened:
-            record = json.loads(opened.metadata()["record"])
-        path = Course(counts=[held[f"counts.{i}"].numpy() for i in range(len(record["log"]))], log=record["log"])
+        with safe_open(file, framework="pt") as opened_file:
+            record = json.loads(opened_file.metadata()["record"])
+        path = Trajectory(counts=[held[f"counts.{i}"].numpy() for i in range(len(record["log"]))], log=record["log"])
         found = {
-            name: [Statistic(kind, value=held.get(f"{i}@{name}")) for i in range(copies)]
+            name: [InputMoments(kind, value=held.get(f"{i}@{name}")) for i in range(copies)]
             for name, copies in record["copies"].items()
         }
         return Held(path=path, found=found, reach=record["reach"], trust=record["trust"])

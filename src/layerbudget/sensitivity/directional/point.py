@@ -2,7 +2,7 @@
 
 One forward per point serves everything: the divergence, the graph of the backward, and the statistics by which the *next* point
 is treated. So a point costs what its passes cost, and the pruner sees the inputs that the treated model gives, one point late;
-at the plan that comes out, :meth:`Point.applied` treats the model as the pruner itself does, layer after layer.
+at the plan that comes out, :meth:`TrustRegion.applied` treats the model as the pruner itself does, layer after layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...compressors.select import share
 from ...compressors.treating import Found, Treating, matrices
 from ...data.calibration import CalibrationSet
 from ...execution.divergence import Meter, kl_sum, mean
-from ...execution.inputs import InputStatistics, Statistic, share_statistics
+from ...execution.inputs import InputMoments, InputStatistics, share_statistics
 from ...execution.loss import Batch, pad_right, unlabelled
 from ...execution.modes import inference
 from ...execution.shares import mine
@@ -37,7 +37,7 @@ from ...storage.writing import check_space
 from .decisions import Decisions
 from .directional import forms_along, spanning
 from .directions import Directions, Nested, Written
-from .ledger import Candidates, Forms
+from .sums import Candidates, QuadraticTerms
 from .trials import trials
 
 
@@ -83,22 +83,22 @@ class Reference:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Look:
+class PointEvaluation:
     """What was seen at a point: divergence and forms, and statistics of the inputs there."""
 
     divergence: float
-    forms: Forms
+    forms: QuadraticTerms
     found: Found
 
 
-def _gather(found: dict[str, list[Statistic]], kind: str, folder: Path | None) -> Callable[[Site, Batch], None]:
+def _gather(found: dict[str, list[InputMoments]], kind: str, folder: Path | None) -> Callable[[Site, Batch], None]:
     """Sum the second moments of what matrices are given, real tokens only; matrices of one site share theirs."""
 
     def listen(site: Site, batch: Batch) -> None:
         mask = batch.kwargs.get("attention_mask")
         x = site.a
         rows = x.flatten(0, 1) if mask is None or mask.shape != x.shape[:2] else x[mask.bool()]
-        shared = found.get(site.names[0]) or [Statistic(kind, folder=folder)]
+        shared = found.get(site.names[0]) or [InputMoments(kind, folder=folder)]
         for name in site.names:
             found.setdefault(name, shared)
         shared[0].add(rows)
@@ -111,7 +111,7 @@ def _below(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class Point:
+class TrustRegion:
     """A model that moves between treated points; :meth:`restore` brings it back.
 
     Args:
@@ -171,7 +171,7 @@ class Point:
         """Treat the dense model by a plan, with statistics that were gathered before."""
         self.trials.move(self.decisions.jobs(counts), found)
 
-    def look(self, counts: np.ndarray, found: Found, levels: np.ndarray, *, draws: int = 0, seed: int = 0) -> Look:
+    def look(self, counts: np.ndarray, found: Found, levels: np.ndarray, *, draws: int = 0, seed: int = 0) -> PointEvaluation:
         """Divergence, forms and statistics at the present point.
 
         Args:
@@ -182,7 +182,7 @@ class Point:
             seed: Of the draws.
         """
         units = self._candidates(counts, found, levels)
-        gathered: dict[str, list[Statistic]] = {}
+        gathered: dict[str, list[InputMoments]] = {}
         kind = self.treating.treatment.statistic
         experts = any(m.copies > 1 for m in self.decisions.modules) and kind != "none"
         forms = forms_along(
@@ -196,7 +196,7 @@ class Point:
             self.passes += 1.0
         else:
             share_statistics(gathered)
-        return Look(divergence=forms.divergence, forms=forms, found=gathered)
+        return PointEvaluation(divergence=forms.divergence, forms=forms, found=gathered)
 
     def _again(self) -> InputStatistics:
         """Statistics of the model's inputs as it is now, by a forward of its own."""
@@ -229,7 +229,7 @@ class Point:
 
     def _candidates(self, counts: np.ndarray, found: Found, levels: np.ndarray) -> Candidates:
         """The changes that lead from here to the levels, each matrix's made when its gradient is there."""
-        made: dict[Statistic, Any] = {}
+        made: dict[InputMoments, Any] = {}
         jobs = {job.module.name: job for job in self.decisions.jobs(counts)}
         modules = {m.name: m for m in self.decisions.modules}
 
@@ -243,8 +243,8 @@ class Point:
 
     @torch.no_grad()
     def _directions(
-        self, m: Module, zeros: int, counts: np.ndarray, found: list[Statistic] | None, levels: np.ndarray,
-        made: dict[Statistic, Any],
+        self, m: Module, zeros: int, counts: np.ndarray, found: list[InputMoments] | None, levels: np.ndarray,
+        made: dict[InputMoments, Any],
     ) -> Directions:  # fmt: skip
         owner, parameter = weight_of(self.model, m.name)
         dense = matrices(owner, nn.Parameter(self.trials.dense(m.name), requires_grad=False))

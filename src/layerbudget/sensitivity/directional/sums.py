@@ -1,4 +1,4 @@
-"""The ledger of a walk along directions: derivatives of every unit at every level, added up batch by batch."""
+"""Sums along directions: derivatives of every unit at every level, added up batch by batch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Candidates:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Forms:
+class QuadraticTerms:
     """Predicted damage of every unit at every level, in nats per token; zero for no change.
 
     Attributes:
@@ -99,7 +99,7 @@ class Forms:
         return self.first + self.second
 
 
-class Ledger:
+class DirectionalSums:
     """Adds up derivatives along directions; fed with ``(a, b)`` of one matrix and one batch at a time.
 
     It does not care who runs the model: a backward through the whole graph, or layer by layer. After the sites of one backward
@@ -174,19 +174,19 @@ class Ledger:
         """Go on with these sums."""
         self._first, self._sum, self._squares = sums
 
-    def forms(self, tokens: int, sequences: int, passes: float, counts: np.ndarray | None = None) -> Forms:
+    def forms(self, tokens: int, sequences: int, passes: float, counts: np.ndarray | None = None) -> QuadraticTerms:
         """The sums as means over tokens; with the tokens of every sequence, errors of ratios and what they are made of."""
         n = max(sequences, 1)
         if counts is not None:
             second = self._sum / (2 * tokens)
             rest = (self.rows.T / 2).transpose(1, 0, 2) - second[..., None] * counts
             rest *= np.sqrt(n / max(n - 1, 1)) / tokens
-            return Forms(
+            return QuadraticTerms(
                 first=self._first / tokens, second=second, error=np.linalg.norm(rest, axis=-1), tokens=tokens, passes=passes,
                 rest=rest,
             )  # fmt: skip
         spread = np.maximum(self._squares - self._sum**2 / n, 0.0) * (n / max(n - 1, 1))
-        return Forms(
+        return QuadraticTerms(
             first=self._first / tokens, second=self._sum / (2 * tokens), error=np.sqrt(spread) / (2 * tokens), tokens=tokens,
             passes=passes,
         )  # fmt: skip
