@@ -78,7 +78,7 @@ def test_removing_nothing_changes_nothing(name):
 
 
 @pytest.mark.parametrize("refit", [True, False])
-@pytest.mark.parametrize("criterion", ["surgeon", "alone", "wanda"])
+@pytest.mark.parametrize("criterion", ["obs", "uncompensated", "wanda"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert", "gemma"])
 def test_heads_that_nobody_reads_go_without_any_change(name, criterion, refit):
     model, data = zoo.build(name), zoo.tokens()
@@ -125,11 +125,11 @@ def test_scores_are_the_change_of_the_output():
         alone.append((x[:, g] @ w[:, g].T).square().sum())
         best = torch.linalg.lstsq(x[:, rest], x @ w.T).solution
         obs_solver.append((x @ w.T - x[:, rest] @ best).square().sum())
-    torch.testing.assert_close(head_scores(w, h, members, "alone"), torch.stack(alone))
-    torch.testing.assert_close(head_scores(w, h, members, "surgeon"), torch.stack(obs_solver))
+    torch.testing.assert_close(head_scores(w, h, members, "uncompensated"), torch.stack(alone))
+    torch.testing.assert_close(head_scores(w, h, members, "obs"), torch.stack(obs_solver))
     worst = int(torch.stack(obs_solver).argmin())
     assert choose_heads(w, h, a, 1, by="groups").tolist() == [i for i in range(4) if i != worst]
-    with pytest.raises(InvalidInput, match="surgeon, alone, wanda"):
+    with pytest.raises(InvalidInput, match="obs, uncompensated, wanda"):
         head_scores(w, h, members, "magic")
 
 

@@ -8,9 +8,9 @@ and ``x_h`` its channels. Removing the heads outside a set S changes it by
 the layer-wise objective of Wanda (arXiv 2306.11695) and SparseGPT (arXiv 2301.00774), taken at the output projection with whole
 heads as the units. Three scores of one head G:
 
-    wanda    sum_{j in G} ||W_j||^2 H_jj                 no cross terms, no compensation
-    alone    tr(W_G H_GG W_G')                           exact without compensation
-    surgeon  tr(W_G ([H^-1]_GG)^-1 W_G')                 exact with compensation (optimal brain surgeon, for a group)
+    wanda           sum_{j in G} ||W_j||^2 H_jj       no cross terms, no compensation
+    uncompensated   tr(W_G H_GG W_G')                 exact without compensation
+    obs             tr(W_G ([H^-1]_GG)^-1 W_G')       exact with compensation (optimal brain surgeon, for a group)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .attention import Attention, channels, expressible, find_attention, keep_he
 from .mlp import check_layers
 from .width import Remake, damped, kept, refitted
 
-CRITERIA = ("surgeon", "alone", "wanda")
+CRITERIA = ("obs", "uncompensated", "wanda")
 UNITS = ("auto", "groups", "queries")
 Progress = Callable[[int, int], None]
 
@@ -43,7 +43,7 @@ def head_scores(weight: torch.Tensor, h: torch.Tensor, members: Sequence[torch.T
         weight: ``(d_out, d)`` of the output projection.
         h: Second moments of its inputs, ``(d, d)``, positive definite.
         members: Channels of each unit.
-        criterion: ``obs_solver``, ``alone`` or ``wanda``.
+        criterion: ``obs``, ``uncompensated`` or ``wanda``.
 
     Returns:
         Shape ``(units,)``.
@@ -52,33 +52,33 @@ def head_scores(weight: torch.Tensor, h: torch.Tensor, members: Sequence[torch.T
         InvalidInput: Another criterion.
 
     >>> w, h = torch.tensor([[1.0, 1.0, 2.0, 0.0]]), torch.eye(4)
-    >>> head_scores(w, h, [torch.tensor([0, 1]), torch.tensor([2, 3])], "surgeon").tolist()
+    >>> head_scores(w, h, [torch.tensor([0, 1]), torch.tensor([2, 3])], "obs").tolist()
     [2.0, 4.0]
     """
     _check_criterion(criterion)
     if criterion == "wanda":
         each = weight.square().sum(0) * h.diagonal()
         return torch.stack([each[g].sum() for g in members])
-    inner = h if criterion == "alone" else torch.cholesky_inverse(torch.linalg.cholesky(h))
+    inner = h if criterion == "uncompensated" else torch.cholesky_inverse(torch.linalg.cholesky(h))
     return torch.stack([_cost(weight, inner, g, criterion) for g in members])
 
 
 def _check_criterion(criterion: str) -> None:
     if criterion not in CRITERIA:
-        raise InvalidInput(f"There is no criterion {criterion!r}.", f"Criteria are {', '.join(CRITERIA)}.", "Use surgeon.")
+        raise InvalidInput(f"There is no criterion {criterion!r}.", f"Criteria are {', '.join(CRITERIA)}.", "Use obs.")
 
 
 def _cost(weight: torch.Tensor, inner: torch.Tensor, group: torch.Tensor, criterion: str) -> torch.Tensor:
     w, block = weight[:, group], inner[group][:, group]
-    return (w * (w @ block if criterion == "alone" else torch.linalg.solve(block, w.T).T)).sum()
+    return (w * (w @ block if criterion == "uncompensated" else torch.linalg.solve(block, w.T).T)).sum()
 
 
 def choose_heads(
-    weight: torch.Tensor, h: torch.Tensor, attention: Attention, units: int, *, by: str, criterion: str = "surgeon"
+    weight: torch.Tensor, h: torch.Tensor, attention: Attention, units: int, *, by: str, criterion: str = "obs"
 ) -> torch.Tensor:
     """Query heads that stay when ``units`` units go.
 
-    With ``obs_solver`` the units go one after the other and costs are updated after every removal, so that of two copies one
+    With ``obs`` the units go one after the other and costs are updated after every removal, so that of two copies one
     stays. ``by="groups"``: a unit is a key-value head with its query heads. ``by="queries"``: a unit is one query head
     of every group (not the same one), so that groups stay equally large.
 
@@ -98,7 +98,7 @@ def choose_heads(
     members = [channels(i, attention.head_dim) for i in items]
     quota = {0: units} if by == "groups" else dict.fromkeys(range(attention.groups), units)
     pool = [0 if by == "groups" else int(i[0]) // per for i in items]
-    if criterion == "surgeon":
+    if criterion == "obs":
         gone = _one_by_one(weight, h, members, pool, quota)
     else:
         order = torch.argsort(head_scores(weight, h, members, criterion), stable=True).tolist()
@@ -113,7 +113,7 @@ def _one_by_one(
     left, gone = dict(quota), set[int]()
     while any(left.values()):
         able = [i for i in range(len(members)) if i not in gone and left[pool[i]]]
-        costs = [float(_cost(work, inverse, members[i], "surgeon")) for i in able]
+        costs = [float(_cost(work, inverse, members[i], "obs")) for i in able]
         best = able[min(range(len(able)), key=costs.__getitem__)]
         g = members[best]
         factor = torch.linalg.solve(inverse[g][:, g], inverse[g])
@@ -137,7 +137,7 @@ def unit_of(attention: Attention, by: str) -> str:
 
 
 def cut_heads(
-    model: nn.Module, attention: Attention, gram: torch.Tensor, units: int, *, by: str, criterion: str = "surgeon",
+    model: nn.Module, attention: Attention, gram: torch.Tensor, units: int, *, by: str, criterion: str = "obs",
     remake: Remake = refitted, damping: float = 0.01,
 ) -> Attention:  # fmt: skip
     """Take units out of one layer, given ``sum x x'`` of the output projection's inputs (upper triangle), in place."""
@@ -156,7 +156,7 @@ def remove_heads(
     fraction: float | Mapping[str, float],
     *,
     by: str = "auto",
-    criterion: str = "surgeon",
+    criterion: str = "obs",
     refit: bool = True,
     damping: float = 0.01,
     batch_size: int = 8,
