@@ -17,6 +17,7 @@ def furnish(place: Path) -> None:
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     model = zoo.build("llama", **sizes, max_position_embeddings=64, num_attention_heads=4, num_key_value_heads=2)
     model.save_pretrained(place / "MODEL")
+    model.config.save_pretrained(place)
     tokenizer.save_pretrained(place / "MODEL")
     rows = [{"prompt": f"Say {i}:", "completion": f" it is {i * i} of {i}"} for i in range(40)]
     for name in ("chat.jsonl", "my.jsonl"):
