@@ -9,7 +9,7 @@ from ..plan import Plan
 
 
 def lora_json(plan: Plan, *, alpha_policy: str = "constant-ratio", dropout: float = 0.0) -> str:
-    """``LoraConfig`` with the rank and the alpha of every module, see :func:`layerbudget.to_lora_config`.
+    """Return ``LoraConfig`` as JSON, with every module's rank and alpha (:func:`~layerbudget.decisions.ranks.ranks.to_lora_config`).
 
     Args:
         plan: A plan of ranks.

@@ -3,7 +3,7 @@ r"""Plan while training: once, after a fraction of the steps, move ranks or expe
 The gain is read from the optimiser, at no cost (:mod:`layerbudget.sensitivity.moments`): the damped gain with the diagonal
 empirical
 Fisher in adapter space, one damping for all modules, *above its noise floor*. The plan is then made again as it was made
-(:func:`layerbudget.planning.plan_again`): same budget in the same unit, same floors, caps, multiples, fixed blocks and
+(:func:`layerbudget.plans.again.plan_again`): same budget in the same unit, same floors, caps, multiples, fixed blocks and
 exponents.
 
 Ranks and experts are moved in place. What stays keeps its values *and* its optimiser state. A new rank starts with a random row
