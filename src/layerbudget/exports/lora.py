@@ -9,7 +9,7 @@ from ..plan import Plan
 
 
 def lora_json(plan: Plan, *, alpha_policy: str = "constant-ratio", dropout: float = 0.0) -> str:
-    """Return ``LoraConfig`` as JSON, with every module's rank and alpha (:func:`~layerbudget.decisions.ranks.ranks.to_lora_config`).
+    """Return ``LoraConfig`` as JSON; see :func:`~layerbudget.decisions.ranks.ranks.to_lora_config`.
 
     Args:
         plan: A plan of ranks.
