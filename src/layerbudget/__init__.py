@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.ranks.ranks import to_lora_config as to_lora_config
     from .decisions.shapes.depth import plan_depth as plan_depth
     from .decisions.shapes.heads import remove_heads as remove_heads
-    from .decisions.shapes.plan import plan_structured as plan_structured
+    from .decisions.shapes.search import plan_structured as plan_structured
     from .decisions.shapes.shrink import apply_structured as apply_structured
     from .decisions.sparsity.apply import prune as prune
     from .decisions.sparsity.by_curves import plan_by_curves as plan_by_curves
@@ -82,7 +82,7 @@ _PUBLIC = {
     "fisher_along": "sensitivity.directional.directional",
     "plan_by_curves": "decisions.sparsity.by_curves",
     "plan_depth": "decisions.shapes.depth",
-    "plan_structured": "decisions.shapes.plan",
+    "plan_structured": "decisions.shapes.search",
     "apply_structured": "decisions.shapes.shrink",
     "apply_plan": "decisions.apply",
     "remove_heads": "decisions.shapes.heads",

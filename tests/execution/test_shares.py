@@ -26,7 +26,7 @@ from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.execution.shares import first, join, leave
 from layerbudget.sensitivity.gain import score
-from layerbudget.decisions.shapes.plan import plan_structured
+from layerbudget.decisions.shapes.search import plan_structured
 join("cpu")
 out = {{}}
 for name in ("llama-tied", "bert", "mixtral"):

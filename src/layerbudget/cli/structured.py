@@ -56,7 +56,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     from pathlib import Path
 
     from ..decisions.shapes.directional import plan_shapes_directional
-    from ..decisions.shapes.plan import plan_structured
+    from ..decisions.shapes.search import plan_structured
     from ..errors import AlreadyExists, InvalidInput
     from ..execution.shares import first
     from ..records import to_jsonable

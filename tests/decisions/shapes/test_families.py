@@ -12,7 +12,7 @@ from layerbudget.decisions.shapes.checkpoint import apply_structured, check_expo
 from layerbudget.decisions.shapes.compensation import ways_of
 from layerbudget.decisions.shapes.directional import plan_shapes_directional
 from layerbudget.decisions.shapes.mlp import find_mlp
-from layerbudget.decisions.shapes.plan import plan_structured
+from layerbudget.decisions.shapes.search import plan_structured
 from layerbudget.errors import InvalidInput, UnknownStructure
 from layerbudget.models.blocks import layers
 
@@ -98,7 +98,7 @@ def test_what_no_configuration_can_hold_is_refused_before_anything_is_measured(m
 def test_layers_that_differ_are_refused_before_anything_is_measured_and_the_remedy_works(monkeypatch, make, tmp_path):
     model, data = build("llama4"), zoo.tokens(4, 12)
     with monkeypatch.context() as patched:
-        patched.setattr("layerbudget.decisions.shapes.plan.shape_curves", lambda *a, **k: pytest.fail("it was measured"))
+        patched.setattr("layerbudget.decisions.shapes.search.shape_curves", lambda *a, **k: pytest.fail("it was measured"))
         patched.setattr("layerbudget.decisions.shapes.directional.ShapePoint", lambda *a, **k: pytest.fail("it was measured"))
         with pytest.raises(InvalidInput, match="layers differ in their MLPs.*Remove heads .--kinds heads"):
             make(model, data, "2% params", even=True)

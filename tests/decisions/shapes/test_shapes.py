@@ -256,7 +256,7 @@ def test_depth_plans_really_remove_layers_from_the_command_line(folder, capsys):
 
 
 def test_a_stopped_measurement_goes_on_where_it_was(tmp_path, monkeypatch):
-    from layerbudget.decisions.shapes import plan as shapes
+    from layerbudget.decisions.shapes import search as shapes
 
     model, data = zoo.build("llama"), zoo.text(samples=4)
     options = {"depth": 1, "even": True, "multiple": 4, "points": 2}

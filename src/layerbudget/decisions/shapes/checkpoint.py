@@ -25,8 +25,8 @@ from .depth import apply_depth, drop_damage, drop_layers, plan_depth
 from .directional import plan_shapes_directional
 from .heads import remove_heads
 from .mlp import described, find_mlp, undescribed
-from .plan import crossed_curves, plan_structured, shape_curves
 from .removable import find_parts
+from .search import crossed_curves, plan_structured, shape_curves
 from .shrink import apply_structured
 from .width import narrow
 

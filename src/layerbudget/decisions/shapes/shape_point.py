@@ -43,8 +43,8 @@ from .compensation import REMAKES
 from .heads import choose_heads
 from .mlp import Mlp
 from .parts import Part
-from .plan import folds_of
 from .removable import where_is
+from .search import folds_of
 from .shape_steps import GONE, ShapeSpace
 from .width import damped, refitted, removal_order
 
