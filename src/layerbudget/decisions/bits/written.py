@@ -120,12 +120,12 @@ def check_written(model: nn.Module, formats: Mapping[str, str], target: Runtime)
         return
     first = next(iter(reasons))
     tool = "tensor-types" if target.family == GGUF else "auto-round"
-    export = f"xport the plan for a tool that writes them (layerbudget export PLAN --to {tool})"
+    plan = f"the plan for a tool that writes them (layerbudget export PLAN --to {tool})"
     raise InvalidInput(
         f"quantize cannot write {len(reasons)} of {len(small)} matrices in the formats of this plan, first {first}: "
         f"{reasons[first]}.",
         "Nothing was done.",
-        f"Plan again with --unwritten 16-bit, or e{export}." if len(reasons) < len(small) else f"E{export}.",
+        f"Plan again with --unwritten 16-bit, or export {plan}." if len(reasons) < len(small) else f"Export {plan}.",
     )
 
 
