@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from layerbudget.errors import InvalidInput, LayerbudgetError
-from layerbudget.execution.cells import NotThisWorker, parse_part
+from layerbudget.storage.parts import NotThisWorker, parse_part
 
 from .catalogue import EXPERIMENTS, Experiment, find_experiment, listing
 from .outcome import check_folder, leave

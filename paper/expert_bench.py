@@ -17,13 +17,13 @@ from layerbudget.comparison.bench import TaskBench
 from layerbudget.data.tasks import load_task
 from layerbudget.decisions.experts.plan import plan_experts
 from layerbudget.evaluation.paired import compare_means
-from layerbudget.execution.cells import Cells
 from layerbudget.finetuning.base import classifier_loader
 from layerbudget.models.blocks import describe, partition
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.gain import score
+from layerbudget.storage.parts import Cells
 
 from .influences import drawn, influence_scores, text_rows
 from .setting import PER_LAYER, SETTINGS, TASKS, need_data

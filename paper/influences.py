@@ -17,12 +17,12 @@ from torch import nn
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.data.examples import Example, Task
 from layerbudget.data.tasks import load_task
-from layerbudget.execution.cells import Cells
 from layerbudget.finetuning.rows import Rows
 from layerbudget.models.blocks import describe
 from layerbudget.records import Block
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.gain import score
+from layerbudget.storage.parts import Cells
 
 from .setting import Setting
 

@@ -20,12 +20,12 @@ from layerbudget.data.text import calibration
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.evaluation.paired import compare_means
-from layerbudget.execution.cells import Cells
 from layerbudget.models.blocks import describe, partition, weight_of
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan
 from layerbudget.progress import Progress, Steps
 from layerbudget.scores import Scores
+from layerbudget.storage.parts import Cells
 
 from .influences import influence_scores
 from .outcome import Claim, Outcome

@@ -56,8 +56,8 @@ ROOMS = (
     # fmt: off
     "errors",
     "progress",
-    "storage",
     "canonical",
+    "storage",
     "records",
     "row_groups",
     "registry",

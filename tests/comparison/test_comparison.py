@@ -21,7 +21,6 @@ from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import InvalidInput
-from layerbudget.execution.cells import Cells
 from layerbudget.planning.rule import shuffled
 
 
@@ -77,18 +76,8 @@ def test_a_second_run_reads_its_cells_and_parts_share_a_folder(bench, tmp_path):
     stamps = {f: f.stat().st_mtime_ns for f in (tmp_path / "cells").iterdir()}
     again = compare_scores(*arguments, folder=tmp_path)
     assert {f: f.stat().st_mtime_ns for f in stamps} == stamps and again.budgets == last.budgets
-    victim = next(iter(stamps))
-    victim.write_text("{")
-    with pytest.raises(lb.errors.CorruptFile, match="not a cell"):
-        compare_scores(*arguments, folder=tmp_path)
-
-
-def test_cells_of_a_part():
-    one, two = Cells(None, (1, 2)), Cells(None, (2, 2))
-    made = [[c.get({"i": i}, lambda: {"x": 1}) is not None for i in range(4)] for c in (one, two)]
-    assert made == [[True, False, True, False], [False, True, False, True]]
-    with pytest.raises(InvalidInput):
-        Cells(None, (3, 2))
+    next(iter(stamps)).write_text("{")  # a broken cell is measured again
+    assert compare_scores(*arguments, folder=tmp_path).budgets == last.budgets
 
 
 def test_permuted_keeps_values_and_a_constant_score_is_not_called_ignored():

@@ -12,8 +12,8 @@ from tests import task_rows, zoo
 
 import layerbudget as lb
 from layerbudget.errors import NotFound
-from layerbudget.execution.cells import Cells, NotThisWorker
 from layerbudget.finetuning.protocol import Protocol
+from layerbudget.storage.parts import Cells, NotThisWorker
 from paper import drift_run, expert_bench, experts_run, histogram, influences, pruning_run, setting
 
 

@@ -3,9 +3,10 @@
 import math
 
 import pytest
+from tests.killing import killed_at
 
 from layerbudget.errors import InvalidInput, ModelMismatch
-from layerbudget.storage.parts import STATE, Parts, clear
+from layerbudget.storage.parts import STATE, Cells, NotThisWorker, Parts, clear
 
 
 def kept(folder, key="k", value=1):
@@ -69,3 +70,29 @@ def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(InvalidInput):
         Parts(tmp_path / "file", "k")
+
+
+def test_a_kill_anywhere_leaves_whole_parts_or_none(tmp_path):
+    step, killed, found = 0, True, set()
+    while killed:
+        step += 1
+        folder = tmp_path / str(step)
+        killed = killed_at(step, lambda folder=folder: (kept(folder), kept(folder, value=2), Parts(folder, "k").clear()))
+        found.add(kept(folder, value=3)[0]["value"])
+        assert len(list(folder.iterdir())) == 2  # no leftover: the state and the part
+    assert step > 8 and found == {1, 3}
+
+
+def test_cells_are_shared_between_processes(tmp_path):
+    def made(cells):
+        return [cells.get({"i": i}, lambda: {"x": i}) is not None for i in range(4)]
+
+    assert [made(Cells(None, (i, 2))) for i in (1, 2)] == [[True, False, True, False], [False, True, False, True]]
+    one = Cells(tmp_path, (1, 2))
+    assert made(one) == [True, False, True, False] and (one.made, one.missing) == (2, 2)
+    with pytest.raises(NotThisWorker):
+        one.check()
+    assert made(Cells(tmp_path)) == made(one) == [True] * 4 and one.check() is None and one.seconds > 0
+    assert [one.own({"i": i}, dict)["x"] for i in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(InvalidInput):
+        Cells(None, (3, 2))

@@ -61,9 +61,9 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Compare, show the ranking and the sentences, leave the files."""
     from ..comparison.render import flat, leave
     from ..comparison.run import compare_scores
-    from ..execution.cells import parse_part
     from ..kinds import KINDS
     from ..records import check_output
+    from ..storage.parts import parse_part
 
     kind = next(k for k in _KINDS if getattr(a, k) is not None)
     KINDS.find(kind)

@@ -180,7 +180,7 @@ def _parts(arguments: argparse.Namespace, model: Any, name: str) -> Any:
     from ..storage.parts import Parts
 
     if arguments.resume is None:
-        return Parts(None, "")
+        return Parts(None)
     from ..models.blocks import fingerprint
     from ..models.provenance import PACKAGES, computation, versions
     from ..records import digest
@@ -191,4 +191,4 @@ def _parts(arguments: argparse.Namespace, model: Any, name: str) -> Any:
         "batch_size": batch_of(arguments, most=16), "limit": arguments.limit, "rows": {str(f): checksum(f) for f in rows},
     }  # fmt: skip
     folder = Path(arguments.resume)
-    return Parts(folder / digest(name) if arguments.against else folder, digest(request), request)
+    return Parts(folder / digest(name) if arguments.against else folder, request)

@@ -147,7 +147,7 @@ def _part(arguments: argparse.Namespace) -> tuple[int, int]:
         InvalidInput: No such part.
     """
     from ..errors import InvalidInput
-    from ..execution.cells import parse_part
+    from ..storage.parts import parse_part
 
     part = parse_part(arguments.part)
     if not 1 <= part[0] <= part[1] <= len(arguments.seeds):

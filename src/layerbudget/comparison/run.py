@@ -12,7 +12,6 @@ import numpy as np
 
 from ..decisions.bits.plan import ESTIMATOR
 from ..errors import InvalidInput
-from ..execution.cells import Cells
 from ..models.provenance import versions
 from ..plan import Plan
 from ..progress import Progress, Steps
@@ -20,6 +19,7 @@ from ..records import Block, Result, digest
 from ..scores import Scores
 from ..sensitivity.estimators import find_estimator
 from ..sensitivity.importing import import_scores
+from ..storage.parts import Cells
 from .grid import UNIFORM, Grid, make_grid, twins
 from .passes import counted
 from .verdict import corrected, difference, holm, ranking

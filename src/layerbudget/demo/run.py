@@ -27,7 +27,7 @@ from ..models.loading import load_model, load_tokenizer
 from ..models.provenance import computation, versions
 from ..plan import Plan
 from ..progress import Progress, Steps, say
-from ..records import digest, dumps, made_by, to_jsonable, write_text
+from ..records import dumps, made_by, to_jsonable, write_text
 from ..report.figures import overview
 from ..scores import Scores
 from ..sensitivity.gain import score
@@ -142,7 +142,7 @@ class _Job:
             "model": fingerprint(self.model), "data": self.data.digest, "held_out": self.held_out.digest, "seed": seed,
             "measured": MEASURED, "passes": PASSES, "computation": computation(self.model), "versions": versions(),
         }  # fmt: skip
-        self.parts = Parts(resume, digest(request), request)
+        self.parts = Parts(resume, request)
         self._pruned: dict[str, tuple[Any, Any]] = {}
 
     def scored(self) -> Scores:

@@ -1,8 +1,11 @@
 """Finished parts of a long run, so that a run that was stopped continues with what it had.
 
-A part is a file ``NAME.CHECKSUM.SUFFIX`` beside ``resume.json``. The checksum is keyed with the digest of the request, which is
-everything that changes a number: a part of another request, a truncated one and one with a flipped bit all fail it, and are
-made again. Nothing but such files is ever read or removed.
+A part is a file ``NAME.CHECKSUM.SUFFIX`` beside ``resume.json``. The checksum is keyed with the request, which is everything
+that changes a number. A part of another request, a truncated one and one with a flipped bit all fail it, and are made again.
+Nothing but such files is ever read or removed, and each appears whole, so a run may be killed at any moment.
+
+:class:`Parts` is the store of one run: ``--resume DIR``. :class:`Cells` is a grid of measurements that several processes share,
+each with its ``--part I/N``.
 """
 
 from __future__ import annotations
@@ -11,18 +14,20 @@ import contextlib
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ..canonical import digest, to_jsonable
 from ..errors import CorruptFile, InvalidInput, ModelMismatch
 from . import folders, reading
 from .writing import check_writable, new_file, real, sweep, whole, write_text
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 STATE = "resume.json"
-_NONE = "0" * 32
 _PART = re.compile(r"([A-Za-z0-9_-]+)\.([0-9a-f]{32})\.(json|npy|npz|safetensors)")
 
 
@@ -30,23 +35,17 @@ class Parts:
     """The parts of one run.
 
     Args:
-        folder: Where; ``None`` keeps nothing.
-        key: Digest of the request.
-        told: The request in words, for people who look into the folder.
-        shared: Parts of other requests lie there too: nothing says whose the folder is, and parts that fail are left alone.
-
-        passing: The folder goes with this process, so that nothing is found in it later: no checksums are made.
+        folder: Where they are kept; with ``None`` nothing is.
+        request: Everything that changes a number; ``resume.json`` shows it to people who look into the folder.
+        shared: Runs of several requests keep their parts in this folder. It then belongs to none of them.
 
     Raises:
         ModelMismatch: The folder holds another run.
         InvalidInput: It is no folder, or cannot be written to.
     """
 
-    def __init__(
-        self, folder: Path | str | None, key: str, told: Mapping[str, Any] | None = None, *, shared: bool = False,
-        passing: bool = False,
-    ) -> None:  # fmt: skip
-        self.folder, self.key, self.passing = None if folder is None else real(folder), key, passing
+    def __init__(self, folder: Path | str | None, request: Any = None, *, shared: bool = False) -> None:
+        self.folder, self._key = None if folder is None else real(folder), digest(request)
         self._checked: set[Path] = set()
         if self.folder is None:
             return
@@ -57,24 +56,25 @@ class Parts:
         sweep(self.folder)
         if shared:
             return
-        found = _state(self.folder)
-        if found is not None and found != key:
+        if _key_of(self.folder) not in (None, self._key):
             raise ModelMismatch(
                 f"{folder} holds a run with another plan, model, data, method, precision or version.",
                 "A run continues only with the same ones.",
                 "Choose another folder, or remove it.",
             )
-        record = {"schema_version": 1, "key": key, "request": json.loads(json.dumps(told or {}, default=str))}
+        record = {"schema_version": 1, "key": self._key, "request": to_jsonable(request)}
         write_text(self.folder / STATE, reading.dump(record), overwrite=True)
+
+    def names(self) -> list[str]:
+        """Names of all parts, whole or not."""
+        return [] if self.folder is None else [name for _, name, _ in _parts(self.folder)]
 
     def find(self, name: str) -> Path | None:
         """The file of a finished part; ``None`` where there is none that is whole. Broken ones are removed."""
-        if self.folder is None:
-            return None
-        for file, found, total in _parts(self.folder):
+        for file, found, total in [] if self.folder is None else _parts(self.folder):
             if found != name:
                 continue
-            if self.passing or file in self._checked or folders.checksum(file, self.key.encode()) == total:
+            if file in self._checked or folders.checksum(file, self._key.encode()) == total:
                 self._checked.add(file)
                 return file
             logger.warning("%s is broken, or of another run; it is made again.", file)
@@ -88,8 +88,7 @@ class Parts:
         folder = self.folder
 
         def place(temporary: Path) -> Path:
-            total = _NONE if self.passing else folders.checksum(temporary, self.key.encode())
-            file = folder / f"{name}.{total}.{suffix}"
+            file = folder / f"{name}.{folders.checksum(temporary, self._key.encode())}.{suffix}"
             self._checked.add(file)
             return file
 
@@ -121,12 +120,27 @@ class Parts:
             clear(self.folder)
 
 
+def clear(folder: Path | str) -> None:
+    """Remove the parts of a run whose result has been saved, and the folder where nothing else lies in it."""
+    folder = real(folder)
+    if not folder.is_dir() or _key_of(folder) is None:
+        return
+    for file, _, _ in _parts(folder):
+        file.unlink(missing_ok=True)
+    (folder / STATE).unlink(missing_ok=True)
+    sweep(folder)
+    try:
+        folder.rmdir()
+    except OSError:
+        logger.info("%s holds other files too and stays.", folder)
+
+
 def _parts(folder: Path) -> list[tuple[Path, str, str]]:
     found = [(f, _PART.fullmatch(f.name)) for f in sorted(folder.iterdir())]
     return [(f, m[1], m[2]) for f, m in found if m and f.is_file() and not f.is_symlink()]
 
 
-def _state(folder: Path) -> str | None:
+def _key_of(folder: Path) -> str | None:
     """Key of the run that a folder holds; ``None`` where that is not known (its parts fail their checksums then)."""
     if not (folder / STATE).exists():
         return None
@@ -139,16 +153,99 @@ def _state(folder: Path) -> str | None:
     return key if isinstance(key, str) else None
 
 
-def clear(folder: Path | str) -> None:
-    """Remove the parts of a run whose result has been saved, and the folder where nothing else lies in it."""
-    folder = real(folder)
-    if not folder.is_dir() or _state(folder) is None:
-        return
-    for file, _, _ in _parts(folder):
-        file.unlink(missing_ok=True)
-    (folder / STATE).unlink(missing_ok=True)
-    sweep(folder)
-    try:
-        folder.rmdir()
-    except OSError:
-        logger.info("%s holds other files too and stays.", folder)
+class NotThisWorker(Exception):
+    """Another process of ``--part I/N`` measures this cell."""
+
+
+class Cells:
+    """The cells of a grid, each measured by one of several processes and found by all of them.
+
+    Args:
+        folder: Where they are kept; ``None`` keeps them in memory.
+        part: ``(i, n)``: this process measures every n-th cell, beginning with the i-th (from 1).
+
+    Attributes:
+        made: Cells that were measured here.
+        kept: Cells that were found.
+    """
+
+    def __init__(self, folder: Path | str | None, part: tuple[int, int] = (1, 1)) -> None:
+        if not 1 <= part[0] <= part[1]:
+            raise InvalidInput(f"The part is {part[0]}/{part[1]}.", "It is I/N with 1 <= I <= N.", "Write for example 1/4.")
+        self.part, self.made, self.kept = part, 0, 0
+        self._parts = Parts(folder, "cells", shared=True)
+        self._turns: dict[str, int] = {}  # of keys that were missing when they were asked for first
+        self._left: set[str] = set()
+        self._memory: dict[str, dict[str, Any]] = {}
+
+    def get(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
+        """The cell of a key: read, or made and kept; ``None`` where another process is to make it."""
+        name = digest(key)
+        file = None if name in self._memory else self._parts.find(name)
+        if file is not None:
+            self._memory[name] = json.loads(file.read_text(encoding="utf-8"))
+        if name in self._memory:
+            self.kept += 1
+        elif self._turns.setdefault(name, len(self._turns)) % self.part[1] != self.part[0] - 1:
+            self._left.add(name)
+            return None
+        else:
+            self._memory[name] = self._parts.json(name, lambda: _timed(key, make))
+            self.made += 1
+        self._left.discard(name)
+        return dict(self._memory[name]["cell"])
+
+    def own(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """The cell of a key: read, or made and kept.
+
+        Raises:
+            NotThisWorker: Another part makes it.
+        """
+        found = self.get(key, make)
+        if found is None:
+            raise NotThisWorker(f"{self.part[0]}/{self.part[1]}")
+        return found
+
+    def here(self, make: Callable[[], T]) -> T | None:
+        """What is made of cells; ``None`` where another part makes one of them."""
+        try:
+            return make()
+        except NotThisWorker:
+            return None
+
+    def check(self) -> None:
+        """Go on where every cell that was asked for is there.
+
+        Raises:
+            NotThisWorker: Another part makes one of them.
+        """
+        if self._left:
+            raise NotThisWorker(f"{self.made} cells made, {self.kept} found, {self.missing} left to other parts")
+
+    @property
+    def missing(self) -> int:
+        """Cells that were asked for and left to other parts."""
+        return len(self._left)
+
+    @property
+    def seconds(self) -> float:
+        """Processor time that the cells which were used took, also where they were found."""
+        return sum(cell["seconds"] for cell in self._memory.values())
+
+
+def _timed(key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    started = time.process_time()
+    cell = dict(make())
+    return {"key": to_jsonable(key), "cell": to_jsonable(cell), "seconds": time.process_time() - started}
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """``I/N`` as two numbers.
+
+    >>> parse_part("2/4")
+    (2, 4)
+    """
+    first, _, second = text.partition("/")
+    if not (first.isdigit() and second.isdigit()):
+        raise InvalidInput(f"--part {text} is not I/N.", "", "Write for example 1/4.")
+    return int(first), int(second)

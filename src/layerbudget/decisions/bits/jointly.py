@@ -168,14 +168,14 @@ def _parts(
 ) -> Parts:
     """What is kept of a run: everything but the budget decides whose it is."""
     if folder is None:
-        return Parts(None, "")
+        return Parts(None)
     lies = mapped(model)
     told = {
         "model": describe(model)["digest"], "data": data.digest, "check": check.digest if check is not None else None,
         "options": dict(options), "versions": versions(), "computation": computation(model),
         "streamed": None if lies is None else str(lies.dtype),
     }  # fmt: skip
-    return Parts(folder, digest(told), told)
+    return Parts(folder, told)
 
 
 def checked(
@@ -185,7 +185,7 @@ def checked(
     """The plan with its joint check, or the baseline that beat it, which then says so."""
     plans = {plan.rule: plan} | {n: plan_of_formats(plan, scores, n) for n in BESIDE if n in BASELINES and n != plan.rule}
     joint, method = Joint(model, check, batch_size), str(plan.extra["method"])
-    kept = parts or Parts(None, "")
+    kept = parts or Parts(None)
 
     def rows_of(formats: Mapping[str, str]) -> np.ndarray:
         found = kept.json(f"check-{digest(formats)}", lambda: joint.of_plan(model, formats, data, method).tolist())

@@ -245,7 +245,7 @@ def stepped(
         raise InvalidInput("Steps compare two halves of the text, and this is one sequence.", "", "Give more samples.")
     need_settled(model, "taking steps")
     point = Rounded(model, data, Table.of(scores), batch_size)
-    run = _Run(point=point, scores=scores, kept=kept or Parts(None, ""), draws=draws, seed=seed)
+    run = _Run(point=point, scores=scores, kept=kept or Parts(None), draws=draws, seed=seed)
     try:
         return run.descend(plan, steps, progress)
     finally:

@@ -22,7 +22,6 @@ from ...models.blocks import check_finite, describe
 from ...models.offload import mapped
 from ...models.provenance import computation, versions
 from ...plan import Plan
-from ...records import digest
 from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
 from .plans import formats_of_plan
@@ -102,7 +101,7 @@ def _parts(
 ) -> Parts:  # fmt: skip
     """Finished pieces of this very run: everything that changes a byte of them is its key."""
     if folder is None:
-        return Parts(None, "")
+        return Parts(None)
     lies = mapped(model)
     told: dict[str, Any] = {
         "plan": plan.digest, "model": describe(model)["digest"], "method": quantiser.name, "options": dict(options),
@@ -110,7 +109,7 @@ def _parts(
     }  # fmt: skip
     if quantiser.statistic != "none" and data is not None:
         told |= {"data": data.digest, "batch_size": batch_size, "computation": computation(model)}
-    return Parts(folder, digest(told), told)
+    return Parts(folder, told)
 
 
 class _Run:

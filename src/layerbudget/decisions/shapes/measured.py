@@ -13,7 +13,6 @@ from ...errors import InvalidInput
 from ...execution.shares import team
 from ...models.blocks import fingerprint
 from ...models.provenance import computation, versions
-from ...records import digest
 from ...storage.parts import Parts
 
 Keep = Callable[[str, Callable[[], Any]], Any]
@@ -40,4 +39,4 @@ def measurements(model: nn.Module, data: CalibrationSet, folder: Path | str | No
         "model": fingerprint(model), "data": data.digest, "settings": dict(settings), "computation": computation(model),
         "versions": versions(),
     }  # fmt: skip
-    return Parts(folder, digest(request), request).json
+    return Parts(folder, request).json

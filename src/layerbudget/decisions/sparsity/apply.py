@@ -103,13 +103,11 @@ def prune(
         treating.begin(data, options.batch_size)
     with _kept(model, resume, folder) as kept:
         if treatment.statistic == "none" or data is None:
-            forwards, notes = _without_data(treating, jobs, Resume(kept, {}, passing=resume is None), progress)
+            forwards, notes = _without_data(treating, jobs, Resume(kept, {}), progress)
         else:
             key = {"plan": plan.digest, "model": identity["digest"], "data": data.digest, **options.settings()}
             key.pop("store")  # where activations live changes no number
-            checkpoint = Resume(
-                kept, {**key, "computation": computation(model), "versions": versions()}, passing=resume is None
-            )
+            checkpoint = Resume(kept, {**key, "computation": computation(model), "versions": versions()})
             forwards, notes = _over_layers(treating, jobs, _share(data), options, checkpoint, progress)
     seconds = time.monotonic() - started
     notes += other_pruner(plan, method)

@@ -12,7 +12,6 @@ from torch import nn
 from ...execution.shares import team
 from ...models.blocks import weight_of
 from ...models.offload import mapped
-from ...records import digest
 from ...storage.parts import Parts
 from ...storage.parts import clear as clear_checkpoints
 
@@ -27,16 +26,15 @@ class Resume:
     Args:
         folder: Where; ``None`` switches checkpoints off.
         key: What must be equal for a continued run (plan, model, data, options).
-        passing: The folder goes with this run: nobody continues from it.
 
     Raises:
         ModelMismatch: The folder belongs to another run.
     """
 
-    def __init__(self, folder: Path | str | None, key: Mapping[str, Any], *, passing: bool = False) -> None:
+    def __init__(self, folder: Path | str | None, key: Mapping[str, Any]) -> None:
         self.team = team()
         own = folder if self.team is None or self.team.first else None
-        self.parts = Parts(own, digest(dict(key)), key, passing=passing)
+        self.parts = Parts(own, key)
 
     def _find(self, index: int) -> Path | None:
         """The file of a finished block, as process 0 sees it."""

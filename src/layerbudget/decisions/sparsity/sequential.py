@@ -21,7 +21,7 @@ from ...execution.shares import first
 from ...models.blocks import check_finite, describe
 from ...models.provenance import computation, versions
 from ...plan import Plan
-from ...records import check_fraction, digest
+from ...records import check_fraction
 from ...sensitivity.directional.decisions import Decisions
 from ...sensitivity.directional.journal import Journal, Trajectory
 from ...sensitivity.directional.point import Reference, TrustRegion
@@ -116,7 +116,7 @@ def plan_directional(
         "batch_size": batch_size, "max_sparsity": max_sparsity, **dataclasses.asdict(plain), "versions": versions(),
         "computation": computation(model),
     }  # fmt: skip
-    parts = Parts(resume if first() else None, digest({**key, "by": names}), {**key, "by": names})
+    parts = Parts(resume if first() else None, {**key, "by": names})
     run = _Run(model=model, treatment=treatment, own=own, batch_size=batch_size, plain=plain, parts=parts, progress=progress)
     chosen = run.choose(names, data, passes, steps) if crossfit else None
     point, path, measured = run.decide(chosen.by if chosen else names[0], data, passes, chosen, steps)
