@@ -20,7 +20,7 @@ import pruning_quality
 from layerbudget.decisions.bits.jointly import Joint, describe_rows
 from layerbudget.decisions.sparsity.apply import prune
 
-RULES = ("calibrated (Linear)", "uniform", "directional (Linear), 24 passes", "directional (Linear), 8 steps")
+RULES = ("uniform", "directional (Linear), 24 passes", "directional (Linear), 8 steps")
 
 
 def measured(bench, reference, rule, method, sparsity):
@@ -89,8 +89,7 @@ def main():
     parser.add_argument("--methods", nargs="+", default=["wanda", "sparsegpt"])
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.6, 0.7])
     parser.add_argument("--rules", nargs="+", default=list(RULES))
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.35, 0.5, 0.65, 0.8, 0.9])
-    for name, default in (("samples", 16), ("length", 128), ("windows", 256), ("iterations", 1), ("measure-batches", 1)):
+    for name, default in (("samples", 16), ("length", 128), ("windows", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--cap", type=float, default=0.9)
     a = parser.parse_args()

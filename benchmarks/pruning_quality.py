@@ -22,8 +22,6 @@ import torch
 import courses
 from layerbudget.data.text import calibration
 from layerbudget.decisions.sparsity.apply import prune
-from layerbudget.decisions.sparsity.by_curves import plan_by_curves
-from layerbudget.decisions.sparsity.measure import damage_curves
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.decisions.sparsity.sequential import PASSES, plan_directional
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
@@ -47,7 +45,7 @@ SCORED = {
     "permuted gain": ("fisher-gram", "layer", "permuted"),
     "gain (Linear)": ("fisher-gram", "linear", "mdl"),
 }
-AGAIN = "calibrated (Linear), measured again"
+RECORDED = ("calibrated (block)", "calibrated (Linear)", "calibrated (Linear), measured again")  # a search that is gone
 BY = {"block": "layer", "Linear": "linear", "rows": "rows:1", "8 rows": "rows:8"}
 STEPS, DEFAULT = (1, 2, 4, 8, 12, 20), f"{PASSES:g} passes"
 DIRECTIONAL = {
@@ -56,7 +54,7 @@ DIRECTIONAL = {
     **{f"directional ({name}), {DEFAULT}": (by, DEFAULT, {}) for name, by in BY.items()},
     "directional (Linear or rows), cross-fitted": (("linear", "rows:1"), None, {"passes": 80}),
 }
-RULES = ("uniform", "size-proportional (Linear)", *SCORED, "calibrated (block)", "calibrated (Linear)", AGAIN, *DIRECTIONAL)
+RULES = ("uniform", "size-proportional (Linear)", *SCORED, *RECORDED, *DIRECTIONAL)
 
 
 class Bench:
@@ -84,18 +82,6 @@ class Bench:
             self.scores[key] = (found, time.process_time() - started)
         return self.scores[key]
 
-    def measured(self, method, by, seed):
-        """Curves of the dense model, once for all targets."""
-        key = ("curves", method, by, seed)
-        if key not in self.scores:
-            started = time.process_time()
-            found = damage_curves(
-                self.model, self.calibration(seed), self.blocks[by], ratios=self.a.ratios, method=method, batch_size=8,
-                measure_batches=self.a.measure_batches,
-            )  # fmt: skip
-            self.scores[key] = (found, time.process_time() - started)
-        return self.scores[key]
-
     def course(self, method, sparsity, seed, by):
         """Directional plans at all lengths that are wanted, from one descent."""
         key = ("course", method, sparsity, seed, by)
@@ -115,18 +101,6 @@ class Bench:
             return plan_sparsity(self.blocks["layer"], sparsity=sparsity, max_sparsity=cap, rule="uniform"), 0.0, 0.0
         if rule.startswith("size"):
             return plan_sparsity(self.blocks["linear"], sparsity=sparsity, max_sparsity=cap, rule="size"), 0.0, 0.0
-        if rule.startswith("calibrated"):
-            by = "linear" if "Linear" in rule else "layer"
-            start, spent = self.measured(method, by, seed)
-            started = time.process_time()
-            plan, curves = plan_by_curves(
-                self.model, self.calibration(seed), self.blocks[by], sparsity=sparsity, max_sparsity=cap, method=method,
-                iterations=self.a.iterations if by == "layer" or rule == AGAIN else 0, batch_size=8, start=start,
-                measure_batches=self.a.measure_batches,
-            )  # fmt: skip
-            full = len(self.model.model.layers) * math.ceil(self.a.samples / 8)
-            forwards = sum(c.forwards for c in curves) + plan.extra.get("search_forwards", 0)
-            return plan, forwards / full, spent + time.process_time() - started
         if rule in DIRECTIONAL:
             by, steps, options = DIRECTIONAL[rule]
             if not options:
@@ -299,14 +273,12 @@ def main():
     parser.add_argument("--evaluation", default="stdlib")
     parser.add_argument("--name", default="quality_stdlib")
     parser.add_argument("--label", help="what to call the model in the result (default: its name)")
-    for name, default in (("samples", 32), ("length", 256), ("windows", 256), ("seeds", 3), ("iterations", 1)):
+    for name, default in (("samples", 32), ("length", 256), ("windows", 256), ("seeds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--measure-batches", type=int, default=1)
     parser.add_argument("--cap", type=float, default=0.9)
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.6, 0.7])
     parser.add_argument("--methods", nargs="+", default=["wanda", "sparsegpt", "magnitude"])
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.35, 0.5, 0.65, 0.8, 0.9])
-    parser.add_argument("--rules", nargs="+", default=list(RULES))
+    parser.add_argument("--rules", nargs="+", default=[rule for rule in RULES if rule not in RECORDED])
     parser.add_argument("--evolve", type=int, default=0, help="generations of the evolutionary search (seed 0, Wanda)")
     parser.add_argument("--offspring", type=int, default=16)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
@@ -350,8 +322,7 @@ def main():
     environment = {
         "model": a.label or a.model, "parameters": sum(p.numel() for p in bench.model.parameters()), "threads": 1,
         "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "samples": a.samples, "length": a.length, "windows": a.windows, "cap": a.cap, "iterations": a.iterations,
-        "measure_batches": a.measure_batches, "measured_ratios": a.ratios,
+        "samples": a.samples, "length": a.length, "windows": a.windows, "cap": a.cap,
     }  # fmt: skip
     text = table(rows, a, dense) + "\nEnvironment: " + json.dumps(environment) + "\n"
     errors = sorted({f"{r['rule']}: {r['error']}" for r in rows if "error" in r})

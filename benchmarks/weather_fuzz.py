@@ -181,7 +181,7 @@ def prepare(folder: Path) -> None:
         ["plan", "sparsity", "scores.json", "--rule", "uniform", "-o", "other.json"],
         ["plan", "ranks", "scores.json", "--mean-rank", "2", "-o", "plan_ranks.json"],
         ["plan", "structured", "model", *data, "--save", "10% flops", "--even", "-o", "smaller.json"],
-        ["measure", "model", *data, "--search", "curves", "--curves", "curves.json", "-o", "measured.json"],
+        ["measure", "model", *data, "-o", "measured.json"],
         ["finetune", "model", "plan_ranks.json", "--task", "task.jsonl", "--train-rows", "8", "--epochs", "1", "--batch", "8", "-o", "tuned"],
         ["evaluate", "model", "--perplexity", "text.txt", "--length", "16", "--windows", "2", "-o", "result.json"],
     ]  # fmt: skip
@@ -191,6 +191,7 @@ def prepare(folder: Path) -> None:
             raise SystemExit(f"{' '.join(step)} ended with {done.code}: {done.trouble} {done.said}")
     scores = json.loads((folder / "scores.json").read_text())
     names = [b["name"] for b in scores["blocks"]]
+    (folder / "curves.json").write_text(json.dumps({n: [[0.0, 0.4, 0.9], [0.0, 0.1, 0.5]] for n in names}))
     (folder / "own.json").write_text(json.dumps({n: 1.0 + i for i, n in enumerate(names)}))
     (folder / "own.csv").write_text("name,score\n" + "".join(f"{n},{1.0 + i}\n" for i, n in enumerate(names)))
     (folder / "latency.json").write_text(json.dumps({n: 1e-5 for n in names}))

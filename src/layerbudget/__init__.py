@@ -25,8 +25,6 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.shapes.search import plan_structured as plan_structured
     from .decisions.shapes.shrink import apply_structured as apply_structured
     from .decisions.sparsity.apply import prune as prune
-    from .decisions.sparsity.by_curves import plan_by_curves as plan_by_curves
-    from .decisions.sparsity.measure import damage_curves as damage_curves
     from .decisions.sparsity.plan import plan_sparsity as plan_sparsity
     from .decisions.sparsity.receipt import recount as recount
     from .decisions.sparsity.recovery import recover as recover
@@ -77,10 +75,8 @@ _PUBLIC = {
     "prune": "decisions.sparsity.apply",
     "recount": "decisions.sparsity.receipt",
     "save_pruned": "decisions.sparsity.save",
-    "damage_curves": "decisions.sparsity.measure",
     "plan_directional": "decisions.sparsity.sequential",
     "fisher_along": "sensitivity.directional.directional",
-    "plan_by_curves": "decisions.sparsity.by_curves",
     "plan_depth": "decisions.shapes.depth",
     "plan_structured": "decisions.shapes.search",
     "apply_structured": "decisions.shapes.shrink",

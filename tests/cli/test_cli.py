@@ -132,54 +132,6 @@ def test_ranks_by_the_gain_of_every_further_rank(saved_model, tmp_path, capsys):
     assert "--estimator rank-gain --by linear" in capsys.readouterr().err
 
 
-def test_measured_curves_give_the_calibrated_plan_and_can_be_planned_with_again(saved_model, tmp_path):
-    folder = saved_model("llama")
-    plan = json.loads(
-        run(
-            "measure",
-            folder,
-            *SMALL,
-            "--search",
-            "curves",
-            "--sparsity",
-            "0.5",
-            "--json",
-            "--curves",
-            tmp_path / "c.json",
-            "-o",
-            tmp_path / "p.json",
-        ).stdout
-    )
-    assert (
-        plan["rule"] == "calibrated" and sum(b["count"] for b in plan["blocks"]) == sum(b["numel"] for b in plan["blocks"]) // 2
-    )
-    run("score", folder, *SMALL, "-o", tmp_path / "s.json")
-    again = run("plan", "sparsity", tmp_path / "s.json", "--sparsity", "0.5", "--curves", tmp_path / "c.json", "--json").stdout
-    assert sum(b["count"] for b in json.loads(again)["blocks"]) == sum(b["count"] for b in plan["blocks"])
-    assert "exists already" in sentence("measure", folder, *SMALL, "-o", tmp_path / "p.json")
-
-
-def test_a_plan_per_matrix_is_measured_and_pruned_by_in_half_precision(saved_model, tmp_path):
-    folder = saved_model("llama")
-    options = (
-        "--search",
-        "curves",
-        "--by",
-        "linear",
-        "--iterations",
-        "0",
-        "--sparsity",
-        "0.6",
-        "--json",
-        "-o",
-        tmp_path / "p.json",
-    )
-    plan = json.loads(run("measure", folder, *SMALL, *options).stdout)
-    assert {len(b["modules"]) for b in plan["blocks"]} == {1} and len({b["value"] for b in plan["blocks"]}) > 1
-    done = run("prune", folder, tmp_path / "p.json", *SMALL, "--autocast", "bfloat16", "--json", "-o", tmp_path / "out")
-    assert abs(json.loads(done.stdout)["sparsity"] - 0.6) < 1e-3
-
-
 def answer(capsys, *argv, code=0):
     """What a command prints with ``--json``, or its one sentence, without a process of its own."""
     assert main([str(a) for a in argv]) == code
@@ -208,16 +160,12 @@ def test_measure_steps_down_and_says_what_it_spent(saved_model, tmp_path, capsys
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--iterations", "2"), "--iterations has no meaning for --search directional"),
-        (("--metric", "loss"), "--metric"),
-        (("--search", "curves", "--passes", "20"), "--passes has no meaning for --search curves"),
-        (("--search", "curves", "--no-cross-fit"), "--cross-fit"),
-        (("--search", "curves", "--draws", "0"), "--draws"),
+        (("--pattern", "2:4", "--passes", "20"), "--passes has no meaning for --pattern"),
         (("--passes", "2"), "needs 6"),
         (("--by", "rows:x"), "rows:G"),
     ],
 )
-def test_what_a_search_would_ignore_is_refused(saved_model, tmp_path, capsys, options, says):
+def test_what_measure_would_ignore_is_refused(saved_model, tmp_path, capsys, options, says):
     assert says in answer(capsys, "measure", saved_model("llama"), *SMALL, *options, "-o", tmp_path / "p.json", code=2)
 
 

@@ -17,7 +17,7 @@ from layerbudget.doctor.watch import MemoryMonitor
 
 SMALL = ("--samples", "4", "--length", "16")
 LONG = (
-    "score fisher-gram", "score ggn", "measure", "measure --search curves", "measure --pattern 2:4", "prune wanda",
+    "score fisher-gram", "score ggn", "measure", "measure --pattern 2:4", "prune wanda",
     "prune sparsegpt", "finetune", "evaluate", "plan structured", "plan bits", "quantize rtn", "quantize gptq",
 )  # fmt: skip
 

@@ -46,7 +46,7 @@ def check(seen, words):
     seen.told.clear()
 
 
-RARER = ("curves", "--pattern", "structured", "compare")
+RARER = ("--pattern", "structured", "compare")
 
 
 @pytest.mark.parametrize("rarer", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -58,7 +58,6 @@ def test_every_long_verb_knows_its_total_and_its_cost_from_the_start(rarer, save
     zoo.linears(zoo.speaker("llama"), lambda n: 2 if "mlp" in n else 0).save(kept / "ranks.json")
     for words in (
         ["measure", folder, *SMALL, "-o", sparsity],
-        ["measure", folder, "--search", "curves", *SMALL, "--iterations", "0", "-o", str(kept / "c.json")],
         ["measure", folder, "--pattern", "2:4", *SMALL, "-o", str(kept / "n.json")],
         ["prune", folder, sparsity, *SMALL, "-o", str(kept / "pruned")],
         ["evaluate", folder, "--length", "16", "--windows", "4"],

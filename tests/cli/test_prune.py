@@ -11,6 +11,7 @@ from tests import zoo
 from layerbudget.cli import main
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.receipt import recount
+from layerbudget.models.blocks import partition
 from layerbudget.models.loading import load_model
 from layerbudget.plan import Plan
 from layerbudget.records import Block, Module
@@ -102,11 +103,13 @@ def test_a_plan_knows_its_pruner(saved_model, tmp_path, capsys):
     plan, curves = tmp_path / "p.json", tmp_path / "c.json"
     measured = ["measure", str(folder), "--sparsity", "0.5", "--method", "sparsegpt"]
     assert main([*measured, "--set", "damping=0.2", "--passes", "6", *small, "-o", str(plan)]) == 0
-    assert main([*measured, "--search", "curves", "--curves", str(curves), *small, "-o", str(tmp_path / "c")]) == 0
+    names = [b.name for b in partition(zoo.build("llama"))]
+    table = {n: [[0.0, 0.4, 0.8], [0.0, 0.1 * i, 0.5 * i]] for i, n in enumerate(names, 1)}
+    curves.write_text(json.dumps({"method": "sparsegpt", "curves": table}))
     assert main(["score", str(folder), *small, "-o", str(tmp_path / "s.json")]) == 0
     planned = ["plan", "sparsity", str(tmp_path / "s.json"), "--sparsity", "0.4", "-o"]
     assert main([*planned, str(tmp_path / "d"), "--curves", str(curves)]) == 0 and main([*planned, str(tmp_path / "e")]) == 0
-    assert [Plan.load(tmp_path / n).pruner for n in "cde"] == [("sparsegpt", {}), ("sparsegpt", {}), (None, {})]
+    assert [Plan.load(tmp_path / n).pruner for n in "de"] == [("sparsegpt", {}), (None, {})]
     said = {}
     for name, more in (("own", ()), ("other", ("--method", "wanda")), ("weaker", ("--set", "damping=0.3"))):
         capsys.readouterr()

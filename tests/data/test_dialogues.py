@@ -10,12 +10,12 @@ from layerbudget.data.dialogues import dialogue, format_of
 from layerbudget.data.encoding import IGNORE, encode
 from layerbudget.data.text import calibration
 from layerbudget.decisions.sparsity.apply import prune
-from layerbudget.decisions.sparsity.measure import plan_damage
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InvalidInput, NotEnoughText
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.execution.loss import targets_of
 from layerbudget.models.blocks import partition
+from layerbudget.sensitivity.directional.point import Reference
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 CHATML = TURNS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -158,11 +158,11 @@ def test_measuring_compares_the_answers_only(tokenizer):
     data = calibration(rows, tokenizer, samples=3, length=32)
     blocks = partition(model)
     plan = plan_sparsity(blocks, sparsity=0.5, rule="uniform")
-    kl, _ = plan_damage(model, data, blocks, [plan], method="magnitude")
+    reference = Reference(model, data, 8)
     pairs = {"input_ids": data.input_ids, "attention_mask": data.attention_mask}
     with torch.no_grad():
         before = model(**pairs).logits.double().log_softmax(-1)
         prune(model, plan, None, "magnitude")
         after = model(**pairs).logits.double().log_softmax(-1)
     each = (before.exp() * (before - after)).sum(-1)[:, :-1]
-    assert kl[0] == pytest.approx(float(each[data.labels[:, 1:] != IGNORE].mean()), rel=2e-3)
+    assert reference.measure() == pytest.approx(float(each[data.labels[:, 1:] != IGNORE].mean()), rel=2e-3)

@@ -18,7 +18,6 @@ import numpy as np, torch
 from tests import zoo
 from tests.execution.test_backward import ESTIMATORS, data_for, numbers
 from layerbudget.models.blocks import partition
-from layerbudget.decisions.sparsity.by_curves import plan_by_curves
 from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.errors import LayerbudgetError
 from layerbudget.evaluation.perplexity import perplexity
@@ -60,9 +59,6 @@ for name in ("llama-tied", "bert", "mixtral"):
         plan = plan_directional(model, text, by=by, passes=8, batch_size=4, method="magnitude" if name == "bert" else "wanda")
         out[f"{{name}} {{by}} measure"] = [*plan.counts.tolist(), plan.extra["forward_passes"]]
         out[f"{{name}} {{by}} damage"] = [plan.extra["measured"], *(e["divergence"] for e in plan.extra["path"])]
-    if name == "llama-tied":
-        plan, curves = plan_by_curves(model, text, sparsity=0.5, batch_size=4, method="magnitude")
-        out[f"{{name}} curves measure"] = plan.counts.tolist()
     if name != "bert":
         out[f"{{name}} perplexity"] = [perplexity(model, zoo.tokens(7), batch_size=2).value]
 if first():

@@ -174,9 +174,6 @@ def architecture(kind: str) -> Iterator[tuple[str, Any]]:
         by_rank = lb.score(model, data, lb.partition(model, "linear"), "rank-gain", batch_size=4, largest=16)
         yield "score rank-gain", entry(by_rank.extra["increments"])
         yield "ranks by-rank", plan_entry(lb.plan_ranks(by_rank, rule="by-rank", mean_rank=4, max_rank=16))
-        plan, curves = lb.plan_by_curves(model, data, sparsity=0.5, batch_size=4)
-        yield "calibrated", plan_entry(plan)
-        yield "curves", entry([v for c in curves for row in c.damage.values() for v in row])
     if kind == "llama":
         shapes = lb.plan_structured(model, data, "25% flops", multiple=4, batch_size=4, points=2)
         yield "structured", plan_entry(shapes)

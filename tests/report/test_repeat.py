@@ -25,7 +25,6 @@ FOLDERS = {
                "--exclude", "layers.2$", "-o", "plan.json"]], "plan.json"),
     "measured": ([["measure", "demo", *TEXT, "--method", "magnitude", "--passes", "9", "--by", "layer", "--trust", "0.1"]],
                  "plan.json"),
-    "curves": ([["measure", "demo", *TEXT, "--search", "curves", "--method", "magnitude", "--metric", "loss"]], "plan.json"),
     "imported": ([["score", "demo", "--import", "mine.csv", "--orientation", "redundancy"]], "scores.json"),
 }  # fmt: skip
 
@@ -51,7 +50,7 @@ def digest_of(path):
     return (Plan if path.name.startswith("plan") else Scores).load(path).digest
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "curves")) for k in FOLDERS])
+@pytest.mark.parametrize("kind", FOLDERS)
 def test_the_printed_command_makes_the_same_again(kind, tmp_path, monkeypatch):
     commands, name = FOLDERS[kind]
     ran(tmp_path / "first", commands, monkeypatch)

@@ -10,10 +10,7 @@ from ..errors import InvalidInput
 from .progress import progress_bar
 from .shared import add_data_options, batch_of, load, say_share
 
-SEARCHES = {
-    "directional": ("passes", "steps", "cross_fit", "draws", "trust", "resume", "own"),
-    "curves": ("metric", "iterations", "curves"),
-}
+SEARCHING = ("passes", "steps", "cross_fit", "trust", "resume")
 
 
 def register(subparsers: Any) -> None:
@@ -27,12 +24,8 @@ def register(subparsers: Any) -> None:
         metavar="N:M",
         help="what 2:4, say, costs beside the same share without a pattern; for prune --pattern",
     )
-    parser.add_argument("--max-sparsity", type=float, help="cap of every unit (default: 0.95; with --search curves 0.9)")
+    parser.add_argument("--max-sparsity", type=float, help="cap of every unit (default 0.95)")
     parser.add_argument("--method", choices=TREATMENTS.names(), default="wanda", help="the pruner (default %(default)s)")
-    parser.add_argument(
-        "--search", choices=tuple(SEARCHES),
-        help="directional (default): gradients at the treated point, stepwise; curves: prune every block at a few ratios",
-    )  # fmt: skip
     parser.add_argument(
         "--by", help="linear (default), layer, rows:G or a regular expression; linear,rows:16 lets half of the text choose"
     )
@@ -49,9 +42,6 @@ def register(subparsers: Any) -> None:
         "--set", dest="own", action="append", default=[], metavar="NAME=VALUE",
         help="an option of the method, for example --set damping=0.1 (may be repeated)",
     )  # fmt: skip
-    parser.add_argument("--metric", choices=("kl", "loss"), help="of --search curves: what is measured (default kl)")
-    parser.add_argument("--iterations", type=int, help="of --search curves: how often to measure again (default 1)")
-    parser.add_argument("--curves", metavar="FILE", help="of --search curves: also write them, for plan sparsity --curves FILE")
     parser.add_argument("-o", "--out", default="plan.json", help="the plan (default %(default)s)")
     parser.set_defaults(handler=handler)
 
@@ -64,22 +54,14 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.pattern is not None:
         return _pattern(arguments)
     arguments.sparsity = 0.5 if arguments.sparsity is None else arguments.sparsity
-    arguments.search = arguments.search or "directional"
     check_fraction(arguments.sparsity, "sparsity")
-    _refuse_unread(arguments)
-    for path in filter(None, (arguments.out, arguments.curves)):
-        check_output(path, overwrite=arguments.overwrite)
-    figures: dict[str, Any] = {}
-    if arguments.search == "curves":
-        plan, predicted, uniform = _by_curves(arguments)
-        arguments.console.print(plan_table(plan))
-    else:
-        plan = _directional(arguments)
-        figures = {k: plan.extra.get(k) for k in ("forward_passes", "predicted", "measured", "held_out")}
-        predicted, uniform = plan.extra["predicted"], plan.extra["path"][0]["divergence"]  # where the steps begin
-        arguments.console.print(plan_table(plan))
-        arguments.console.print(path_table(plan))
-    against: dict[str, Any] = {"predicted": predicted, "uniform": uniform, "measured": figures.get("measured")}
+    check_output(arguments.out, overwrite=arguments.overwrite)
+    plan = _directional(arguments)
+    figures: dict[str, Any] = {k: plan.extra.get(k) for k in ("forward_passes", "predicted", "measured", "held_out")}
+    predicted, uniform = plan.extra["predicted"], plan.extra["path"][0]["divergence"]  # where the steps begin
+    arguments.console.print(plan_table(plan))
+    arguments.console.print(path_table(plan))
+    against: dict[str, Any] = {"predicted": predicted, "uniform": uniform, "measured": figures["measured"]}
     arguments.console.print(against_uniform(**against))
     arguments.console.print(f"written to {arguments.out}")
     return {**plan.to_dict(), **figures, "against_uniform": against}
@@ -105,8 +87,7 @@ def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
     from .files import show_table
     from .shared import named_values
 
-    searching = {name for names in SEARCHES.values() for name in names} - {"draws", "own"}
-    for name in ("sparsity", "max_sparsity", "search", *sorted(searching)):
+    for name in ("sparsity", "max_sparsity", *sorted(SEARCHING)):
         if getattr(arguments, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise InvalidInput(f"{flag} has no meaning for --pattern.", "The pattern decides the share.", "Leave it out.")
@@ -140,23 +121,7 @@ def _expect(arguments: argparse.Namespace, model: Any, data: Any, search: str, *
     known = all(name in ("layer", "linear") or name.startswith("rows:") for name in by.split(","))
     say_share(arguments, model, partition(model, "linear" if known else by))
     text, what = text_of(data, arguments), f"{arguments.method} ({search}) on {words_of(data)}"
-    expect(arguments, what, model, lambda shape: measuring(text, search, shape, **options), length=text.length)
-
-
-def _refuse_unread(arguments: argparse.Namespace) -> None:
-    """Refuse what belongs to the other search.
-
-    Raises:
-        InvalidInput: Names the flag.
-    """
-    for search, names in SEARCHES.items():
-        given = [name for name in names if getattr(arguments, name) not in (None, [])]
-        if search != arguments.search and given:
-            flag = "--set" if given[0] == "own" else f"--{given[0].replace('_', '-')}"
-            raise InvalidInput(
-                f"{flag} has no meaning for --search {arguments.search}.", "It would be ignored.",
-                f"Leave it out, or use --search {search}.",
-            )  # fmt: skip
+    expect(arguments, what, model, lambda _: measuring(text, search, **options), length=text.length)
 
 
 def _directional(arguments: argparse.Namespace) -> Any:
@@ -183,34 +148,3 @@ def _directional(arguments: argparse.Namespace) -> Any:
         if arguments.resume:
             clear(arguments.resume)
     return plan
-
-
-def _by_curves(arguments: argparse.Namespace) -> tuple[Any, float, float]:
-    """The plan, and what the dense model's curves add up to for it and for uniform."""
-    from ..decisions.sparsity.by_curves import plan_by_curves
-    from ..decisions.sparsity.plan import default_cap
-    from ..execution.shares import first
-    from ..models.blocks import partition
-    from ..records import check_fraction, dumps, write_text
-
-    cap = max(0.9, default_cap(arguments.sparsity)) if arguments.max_sparsity is None else arguments.max_sparsity
-    check_fraction(cap, "max_sparsity", low=arguments.sparsity)
-    metric, iterations = arguments.metric or "kl", 1 if arguments.iterations is None else arguments.iterations
-    arguments.by = arguments.by or "layer"
-    model, _, data = load(arguments)
-    _expect(arguments, model, data, "curves", by=arguments.by, iterations=iterations)
-    with progress_bar(arguments, f"measuring {arguments.method}, blocks") as progress:
-        plan, curves = plan_by_curves(
-            model, data, partition(model, arguments.by), sparsity=arguments.sparsity, max_sparsity=cap,
-            method=arguments.method, metric=metric, iterations=iterations, batch_size=batch_of(arguments, model, data),
-            progress=progress,
-        )  # fmt: skip
-    named = [dict.fromkeys(plan.names, arguments.sparsity), dict(zip(plan.names, plan.values.tolist(), strict=True))]
-    uniform, predicted = (curves[0].total(values) for values in named)
-    if not first():
-        return plan, predicted, uniform
-    plan.save(arguments.out, overwrite=arguments.overwrite)
-    if arguments.curves:
-        record = {"method": arguments.method, "metric": metric, "curves": curves[0].penalty()}
-        write_text(arguments.curves, dumps(record), overwrite=arguments.overwrite)
-    return plan, predicted, uniform

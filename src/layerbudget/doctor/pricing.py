@@ -128,19 +128,11 @@ def treating(method: str, text: Text, *, again: float = 1.0) -> list[Part]:
     return [*parts, Part(verb="measure", text=text, forwards=3.0)] if method == "gradient" else parts
 
 
-def measuring(text: Text, search: str, shape: Shape, *, passes: float | None = None, by: str | None = None,
-              draws: int = 2, iterations: int = 1) -> list[Part]:  # fmt: skip
-    """Parts of ``measure``.
-
-    Curves prune every block at five ratios (at three more in each later round) and run the layers behind it; a pattern takes
-    the gradients of ``draws`` draws of labels and prunes twice.
-    """
+def measuring(text: Text, search: str, *, passes: float | None = None, draws: int = 2) -> list[Part]:
+    """Parts of ``measure``; a pattern takes the gradients of ``draws`` draws of labels and prunes twice."""
     if search == "directional":
         return [Part(verb="measure", text=text, forwards=passes)]
-    if search == "pattern":
-        return [Part(verb="measure", text=text, forwards=2.0 * draws + 3.0), Part(verb="prune wanda", text=text, times=2.0)]
-    blocks = shape.layers * (len(shape.matrices) if by == "linear" else 1)
-    return [Part(verb="measure", text=text, forwards=2.0 + (5.0 + 3.0 * iterations) * blocks / 2 + 6.0 * iterations)]
+    return [Part(verb="measure", text=text, forwards=2.0 * draws + 3.0), Part(verb="prune wanda", text=text, times=2.0)]
 
 
 def evaluating(texts: Sequence[Text], tasks: Sequence[str] = (), limit: int | None = None, batch: int = 16) -> list[Part]:
@@ -216,8 +208,8 @@ def long_verbs(shape: Shape, *, samples: int | None = None, length: int = 256, b
 
     found = {f"score {name}": scoring(name, text(128), shape) for name in estimators()}
     verbs: dict[str, list[Part]] = {verb: parts for verb, parts in found.items() if parts}
-    for search, word in (("directional", ""), ("curves", " --search curves"), ("pattern", " --pattern 2:4")):
-        verbs[f"measure{word}"] = measuring(text(16), search, shape)
+    verbs["measure"] = measuring(text(16), "directional")
+    verbs["measure --pattern 2:4"] = measuring(text(16), "pattern")
     for method in ("wanda", "sparsegpt"):
         verbs[f"prune {method}"] = treating(method, text(128))
     verbs["finetune"] = training(text(128), 1.0, 1, 0)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ..errors import InvalidInput
 from .loss import IGNORE, head_of
-from .shares import team, total
+from .shares import total
 from .walk import Walk
 
 METRICS = ("kl", "loss")
@@ -59,7 +59,6 @@ class Meter:
     Args:
         walk: A walk that has captured the inputs of layer 0.
         metric: ``kl`` (mean KL divergence per real token, nats) or ``loss`` (difference of the mean next-token loss).
-        batches: Measure on the first so many batches only; on all where it is None.
         during: A context to be in while a batch runs through the layers (for statistics of the same forward).
 
     Raises:
@@ -67,19 +66,12 @@ class Meter:
     """
 
     def __init__(
-        self, walk: Walk, metric: str = "kl", batches: int | None = None,
-        during: Callable[[int], AbstractContextManager[None]] | None = None,
-    ) -> None:  # fmt: skip
+        self, walk: Walk, metric: str = "kl", during: Callable[[int], AbstractContextManager[None]] | None = None
+    ) -> None:
         if metric not in METRICS:
             raise InvalidInput(f"There is no metric {metric!r}.", f"Metrics are {', '.join(METRICS)}.", "Use kl.")
-        if batches is not None and team() is not None:
-            raise InvalidInput(
-                "Only some batches are to be measured, and several processes share them.",
-                "",
-                "Measure all, or use one process.",
-            )
         self.walk, self.metric = walk, metric
-        self.batches = range(min(batches or walk.batches, walk.batches))
+        self.batches = range(walk.batches)
         self.final = walk.finals(self.batches, during)
         self._held: dict[int, torch.Tensor] = {}
         self._dense: dict[int, tuple[float, float]] = {}

@@ -82,7 +82,7 @@ def shape_curves(
         walks = [walk] if test is walk else [walk, test]
         if test is not walk:
             test.capture()
-        meter = Meter(test, metric, None)
+        meter = Meter(test, metric)
         tick = Steps(progress, len(walk))
         for i, (name, layer) in enumerate(walk.layers):
             walk.position = i

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ...compressors.base import Level, find_treatment
-from ...compressors.select import check_group, parse_pattern
+from ...compressors.select import check_group, parse_pattern, share
 from ...compressors.treating import Job, Treating, matrices
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
@@ -35,7 +35,6 @@ from ...progress import Progress, Steps
 from ...records import Block
 from ...sensitivity.directional.directional import fisher_along
 from ...sensitivity.directional.originals import Originals
-from .measure import check_places, jobs_of
 from .plan import plan_sparsity
 
 KINDS = ("pattern", "unstructured")
@@ -81,13 +80,12 @@ def plan_pattern(
     blocks = partition(model, by)
     for module in (m for b in blocks for m in b.modules):
         check_group(module.d_in, group, module.name)
-    check_places(blocks, [name for name, _ in layers(model)])
+    _check_places(blocks, [name for name, _ in layers(model)])
     plan = plan_sparsity(blocks, sparsity=zeroed / group, max_sparsity=1.0, rule="uniform")
     treating = Treating(model, find_treatment(method), own)
     treating.begin(data, batch_size)
     trial = _Trial(model, data, blocks, treating, batch_size, progress)
-    counts = {b.name: b.count for b in plan.blocks}
-    work = {"pattern": _grouped(blocks, zeroed, group), "unstructured": jobs_of(blocks, counts)}
+    work = {"pattern": _grouped(blocks, zeroed, group), "unstructured": _unstructured(blocks, plan)}
     measured, changes = trial.run(work)
     found = fisher_along(model, data, changes, draws=draws, seed=seed, batch_size=batch_size)
     predicted = {kind: float(sum(a.damage[i] for a in found.values())) for i, kind in enumerate(KINDS)}
@@ -119,6 +117,24 @@ def check_pattern(pattern: str, method: str, draws: int) -> tuple[int, int]:
     if draws < 1:
         raise InvalidInput(f"draws is {draws}.", "The prediction needs 1 or more.", "Use draws=2.")
     return zeroed, group
+
+
+def _check_places(blocks: Sequence[Block], names: Sequence[str]) -> None:
+    for block in blocks:
+        if not any(all(m.name.startswith(f"{n}.") for m in block.modules) for n in names):
+            raise InvalidInput(
+                f"{block.name} does not lie within one layer.",
+                "Damage is measured for layers and parts of layers.",
+                "Partition by layer or by linear.",
+            )
+
+
+def _unstructured(blocks: Sequence[Block], plan: Plan) -> list[Job]:
+    return [
+        Job(module=m, level=Level(zeros=c))
+        for b, planned in zip(blocks, plan.blocks, strict=True)
+        for m, c in zip(b.modules, share(planned.count, [m.numel for m in b.modules]), strict=True)
+    ]
 
 
 def _grouped(blocks: Sequence[Block], zeroed: int, group: int) -> list[Job]:

@@ -48,7 +48,7 @@ def by_curves(problem: Problem, options: Mapping[str, Any]) -> Decision:
     """Protected pruning with the damage that was measured at several sparsities of every block."""
     given, names = options["curves"], [b.name for b in problem.blocks]
     if not isinstance(given, Mapping):
-        raise InvalidInput("The rule calibrated needs measured curves.", "", "Measure them: layerbudget measure --curves FILE.")
+        raise InvalidInput("The rule calibrated needs measured curves.", "", "Give them: plan sparsity --curves FILE.")
     penalty = CalibratedPenalty.from_curves(given, names)
     if "seed" in options:
         order = shuffled(len(names), options["seed"])
