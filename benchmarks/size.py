@@ -26,7 +26,7 @@ import torch
 
 import layerbudget as lb
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.doctor.forecast import forecast, shape_of, time_layer
+from layerbudget.doctor.cost import Part, Text, price, shape_of_config, time_token
 from layerbudget.execution.backward import Accumulator, feed
 from layerbudget.execution.modes import prepared
 from layerbudget.execution.replay import Replay
@@ -52,8 +52,8 @@ TASKS = (
 BITS = ("plan-bits", "quantize-rtn", "quantize-gptq")  # computed in float32, as their commands do by default
 
 FORECAST = {
-    "fisher-gram": "score fisher-gram", "rank-gain": "score rank-gain", "kfac": "score kfac", "measure": "measure",
-    "wanda": "prune wanda", "sparsegpt": "prune sparsegpt", "perplexity": "evaluate",
+    "fisher-gram": "fisher-gram", "rank-gain": "rank-gain", "kfac": "kfac", "measure": "directional", "wanda": "norms",
+    "sparsegpt": "gram", "perplexity": "forward",
 }  # fmt: skip
 
 
@@ -224,15 +224,14 @@ def run_one(given: argparse.Namespace) -> dict[str, Any]:
 
 def predicted(given: argparse.Namespace, config: Any, passes: float) -> dict[str, float]:
     """What ``doctor`` says of the task on a machine without room for the weights; nothing where it does not know it."""
-    verb = FORECAST.get(given.task)
-    if verb is None:
+    kind = FORECAST.get(given.task)
+    if kind is None:
         return {}
-    shape = shape_of(config, torch.bfloat16)
-    speed = time_layer(shape, torch.bfloat16, given.device)
-    sizes = {"samples": given.samples, "length": given.length, "batch_size": given.batch_size}
-    found = forecast(shape, speed, machine=1, verbs=[verb], **sizes)[0]
-    share = passes / found.forwards if given.task == "measure" else 1.0
-    return {"predicted_gib": found.memory / 2**30, "predicted_seconds": found.seconds * share}
+    shape = shape_of_config(config, torch.bfloat16)
+    token = time_token(shape, torch.bfloat16, given.device)
+    text = Text(samples=given.samples, length=given.length, batch=given.batch_size)
+    found = price(given.task, [Part(kind=kind, text=text, forwards=passes if kind == "directional" else None)], shape, token, 1)
+    return {"predicted_gib": found.memory / 2**30, "predicted_seconds": found.seconds}
 
 
 def said(row: dict[str, Any], key: str, digits: str) -> str:

@@ -6,7 +6,7 @@ import transformers
 from tests import zoo
 
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.doctor.pace import shape_in_memory
+from layerbudget.doctor.cost import shape_in_memory
 from layerbudget.errors import InvalidInput, UnknownStructure
 from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.execution.loss import head_of

@@ -130,14 +130,14 @@ def _measure(a: argparse.Namespace) -> Plan:
 
 def _expect(a: argparse.Namespace, model: Any, data: Any, check: Any, formats: int) -> None:
     """Say what the damages and the check will cost."""
-    from ..doctor.pricing import choosing
+    from ..doctor.cost import choosing
     from .outlook import expect, text_of, words_of
 
     text, held = text_of(data, a), None if check is None else text_of(check, a)
     given = {name: value for name in ("damage", "draws", "steps") if (value := getattr(a, name)) is not None}
     given |= {"formats": formats} if formats else {}
     what = f"{a.damage or 'directional'} damages of formats on {words_of(data)}"
-    expect(a, what, model, lambda shape: choosing(text, held, shape, **given), length=text.length)
+    expect(a, what, model, lambda shape: choosing(text, held, shape, **given))
 
 
 def _show(a: argparse.Namespace, plan: Plan) -> None:

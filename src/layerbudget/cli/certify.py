@@ -34,7 +34,7 @@ def register(subparsers: Any) -> None:
 
 def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Take each block's Newton step, compare, certify, and say what was certified."""
-    from ..doctor.pricing import scoring
+    from ..doctor.cost import scoring
     from ..models.blocks import describe, partition
     from ..records import check_output, dumps, to_jsonable, write_text
     from ..sensitivity.certificate import certify_ranking, direct_check, plot_direct_check
@@ -48,7 +48,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     model, _, data = load(a)
     priced, text = {"fisher": "fisher-gram", "diagonal": "fisher-diagonal"}.get(a.curvature, a.curvature), text_of(data, a)
     what = f"direct check, curvature {a.curvature}, on {words_of(data)}"
-    expect(a, what, model, lambda shape: scoring(priced, text, shape), length=text.length)
+    expect(a, what, model, lambda shape: scoring(priced, text, shape))
     blocks = partition(model, a.by, include=a.include, exclude=a.exclude)
     steps = {} if a.steps is None else {"steps": a.steps}
     with progress_bar(a, "direct check") as progress:

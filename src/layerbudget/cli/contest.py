@@ -98,7 +98,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
 def _expect(a: argparse.Namespace, bench: Any, kind: str, names: Sequence[str], rules: Sequence[str]) -> None:
     """Say what the cells of a comparison on text will cost; trainings are said by the number of plans alone."""
     from ..comparison.run import ALIASES
-    from ..doctor.pricing import Text, comparing
+    from ..doctor.cost import Text, comparing
     from .outlook import begin, expect
 
     count = len(getattr(a, kind)) * len(a.seeds)
@@ -111,7 +111,7 @@ def _expect(a: argparse.Namespace, bench: Any, kind: str, names: Sequence[str], 
     found: dict[str, Any] = {"rules": len(rules), "budgets": len(getattr(a, kind)), "seeds": len(a.seeds)}
     scores = [ALIASES.get(name, name) for name in names]
     found |= {"method": bench.method, "controls": not a.no_controls}
-    expect(a, what, bench.model, lambda shape: comparing(text, held, shape, scores, **found), length=text.length)
+    expect(a, what, bench.model, lambda shape: comparing(text, held, shape, scores, **found))
 
 
 def _text_bench(a: argparse.Namespace, kind: str) -> Any:

@@ -40,7 +40,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _expect(arguments: argparse.Namespace) -> None:
     """Say what the demo will cost on this machine."""
-    from ..doctor.pricing import demonstrating
+    from ..doctor.cost import demonstrating
     from ..models.loading import load_model
     from .outlook import expect
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ..doctor.forecast import Forecast
+    from ..doctor.cost import Cost, Shape
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
 _LENGTH, _BATCH = 256, 8
@@ -38,7 +38,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from ..doctor import diagnose
     from ..models.loading import describe_place
-    from .shared import announce, batch_of, load, refuse
+    from .shared import announce, load, refuse
 
     if arguments.machine or not _has_weights(arguments.model):
         why = "--machine, which reads no text and no weights" if arguments.machine else "a configuration without weights"
@@ -46,7 +46,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         return _unloaded(arguments)
     model, tokenizer, data = load(arguments)
     announce(arguments, f"{arguments.model}: {describe_place(model)}.")
-    diagnosis = diagnose(model, tokenizer, data, estimator=arguments.estimator, batch_size=batch_of(arguments))
+    diagnosis = diagnose(model, tokenizer, data)
     table = Table("check", "", "finding", "what to do", box=None, pad_edge=False)
     for f in diagnosis.findings:
         table.add_row(f.check, f"[{_STYLES[f.severity]}]{f.severity}[/]", f.what, f.remedy)
@@ -66,8 +66,8 @@ def _has_weights(name: str) -> bool:
 
 def _loaded(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
     """Prices for a model that is in memory, or streamed, on this machine."""
-    from ..doctor.pace import pace, shape_in_memory
-    from ..doctor.refusals import refusals
+    from ..doctor.cost import Text, shape_in_memory, time_token
+    from ..doctor.diagnosis import refusals
     from ..errors import UnknownStructure
     from ..models.machine import free_bytes
     from ..models.offload import mapped
@@ -77,21 +77,17 @@ def _loaded(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
     except UnknownStructure:
         return {"forecast": []}
     first, lies = next(model.parameters()), mapped(model)
-    length = arguments.length or _LENGTH
-    speed = pace(
-        shape, first.dtype, first.device, model=None if lies is not None else model, batch=arguments.batch_size or _BATCH,
-        length=length,
-    )  # fmt: skip
+    text = Text(samples=_BATCH, length=arguments.length or _LENGTH, batch=arguments.batch_size or _BATCH)
+    token = time_token(shape, first.dtype, first.device, model=model if lies is None else None, text=text)
     machine = free_bytes(first.device) + (shape.weights if lies is None else 0)
     refused = refusals(model)
-    record = _priced(arguments, shape, speed, machine, f"on this machine's {first.device.type}", refused)
+    record = _priced(arguments, shape, token, machine, f"on this machine's {first.device.type}", refused)
     return {**record, "refused": refused}
 
 
 def _unloaded(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prices from a configuration, on a machine that may be another one: as fast as this one."""
-    from ..doctor.forecast import shape_of
-    from ..doctor.pace import pace
+    from ..doctor.cost import shape_of_config, time_token
     from ..errors import UnknownUnit
     from ..models.loading import find_device, held_dtype
     from ..models.machine import free_bytes
@@ -105,10 +101,9 @@ def _unloaded(arguments: argparse.Namespace) -> dict[str, Any]:
         machine = int(wanted.amount)
     config = _configuration(arguments)
     dtype, device = held_dtype(config, arguments.dtype or "auto"), find_device(arguments.device or "auto")
-    shape = shape_of(config, dtype)
-    speed = pace(shape, dtype, device, length=arguments.length or _LENGTH)
+    shape = shape_of_config(config, dtype)
     title = f"in {where}, {str(dtype).removeprefix('torch.')}, as fast as this machine's {device.type}; no weights were read"
-    record = _priced(arguments, shape, speed, free_bytes(device) if machine is None else machine, title)
+    record = _priced(arguments, shape, time_token(shape, dtype, device), machine or free_bytes(device), title)
     return {"model": arguments.model, "layers": shape.layers, "weights": shape.weights, **record, "exit_code": 0}
 
 
@@ -134,34 +129,36 @@ def _configuration(arguments: argparse.Namespace) -> Any:
 
 
 def _priced(
-    arguments: argparse.Namespace, shape: Any, speed: Any, machine: int, title: str, refused: Mapping[str, str] | None = None
+    a: argparse.Namespace, shape: Shape, token: float, machine: int, title: str, refused: Mapping[str, str] = {}
 ) -> dict[str, Any]:
     """Price every long verb but those that refuse the model, and show it."""
-    from ..doctor.pricing import long_verbs, price
+    from ..doctor.cost import long_verbs, price
     from ..errors import InvalidInput
 
     verbs = long_verbs(
-        shape, samples=arguments.samples, length=arguments.length or _LENGTH, batch=arguments.batch_size or _BATCH,
-        demo=arguments.model == "demo",
+        shape, samples=a.samples, length=a.length or _LENGTH, batch=a.batch_size or _BATCH,
+        demo=a.model == "demo",
     )  # fmt: skip
-    if arguments.estimator is not None:
-        wanted = f"score {arguments.estimator}"
+    if a.estimator is not None:
+        wanted = f"score {a.estimator}"
         if wanted not in verbs:
             known = ", ".join(v.removeprefix("score ") for v in verbs if v.startswith("score "))
-            raise InvalidInput(f"There is no price for {arguments.estimator!r}.", f"There is one for {known}.", "Choose one.")
+            raise InvalidInput(f"There is no price for {a.estimator!r}.", f"There is one for {known}.", "Choose one.")
         verbs = {wanted: verbs[wanted]}
-    told = {verb: why for verb, why in (refused or {}).items() if verb in verbs}
-    found = [(price(verb, parts, shape, speed, machine), parts[0].text) for verb, parts in verbs.items() if verb not in told]
-    _show(arguments, found, title)
-    for why in dict.fromkeys(told.values()):
-        arguments.console.print(f"refused: {', '.join(verb for verb in told if told[verb] == why)}. {why}")
+    refusing = {verb: why for verb, why in refused.items() if verb in verbs}
+    found = [
+        (price(verb, parts, shape, token, machine), parts[0].text) for verb, parts in verbs.items() if verb not in refusing
+    ]
+    _show(a, found, title)
+    for why in dict.fromkeys(refusing.values()):
+        a.console.print(f"refused: {', '.join(verb for verb in refusing if refusing[verb] == why)}. {why}")
     return {"forecast": [{**dataclasses.asdict(f), "samples": t.samples, "length": t.length} for f, t in found]}
 
 
-def _show(arguments: argparse.Namespace, found: Sequence[tuple[Forecast, Any]], title: str) -> None:
+def _show(arguments: argparse.Namespace, found: Sequence[tuple[Cost, Any]], title: str) -> None:
     from rich.table import Table
 
-    from ..doctor.diagnosis import duration
+    from ..doctor.cost import duration
 
     head = ("verb", "text", "how", "memory", "time", "forwards", "fits")
     title = f"what the long verbs take {title}; finetune: one epoch"

@@ -119,7 +119,7 @@ def _expect(arguments: argparse.Namespace, named: argparse.Namespace, model: Any
     """Say what the evaluation will cost: twice as much where another model follows."""
     import dataclasses
 
-    from ..doctor.pricing import evaluating
+    from ..doctor.cost import evaluating
     from .outlook import expect, text_of
 
     texts = [text_of(data, arguments) for data in sets.values()]
@@ -131,7 +131,7 @@ def _expect(arguments: argparse.Namespace, named: argparse.Namespace, model: Any
         return [dataclasses.replace(p, times=p.times * times) for p in found]
 
     windows = [f"{data.samples} windows of {data.length} tokens of {source}" for source, data in sets.items()]
-    expect(named, ", ".join([*windows, *tasks]), model, parts, length=max([t.length for t in texts], default=64))
+    expect(named, ", ".join([*windows, *tasks]), model, parts)
     arguments.outlook = getattr(named, "outlook", None)  # one for both models
 
 

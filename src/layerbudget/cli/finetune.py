@@ -162,7 +162,7 @@ def _part(arguments: argparse.Namespace) -> tuple[int, int]:
 
 def _expect(arguments: argparse.Namespace, base: Any, task: Any, protocol: Any) -> None:
     """Say what will be trained on, and what it will cost; rows of a labelled task count a quarter of the longest allowed."""
-    from ..doctor.pricing import Text, training
+    from ..doctor.cost import Text, training
     from .outlook import expect
 
     rows = ", ".join(f"{len(found)} {split}" for split, found in (("to train on", task.train), *task.evaluation.items()))
@@ -175,7 +175,7 @@ def _expect(arguments: argparse.Namespace, base: Any, task: Any, protocol: Any) 
         f"{task.name}: {rows}; {protocol.epochs:g} epochs of {-(-len(task.train) // protocol.batch)} steps, "
         f"seeds {', '.join(map(str, arguments.seeds))}"
     )
-    expect(arguments, what, base, lambda shape: training(text, protocol.epochs, seeds, held), length=text.length)
+    expect(arguments, what, base, lambda shape: training(text, protocol.epochs, seeds, held))
 
 
 LONGEST = 1024  # tokens of a row of text where no cutoff is named, as TRL has it

@@ -96,7 +96,7 @@ def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
     own = {**named_values(arguments.own), **({} if arguments.draws is None else {"draws": arguments.draws})}
     model, _, data = load(arguments)
     draws = 2 if arguments.draws is None else arguments.draws
-    _expect(arguments, model, data, "pattern", draws=draws)
+    _expect(arguments, model, data, "pattern", 2.0 * draws + 7.0)
     with progress_bar(arguments, f"measuring {arguments.pattern}") as progress:
         plan = plan_pattern(
             model, data, arguments.pattern, by=arguments.by or "linear", method=arguments.method,
@@ -111,9 +111,9 @@ def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**plan.to_dict(), "predicted": plan.extra["predicted"], "measured": plan.extra["measured"]}
 
 
-def _expect(arguments: argparse.Namespace, model: Any, data: Any, search: str, **options: Any) -> None:
+def _expect(arguments: argparse.Namespace, model: Any, data: Any, search: str, passes: float | None) -> None:
     """Say what the search reaches and what it will cost."""
-    from ..doctor.pricing import measuring
+    from ..doctor.cost import searching
     from ..models.blocks import partition
     from .outlook import expect, text_of, words_of
 
@@ -121,7 +121,7 @@ def _expect(arguments: argparse.Namespace, model: Any, data: Any, search: str, *
     known = all(name in ("layer", "linear") or name.startswith("rows:") for name in by.split(","))
     say_share(arguments, model, partition(model, "linear" if known else by))
     text, what = text_of(data, arguments), f"{arguments.method} ({search}) on {words_of(data)}"
-    expect(arguments, what, model, lambda _: measuring(text, search, **options), length=text.length)
+    expect(arguments, what, model, lambda shape: searching(text, passes))
 
 
 def _directional(arguments: argparse.Namespace) -> Any:
@@ -136,7 +136,7 @@ def _directional(arguments: argparse.Namespace) -> Any:
     several = by.split(",")
     known = all(name in ("layer", "linear") or name.startswith("rows:") for name in several)
     model, _, data = load(arguments)
-    _expect(arguments, model, data, "directional", passes=arguments.passes)
+    _expect(arguments, model, data, "directional", arguments.passes)
     with progress_bar(arguments, f"stepping down, {arguments.method}") as progress:
         plan = plan_directional(
             model, data, sparsity=arguments.sparsity, by=several if known else by, method=arguments.method,

@@ -10,24 +10,21 @@ from typing import TYPE_CHECKING, Any
 from .shared import announce
 
 if TYPE_CHECKING:
-    from ..doctor.forecast import Forecast, Shape
-    from ..doctor.pricing import Part, Text
+    from ..doctor.cost import Cost, Part, Shape, Text
     from ..doctor.watch import MemoryMonitor
-
-_HOWS = {"whole": "in memory", "layers": "layer by layer", "streamed": "streamed from its files"}
 
 
 @dataclasses.dataclass(kw_only=True)
 class CostEstimate:
     """One run: what was expected, where it is known, and the watch that runs."""
 
-    expected: Forecast | None
+    expected: Cost | None
     watch: MemoryMonitor
 
 
 def text_of(data: Any, arguments: argparse.Namespace) -> Text:
     """How much text a verb reads: of a calibration set, in the batches that ``--batch-size`` names; one token of none."""
-    from ..doctor.pricing import Text
+    from ..doctor.cost import Text
     from .shared import batch_of
 
     if data is None:
@@ -40,10 +37,7 @@ def words_of(data: Any) -> str:
     return f"{data.samples} samples of {data.length} tokens of {data.source}"
 
 
-def expect(
-    arguments: argparse.Namespace, what: str, model: Any, parts: Callable[[Shape], Sequence[Part] | None], *,
-    length: int = 256,
-) -> None:  # fmt: skip
+def expect(arguments: argparse.Namespace, what: str, model: Any, parts: Callable[[Shape], Sequence[Part]]) -> None:
     """Say model, device, precision, expected time and memory in one line on stderr, and start the watch.
 
     Called once the model is loaded, before the work. A second call (another model of the same verb) says only what was loaded.
@@ -52,8 +46,7 @@ def expect(
         arguments: Of the command; the outlook is left on it for :func:`conclude`.
         what: What will be done, and on which text.
         model: As it was loaded.
-        parts: Prices the verb on a model of these sizes; None where nobody knows what it costs.
-        length: Tokens of a timed sequence.
+        parts: Prices the verb on a model of these sizes; none where nobody knows what it costs.
     """
     from ..models.loading import describe_place
 
@@ -64,11 +57,11 @@ def expect(
         announce(arguments, place)
         return
     device = next(model.parameters()).device
-    found = _priced(arguments.verb, model, parts, length)
+    found = _priced(arguments.verb, model, parts)
     begin(arguments, f"{place} {what}", found, device)
 
 
-def begin(arguments: argparse.Namespace, sentence: str, found: Forecast | None, device: Any = "cpu") -> None:
+def begin(arguments: argparse.Namespace, sentence: str, found: Cost | None, device: Any = "cpu") -> None:
     """Say a sentence with what a forecast says, and start the watch."""
     from ..doctor.watch import MemoryMonitor
 
@@ -76,12 +69,14 @@ def begin(arguments: argparse.Namespace, sentence: str, found: Forecast | None, 
     arguments.outlook = CostEstimate(expected=found, watch=MemoryMonitor(device))
 
 
-def told(found: Forecast | None) -> str:
+def told(found: Cost | None) -> str:
     """A forecast as the end of a sentence."""
     if found is None:
         return ""
+    from ..doctor.cost import HOWS
+
     short = "" if found.fits else ", more than is free here"
-    return f": about {_cost(found.seconds, found.memory)}{short}, {_HOWS[found.how]}"
+    return f": about {_cost(found.seconds, found.memory)}{short}, {HOWS[found.how]}"
 
 
 def conclude(arguments: argparse.Namespace, result: Any) -> Any:
@@ -107,15 +102,14 @@ def dismiss(arguments: argparse.Namespace) -> None:
 
 
 def _cost(seconds: float, memory: int) -> str:
-    from ..doctor.diagnosis import duration
+    from ..doctor.cost import duration
 
     return f"{duration(seconds)} and {memory / 2**30:.2g} GiB"
 
 
-def _priced(verb: str, model: Any, parts: Callable[[Shape], Sequence[Part] | None], length: int) -> Forecast | None:
+def _priced(verb: str, model: Any, parts: Callable[[Shape], Sequence[Part]]) -> Cost | None:
     """The forecast of a loaded model; None where it has no layers that could be counted."""
-    from ..doctor.pace import pace, shape_in_memory
-    from ..doctor.pricing import price
+    from ..doctor.cost import price, shape_in_memory, time_token
     from ..errors import UnknownStructure
     from ..models.machine import free_bytes
     from ..models.offload import mapped
@@ -130,10 +124,10 @@ def _priced(verb: str, model: Any, parts: Callable[[Shape], Sequence[Part] | Non
     first = next(model.parameters())
     lies = mapped(model)
     dtype, device = (first.dtype, first.device) if lies is None else (lies.dtype, lies.device)
-    batch = max(p.text.batch for p in found)
-    speed = pace(shape, dtype, device, model=model if lies is None else None, batch=batch, length=length)
+    text = max((p.text for p in found), key=lambda t: t.batch)
+    token = time_token(shape, dtype, device, model=model if lies is None else None, text=text)
     machine = free_bytes(device) + (shape.weights if lies is None else 0)  # which has the model already
-    priced = price(verb, found, shape, speed, machine)
+    priced = price(verb, found, shape, token, machine)
     if lies is None and priced.how == "streamed":  # it was asked for in memory, and is there
         return dataclasses.replace(priced, how="layers", memory=priced.memory + shape.weights)
     if lies is not None and priced.how != "streamed":

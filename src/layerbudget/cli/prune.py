@@ -81,14 +81,14 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _expect(arguments: argparse.Namespace, plan: Any, model: Any, data: Any) -> None:
     """Say what pruning will cost."""
-    from ..doctor.pricing import treating
+    from ..doctor.cost import treating
     from .outlook import expect, text_of, words_of
 
     text, again = text_of(data, arguments), 5.0 if arguments.true_sequential else 1.0
     method = {"structured": "sparsegpt", "depth": "magnitude"}.get(plan.kind, arguments.method or "wanda")  # it refits, or cuts
     how = "smaller shapes" if plan.kind in SMALLER else f"{method} to {plan.budget['spent']:,} zeros"
     what = f"{how} with {words_of(data)}" if data is not None else how
-    expect(arguments, what, model, lambda shape: treating(method, text, again=again), length=text.length)
+    expect(arguments, what, model, lambda shape: treating(method, text, again=again))
 
 
 _PASSES = ("true_sequential", "autocast", "store", "resume")

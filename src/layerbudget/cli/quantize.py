@@ -30,7 +30,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..decisions.bits.write import quantise
     from ..decisions.joint.recipe import bits_of
     from ..decisions.sparsity.save import check_output
-    from ..doctor.pricing import treating
+    from ..doctor.cost import treating
     from ..plan import Plan
     from ..storage.parts import clear
     from ..storage.writing import check_space
@@ -51,7 +51,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     places = [arguments.out, *([arguments.resume] if arguments.resume else [])]
     check_space(dict.fromkeys(places, _size(model, plan)))
     text, what = text_of(data, arguments), f"{method}{f' with {words_of(data)}' if data is not None else ''}"
-    expect(arguments, what, model, lambda shape: treating(method, text), length=text.length)
+    expect(arguments, what, model, lambda shape: treating(method, text))
     with progress_bar(arguments, f"quantise by {method}") as progress:
         receipt = quantise(
             model, tokenizer, plan, arguments.out, data, method=method, batch_size=batch_of(arguments, model, data),

@@ -96,7 +96,7 @@ def _imported(arguments: argparse.Namespace) -> Any:
 
 def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[str, Any]) -> Any:
     from ..data.text import calibration
-    from ..doctor.pricing import scoring
+    from ..doctor.cost import scoring
     from ..models.blocks import partition
     from ..sensitivity.gain import score
     from ..sensitivity.noise import subtract_floor
@@ -119,7 +119,7 @@ def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[st
     say_share(arguments, model, blocks)
     what = f"{chosen.name} on {words_of(data)}" if data is not None else chosen.name
     text = text_of(data, arguments)
-    expect(arguments, what, model, lambda shape: scoring(chosen.name, text, shape), length=text.length)
+    expect(arguments, what, model, lambda shape: scoring(chosen.name, text, shape))
     arguments.estimator = chosen.name
     with progress_bar(arguments, f"scoring by {chosen.name}") as progress:
         scores = score(

@@ -72,7 +72,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     directional = a.search == "directional"
     refuse(a, ("points", "trials", "resume") if directional else ("passes", "zeros"), f"--search {a.search}")
     model, _, data = load(a)
-    _expect(a, model, data, len(kinds))
+    _expect(a, model, data)
     shared: dict[str, Any] = {
         "kinds": kinds, "by": a.heads or "auto", "multiple": 8 if a.multiple is None else a.multiple,
         "max_removed": a.max_removed, "depth": a.depth, "compensate": a.compensate, "context": a.context, "even": a.even,
@@ -95,15 +95,13 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     return to_jsonable(plan.to_dict())
 
 
-def _expect(a: argparse.Namespace, model: Any, data: Any, kinds: int) -> None:
+def _expect(a: argparse.Namespace, model: Any, data: Any) -> None:
     """Say what the measurements will cost."""
-    from ..doctor.pricing import structuring
+    from ..doctor.cost import searching
     from .outlook import expect, text_of, words_of
 
     text = text_of(data, a)
-    given = {name: value for name in ("points", "trials", "passes") if (value := getattr(a, name)) is not None}
-    what = f"{a.search} on {words_of(data)}"
-    expect(a, what, model, lambda shape: structuring(text, a.search, shape, kinds=kinds, **given), length=text.length)
+    expect(a, f"{a.search} on {words_of(data)}", model, lambda shape: searching(text, a.passes or 46.0))
 
 
 def _show(a: argparse.Namespace, plan: Plan) -> None:

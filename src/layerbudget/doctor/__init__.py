@@ -1,6 +1,6 @@
-"""Preflight: a model is looked at before GPU hours are spent."""
+"""A model is looked at before GPU hours are spent: what will fail, what misleads, and what every long verb takes."""
 
 from .checks import Finding
-from .diagnosis import Diagnosis, diagnose, double_backward_attention
+from .diagnosis import Diagnosis, diagnose
 
-__all__ = ["Diagnosis", "Finding", "double_backward_attention", "diagnose"]
+__all__ = ["Diagnosis", "Finding", "diagnose"]

@@ -1,0 +1,140 @@
+"""Costs come from shapes and one timed forward; nothing is loaded, and the shapes are those of the model."""
+
+import json
+
+import pytest
+import torch
+from tests import zoo
+from transformers import LlamaConfig
+
+from layerbudget.cli import main
+from layerbudget.doctor.cost import (
+    Part,
+    Text,
+    comparing,
+    long_verbs,
+    price,
+    scoring,
+    searching,
+    shape_in_memory,
+    shape_of_config,
+    time_token,
+)
+from layerbudget.doctor.watch import MemoryMonitor
+from layerbudget.models.blocks import partition
+
+SEVEN = LlamaConfig(
+    vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=8, architectures=["LlamaForCausalLM"],
+)  # fmt: skip
+TOKEN = 3e-3
+SMALL = ("--samples", "4", "--length", "16")
+LONG = {"score fisher-gram", "score ggn", "plan sparsity", "plan bits", "apply, wanda", "apply, gptq", "finetune", "evaluate"}
+
+
+def test_shapes_are_those_of_the_model():
+    model = zoo.tiny("mistral")
+    model.config.architectures = ["MistralForCausalLM"]
+    shape = shape_of_config(model.config, torch.float32)
+    assert shape == shape_in_memory(model)
+    assert shape.weights == sum(p.numel() * 4 for p in model.parameters()) and shape.layers == 3
+    assert shape.numel == partition(model, "layer")[0].numel
+    assert sorted(shape.inputs) == [32, 32, 32, 48]  # q/k/v, o, gate/up, down
+    assert 0 < time_token(shape, torch.float32) < 1
+
+
+def test_a_model_of_seven_billion_fits_where_its_layers_do():
+    shape = shape_of_config(SEVEN, torch.bfloat16)
+    assert 13e9 < shape.weights < 15e9
+    verbs = long_verbs(shape, samples=4, batch=4)
+    small, large = ({v: price(v, parts, shape, TOKEN, machine << 30) for v, parts in verbs.items()} for machine in (4, 256))
+    streamed = ("score fisher-gram", "score rank-gain", "plan sparsity", "apply, wanda", "evaluate")
+    assert all(small[v].how == "streamed" and small[v].fits for v in streamed), small
+    assert not small["finetune"].fits and not small["score hessian"].fits
+    assert all(large[v].fits and large[v].how == "whole" for v in (*streamed, "finetune"))
+    longer = long_verbs(shape, samples=16, batch=4)
+    assert all(price(v, longer[v], shape, TOKEN, 4 << 30).seconds > small[v].seconds for v in streamed)
+
+
+def test_seven_billion_fit_into_sixteen_gigabytes_at_the_default_sizes():
+    shape = shape_of_config(SEVEN, torch.bfloat16)
+    found, small = ({v: price(v, parts, shape, TOKEN, m << 30) for v, parts in long_verbs(shape).items()} for m in (16, 8))
+    for verb in (
+        "score fisher-gram",
+        "score adapter",
+        "score layerif",
+        "plan sparsity",
+        "plan bits",
+        "apply, sparsegpt",
+        "evaluate",
+    ):
+        assert found[verb].fits and small[verb].fits, (verb, found[verb], small[verb])
+    assert found["score rank-gain"].fits and not small["score rank-gain"].fits
+    assert not found["score kfac"].fits and not found["score ekfac"].fits  # the eigenbasis of a factor 14336 wide
+
+
+def test_prices_add_up():
+    shape, text = shape_in_memory(zoo.tiny("llama")), Text(samples=8, length=32)
+    one = price("one", [Part(kind="norms", text=text)], shape, TOKEN, 1 << 34)
+    parts = [Part(kind="norms", text=text, times=2.0), Part(kind="forward", text=text, forwards=3.0)]
+    both = price("both", parts, shape, TOKEN, 1 << 34)
+    assert both.seconds == pytest.approx(2 * one.seconds + 3 * TOKEN * text.tokens) and both.forwards == 7.0
+    assert scoring("nobody's", text, shape) == []
+    few, many = (price("c", comparing(text, text, shape, ["kfac"], seeds=n), shape, TOKEN, 1 << 34) for n in (1, 3))
+    assert many.seconds == pytest.approx(3 * few.seconds)
+    assert price("s", searching(text), shape, TOKEN).seconds > one.seconds and "demo" in long_verbs(shape, demo=True)
+    small = price("c", comparing(text, text, shape, ["kfac"]), shape, TOKEN, 1000)
+    assert small.how == "layers" and not small.fits and small.memory > shape.weights  # a comparison holds the model
+
+
+def test_timing_leaves_the_random_numbers_alone():
+    model = zoo.tiny("llama")
+    shape = shape_in_memory(model)
+    torch.manual_seed(3)
+    wanted = torch.rand(4)
+    torch.manual_seed(3)
+    assert 0 < time_token(shape, torch.float32, model=model, text=Text(samples=4, length=16)) < 1
+    assert torch.equal(torch.rand(4), wanted)
+
+
+def test_the_monitor_sees_what_was_held():
+    watch = MemoryMonitor()
+    held = torch.ones(40_000_000)
+    seconds, memory = watch.end()
+    assert memory >= held.numel() * 4 and seconds > 0
+
+
+def test_the_doctor_prices_every_long_verb(saved_model, capsys):
+    assert main(["doctor", str(saved_model("llama")), *SMALL, "--json"]) == 0
+    found = {f["verb"]: f for f in json.loads(capsys.readouterr().out)["forecast"]}
+    assert set(found) >= LONG and "demo" not in found
+    assert all(f["seconds"] > 0 and f["memory"] > 0 and f["fits"] for f in found.values())
+    assert found["score ggn"]["seconds"] > found["score fisher-gram"]["seconds"] > found["evaluate"]["seconds"]
+
+
+def test_the_doctor_prices_a_configuration_alone(tmp_path, capsys):
+    LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=80, num_attention_heads=4,
+        architectures=["LlamaForCausalLM"], dtype="bfloat16",
+    ).save_pretrained(tmp_path)  # fmt: skip
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert main(["doctor", str(name), "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert record["layers"] == 80 and {f["verb"] for f in record["forecast"]} >= LONG
+        assert {f["samples"] for f in record["forecast"]} > {16, 128}  # every verb at its own defaults
+    assert main(["doctor", str(tmp_path), "--estimator", "kfac", "--machine", "4 GiB", "--json"]) == 0
+    assert [f["verb"] for f in json.loads(capsys.readouterr().out)["forecast"]] == ["score kfac"]
+    for wrong in (
+        ["--data", "stdlib"], ["--estimator", "magic"], ["--machine", "plenty"], ["--machine", "3% flops"],
+        ["--machine", "4 GiB", "--data", "stdlib"],
+    ):  # fmt: skip
+        assert main(["doctor", str(tmp_path), *wrong]) == 2
+    (tmp_path / "other.json").write_text("[1]")
+    assert main(["doctor", str(tmp_path / "other.json")]) == 2
+
+
+def test_quiet_says_nothing_and_a_record_has_no_figures_of_the_clock(saved_model, tmp_path, capsys):
+    scores = tmp_path / "s.json"
+    assert main(["score", str(saved_model("llama")), *SMALL, "--quiet", "-o", str(scores)]) == 0
+    said = capsys.readouterr().err
+    assert "took" not in said and "parameters in" not in said and "took" not in json.loads(scores.read_text())
