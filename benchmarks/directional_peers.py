@@ -26,11 +26,11 @@ from unittest import mock
 import numpy as np
 import torch
 
-import courses
 import peers_pruning
 from layerbudget.data.text import calibration
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.models.blocks import describe, partition
 from layerbudget.models.loading import load_model, load_tokenizer
@@ -68,8 +68,8 @@ def ratios(bench, a):
         run = peers_pruning.wanda_repository(a.path, method)
         for sparsity in a.sparsities:
             uniform = plan_sparsity(partition(model, "linear"), sparsity=sparsity, rule="uniform")
-            found = courses.plans(model, data, sparsity=sparsity, method=method, by="linear", steps=(8,))
-            for rule, plan in (("uniform", uniform), ("directional", found["24 passes"][0])):
+            directional = plan_directional(model, data, sparsity=sparsity, method=method)
+            for rule, plan in (("uniform", uniform), ("directional", directional)):
                 if bench.has(part="ratios", method=method, sparsity=sparsity, rule=rule):
                     continue
                 rows = whole_rows(plan, sizes)
@@ -153,8 +153,9 @@ def search(bench, a):
     """EvoPress at our passes and at ten times as many; its levels cost two forwards each and are counted."""
     for method in a.methods:
         for sparsity in a.sparsities:
-            found = courses.plans(bench.model, bench.data, sparsity=sparsity, method=method, by="linear", steps=(8,))
-            plan, seconds = found["24 passes"]
+            started = time.process_time()
+            plan = plan_directional(bench.model, bench.data, sparsity=sparsity, method=method)
+            seconds = time.process_time() - started
             ours = plan.extra["forward_passes"]
             if not bench.has(part="search", method=method, sparsity=sparsity, rule="directional"):
                 value = bench.applied(plan, method)

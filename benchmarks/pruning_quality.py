@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import courses
 from layerbudget.data.text import calibration
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
@@ -51,7 +50,7 @@ STEPS, DEFAULT = (1, 2, 4, 8, 12, 20), f"{PASSES:g} passes"
 DIRECTIONAL = {
     # label: (by, most steps, options); steps are of three forward equivalents, beside one dense forward and the last measurement
     **{f"directional ({name}), {k} step{'s' if k > 1 else ''}": (by, k, {}) for name, by in BY.items() for k in STEPS},
-    **{f"directional ({name}), {DEFAULT}": (by, DEFAULT, {}) for name, by in BY.items()},
+    **{f"directional ({name}), {DEFAULT}": (by, None, {}) for name, by in BY.items()},
     "directional (Linear or rows), cross-fitted": (("linear", "rows:1"), None, {"passes": 80}),
 }
 RULES = ("uniform", "size-proportional (Linear)", *SCORED, *RECORDED, *DIRECTIONAL)
@@ -82,18 +81,6 @@ class Bench:
             self.scores[key] = (found, time.process_time() - started)
         return self.scores[key]
 
-    def course(self, method, sparsity, seed, by):
-        """Directional plans at all lengths that are wanted, from one descent."""
-        key = ("course", method, sparsity, seed, by)
-        if key not in self.scores:
-            wanted = [k for name, (b, k, _) in DIRECTIONAL.items() if b == by and name in self.a.rules]
-            steps = [k for k in wanted if isinstance(k, int)] or [int(PASSES / 3)]
-            self.scores = {k: v for k, v in self.scores.items() if k[0] != "course"}
-            self.scores[key] = courses.plans(
-                self.model, self.calibration(seed), sparsity=sparsity, method=method, by=by, steps=steps
-            )
-        return self.scores[key]
-
     def plan(self, rule, method, sparsity, seed):
         """The plan, what it cost in full forwards of the calibration set, and CPU seconds."""
         cap = self.a.cap
@@ -103,13 +90,10 @@ class Bench:
             return plan_sparsity(self.blocks["linear"], sparsity=sparsity, max_sparsity=cap, rule="size"), 0.0, 0.0
         if rule in DIRECTIONAL:
             by, steps, options = DIRECTIONAL[rule]
-            if not options:
-                plan, seconds = self.course(method, sparsity, seed, by)[steps]
-                return plan, plan.extra["forward_passes"], seconds
             started = time.process_time()
             plan = plan_directional(
                 self.model, self.calibration(seed), sparsity=sparsity, by=by, steps=steps, method=method,
-                **{"passes": 1e9, **options},
+                **{"passes": 1e9 if steps else PASSES, **options},
             )  # fmt: skip
             return plan, plan.extra["forward_passes"], time.process_time() - started
         estimator, by, how = SCORED[rule]

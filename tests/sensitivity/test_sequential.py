@@ -138,19 +138,19 @@ def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, me
     before = copy.deepcopy(model.state_dict())
     options = {"by": "rows:4", "passes": 19, "crossfit": False, "batch_size": 8, "method": method}
     whole = plan_directional(model, data, **options)
-    go, calls = descent._go, []
+    look, calls = TrustRegion.look, []
 
-    def stop(*arguments):
+    def stop(*arguments, **more):
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == 4:
             raise KeyboardInterrupt
-        return go(*arguments)
+        return look(*arguments, **more)
 
-    monkeypatch.setattr(descent, "_go", stop)
+    monkeypatch.setattr(TrustRegion, "look", stop)
     with pytest.raises(KeyboardInterrupt):
         plan_directional(model, data, resume=str(tmp_path / "kept"), **options)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    monkeypatch.setattr(descent, "_go", go)
+    monkeypatch.setattr(TrustRegion, "look", look)
     again = plan_directional(model, data, resume=str(tmp_path / "kept"), **options)
     assert again.digest == whole.digest and again.extra["rows"].digest == whole.extra["rows"].digest
     with pytest.raises(ModelMismatch):

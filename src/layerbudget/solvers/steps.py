@@ -1,11 +1,28 @@
-r"""One step of a sequential plan: the best plan within reach of the present one, by a model of the damage.
+r"""Steps down a measured damage: the one trust-region loop, and the program of one step of sparsities. No torch.
 
-Minimises ``sum_k f_k(rho_k)`` subject to ``sum_k n_k rho_k = S`` and ``l_k <= rho_k <= u_k``, ``f_k`` the lower convex hull of
-the damage at a few levels of unit k between its bounds. Hulls are piecewise linear: segments are taken in the order of damage
-per parameter: exact, for any number of units (:mod:`layerbudget.solvers.calibrated`).
+**The loop** (:func:`descend`). Let ``D`` be the damage that can only be measured, and ``m_x(y)`` a model of ``D(y) - D(x)``
+around the present state ``x`` that is trusted within a radius ``r``.
+
+    1. propose   y of the region of radius r with ``m_x(y) < 0``: the least by an exact program, then states nearer to x
+    2. measure   D(y)
+    3. accept    the first y with ``D(y) < D(x)``: x = y, and r is the radius that y came from, ``SHRINK`` times it where less
+                 than the share ``HELD`` of the promise ``m_x(y)`` came
+    4. stop      where no proposal is left, or where the next one cannot be paid
+
+Every accepted state has less damage than the one before, so the last one is the best of all that were measured. Where ``m_x``
+is exact to first order and the nearer proposals tend to x, some proposal is accepted unless x is stationary.
+
+**One step of sparsities** (:func:`step_within`). Minimises ``sum_k f_k(rho_k)`` subject to ``sum_k n_k rho_k = S`` and
+``l_k <= rho_k <= u_k``, ``f_k`` the lower convex hull of the damage at a few levels of unit k between its bounds. Hulls are
+piecewise linear: segments are taken in the order of damage per parameter: exact, for any number of units
+(:mod:`layerbudget.solvers.calibrated`).
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,6 +32,89 @@ from .counts import round_parameters
 from .inputs import Vector
 from .solution import Solution
 from .sparsity import sparsify
+
+SHRINK, HELD = 0.8, 0.5
+
+
+class Evaluation(Protocol):
+    """What was measured at a state."""
+
+    @property
+    def divergence(self) -> float:
+        """The damage there."""
+
+
+Point = TypeVar("Point", bound=Evaluation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Proposal:
+    """A state to try.
+
+    Attributes:
+        state: Where to go.
+        promise: Change of the damage by the model, below zero.
+        trust: Radius of the region that it came from.
+        length: Share of the way to the best state of the region around the present one.
+    """
+
+    state: Any
+    promise: float
+    trust: float
+    length: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Step(Generic[Point]):
+    """An accepted proposal.
+
+    Attributes:
+        point: What was measured there.
+        proposal: What had been promised.
+        change: Measured change of the damage, below zero.
+        trust: Radius of the next step.
+    """
+
+    point: Point
+    proposal: Proposal
+    change: float
+    trust: float
+
+
+def descend(
+    point: Point,
+    trust: float,
+    proposals: Callable[[Point, float], Iterable[Proposal]],
+    evaluate: Callable[[Point, Proposal], Point],
+    affords: Callable[[], bool],
+    *,
+    least: float = 0.0,
+) -> Iterator[Step[Point]]:
+    """Accepted steps, one by one as they are made.
+
+    Args:
+        point: The evaluated state to start from.
+        trust: Radius of the first region.
+        proposals: Proposals from a point within a radius, the best one first. It is resumed only where the last one has not
+            gained, so that a generator can shorten the next one, or leave out what did not help.
+        evaluate: Goes from the last accepted point to a proposal, and measures there.
+        affords: Whether one more evaluation can be paid.
+        least: The radius never shrinks below this by itself.
+    """
+    while True:
+        for proposal in proposals(point, trust):
+            if not affords():
+                return
+            found = evaluate(point, proposal)
+            change = found.divergence - point.divergence
+            if change < 0:
+                break
+        else:
+            return
+        point, trust = found, proposal.trust
+        if change > HELD * proposal.promise:
+            trust = max(least, trust * SHRINK)
+        yield Step(point=point, proposal=proposal, change=change, trust=trust)
 
 
 def reach(present: Vector, trust: float, cap: float, count: int) -> np.ndarray:

@@ -1,15 +1,14 @@
-"""One descent: steps of a sparsity plan down the measured divergence, each as far as a model of the damage is trusted.
+"""One descent of a sparsity plan by the trust-region loop (:func:`layerbudget.solvers.steps.descend`).
 
 At every point the damage of all units at levels within reach is predicted
-(:mod:`layerbudget.sensitivity.directional.directional`) and the best
-plan within reach solved for exactly (:mod:`layerbudget.solvers.steps`). The model goes there and is measured; where worse,
-half and a quarter of the way. Where less than half of the promise came, the next step is shorter.
+(:mod:`layerbudget.sensitivity.directional.directional`). Proposed are the best plan
+within reach, then half and a quarter of the way to it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,11 @@ from ...compressors.treating import Found
 from ...progress import Progress, Steps, say
 from ...sensitivity.directional.journal import Journal, Trajectory
 from ...sensitivity.directional.point import PointEvaluation, Reference, TrustRegion
+from ...solvers import steps
 from ...solvers.counts import round_parameters
-from ...solvers.steps import curves_at, damage_at, reach, step_within
+from ...solvers.steps import Proposal, curves_at, damage_at, reach, step_within
 
-STEPS = (1.0, 0.5, 0.25)
-SHRINK, LEAST_TRUST, HELD = 0.8, 0.01, 0.5
+LENGTHS, LEAST_TRUST = (1.0, 0.5, 0.25), 0.01
 NESTED_LEVELS, WRITTEN_LEVELS = 17, 7
 TERMS: dict[str, Callable[[PointEvaluation], np.ndarray]] = {
     "first": lambda look: look.forms.first,
@@ -60,14 +59,17 @@ class Settings:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Here:
-    """An accepted point: what was seen there within ``reach``, and how far of it is trusted by now."""
+    """What was seen at a point within ``reach``."""
 
     counts: np.ndarray
     found: Found
     look: PointEvaluation
     levels: np.ndarray
     reach: float
-    trust: float
+
+    @property
+    def divergence(self) -> float:
+        return self.look.divergence
 
 
 def descend(
@@ -90,78 +92,64 @@ def descend(
     """
     journal = journal or Journal(None, "")
     tick = Steps(progress, settings.steps)
+    numel = point.decisions.numel
     held = journal.resume(point.treating.treatment.statistic)
     path = held.path if held else Trajectory(counts=[start], log=[])
-    found, reached = (held.found, held.reach) if held else (point.dense, settings.trust)
-    point.move(path.counts[-1], found)
+    found, reached, trust = (held.found, held.reach, held.trust) if held else (point.dense, settings.trust, settings.trust)
     here = _arrive(point, path.counts[-1], found, reached, settings, max(len(path.log) - 1, 0))
     if held:
-        here.trust, point.passes = held.trust, path.log[-1]["passes"]
+        point.passes = path.log[-1]["passes"]
     else:
         path.log.append(_entry(point, here, judge, step=0))
-        journal.keep(path, found, here.reach, here.trust)
-    while len(path.log) <= settings.steps - settings.leap and _affords(point, settings):
-        gone = _go(point, here, path, settings)
-        if gone is None:
-            break
-        here, record = gone
+        journal.keep(path, found, here.reach, trust)
+
+    def proposals(here: _Here, trust: float) -> Iterator[Proposal]:
+        levels, damage, goal, _ = _goal(point, here, trust, path, settings)
+        if goal is None:
+            return
+        for length in LENGTHS:
+            counts = goal if length == 1.0 else _between(here.counts, goal, length, numel, settings.total)
+            promise = damage_at(levels, damage, counts / numel)
+            yield Proposal(state=counts, promise=promise, trust=trust * length, length=length)
+
+    def evaluate(here: _Here, proposal: Proposal) -> _Here:
+        return _arrive(point, proposal.state, here.look.found, proposal.trust, settings, len(path.log))
+
+    def affords() -> bool:
+        price = 1.0 + 2.0 * (1 + settings.draws)
+        return len(path.log) <= settings.steps - settings.leap and point.passes + price <= settings.passes
+
+    for step in steps.descend(here, trust, proposals, evaluate, affords, least=LEAST_TRUST):
+        here, trust, proposal = step.point, step.trust, step.proposal
+        moved = float(np.abs(here.counts - path.counts[-1]).sum() / numel.sum())
         path.counts.append(here.counts)
-        path.log.append({**_entry(point, here, judge, step=len(path.log)), **record})
-        journal.keep(path, here.found, here.reach, here.trust)
+        path.log.append({
+            **_entry(point, here, judge, step=len(path.log)), "length": proposal.length, "trust": proposal.trust,
+            "moved": moved, "predicted": proposal.promise, "measured": step.change,
+        })  # fmt: skip
+        journal.keep(path, here.found, here.reach, trust)
         say(progress, f"damage {path.log[-1]['divergence']:.3g}")
         tick(len(path.log) - 1 - tick.done)
     if settings.leap and len(path.log) <= settings.steps:
-        _, _, path.goal, path.promise = _goal(point, here, path, settings)
+        _, _, path.goal, path.promise = _goal(point, here, trust, path, settings)
     return path
 
 
-def _affords(point: TrustRegion, settings: Settings) -> bool:
-    """Whether another point with its backwards can be paid."""
-    return point.passes + _price(settings) <= settings.passes
-
-
-def _price(settings: Settings) -> float:
-    return 1.0 + 2.0 * (1 + settings.draws)
-
-
 def _arrive(point: TrustRegion, counts: np.ndarray, found: Found, trust: float, settings: Settings, step: int) -> _Here:
-    """Look around at the point where the model is."""
+    """Go there and look around."""
+    point.move(counts, found)
     count = NESTED_LEVELS if point.treating.treatment.nested else WRITTEN_LEVELS
     levels = reach(counts / point.decisions.numel, trust, settings.cap, count)
     look = point.look(counts, found, levels, draws=settings.draws, seed=settings.seed + step)
-    return _Here(counts=counts, found=found, look=look, levels=levels, reach=trust, trust=trust)
-
-
-def _go(point: TrustRegion, here: _Here, path: Trajectory, settings: Settings) -> tuple[_Here, dict[str, Any]] | None:
-    """One step: the program, then the whole of the way, half or a quarter; None where nothing gains."""
-    numel = point.decisions.numel
-    levels, damage, goal, _ = _goal(point, here, path, settings)
-    if goal is None:
-        return None
-    for length in STEPS:
-        if length < 1.0 and not _affords(point, settings):
-            return None
-        counts = goal if length == 1.0 else _between(here.counts, goal, length, numel, settings.total)
-        predicted = damage_at(levels, damage, counts / numel)
-        point.move(counts, here.look.found)
-        trust = here.trust * length
-        there = _arrive(point, counts, here.look.found, trust, settings, len(path.log))
-        measured = there.look.divergence - here.look.divergence
-        if measured < 0:
-            there.trust = max(LEAST_TRUST, trust * SHRINK) if measured > HELD * predicted else trust
-            moved = float(np.abs(counts - here.counts).sum() / numel.sum())
-            return there, {
-                "length": length, "trust": trust, "moved": moved, "predicted": predicted, "measured": measured,
-            }  # fmt: skip
-    return None
+    return _Here(counts=counts, found=found, look=look, levels=levels, reach=trust)
 
 
 def _goal(
-    point: TrustRegion, here: _Here, path: Trajectory, settings: Settings
+    point: TrustRegion, here: _Here, trust: float, path: Trajectory, settings: Settings
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, float]:
     """Levels within reach, damage there, the best plan and what it promises; no plan where nothing gains."""
     numel = point.decisions.numel
-    levels = reach(here.counts / numel, here.trust, settings.cap, here.levels.shape[1])
+    levels = reach(here.counts / numel, trust, settings.cap, here.levels.shape[1])
     damage = curves_at(here.levels, TERMS[settings.terms](here.look), levels)
     goal, path.solution = step_within(levels, damage, numel, settings.total)
     promise = damage_at(levels, damage, goal / numel)
@@ -174,5 +162,5 @@ def _between(here: np.ndarray, goal: np.ndarray, length: float, numel: np.ndarra
 
 
 def _entry(point: TrustRegion, here: _Here, judge: Reference | None, **record: Any) -> dict[str, Any]:
-    found = {**record, "divergence": here.look.divergence, "passes": point.passes}
+    found = {**record, "divergence": here.divergence, "passes": point.passes}
     return found if judge is None else {**found, "held_out": judge.measure()}
