@@ -1,18 +1,143 @@
-"""Things by name: those of this package, those that a decorator adds, and those that an installed package brings. No torch."""
+"""Things by name, and their options. No torch.
+
+A :class:`Registry` holds what this package has, what a decorator adds, what an installed package brings and what a file of the
+user registers. Options of any of them are the keyword-only parameters of its function, or the fields of its dataclass:
+:func:`options_of` lists them, :func:`resolve_options` checks and converts what was given.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+import sys
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from .errors import InvalidInput
+import msgspec
+
+from .errors import InvalidInput, NotFound
 
 T = TypeVar("T")
 Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option.
+
+    Attributes:
+        name: What users write.
+        type: Type of its values; ``Any`` where none is declared.
+        default: Where nothing is given.
+        help: A line, from ``Annotated[type, "line"]``.
+    """
+
+    name: str
+    type: Any = Any
+    default: Any = None
+    help: str = ""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Its values, where they are words (``Literal``)."""
+        parts = (self.type, *typing.get_args(self.type))
+        return tuple(word for t in parts if typing.get_origin(t) is typing.Literal for word in typing.get_args(t))
+
+    def read(self, value: Any, what: str) -> Any:
+        """Return a value that was given for this option of something; lists become tuples where the type says so.
+
+        Raises:
+            InvalidInput: It is no value of that type.
+        """
+        plain = value.tolist() if type(value).__module__ == "numpy" else value
+        try:
+            converted = msgspec.convert(plain, self.type)
+        except msgspec.ValidationError:
+            told = f"The option {self.name} of {what} is {value!r}."
+            raise InvalidInput(told, f"It is {self.says}.", "Correct it.") from None
+        except TypeError:  # a type that is checked by whoever reads the option
+            return value
+        return converted if isinstance(value, list) else value
+
+    @property
+    def says(self) -> str:
+        """Its type in words: ``a number or a list of numbers``."""
+        parts = typing.get_args(self.type) if isinstance(self.type, types.UnionType) else (self.type,)
+        return " or ".join(_spoken(t) for t in parts if t is not type(None))
+
+
+def _spoken(declared: Any) -> str:
+    if typing.get_origin(declared) is typing.Literal:
+        return ", ".join(str(word) for word in typing.get_args(declared))
+    inner = [t for t in typing.get_args(declared) if t is not ...]
+    if inner and issubclass(typing.get_origin(declared), Sequence):
+        return f"a list of {_spoken(inner[0]).removeprefix('a ')}s"
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    return words.get(declared, getattr(declared, "__name__", str(declared)))
+
+
+def options_of(source: Callable[..., Any] | Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Option]:
+    """Options of a function (its keyword-only parameters), a dataclass (its fields) or a table of defaults, by name.
+
+    >>> options_of(lambda model, *, rank=8, progress=None: rank, without=("progress",))
+    {'rank': Option(name='rank', type=<class 'int'>, default=8, help='')}
+    """
+    if isinstance(source, Mapping):
+        return {name: Option(name=name, type=_type_of(default), default=default) for name, default in source.items()}
+    parameters = inspect.signature(source).parameters.values()
+    fields = dataclasses.is_dataclass(source)
+    module = sys.modules.get(source.__module__)
+    return {p.name: _option(p, module) for p in parameters if (fields or p.kind is p.KEYWORD_ONLY) and p.name not in without}
+
+
+def _option(parameter: inspect.Parameter, module: types.ModuleType | None) -> Option:
+    declared, default, line = parameter.annotation, parameter.default, ""
+    if isinstance(declared, str):
+        try:
+            declared = eval(declared, vars(module) if module else {})  # an annotation, as inspect evaluates it
+        except NameError:
+            declared = Any  # imported for type checkers only
+    if declared is parameter.empty:
+        declared = _type_of(default)
+    if typing.get_origin(declared) is typing.Annotated:
+        declared, line = typing.get_args(declared)[:2]
+    return Option(name=parameter.name, type=declared, default=default, help=line)
+
+
+def _type_of(default: Any) -> Any:
+    return type(default) if isinstance(default, (bool, int, float, str)) else Any
+
+
+def resolve_options(what: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of something, those given in the place of the defaults; None means not given.
+
+    Args:
+        what: What has the options, at the start of a sentence: ``The rule mdl``.
+        options: From :func:`options_of`.
+        given: By name.
+
+    Raises:
+        InvalidInput: There is no such option, or it does not have that value.
+
+    >>> resolve_options("The rule mdl", options_of(lambda problem, *, slope=0.2: 0), {"slope": 0.5})
+    {'slope': 0.5}
+    """
+    for name, value in given.items():
+        if name not in options and value is not None and value is not False:
+            known = f"Its options: {', '.join(options)}." if options else "It has none."
+            raise InvalidInput(f"{what} has no option {name}.", known, f"Leave {name} out, or correct the name.")
+    return {
+        name: option.default if given.get(name) is None else option.read(given[name], what[:1].lower() + what[1:])
+        for name, option in options.items()
+    }
 
 
 def load_function(home: str | Call, package: str | None) -> Call:
@@ -22,16 +147,6 @@ def load_function(home: str | Call, package: str | None) -> Call:
     module, function = home.split(":")
     found: Call = getattr(importlib.import_module(module, package), function)
     return found
-
-
-def keywords(function: Callable[..., Any], *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Keyword-only parameters of a function, which are its options, with their defaults.
-
-    >>> keywords(lambda model, *, rank=8, progress=None: rank, without=("progress",))
-    {'rank': 8}
-    """
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in without}
 
 
 class Registry(Generic[T]):
@@ -81,11 +196,16 @@ class Registry(Generic[T]):
         return {name: self.find(name) for name in self.names()}
 
     def find(self, name: str) -> T:
-        """The entry of that name.
+        """The entry of that name; ``file.py:name`` runs the file first, which registers it.
 
         Raises:
             InvalidInput: There is none.
+            NotFound: No such file.
         """
+        file, _, own = name.rpartition(":")
+        if file.endswith(".py"):
+            _run(Path(file))
+            name = own
         self._load()
         if name not in self._items:
             raise InvalidInput(
@@ -103,3 +223,13 @@ class Registry(Generic[T]):
             self._loaded = True
             for entry in importlib.metadata.entry_points(group=self.group):
                 entry.load()
+
+
+@functools.cache
+def _run(path: Path) -> None:
+    """Run a Python file, once."""
+    spec = importlib.util.spec_from_file_location(f"layerbudget_file_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise NotFound(f"There is no file {path}.", "", "Name a Python file that registers the entry: my.py:name.")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)

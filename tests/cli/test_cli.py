@@ -185,7 +185,7 @@ def test_a_file_that_the_system_refuses_and_an_unknown_option_are_one_sentence(t
     assert "choose another one" in " ".join(capsys.readouterr().err.split())
     words = ["score", "demo", "--samples", "2", "--length", "8", "--quiet", "--set", "drawz=2", "-o", str(tmp_path / "t.json")]
     assert main(words) == 2
-    assert "does not read drawz" in " ".join(capsys.readouterr().err.split())
+    assert "has no option drawz" in " ".join(capsys.readouterr().err.split())
     assert main(["score", "demo", "--import", str(tmp_path / "s.json"), "--excess", "-o", str(tmp_path / "t.json")]) == 2
     assert "--excess has no meaning" in " ".join(capsys.readouterr().err.split())
 

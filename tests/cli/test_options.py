@@ -175,7 +175,7 @@ def cell(run, command, always, without, with_it) -> str:
     except InfeasibleBudget:
         return "heard"
     except InvalidInput as error:
-        if not any(part in str(error) for part in ("does not read", "has no meaning", "are the penalty")):
+        if not any(part in str(error) for part in ("has no option", "does not read", "has no meaning", "are the penalty")):
             raise
         return "refused"
     strip = lambda r: {k: v for k, v in r.items() if k not in ("scores_digest", "hyperparameters")}  # noqa: E731
@@ -198,7 +198,9 @@ def table_of(run, kind, flags):
             try:
                 rows[rule][flag] = cell(run, command, ALWAYS[kind], without, with_it)
             except InvalidInput as error:
-                if "does not read" not in str(error):  # the flag that makes the effect visible is itself refused
+                if not any(
+                    p in str(error) for p in ("has no option", "does not read")
+                ):  # the flag that makes the effect visible is itself refused
                     raise
                 rows[rule][flag] = cell(run, command, ALWAYS[kind], [], alone(flag, with_it))
     return rows
@@ -349,7 +351,7 @@ def score_cell(tiny, name, option, value, more) -> str:
     try:
         with_it, passes = scored(tiny, name, **{**more, option: value})
     except InvalidInput as error:
-        if "does not read" not in str(error) and "what Lanczos on one block does not know" not in str(error):
+        if "has no option" not in str(error) and "what Lanczos on one block does not know" not in str(error):
             raise
         return "refused"
     without, before = scored(tiny, name, **more)

@@ -69,7 +69,7 @@ def test_what_was_not_measured_is_not_planned(scores):
     with pytest.raises(InfeasibleBudget, match="more than the 32 ranks"):
         plan_ranks(scores, mean_rank=30, rule="by-rank")
     assert plan_ranks(scores, mean_rank=30, rule="by-rank", max_rank=32).counts.max() == 32
-    with pytest.raises(InvalidInput, match="does not read exponent"):
+    with pytest.raises(InvalidInput, match="has no option exponent"):
         plan_ranks(scores, mean_rank=4, rule="by-rank", exponent=2.0)
 
 

@@ -21,7 +21,7 @@ def test_a_function_is_a_rule_for_every_kind():
     assert (np.diff(ranks.counts) >= 0).all() and ranks.budget["spent"] <= ranks.budget["limit"]
     experts = lb.plan_experts(scores, total=20, rule=lambda p: Decision(value=p.low, counts=np.array([8, 6, 3, 2, 1])))
     assert experts.counts.tolist() == [8, 6, 3, 2, 1]
-    with pytest.raises(InvalidInput, match="does not read exponent"):
+    with pytest.raises(InvalidInput, match="has no option exponent"):
         lb.plan_sparsity(scores, rule=later, exponent=2)
     with pytest.raises(InvalidInput, match="shape"):
         lb.plan_sparsity(scores, rule=lambda p: np.ones(2))

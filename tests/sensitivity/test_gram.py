@@ -244,7 +244,7 @@ def test_heads_without_a_suitable_loss_are_refused():
 @pytest.mark.parametrize("estimator", estimators())
 def test_an_option_that_the_estimator_does_not_have_is_refused(estimator):
     model, data = zoo.dense("mistral"), zoo.labelled("mistral")
-    with pytest.raises(InvalidInput, match="does not read drawz"):
+    with pytest.raises(InvalidInput, match="has no option drawz"):
         score(model, data, zoo.partition(model, "mistral"), estimator, drawz=4)
 
 

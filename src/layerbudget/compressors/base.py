@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 
 from ..errors import InvalidInput
-from ..registry import Registry
+from ..registry import Registry, options_of, resolve_options
 
 if TYPE_CHECKING:
     import torch
@@ -162,20 +162,8 @@ class Treatment(abc.ABC):
         return min(numel * itemsize, -(-numel // 8) + (numel - level.zeros) * itemsize)
 
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All options, those given (not None, not False) in the place of the defaults.
-
-        Raises:
-            InvalidInput: One that the treatment does not read.
-        """
-        named = {name: value for name, value in given.items() if value is not None and value is not False}
-        for name in named:
-            if name not in self.options:
-                raise InvalidInput(
-                    f"The method {self.name} does not read {name}.",
-                    f"It reads {', '.join(self.options)}." if self.options else "It has no options.",
-                    "Leave it out.",
-                )
-        return {**self.options, **named}
+        """All options, see :func:`layerbudget.registry.resolve_options`."""
+        return resolve_options(f"The method {self.name}", options_of(self.options), given)
 
 
 TREATMENTS: Registry[type[Treatment]] = Registry(

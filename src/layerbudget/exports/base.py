@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import InvalidInput, NotFound
 from ..plan import Plan
-from ..registry import Registry, keywords, load_function
+from ..registry import Option, Registry, load_function, options_of, resolve_options
 
 Call = Callable[..., str]
 
@@ -52,9 +52,9 @@ class Export:
         return load_function(self.home, __package__)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Options that it reads, with their defaults."""
-        return keywords(self.call)
+    def options(self) -> dict[str, Option]:
+        """Options that it reads."""
+        return options_of(self.call)
 
     def text(self, plan: Plan, given: Mapping[str, Any]) -> str:
         """The content of the file.
@@ -68,12 +68,7 @@ class Export:
                 f"{self.name} is no format for a plan of kind {plan.kind}.", f"It writes {' and '.join(self.kinds)}.",
                 f"For this plan there are {', '.join(fitting)}.",
             )  # fmt: skip
-        named = {name: value for name, value in given.items() if value is not None}
-        for name in named:
-            if name not in self.options:
-                known = f"It reads {', '.join(self.options)}." if self.options else "It has no options."
-                raise InvalidInput(f"The format {self.name} does not read {name}.", known, "Leave it out.")
-        return self.call(plan, **named)
+        return self.call(plan, **resolve_options(f"The format {self.name}", self.options, given))
 
 
 _OWN = (

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..decisions.ranks.plan import ALPHA_POLICIES
 from ..errors import InvalidInput
+from ..registry import options_of, resolve_options
 
 STARTS = ("default", "gradients")
 DEVICES = ("auto", "cpu", "cuda")
@@ -103,14 +104,7 @@ class Protocol:
         >>> Protocol().changed({"dropout": 0.1, "cutoff": 512}).cutoff
         512
         """
-        fields = {f.name: type(f.default) for f in dataclasses.fields(self)}
-        for name, value in values.items():
-            if name not in fields:
-                raise InvalidInput(f"A protocol has no {name!r}.", f"It has {', '.join(fields)}.", "")
-            wanted = fields[name]
-            if type(value) is not wanted and not (wanted is float and type(value) is int):
-                raise InvalidInput(f"{name} is {value!r}.", f"It is of type {wanted.__name__}.", "")
-        return dataclasses.replace(self, **values)
+        return Protocol(**resolve_options("The protocol", options_of(dataclasses.asdict(self)), values))
 
 
 # Published protocol of the paper's experiments (Sec. 5 and MoLA's recipe): AdamW 3e-4, r 8, alpha 16, dropout .05, cutoff 256,

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..errors import InvalidInput
 from ..records import Block
-from ..registry import Registry
+from ..registry import Registry, options_of, resolve_options
 from ..scores import Scores
 from ..solvers.inputs import Vector
 from ..solvers.solution import Solution
@@ -151,23 +151,8 @@ class Rule:
         return {**{name: DEFAULTS[name] for name in self.reads}, **self.own}
 
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All options of the rule, those given in the place of the defaults.
-
-        Args:
-            given: By name; ``None`` (and ``False`` for ``parity``) means not given.
-
-        Raises:
-            InvalidInput: An option that it does not read.
-        """
-        known = self.options
-        for name, value in given.items():
-            if value is not None and value is not False and name not in known:
-                raise InvalidInput(
-                    f"The rule {self.name} does not read {name}.",
-                    f"It reads {', '.join(known)}." if known else "It reads the budget, floors, caps and fixed blocks only.",
-                    f"Leave {name} out.",
-                )
-        return {**known, **{name: v for name, v in given.items() if v is not None and name in known}}
+        """All options, see :func:`layerbudget.registry.resolve_options`."""
+        return resolve_options(f"The rule {self.name}", options_of(self.options), given)
 
 
 # One table per kind of plan; a kind of one's own gets a table with its first rule.

@@ -21,8 +21,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import InvalidInput
-from ..registry import Registry, keywords, load_function
+from ..registry import Option, Registry, load_function, options_of, resolve_options
 from ..scores import Scores
 
 Call = Callable[..., Scores]
@@ -56,9 +55,9 @@ class Estimator:
         return load_function(self.home, __package__)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Every option that it reads, shared ones first, with its default."""
-        found = keywords(self.call, without=_GIVEN)
+    def options(self) -> dict[str, Option]:
+        """Every option that it reads, shared ones first."""
+        found = options_of(self.call, without=_GIVEN)
         return {name: found[name] for name in sorted(found, key=lambda n: SHARED.index(n) if n in SHARED else len(SHARED))}
 
     @property
@@ -72,21 +71,8 @@ class Estimator:
         return "kept" in inspect.signature(self.call).parameters
 
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that were given (``None`` means not given).
-
-        Raises:
-            InvalidInput: One that the estimator does not read.
-        """
-        named = {name: value for name, value in given.items() if value is not None}
-        known = self.options if named else {}
-        unknown = [name for name in named if name not in known]
-        if unknown:
-            raise InvalidInput(
-                f"{self.name} does not read {unknown[0]}.",
-                f"It reads {', '.join(known)}." if known else "It has no options.",
-                f"Leave {unknown[0]} out, or correct the name.",
-            )
-        return named
+        """All options, see :func:`layerbudget.registry.resolve_options`."""
+        return resolve_options(f"The estimator {self.name}", self.options, given)
 
 
 _OWN = (
