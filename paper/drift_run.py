@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from layerbudget.evaluation.paired import compare_means
+from layerbudget.evaluation.statistics import compare_means
 from layerbudget.plans.transfer import transfer_scores
 from layerbudget.progress import Progress, Steps
 from layerbudget.solvers.transfer import spearman

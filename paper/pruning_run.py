@@ -19,7 +19,7 @@ import torch
 from layerbudget.data.text import calibration
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.evaluation.paired import compare_means
+from layerbudget.evaluation.statistics import compare_means
 from layerbudget.models.blocks import describe, partition, weight_of
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from layerbudget.evaluation.harness import LOCAL, local_tasks
-from layerbudget.evaluation.paired import mean_accuracy
+from layerbudget.evaluation.statistics import mean_accuracy
 
 
 class ZeroShot:

@@ -12,15 +12,15 @@ import layerbudget as lb
 import layerbudget.errors
 from layerbudget.cli import main
 from layerbudget.comparison import bench as benches
-from layerbudget.comparison import grid, render, verdict
-from layerbudget.comparison.format_bench import FormatBench
-from layerbudget.comparison.passes import counted
+from layerbudget.comparison import grid, run
+from layerbudget.comparison.bench import FormatBench, counted
 from layerbudget.comparison.run import compare_scores
 from layerbudget.compressors.base import Level, find_quantiser
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import InvalidInput
+from layerbudget.evaluation import statistics
 from layerbudget.planning.rule import shuffled
 
 
@@ -98,14 +98,14 @@ def test_permuted_keeps_values_and_a_constant_score_is_not_called_ignored():
 def test_difference_counts_seeds_and_items(rng):
     noise = rng.normal(size=(4, 50))
     a = noise + 1.0 + np.array([0.5, -0.5, 0.3, -0.3])[:, None]
-    found = verdict.difference(a, noise)
+    found = statistics.difference(a, noise)
     assert found["difference"] == pytest.approx(1.0) and found["low"] < 1 < found["high"]
-    alone = verdict.difference(a[:1], noise[:1])
+    alone = statistics.difference(a[:1], noise[:1])
     assert alone["error"] < found["error"]  # one seed knows nothing of the spread over seeds
-    one = verdict.difference(noise[:1] + rng.normal(size=(1, 50)), noise[:1])
+    one = statistics.difference(noise[:1] + rng.normal(size=(1, 50)), noise[:1])
     d = one["difference"] / one["error"]
     assert one["df"] == 49 and one["p"] == pytest.approx(2 * __import__("scipy.stats").stats.t.sf(abs(d), 49))
-    assert verdict.difference(noise, noise)["p"] == 1.0
+    assert statistics.difference(noise, noise)["p"] == 1.0
 
 
 def test_false_alarms_keep_their_level(rng):
@@ -113,17 +113,17 @@ def test_false_alarms_keep_their_level(rng):
     alarms = 0
     for _ in range(400):
         s, i = rng.normal(size=(4, 1)), rng.normal(size=(1, 30))
-        alarms += verdict.difference(s + i + 0.3 * rng.normal(size=(4, 30)), np.zeros((4, 30)))["p"] < 0.05
+        alarms += statistics.difference(s + i + 0.3 * rng.normal(size=(4, 30)), np.zeros((4, 30)))["p"] < 0.05
     assert alarms / 400 < 0.075
 
 
 def test_ranking_knows_what_it_cannot_tell(rng):
     base = rng.normal(size=(3, 40))
     tables = {"a": base, "b": base + 1e-3 * rng.normal(size=base.shape), "c": base + 2.0}
-    rows = verdict.ranking(tables)
+    rows = statistics.ranking(tables)
     assert rows[-1]["name"] == "c" and rows[-1]["rank_low"] == rows[-1]["rank_high"] == 3
     assert rows[0]["rank_high"] == 2 and sum(r["first"] for r in rows) == pytest.approx(1.0)
-    assert verdict.holm([0.01, 0.02, 0.04]) == pytest.approx([0.03, 0.04, 0.04])
+    assert statistics.holm([0.01, 0.02, 0.04]) == pytest.approx([0.03, 0.04, 0.04])
 
 
 def test_passes_are_counted(bench):
@@ -178,7 +178,7 @@ def test_the_command_leaves_its_files(folder, capsys):
 
 def test_latex_escapes_and_csv_quotes(bench):
     found = compare_scores(bench, {"a_b": {b.name: 1.0 + i for i, b in enumerate(bench.blocks)}}, ["mdl"], [0.4])
-    assert r"a\_b" in render.to_latex(found) and '"mdl(a_b, permuted)"' in render.to_csv(found)
+    assert r"a\_b" in run.to_latex(found) and '"mdl(a_b, permuted)"' in run.to_csv(found)
 
 
 @pytest.fixture
@@ -285,9 +285,9 @@ def test_windows_of_unequal_lengths_count_by_their_tokens(bench):
     a = np.where(weights == 2, -0.4, 0.1) + np.zeros((3, 1))
     a += 0.01 * np.random.default_rng(0).normal(size=a.shape)
     zero = np.zeros_like(a)
-    test = verdict.difference(a, zero, weights)
+    test = statistics.difference(a, zero, weights)
     assert test["difference"] == pytest.approx((a.mean(0) @ weights) / weights.sum()) and test["low"] > 0 > a.mean()
-    assert [r["name"] for r in verdict.ranking({"a": a, "zero": zero}, weights)] == ["zero", "a"]
+    assert [r["name"] for r in statistics.ranking({"a": a, "zero": zero}, weights)] == ["zero", "a"]
     uniform = compare_scores(rows, ["block-influence"], ["mdl"], [0.4], controls=False).budgets[0]["rows"]
     plan = lb.plan_sparsity(bench.blocks, sparsity=0.4, rule="uniform")
     mean = np.average(rows.measure(plan, 0)["values"], weights=weights)
@@ -296,10 +296,10 @@ def test_windows_of_unequal_lengths_count_by_their_tokens(bench):
 
 def test_intervals_are_corrected_as_their_p_values_are():
     x, times = np.linspace(-1, 1, 30), 5
-    test = verdict.difference((x / x.std(ddof=1) + 2.3 / 30**0.5)[None], np.zeros((1, 30)))
+    test = statistics.difference((x / x.std(ddof=1) + 2.3 / 30**0.5)[None], np.zeros((1, 30)))
     assert test["p"] < 0.05 < times * test["p"] and test["low"] > 0
-    wide = verdict.corrected(test, times * test["p"], times)
+    wide = statistics.corrected(test, times * test["p"], times)
     assert wide["low"] < 0 < wide["high"] and wide["p"] == test["p"] and wide["holm"] == times * test["p"]
-    assert verdict.corrected(test, test["p"], times)["low"] == pytest.approx(test["low"])
+    assert statistics.corrected(test, test["p"], times)["low"] == pytest.approx(test["low"])
     for holm in (0.049, 0.051):
-        assert (verdict.corrected(test, holm, times)["low"] > 0) == (holm < 0.05)
+        assert (statistics.corrected(test, holm, times)["low"] > 0) == (holm < 0.05)

@@ -13,7 +13,7 @@ from tests import task_rows
 import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.errors import InvalidInput, ModelMismatch
-from layerbudget.evaluation import harness, paired
+from layerbudget.evaluation import harness, statistics
 from layerbudget.evaluation.statistics import mcnemar
 
 pytest.importorskip("lm_eval")
@@ -121,12 +121,12 @@ def rows(*correct):
 def test_mean_of_tasks_and_its_test(rng):
     x = {t: rows(*(rng.random(400) < 0.6)) for t in "abc"}
     y = {t: rows(*(np.array(r["correct"]).astype(bool) & (rng.random(400) < 0.85))) for t, r in x.items()}
-    test = paired.compare_means(x, y)
+    test = statistics.compare_means(x, y)
     d = [np.array(x[t]["correct"]) - np.array(y[t]["correct"]) for t in "abc"]
     error = np.sqrt(sum((v**2).mean() / 400 for v in d)) / 3  # of fair signs on the discordant pairs
     assert test.difference == pytest.approx(np.mean([v.mean() for v in d]))
     assert test.high - test.low == pytest.approx(2 * 1.96 * error, rel=0.06) and test.p <= 1e-4 and test.n == 1200
-    same = paired.compare_means(x, x)
+    same = statistics.compare_means(x, x)
     assert same.difference == 0 and same.p == 1.0
 
 
@@ -141,22 +141,22 @@ def test_two_results(rng):
         "tasks": {"t": rows(0, 1, 0, 0), "u": rows(1, 0, 0, 1)},
         "perplexity": {"s": {"nll": [1.2, 2.1, 1.9], "counts": [7, 7, 7], "digest": "d"}},
     }
-    found = paired.compare_results(a, b)
+    found = statistics.compare_results(a, b)
     assert found["tasks"]["t"] == vars(mcnemar([1, 1, 1, 0], [0, 1, 0, 0]))
     assert found["mean"]["difference"] == pytest.approx(0.375) and found["perplexity"]["s"]["difference"] < 0
     assert len(found["sentences"]) == 4
     text = a["perplexity"]["s"]
     longer = {"tasks": {}, "perplexity": {"s": {**text, "nll": [1.4, 1.9, 1.4], "counts": [2, 90, 90]}}}
-    ahead = paired.compare_results(longer, {"tasks": {}, "perplexity": {"s": text}})["perplexity"]["s"]
+    ahead = statistics.compare_results(longer, {"tasks": {}, "perplexity": {"s": text}})["perplexity"]["s"]
     assert ahead["difference"] == pytest.approx((2 * 0.4 - 90 * 0.1 - 90 * 0.1) / 182)
     del longer["perplexity"]["s"]["counts"]
     with pytest.raises(InvalidInput, match="Evaluate again"):
-        paired.compare_results(longer, b)
+        statistics.compare_results(longer, b)
     b["tasks"]["t"]["digest"] = "y"
     with pytest.raises(ModelMismatch, match="other questions"):
-        paired.compare_results(a, b)
+        statistics.compare_results(a, b)
     with pytest.raises(InvalidInput, match="share no task"):
-        paired.compare_results(a, {"tasks": {}, "perplexity": {}})
+        statistics.compare_results(a, {"tasks": {}, "perplexity": {}})
 
 
 def test_accuracy_by_length_is_told_where_the_task_has_it(files, saved_model, capsys):

@@ -14,7 +14,7 @@ from layerbudget.plan import Plan
 from layerbudget.plans.compare import diff_plans, sweep
 from layerbudget.plans.explain import explain_plan
 from layerbudget.records import Block, Module
-from layerbudget.report.sections import plan_details
+from layerbudget.report.page import plan_details
 from layerbudget.scores import Scores
 
 NAMES = ["w2-g32", "w3-g32", "w4-g32", "w8-g32", "bf16"]

@@ -4,7 +4,7 @@ import json
 
 from layerbudget.cli import main
 from layerbudget.records import Block, Module
-from layerbudget.report.grid import grid_of
+from layerbudget.report.tables import grid_of
 from layerbudget.scores import Scores
 
 

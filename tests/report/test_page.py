@@ -13,10 +13,10 @@ from layerbudget.decisions.experts.plan import plan_experts
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.records import dumps, write_text
+from layerbudget.report.data import solved_grid
 from layerbudget.report.figures import new_figure, save_figure
-from layerbudget.report.grid import grid_of
 from layerbudget.report.page import build_page, write_page
-from layerbudget.report.solved import solved_grid
+from layerbudget.report.tables import grid_of
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome", "chrome") if shutil.which(b)), None)
 DEMO = [

@@ -59,8 +59,7 @@ def register(subparsers: Any) -> None:
 
 def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Compare, show the ranking and the sentences, leave the files."""
-    from ..comparison.render import flat, leave
-    from ..comparison.run import compare_scores
+    from ..comparison.run import compare_scores, flat, leave
     from ..kinds import KINDS
     from ..records import check_output
     from ..storage.parts import parse_part
@@ -115,8 +114,7 @@ def _expect(a: argparse.Namespace, bench: Any, kind: str, names: Sequence[str], 
 
 
 def _text_bench(a: argparse.Namespace, kind: str) -> Any:
-    from ..comparison.bench import TextBench
-    from ..comparison.format_bench import FormatBench
+    from ..comparison.bench import FormatBench, TextBench
     from ..evaluation.perplexity import evaluation_set
     from ..models.loading import load_model, load_tokenizer
 

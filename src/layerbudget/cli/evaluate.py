@@ -55,7 +55,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         other = _read(arguments.against)  # before the work
     result = _measured(arguments, arguments.model, arguments.adapter, sources)
     if arguments.against:
-        from ..evaluation.paired import compare_results
+        from ..evaluation.statistics import compare_results
 
         if not arguments.against.endswith(".json"):
             other = _measured(arguments, arguments.against, None, sources)
@@ -143,7 +143,7 @@ def _told(found: Any) -> dict[str, Any]:
 def _tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any, kept: Any) -> dict[str, Any]:
     """Accuracy of every task, and their mean."""
     from ..evaluation.harness import evaluate_tasks
-    from ..evaluation.paired import mean_accuracy
+    from ..evaluation.statistics import mean_accuracy
 
     names = [t.strip() for t in arguments.tasks.split(",") if t.strip()]
     with progress_bar(arguments, "tasks") as progress:

@@ -41,7 +41,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..execution.shares import first
     from ..kinds import check_kind
     from ..plan import Plan
-    from ..report.runtime import runtime_box
+    from ..report.page import runtime_box
 
     plan = Plan.load(arguments.plan)
     check_kind(plan.kind, ("sparsity", *SMALLER), "cannot be pruned")

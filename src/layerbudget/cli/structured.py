@@ -135,7 +135,7 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
     """
     from ..decisions.shapes.checkpoint import apply_depth, apply_structured, check_exportable, save_smaller
     from ..execution.shares import first
-    from ..report.runtime import runtime_box
+    from ..report.page import runtime_box
 
     check_exportable(model, plan)
     before = sum(p.numel() for p in model.parameters())

@@ -6,10 +6,11 @@ returns one number per item, smaller is better, and what it cost.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,26 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..compressors.formats import PACKED
 from ..data.calibration import CalibrationSet
 from ..data.examples import Task
 from ..data.text import calibration
 from ..decisions.apply import applier
-from ..errors import CoverageError
+from ..decisions.bits.items import items_of
+from ..decisions.bits.plan import ESTIMATOR
+from ..decisions.bits.runtimes import find_runtime
+from ..decisions.bits.sensitivity import rounding_damage
+from ..errors import CoverageError, InvalidInput
 from ..evaluation.perplexity import perplexity, predicted
 from ..finetuning.base import Loader
 from ..finetuning.finetune import finetune
 from ..finetuning.protocol import Protocol
 from ..finetuning.rows import Rows, is_causal
-from ..models.blocks import describe, partition, weight_of
+from ..models.blocks import describe, layers, partition, weight_of
 from ..plan import Plan
 from ..records import Block
 from ..scores import Scores
 from ..sensitivity.gain import score
-from .passes import counted
 
 
 class Scoring:
@@ -196,3 +201,126 @@ class TaskBench(Scoring):
 
 def _predictions(folder: Path, seed: int) -> dict[str, list[int]]:
     return json.loads((folder / f"seed-{seed}" / "result.json").read_text(encoding="utf-8"))["predictions"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class FormatBench(TextBench):
+    """A :class:`~layerbudget.comparison.bench.TextBench` of plans of bits; embedding and head stay in 16 bits.
+
+    Attributes:
+        method: The quantiser: ``rtn``, ``weighted`` or ``gptq``.
+        runtime: ``transformers`` or ``vllm`` (q/k/v and gate/up agree): formats of compressed-tensors.
+    """
+
+    method: str = "rtn"
+    runtime: str = "transformers"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._errors: dict[tuple[str, ...] | None, dict[str, Any]] = {}
+        target = find_runtime(self.runtime, PACKED)
+        if target.ends:
+            raise InvalidInput(
+                f"{target.name} decides about embedding and head too.", "No score covers them.", "Use transformers."
+            )
+        self.blocks = items_of(self.model, target, self.by)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a measurement depends on beside plan and seed."""
+        return {**super().identity, "runtime": self.runtime}
+
+    def score(self, given: str, data: CalibrationSet | None, options: Mapping[str, Any]) -> Scores:
+        """A score record; ``rounding`` is the damage of every format (``damage="measured"`` among its options: measured)."""
+        if given != ESTIMATOR:
+            return super().score(given, data, options)
+        return rounding_damage(
+            self.model, self.data(0) if data is None else data, runtime=self.runtime, by=self.by, method=self.method,
+            batch_size=self.batch_size, unwritten="plan", **options,
+        )  # fmt: skip
+
+    def weighed(self, scores: Scores) -> Scores:
+        """The record with a table of damages: its own, or its values times relative rounding errors.
+
+        A permuted table has the damage per relative rounding error of another block, times the block's own rounding errors.
+
+        Raises:
+            InvalidInput: A score below zero.
+        """
+        if "choices" in scores.extra:
+            return scores
+        if "order" in scores.extra:
+            return dataclasses.replace(scores, extra={"choices": self._rebuilt(**scores.extra)})
+        gain, table = scores.values(), self._relative()
+        if gain.min() < 0:
+            low = scores.names[int(gain.argmin())]
+            raise InvalidInput(
+                f"The score of {low} is {gain.min():g}.", "A sensitivity is zero or more.", "Shift the scores, or clip them."
+            )
+        damage = [[None if d is None else float(g) * d for d in row] for g, row in zip(gain, table["damage"], strict=True)]
+        choices = {**table, "damage": damage, "measure": "score x relative rounding error"}
+        return dataclasses.replace(scores, extra={**scores.extra, "choices": choices})
+
+    def _rebuilt(self, table: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
+        """A table of damages whose sensitivities, the damages per relative rounding error, are those of other blocks."""
+        error = np.array(self._relative(tuple(table["formats"]))["damage"], dtype=np.float64)
+        damage = np.array(table["damage"], dtype=np.float64)
+        there = np.isfinite(damage) & (error > 0)
+        sensitivity = np.divide(damage, error, out=np.zeros_like(damage), where=there)
+        usual = sensitivity.sum(1) / np.maximum(there.sum(1), 1)  # where the other block does not have the format
+        moved = np.where(there, sensitivity, usual[:, None])[list(order)] * error
+        return {**table, "damage": [[None if np.isnan(d) else float(d) for d in row] for row in moved]}
+
+    def _relative(self, formats: tuple[str, ...] | None = None) -> dict[str, Any]:
+        """The table of relative squared rounding errors, to nearest, in the given formats or in all."""
+        if formats not in self._errors:
+            found = rounding_damage(
+                self.model, self.data(0), runtime=self.runtime, by=self.by, damage="relative", formats=formats, unwritten="plan"
+            )
+            self._errors[formats] = dict(found.extra["choices"])
+        return self._errors[formats]
+
+
+@dataclasses.dataclass
+class Passes:
+    """Sequences through the whole model: layer passes divided by the number of layers.
+
+    Attributes:
+        layers: Layers of the model.
+        forward: Sequences, summed over layers, that went forward.
+        backward: The same backward.
+    """
+
+    layers: int
+    forward: int = 0
+    backward: int = 0
+
+    def to_dict(self) -> dict[str, float]:
+        """``{forward, backward}`` in sequences through the whole model."""
+        return {"forward": self.forward / self.layers, "backward": self.backward / self.layers}
+
+
+@contextlib.contextmanager
+def counted(model: nn.Module) -> Iterator[Passes]:
+    """Count, inside, every call of every layer and every gradient that comes back to its output."""
+    found = [layer for _, layer in layers(model)]
+    passes = Passes(layers=max(1, len(found)))
+
+    def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+        """Count the rows of one call, and those whose gradient comes back."""
+        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        rows = int(hidden.shape[0])
+        passes.forward += rows
+
+        def back(_: torch.Tensor) -> None:
+            passes.backward += rows
+
+        if hidden.requires_grad and hidden.grad_fn is not None:
+            hidden.register_hook(back)
+
+    handles = [layer.register_forward_hook(hook) for layer in found]
+    try:
+        yield passes
+    finally:
+        for handle in handles:
+            handle.remove()

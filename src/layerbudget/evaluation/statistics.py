@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, ModelMismatch
 
 Labels = Sequence[int] | np.ndarray
 _LEVEL = 0.05
@@ -248,3 +249,190 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     if not len(v):
         raise InvalidInput("There are no values to average.", "At least one seed is needed.", "Run a seed.")
     return float(v.mean()), float(v.std(ddof=1) / math.sqrt(len(v))) if len(v) > 1 else None
+
+
+Table = np.ndarray
+
+
+def difference(a: Table, b: Table, weights: Table | None = None) -> dict[str, Any]:
+    """Mean of ``a - b`` with its error over seeds and items.
+
+    Args:
+        a: Measurements, ``(seeds, items)``.
+        b: Others of the same seeds and items.
+        weights: Tokens of the items, ``(items,)``; equal ones by default.
+
+    Returns:
+        ``{difference, low, high, p, error, df, seeds, items}``; two-sided p, 95 % interval.
+
+    >>> round(difference(np.array([[2.0, 3.0, 4.0]]), np.array([[1.0, 2.5, 3.0]]))["difference"], 4)
+    0.8333
+    """
+    d = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
+    w = np.ones(d.shape[1]) if weights is None else np.asarray(weights, dtype=np.float64)
+    d, w = d[:, w > 0], w[w > 0]
+    by_seed = d @ w / w.sum()
+    mean = float(by_seed.mean())
+    found = [ratio(m, own) for m, own in ((by_seed, np.ones(len(d))), (d.mean(0), w)) if len(m) > 1]
+    parts = [(error**2, df) for _, error, df in found]
+    variance = sum(v for v, _ in parts)
+    record = {"seeds": d.shape[0], "items": d.shape[1]}
+    if variance <= (1e-12 * abs(mean)) ** 2:  # equal plans, or one item
+        return {"difference": mean, "low": mean, "high": mean, "p": 1.0, "error": 0.0, "df": None, **record}
+    error = math.sqrt(variance)
+    df = round(variance**2 / sum(v**2 / n for v, n in parts if v > 0), 9)
+    width = float(stats.t.ppf(0.975, df)) * error
+    return {
+        "difference": mean, "low": mean - width, "high": mean + width, "p": float(2 * stats.t.sf(abs(mean) / error, df)),
+        "error": error, "df": df, **record,
+    }  # fmt: skip
+
+
+def corrected(test: Mapping[str, Any], adjusted: float, tests: int) -> dict[str, Any]:
+    """The test with its p-value after Holm's correction, and the interval that the same correction makes wider.
+
+    Returns:
+        The test with ``holm``; low and high hold zero where ``holm`` is .05 or more, and do not where it is less.
+    """
+    if not test["error"]:
+        return {**test, "holm": adjusted}
+    times = adjusted / test["p"] if 0 < test["p"] and adjusted < 1 else tests
+    width = float(stats.t.ppf(1 - 0.025 / times, test["df"])) * test["error"]
+    return {**test, "holm": adjusted, "low": test["difference"] - width, "high": test["difference"] + width}
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Holm's step-down correction: adjusted p-values, in the order given.
+
+    >>> [round(x, 3) for x in holm([0.01, 0.04, 0.03])]
+    [0.03, 0.06, 0.06]
+    """
+    order = np.argsort(p, kind="stable")
+    adjusted, worst = np.empty(len(p)), 0.0
+    for step, i in enumerate(order):
+        worst = max(worst, min(1.0, (len(p) - step) * p[i]))
+        adjusted[i] = worst
+    return adjusted.tolist()
+
+
+def ranking(
+    tables: Mapping[str, Table], weights: Table | None = None, *, replicates: int = 2000, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Order by mean, with the uncertainty of every place: bootstrap over seeds and items, the same draws for all.
+
+    Args:
+        tables: Measurements by name.
+        weights: Tokens of the items; equal ones by default.
+        replicates: Draws.
+        seed: Of the draws.
+
+    Returns:
+        Best first, equals on one place: ``{name, mean, rank, rank_low, rank_high (95 %), first (share of draws in which it is
+        best)}``.
+    """
+    names = list(tables)
+    x = np.stack([np.asarray(tables[n], dtype=np.float64) for n in names])
+    w = np.ones(x.shape[2]) if weights is None else np.asarray(weights, dtype=np.float64)
+    generator = np.random.default_rng(seed)
+    ranks = np.empty((replicates, len(names)))
+    for r in range(replicates):
+        s, i = generator.integers(0, x.shape[1], x.shape[1]), generator.integers(0, x.shape[2], x.shape[2])
+        ranks[r] = stats.rankdata(x[:, s].mean(1)[:, i] @ w[i], method="min")
+    means = x.mean(1) @ w / w.sum()
+    place = stats.rankdata(means, method="min")
+    ties = ranks == ranks.min(1, keepdims=True)
+    first = (ties / ties.sum(1, keepdims=True)).mean(0)
+    low, high = np.percentile(ranks, [2.5, 97.5], axis=0)
+    order = np.argsort(means, kind="stable")
+    return [
+        {"name": names[k], "mean": float(means[k]), "rank": float(place[k]), "rank_low": float(low[k]),
+         "rank_high": float(high[k]), "first": float(first[k])}
+        for k in order
+    ]  # fmt: skip
+
+
+Rows = Mapping[str, Mapping[str, Any]]
+
+
+def mean_accuracy(tasks: Rows) -> dict[str, Any]:
+    """Unweighted mean over tasks, with its standard error ``sqrt(sum_t se_t^2) / T`` (questions are the sample, tasks are not).
+
+    >>> mean_accuracy({"a": {"acc": 0.5, "stderr": 0.3}, "b": {"acc": 1.0, "stderr": 0.4}})
+    {'acc': 0.75, 'stderr': 0.25, 'tasks': ['a', 'b']}
+
+    Raises:
+        InvalidInput: No task.
+    """
+    if not tasks:
+        raise InvalidInput("There is no task to average.", "At least one is needed.", "Name some with --tasks.")
+    error = math.sqrt(sum(float(r["stderr"]) ** 2 for r in tasks.values())) / len(tasks)
+    return {"acc": sum(float(r["acc"]) for r in tasks.values()) / len(tasks), "stderr": error, "tasks": list(tasks)}
+
+
+def compare_means(first: Rows, second: Rows) -> Comparison:
+    """The exact McNemar test over all tasks, of the difference of mean accuracies."""
+    return mcnemar_over_tasks([(row["correct"], second[name]["correct"]) for name, row in first.items()])
+
+
+def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str] = ("A", "B")) -> dict[str, Any]:
+    """Compare two results of ``evaluate``.
+
+    Args:
+        first: With ``tasks`` (each with ``correct`` and ``digest``) and ``perplexity`` (each with ``nll``, ``counts`` and
+            ``digest``).
+        second: Another one, of the same questions and text.
+        names: How to call them.
+
+    Returns:
+        ``{tasks: {name: test}, mean (two tasks and more), perplexity: {source: test}, sentences[]}``; differences are first
+        minus second, of accuracies and of nats per token.
+
+    Raises:
+        ModelMismatch: They answered other questions, or read other text.
+        InvalidInput: They have nothing in common.
+    """
+    a, b = names
+    tasks = [t for t in first["tasks"] if t in second["tasks"]]
+    texts = [s for s in first["perplexity"] if s in second["perplexity"]]
+    if not tasks and not texts:
+        raise InvalidInput(
+            "The two evaluations share no task and no text.", "Something must be paired.", "Evaluate both on one."
+        )
+    for what, chosen in (("tasks", tasks), ("perplexity", texts)):
+        for name in chosen:
+            _same(first[what][name], second[what][name], name)
+    found: dict[str, Any] = {"tasks": {}, "perplexity": {}, "sentences": []}
+    for name in tasks:
+        test = mcnemar(first["tasks"][name]["correct"], second["tasks"][name]["correct"])
+        found["tasks"][name] = vars(test)
+        found["sentences"].append(f"{name}: {test.sentence(a, b, 'accuracy')}")
+    if len(tasks) > 1:
+        means = [mean_accuracy({t: side["tasks"][t] for t in tasks}) for side in (first, second)]
+        test = compare_means({t: first["tasks"][t] for t in tasks}, second["tasks"])
+        found["mean"] = {"first": means[0], "second": means[1], **vars(test)}
+        found["sentences"].append(f"mean of {len(tasks)} tasks: {test.sentence(a, b, 'accuracy')}")
+    for name in texts:
+        one, other = first["perplexity"][name], second["perplexity"][name]
+        test = paired_t(one["nll"], other["nll"], one["counts"])
+        found["perplexity"][name] = vars(test)
+        found["sentences"].append(f"{name}: {_fewer(test, a, b)}")
+    return found
+
+
+def _fewer(test: Comparison, a: str, b: str) -> str:
+    """A sentence about losses, of which less is better."""
+    size = f"{test.difference:+.4f} nats per token (95 % {test.low:+.4f} to {test.high:+.4f}, p = {test.p:.2g}, n = {test.n})"
+    if test.p >= 0.05:
+        return f"{a} cannot be told from {b}: {size}."
+    return f"{a} {'is behind' if test.difference > 0 else 'beats'} {b}: {size}."
+
+
+def _same(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> None:
+    values = "correct" if "correct" in first else "nll"
+    if values not in first or values not in second or (values == "nll" and "counts" not in first):
+        raise InvalidInput(f"An evaluation of {name} holds no single answers.", "", "Evaluate again with this release.")
+    if first.get("digest") != second.get("digest") or len(first[values]) != len(second[values]):
+        raise ModelMismatch(
+            f"The two evaluations of {name} are of other questions or other text.", "They must be the same ones, in order.",
+            "Use the same data, --limit, --length and --windows.",
+        )  # fmt: skip

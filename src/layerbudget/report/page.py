@@ -9,16 +9,16 @@ from __future__ import annotations
 import base64
 import html
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..plan import Plan
 from ..records import dumps, write_text
-from . import sections
+from ..scores import Scores
 from .data import cards_of, charts_of, headline_of, versions_of
-from .evidence import commands_of, said_of
-from .gather import Found, explained, gather, tables_of
-from .runtime import runtime_box
+from .records import Found, commands_of, explained, gather, said_of, tables_of
 
 RUNTIME_NOTE = (
     "What gets smaller, what gets faster: unstructured zeros are stored dense, so neither the file nor the forward pass "
@@ -52,13 +52,13 @@ def build_page(folder: Path | str) -> str:
     parts += _charts(data)
     said = said_of(found)
     if said:
-        parts.append(sections.sentences("In words", said, "words"))
+        parts.append(sentences("In words", said, "words"))
         parts += [] if found.contest else [f"<section>{_figure(path)}</section>" for path in found.figures]
     if found.plan is not None:
-        parts.append(sections.sentences("The plan in words", explained(found.plan), "words"))
+        parts.append(sentences("The plan in words", explained(found.plan), "words"))
     if found.plan is not None or found.receipt is not None or not said:
         parts.append(_honest(found))
-    parts.append(sections.commands(_commands(found)))
+    parts.append(commands(_commands(found)))
     parts.append(_details(found))
     text = json.dumps(json.loads(dumps(data))).replace("</", "<\\/")
     head = (
@@ -89,7 +89,7 @@ def _charts(data: dict[str, Any]) -> list[str]:
     for name, (title, note) in titles.items():
         if not data.get(name):
             continue
-        made.append(sections.chart(name, title, note, _controls(data) if name == "water" else ""))
+        made.append(chart(name, title, note, _controls(data) if name == "water" else ""))
     return made
 
 
@@ -128,18 +128,18 @@ def _commands(found: Found) -> list[str]:
 
 
 def _details(found: Found) -> str:
-    parts = [sections.scores_details(found.scores)] if found.scores is not None else []
-    parts += [sections.plan_details(plan, name) for name, plan in found.plans.items()]
+    parts = [scores_details(found.scores)] if found.scores is not None else []
+    parts += [plan_details(plan, name) for name, plan in found.plans.items()]
     records = {"result.json": found.result, "receipt.json": found.receipt, "fine-tuning": found.tuned}
     records |= {"comparison.json": found.contest, **found.others}
     for name, record in records.items():
         if record is None:
             continue
         plain = {k: v for k, v in record.items() if not isinstance(v, (dict, list))}
-        shown = "".join(f"<h3>{html.escape(n)}</h3>{sections.rows_table(rows)}" for n, rows in tables_of(record))
-        parts.append(sections.folded(name, (sections.facts(plain) if plain else "") + shown))
+        shown = "".join(f"<h3>{html.escape(n)}</h3>{rows_table(rows)}" for n, rows in tables_of(record))
+        parts.append(folded(name, (facts(plain) if plain else "") + shown))
     for path in found.figures if found.contest or not said_of(found) else []:  # a comparison's are drawn above
-        parts.append(sections.folded(f"Figure {path.name}", _figure(path)))
+        parts.append(folded(f"Figure {path.name}", _figure(path)))
     return f"<section id='details'><h2>All numbers</h2>{''.join(parts)}</section>"
 
 
@@ -151,3 +151,126 @@ def _figure(path: Path) -> str:
 def write_page(folder: Path | str, out: Path | str, *, overwrite: bool = False) -> Path:
     """Write :func:`build_page` atomically."""
     return write_text(out, build_page(folder), overwrite=overwrite)
+
+
+def cell(value: Any) -> str:
+    """A value as it is read in a table."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return html.escape(json.dumps(value) if isinstance(value, (list, dict)) else str(value))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table that scrolls sideways where the page is narrow."""
+    head = "".join(f'<th scope="col">{html.escape(h)}</th>' for h in header)
+    body = "".join("<tr>" + "".join(f"<td>{cell(v)}</td>" for v in row) + "</tr>" for row in rows)
+    return f'<div class="wide" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def facts(record: Mapping[str, Any]) -> str:
+    """Names and values of a record."""
+    return table(("field", "value"), list(record.items()))
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A list of objects, one column per name that any of them has."""
+    names = list(dict.fromkeys(k for row in rows for k in row))
+    return table(names, [[row.get(n) for n in names] for row in rows])
+
+
+def folded(title: str, body: str) -> str:
+    """Details that open on request."""
+    return f"<details><summary>{html.escape(title)}</summary>{body}</details>"
+
+
+def chart(name: str, title: str, note: str = "", controls: str = "") -> str:
+    """A figure that the script draws."""
+    said = f"<p>{html.escape(note)}</p>" if note else ""
+    return (
+        f'<section id="{name}"><h2>{html.escape(title)}</h2>{said}{controls}'
+        f'<figure data-chart="{name}" role="img" aria-label="{html.escape(title)}"></figure></section>'
+    )
+
+
+def sentences(title: str, lines: Iterable[str], name: str = "") -> str:
+    """A heading and sentences."""
+    body = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f'<section id="{name}"><h2>{html.escape(title)}</h2><ul>{body}</ul></section>' if body else ""
+
+
+def commands(lines: Sequence[str]) -> str:
+    """Commands to repeat it."""
+    if not lines:
+        return ""
+    text = html.escape("\n".join(lines))
+    return f'<section id="repeat"><h2>Repeat it</h2><pre tabindex="0"><code>{text}</code></pre></section>'
+
+
+def scores_details(scores: Scores) -> str:
+    """Every number of the scores, folded."""
+    row = scores.index()
+    rows = [
+        (b.name, b.numel, scores.gain[row][k], scores.standard_error[row][k], scores.noise_floor[row][k], scores.status[row][k])
+        for k, b in enumerate(scores.blocks)
+    ]
+    title = f"Scores by {scores.estimator}, damping {scores.damping[row]:g} ({scores.damping_unit}), {scores.unit}"
+    body = table(("block", "parameters", "score", "standard error", "noise floor", "status"), rows)
+    return folded(title, body + facts({**scores.model, **scores.data, "digest": scores.digest, **scores.versions}))
+
+
+def plan_details(plan: Plan, name: str) -> str:
+    """Every number of a plan, folded."""
+    rows = [(b.name, b.numel, b.value, b.count) for b in plan.blocks]
+    body = table(("block", "parameters", "value", "count"), rows)
+    certificate = f"<h3>Certificate</h3>{facts(plan.certificate)}" if plan.certificate else ""
+    return folded(f"{name}: {plan.kind} by {plan.rule}", facts(plan.budget) + certificate + body)
+
+
+_DENSE = (
+    "file and memory: smaller by the removed parameters; time: less, by somewhat under the removed FLOPs' share, everywhere"
+)
+_ROWS = {
+    "unstructured": (
+        "unstructured zeros, stored densely",
+        "file and memory: unchanged (a compressed copy: layerbudget export DIR --to packed); time: unchanged in every "
+        "common runtime",
+    ),
+    "n:m": (
+        "n:m zeros, stored densely",
+        "file and memory: unchanged; time: unchanged unless your runtime has kernels for exactly this pattern on your GPU "
+        "(2:4 only; vLLM removed its 2:4 kernels)",
+    ),
+    "depth": ("whole blocks removed", "file, memory, key-value cache and time: smaller in proportion, everywhere"),
+    "heads": (
+        "attention heads removed",
+        _DENSE + "; key-value cache: smaller only where whole key-value groups went",
+    ),
+    "structured": (
+        "heads, MLP width or whole blocks removed",
+        _DENSE + "; key-value cache: smaller by the removed key-value groups and blocks only",
+    ),
+    "width": (
+        "MLP width removed",
+        _DENSE,
+    ),
+}
+
+
+def runtime_box(kind: str = "unstructured", *, pattern: str | None = None) -> str:
+    """One honest paragraph about a pruned checkpoint.
+
+    Args:
+        kind: ``unstructured``, ``depth``, ``heads``, ``width`` or ``structured``.
+        pattern: The n:m pattern, when there is one.
+
+    >>> runtime_box("depth").split(". ")[0]
+    'What you have: whole blocks removed'
+    """
+    what, effect = _ROWS["n:m" if pattern else kind]
+    return f"What you have: {what}. What it changes: {effect}."
