@@ -31,8 +31,7 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import Linear as PlainLora
 from torch import nn
 
-from layerbudget.decisions.experts.balance import Routing
-from layerbudget.decisions.experts.forms import grouped, route
+from layerbudget.decisions.experts.layer import Routing, route
 from layerbudget.decisions.experts.method import ExpertsConfig, ExpertsLinear
 from layerbudget.records import write_text
 
@@ -50,6 +49,21 @@ def mola_class(checkout: str):
     }  # fmt: skip
     exec(compile(ast.Module(body=wanted, type_ignores=[]), "mola", "exec"), space)
     return space["Linear_MoE"]
+
+
+def grouped(x, a, b, gate, top_k: int, scale: float) -> torch.Tensor:
+    """The update from tokens sorted by expert; ``(T, d_in) -> (T, d_out)``."""
+    experts, rank = gate.shape[-1], a.shape[0] // gate.shape[-1]
+    weight, index = gate.topk(min(top_k, experts), dim=-1)
+    order = index.flatten().argsort(stable=True)
+    token = order.div(index.shape[-1], rounding_mode="floor")
+    counts = torch.bincount(index.flatten(), minlength=experts).tolist()
+    parts = []
+    for expert, rows in enumerate(x[token].split(counts)):
+        part = slice(expert * rank, (expert + 1) * rank)
+        parts.append(rows @ a[part].T @ b[:, part].T)
+    update = torch.cat(parts) * (weight.flatten()[order] * scale).to(x.dtype).unsqueeze(-1)
+    return torch.zeros(x.shape[0], b.shape[0], dtype=update.dtype, device=x.device).index_add(0, token, update)
 
 
 class Grouped(nn.Module):

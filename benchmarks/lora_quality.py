@@ -45,9 +45,9 @@ import numpy as np
 import torch
 from peft import get_peft_model
 
-from layerbudget.decisions.experts.mixtures import add_experts
+from layerbudget.decisions.experts.method import add_experts
+from layerbudget.decisions.ranks.apply import add_ranks, to_lora_config
 from layerbudget.decisions.ranks.plan import plan_ranks
-from layerbudget.decisions.ranks.ranks import add_ranks, to_lora_config
 from layerbudget.finetuning.initialise import initialise_from_gradients
 from layerbudget.models.blocks import describe, partition
 from layerbudget.plan import Plan, PlanBlock

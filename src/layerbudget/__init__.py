@@ -14,12 +14,12 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .data.calibration import CalibrationSet as CalibrationSet
     from .data.text import calibration as calibration
     from .decisions.apply import apply_plan as apply_plan
-    from .decisions.experts.mixtures import add_experts as add_experts
+    from .decisions.experts.method import add_experts as add_experts
     from .decisions.experts.plan import plan_experts as plan_experts
     from .decisions.joint.plan import plan_joint as plan_joint
+    from .decisions.ranks.apply import add_ranks as add_ranks
+    from .decisions.ranks.apply import to_lora_config as to_lora_config
     from .decisions.ranks.plan import plan_ranks as plan_ranks
-    from .decisions.ranks.ranks import add_ranks as add_ranks
-    from .decisions.ranks.ranks import to_lora_config as to_lora_config
     from .decisions.shapes.depth import plan_depth as plan_depth
     from .decisions.shapes.heads import remove_heads as remove_heads
     from .decisions.shapes.search import plan_structured as plan_structured
@@ -83,9 +83,9 @@ _PUBLIC = {
     "apply_plan": "decisions.apply",
     "remove_heads": "decisions.shapes.heads",
     "recover": "decisions.sparsity.recovery",
-    "to_lora_config": "decisions.ranks.ranks",
-    "add_ranks": "decisions.ranks.ranks",
-    "add_experts": "decisions.experts.mixtures",
+    "to_lora_config": "decisions.ranks.apply",
+    "add_ranks": "decisions.ranks.apply",
+    "add_experts": "decisions.experts.method",
     "perplexity": "evaluation.perplexity",
     "evaluation_set": "evaluation.perplexity",
     "diagnose": "doctor",

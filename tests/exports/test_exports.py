@@ -11,7 +11,7 @@ import yaml
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.decisions.ranks.ranks import adapted_ranks
+from layerbudget.decisions.ranks.apply import adapted_ranks
 from layerbudget.errors import InvalidInput
 from layerbudget.exports.base import EXPORTS, export
 from layerbudget.exports.recipes import llm_compressor, with_levels

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.decisions.experts.mixtures import add_experts
-from layerbudget.decisions.ranks.ranks import add_ranks
+from layerbudget.decisions.experts.method import add_experts
+from layerbudget.decisions.ranks.apply import add_ranks
 from layerbudget.errors import BadModel, NotFound
 from layerbudget.finetuning.adapt import adapt
 from layerbudget.finetuning.base import classifier_loader

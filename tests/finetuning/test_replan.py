@@ -12,10 +12,10 @@ import torch
 from peft import PeftModel
 from tests import zoo
 
-from layerbudget.decisions.experts.mixtures import adapted_experts, add_experts
+from layerbudget.decisions.experts.method import adapted_experts, add_experts
 from layerbudget.decisions.experts.plan import plan_experts
+from layerbudget.decisions.ranks.apply import adapted_ranks, add_ranks
 from layerbudget.decisions.ranks.plan import plan_ranks
-from layerbudget.decisions.ranks.ranks import adapted_ranks, add_ranks
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
 from layerbudget.finetuning.replan import Replan, replanned, resize, tracked_gains
 from layerbudget.scores import Scores

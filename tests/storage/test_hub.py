@@ -44,7 +44,7 @@ def counted(tmp_path, *commands):
 
 
 def test_local_arguments_make_no_call_and_an_id_makes_one(folder, tmp_path):
-    from layerbudget.decisions.ranks.ranks import add_ranks
+    from layerbudget.decisions.ranks.apply import add_ranks
     from layerbudget.models.loading import load_model
 
     model = load_model(str(folder / "model"))

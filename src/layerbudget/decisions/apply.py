@@ -20,8 +20,8 @@ _APPLY = {
     "sparsity": ".sparsity.apply:prune",
     "structured": ".shapes.shrink:apply_structured",
     "depth": ".shapes.depth:apply_depth",
-    "experts": ".experts.mixtures:add_experts",
-    "ranks": ".ranks.ranks:add_ranks",
+    "experts": ".experts.method:add_experts",
+    "ranks": ".ranks.apply:add_ranks",
     "bits": ".bits.apply:apply_bits",
 }
 

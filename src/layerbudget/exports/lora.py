@@ -9,7 +9,7 @@ from ..plan import Plan
 
 
 def lora_json(plan: Plan, *, alpha_policy: str = "constant-ratio", dropout: float = 0.0) -> str:
-    """Return ``LoraConfig`` as JSON; see :func:`~layerbudget.decisions.ranks.ranks.to_lora_config`.
+    """Return ``LoraConfig`` as JSON; see :func:`~layerbudget.decisions.ranks.apply.to_lora_config`.
 
     Args:
         plan: A plan of ranks.
@@ -20,7 +20,7 @@ def lora_json(plan: Plan, *, alpha_policy: str = "constant-ratio", dropout: floa
         MissingDependency: peft is not installed.
     """
     try:
-        from ..decisions.ranks.ranks import to_lora_config
+        from ..decisions.ranks.apply import to_lora_config
 
         config = to_lora_config(plan, alpha_policy=alpha_policy, dropout=dropout, task_type="CAUSAL_LM")
     except ImportError as error:

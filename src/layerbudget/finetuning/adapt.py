@@ -10,8 +10,7 @@ from torch import nn
 
 from ..data.examples import Task
 from ..data.texts import Texts
-from ..decisions.experts.mixtures import add_experts
-from ..decisions.ranks.ranks import add_ranks
+from ..decisions.ranks.apply import add_ranks
 from ..errors import InvalidInput
 from ..plan import Plan
 from .initialise import initialise_from_gradients, task_gradients
@@ -57,6 +56,8 @@ def adapt(model: nn.Module, plan: Plan, protocol: Protocol) -> nn.Module:
         options |= {"alpha_policy": protocol.alpha_policy, "ratio": protocol.ratio}
         return _in_float32(add_ranks(model, plan, validate=False, dropout=protocol.dropout, **options))
     if plan.kind == "experts":
+        from ..decisions.experts.method import add_experts
+
         if protocol.alpha_policy != "constant-ratio":
             raise InvalidInput(
                 f"alpha_policy is {protocol.alpha_policy!r} for a plan of experts.", "All experts have one rank.", "Leave it."

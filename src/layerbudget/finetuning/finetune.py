@@ -19,7 +19,7 @@ from torch import nn
 
 from ..data.examples import Task
 from ..data.texts import Texts
-from ..decisions.ranks.ranks import fold_scales
+from ..decisions.ranks.apply import fold_scales
 from ..errors import InvalidInput
 from ..evaluation import statistics
 from ..execution.shares import broadcast, first, team
@@ -143,7 +143,7 @@ def _trainer(
     """The Trainer of one process, or of several that share its passes."""
     from transformers import Trainer
 
-    from ..decisions.experts.balance import BalanceScale
+    from ..decisions.experts.method import BalanceScale
     from .together import SharedTrainer
 
     options: dict[str, Any] = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.calibration import CalibrationSet
-from ..decisions.ranks.targets import base_name, leaf
+from ..decisions.ranks.apply import lora_layers
 from ..errors import CoverageError
 from .rows import Rows
 from .text_rows import TextRows
@@ -40,15 +40,10 @@ def initialise_from_gradients(
     Raises:
         CoverageError: An adapted module without a gradient.
     """
-    from peft.tuners.lora import LoraLayer
-
-    for name, module in model.named_modules():
-        if not isinstance(module, LoraLayer) or adapter_name not in module.lora_A:
-            continue
-        plain = base_name(name)
+    for plain, module in lora_layers(model, adapter_name).items():
         if plain not in gradients:
             raise CoverageError(f"There is no gradient for {plain}.", "", "Accumulate gradients for every module of the plan.")
-        a = leaf(module.lora_A, adapter_name).weight
+        a = module.lora_A[adapter_name].weight
         _, _, right = torch.linalg.svd(gradients[plain].double(), full_matrices=False)
         rows = right[: a.shape[0]] * norm
         with torch.no_grad():

@@ -27,7 +27,7 @@ class Protocol:
         warmup: Steps of linear warm-up, at most half of all.
         alpha: LoRA alpha of experts; ranks use ``ratio``.
         ratio: ``alpha / r`` of ranks, at the plan's mean rank where the policy lets it vary.
-        alpha_policy: How the scale of an update follows its rank: see :mod:`layerbudget.decisions.ranks.ranks`.
+        alpha_policy: How the scale of an update follows its rank: see :mod:`layerbudget.decisions.ranks.apply`.
         dropout: LoRA dropout.
         cutoff: Longest sequence in tokens.
         top_k: Experts per token.

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..decisions.ranks import targets
+from ..decisions.ranks.apply import adapter_config, base_name, pattern
 from ..errors import CoverageError, InvalidInput, LayerbudgetError
 from ..plan import Plan, PlanBlock
 from ..plans.again import plan_again
@@ -71,7 +71,7 @@ def adapter_leaves(model: nn.Module, adapter: str = "default") -> dict[str, dict
                 leaves = {
                     part: getattr(module, f"{kind}{part}") for part in ("A", "B", "router") if hasattr(module, kind + part)
                 }
-                found[targets.base_name(name)] = {k: v[adapter] for k, v in leaves.items() if adapter in v}
+                found[base_name(name)] = {k: v[adapter] for k, v in leaves.items() if adapter in v}
                 break
     return found
 
@@ -80,8 +80,8 @@ def resize(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[s
     """Give every adapted module a new rank or number of experts, in place, with the optimiser's state.
 
     Args:
-        model: A model adapted by :func:`~layerbudget.decisions.ranks.ranks.add_ranks` or
-            :func:`~layerbudget.decisions.experts.mixtures.add_experts`.
+        model: A model adapted by :func:`~layerbudget.decisions.ranks.apply.add_ranks` or
+            :func:`~layerbudget.decisions.experts.method.add_experts`.
         optimizer: The optimiser that trains it.
         counts: New rank or experts by module, at least 1 (a module that PEFT never wrapped cannot gain an adapter here).
         adapter: Name of the adapter.
@@ -90,7 +90,7 @@ def resize(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[s
         InvalidInput: A count below one, or experts of a module that has no router (or would need to lose it).
         CoverageError: A module without an adapter.
     """
-    modules: dict[str, Any] = {targets.base_name(n): m for n, m in model.named_modules()}
+    modules: dict[str, Any] = {base_name(n): m for n, m in model.named_modules()}
     leaves = adapter_leaves(model, adapter)
     for name, count in counts.items():
         if name not in leaves:
@@ -110,11 +110,11 @@ def resize(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[s
         _resize_one(leaves[name], optimizer, count, unit)
         if routed:
             module.lora_experts_count[adapter] = count
-            module.lora_experts_top_k[adapter] = min(targets.adapter_config(model, adapter).top_k, count)
+            module.lora_experts_top_k[adapter] = min(adapter_config(model, adapter).top_k, count)
         else:
             _rescale(module, adapter, count)
-    _rewrite_config(targets.adapter_config(model, adapter), counts, modules, adapter)
-    _rewrite_largest(targets.adapter_config(model, adapter), leaves)
+    _rewrite_config(adapter_config(model, adapter), counts, modules, adapter)
+    _rewrite_largest(adapter_config(model, adapter), leaves)
 
 
 def _rescale(module: Any, adapter: str, rank: int) -> None:
@@ -127,7 +127,7 @@ def _rescale(module: Any, adapter: str, rank: int) -> None:
 def _rewrite_config(config: Any, counts: Mapping[str, int], modules: Mapping[str, Any], adapter: str) -> None:
     """Make the configuration say what is there, so that a saved adapter loads."""
     for name, count in counts.items():
-        key = targets.pattern(name)
+        key = pattern(name)
         if hasattr(config, "experts_pattern"):
             config.experts_pattern[key] = count
         else:
@@ -138,7 +138,7 @@ def _rewrite_config(config: Any, counts: Mapping[str, int], modules: Mapping[str
 def _rewrite_largest(config: Any, adapted: Collection[str]) -> None:
     """Keep ``r`` the largest rank (a server that reads it alone reserves enough), where no module takes it as its own."""
     ranks = getattr(config, "rank_pattern", None) or {}
-    if ranks and all(targets.pattern(name) in ranks for name in adapted):
+    if ranks and all(pattern(name) in ranks for name in adapted):
         key = max(ranks, key=lambda k: ranks[k])
         config.r, config.lora_alpha = ranks[key], config.alpha_pattern.get(key, config.lora_alpha)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..decisions.apply import maker, makers
-from ..decisions.ranks.rule import increments_of
+from ..decisions.ranks.plan import increments_of
 from ..errors import ModelMismatch
 from ..kinds import KINDS
 from ..plan import Plan

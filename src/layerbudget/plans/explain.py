@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..decisions.joint.recipe import sentences as of_recipe
-from ..decisions.ranks.serving import serving_hint
+from ..decisions.ranks.plan import serving_note
 from ..kinds import KINDS
 from ..plan import Plan
 from ..planning.codelength import codelengths
@@ -119,7 +119,7 @@ def _on_spread(plan: Plan) -> list[str]:
 def _on_serving(plan: Plan) -> list[str]:
     if plan.kind != "ranks" or not plan.counts.any():
         return []
-    return [f"To serve it with vLLM: {serving_hint(plan).note}"]
+    return [f"To serve it with vLLM: {serving_note(plan)}"]
 
 
 def _on_formats(plan: Plan) -> list[str]:

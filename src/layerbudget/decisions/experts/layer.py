@@ -1,9 +1,22 @@
-"""The adapted module: a frozen base layer, stacked experts and a router, each an ``nn.Linear`` leaf."""
+r"""The adapted module: a frozen base layer with LoRA experts and a router, and the loss that balances the experts.
+
+For tokens ``x (T, d_in)``, stacked factors ``A (E r, d_in)`` and ``B (d_out, E r)`` and a gate ``(T, E)`` that is zero for
+experts that were not chosen, the update is ``y_t = scale * sum_e gate_{t,e} B_e A_e x_t``. Two matrix products compute it for
+all experts, with the gate applied in between, in rank space (``T x E r`` numbers). That is E/k times the arithmetic that is
+needed, and still the fastest for the counts in use: adapters of rank 8 are bound by memory traffic, not by arithmetic.
+
+Balance: for a module with E experts, ``loss = E sum_e f_e P_e``: ``f_e`` is the share of the top-k choices that went to expert
+e, ``P_e`` the mean of its full softmax. It is 1 at perfect balance (Shazeer et al. 2017; Fedus et al. 2021; MoLA). The loss is
+attached inside the layer: the layer's output passes through unchanged, and the backward pass adds the loss's own gradient. So
+it reaches the router under every trainer, also where a trainer recomputes the loss from the logits or where checkpointing runs
+the first pass without gradients.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -12,14 +25,145 @@ from torch.nn import functional as F
 
 from ...errors import InvalidInput
 from ...models.blocks import is_conv1d
-from ..ranks.targets import leaf
-from .balance import Routing, attach, balance_loss
-from .config import ExpertsConfig
-from .forms import fused, route, spread
+
+if TYPE_CHECKING:
+    from .method import ExpertsConfig
+
+
+def route(logits: Tensor, top_k: int) -> Tensor:
+    """Return the gate ``(..., E)`` of router logits: softmax over all experts, top-k, renormalised; zero elsewhere.
+
+    Renormalising the k largest of a softmax equals a softmax over the k largest logits. Computed in float32 (float64
+    logits stay float64).
+
+    >>> route(torch.tensor([[0.0, 1.0, 1.0]]), 2)
+    tensor([[0.0000, 0.5000, 0.5000]])
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if top_k >= logits.shape[-1]:
+        return logits.softmax(-1)
+    values, index = logits.topk(top_k, dim=-1)
+    return torch.zeros_like(logits).scatter(-1, index, values.softmax(-1))
+
+
+def spread(gate: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """Return every expert's gate repeated over its ranks: ``(..., E) -> (..., E r)``.
+
+    A product with the 0/1 block matrix ``I_E (x) 1_r``: exact, and faster than a broadcast over a last axis of length r.
+    """
+    gate = gate.to(dtype)
+    return gate @ _blocks(gate.shape[-1], rank, gate)
+
+
+def _blocks(experts: int, rank: int, like: Tensor) -> Tensor:
+    """``I_E (x) 1_r`` in the type and on the device of ``like``; made once, for it costs as much as the product with it."""
+    if type(like) not in (Tensor, nn.Parameter) or torch.compiler.is_compiling():
+        return _made(experts, rank, like.dtype, like.device)  # a traced or wrapped tensor must not outlive its trace
+    return _kept(experts, rank, like.dtype, like.device)
+
+
+def _made(experts: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.eye(experts, dtype=dtype, device=device).repeat_interleave(rank, dim=1)
+
+
+_kept = functools.lru_cache(maxsize=64)(_made)
+
+
+class _GatedProduct(torch.autograd.Function):
+    """``(hidden * spread(gate)) B'``, keeping rank space and gate for the backward pass; their product is made again there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hidden: Tensor, gate: Tensor, b: Tensor, rank: int) -> Tensor:
+        return F.linear(hidden * spread(gate, rank, hidden.dtype), b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
+        hidden, gate, b, ctx.rank = inputs
+        ctx.save_for_backward(hidden, gate, b)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        hidden, gate, b = ctx.saved_tensors
+        factor = spread(gate, ctx.rank, hidden.dtype)
+        gradient = gradient.to(hidden.dtype)
+        inner = gradient @ b.to(hidden.dtype)
+        gated = (hidden * factor).reshape(-1, hidden.shape[-1])
+        for_b = gradient.reshape(-1, gradient.shape[-1]).T @ gated
+        for_gate = (inner * hidden) @ _blocks(gate.shape[-1], ctx.rank, hidden).T
+        return inner * factor, for_gate.to(gate.dtype), for_b.to(b.dtype), None
+
+
+def fused(hidden: Tensor, gate: Tensor, b: Tensor, rank: int, scale: float) -> Tensor:
+    """Return ``(..., d_out)``: the rank space ``hidden (..., E r)``, gated, times ``B (d_out, E r)``."""
+    return _GatedProduct.apply(hidden, (gate * scale).to(hidden.dtype), b, rank)
+
+
+class Routing:
+    """What all layers of one adapted model share.
+
+    Attributes:
+        mask: Padding mask ``(batch, length)`` of the batch at work, 1 for real tokens; ``None`` counts all.
+        scale: Factor of the balance gradient; ``1 / gradient_accumulation_steps`` under accumulation.
+    """
+
+    def __init__(self) -> None:
+        self.mask: Tensor | None = None
+        self.scale = 1.0
+
+    def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the batch's padding mask: a forward pre-hook of the adapted model."""
+        mask = kwargs.get("attention_mask")
+        self.mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    def tokens(self, shape: torch.Size) -> Tensor | None:
+        """Return the flat mask for an input of leading shape ``shape``; ``None`` where the mask does not fit it (packing)."""
+        if self.mask is None or tuple(self.mask.shape) != tuple(shape):
+            return None
+        return self.mask.reshape(-1).bool()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
+        copy = memo[id(self)] = Routing()
+        copy.scale = self.scale
+        return copy
+
+
+def balance_loss(logits: Tensor, gate: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """Return ``E sum_e f_e P_e`` of one module, a scalar.
+
+    Args:
+        logits: Router logits ``(..., E)``.
+        gate: Gate ``(..., E)``, zero for experts that were not chosen.
+        tokens: Flat mask of the tokens that count.
+    """
+    experts = logits.shape[-1]
+    probabilities = logits.float().reshape(-1, experts).softmax(-1)
+    chosen = (gate.detach().reshape(-1, experts) > 0).float()
+    count: Any = len(probabilities)
+    if tokens is not None:
+        weight = tokens.float().unsqueeze(-1)
+        probabilities, chosen, count = probabilities * weight, chosen * weight, weight.sum().clamp(min=1)
+    share = chosen.sum(0) / chosen.sum().clamp(min=1)
+    return experts * (share * (probabilities.sum(0) / count)).sum()
+
+
+class _Attach(torch.autograd.Function):
+    """Identity on ``output``; in the backward pass ``loss`` receives the gradient one."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype, ctx.device = loss.dtype, loss.device
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones((), dtype=ctx.dtype, device=ctx.device)
 
 
 def shape_of(base: Any) -> tuple[int, int] | None:
-    """``(d_in, d_out)`` of a base layer that can be adapted, else ``None`` (quantised Linears included)."""
+    """Return ``(d_in, d_out)`` of a base layer that can be adapted, else ``None`` (quantised Linears included)."""
     if is_conv1d(base):
         d_in, d_out = base.weight.shape
         return d_in, d_out
@@ -28,16 +172,26 @@ def shape_of(base: Any) -> tuple[int, int] | None:
     return None
 
 
-class ExpertsLayer(BaseTunerLayer):
-    """State of the experts of one module, by adapter name."""
+def _plain(*leaves: nn.Module) -> bool:
+    """Whether weights may be read directly: plain Linears that no wrapper (FSDP, ZeRO-3) or hook watches."""
+    return all(type(m) is nn.Linear and not (m._forward_pre_hooks or m._forward_hooks) for m in leaves)
+
+
+class ExpertsLinear(nn.Module, BaseTunerLayer):
+    """A Linear (or GPT-2's ``Conv1D``, or a quantised Linear) with LoRA experts beside it, by adapter name."""
 
     adapter_layer_names = ("lora_experts_A", "lora_experts_B", "lora_experts_router")
     other_param_names = (
-        "lora_experts_r", "lora_experts_count", "lora_experts_top_k", "lora_experts_scale", "lora_experts_dropout",
+        "lora_experts_r",
+        "lora_experts_count",
+        "lora_experts_top_k",
+        "lora_experts_scale",
+        "lora_experts_dropout",
         "lora_experts_balance",
-    )  # fmt: skip
+    )
 
-    def __init__(self, base_layer: nn.Module, routing: Routing) -> None:
+    def __init__(self, base_layer: nn.Module, adapter_name: str, experts: int, config: ExpertsConfig, routing: Routing) -> None:
+        super().__init__()
         self.base_layer = base_layer
         self.d_in, self.d_out = cast(tuple[int, int], shape_of(self.get_base_layer()))  # the tuner refuses what has none
         self.routing = routing
@@ -52,71 +206,52 @@ class ExpertsLayer(BaseTunerLayer):
         self.lora_experts_balance: dict[str, float] = {}
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, experts, config)
 
     def update_layer(self, adapter_name: str, experts: int, config: ExpertsConfig) -> None:
-        """Add the experts of one adapter, initialised so that the output does not change."""
+        """Add the experts of one adapter as published: A and router uniform in ``1/sqrt(d_in)``, B zero (no change)."""
         self.lora_experts_r[adapter_name] = config.r
         self.lora_experts_count[adapter_name] = experts
         self.lora_experts_top_k[adapter_name] = min(config.top_k, experts)
         self.lora_experts_scale[adapter_name] = config.lora_alpha / config.r
         self.lora_experts_balance[adapter_name] = config.balance_coefficient
-        self.lora_experts_A[adapter_name] = nn.Linear(self.d_in, experts * config.r, bias=False)
-        self.lora_experts_B[adapter_name] = nn.Linear(experts * config.r, self.d_out, bias=False)
-        if experts > 1:
-            self.lora_experts_router[adapter_name] = nn.Linear(self.d_in, experts, bias=False)
+        a = self.lora_experts_A[adapter_name] = nn.Linear(self.d_in, experts * config.r, bias=False)
+        b = self.lora_experts_B[adapter_name] = nn.Linear(experts * config.r, self.d_out, bias=False)
+        router = nn.Linear(self.d_in, experts, bias=False) if experts > 1 else None
         if config.lora_dropout > 0:
             self.lora_experts_dropout[adapter_name] = nn.Dropout(config.lora_dropout)
-        self.reset(adapter_name, config.init_weights)
+        nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
+        if router is not None:
+            self.lora_experts_router[adapter_name] = router
+            nn.init.kaiming_uniform_(router.weight, a=math.sqrt(5))
+        if config.init_weights:
+            nn.init.zeros_(b.weight)
+        else:
+            nn.init.kaiming_uniform_(b.weight, a=math.sqrt(5))
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def reset(self, adapter_name: str, init_weights: bool = True) -> None:
-        """Initialise as published: uniform in ``1/sqrt(d_in)`` for A and the router, zero for B."""
-        nn.init.kaiming_uniform_(leaf(self.lora_experts_A, adapter_name).weight, a=math.sqrt(5))
-        if adapter_name in self.lora_experts_router:
-            nn.init.kaiming_uniform_(leaf(self.lora_experts_router, adapter_name).weight, a=math.sqrt(5))
-        if init_weights:
-            nn.init.zeros_(leaf(self.lora_experts_B, adapter_name).weight)
-        else:
-            nn.init.kaiming_uniform_(leaf(self.lora_experts_B, adapter_name).weight, a=math.sqrt(5))
-
-
-def _plain(*leaves: nn.Module) -> bool:
-    """Whether weights may be read directly: plain Linears that no wrapper (FSDP, ZeRO-3) or hook watches."""
-    return all(type(m) is nn.Linear and not (m._forward_pre_hooks or m._forward_hooks) for m in leaves)
-
-
-class ExpertsLinear(nn.Module, ExpertsLayer):
-    """A Linear (or GPT-2's ``Conv1D``, or a quantised Linear) with LoRA experts beside it."""
-
-    def __init__(self, base_layer: nn.Module, adapter_name: str, experts: int, config: ExpertsConfig, routing: Routing) -> None:
-        super().__init__()
-        ExpertsLayer.__init__(self, base_layer, routing)
-        self._active_adapter = adapter_name
-        self.update_layer(adapter_name, experts, config)
-
     def _project(self, x: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
         """Rank space ``(..., E r)`` and router logits ``(..., E)``, from one product where nothing stands between."""
-        a = leaf(self.lora_experts_A, name)
-        router = leaf(self.lora_experts_router, name) if name in self.lora_experts_router else None
+        a = cast(nn.Linear, self.lora_experts_A[name])
+        router = cast(nn.Linear, self.lora_experts_router[name]) if name in self.lora_experts_router else None
         dropout = self.lora_experts_dropout[name] if name in self.lora_experts_dropout and self.training else None
-        if router is None:
-            return a(x if dropout is None else dropout(x)), None
-        if dropout is not None or not _plain(a, router):
-            return a(x if dropout is None else dropout(x)), router(x)
+        if router is None or dropout is not None or not _plain(a, router):
+            return a(x if dropout is None else dropout(x)), None if router is None else router(x)
         # One pass over the input for both: the second pass, forward and backward, is most of what a router costs.
         both = F.linear(x, torch.cat([a.weight, router.weight]))
         return both.split([a.out_features, router.out_features], dim=-1)
 
     def _update(self, x: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
         """Update ``(..., d_out)`` of one adapter and its balance loss, where there is one to take."""
-        scale = self.lora_experts_scale[name]
-        x = self._cast_input_dtype(x, leaf(self.lora_experts_A, name).weight.dtype)
+        scale, rank = self.lora_experts_scale[name], self.lora_experts_r[name]
+        b = cast(nn.Linear, self.lora_experts_B[name])
+        x = self._cast_input_dtype(x, cast(nn.Linear, self.lora_experts_A[name]).weight.dtype)
         hidden, logits = self._project(x, name)
         if logits is None:
-            return self.lora_experts_B[name](hidden * scale), None
+            return b(hidden * scale), None
         gate = route(logits, self.lora_experts_top_k[name])
-        b, rank = leaf(self.lora_experts_B, name), self.lora_experts_r[name]
         if _plain(b):
             update = fused(hidden, gate, b.weight, rank, scale)
         else:
@@ -127,11 +262,9 @@ class ExpertsLinear(nn.Module, ExpertsLayer):
         return update, coefficient * balance_loss(logits, gate, self.routing.tokens(x.shape[:-1]))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Add to the base layer's output the update of every active adapter."""
-        if self.disable_adapters and self.merged:
-            self.unmerge()
+        """Return the base layer's output plus the update of every active adapter."""
         result = self.base_layer(x, *args, **kwargs)
-        if self.disable_adapters or self.merged:
+        if self.disable_adapters:
             return result
         for name in self.active_adapters:
             if name not in self.lora_experts_A:
@@ -139,52 +272,20 @@ class ExpertsLinear(nn.Module, ExpertsLayer):
             update, loss = self._update(x, name)
             result = result + update.to(result.dtype)
             if loss is not None:
-                result = attach(result, loss)
+                result = _Attach.apply(result, loss)
         return result
 
-    def get_delta_weight(self, adapter: str) -> Tensor:
-        """Weight update ``(d_out, d_in)`` of an adapter with one expert.
-
-        Raises:
-            InvalidInput: The module has a router: its update depends on the token, so no weight holds it.
-        """
-        if self.lora_experts_count[adapter] > 1:
-            raise InvalidInput(
-                f"A module with {self.lora_experts_count[adapter]} experts cannot be merged: its update depends on the token.",
-                "Only modules with one expert, and plain LoRA ranks, can be merged.",
-                "Keep the adapter beside the model, or plan ranks instead of experts.",
-            )
-        a, b = leaf(self.lora_experts_A, adapter).weight, leaf(self.lora_experts_B, adapter).weight
-        delta = (b @ a) * self.lora_experts_scale[adapter]
-        return delta.T if is_conv1d(self.get_base_layer()) else delta
-
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add the update to the base weight (modules with one expert).
+        """Refuse: no weight holds an update that depends on the token.
 
         Raises:
-            InvalidInput: The module has a router, or the merged weight would not be finite.
+            InvalidInput: Always.
         """
-        from peft.tuners.tuners_utils import check_adapters_to_merge
-
-        for name in check_adapters_to_merge(self, adapter_names) or ():
-            if name not in self.lora_experts_A:
-                continue
-            weight = self._base_weight()
-            merged = weight.data + self.get_delta_weight(name).to(weight.dtype)
-            if safe_merge and not torch.isfinite(merged).all():
-                raise InvalidInput(f"Merging adapter {name!r} gives weights that are not finite.", "", "Retrain the adapter.")
-            weight.data = merged
-            self.merged_adapters.append(name)
-
-    def _base_weight(self) -> nn.Parameter:
-        return cast(nn.Parameter, self.get_base_layer().weight)
-
-    def unmerge(self) -> None:
-        """Take merged updates out of the base weight again."""
-        while self.merged_adapters:
-            name = self.merged_adapters.pop()
-            weight = self._base_weight()
-            weight.data -= self.get_delta_weight(name).to(weight.dtype)
+        raise InvalidInput(
+            "A mixture of experts cannot be merged: its update depends on the token.",
+            "Plain LoRA ranks can be merged.",
+            "Keep the adapter beside the model, or plan ranks instead of experts.",
+        )
 
     def __repr__(self) -> str:
         return "experts." + super().__repr__()

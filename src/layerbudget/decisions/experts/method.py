@@ -5,11 +5,276 @@ Importing this module registers the method with PEFT, so import it before ``Peft
 
 from __future__ import annotations
 
-from .config import ExpertsConfig
-from .layer import ExpertsLinear
-from .registration import register
-from .tuner import ExpertsModel
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any, cast
 
-__all__ = ["ExpertsConfig", "ExpertsLinear", "ExpertsModel"]
+from peft.config import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
+from peft.utils.peft_types import PeftType
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-register()
+from ...errors import CoverageError, InvalidInput, LayerbudgetError
+from ...plan import Plan
+from ..ranks.apply import attach, base_name, check_modules, counts_by_module, pattern
+from .layer import ExpertsLinear, Routing, shape_of
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+_NAME, _PREFIX = "lora_experts", "lora_experts_"
+
+
+def _peft_type() -> PeftType:
+    """``PeftType.LORA_EXPERTS``: PEFT asks that this enumeration, which has no extension point, have a member of the name."""
+    name = _NAME.upper()
+    if name not in PeftType.__members__:
+        member = str.__new__(PeftType, name)
+        member._name_ = member._value_ = name
+        PeftType._member_map_[name] = PeftType._value2member_map_[name] = member
+        PeftType._member_names_.append(name)
+        type.__setattr__(PeftType, name, member)
+    return PeftType[name]
+
+
+def _field(default: Any, text: str) -> Any:
+    given = {"default_factory": dict} if default is dict else {"default": default}
+    return dataclasses.field(**given, metadata={"help": text})
+
+
+@dataclasses.dataclass
+class ExpertsConfig(PeftConfig):
+    """Which modules get how many LoRA experts, and how a token chooses among them.
+
+    A module with weight ``W`` and ``E`` experts computes, for a token ``x``,
+
+        ``y = W x + sum_{e in top-k} w_e (alpha / r) B_e A_e dropout(x)``,  ``w = softmax(R x)`` over the k chosen experts,
+
+    with ``A_e`` of shape ``(r, d_in)``, ``B_e`` of shape ``(d_out, r)`` and a bias-free router ``R`` of shape ``(E, d_in)``
+    that sees the module's own input. One expert is plain LoRA without a router; zero experts leave the module untouched.
+    Routing follows the published MoLA (softmax in float32 over all experts, top-k, renormalised to one).
+
+    Every field has its help; a pattern is one escaped full name per key (PEFT saves patterns with sorted keys and the first
+    match wins, so overlapping patterns would mean something else after loading).
+
+    Raises:
+        InvalidInput: A rank, a count or a top-k below one, or a dropout outside [0, 1).
+    """
+
+    r: int = _field(8, "Rank of every expert.")
+    lora_alpha: float = _field(16, "Numerator of the scale alpha / r.")
+    lora_dropout: float = _field(0.0, "Dropout on the experts' input, one mask per module; the router sees it without.")
+    target_modules: list[str] | set[str] | str | None = _field(None, "Modules to adapt, as everywhere in PEFT.")
+    exclude_modules: list[str] | set[str] | str | None = _field(None, "Modules to leave out.")
+    experts: int = _field(1, "Experts of a module that no pattern names.")
+    experts_pattern: dict[str, int] = _field(dict, "Experts by escaped full name.")
+    top_k: int = _field(2, "Experts per token; a module with fewer experts uses all of its own.")
+    balance_coefficient: float = _field(
+        0.0, "Weight of the load-balancing loss, averaged over the modules of a layer and summed over layers."
+    )
+    modules_to_save: list[str] | None = _field(None, "Further modules to train and save, such as a classification head.")
+    layers_to_transform: list[int] | int | None = _field(None, "Layer indices to adapt.")
+    layers_pattern: list[str] | str | None = _field(None, "Name of the layer list.")
+    bias: str = _field("none", "Only 'none'.")
+    init_weights: bool = _field(True, "Start every B at zero: the adapted model equals the base model.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = _peft_type()
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(getattr(self, name), (list, tuple)):
+                setattr(self, name, set(getattr(self, name)))
+        for name, low in (("r", 1), ("top_k", 1), ("experts", 0)):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < low:
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}.", f"It is an integer of at least {low}.", "")
+        if not 0.0 <= self.lora_dropout < 1.0:
+            raise InvalidInput(f"lora_dropout is {self.lora_dropout}.", "It lies in [0, 1).", "The paper used 0.05.")
+        if self.bias != "none":
+            raise InvalidInput(f"bias is {self.bias!r}.", "Experts train no biases; it is 'none'.", "Leave it out.")
+        for name, count in self.experts_pattern.items():
+            if not isinstance(count, int) or count < 0:
+                raise InvalidInput(f"{name} asks for {count!r} experts.", "A count is an integer of at least 0.", "")
+
+    def experts_of(self, name: str) -> int:
+        """Return the experts of a module by its full name."""
+        named = (count for key, count in self.experts_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
+        return next(named, self.experts)
+
+
+class ExpertsModel(BaseTuner):
+    """A model whose chosen modules carry LoRA experts; made by ``peft.get_peft_model(model, ExpertsConfig(...))``."""
+
+    prefix = _PREFIX
+    tuner_layer_cls = ExpertsLinear
+    target_module_mapping = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # type: ignore[assignment]  # as PEFT's own do
+
+    @property
+    def routing(self) -> Routing:
+        """Padding mask and loss scale that all routers of this model share."""
+        return cast(Routing, self.__dict__.setdefault("_routing", Routing()))
+
+    def _create_and_replace(  # type: ignore[override]  # PEFT calls it with the configuration of this tuner only
+        self,
+        config: ExpertsConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        experts = config.experts_of(current_key)
+        if experts == 0:
+            return
+        if isinstance(target, ExpertsLinear):
+            target.update_layer(adapter_name, experts, config)
+            return
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if shape_of(base) is None:
+            raise InvalidInput(
+                f"{current_key} is a {type(base).__name__}.",
+                "Experts go beside Linear layers, GPT-2's Conv1D and quantised Linears.",
+                "Leave it out of target_modules.",
+            )
+        new = ExpertsLinear(target, adapter_name, experts, config, self.routing)
+        if adapter_name not in self.active_adapters:
+            new.requires_grad_(False)
+        self._replace_module(parent, target_name, new, target)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Add the experts of one adapter, and divide its balance coefficient so that a layer counts once."""
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        coefficient = cast(ExpertsConfig, self.peft_config[adapter_name]).balance_coefficient
+        groups: dict[str, list[ExpertsLinear]] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, ExpertsLinear) and adapter_name in module.lora_experts_router:
+                found = re.match(r"(.*?\.\d+)\.", name)
+                groups.setdefault(found.group(1) if found else name, []).append(module)
+        for modules in groups.values():
+            for module in modules:
+                module.lora_experts_balance[adapter_name] = coefficient / len(modules)
+
+    def _check_merge_allowed(self) -> None:
+        """Refuse before anything is merged."""
+        super()._check_merge_allowed()
+        for module in self.model.modules():
+            if isinstance(module, ExpertsLinear):
+                module.merge()
+
+    def _pre_injection_hook(self, model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
+        """Watch the calls of the model itself: not every wrapper of PEFT calls the tuner's forward."""
+        model.register_forward_pre_hook(self.routing.observe, with_kwargs=True)
+
+    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:  # type: ignore[override]  # PEFT's says None
+        model: nn.Module = super()._unload_and_optionally_merge(*args, **kwargs)  # type: ignore[assignment]
+        for key, hook in list(model._forward_pre_hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), Routing):
+                del model._forward_pre_hooks[key]
+        return model
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Tensor]:
+        """Select the adapter's tensors, also where FSDP wrapped nested units."""
+        found = {k.replace("_fsdp_wrapped_module.", ""): v for k, v in state_dict.items() if f".{_PREFIX}" in k}
+        if not found:
+            raise CoverageError(
+                f"No tensor of the experts {adapter_name!r} is in the state dict.",
+                "",
+                "Gather the full state dict before saving.",
+            )
+        return found
+
+
+class BalanceScale(TrainerCallback):
+    """Divides the balance gradient by the accumulation steps, which the Trainer does not do for losses inside a model."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Read the accumulation steps."""
+        for tuner in (m for m in getattr(model, "module", model).modules() if isinstance(m, ExpertsModel)):
+            tuner.routing.scale = 1.0 / max(1, args.gradient_accumulation_steps)
+
+
+def to_experts_config(plan: Plan, *, rank: int | None = None, top_k: int = 2, **options: Any) -> ExpertsConfig:
+    """Return a plan of experts as an ``ExpertsConfig``: one escaped full name per module.
+
+    Args:
+        plan: A plan of kind ``experts``; a block's count goes to each of its modules.
+        rank: Rank of every expert; by default the plan's ``expert_rank``, else 8.
+        top_k: Experts per token.
+        options: Passed on (``lora_alpha``, ``lora_dropout``, ``balance_coefficient``, ``task_type``, ``modules_to_save``, ...).
+
+    Raises:
+        InvalidInput: A plan of another kind, or no module with an expert.
+    """
+    counts = counts_by_module(plan, "experts")
+    adapted = {m: e for m, e in counts.items() if e > 0}
+    if not adapted:
+        raise InvalidInput(
+            "Every block of this plan has zero experts.", "", "Plan with a larger budget, or a minimum per layer."
+        )
+    settings = {
+        "r": int(rank or plan.hyperparameters.get("expert_rank", 8)),
+        "target_modules": sorted(adapted),
+        "exclude_modules": sorted(m for m, e in counts.items() if e == 0) or None,
+        "experts": 0,
+        "experts_pattern": {pattern(m): e for m, e in adapted.items()},
+        "top_k": top_k,
+    }
+    return ExpertsConfig(**{**settings, **options})
+
+
+def adapted_experts(model: nn.Module, adapter_name: str = "default") -> dict[str, int]:
+    """Return the experts by module, read from the tensors of an adapted model."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertsLinear) and adapter_name in module.lora_experts_A:
+            stacked = cast(nn.Linear, module.lora_experts_A[adapter_name]).weight.shape[0]
+            found[base_name(name)] = stacked // module.lora_experts_r[adapter_name]
+    return found
+
+
+def add_experts(
+    model: nn.Module, plan: Plan, *, adapter_name: str = "default", config: Any = None, validate: bool = True, **options: Any
+) -> PeftModel:
+    """Return the model adapted by a plan of experts, counted again.
+
+    Args:
+        model: The model that the plan was made for.
+        plan: A plan of kind ``experts``.
+        adapter_name: Name of the adapter in PEFT.
+        config: A configuration of one's own; by default :func:`to_experts_config` makes it from ``options``.
+        validate: Refuse a model whose content digest is not the plan's.
+        options: Passed to :func:`to_experts_config`.
+
+    Raises:
+        ModelMismatch: The plan was made for another model.
+        UnknownBlock: The plan names a module that the model does not have.
+        CoverageError: A fused or tied module, or a recount that differs from the plan; names the module.
+    """
+    counts = counts_by_module(plan, "experts")
+    check_modules(model, plan, counts, validate=validate)
+    config = config or to_experts_config(plan, **options)
+    return cast("PeftModel", attach(model, config, counts, adapted_experts, "experts", adapter_name))
+
+
+_registered = PEFT_TYPE_TO_CONFIG_MAPPING.get(_peft_type())
+if _registered is not None and _registered is not ExpertsConfig:
+    raise LayerbudgetError(
+        f"PEFT already has a method named {_NAME!r} ({_registered.__module__}).",
+        "",
+        "Import layerbudget without the other package.",
+    )
+if _registered is None:
+    register_peft_method(name=_NAME, config_cls=ExpertsConfig, model_cls=ExpertsModel, prefix=_PREFIX)

@@ -1,19 +1,22 @@
-"""LoRA experts for every block: plans. No torch."""
+"""LoRA experts for every block: plans, and the published rules (MoLA shapes, LayerIF, AlphaLoRA, by size). No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
+from ...errors import InfeasibleBudget
 from ...plan import Plan
 from ...planning.capacity import decide, one_budget
+from ...planning.rule import Decision, Problem, rule
 from ...planning.terms import Terms
 from ...records import Block
 from ...scores import Scores
-from ...solvers.utilities import Function
-from . import rule as _rules  # noqa: F401 - registers the rules
+from ...solvers import rules as published
+from ...solvers.inputs import Vector
 
 
 def plan_experts(
@@ -26,28 +29,14 @@ def plan_experts(
     lower: ArrayLike = 0,
     max_experts: ArrayLike | None = None,
     expert_rank: int = 8,
-    exponent: float | None = None,
-    exponent_on: str | None = None,
     rule: str | Callable[..., Any] = "mdl",
-    utility: str | Function | None = None,
-    spend: str | None = None,
-    method: str | None = None,
-    damping: float | None = None,
-    smoothing: float | None = None,
-    alpha: float | None = None,
-    gamma: float | None = None,
-    units: str | None = None,
-    seed: int | None = None,
-    parity: bool = False,
     router: bool = False,
     bytes_per_parameter: float | None = None,
     latency: Mapping[str, float] | None = None,
     fixed: Mapping[str, int] | None = None,
-    **own: Any,
+    **options: Any,
 ) -> Plan:
-    """Divide LoRA experts over blocks.
-
-    An option that the rule does not read is refused; what is left out has the rule's own default.
+    """Return a plan of LoRA experts.
 
     Args:
         scores: The scores; blocks alone suffice for ``uniform``, ``size`` and the MoLA shapes.
@@ -59,26 +48,15 @@ def plan_experts(
         lower: Smallest number of experts; what it has above ``min_experts`` earns utility.
         max_experts: Cap per block.
         expert_rank: Rank of one expert.
-        exponent: beta, see :func:`layerbudget.solvers.allocate`: 1 by default, for ``layerif`` and ``alphalora`` as published.
-        exponent_on: ``density`` (default) or ``block``.
         rule: ``mdl``, ``permuted``, ``uniform``, ``size``, ``layerif``, ``alphalora``, ``mola-5555``, ``mola-2468``,
             ``mola-8642`` (or ``mola-`` with other digits), a rule of your own
             (:mod:`layerbudget.planning.rule`), or a function of a problem that returns one value per block.
-        utility: phi of the program; ``log`` by default.
-        spend: ``exactly`` (default) or ``at_most``.
-        method: Rounding, see :func:`layerbudget.solvers.round_capacity`.
-        damping: Which row of the scores; the middle one by default.
-        smoothing: Added to every score, in units of the mean score; 0 by default.
-        alpha: Price of capacity in the program; 0.5 by default. Inert where the budget binds.
-        gamma: Weight of its utility; 0.9 by default. Inert where the budget binds.
-        units: ``relative`` (default), or ``literal``: costs and weights as they are, as the paper's text has it.
-        seed: Seed of ``permuted``; 0 by default.
-        parity: AlphaLoRA as published.
         router: Count router outputs in the cost (budgets in parameters, bytes or FLOPs).
         bytes_per_parameter: For budgets in bytes; 2 (bf16) by default.
         latency: Seconds per expert by block name, for latency budgets.
         fixed: Experts of some blocks, by name or regular expression; a published rule then divides the rest over the others.
-        **own: Options of a rule of your own.
+        **options: Options of the rule: ``exponent``, ``damping``, ``parity``, ... (:mod:`layerbudget.planning.options`), or
+            its own. One that the rule does not read is refused; the rule has a default for each that is left out.
 
     Returns:
         A plan of kind ``experts``; ``count`` is the number of experts of every module of the block.
@@ -90,10 +68,97 @@ def plan_experts(
     """
     wanted = one_budget({"total": total, "budget": budget, "flops_fraction": flops_fraction}, "experts")
     terms = Terms(
-        kind="experts", base=min_experts, floor=lower, cap=max_experts, expert_rank=expert_rank, router=router,
-        bytes_per_parameter=bytes_per_parameter, latency=latency, fixed=fixed,
-    )  # fmt: skip
-    given = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend, "method": method}
-    given |= {"alpha": alpha, "gamma": gamma, "units": units}
-    given |= {"damping": damping, "smoothing": smoothing, "seed": seed, "parity": parity, **own}
-    return decide(scores, terms, wanted, rule, given)
+        kind="experts",
+        base=min_experts,
+        floor=lower,
+        cap=max_experts,
+        expert_rank=expert_rank,
+        router=router,
+        bytes_per_parameter=bytes_per_parameter,
+        latency=latency,
+        fixed=fixed,
+    )
+    return decide(scores, terms, wanted, rule, options)
+
+
+@rule("experts", "uniform", summary="the same number everywhere")
+def _uniform(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    free = ~problem.held
+    return _largest(problem, "uniform", lambda total: published.apportion(np.ones(free.sum()), total, minimum=_least(problem)))
+
+
+@rule("experts", "size", summary="experts in proportion to a block's size")
+def _size(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    numel = np.array([b.numel for b in problem.blocks], dtype=np.float64)[~problem.held]
+    return _largest(problem, "size", lambda total: published.apportion(numel, total, minimum=_least(problem)))
+
+
+@rule("experts", "layerif", reads=("damping",), exponent=2.0, summary="LayerIF's heuristic: one each, the rest by influence")
+def _layerif(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    values, exponent = -problem.oriented(options["damping"])[~problem.held], options["exponent"]
+    return _largest(problem, "layerif", lambda total: published.layerif_experts(values, total, exponent=exponent))
+
+
+@rule(
+    "experts",
+    "alphalora",
+    reads=("damping", "parity"),
+    exponent=2.5,
+    summary="AlphaLoRA: the lighter the tail, the more experts",
+)
+def _alphalora(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """The values as they are, whatever their orientation."""
+    alpha = problem.need_scores().values(options["damping"])[~problem.held]
+    given = {name: options[name] for name in ("exponent", "parity")}
+    return _largest(
+        problem, "alphalora", lambda total: published.alphalora_experts(alpha, total, **given), parity=options["parity"]
+    )
+
+
+def _shapes(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """The digits are experts per group of neighbouring layers."""
+    free, name = int((~problem.held).sum()), str(options["rule"])
+    return _largest(problem, name, lambda total: published.mola_experts(free, name[5:], total))
+
+
+for _name in ("mola-5555", "mola-2468", "mola-8642"):
+    rule("experts", _name, summary="MoLA's shape (any digits)", pattern=r"mola-.+", rule=_name)(_shapes)
+
+
+def _least(problem: Problem) -> int:
+    return int(problem.low[~problem.held].max(initial=0.0))
+
+
+def _largest(problem: Problem, name: str, make: Callable[[int], Vector], *, parity: bool = False) -> Decision:
+    """Fixed blocks as they are, for the others the largest total whose counts fit the budget."""
+    counts, free, cost, limit = problem.low.copy(), ~problem.held, problem.amount, problem.target
+    left = limit - float(cost[problem.held] @ problem.low[problem.held])
+    if not free.any() and left >= -1e-12 * limit:
+        return Decision(value=counts, counts=counts)
+    total = int(max(left, 0.0) / cost[free].min() * (1 + 1e-12)) if free.any() else 0
+    while total > 0:
+        counts[free] = make(total)
+        spent = float(cost[free] @ counts[free])
+        if spent <= left * (1 + 1e-12):
+            _check_bounds(problem, name, counts, parity=parity)
+            return Decision(value=counts, counts=counts)
+        total = min(total - 1, int(total * left / spent) + 1)
+    raise InfeasibleBudget(
+        f"The budget {limit:g} pays no plan of the rule {name}.", f"At least {float(cost @ problem.low):g}.", "Raise it."
+    )
+
+
+def _check_bounds(problem: Problem, name: str, counts: Vector, *, parity: bool) -> None:
+    if (counts > problem.high).any():
+        raise InfeasibleBudget(
+            f"The rule {name} gives up to {counts.max():g} experts, the caps allow {problem.high.min():g}.",
+            "",
+            "Raise max_experts.",
+        )
+    if not parity and (counts < problem.low).any():
+        k = int(np.argmax(problem.low - counts))
+        raise InfeasibleBudget(
+            f"The rule {name} gives block {k} {counts[k]:g} experts, its minimum is {problem.low[k]:g}.",
+            "",
+            "Lower min_experts, raise the budget, or use rule='mdl'.",
+        )

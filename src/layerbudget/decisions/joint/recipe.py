@@ -25,7 +25,7 @@ from ...scores import Scores
 from ...solvers.inputs import number
 from ...solvers.recipe import Recipe, mix_recipe
 from ..bits.plan import Table, unwritten_of
-from ..ranks.rule import increments_of
+from ..ranks.plan import increments_of
 
 KIND = "recipe"
 

@@ -1,23 +1,30 @@
-"""LoRA ranks for every block: plans. No torch."""
+"""LoRA ranks for every block: the rule that spends gains rank by rank, the plan, and what a server must reserve. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
+from ...errors import InfeasibleBudget, InvalidInput
 from ...plan import Plan
 from ...planning.capacity import decide, one_budget
 from ...planning.common import blocks_of
 from ...planning.costs import Budget, rank_parameters
+from ...planning.rule import Decision, Problem, rule, shuffled
 from ...planning.terms import Terms
 from ...records import Block
 from ...scores import Scores
-from ...solvers.utilities import Function
-from . import rule as _rules  # noqa: F401 - registers the rules
+from ...solvers.increments import allocate_increments
+from ...solvers.inputs import Vector
+from ...solvers.rounding import Rounded
+from ...storage import reading
 
 ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")
+SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as max_lora_rank
+KEEPS = 0.95
 
 
 def plan_ranks(
@@ -28,26 +35,13 @@ def plan_ranks(
     multiple: int = 1,
     min_rank: ArrayLike = 1,
     max_rank: ArrayLike | None = None,
-    exponent: float | None = None,
-    exponent_on: str | None = None,
     rule: str | Callable[..., Any] | None = None,
-    utility: str | Function | None = None,
-    spend: str | None = None,
-    method: str | None = None,
-    damping: float | None = None,
-    smoothing: float | None = None,
-    alpha: float | None = None,
-    gamma: float | None = None,
-    units: str | None = None,
-    seed: int | None = None,
     bytes_per_parameter: float | None = None,
     latency: Mapping[str, float] | None = None,
     fixed: Mapping[str, int] | None = None,
-    **own: Any,
+    **options: Any,
 ) -> Plan:
-    """Divide LoRA ranks over blocks (partition by ``linear`` for one rank per matrix).
-
-    An option that the rule does not read is refused; what is left out has the rule's own default.
+    """Return a plan of LoRA ranks (partition by ``linear`` for one rank per matrix).
 
     Args:
         scores: The scores; blocks alone suffice for ``uniform`` and ``size``.
@@ -56,24 +50,14 @@ def plan_ranks(
         multiple: Ranks are multiples of this.
         min_rank: Smallest rank; 0 lets a block go without an adapter.
         max_rank: Cap; a rank never exceeds the smallest side of the block's matrices.
-        exponent: beta, see :func:`layerbudget.solvers.allocate`; 1 by default.
-        exponent_on: ``density`` (default) or ``block``.
         rule: ``by-rank`` (scores of ``rank-gain``: the gain of every further rank; the default for those), ``mdl`` (the
             default for others), ``uniform``, ``size``, the controls ``by-rank-permuted`` and ``permuted``, a rule of your
             own (:mod:`layerbudget.planning.rule`), or a function of a problem that returns one value per block.
-        utility: phi of the program; ``log`` by default.
-        spend: ``exactly`` (default) or ``at_most``.
-        method: Rounding, see :func:`layerbudget.solvers.round_capacity`.
-        damping: Which row of the scores; the middle one by default.
-        smoothing: Added to every score, in units of the mean score; 0 by default.
-        alpha: Price of capacity in the program; 0.5 by default. Inert where the budget binds.
-        gamma: Weight of its utility; 0.9 by default. Inert where the budget binds.
-        units: ``relative`` (default), or ``literal``: costs and weights as they are, as the paper's text has it.
-        seed: Seed of the controls; 0 by default.
         bytes_per_parameter: For budgets in bytes; 2 (bf16) by default.
         latency: Seconds per rank by block name, for latency budgets.
         fixed: Rank of some blocks, by name or regular expression.
-        **own: Options of a rule of your own.
+        **options: Options of the rule: ``exponent``, ``damping``, ``utility``, ... (:mod:`layerbudget.planning.options`), or
+            its own. One that the rule does not read is refused; the rule has a default for each that is left out.
 
     Returns:
         A plan of kind ``ranks``; ``count`` is the rank of every module of the block.
@@ -88,15 +72,105 @@ def plan_ranks(
         everywhere = float(rank_parameters(blocks_of(scores)).sum())
         wanted = Budget(amount=mean_rank * everywhere, unit="params", text=f"mean rank {mean_rank:g}")
     terms = Terms(
-        kind="ranks", floor=min_rank, cap=max_rank, multiple=multiple, bytes_per_parameter=bytes_per_parameter,
-        latency=latency, fixed=fixed,
-    )  # fmt: skip
-    given = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend, "method": method}
-    given |= {"alpha": alpha, "gamma": gamma, "units": units}
-    given |= {"damping": damping, "smoothing": smoothing, "seed": seed, **own}
-    return decide(scores, terms, wanted, rule or rank_rule(scores), given, {"mean_rank": mean_rank})
+        kind="ranks",
+        floor=min_rank,
+        cap=max_rank,
+        multiple=multiple,
+        bytes_per_parameter=bytes_per_parameter,
+        latency=latency,
+        fixed=fixed,
+    )
+    by_rank = "increments" in getattr(scores, "extra", {})
+    return decide(scores, terms, wanted, rule or ("by-rank" if by_rank else "mdl"), options, {"mean_rank": mean_rank})
 
 
-def rank_rule(scores: Scores | Sequence[Block]) -> str:
-    """The rule that fits the scores: ``by-rank`` where they hold the gain of every further rank, else ``mdl``."""
-    return "by-rank" if "increments" in getattr(scores, "extra", {}) else "mdl"
+def increments_of(scores: Scores, damping: float | None) -> list[list[float]]:
+    """Return the gain of the first, second, ... rank of every block.
+
+    Raises:
+        InvalidInput: Scores without them, or no such damping.
+    """
+    found = scores.extra.get("increments")
+    if found is None:
+        raise InvalidInput(
+            "The rule by-rank needs the gain of every further rank.",
+            f"The scores of {scores.estimator} have one number per block.",
+            "Score with --estimator rank-gain --by linear.",
+        )
+    try:
+        rows: list[list[list[float]]] = reading.converted(found, list[list[list[float]]])
+    except ValueError as error:
+        raise InvalidInput(f"The increments of these scores do not read ({error}).", "", "Score again.") from error
+    if (len(rows), {len(row) for row in rows}) != (len(scores.damping), {len(scores.blocks)}):
+        raise InvalidInput(
+            "The increments of these scores are of another shape than the scores.",
+            f"They are {len(scores.damping)} dampings x {len(scores.blocks)} blocks x ranks.",
+            "Score again.",
+        )
+    return rows[scores.index(damping)]
+
+
+@rule("ranks", "by-rank-permuted", reads=("damping", "seed"), summary="the same with the blocks' curves shuffled: a control")
+@rule("ranks", "by-rank", reads=("damping",), summary="the exact program of the gain of every further rank (rank-gain scores)")
+def _by_rank(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    """The program of increments, without a surrogate utility between the measurement and the decision."""
+    rows: Sequence[Sequence[float]] = increments_of(problem.need_scores(), options["damping"])
+    if "seed" in options:
+        rows = [rows[int(i)] for i in shuffled(len(rows), options["seed"])]
+    rounded = _allocated(problem, rows, problem.high)
+    for block, row, count, cap in zip(problem.blocks, rows, rounded.counts, problem.high, strict=True):
+        if len(row) <= count < cap and row[-1] > 0:
+            raise InfeasibleBudget(
+                f"{block.name} would take more than the {len(row)} ranks whose gains were measured.",
+                f"The scores tell nothing beyond rank {len(row)}.",
+                f"Score with --set largest={2 * len(row)}, plan with --max-rank {len(row)}, or lower the budget.",
+            )
+    extra: dict[str, Any] = {"rounding": rounded.to_dict()}
+    extra["uniform_share"] = _uniform_share(problem, rows, rounded.value) if "seed" not in options else None
+    extra["smaller_reserve"] = _smaller_reserve(problem, rows, rounded) if "seed" not in options else None
+    return Decision(value=rounded.counts.astype(float), counts=rounded.counts, extra=extra)
+
+
+def _allocated(problem: Problem, rows: Sequence[Sequence[float]], high: Vector) -> Rounded:
+    return allocate_increments(rows, problem.amount, problem.target, lower=problem.low, upper=high, multiple=problem.multiple)
+
+
+def _uniform_share(problem: Problem, rows: Sequence[Sequence[float]], value: float) -> float | None:
+    """Gain of the same rank everywhere (up to the caps, a fraction in proportion) over the plan's: what there is to win."""
+    rank: Vector = np.minimum(problem.target / float(np.sum(problem.amount)), problem.high)
+    curves = (np.concatenate([[0.0], np.cumsum(row)]) for row in rows)
+    worth = sum(float(np.interp(r, np.arange(len(c)), c)) for r, c in zip(rank, curves, strict=True))
+    return worth / value if value > 0 else None
+
+
+def _smaller_reserve(problem: Problem, rows: Sequence[Sequence[float]], plan: Rounded) -> dict[str, float] | None:
+    """The lowest cap at which a server reserves less for the adapter and :data:`KEEPS` of the gain stays, with that share."""
+    reserved = _served(int(plan.counts.max()))
+    if reserved is None or plan.value <= 0:
+        return None
+    for cap in (r for r in SERVED_RANKS if r < reserved and r >= problem.low.max(initial=0.0)):
+        capped = _allocated(problem, rows, np.minimum(problem.high, cap))
+        if capped.value >= KEEPS * plan.value:
+            return {"max_rank": cap, "share": capped.value / plan.value, "reserved": reserved}
+    return None
+
+
+def _served(largest: int) -> int | None:
+    """The rank that vLLM reserves for every module; None beyond what it accepts."""
+    return next((r for r in SERVED_RANKS if r >= largest), None)
+
+
+def serving_note(plan: Plan) -> str:
+    """Return what a server must be told to hold a plan's adapter, in one sentence.
+
+    vLLM (``--enable-lora``) reserves ``max_lora_rank`` for every module, and reads one ``r`` and one ``lora_alpha`` for the
+    whole adapter. Hence ``r`` is the largest rank in the configuration, and ``constant-ratio`` is the policy whose scale is
+    the same for every module.
+    """
+    ranks = np.repeat(plan.counts, plan.matrices)
+    ranks = ranks[ranks > 0]
+    served = _served(int(ranks.max()))
+    if served is None:
+        return f"Rank {int(ranks.max())} is above the 512 that vLLM accepts: merge the adapter before serving."
+    padded = 1 - int(ranks.sum()) / (ranks.size * served)
+    return f"--enable-lora --max-lora-rank {served}; {padded:.0%} of the reserved adapter memory is padding."

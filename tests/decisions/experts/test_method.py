@@ -14,8 +14,9 @@ from peft import PeftModel, get_peft_model
 from tests import zoo
 from torch import nn
 
-from layerbudget.decisions.experts.method import ExpertsConfig, ExpertsLinear
-from layerbudget.errors import InvalidInput
+from layerbudget.decisions.experts.layer import ExpertsLinear
+from layerbudget.decisions.experts.method import ExpertsConfig, adapted_experts, add_experts, to_experts_config
+from layerbudget.errors import CoverageError, InvalidInput
 
 COUNTS = [2, 3, 0, 5]
 
@@ -37,15 +38,30 @@ def logits_of(model, **batch):
         return model(input_ids=ids(), **batch).logits
 
 
-def test_counts_land_where_planned():
-    model = get_peft_model(zoo.adaptable(), config_for(zoo.adaptable()))
-    found = {n: m for n, m in model.named_modules() if isinstance(m, ExpertsLinear)}
-    assert len(found) == 3 * 7 and not any(".layers.2." in n for n in found)
-    for name, module in found.items():
-        layer = int(re.search(r"layers\.(\d+)", name).group(1))
-        assert module.lora_experts_A["default"].weight.shape == (COUNTS[layer] * 4, module.d_in)
-        assert module.lora_experts_router["default"].weight.shape == (COUNTS[layer], module.d_in)
-    assert all("lora_experts_" in n for n, p in model.named_parameters() if p.requires_grad)
+def test_a_layers_count_goes_to_each_of_its_modules():
+    plan = zoo.layers(zoo.adaptable(), COUNTS)
+    adapted = add_experts(zoo.adaptable(), plan, rank=4, lora_alpha=16)
+    expected = {m: b.count for b in plan.blocks for m in b.modules if b.count}
+    assert adapted_experts(adapted) == expected
+    planned = 0
+    for name, count in expected.items():
+        module = adapted.get_submodule(f"base_model.model.{name}")
+        assert isinstance(module, ExpertsLinear) and module.lora_experts_A["default"].weight.shape == (count * 4, module.d_in)
+        planned += count * 4 * (module.d_in + module.d_out) + count * module.d_in
+    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == planned
+
+
+def test_a_configuration_that_misses_a_module_another_kind_and_an_empty_plan_are_refused():
+    model = zoo.adaptable()
+    plan = zoo.layers(model, [2, 2, 2, 2])
+    config = to_experts_config(plan)
+    del config.experts_pattern["model\\.layers\\.2\\.mlp\\.up_proj"]
+    with pytest.raises(CoverageError, match=r"model\.layers\.2\.mlp\.up_proj was not adapted; the plan gives it experts 2"):
+        add_experts(model, plan, config=config)
+    with pytest.raises(InvalidInput, match="kind 'ranks'"):
+        to_experts_config(zoo.linears(model, 2))
+    with pytest.raises(InvalidInput, match="zero experts"):
+        to_experts_config(zoo.layers(model, [0, 0, 0, 0]))
 
 
 def test_starts_equal_to_the_base_and_disables():
@@ -61,32 +77,34 @@ def test_starts_equal_to_the_base_and_disables():
 
 LOADER = """
 import sys, torch
+from pathlib import Path
 from layerbudget.decisions.experts import method
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-kind, base, adapter, out = sys.argv[1:]
-cls = AutoModelForCausalLM if kind == "lm" else AutoModelForSequenceClassification
-model = PeftModel.from_pretrained(cls.from_pretrained(base), adapter).eval()
 ids = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(2))
-with torch.no_grad():
-    torch.save(model(input_ids=ids).logits, out)
+for kind, cls in (("lm", AutoModelForCausalLM), ("classifier", AutoModelForSequenceClassification)):
+    folder = Path(sys.argv[1]) / kind
+    model = PeftModel.from_pretrained(cls.from_pretrained(folder / "base"), folder / "adapter").eval()
+    with torch.no_grad():
+        torch.save(model(input_ids=ids).logits, folder / "out.pt")
 """
 
 
-@pytest.mark.parametrize("kind", ["lm", "classifier"])
-def test_save_and_load_in_a_fresh_process(tmp_path, kind):
-    base = zoo.adaptable() if kind == "lm" else zoo.classifier()
-    base.save_pretrained(tmp_path / "base")
-    options = {} if kind == "lm" else {"task_type": "SEQ_CLS", "modules_to_save": ["pooler"]}
-    model = get_peft_model(base, config_for(base, [2, 1, 0, 5], **options)).eval()
-    zoo.perturb(model)
-    zoo.perturb(model, "modules_to_save", scale=0.2)
-    model.save_pretrained(tmp_path / "adapter")
-    stored = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert stored["peft_type"] == "LORA_EXPERTS"
-    command = [sys.executable, "-c", LOADER, kind, str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "out.pt")]
-    subprocess.run(command, check=True, capture_output=True)
-    assert torch.equal(torch.load(tmp_path / "out.pt"), logits_of(model))
+def test_save_and_load_in_a_fresh_process(tmp_path):
+    expected = {}
+    for kind, base in (("lm", zoo.adaptable()), ("classifier", zoo.classifier())):
+        base.save_pretrained(tmp_path / kind / "base")
+        options = {} if kind == "lm" else {"task_type": "SEQ_CLS", "modules_to_save": ["pooler"]}
+        model = get_peft_model(base, config_for(base, [2, 1, 0, 5], **options)).eval()
+        zoo.perturb(model)
+        zoo.perturb(model, "modules_to_save", scale=0.2)
+        model.save_pretrained(tmp_path / kind / "adapter")
+        stored = json.loads((tmp_path / kind / "adapter" / "adapter_config.json").read_text())
+        assert stored["peft_type"] == "LORA_EXPERTS"
+        expected[kind] = logits_of(model)
+    subprocess.run([sys.executable, "-c", LOADER, str(tmp_path)], check=True, capture_output=True)
+    for kind, logits in expected.items():
+        assert torch.equal(torch.load(tmp_path / kind / "out.pt"), logits)
 
 
 def test_transformers_loads_the_adapter_too(tmp_path):
@@ -115,21 +133,14 @@ def test_second_adapter_delete_copy_and_low_memory_load(tmp_path):
     assert torch.equal(logits_of(light), first)
 
 
-def test_merging_is_exact_for_one_expert_and_refused_for_more():
-    counts = [1, 1, 0, 1]
-    model = get_peft_model(zoo.adaptable().double(), config_for(zoo.adaptable(), counts)).double().eval()
-    zoo.perturb(model)
-    expected = logits_of(model)
-    model.merge_adapter()
-    assert (logits_of(model) - expected).abs().max() < 1e-12
-    model.unmerge_adapter()
-    assert (logits_of(model) - expected).abs().max() < 1e-12
-    assert (logits_of(model.merge_and_unload()) - expected).abs().max() < 1e-12
+def test_merging_is_refused_before_anything_changes():
     mixture = get_peft_model(zoo.adaptable(), config_for(zoo.adaptable()))
     before = {n: p.clone() for n, p in mixture.named_parameters()}
-    with pytest.raises(InvalidInput, match="depends on the token"):
-        mixture.merge_and_unload()
+    for merge in (mixture.merge_and_unload, mixture.merge_adapter):
+        with pytest.raises(InvalidInput, match="depends on the token"):
+            merge()
     assert all(torch.equal(before[n], p) for n, p in mixture.named_parameters())
+    assert torch.equal(logits_of(mixture.unload()), logits_of(zoo.adaptable()))
 
 
 def test_padding_does_not_move_the_balance_gradient():

@@ -12,8 +12,7 @@ from tests import zoo
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from layerbudget.decisions.experts.balance import BalanceScale
-from layerbudget.decisions.experts.method import ExpertsConfig
+from layerbudget.decisions.experts.method import BalanceScale, ExpertsConfig
 
 
 def experts_for(model, counts, **options) -> ExpertsConfig:
@@ -103,8 +102,7 @@ def _ddp_worker(rank, folder):
 
 def _starving_layer():
     """Ten experts and three tokens a process: most experts see no token at all."""
-    from layerbudget.decisions.experts.balance import Routing
-    from layerbudget.decisions.experts.method import ExpertsLinear
+    from layerbudget.decisions.experts.layer import ExpertsLinear, Routing
 
     torch.manual_seed(0)
     config = ExpertsConfig(r=2, target_modules=["x"], init_weights=False, top_k=2)

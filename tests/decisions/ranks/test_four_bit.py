@@ -6,8 +6,8 @@ import torch
 from tests import zoo
 
 from layerbudget.data.calibration import CalibrationSet
+from layerbudget.decisions.ranks.apply import add_ranks
 from layerbudget.decisions.ranks.plan import plan_ranks
-from layerbudget.decisions.ranks.ranks import add_ranks
 from layerbudget.errors import CoverageError, ModelMismatch
 from layerbudget.models.blocks import partition
 from layerbudget.models.loading import load_model

@@ -1,4 +1,4 @@
-"""Fused, grouped and loop forms against the definition, outputs and every gradient."""
+"""The layer against its definition, outputs and every gradient; the balance loss."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import torch
 from tests import zoo
 from torch import nn
 
-from layerbudget.decisions.experts import forms
-from layerbudget.decisions.experts.balance import Routing, balance_loss
-from layerbudget.decisions.experts.forms import grouped, loop, route
-from layerbudget.decisions.experts.method import ExpertsConfig, ExpertsLinear
+from layerbudget.decisions.experts import layer as forms
+from layerbudget.decisions.experts.layer import ExpertsLinear, Routing, balance_loss, route, spread
+from layerbudget.decisions.experts.method import ExpertsConfig
 
 
 def module(experts: int, top_k: int = 2, r: int = 3, dtype=torch.float32, **options) -> ExpertsLinear:
@@ -44,19 +43,6 @@ def test_layer_equals_definition(experts, dtype, tolerance):
     expected = layer.base_layer(x) + zoo.mixture(x, a, b, router, 3, 2, 2.0)
     compare([layer(x)], [expected], tolerance)
     compare(gradients(layer(x), layer, x), gradients(expected, layer, x), tolerance)
-
-
-@pytest.mark.parametrize("experts", [2, 8])
-@pytest.mark.parametrize("form", ["grouped", "loop"])
-def test_other_forms_equal_definition(experts, form):
-    layer = module(experts, dtype=torch.float64)
-    x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
-    a, b, router = (layer.get_submodule(f"lora_experts_{n}.default").weight for n in ("A", "B", "router"))
-    gate = route(x @ router.T, 2)
-    update = grouped(x, a, b, gate, 2, 2.0) if form == "grouped" else loop(x, a, b, gate, 2.0)
-    expected = zoo.mixture(x, a, b, router, 3, 2, 2.0)
-    compare([update], [expected], 1e-12)
-    compare(gradients(update, layer, x), gradients(expected, layer, x), 1e-12)
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 9])
@@ -120,8 +106,8 @@ def test_dropout_is_one_mask_per_module_and_spares_the_router():
     torch.manual_seed(3)
     dropped = nn.functional.dropout(x, 0.5)
     a, b, router = (layer.get_submodule(f"lora_experts_{n}.default").weight for n in ("A", "B", "router"))
-    gate = route(x @ router.T, 2)
-    compare([got], [layer.base_layer(x) + loop(dropped, a, b, gate, 2.0)], 1e-12)
+    gate = 2.0 * spread(route(x @ router.T, 2), 3, x.dtype)
+    compare([got], [layer.base_layer(x) + (dropped @ a.T * gate) @ b.T], 1e-12)
 
 
 def test_balance_loss_is_one_when_balanced_and_counts_no_padding():

@@ -14,8 +14,8 @@ from torch import nn
 
 import layerbudget as lb
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.decisions.ranks.ranks import adapted_ranks, add_ranks, fold_scales, to_lora_config
-from layerbudget.decisions.ranks.serving import serving_hint
+from layerbudget.decisions.ranks.apply import adapted_ranks, add_ranks, fold_scales, to_lora_config
+from layerbudget.decisions.ranks.plan import serving_note
 from layerbudget.errors import CoverageError, InvalidInput, ModelMismatch, UnknownBlock
 from layerbudget.finetuning.initialise import initialise_from_gradients
 from layerbudget.plans.explain import explain_plan
@@ -201,15 +201,15 @@ def test_conv1d_of_gpt2_is_counted_in_the_right_direction():
     assert set(adapted_ranks(adapted).values()) == {3}
 
 
-def test_serving_hint():
+def test_what_a_server_must_reserve():
     model = zoo.adaptable()
-    hint = serving_hint(zoo.linears(model, lambda n: 20 if n.endswith("q_proj") else 4))
-    assert (hint.max_rank, hint.vllm_max_lora_rank) == (20, 32)
-    assert hint.padded_share == pytest.approx(1 - (20 + 6 * 4) / (7 * 32))
-    assert serving_hint(zoo.linears(model, 600)).vllm_max_lora_rank is None
+    note = serving_note(zoo.linears(model, lambda n: 20 if n.endswith("q_proj") else 4))
+    assert (
+        note
+        == f"--enable-lora --max-lora-rank 32; {1 - (20 + 6 * 4) / (7 * 32):.0%} of the reserved adapter memory is padding."
+    )
+    assert "merge the adapter" in serving_note(zoo.linears(model, 600))
     assert any("--max-lora-rank 8;" in s for s in explain_plan(zoo.linears(model, 8))["sentences"])
-    with pytest.raises(InvalidInput, match="Ranks have a serving hint"):
-        serving_hint(dataclasses.replace(zoo.linears(model, 8), kind="experts"))
     config = to_lora_config(zoo.linears(model, ranks_of))
     assert config.r == 8 and config.lora_alpha / config.r == 2.0
 

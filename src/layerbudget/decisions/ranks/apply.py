@@ -1,0 +1,313 @@
+r"""A plan of adapters on a model by PEFT: checked before, recounted after. Ranks become a ``peft.LoraConfig``.
+
+A plan names weight matrices. PEFT wraps modules found by patterns, skips silently what a pattern misses, and gives a tied
+weight an adapter on one side only. So names are checked before, and parameters counted after.
+
+Rank ``r`` on a matrix of shape ``(d_out, d_in)`` costs ``r (d_in + d_out)`` trained parameters. PEFT scales an update by
+``alpha / r`` (``alpha / sqrt(r)`` under rsLoRA), so a rank that varies by module also varies the *step* of the module unless
+alpha follows it. The policies:
+
+- ``constant-ratio`` (default): ``alpha = ratio * r``. Every module has the same scale; this also serves correctly where a
+  server reads one alpha and one rank for the whole adapter.
+- ``rslora``: one alpha, scale ``alpha / sqrt(r)`` (Kalajdzievski 2023).
+- ``constant-alpha``: one alpha; scale ``alpha / r`` falls with rank (what a bare ``rank_pattern`` does).
+
+Unless an alpha is given, it is the one for which a module of the plan's mean rank has the scale ``ratio``: a uniform plan then
+trains alike under all three, and a learning rate tuned for it serves each. With a common scale the first steps of Adam grow
+with the rank (every rank adds a step of its own), with ``rslora`` by its root, with ``constant-alpha`` not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from ...errors import CoverageError, InvalidInput, UnknownBlock
+from ...models.blocks import adaptable, describe, is_conv1d, partition
+from ...plan import Plan
+from .plan import ALPHA_POLICIES
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+
+def to_lora_config(
+    plan: Plan,
+    *,
+    alpha_policy: str = "constant-ratio",
+    ratio: float = 2.0,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> LoraConfig:
+    """Return a plan of ranks as a ``peft.LoraConfig``.
+
+    Every module is named by its escaped full name, once, with its own rank and alpha: PEFT saves patterns with sorted keys and
+    takes the first match, so overlapping patterns would mean something else after loading. Modules of rank zero are excluded.
+
+    Args:
+        plan: A plan of kind ``ranks``.
+        alpha_policy: ``constant-ratio``, ``constant-alpha`` or ``rslora`` (see the module's text).
+        ratio: Scale of a module of mean rank; of every module under ``constant-ratio``.
+        alpha: Alpha under the other two policies, instead of the one that ``ratio`` implies.
+        dropout: LoRA dropout.
+        options: Passed on to ``LoraConfig`` (``task_type``, ``modules_to_save``, ``init_lora_weights``, ...).
+
+    Returns:
+        The configuration. ``r`` is the largest rank, so that a server which reads it alone reserves enough.
+
+    Raises:
+        InvalidInput: A plan of another kind, an unknown policy, or no module with a rank above zero.
+    """
+    from peft import LoraConfig
+
+    if alpha_policy not in ALPHA_POLICIES:
+        raise InvalidInput(f"alpha_policy is {alpha_policy!r}.", f"Policies are {', '.join(ALPHA_POLICIES)}.", "")
+    ranks = counts_by_module(plan, "ranks")
+    adapted = {m: r for m, r in ranks.items() if r > 0}
+    if not adapted:
+        raise InvalidInput("Every rank of this plan is zero.", "", "Plan with a larger budget.")
+    mean, largest = sum(adapted.values()) / len(adapted), max(adapted.values())
+    implied = ratio * (math.sqrt(mean) if alpha_policy == "rslora" else mean)
+    common = implied if alpha is None else alpha
+    scale = (lambda r: ratio * r) if alpha_policy == "constant-ratio" else (lambda r: common)
+    settings = {
+        "r": largest,
+        "lora_alpha": scale(largest),
+        "lora_dropout": dropout,
+        "use_rslora": alpha_policy == "rslora",
+        "target_modules": sorted(adapted),
+        "exclude_modules": sorted(m for m, r in ranks.items() if r == 0) or None,
+        "rank_pattern": {pattern(m): r for m, r in adapted.items()},
+        "alpha_pattern": {pattern(m): scale(r) for m, r in adapted.items()},
+    }
+    return LoraConfig(**{**settings, **options})
+
+
+def add_ranks(
+    model: nn.Module, plan: Plan, *, adapter_name: str = "default", config: Any = None, validate: bool = True, **options: Any
+) -> PeftModel:
+    """Return the model adapted by a plan of ranks, counted again.
+
+    Args:
+        model: The model that the plan was made for.
+        plan: A plan of kind ``ranks``.
+        adapter_name: Name of the adapter in PEFT.
+        config: A configuration of one's own; by default :func:`to_lora_config` makes it from ``options``.
+        validate: Refuse a model whose content digest is not the plan's.
+        options: Passed to :func:`to_lora_config`.
+
+    Raises:
+        ModelMismatch: The plan was made for another model.
+        UnknownBlock: The plan names a module that the model does not have.
+        CoverageError: A fused or tied module, or a recount that differs from the plan; names the module.
+    """
+    ranks = counts_by_module(plan, "ranks")
+    shapes = check_modules(model, plan, ranks, validate=validate)
+    lost = [n for n in adaptable(model, partition(model, "linear"))[1] if ranks.get(n)]
+    if lost:
+        endings = "|".join(sorted({n.rpartition(".")[2] for n in lost}))
+        raise CoverageError(
+            f"PEFT refuses this plan's modules: it puts no adapter on {lost[0]} ({len(lost)} such matrices).",
+            "It refuses outputs of state space mixers, and takes plain gate, up and down beside fused experts for the experts.",
+            f"Score with --exclude and a regular expression of those ('[.]({endings})$'), and plan again.",
+        )
+    adapted = attach(model, config or to_lora_config(plan, **options), ranks, adapted_ranks, "rank", adapter_name)
+    planned = sum(ranks[m] * (d_in + d_out) for m, (d_in, d_out) in shapes.items())
+    saved, counted = f".modules_to_save.{adapter_name}.", ("lora_A.", "lora_B.")  # DoRA trains magnitudes beside them
+    adapters = [p for n, p in adapted.named_parameters() if saved not in n and any(part in n for part in counted)]
+    trained = sum(p.numel() for p in adapters if p.requires_grad)
+    if trained != planned:
+        raise CoverageError(
+            f"{trained:,} adapter parameters are trained; the plan's ranks make {planned:,}.",
+            "",
+            "Use the plan's own configuration.",
+        )
+    return adapted
+
+
+def lora_layers(model: nn.Module, adapter_name: str = "default") -> dict[str, Any]:
+    """Return the LoRA layers of an adapted model, by their names in the plain model."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer) and adapter_name in m.lora_A}
+    return {base_name(name): module for name, module in layers.items()}
+
+
+def adapted_ranks(model: nn.Module, adapter_name: str = "default") -> dict[str, int]:
+    """Return the rank by module, read from the tensors of an adapted model."""
+    return {n: m.lora_A[adapter_name].weight.shape[0] for n, m in lora_layers(model, adapter_name).items()}
+
+
+def fold_scales(model: nn.Module, ratio: float = 2.0, adapter_name: str = "default") -> None:
+    """Give every module the scale ``ratio`` and its B the rest: the same update, ``alpha = ratio * r`` everywhere.
+
+    After training under ``rslora`` or ``constant-alpha`` this makes an adapter that a server which reads one alpha and one
+    rank for all modules applies correctly.
+
+    Raises:
+        InvalidInput: A ratio that is not positive.
+    """
+    if not 0 < ratio < math.inf:
+        raise InvalidInput(f"ratio is {ratio}.", "It must be positive.", "")
+    config = adapter_config(model, adapter_name)
+    for name, module in lora_layers(model, adapter_name).items():
+        alpha = ratio * module.r[adapter_name]
+        with torch.no_grad():
+            module.lora_B[adapter_name].weight.mul_(module.scaling[adapter_name] / ratio)
+        module.scaling[adapter_name], module.lora_alpha[adapter_name] = ratio, alpha
+        module.use_rslora[adapter_name] = False
+        config.alpha_pattern[pattern(name)] = alpha
+    config.use_rslora, config.lora_alpha = False, ratio * config.r
+
+
+# What adapters of every kind share: names, checks before, a recount after.
+
+
+def counts_by_module(plan: Plan, kind: str) -> dict[str, int]:
+    """Return the rank or number of experts of every module that the plan names.
+
+    Raises:
+        InvalidInput: The plan is of another kind.
+    """
+    if plan.kind != kind:
+        raise InvalidInput(
+            f"This plan is of kind {plan.kind!r}.",
+            f"A plan of kind {kind!r} is needed here.",
+            f"Make one with `layerbudget plan {kind}`.",
+        )
+    return {module: block.count for module, block in plan.by_module().items()}
+
+
+def pattern(name: str) -> str:
+    r"""Return the escaped full name, the only kind of PEFT pattern that means the same after saving.
+
+    >>> pattern("model.layers.1.mlp.up_proj")
+    'model\\.layers\\.1\\.mlp\\.up_proj'
+    """
+    return "".join(c if c.isalnum() or c == "_" else f"\\{c}" for c in name)
+
+
+def base_name(name: str) -> str:
+    """Return the name of a wrapped module as the plain model has it."""
+    return name.removeprefix("base_model.model.")
+
+
+def adapter_config(model: nn.Module, adapter: str) -> Any:
+    """Return the configuration of one adapter of a ``PeftModel``, whose fields differ by method."""
+    return cast(Any, model).peft_config[adapter]
+
+
+def check_modules(
+    model: nn.Module, plan: Plan, counts: Mapping[str, int], *, validate: bool = True
+) -> dict[str, tuple[int, int]]:
+    """Return ``(d_in, d_out)`` of every module that gets capacity, in the plan's order.
+
+    Args:
+        model: The model before any adapter.
+        plan: The plan, for its model digest.
+        counts: Rank or experts by module name.
+        validate: Refuse a model whose content digest is not the plan's.
+
+    Raises:
+        ModelMismatch: The plan was made for another model.
+        UnknownBlock: The model has no such module (a typo, or a projection that this model holds fused with others).
+        CoverageError: A module that an adapter cannot stand beside: fused three-dimensional experts, or a weight that is
+            tied to another module's.
+    """
+    if validate and plan.model.get("digest"):
+        plan.validate({**describe(model), "id": type(model).__name__})
+    modules = dict(model.named_modules())
+    owners: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        if isinstance(getattr(module, "weight", None), nn.Parameter):
+            owners.setdefault(id(module.weight), []).append(name)
+    shapes: dict[str, tuple[int, int]] = {}
+    for name in (n for n, count in counts.items() if count):
+        if name not in modules:
+            raise _missing(name, modules)
+        module: Any = modules[name]
+        if not (isinstance(module, nn.Linear) or is_conv1d(module)):
+            raise CoverageError(
+                f"{name} is a {type(module).__name__}.",
+                "Adapters stand beside Linear layers and Conv1D.",
+                "Exclude it in the plan.",
+            )
+        others = [o for o in owners[id(module.weight)] if o != name]
+        if others:
+            raise CoverageError(
+                f"{name} shares its weight with {', '.join(others)}: an adapter beside one of them would untie the two.",
+                "A plan adapts modules that own their weight.",
+                f"Exclude {name} from the plan (--exclude), or untie the model first.",
+            )
+        linear = isinstance(module, nn.Linear)
+        shapes[name] = (module.in_features, module.out_features) if linear else tuple(module.weight.shape)
+    return shapes
+
+
+def attach(
+    model: nn.Module,
+    config: Any,
+    counts: Mapping[str, int],
+    read: Callable[[nn.Module, str], Mapping[str, int]],
+    unit: str,
+    adapter_name: str,
+) -> Any:
+    """Return the model adapted by PEFT, compared with the plan module by module.
+
+    Args:
+        model: The model before any adapter.
+        config: The PEFT configuration.
+        counts: Rank or experts by module name.
+        read: Reads the same from the adapted model.
+        unit: ``rank`` or ``experts``, for the message.
+        adapter_name: Name of the adapter in PEFT.
+
+    Raises:
+        CoverageError: PEFT refuses, or names the first module that differs.
+    """
+    from peft import get_peft_model
+
+    try:
+        adapted = get_peft_model(cast(Any, model), config, adapter_name=adapter_name)
+    except ValueError as error:
+        raise CoverageError(
+            f"PEFT refuses this plan's modules: {error}",
+            "",
+            "Score with --exclude and a regular expression of that module (for a Mamba mixer '\\.out_proj$'), and plan again.",
+        ) from error
+    found, expected = read(adapted, adapter_name), {m: c for m, c in counts.items() if c}
+    for name in sorted(set(found) | set(expected)):
+        got, planned = found.get(name, 0), expected.get(name, 0)
+        if got != planned:
+            raise CoverageError(
+                f"{name} {f'got {unit} {got}' if got else 'was not adapted'}; the plan gives it {unit} {planned}.",
+                f"{len(expected)} modules are planned, {len(found)} were adapted.",
+                "Use the patterns of to_lora_config or to_experts_config unchanged.",
+            )
+    return adapted
+
+
+def _missing(name: str, modules: Mapping[str, nn.Module]) -> Exception:
+    """The error for a name that is not a module: a fused parameter, a fused projection, or a typo."""
+    parent, _, last = name.rpartition(".")
+    owner = modules.get(parent)
+    if owner is not None and isinstance(getattr(owner, last, None), nn.Parameter):
+        return CoverageError(
+            f"{name} is a parameter of {type(owner).__name__} that holds several experts in one tensor.",
+            "LoRA of PEFT stands beside modules.",
+            "Exclude it in the plan (--exclude), or use PEFT's target_parameters by hand.",
+        )
+    siblings = [n for n in modules if n.rpartition(".")[0] == parent and n] or [n for n in modules if n.endswith("." + last)]
+    fused = [n for n in siblings if "qkv" in n or "c_attn" in n or "query_key_value" in n or "gate_up" in n]
+    return UnknownBlock(
+        f"The model has no module {name!r}" + (f"; it holds that projection fused in {fused[0]}." if fused else "."),
+        f"Beside it are {', '.join(siblings[:4])}." if siblings else "",
+        "Partition and score this model, then plan again."
+        if fused
+        else "Correct the name, or score and plan this model again.",
+    )
