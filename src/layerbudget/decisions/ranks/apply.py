@@ -221,7 +221,7 @@ def check_modules(
     """
     if validate and plan.model.get("digest"):
         plan.validate({**describe(model), "id": type(model).__name__})
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     owners: dict[int, list[str]] = {}
     for name, module in modules.items():
         if isinstance(getattr(module, "weight", None), nn.Parameter):
@@ -230,7 +230,7 @@ def check_modules(
     for name in (n for n, count in counts.items() if count):
         if name not in modules:
             raise _missing(name, modules)
-        module: Any = modules[name]
+        module = modules[name]
         if not (isinstance(module, nn.Linear) or is_conv1d(module)):
             raise CoverageError(
                 f"{name} is a {type(module).__name__}.",
@@ -244,8 +244,8 @@ def check_modules(
                 "A plan adapts modules that own their weight.",
                 f"Exclude {name} from the plan (--exclude), or untie the model first.",
             )
-        linear = isinstance(module, nn.Linear)
-        shapes[name] = (module.in_features, module.out_features) if linear else tuple(module.weight.shape)
+        d_in, d_out = module.weight.shape if is_conv1d(module) else (module.in_features, module.out_features)
+        shapes[name] = (d_in, d_out)
     return shapes
 
 
