@@ -244,8 +244,8 @@ def check_modules(
                 "A plan adapts modules that own their weight.",
                 f"Exclude {name} from the plan (--exclude), or untie the model first.",
             )
-        d_in, d_out = module.weight.shape if is_conv1d(module) else (module.in_features, module.out_features)
-        shapes[name] = (d_in, d_out)
+        own: Any = module
+        shapes[name] = tuple(own.weight.shape) if is_conv1d(own) else (own.in_features, own.out_features)
     return shapes
 
 
