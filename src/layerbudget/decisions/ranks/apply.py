@@ -231,7 +231,7 @@ def check_modules(
         if name not in modules:
             raise _missing(name, modules)
         module = modules[name]
-        if not (isinstance(module, nn.Linear) or is_conv1d(module)):
+        if not isinstance(module, nn.Linear) and not is_conv1d(module):
             raise CoverageError(
                 f"{name} is a {type(module).__name__}.",
                 "Adapters stand beside Linear layers and Conv1D.",
@@ -244,8 +244,11 @@ def check_modules(
                 "A plan adapts modules that own their weight.",
                 f"Exclude {name} from the plan (--exclude), or untie the model first.",
             )
-        own: Any = module
-        shapes[name] = tuple(own.weight.shape) if is_conv1d(own) else (own.in_features, own.out_features)
+        if isinstance(module, nn.Linear):
+            shapes[name] = (module.in_features, module.out_features)
+        else:
+            d_in, d_out = module.weight.shape
+            shapes[name] = (d_in, d_out)
     return shapes
 
 
