@@ -40,16 +40,30 @@ from ..scores import Scores
 from ..sensitivity.gain import score
 
 
-class Scoring:
-    """How a bench makes score records, and what a rule of its kind needs of them."""
+class Bench:
+    """What a comparison asks of a model: data for scores and treatment, blocks, and a measurement of a plan."""
 
     model: nn.Module
     blocks: tuple[Block, ...]
+    unit: str
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a measurement depends on beside plan and seed."""
+        raise NotImplementedError
 
     @property
     def weights(self) -> np.ndarray | None:
         """Tokens of every item; None where all count the same."""
         return None
+
+    def data(self, seed: int) -> CalibrationSet:
+        """Calibration data of a seed."""
+        raise NotImplementedError
+
+    def measure(self, plan: Plan, seed: int) -> dict[str, Any]:
+        """``{values, spent, passes}``: one number per item, smaller is better, and what the plan cost."""
+        raise NotImplementedError
 
     def score(self, given: str, data: CalibrationSet | None, options: Mapping[str, Any]) -> Scores:
         """The record of an estimator."""
@@ -61,7 +75,7 @@ class Scoring:
 
 
 @dataclasses.dataclass(kw_only=True)
-class TextBench(Scoring):
+class TextBench(Bench):
     """Treat a language model by a plan and measure the loss on held-out windows.
 
     Attributes:
@@ -134,7 +148,7 @@ class TextBench(Scoring):
 
 
 @dataclasses.dataclass(kw_only=True)
-class TaskBench(Scoring):
+class TaskBench(Bench):
     """Fine-tune a plan of ranks or experts on a task and count the mistakes on its held-out rows.
 
     Attributes:

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +16,12 @@ from ..evaluation.statistics import corrected, difference, holm, ranking
 from ..models.provenance import versions
 from ..plan import Plan
 from ..progress import Progress, Steps
-from ..records import Block, Result, digest, dumps, made_by, write_text
+from ..records import Result, digest, dumps, made_by, write_text
 from ..scores import Scores
 from ..sensitivity.estimators import find_estimator
 from ..sensitivity.importing import import_scores
 from ..storage.parts import Cells
-from .bench import counted
+from .bench import Bench, counted
 from .grid import UNIFORM, Grid, make_grid, twins
 
 # Short names for what people call their scores.
@@ -33,40 +33,6 @@ ALIASES: Mapping[str, str] = {
 
 _COST = ("forward", "backward", "seconds")
 _FREE = dict.fromkeys(_COST, 0.0)
-
-
-class Bench(Protocol):
-    """What a comparison asks of a bench; see :mod:`layerbudget.comparison.bench`."""
-
-    model: Any
-    blocks: tuple[Block, ...]
-    unit: str
-
-    @property
-    def weights(self) -> np.ndarray | None:
-        """Tokens of every item; None where all count the same."""
-        ...
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a measurement depends on beside plan and seed."""
-        ...
-
-    def data(self, seed: int) -> Any:
-        """Calibration data of a seed."""
-        ...
-
-    def score(self, given: str, data: Any, options: Mapping[str, Any]) -> Scores:
-        """The record of an estimator."""
-        ...
-
-    def weighed(self, scores: Scores) -> Scores:
-        """What rules plan from."""
-        ...
-
-    def measure(self, plan: Plan, seed: int) -> dict[str, Any]:
-        """One number per item, smaller is better, and what it cost."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
