@@ -128,7 +128,7 @@ def plain(model: Any, data: CalibrationSet, batch_size: int) -> float:
 class Nothing(Accumulator):
     """Takes nothing: the walk alone."""
 
-    def take(self, site: Any) -> None:
+    def update(self, site: Any) -> None:
         """Leave it."""
 
 

@@ -89,17 +89,17 @@ class Keep(Accumulator):
     def __init__(self, losses):
         self.losses, self.found, self.order = losses, {}, []
 
-    def open(self, names):
+    def start(self, names):
         self.order.append(("open", tuple(names)))
 
     def begin(self, batch, loss):
         self.key = (loss, batch.rows.start)
 
-    def take(self, site):
+    def update(self, site):
         for name in site.names:
             self.found[(name, *self.key)] = (site.a.clone(), site.b[name].clone())
 
-    def close(self, names):
+    def finalize(self, names):
         self.order.append(("close", tuple(names)))
         return False
 

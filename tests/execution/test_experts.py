@@ -36,7 +36,7 @@ class _Gradients(Accumulator):
     def __init__(self):
         self.sums = {}
 
-    def take(self, site):
+    def update(self, site):
         for name, b in site.b.items():
             self.direct(name, (b.mT @ site.a).sum(0))
 

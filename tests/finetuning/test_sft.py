@@ -78,7 +78,7 @@ def test_what_it_does_not_take_is_refused_by_name(tokenizer, rows, tmp_path, mon
             sft.check(asked, load, moved)
         sft.check(Protocol(), load, moved)
     with monkeypatch.context() as patched:
-        patched.setattr(sft, "team", lambda: object())
+        patched.setattr(sft, "process_group", lambda: object())
         with pytest.raises(InvalidInput, match="several processes"):
             sft.check(asked, plain)
     with pytest.raises(InvalidInput, match="A plan of experts does not read trainer"):

@@ -6,8 +6,8 @@ import pytest
 from tests.killing import killed_at
 
 from layerbudget.errors import AlreadyExists, InvalidInput
-from layerbudget.storage import folders, locks
-from layerbudget.storage.writing import left_behind, new_temporary
+from layerbudget.storage import folders
+from layerbudget.storage.writing import left_behind, new_temporary, release
 
 OLD = {"config.json": "old", "old.bin": "gone", "sub/a": "1"}
 NEW = {"config.json": "new", "sub/b": "2", "notes.md": "ours"}
@@ -115,7 +115,7 @@ def test_what_somebody_is_writing_now_is_left_alone(tmp_path):
     temporary, lock = new_temporary(tmp_path, "out")
     folders.check_folder(tmp_path / "out")
     assert temporary.exists()
-    locks.release(lock)
+    release(lock)
     folders.check_folder(tmp_path / "out")
     assert not temporary.exists()
 

@@ -187,7 +187,7 @@ def _join(arguments: argparse.Namespace) -> bool:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return True
     from ..errors import InvalidInput
-    from ..execution.shares import join
+    from ..execution.processes import join
     from .terminal import Terminal
 
     words = (arguments.verb, getattr(arguments, "plan_command", None))
@@ -198,10 +198,10 @@ def _join(arguments: argparse.Namespace) -> bool:
             "Start it without torchrun.",
         )
     together = join(getattr(arguments, "device", None))
-    if together is not None and not together.first:
+    if together is not None and not together.is_main:
         arguments.quiet, arguments.console = True, Terminal(stderr=True)
         arguments.console.quiet = True
-    return together is None or together.first
+    return together is None or together.is_main
 
 
 def _no_file(error: OSError) -> str:

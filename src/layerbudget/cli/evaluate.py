@@ -39,10 +39,10 @@ def register(subparsers: Any) -> None:
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate, show what was measured, with its parameters, and compare where asked."""
-    from ..execution.shares import first, team
+    from ..execution.processes import is_main, process_group
     from ..records import check_output, dumps, write_text
 
-    if arguments.tasks and team() is not None:
+    if arguments.tasks and process_group() is not None:
         raise InvalidInput(
             "Tasks are evaluated by lm-eval in one process.", "Perplexity is shared between processes.", "Leave torchrun out."
         )
@@ -63,7 +63,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         result["against"] = {"model": other["model"], **compare_results(result, other, names)}
         for text in result["against"]["sentences"]:
             arguments.console.print(text)
-    if arguments.out and first():
+    if arguments.out and is_main():
         write_text(arguments.out, dumps(result), overwrite=arguments.overwrite)
     return result
 

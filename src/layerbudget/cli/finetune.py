@@ -79,7 +79,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import NAMES, load_task
     from ..data.texts import read_texts
-    from ..execution.shares import first
+    from ..execution.processes import is_main
     from ..finetuning.base import classifier_loader
     from ..finetuning.compare import compare, read_result
     from ..finetuning.finetune import finetune
@@ -132,7 +132,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
         result = {**result, "recipe": _recounted(arguments, recipe, result["seeds"][0])}
     if arguments.against:
         result["against"] = compare(arguments.out, arguments.against)
-        if first():
+        if is_main():
             write_text(Path(arguments.out) / "against.json", dumps(result["against"]), overwrite=True)
         for split, tests in result["against"].items():
             arguments.console.print(f"{split}: {tests['verdict']}")

@@ -82,7 +82,7 @@ def against_uniform(predicted: float, uniform: float, measured: float | None) ->
 def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
     """What a pattern costs, and its plan."""
     from ..decisions.sparsity.patterned import check_pattern, plan_pattern
-    from ..execution.shares import first
+    from ..execution.processes import is_main
     from ..records import check_output
     from .files import show_table
     from .shared import named_values
@@ -102,7 +102,7 @@ def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
             model, data, arguments.pattern, by=arguments.by or "linear", method=arguments.method,
             batch_size=batch_of(arguments, model, data), seed=arguments.seed or 0, progress=progress, **own,
         )  # fmt: skip
-    if first():
+    if is_main():
         plan.save(arguments.out, overwrite=arguments.overwrite)
     rows = [(kind, plan.extra["predicted"][kind], plan.extra["measured"][kind]) for kind in plan.extra["measured"]]
     title = f"damage at {plan.blocks[0].value:.0%}, nats per token, by {arguments.method}"
@@ -126,7 +126,7 @@ def _expect(arguments: argparse.Namespace, model: Any, data: Any, search: str, p
 
 def _directional(arguments: argparse.Namespace) -> Any:
     from ..decisions.sparsity.sequential import plan_directional
-    from ..execution.shares import first
+    from ..execution.processes import is_main
     from ..storage.parts import clear
     from .shared import named_values
 
@@ -143,7 +143,7 @@ def _directional(arguments: argparse.Namespace) -> Any:
             crossfit=arguments.cross_fit, batch_size=batch_of(arguments, model, data), seed=arguments.seed or 0,
             progress=progress, **given, **named_values(arguments.own),
         )  # fmt: skip
-    if first():
+    if is_main():
         plan.save(arguments.out, overwrite=arguments.overwrite)
         if arguments.resume:
             clear(arguments.resume)

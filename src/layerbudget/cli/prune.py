@@ -38,7 +38,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..decisions.sparsity.resume import clear_checkpoints
     from ..decisions.sparsity.room import check_room
     from ..decisions.sparsity.save import check_output, save_pruned
-    from ..execution.shares import first
+    from ..execution.processes import is_main
     from ..kinds import check_kind
     from ..plan import Plan
     from ..report.page import runtime_box
@@ -65,7 +65,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
             autocast=arguments.autocast, **own,
         )  # fmt: skip
     out = arguments.out
-    if first():
+    if is_main():
         out = save_pruned(model, tokenizer, plan, receipt, arguments.out, overwrite=arguments.overwrite)
         if arguments.resume:
             clear_checkpoints(arguments.resume)

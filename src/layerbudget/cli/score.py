@@ -50,9 +50,9 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     _refuse_unread(arguments, chosen)
     check_output(arguments.out, overwrite=arguments.overwrite)
     scores = _imported(arguments) if arguments.given else _measured(arguments, chosen, options)
-    from ..execution.shares import first
+    from ..execution.processes import is_main
 
-    path = scores.save(arguments.out, overwrite=arguments.overwrite) if first() else arguments.out
+    path = scores.save(arguments.out, overwrite=arguments.overwrite) if is_main() else arguments.out
     arguments.console.print(scores_table(scores))
     if scores.extra.get("verdict"):
         arguments.console.print(str(scores.extra["verdict"]))

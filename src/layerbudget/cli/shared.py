@@ -171,7 +171,7 @@ def batch_of(arguments: argparse.Namespace, model: Any = None, data: Any = None,
     if model is None or data is None:
         return most
     from ..execution.memory import fitting
-    from ..execution.shares import broadcast
+    from ..execution.processes import broadcast
 
     return broadcast(lambda: fitting(model, data.length, most))
 

@@ -58,7 +58,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     from ..decisions.shapes.directional import plan_shapes_directional
     from ..decisions.shapes.search import plan_structured
     from ..errors import AlreadyExists, InvalidInput
-    from ..execution.shares import first
+    from ..execution.processes import is_main
     from ..records import to_jsonable
     from ..storage.parts import clear
 
@@ -87,7 +87,7 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
                 model, data, a.save, points=4 if a.points is None else a.points,
                 trials=8 if a.trials is None else a.trials, resume=a.resume, progress=progress, **shared,
             )  # fmt: skip
-    if a.out and first():
+    if a.out and is_main():
         plan.save(a.out, overwrite=a.overwrite)
     if a.resume:
         clear(a.resume)
@@ -134,7 +134,7 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
         UnknownStructure: A plain config cannot describe the result; nothing is written.
     """
     from ..decisions.shapes.checkpoint import apply_depth, apply_structured, check_exportable, save_smaller
-    from ..execution.shares import first
+    from ..execution.processes import is_main
     from ..report.page import runtime_box
 
     check_exportable(model, plan)
@@ -146,7 +146,7 @@ def prune_smaller(a: argparse.Namespace, plan: Plan, model: Any, tokenizer: Any,
         with progress_bar(a, "remove heads and widths, layers") as progress:
             done = dict(apply_structured(model, plan, data, batch_size=batch_of(a, model, data), progress=progress))
     out = a.out
-    if first():
+    if is_main():
         out = save_smaller(model, tokenizer, a.out, plan=plan, record=done, overwrite=a.overwrite)
     after = sum(p.numel() for p in model.parameters())
     a.console.print(

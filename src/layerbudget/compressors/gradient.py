@@ -21,7 +21,7 @@ from torch import nn
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..execution.backward import Accumulator, feed
-from ..execution.shares import ProcessGroup
+from ..execution.processes import ProcessGroup
 from ..execution.sites import Site
 from ..models.blocks import partition
 from ..records import Block
@@ -37,8 +37,8 @@ class _Squares(Accumulator):
     def __init__(self, model: nn.Module) -> None:
         self.model, self.sums = model, dict[str, torch.Tensor]()
 
-    def take(self, site: Site) -> None:
-        """See :meth:`Accumulator.take`."""
+    def update(self, site: Site) -> None:
+        """See :meth:`Accumulator.update`."""
         for name, b in site.b.items():
             size = max(1, _CHUNK // (site.a.shape[2] * b.shape[2]))
             for i in range(0, len(b), size):
@@ -55,9 +55,9 @@ class _Squares(Accumulator):
         """See :meth:`Accumulator.bytes`."""
         return 4 * sum(b.numel for b in blocks)
 
-    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         """See :meth:`Accumulator.share`."""
-        team.add([self.sums[name] for name in names if name in self.sums])
+        group.reduce([self.sums[name] for name in names if name in self.sums])
 
 
 class GradientWeighted(Treatment):

@@ -28,7 +28,7 @@ from ..errors import BadModel, InvalidInput
 from ..execution.divergence import next_tokens, sequence_losses
 from ..execution.loss import head_of
 from ..execution.modes import inference
-from ..execution.shares import team
+from ..execution.processes import process_group
 from ..progress import Progress, Steps
 
 
@@ -113,9 +113,9 @@ def perplexity(
     if head_of(model) != "causal":
         raise BadModel(f"{type(model).__name__} predicts no next token.", "", "Perplexity needs a causal language model.")
     check_fits(model, data)
-    together, whole = team(), data
+    together, whole = process_group(), data
     if together is not None:
-        data = data.select(together.mine(range(data.samples)))
+        data = data.select(together.shard(range(data.samples)))
     device = next(model.parameters()).device
     losses: list[np.ndarray] = []
     wanted, counts = _targets(data), predicted(data)
@@ -133,7 +133,7 @@ def perplexity(
             tick(len(logits))
     sums = np.concatenate(losses).astype(np.float64)
     if together is not None:
-        sums, counts, data = _joined(together.gathered((sums, counts)), whole)
+        sums, counts, data = _joined(together.gather((sums, counts)), whole)
     rows = sums / np.maximum(counts, 1)
     if not np.isfinite(rows).all():
         raise BadModel("The model's loss is not finite on this text.", "", "Check the weights (layerbudget doctor).")

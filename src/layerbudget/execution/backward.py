@@ -31,8 +31,8 @@ from ..records import Block
 from .feeding import Accumulator, Fed, Loss, SampledLoss, data_loss
 from .loss import Batch, Data, batches, logits_of
 from .memory import fitting, room_for
+from .processes import ProcessGroup, process_group
 from .replay import Replay
-from .shares import ProcessGroup, team
 from .sites import Collector
 from .store import STORES, Store
 from .walkable import chosen_way
@@ -77,28 +77,28 @@ def feed(
         raise InvalidInput(
             f"walk={walk!r}, store={store!r}.", f"walk is one of {', '.join(WALKS)}; store one of {', '.join(STORES)}.", ""
         )
-    with Collector(model, blocks, consumer.take) as collector:
-        together = None if alone else team()
+    with Collector(model, blocks, consumer.update) as collector:
+        together = None if alone else process_group()
         if isinstance(data, Sequence):
             runs = list(data)
         else:
             most = fitting(model, data.length, batch_size)
             if together is not None:  # which share the same batches
-                most = min(*together.gathered(most), -(-data.samples // together.size))
+                most = min(*together.gather(most), -(-data.samples // together.size))
             runs = list(batches(model, data, 1 if collector.single else most))
         if together is not None:
-            runs = together.mine(runs)
+            runs = together.shard(runs)
         way, reason = chosen_way(model, [*collector.hooked.values(), *collector.direct], runs, walk, consumer.bytes(blocks))
-        if together is not None and together.gathered(way) != [way] * together.size:
+        if together is not None and together.gather(way) != [way] * together.size:
             way, reason = "layers", ""  # memory differs between the processes, the order of layers must not
         if way == "whole":
             fed = _whole(model, runs, collector, consumer, tick, together)
         else:
             fed = _Layers(model, runs, collector, consumer, store, folder, tick, together).run()
         if together is not None:
-            collector.seen = set().union(*together.gathered(collector.seen))
+            collector.seen = set().union(*together.gather(collector.seen))
             consumer.merge(together)
-            fed = dataclasses.replace(fed, loss=float(together.added(np.array([fed.loss]))[0]))
+            fed = dataclasses.replace(fed, loss=float(together.sum(np.array([fed.loss]))[0]))
         collector.check_coverage()
     return dataclasses.replace(fed, reason=reason)
 
@@ -128,9 +128,9 @@ def _whole(
     """One forward per batch and one backward per loss, through all layers."""
     names = [*dict.fromkeys(collector.hooked.values()), *collector.direct]
     total, passes, more = 0.0, 0, True
-    consumer.open(names)
+    consumer.start(names)
     while more:
-        wanted = [i for i in range(len(consumer.losses)) if consumer.wants(i)]
+        wanted = [i for i in range(len(consumer.losses)) if consumer.needs(i)]
         for batch in runs:
             logits = logits_of(model, batch)
             for i in wanted:
@@ -146,7 +146,7 @@ def _whole(
         passes += 1
         if together is not None:
             consumer.share(names, together)
-        more = consumer.close(names)
+        more = consumer.finalize(names)
     return Fed(way="whole", loss=total, passes=passes)
 
 
@@ -234,16 +234,16 @@ class _Layers:
         """One layer's passes; the last thing that its first pass does is to leave the gradients at its input."""
         names, passes, more = self._names(index), 0, True
         if names:
-            self.consumer.open(names)
+            self.consumer.start(names)
         while more:
-            wanted = [bool(names) and self.consumer.wants(i) for i in range(self.losses)]
+            wanted = [bool(names) and self.consumer.needs(i) for i in range(self.losses)]
             for j, batch in enumerate(self.runs):
                 self._batch(index, j, batch, wanted, propagate=propagate and not passes)
                 self._worked(2 * batch.size if not passes else 0)
             passes += 1
             if names and self.together is not None:
                 self.consumer.share(names, self.together)
-            more = bool(names) and self.consumer.close(names)
+            more = bool(names) and self.consumer.finalize(names)
         for j in range(len(self.runs)):
             self.inputs.drop(index * len(self.runs) + j)
             for i in range(self.losses) if propagate else ():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ..errors import InvalidInput
 from .loss import IGNORE, head_of
-from .shares import total
+from .processes import total
 from .walk import Walk
 
 METRICS = ("kl", "loss")

@@ -10,7 +10,7 @@ import torch
 from ..errors import CoverageError
 from ..records import Block
 from .loss import Batch, sampled_targets, summed_loss
-from .shares import ProcessGroup
+from .processes import ProcessGroup
 from .sites import Site
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
@@ -33,27 +33,27 @@ class SampledLoss:
 
 
 class Accumulator:
-    """What a consumer of :func:`feed` may override; :meth:`take` it must.
+    """What a consumer of :func:`feed` may override; :meth:`update` it must.
 
-    :meth:`open` names the matrices that are about to come: all of them in the whole graph, one layer's in a walk. Then, for
-    every batch and every loss that the consumer :meth:`wants`: :meth:`begin`, :meth:`take` for every
+    :meth:`start` names the matrices that are about to come: all of them in the whole graph, one layer's in a walk. Then, for
+    every batch and every loss that the consumer :meth:`needs`: :meth:`begin`, :meth:`update` for every
     site, :meth:`direct` for every parameter that no Linear owns, :meth:`finish`. When all batches have been there,
-    :meth:`close` is told so, and may ask for one more pass over the same matrices.
+    :meth:`finalize` is told so, and may ask for one more pass over the same matrices.
     """
 
     losses: Sequence[Loss] = (data_loss,)
 
-    def wants(self, loss: int) -> bool:
+    def needs(self, loss: int) -> bool:
         """Whether the pass that is about to begin should deliver that loss (an index into ``losses``)."""
         return True
 
-    def open(self, names: Sequence[str]) -> None:
+    def start(self, names: Sequence[str]) -> None:
         """These matrices are about to come."""
 
     def begin(self, batch: Batch, loss: int) -> None:
         """Sites of this batch and loss are about to come. A walk says so once per layer."""
 
-    def take(self, site: Site) -> None:
+    def update(self, site: Site) -> None:
         """Inputs and output gradients of some matrices."""
         raise NotImplementedError
 
@@ -72,23 +72,23 @@ class Accumulator:
         """Memory that the sums over these blocks take in the whole graph, beside the graph itself."""
         return 0
 
-    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         """Add what is held of these matrices up over the processes, before they are settled.
 
         Raises:
             CoverageError: What is held cannot be shared.
         """
         raise CoverageError(
-            f"{type(self).__name__.strip('_')} cannot share its sequences between {team.size} processes.",
+            f"{type(self).__name__.strip('_')} cannot share its sequences between {group.size} processes.",
             "",
             "Use one process.",
         )
 
-    def close(self, names: Sequence[str]) -> bool:
+    def finalize(self, names: Sequence[str]) -> bool:
         """Settle these matrices; True asks for one more pass over them."""
         return False
 
-    def merge(self, team: ProcessGroup) -> None:
+    def merge(self, group: ProcessGroup) -> None:
         """Bring together what the processes settled."""
 
 

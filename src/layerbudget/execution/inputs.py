@@ -16,8 +16,8 @@ from torch import nn
 from ..errors import CoverageError
 from ..models.blocks import transposed, weight_of
 from ..records import Module
+from .processes import process_group
 from .replay import StopForward
-from .shares import team
 from .store import lying
 from .walk import Walk
 
@@ -86,23 +86,23 @@ def share_statistics(found: Mapping[str, Sequence[InputMoments]], *, parity: boo
     Raises:
         CoverageError: Running means over sequences, which have an order; matrices that ran in some processes only.
     """
-    together = team()
+    together = process_group()
     if together is None:
         return
     names = sorted(found)
-    if parity or together.gathered(names) != [names] * together.size:
+    if parity or together.gather(names) != [names] * together.size:
         raise CoverageError(
             "Statistics of the references are running means in the order of the sequences." if parity
             else "Some matrices ran in some processes only.", "", "Use one process.",
         )  # fmt: skip
     statistics = list({id(s): s for n in names for s in found[n]}.values())
-    widths = together.gathered([0 if s.value is None else len(s.value) for s in statistics])
+    widths = together.gather([0 if s.value is None else len(s.value) for s in statistics])
     for s, width in zip(statistics, [max(w) for w in zip(*widths, strict=True)], strict=True):
         if s.value is None and width:
             shape = (width,) if s.kind == "diagonal" else (width, width)
             s.value = torch.zeros(shape, dtype=torch.float32, device=together.device)
-    together.add([s.value for s in statistics if s.value is not None])
-    rows = together.added(np.array([[s.rows, s.sequences] for s in statistics], dtype=np.float64))
+    together.reduce([s.value for s in statistics if s.value is not None])
+    rows = together.sum(np.array([[s.rows, s.sequences] for s in statistics], dtype=np.float64))
     for s, (count, sequences) in zip(statistics, rows.tolist(), strict=True):
         s.rows, s.sequences = int(count), int(sequences)
 

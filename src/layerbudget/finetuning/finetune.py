@@ -22,7 +22,7 @@ from ..data.texts import Texts
 from ..decisions.ranks.apply import fold_scales
 from ..errors import InvalidInput
 from ..evaluation import statistics
-from ..execution.shares import broadcast, first, team
+from ..execution.processes import broadcast, is_main, process_group
 from ..models.provenance import computation, versions
 from ..plan import Plan
 from ..records import dumps, made_by, write_text
@@ -50,7 +50,7 @@ def _arguments(
     from transformers import TrainingArguments
 
     options: dict[str, Any] = {}
-    together = team()
+    together = process_group()
     per_device = protocol.batch // protocol.accumulation // (together.size if together else 1)
     if checkpointing:  # later releases of transformers renamed it
         new = "activation_checkpointing" in {f.name for f in dataclasses.fields(TrainingArguments)}
@@ -121,7 +121,7 @@ def train_one(
     if protocol.alpha_policy != "constant-ratio":
         fold_scales(model, protocol.ratio)  # what is saved has one scale, as servers assume
     state = sharding.trained(model) if sharding.wanted() else None
-    if first():
+    if is_main():
         with whole(folder):
             cast("PeftModel", model).save_pretrained(str(folder / "adapter"), state_dict=state)
     result: dict[str, Any] = {
@@ -129,7 +129,7 @@ def train_one(
         "training_loss": mean_loss(trainer.state.log_history),
         "steps": trainer.state.global_step,
     }
-    if (together := team()) is not None:
+    if (together := process_group()) is not None:
         result["processes"] = together.size
     with torch.autocast(device.type, torch.bfloat16, enabled=half and not bf16):
         result |= rows.judge(model)
@@ -150,7 +150,7 @@ def _trainer(
         "model": model, "args": arguments, "data_collator": rows.collate,
         "callbacks": [BalanceScale(), logging_before_saving()(), *callbacks, seeds_of.sealing()],
     }  # fmt: skip
-    together = team()
+    together = process_group()
     if protocol.trainer == "trl":
         return sft.sft_trainer(model, arguments, read, cast(TextRows, rows), options["callbacks"])
     if together is None:
@@ -233,7 +233,7 @@ def finetune(
     }  # fmt: skip
     if moved:  # they change numbers too
         identity["callbacks"] = moved
-    with seeds_of.replacing(out) if overwrite and first() else contextlib.nullcontext():
+    with seeds_of.replacing(out) if overwrite and is_main() else contextlib.nullcontext():
         return _over_seeds(
             load, tokenizer, plan, task, out, protocol, seeds, identity, progress=progress, resume=resume, bf16=bf16,
             callbacks=callbacks, checkpointing=checkpointing, quiet=quiet, part=part,
@@ -257,12 +257,12 @@ def _over_seeds(
             protocol.check(plan.kind, causal=rows.causal)
             model = started(plain, plan, protocol, rows, task)
             check_space({folder: _room(model)})
-            if first():
+            if is_main():
                 seeds_of.begin(folder, identity)
             record = train_one(model, rows, task, protocol, seed, folder, callbacks=list(callbacks()), **options)
             record["identity"] = identity
             record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            if first():
+            if is_main():
                 seeds_of.finish(folder, record)
         results.append(record)
         trained = record["trained_parameters"]

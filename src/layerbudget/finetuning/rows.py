@@ -11,7 +11,7 @@ from torch import nn
 
 from ..data.examples import Example, Task
 from ..evaluation import statistics
-from ..execution.shares import rounds, total
+from ..execution.processes import rounds, total
 
 IGNORE = -100
 

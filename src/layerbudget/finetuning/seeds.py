@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AlreadyExists, CorruptFile
-from ..execution.shares import first, team
+from ..execution.processes import is_main, process_group
 from ..records import dumps, write_text
 from ..storage import folders, reading
 from ..storage.writing import check_writable
@@ -91,10 +91,10 @@ def sealing() -> TrainerCallback:
 
     class Sealing(TrainerCallback):
         def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-            together = team()
+            together = process_group()
             if together is not None:
-                together.wait()  # every process has its random state in it
-            if first():
+                together.barrier()  # every process has its random state in it
+            if is_main():
                 folders.seal(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
 
     return Sealing()

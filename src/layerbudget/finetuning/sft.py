@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InvalidInput, MissingDependency
-from ..execution.shares import team
+from ..execution.processes import process_group
 from .base import Loader, NamedLoader
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def check(protocol: Protocol, load: Loader, moved: Sequence[Any] = ()) -> None:
         )
     settings = load.settings if isinstance(load, NamedLoader) else {}
     for given, what in (
-        (team() is not None, "several processes"), (settings.get("quantised"), "a base in 4 bits"),
+        (process_group() is not None, "several processes"), (settings.get("quantised"), "a base in 4 bits"),
         (bool(moved), "a re-plan in mid-training"),
     ):  # fmt: skip
         if given:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import InvalidInput
-from ..execution.shares import team
+from ..execution.processes import process_group
 from ..models.blocks import layers
 
 _UNHEARD = {  # variables of the launcher that would change what is trained or written
@@ -31,12 +31,12 @@ def _set(name: str) -> bool:
 
 def wanted() -> bool:
     """Whether the launcher asked several processes to share weights."""
-    return _set("ACCELERATE_USE_FSDP") and team() is not None
+    return _set("ACCELERATE_USE_FSDP") and process_group() is not None
 
 
 def place(device: torch.device) -> torch.device:
     """Where a model on some device is trained: under FSDP it is loaded on the CPU and shared out from there."""
-    together = team()
+    together = process_group()
     return together.device if wanted() and together is not None else device
 
 

@@ -19,7 +19,7 @@ from ..data.examples import Task
 from ..data.texts import Texts
 from ..errors import InvalidInput
 from ..execution.divergence import next_tokens, sequence_losses
-from ..execution.shares import rounds, total
+from ..execution.processes import rounds, total
 from .protocol import Protocol
 from .rows import Rows, is_causal
 

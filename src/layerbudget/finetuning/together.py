@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from ..data.encoding import IGNORE
 from ..errors import InvalidInput
-from ..execution.shares import ProcessGroup, team
+from ..execution.processes import ProcessGroup, process_group
 from .base import Loader, NamedLoader
 from .protocol import Protocol
 
@@ -45,13 +45,13 @@ def check(protocol: Protocol, load: Loader, moved: Sequence[Any], *, bf16: bool)
         InvalidInput: Processes that did not join; a batch that does not divide; a balance loss, a start in gradients, a
             re-plan, a base in 4 bits; engines of accelerate other than DDP and FSDP, and its mixed precision.
     """
-    started, found = int(os.environ.get("WORLD_SIZE", "1")), team()
+    started, found = int(os.environ.get("WORLD_SIZE", "1")), process_group()
     if started < 2 and found is None:
         return
     if found is None:
         raise InvalidInput(
             f"This is one of {started} processes, which have not joined.", "They find one another before the model is loaded.",
-            "Start `torchrun -m layerbudget finetune ...`, or call layerbudget.execution.shares.join() first.",
+            "Start `torchrun -m layerbudget finetune ...`, or call layerbudget.execution.processes.join() first.",
         )  # fmt: skip
     parts = protocol.accumulation * found.size
     if protocol.batch % parts:

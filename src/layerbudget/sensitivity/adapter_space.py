@@ -33,11 +33,11 @@ class _Started(InnerProducts):
         super().__init__(*given, sides=lambda m: (m.d_out, min(rank, m.d_in)), **named)
         self.starts = starts
 
-    def take(self, site: Site) -> None:
+    def update(self, site: Site) -> None:
         """Every module's inputs in its own A."""
         for name in site.names:
             own = site.a.to(self.dtype) @ self.starts[name].T
-            super().take(Site(a=own, source=site.source, names=[name], b={name: site.b[name]}))
+            super().update(Site(a=own, source=site.source, names=[name], b={name: site.b[name]}))
 
 
 def start_matrix(name: str, d_in: int, rank: int, seed: int) -> torch.Tensor:
@@ -115,7 +115,7 @@ class _Sums(Accumulator):
         """One gradient per matrix."""
         return sum(b.numel for b in blocks) * self.dtype.itemsize
 
-    def take(self, site: Site) -> None:
+    def update(self, site: Site) -> None:
         """Add ``B' A`` over all tokens."""
         a = site.a.to(self.dtype).reshape(-1, site.a.shape[-1])
         for name in site.names:

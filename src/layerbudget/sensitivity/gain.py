@@ -16,7 +16,7 @@ from torch import nn
 from ..data.fitting import check_fits
 from ..errors import InvalidInput
 from ..execution.loss import Data
-from ..execution.shares import team
+from ..execution.processes import process_group
 from ..models import blocks as model_blocks
 from ..models.provenance import computation, versions
 from ..progress import Progress
@@ -99,7 +99,7 @@ def score(
     if known is not None:
         return known
     own: dict[str, Any] = {"stage": stage} if chosen.stage else {}
-    if chosen.keeps and team() is None:
+    if chosen.keeps and process_group() is None:
         own["kept"] = Kept(stage, key, blocks)
     scores = _told(call(model, data, blocks, **told, **arguments, **own), model, data)
     stages.keep(stage, key, scores)

@@ -25,7 +25,7 @@ from torch import nn
 from ..errors import InvalidInput
 from ..execution.backward import Accumulator, Loss, SampledLoss, feed
 from ..execution.loss import Batch, Data, batches, token_count
-from ..execution.shares import ProcessGroup, team
+from ..execution.processes import ProcessGroup, process_group
 from ..execution.sites import Site, refuse_direct
 from ..progress import Progress, Steps
 from ..records import Block
@@ -170,11 +170,11 @@ class _Spectra:
                 if (name, row) in self._found:
                     self.put(name, row, self._found.pop((name, row)))
 
-    def merge(self, team: ProcessGroup) -> None:
+    def merge(self, group: ProcessGroup) -> None:
         """Add up what the owners found."""
         self.settle()
-        self.gain = team.added(self.gain)
-        self.ranks = [[[team.added(rank) for rank in row] for row in side] for side in self.ranks]
+        self.gain = group.sum(self.gain)
+        self.ranks = [[[group.sum(rank) for rank in row] for row in side] for side in self.ranks]
 
     def increments(self, side: int) -> list[list[list[float]]]:
         """Gain of every further rank by damping and block."""
@@ -198,7 +198,7 @@ class _Halves(Accumulator):
         """Remember where the batch begins."""
         self.first = batch.rows.start
 
-    def take(self, site: Site) -> None:
+    def update(self, site: Site) -> None:
         """Add the sequences of each half."""
         for name in (n for n in site.names if n not in self.work.done):
             for half in (0, 1):
@@ -208,11 +208,11 @@ class _Halves(Accumulator):
                     self.sums[name] = torch.zeros(2, b.shape[1], a.shape[1], dtype=self.dtype, device=b.device)
                 self.sums[name][half] += b.T @ a
 
-    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         """Add the halves up."""
-        team.add([self.sums[n] for n in names])
+        group.reduce([self.sums[n] for n in names])
 
-    def close(self, names: Sequence[str]) -> bool:
+    def finalize(self, names: Sequence[str]) -> bool:
         """Singular values, matrix by matrix."""
         for name in [n for n in names if n in self.sums]:
             even, odd = self.sums.pop(name).double() / self.tokens
@@ -223,10 +223,10 @@ class _Halves(Accumulator):
 class _Traces(Accumulator):
     """Traces of every matrix's factors."""
 
-    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         """Each sequence counts once."""
         for table in (self.a, self.g, self.positions):
-            for name, value in zip(names, team.added(np.array([table.get(n, 0.0) for n in names])), strict=True):
+            for name, value in zip(names, group.sum(np.array([table.get(n, 0.0) for n in names])), strict=True):
                 table[name] = float(value)
 
     losses: Sequence[Loss]
@@ -242,7 +242,7 @@ class _Traces(Accumulator):
         """Remember which tokens are real."""
         self.mask = batch.kwargs.get("attention_mask")
 
-    def take(self, site: Site) -> None:
+    def update(self, site: Site) -> None:
         """Add the squares of a site."""
         a = site.a
         count = float(a.shape[0] * a.shape[1])
@@ -272,7 +272,7 @@ def damping_scale(
     keys = [key for batch in batches(model, data, batch_size) for key in batch.keys]
     few = data.select(sorted(sorted(range(data.samples), key=keys.__getitem__)[:count]))
     traces = _Traces(seed)
-    together = team()
+    together = process_group()
     alone = together is not None and few.samples < together.size
     feed(model, few, blocks, traces, batch_size=batch_size, walk=walk, alone=alone)
     tokens = float(token_count(model, few))

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..execution.backward import Accumulator, feed
 from ..execution.loss import Batch, Data
-from ..execution.shares import ProcessGroup
+from ..execution.processes import ProcessGroup
 from ..execution.sites import Site
 from ..progress import Progress, Steps
 from ..records import Block
@@ -44,17 +44,17 @@ class _Norms(Accumulator):
         """Remember whose gradients come."""
         self.rows = batch.rows
 
-    def take(self, site: Site) -> None:
+    def update(self, site: Site) -> None:
         """Add the norms of a site's matrices."""
         for name, b in site.b.items():
             self.table[self.place[name], self.rows] += square_norms(site.a, b).cpu().numpy()
 
-    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         """Nothing: every process fills the columns of its own sequences."""
 
-    def merge(self, team: ProcessGroup) -> None:
+    def merge(self, group: ProcessGroup) -> None:
         """All columns."""
-        self.table = team.added(self.table)
+        self.table = group.sum(self.table)
 
     def direct(self, name: str, gradient: torch.Tensor) -> None:
         """Add the norm of a gradient read from autograd."""

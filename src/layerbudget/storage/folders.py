@@ -18,8 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AlreadyExists, InvalidInput
-from . import locks, reading
-from .writing import PROBE, SUFFIX, check_writable, left_behind, new_temporary, real, sweep, sync, whole, write_text
+from . import reading
+from .writing import (
+    PROBE,
+    SUFFIX,
+    check_writable,
+    left_behind,
+    locked,
+    new_temporary,
+    real,
+    release,
+    sweep,
+    sync,
+    whole,
+    write_text,
+)
 
 MANIFEST = "manifest.json"
 JOURNAL = ".commit" + SUFFIX
@@ -44,10 +57,8 @@ def seal(folder: Path, names: Iterable[str] | None = None) -> None:
     """
     roots = [folder] if names is None else [folder / name for name in names]
     files = sorted({f for root in roots for f in (root.rglob("*") if root.is_dir() else [root]) if f.is_file()})
-    for file in files:
-        sync(file)
-    for inner in {f.parent for f in files}:
-        sync(inner)
+    for path in (*files, *{f.parent for f in files}):
+        sync(path)
     record = {_name(f, folder): {"bytes": f.stat().st_size, "checksum": checksum(f)} for f in files if f.name != MANIFEST}
     write_text(folder / MANIFEST, reading.dump({"schema_version": 1, "files": record}), overwrite=True)
 
@@ -69,18 +80,14 @@ def manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _inside(name: str) -> bool:
-    parts = name.split("/")
-    return bool(name) and not name.startswith("/") and "\0" not in name and "\\" not in name and ".." not in parts
+    return bool(name) and not name.startswith("/") and not {"\0", "\\"} & set(name) and ".." not in name.split("/")
 
 
 def unchanged(file: Path, row: dict[str, Any]) -> bool:
     """Whether a file is still what its manifest says."""
-    return (
-        file.is_file()
-        and not file.is_symlink()
-        and file.stat().st_size == row.get("bytes")
-        and checksum(file) == row.get("checksum")
-    )
+    if not file.is_file() or file.is_symlink():
+        return False
+    return file.stat().st_size == row.get("bytes") and checksum(file) == row.get("checksum")
 
 
 def broken(folder: Path) -> list[str] | None:
@@ -91,11 +98,14 @@ def broken(folder: Path) -> list[str] | None:
 
 def remove_empty(folder: Path) -> None:
     """Remove the empty folders of a folder, and it where it is empty then."""
-    for inner in sorted((f for f in folder.rglob("*") if f.is_dir() and not f.is_symlink()), reverse=True):
+    for inner in (*sorted((f for f in folder.rglob("*") if f.is_dir() and not f.is_symlink()), reverse=True), folder):
         with contextlib.suppress(OSError):
             inner.rmdir()
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+
+
+def free(path: Path) -> Path:
+    """A name for what has to make room: ``NAME.yours``, ``NAME.yours1``, ..., the first that nothing has."""
+    return next(p for i in range(1 << 20) if not os.path.lexists(p := path.with_name(f"{path.name}.yours{i or ''}")))
 
 
 def check_folder(out_dir: Path | str, *, overwrite: bool = False) -> Path:
@@ -108,17 +118,21 @@ def check_folder(out_dir: Path | str, *, overwrite: bool = False) -> Path:
     """
     out = real(out_dir)
     recover(out)
-    if out.exists():
-        held = not out.is_dir() or [f for f in out.iterdir() if f not in left_behind(out)]
-        if held and not overwrite:
+    if _holds_something(out):
+        if not overwrite:
             raise AlreadyExists(f"{out_dir} exists already.", "", "Choose another output folder, or pass --overwrite.")
-        if held and (not out.is_dir() or manifest(out) is None):
+        if not out.is_dir() or manifest(out) is None:
             raise AlreadyExists(
-                f"{out_dir} exists and holds no {MANIFEST} of this package.", "--overwrite removes what a manifest names.",
+                f"{out_dir} exists and holds no {MANIFEST} of this package.",
+                "--overwrite removes what a manifest names.",
                 "Choose another output folder, or empty this one yourself.",
-            )  # fmt: skip
+            )
     check_writable(out / "probe" if out.is_dir() else out)
     return out
+
+
+def _holds_something(out: Path) -> bool:
+    return out.exists() and (not out.is_dir() or bool(set(out.iterdir()) - set(left_behind(out))))
 
 
 @contextlib.contextmanager
@@ -138,49 +152,37 @@ def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path
             yield temporary
         os.chmod(temporary, 0o755)
         seal(temporary)
-        if exists:
-            _move_in(temporary, out, overwrite=overwrite)
-        else:
+        if not exists:
             _rename(temporary, out)
+        else:
+            with locked(out):
+                if not overwrite and _holds_something(out):
+                    os.rename(temporary, kept := free(out / "result"))
+                    raise _taken(out, "filled", kept)
+                _begin(temporary, out)
+                _finish(out)
     except BaseException:
         if not (out / JOURNAL).is_file():  # from the journal on, the new result counts
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
-        locks.release(lock)
+        release(lock)
+
+
+def _taken(out: Path, how: str, kept: Path) -> AlreadyExists:
+    return AlreadyExists(f"{out} was {how} by somebody else meanwhile; the result is in {kept}.", "", "Move it.")
 
 
 def _rename(temporary: Path, out: Path) -> None:
-    """Give a finished folder its name; where somebody took that name meanwhile, another one.
-
-    Raises:
-        AlreadyExists: Says where the result is.
-    """
+    """Give a finished folder its name; where somebody took that name meanwhile, another one."""
     try:
         os.rename(temporary, out)
     except OSError as error:
         kept = next(p for p in (out.with_name(f"{out.name}-{i}") for i in range(1, 1 << 20)) if not p.exists())
         os.rename(temporary, kept)
-        sync(kept.parent)
-        raise AlreadyExists(
-            f"{out} was made by somebody else meanwhile ({error.strerror}); the result is in {kept}.", "", "Move it."
-        ) from error
-    sync(out.parent)
-
-
-def _move_in(temporary: Path, out: Path, *, overwrite: bool) -> None:
-    """Move the files of a finished temporary folder into the folder around it.
-
-    Raises:
-        AlreadyExists: Somebody filled it meanwhile; says where the result is.
-    """
-    with locks.held(out):
-        if not overwrite and [f for f in out.iterdir() if f not in left_behind(out)]:
-            kept = free(out / "result")
-            os.rename(temporary, kept)
-            raise AlreadyExists(f"{out} was filled by somebody else meanwhile; the result is in {kept}.", "", "Move it.")
-        _begin(temporary, out)
-        _finish(out)
+        raise _taken(out, "made", kept) from error
+    finally:
+        sync(out.parent)
 
 
 def _begin(temporary: Path, out: Path) -> None:
@@ -192,11 +194,6 @@ def _begin(temporary: Path, out: Path) -> None:
     write_text(out / JOURNAL, reading.dump(record), overwrite=True)
 
 
-def free(path: Path) -> Path:
-    """A name for what has to make room: ``NAME.yours``, ``NAME.yours1``, ..., the first that nothing has."""
-    return next(p for i in range(1 << 20) if not os.path.lexists(p := path.with_name(f"{path.name}.yours{i or ''}")))
-
-
 def _finish(out: Path) -> None:
     """Do what the journal says; it may have been done in part."""
     record = reading.read(out / JOURNAL, "journal", limit=1 << 28)
@@ -204,13 +201,9 @@ def _finish(out: Path) -> None:
     if source not in left_behind(out, _OWN) and source.exists():
         raise ValueError(f"{source.name} is no temporary folder")
     for name in (n for n in record["come"] if _inside(n) and (source / n).is_file()):
-        target = out / name
-        if (
-            _inside(record["aside"].get(name, ""))
-            and not os.path.lexists(out / record["aside"][name])
-            and os.path.lexists(target)
-        ):
-            os.rename(target, out / record["aside"][name])
+        target, aside = out / name, record["aside"].get(name, "")
+        if _inside(aside) and not os.path.lexists(out / aside) and os.path.lexists(target):
+            os.rename(target, out / aside)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(source / name, target)
     for name in filter(_inside, record["go"]):
@@ -230,15 +223,16 @@ def recover(out: Path) -> None:
     """
     if (out / JOURNAL).is_file():
         try:
-            with locks.held(out):
+            with locked(out):
                 if (out / JOURNAL).is_file():  # nobody else finished it while this run waited
                     _finish(out)
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidInput(
-                f"{out / JOURNAL} is broken ({error}): a killed run was moving its files in.", "",
+                f"{out / JOURNAL} is broken ({error}): a killed run was moving its files in.",
+                "",
                 "Look at that folder, and remove the file.",
-            ) from error  # fmt: skip
+            ) from error
     if out.is_dir():
         sweep(out)
-    sweep(out.parent, out.name)
-    sweep(out.parent, PROBE)
+    for name in (out.name, PROBE):
+        sweep(out.parent, name)

@@ -7,30 +7,28 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tokenize import TokenError
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from ..errors import CorruptFile, NotFound
 
-LIMIT = 1 << 32  # bytes
-DEPTH = 100
+_LIMIT = 1 << 32  # bytes
+_DEPTH = 100
 WHOLE = 1 << 62  # no whole number in a file is larger: sums of a few fit into 64 bits
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-T = TypeVar("T")
 
 
-def read(path: Path | str, kind: str, *, limit: int = LIMIT, as_type: Any = Any, remedy: str = "Make it again.") -> Any:
-    """Parse a JSON file.
+def read(path: Path | str, kind: str, *, limit: int = _LIMIT, as_type: Any = Any, remedy: str = "Make it again.") -> Any:
+    """Content of a JSON file.
 
     Args:
         path: The file.
@@ -46,7 +44,7 @@ def read(path: Path | str, kind: str, *, limit: int = LIMIT, as_type: Any = Any,
     return parse(read_bytes(path, kind, limit=limit), str(path), kind, as_type=as_type, remedy=remedy)
 
 
-def check_ordinary(path: Path | str, kind: str, *, limit: int = LIMIT) -> Path:
+def check_ordinary(path: Path | str, kind: str, *, limit: int = _LIMIT) -> Path:
     """Refuse what is no ordinary file, or too large; see :func:`read`."""
     path = Path(path)
     try:
@@ -62,7 +60,7 @@ def check_ordinary(path: Path | str, kind: str, *, limit: int = LIMIT) -> Path:
     return path
 
 
-def read_bytes(path: Path | str, kind: str, *, limit: int = LIMIT) -> bytes:
+def read_bytes(path: Path | str, kind: str, *, limit: int = _LIMIT) -> bytes:
     """Content of an ordinary file that is not too large; see :func:`read`."""
     return check_ordinary(path, kind, limit=limit).read_bytes()
 
@@ -87,7 +85,7 @@ def read_array(path: Path, kind: str) -> np.ndarray:
 def parse(
     content: bytes | memoryview | str, where: str, kind: str, *, as_type: Any = Any, remedy: str = "Make it again."
 ) -> Any:
-    """Parse JSON; see :func:`read`."""
+    """Value of a JSON text; see :func:`read`."""
     try:
         value = _decoder(as_type).decode(content.encode() if isinstance(content, str) else content)
     except RecursionError as error:
@@ -95,7 +93,7 @@ def parse(
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise CorruptFile(f"{where} is not a {kind} file: it does not parse ({error}).", "", remedy) from error
     if as_type is Any:
-        check_bounds(value, where, kind, remedy)
+        _check_bounds(value, where, kind, remedy)
     return value
 
 
@@ -104,14 +102,10 @@ def _decoder(as_type: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(as_type)
 
 
-def check_bounds(value: Any, where: str, kind: str, remedy: str = "Make it again.") -> None:
-    """Refuse what is nested more than ``DEPTH`` levels deep, and whole numbers that do not fit into 64 bits.
-
-    Raises:
-        CorruptFile: Says which.
-    """
+def _check_bounds(value: Any, where: str, kind: str, remedy: str = "Make it again.") -> None:
+    """Refuse what is nested more than ``_DEPTH`` levels deep, and whole numbers that do not fit into 64 bits."""
     level: list[Any] = [value]
-    for _ in range(DEPTH):
+    for _ in range(_DEPTH):
         deeper: list[Any] = []
         for item in level:
             if isinstance(item, Mapping):
@@ -123,13 +117,13 @@ def check_bounds(value: Any, where: str, kind: str, remedy: str = "Make it again
         if not deeper:
             return
         level = deeper
-    raise CorruptFile(f"{where} is not a {kind} file: it is nested too deeply.", f"At most {DEPTH} levels.", remedy)
+    raise CorruptFile(f"{where} is not a {kind} file: it is nested too deeply.", f"At most {_DEPTH} levels.", remedy)
 
 
 def check_loose(value: Any, kind: str, name: str) -> None:
-    """:func:`check_bounds` for a field whose content is not typed; what is typed has its bounds already."""
+    """Refuse a field of any content that is too deep or holds too large numbers; what is typed has its bounds already."""
     if isinstance(value, Mapping):
-        check_bounds(value, name, kind)
+        _check_bounds(value, name, kind)
 
 
 def converted(value: Any, as_type: Any) -> Any:
@@ -144,8 +138,3 @@ def converted(value: Any, as_type: Any) -> Any:
 def dump(value: Any) -> str:
     """JSON text of plain values, one line each; what :func:`read` reads."""
     return json.dumps(value, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
-
-
-def finite(values: Iterable[float]) -> bool:
-    """Whether all numbers are finite."""
-    return all(math.isfinite(v) for v in values)

@@ -1,7 +1,7 @@
-"""One file, whole or not at all: a temporary name in the same folder, fsync, one rename, fsync of the folder.
+"""One file or folder, whole or not at all: a temporary name beside its place, fsync, one rename, fsync of the folder around it.
 
-A temporary file is called ``.NAME.XXXXXXXX.layerbudget`` and locked while it is written. What a killed process left under such
-a name has no lock any more, and is removed by the next run that writes to the same place.
+A temporary file is called ``.NAME.XXXXXXXX.layerbudget`` and locked while it is written. The system drops the lock when the
+process dies, however it dies. What has no lock any more is removed by the next run that writes to the same place.
 """
 
 from __future__ import annotations
@@ -14,32 +14,37 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 
 from ..errors import AlreadyExists, InvalidInput
-from . import locks
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # no such locks on this system: what killed runs leave is not removed
+    fcntl = None
 
 SUFFIX = ".layerbudget"
 PROBE = "tried"
 _LEFT = re.compile(r"\.(.*)\.[a-z0-9_]{8}\.layerbudget")
 _NAME = 100  # characters of a name that go into a temporary one: names end at 255 bytes
+_LOST = (5, 28, 122)  # EIO, ENOSPC, EDQUOT: the data are not there; others say that this system syncs no folders
+_WRITERS = ("PytorchStreamWriter", "iostream error", "inline_container", "No space left", "File too large")
 
 
 def sync(path: Path) -> None:
     """Have the system write a file or folder to its disk; where it cannot do so for folders, the rename must do."""
     try:
         handle = os.open(path, os.O_RDONLY)
-    except PermissionError:  # a folder, on Windows
+    except PermissionError:  # systems that do not open folders
         return
     try:
         os.fsync(handle)
     except OSError as error:
-        if path.is_file() and error.errno is not None and error.errno in _LOST:
+        if path.is_file() and error.errno in _LOST:
             raise
     finally:
         os.close(handle)
-
-
-_LOST = (5, 28, 122)  # EIO, ENOSPC, EDQUOT: the data are not there; others say that this system syncs no folders
 
 
 def real(path: Path | str) -> Path:
@@ -60,11 +65,7 @@ def real(path: Path | str) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path in whose folder, or in the nearest one that exists above it, nothing can be made. It is tried.
-
-    Raises:
-        InvalidInput: Names that folder.
-    """
+    """Refuse a path in whose folder, or in the nearest one that exists above it, nothing can be made. It is tried."""
     folder = path.absolute().parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -86,51 +87,41 @@ def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
         InvalidInput: Its folder cannot be written to, or it is a pipe or a device.
     """
     path, given = real(path), path
-    if path.is_dir() or (path.exists() and not overwrite):
-        _check_regular(path)
-        raise AlreadyExists(f"{given} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
-    _check_regular(path)
+    _check_place(path, given, allowed=overwrite)
     check_writable(path)
     for name in (path.name, PROBE):
         sweep(path.parent, name)
     return path
 
 
-def _check_regular(path: Path) -> None:
-    """Refuse pipes and devices: a rename would replace them, and reading them may wait for ever.
-
-    Raises:
-        InvalidInput: It is one.
-    """
+def _check_place(path: Path, given: Path | str, *, allowed: bool) -> None:
+    """Refuse pipes and devices, which a rename would replace, folders, and files that may not be overwritten."""
     if path.exists() and not (path.is_dir() or stat.S_ISREG(path.stat().st_mode)):
         raise InvalidInput(f"{path} is no ordinary file.", "Results are files.", "Choose another output.")
+    if path.is_dir() or (path.exists() and not allowed):
+        raise AlreadyExists(f"{given} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
 
 
 def write_text(path: Path | str, text: str, *, overwrite: bool = False) -> Path:
-    """Write a text file atomically.
+    """Write a text file atomically; see :func:`write_bytes`."""
+    return write_bytes(path, text.encode("utf-8"), overwrite=overwrite)
+
+
+def write_bytes(path: Path | str, content: bytes, *, overwrite: bool = False) -> Path:
+    """Write a file atomically.
 
     Raises:
         AlreadyExists: The file exists with another content and ``overwrite`` is false.
         InvalidInput: It is a pipe or a device.
     """
-    return write_bytes(path, text.encode("utf-8"), overwrite=overwrite)
-
-
-def write_bytes(path: Path | str, content: bytes, *, overwrite: bool = False) -> Path:
-    """Write a file atomically; see :func:`write_text`."""
     path, given = real(path), Path(path)
-    _check_regular(path)
-    if path.is_dir() or (path.exists() and not overwrite and not _holds(path, content)):
-        raise AlreadyExists(f"{given} exists already.", "", "Choose another output or pass --overwrite (overwrite=True).")
+    same = path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
+    _check_place(path, given, allowed=overwrite or same)
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent, path.name)
     with new_file(path.parent, path.name, lambda _: path) as temporary:
         temporary.write_bytes(content)
     return given
-
-
-def _holds(path: Path, content: bytes) -> bool:
-    return path.stat().st_size == len(content) and path.read_bytes() == content
 
 
 @contextlib.contextmanager
@@ -142,23 +133,92 @@ def new_file(parent: Path, stem: str, place: Callable[[Path], Path]) -> Iterator
         stem: What it will be called, more or less.
         place: The path that it gets, asked for when its content is there.
     """
-    while True:
-        handle, name = tempfile.mkstemp(dir=parent, prefix=f".{stem[:_NAME]}.", suffix=SUFFIX)
-        os.close(handle)
-        lock = locks.hold(Path(name))
-        if lock is not None:
-            break
+    temporary, lock = new_temporary(parent, stem, folder=False)
     try:
-        yield Path(name)
-        os.chmod(name, 0o644)
-        sync(Path(name))
-        os.replace(name, place(Path(name)))
+        yield temporary
+        os.chmod(temporary, 0o644)
+        sync(temporary)
+        os.replace(temporary, place(temporary))
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     finally:
-        locks.release(lock)
+        release(lock)
     sync(parent)
+
+
+def new_temporary(parent: Path, name: str, *, folder: bool = True) -> tuple[Path, int]:
+    """A locked temporary folder or file; pass the second to :func:`release` when it has its own name."""
+    while True:
+        if folder:
+            made = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name[:_NAME]}.", suffix=SUFFIX))
+        else:
+            handle, text = tempfile.mkstemp(dir=parent, prefix=f".{name[:_NAME]}.", suffix=SUFFIX)
+            os.close(handle)
+            made = Path(text)
+        lock = _lock(made)
+        if lock is not None:
+            return made, lock
+
+
+def _lock(path: Path, *, wait: bool = True) -> int | None:
+    """A descriptor that holds a lock on a path; ``None`` where it is gone, or somebody holds it and this does not wait."""
+    if fcntl is None:
+        return -1 if wait else None
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        if wait and not isinstance(error, FileNotFoundError):
+            raise
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        if os.path.samestat(os.fstat(handle), os.stat(path)):
+            return handle
+    except FileNotFoundError:  # another process cleaned it away in between
+        pass
+    except OSError:
+        if wait:  # a file system without locks
+            return handle
+    os.close(handle)
+    return None
+
+
+def release(handle: int | None) -> None:
+    """Drop a lock."""
+    if handle is not None and handle >= 0:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other runs of this package out of a folder for a moment."""
+    handle = _lock(path)
+    try:
+        yield
+    finally:
+        release(handle)
+
+
+def left_behind(folder: Path, name: str | None = None) -> list[Path]:
+    """Temporary files and folders of a name (of any) in a folder, whether or not somebody is still at work on them."""
+    found = [(entry, _LEFT.fullmatch(entry.name)) for entry in folder.iterdir()] if folder.is_dir() else []
+    return [entry for entry, match in found if match and (name is None or match[1] == name[:_NAME])]
+
+
+def sweep(folder: Path, name: str | None = None) -> None:
+    """Remove what killed runs left: temporary files and folders that nobody holds a lock on."""
+    for entry in left_behind(folder, name):
+        lock = _lock(entry, wait=False)
+        if lock is None:
+            continue
+        try:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+        finally:
+            release(lock)
 
 
 @contextlib.contextmanager
@@ -181,39 +241,6 @@ def whole(path: Path) -> Iterator[None]:
         ) from error
 
 
-_WRITERS = ("PytorchStreamWriter", "iostream error", "inline_container", "No space left", "File too large")
-
-
-def new_temporary(parent: Path, name: str) -> tuple[Path, int]:
-    """A locked temporary folder; pass the second to :func:`layerbudget.storage.locks.release` when it has its own name."""
-    while True:
-        folder = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name[:_NAME]}.", suffix=SUFFIX))
-        lock = locks.hold(folder)
-        if lock is not None:
-            return folder, lock
-
-
-def left_behind(folder: Path, name: str | None = None) -> list[Path]:
-    """Temporary files and folders of a name (of any) in a folder, whether or not somebody is still at work on them."""
-    found = [(entry, _LEFT.fullmatch(entry.name)) for entry in folder.iterdir()] if folder.is_dir() else []
-    return [entry for entry, match in found if match and (name is None or match[1] == name[:_NAME])]
-
-
-def sweep(folder: Path, name: str | None = None) -> None:
-    """Remove what killed runs left: temporary files and folders that nobody holds a lock on."""
-    for entry in left_behind(folder, name):
-        lock = locks.claim(entry)
-        if lock is None:
-            continue
-        try:
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
-        finally:
-            locks.release(lock)
-
-
 def check_space(needs: Mapping[Path | str, float]) -> None:
     """Refuse results that the disk has no room for, before they are computed.
 
@@ -223,20 +250,21 @@ def check_space(needs: Mapping[Path | str, float]) -> None:
     Raises:
         InvalidInput: Says how much is needed and how much is free.
     """
-    held: dict[int, list[tuple[Path | str, Path, float]]] = {}
+    disks: dict[int, list[tuple[Path | str, Path, float]]] = {}
     for path, needed in needs.items():
         folder = real(path)
         while not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
-        held.setdefault(folder.stat().st_dev, []).append((path, folder, needed))
-    for places in held.values():
+        disks.setdefault(folder.stat().st_dev, []).append((path, folder, needed))
+    for places in disks.values():
         needed, free = sum(n for _, _, n in places), shutil.disk_usage(places[0][1]).free
         if needed > free:
+            named = " and ".join(str(path) for path, _, _ in places)
             raise InvalidInput(
-                f"{' and '.join(str(p) for p, _, _ in places)} will take about {_size(needed)}, and {_size(free)} are free in "
-                f"{places[0][1]}.", "The result is not computed where it could not be kept.",
+                f"{named} will take about {_size(needed)}, and {_size(free)} are free in {places[0][1]}.",
+                "The result is not computed where it could not be kept.",
                 "Free some space, or choose another output.",
-            )  # fmt: skip
+            )
 
 
 def _size(count: float) -> str:

@@ -32,8 +32,8 @@ from torch import nn
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput, UnknownStructure
 from ...execution.modes import inference
+from ...execution.processes import process_group
 from ...execution.replay import StopForward
-from ...execution.shares import team
 from ...execution.walk import Walk
 from ...models.blocks import layers
 from .attention import Attention, find_attention
@@ -163,7 +163,7 @@ class Stream:
     """
 
     def __init__(self, walk: Walk) -> None:
-        if team() is not None:
+        if process_group() is not None:
             raise CoverageError("The residual stream is matched in one process.", "", "Use one, or --compensate refit.")
         self.walk = walk
         self.dense = [walk.store.get(batch).clone() for batch in range(walk.batches)]
@@ -259,7 +259,7 @@ def ways_of(model: nn.Module, data: CalibrationSet, word: str = "auto") -> str:
         if word not in WAYS:
             raise InvalidInput(f"There is no compensation {word!r}.", f"Ways are auto, {', '.join(WAYS)}.", "Use auto.")
         return word
-    if team() is not None:
+    if process_group() is not None:
         return "refit"
     with inference(model):
         walk = Walk(model, data.select(slice(0, 1)), batch_size=1)

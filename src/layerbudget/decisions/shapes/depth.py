@@ -11,8 +11,8 @@ from ...data.calibration import CalibrationSet
 from ...errors import InfeasibleBudget, InvalidInput, UnknownBlock
 from ...execution.divergence import Meter
 from ...execution.modes import inference
+from ...execution.processes import shard
 from ...execution.replay import Replay
-from ...execution.shares import mine
 from ...execution.walk import Walk
 from ...models.blocks import configs_of, describe, layers, partition
 from ...plan import Plan, PlanBlock
@@ -67,7 +67,7 @@ def drop_damage(
     """
     out: dict[str, float] = {}
     with inference(model):
-        walk = Walk(model, mine(data), batch_size=batch_size)
+        walk = Walk(model, shard(data), batch_size=batch_size)
         walk.capture()
         meter = Meter(walk)
         for i, (name, _) in enumerate(walk.layers):

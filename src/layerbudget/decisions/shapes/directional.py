@@ -20,7 +20,7 @@ from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InfeasibleBudget, InvalidInput
-from ...execution.shares import team
+from ...execution.processes import process_group
 from ...models.blocks import check_finite, describe
 from ...models.offload import need_settled
 from ...plan import Plan
@@ -140,7 +140,7 @@ def plan_shapes_directional(
     """
     need_settled(model, "measuring")
     check_finite(model)
-    if team() is not None:
+    if process_group() is not None:
         raise CoverageError("Shapes by directional damage are planned in one process.", "", "Use one, or --search curves.")
     way = ways_of(model, data, compensate)
     last = MEASURING + (way == "stream")

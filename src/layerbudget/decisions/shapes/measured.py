@@ -10,7 +10,7 @@ from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...execution.shares import team
+from ...execution.processes import process_group
 from ...models.blocks import fingerprint
 from ...models.provenance import computation, versions
 from ...storage.parts import Parts
@@ -33,7 +33,7 @@ def measurements(model: nn.Module, data: CalibrationSet, folder: Path | str | No
     """
     if folder is None:
         return lambda name, make: make()
-    if team() is not None:
+    if process_group() is not None:
         raise InvalidInput("Measurements are kept by one process.", "", "Leave resume out, or use one process.")
     request = {
         "model": fingerprint(model), "data": data.digest, "settings": dict(settings), "computation": computation(model),

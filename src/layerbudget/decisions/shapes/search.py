@@ -16,7 +16,7 @@ from ...errors import InfeasibleBudget, InvalidInput
 from ...execution.divergence import Meter
 from ...execution.inputs import gram_of
 from ...execution.modes import inference
-from ...execution.shares import mine
+from ...execution.processes import shard
 from ...execution.walk import Walk
 from ...models.blocks import describe, layers
 from ...plan import Plan
@@ -76,9 +76,9 @@ def shape_curves(
         raise InvalidInput(f"points is {points}.", "At least one number of units is measured per part.", "Use 4.")
     out: dict[str, Curve] = {}
     with inference(model):
-        walk = Walk(model, mine(data), batch_size=batch_size)
+        walk = Walk(model, shard(data), batch_size=batch_size)
         walk.capture()
-        test = walk if held_out is None else Walk(model, mine(held_out), batch_size=batch_size)
+        test = walk if held_out is None else Walk(model, shard(held_out), batch_size=batch_size)
         walks = [walk] if test is walk else [walk, test]
         if test is not walk:
             test.capture()

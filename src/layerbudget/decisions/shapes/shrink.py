@@ -15,7 +15,7 @@ from ...errors import CoverageError, InvalidInput, UnknownStructure
 from ...execution.divergence import kl_sum, mean
 from ...execution.inputs import gram_of
 from ...execution.modes import inference
-from ...execution.shares import mine
+from ...execution.processes import shard
 from ...execution.walk import Walk
 from ...models.blocks import configs_of, describe, layers
 from ...plan import Plan
@@ -128,7 +128,7 @@ def _apply(
     touched = {parts[n].kind for n, units in jobs.items() if units}
     heads = _heads(model, dropped) if "heads" in touched else []
     with inference(model):
-        walk = Walk(model, mine(data), batch_size=batch_size)
+        walk = Walk(model, shard(data), batch_size=batch_size)
         tick = Steps(progress, len(walk))
         walk.capture()
         stream = Stream(walk) if compensate == "stream" else None
@@ -235,7 +235,7 @@ def measure_plan(
     """
     total = tokens = 0.0
     with inference(model):
-        test = mine(data if held_out is None else held_out)
+        test = shard(data if held_out is None else held_out)
         clean = [torch.log_softmax(model(**b).logits.float(), -1) for b in test.batches(batch_size, _device(model))]
         with preserved(model):
             apply_structured(model, plan, data, damping=damping, batch_size=batch_size)

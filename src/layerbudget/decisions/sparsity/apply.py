@@ -17,7 +17,7 @@ from ...compressors.treating import Job, Treating
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.modes import inference
-from ...execution.shares import team
+from ...execution.processes import process_group
 from ...execution.walk import Walk, check_autocast
 from ...kinds import check_kind
 from ...models.blocks import check_finite, describe, layers
@@ -186,8 +186,8 @@ def _check_precision(options: Options) -> None:
 
 def _share(data: CalibrationSet) -> CalibrationSet:
     """The sequences of this process, where there are several."""
-    together = team()
-    return data if together is None else data.select(together.mine(range(data.samples)))
+    together = process_group()
+    return data if together is None else data.select(together.shard(range(data.samples)))
 
 
 @contextlib.contextmanager
@@ -196,17 +196,17 @@ def _kept(model: nn.Module, resume: Path | str | None, folder: Path | str | None
     if resume is not None or mapped(model) is None:
         yield resume
         return
-    together = team()
+    together = process_group()
     if together is None:
         with tempfile.TemporaryDirectory(prefix="layerbudget-", dir=folder) as temporary:
             yield temporary
         return
-    shared = together.from_first(lambda: tempfile.mkdtemp(prefix="layerbudget-", dir=folder))
+    shared = together.broadcast(lambda: tempfile.mkdtemp(prefix="layerbudget-", dir=folder))
     try:
         yield shared
     finally:
-        together.wait()
-        if together.first:
+        together.barrier()
+        if together.is_main:
             shutil.rmtree(shared, ignore_errors=True)
 
 

@@ -27,7 +27,7 @@ from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.divergence import Meter
 from ...execution.modes import inference
-from ...execution.shares import mine
+from ...execution.processes import shard
 from ...execution.walk import Walk
 from ...models.blocks import check_finite, describe, layers, partition, weight_of
 from ...plan import Plan
@@ -159,7 +159,7 @@ class _Trial:
         damage: dict[str, float] = {}
         changes: dict[str, list[torch.Tensor]] = {m.name: [] for b in self.blocks for m in b.modules}
         with inference(self.model):
-            walk = Walk(self.model, mine(self.data), batch_size=self.batch_size)
+            walk = Walk(self.model, shard(self.data), batch_size=self.batch_size)
             held = Originals(self.model, self.blocks)
             dense = {n: torch.cat([v.clone() for v in self._views(n)]) for n in changes}
             try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...execution.shares import team
+from ...execution.processes import process_group
 from ...models.blocks import weight_of
 from ...models.offload import mapped
 from ...storage.parts import Parts
@@ -32,15 +32,15 @@ class Resume:
     """
 
     def __init__(self, folder: Path | str | None, key: Mapping[str, Any]) -> None:
-        self.team = team()
-        own = folder if self.team is None or self.team.first else None
+        self.group = process_group()
+        own = folder if self.group is None or self.group.is_main else None
         self.parts = Parts(own, key)
 
     def _find(self, index: int) -> Path | None:
         """The file of a finished block, as process 0 sees it."""
-        if self.team is None:
+        if self.group is None:
             return self.parts.find(f"block-{index}")
-        return self.team.from_first(lambda: self.parts.find(f"block-{index}"))
+        return self.group.broadcast(lambda: self.parts.find(f"block-{index}"))
 
     def load(self, model: nn.Module, index: int, names: Sequence[str]) -> bool:
         """Put back the weights of a finished block; false when it is not finished, or broken."""

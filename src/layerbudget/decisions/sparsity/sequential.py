@@ -17,7 +17,7 @@ from torch import nn
 from ...compressors.base import Treatment, find_treatment
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...execution.shares import first
+from ...execution.processes import is_main
 from ...models.blocks import check_finite, describe
 from ...models.provenance import computation, versions
 from ...plan import Plan
@@ -116,7 +116,7 @@ def plan_directional(
         "batch_size": batch_size, "max_sparsity": max_sparsity, **dataclasses.asdict(plain), "versions": versions(),
         "computation": computation(model),
     }  # fmt: skip
-    parts = Parts(resume if first() else None, {**key, "by": names})
+    parts = Parts(resume if is_main() else None, {**key, "by": names})
     run = _Run(model=model, treatment=treatment, own=own, batch_size=batch_size, plain=plain, parts=parts, progress=progress)
     chosen = run.choose(names, data, passes, steps) if crossfit else None
     point, path, measured = run.decide(chosen.by if chosen else names[0], data, passes, chosen, steps)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...execution.backward import Accumulator, feed
 from ...execution.loss import Batch, Data
-from ...execution.shares import ProcessGroup
+from ...execution.processes import ProcessGroup
 from ...execution.sites import Site
 from ...progress import Progress, Steps
 from ...records import Block
@@ -53,7 +53,7 @@ class _Diagonal(Accumulator):
         """Remember whose gradients come."""
         self._start = batch.rows.start
 
-    def take(self, site: Site) -> None:
+    def update(self, site: Site) -> None:
         """Keep the gradients of the batch until all calls of a matrix have come."""
         a = site.a.to(self.dtype)
         for name in site.names:
@@ -83,11 +83,11 @@ class _Diagonal(Accumulator):
             self.first[name][g] += row
             self.second[name][g].addcmul_(row, row)
 
-    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         """Add sums and squares up."""
-        team.add([table[n] for table in (self.first, self.second) for n in names if n in table])
+        group.reduce([table[n] for table in (self.first, self.second) for n in names if n in table])
 
-    def close(self, names: Sequence[str]) -> bool:
+    def finalize(self, names: Sequence[str]) -> bool:
         """Sweep the blocks that are whole."""
         for name in names:
             if name not in self.place:

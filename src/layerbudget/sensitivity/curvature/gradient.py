@@ -10,7 +10,7 @@ from torch import nn
 
 from ...execution.backward import Accumulator, feed
 from ...execution.loss import IGNORE, Batch, Data
-from ...execution.shares import ProcessGroup
+from ...execution.processes import ProcessGroup
 from ...execution.sites import Site
 from ...progress import Progress, Steps
 from ...records import Block
@@ -39,7 +39,7 @@ class _Gradients(Accumulator):
         """Count the target tokens of a batch once."""
         self.counts[batch.rows.start] = int((batch.targets != IGNORE).sum())
 
-    def take(self, site: Site) -> None:
+    def update(self, site: Site) -> None:
         """Add what a site contributes to the gradients of the batch."""
         a = site.a.to(self.dtype).flatten(0, 1)
         for name in site.names:
@@ -64,16 +64,16 @@ class _Gradients(Accumulator):
         self.squares[self.place[name]] += float(torch.linalg.vector_norm(g)) ** 2
         self.sums[name] = g if name not in self.sums else self.sums[name].add_(g)
 
-    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         """Add gradients up; squares of batches are added at the end."""
-        team.add([self.sums[n] for n in names if n in self.sums])
+        group.reduce([self.sums[n] for n in names if n in self.sums])
 
-    def merge(self, team: ProcessGroup) -> None:
+    def merge(self, group: ProcessGroup) -> None:
         """Squares and tokens of all batches."""
-        self.squares = team.added(self.squares)
-        self.counts = {k: v for found in team.gathered(self.counts) for k, v in found.items()}
+        self.squares = group.sum(self.squares)
+        self.counts = {k: v for found in group.gather(self.counts) for k, v in found.items()}
 
-    def close(self, names: Sequence[str]) -> bool:
+    def finalize(self, names: Sequence[str]) -> bool:
         """Square the sums."""
         for name in [n for n in names if n in self.sums]:
             self.square[self.place[name]] += float(torch.linalg.vector_norm(self.sums.pop(name))) ** 2

@@ -79,7 +79,7 @@ class Rows(Accumulator):
         self.sketch, self.dtype = None if sketch is None else Sketch(sketch, seed), dtype
         self.place: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         self.values: list[torch.Tensor] = []
-        self.start = 0
+        self.first = 0
         self._written: set[str] = set()
         for k, block in enumerate(blocks):
             width = 0
@@ -96,9 +96,9 @@ class Rows(Accumulator):
 
     def begin(self, batch: Batch, loss: int) -> None:
         """Point at the first row of the next batch."""
-        self.start, self._written = batch.rows.start, set()
+        self.first, self._written = batch.rows.start, set()
 
-    def take(self, site: Site) -> None:
+    def update(self, site: Site) -> None:
         """Write the gradients that a site of the current batch contributes."""
         a = site.a.to(self.dtype)
         projected: torch.Tensor | None = None
@@ -111,7 +111,7 @@ class Rows(Accumulator):
                 if projected is None:
                     projected = self.sketch("in", site.names[0], a)
                 left = projected
-            rows = self.values[k][self.start : self.start + len(a), offset : offset + shape[0] * shape[1]]
+            rows = self.values[k][self.first : self.first + len(a), offset : offset + shape[0] * shape[1]]
             out = rows.view(len(a), *shape)
             if name in self._written:
                 out.baddbmm_(b.transpose(1, 2), left)
@@ -126,7 +126,7 @@ class Rows(Accumulator):
         if self.sketch is not None:
             gradient = self.sketch("in", name, gradient)
             gradient = self.sketch("out", name, gradient.transpose(-1, -2))
-        self.values[k][self.start, offset : offset + gradient.numel()] = gradient.reshape(-1)
+        self.values[k][self.first, offset : offset + gradient.numel()] = gradient.reshape(-1)
 
 
 def chunks(blocks: Sequence[Block], samples: int, bytes_each: int, limit: int) -> Iterator[list[int]]:

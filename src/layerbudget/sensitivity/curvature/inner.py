@@ -21,7 +21,7 @@ import torch
 
 from ...execution.backward import Accumulator, Loss, data_loss
 from ...execution.loss import Batch
-from ...execution.shares import ProcessGroup
+from ...execution.processes import ProcessGroup
 from ...execution.sites import Site
 from ...records import Block, Module
 
@@ -80,7 +80,7 @@ class InnerProducts(Accumulator):
         size = samples * len(losses)
         self.grams = np.zeros((len(blocks), size, size))
         self._blocks = blocks
-        self._team: ProcessGroup | None = None
+        self._group: ProcessGroup | None = None
         self._waiting: list[_Piece] = []
         self._active: dict[str, list[_Piece]] = {}
         self._place = (0, slice(0, 0))
@@ -100,7 +100,7 @@ class InnerProducts(Accumulator):
         d_out, d_in = self.sides(module)
         return self.samples * len(self.losses) * d_out * d_in * self.width
 
-    def open(self, names: Sequence[str]) -> None:
+    def start(self, names: Sequence[str]) -> None:
         """Cut the matrices into pieces and choose those of the first pass."""
         self._waiting = [piece for name in names if name in self.blocks for piece in self._pieces(self.blocks[name][1])]
         self._next()
@@ -136,7 +136,7 @@ class InnerProducts(Accumulator):
         self._place = (loss, batch.rows)
         self._written = set()
 
-    def take(self, site: Site) -> None:
+    def update(self, site: Site) -> None:
         """Keep what the active pieces need of a site."""
         a: torch.Tensor | None = None
         for name in site.names:
@@ -179,25 +179,25 @@ class InnerProducts(Accumulator):
                 gradient = self.project("out", name, gradient.transpose(-1, -2))
             self._own(piece)[loss * self.samples + rows.start] = gradient.reshape(-1)
 
-    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         """Every process has rows, or tokens, of its own sequences; zeros or nothing of the others'."""
-        self._team = team
+        self._group = group
         for name in [n for n in names if n in self._active]:
             for piece in self._active[name]:
                 if piece.tokens:
-                    for pairs in team.gathered(piece.pairs):
+                    for pairs in group.gather(piece.pairs):
                         piece.pairs.update({key: value for key, value in pairs.items() if key not in piece.pairs})
                 else:
-                    team.add([self._own(piece)])
+                    group.reduce([self._own(piece)])
 
-    def merge(self, team: ProcessGroup) -> None:
+    def merge(self, group: ProcessGroup) -> None:
         """Add up what the owners of the blocks multiplied."""
-        self.grams = team.added(self.grams)
+        self.grams = group.sum(self.grams)
 
     def _settles(self, k: int) -> bool:
-        return self._team is None or self._team.owners(self._blocks)[k] == self._team.rank
+        return self._group is None or self._group.owners(self._blocks)[k] == self._group.rank
 
-    def close(self, names: Sequence[str]) -> bool:
+    def finalize(self, names: Sequence[str]) -> bool:
         """Multiply what was kept, forget it, and ask for another pass while pieces wait."""
         shared: dict[int, torch.Tensor] = {}
         for name in [n for n in names if n in self._active]:

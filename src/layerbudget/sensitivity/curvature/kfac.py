@@ -21,7 +21,7 @@ from torch import nn
 
 from ...errors import InvalidInput
 from ...execution.loss import Batch, Data, token_count
-from ...execution.shares import ProcessGroup
+from ...execution.processes import ProcessGroup
 from ...execution.sites import Site
 from ...progress import Progress, Steps
 from ...records import Block
@@ -158,13 +158,13 @@ class _Settling:
             self.forms[name] = found.forms(tau)
         self.held[k] = {}
 
-    def merge(self, team: ProcessGroup) -> None:
+    def merge(self, group: ProcessGroup) -> None:
         """Bring the owners' blocks together."""
-        self.largest, self.trace = team.added(self.largest), team.added(self.trace)
+        self.largest, self.trace = group.sum(self.largest), group.sum(self.trace)
         if self.local:
-            self.forms = {name: forms for found in team.gathered(self.forms) for name, forms in found.items()}
+            self.forms = {name: forms for found in group.gather(self.forms) for name, forms in found.items()}
         else:
-            everything = team.gathered(self.held)
+            everything = group.gather(self.held)
             self.held = [{n: r for held in everything for n, r in held[k].items()} for k in range(len(self.blocks))]
 
     def finish(self) -> tuple[tuple[float, ...], np.ndarray]:
@@ -197,14 +197,14 @@ class _Corrected(Factors):
             qg, qa = basis(found)
             self.again[name] = (found, torch.zeros(len(qg), len(qa), dtype=torch.float64, device=qg.device))
 
-    def wants(self, loss: int) -> bool:
+    def needs(self, loss: int) -> bool:
         """The second pass reads drawn labels only."""
-        return super().wants(loss) and (not self._second or loss > 0 or self.own)
+        return super().needs(loss) and (not self._second or loss > 0 or self.own)
 
-    def take(self, site: Site) -> None:
+    def update(self, site: Site) -> None:
         """Second pass: per-sequence gradients in the eigenbasis."""
         if not self._second:
-            super().take(site)
+            super().update(site)
             return
         for name in site.names:
             if name not in self.again:
@@ -219,21 +219,21 @@ class _Corrected(Factors):
             self.again[name][1].add_(rows.square_().sum(0, dtype=torch.float64))
         self._rows = {}
 
-    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         """The second pass adds moments; every process needs every eigenbasis for it, so all of them settle."""
         if not self._second:
-            super().share(names, team)
+            super().share(names, group)
         else:
-            team.add([moments for _, moments in self.again.values()])
+            group.reduce([moments for _, moments in self.again.values()])
 
     def owns(self, name: str) -> bool:
         """All processes."""
         return True
 
-    def close(self, names: Sequence[str]) -> bool:
+    def finalize(self, names: Sequence[str]) -> bool:
         """Ask for the second pass; settle after it."""
         if not self._second:
-            super().close(names)
+            super().finalize(names)
             self._second = bool(self.again)
             return self._second
         for name, (found, moments) in self.again.items():

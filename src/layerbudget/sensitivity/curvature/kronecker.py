@@ -20,7 +20,7 @@ from torch import nn
 from ...errors import CoverageError, InvalidInput
 from ...execution.backward import Accumulator, Fed, Loss, SampledLoss, data_loss, feed
 from ...execution.loss import Batch, Data, token_count
-from ...execution.shares import ProcessGroup
+from ...execution.processes import ProcessGroup
 from ...execution.sites import Site, refuse_direct
 from ...models.machine import in_threads
 from ...records import Block, Module
@@ -75,7 +75,7 @@ class Factors(Accumulator):
         self.leaders: dict[str, str] = {}
         self.blocks = blocks
         self._owner: dict[str, int] = {}
-        self._team: ProcessGroup | None = None
+        self._processes: ProcessGroup | None = None
         self.after: Callable[[ProcessGroup], None] | None = None
         self.closed: Callable[[], None] | None = None
         self.workers = 1
@@ -100,11 +100,11 @@ class Factors(Accumulator):
                 total += 3 * (m.d_in**2 + m.d_out**2) + (1 + self.groups) * m.d_in * m.d_out
         return total * self.dtype.itemsize
 
-    def open(self, names: Sequence[str]) -> None:
+    def start(self, names: Sequence[str]) -> None:
         """Nothing is to be had of matrices that are all settled."""
         self._idle = self.done.issuperset(names)
 
-    def wants(self, loss: int) -> bool:
+    def needs(self, loss: int) -> bool:
         """Every loss, while anything is left to settle."""
         return not self._idle
 
@@ -112,7 +112,7 @@ class Factors(Accumulator):
         """Remember whose gradients come, and that their inputs have not been counted."""
         self._batch, self._loss, self._fresh = batch, loss, set()
 
-    def take(self, site: Site) -> None:
+    def update(self, site: Site) -> None:
         """Add a site to the factors and to the gradients."""
         if self.done.issuperset(site.names):
             return
@@ -163,39 +163,39 @@ class Factors(Accumulator):
         if not true or self.own:
             held.sums = accumulate(held.sums, rows)
 
-    def share(self, names: Sequence[str], team: ProcessGroup) -> None:
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         """Add sums up; bring tokens together, process after process."""
-        self._team = team
+        self._processes = group
         held = {n: self.outputs[n] for n in names if n in self.outputs}
-        if team.gathered(sorted(held)) != [sorted(held)] * team.size:
+        if group.gather(sorted(held)) != [sorted(held)] * group.size:
             raise CoverageError("Some matrices ran in some processes only.", "", "Use one process.")
         entries = {o.leader: self.inputs[o.leader] for o in held.values()}
-        team.add([t for o in held.values() for t in (o.sums, o.parts) if t is not None])
-        team.add([e.sums for e in entries.values() if e.sums is not None])
+        group.reduce([t for o in held.values() for t in (o.sums, o.parts) if t is not None])
+        group.reduce([e.sums for e in entries.values() if e.sums is not None])
         for entry in entries.values():
-            entry.positions = float(team.added(np.array([entry.positions]))[0])
+            entry.positions = float(group.sum(np.array([entry.positions]))[0])
             if entry.rows:
-                entry.rows = [x for rows in team.gathered(entry.rows) for x in rows]
+                entry.rows = [x for rows in group.gather(entry.rows) for x in rows]
         for output in (o for o in held.values() if o.tokens):
-            found = team.gathered((output.rows, output.places))
+            found = group.gather((output.rows, output.places))
             output.rows = {i: [x for rows, _ in found for x in rows[i]] for i in output.rows}
             output.places = [place for _, places in found for place in places]
 
-    def merge(self, team: ProcessGroup) -> None:
+    def merge(self, group: ProcessGroup) -> None:
         """Whatever the estimator does with what the owners settled."""
         if self.after is not None:
-            self.after(team)
+            self.after(group)
 
     def owns(self, name: str) -> bool:
         """Whether this process settles a matrix."""
-        if self._team is None:
+        if self._processes is None:
             return True
         if not self._owner:
-            owners = self._team.owners(self.blocks)
+            owners = self._processes.owners(self.blocks)
             self._owner = {m.name: o for b, o in zip(self.blocks, owners, strict=True) for m in b.modules}
-        return self._owner[name] == self._team.rank
+        return self._owner[name] == self._processes.rank
 
-    def close(self, names: Sequence[str]) -> bool:
+    def finalize(self, names: Sequence[str]) -> bool:
         """Settle the matrices input by input, and forget them."""
         inputs: dict[str, list[str]] = {}
         for name in [n for n in names if n in self.outputs]:

@@ -28,7 +28,7 @@ from torch import nn
 from ...errors import InvalidInput, UnknownBlock
 from ...execution.backward import Accumulator, Loss, SampledLoss, feed
 from ...execution.loss import IGNORE, Batch, Data, unlabelled
-from ...execution.shares import mine, team, total
+from ...execution.processes import process_group, shard, total
 from ...execution.sites import Site, tracked
 from ...models.blocks import layer_lists, partition
 from ...progress import Progress, Steps
@@ -89,10 +89,10 @@ def forms_along(
     losses: list[Loss] = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
     if clean is not None:
         losses.insert(0, _Divergence(clean, size))
-    own = mine(data)
+    own = shard(data)
     batches = list(unlabelled(model, own, size))
-    together = team()
-    places = range(data.samples) if together is None else together.mine(range(data.samples))
+    together = process_group()
+    places = range(data.samples) if together is None else together.shard(range(data.samples))
     consumer = _Along(model, sums, losses, plain=clean is not None, listen=listen, places=places)
     way = "whole" if draws and spanning(model, candidates.first) else walk
     fed = feed(model, batches, blocks, consumer, walk=way, tick=Steps(progress, own.samples, "gradients"), alone=True)
@@ -143,8 +143,8 @@ class _Along(Accumulator):
         """See :meth:`Accumulator.begin`."""
         self.batch, self.loss = batch, loss
 
-    def take(self, site: Site) -> None:
-        """See :meth:`Accumulator.take`."""
+    def update(self, site: Site) -> None:
+        """See :meth:`Accumulator.update`."""
         for name, b in site.b.items():
             self.sums.site(name, site.a, b, apart=not self.plain or self.loss > 0)
         if self.listen is not None and self.loss == 0 and self.batch is not None:
@@ -163,7 +163,7 @@ class _Along(Accumulator):
         if loss == len(self.losses) - 1:
             self.sums.close(self.places[batch.rows])
 
-    def close(self, names: Sequence[str]) -> bool:
+    def finalize(self, names: Sequence[str]) -> bool:
         """See :meth:`Accumulator.close`."""
         self.sums.candidates.drop(names)
         return False

@@ -13,7 +13,7 @@ import torch
 
 from ...compressors.treating import Found
 from ...execution.inputs import InputMoments
-from ...execution.shares import broadcast
+from ...execution.processes import broadcast
 from ...records import digest
 from ...solvers.solution import Solution
 from ...storage.parts import Parts

@@ -26,7 +26,7 @@ from ...execution.divergence import Meter, kl_sum, mean
 from ...execution.inputs import InputMoments, InputStatistics, share_statistics
 from ...execution.loss import Batch, pad_right, unlabelled
 from ...execution.modes import inference
-from ...execution.shares import mine
+from ...execution.processes import shard
 from ...execution.sites import Site
 from ...execution.store import lying
 from ...execution.walk import Walk
@@ -55,7 +55,7 @@ class Reference:
         padded = pad_right(data)
         self.data = padded if isinstance(padded, CalibrationSet) else data
         with inference(model):
-            self.walk = Walk(model, mine(self.data), batch_size=batch_size)
+            self.walk = Walk(model, shard(self.data), batch_size=batch_size)
             self.walk.capture()
             during = (lambda i: listen.listening(self.walk.token_mask(i))) if listen is not None else None
             self.meter = Meter(self.walk, "kl", during=during)

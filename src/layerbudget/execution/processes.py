@@ -1,7 +1,7 @@
-"""Several processes, each with its share of the sequences: sums and counts add up, one process writes.
+"""Several processes, each with its shard of the sequences: sums and counts add up, the main process writes.
 
 Processes are those of the launcher that started them (``torchrun --nproc-per-node N -m layerbudget ...``, ``accelerate launch
--m layerbudget ...``). Every process walks all layers on its own batches; when a layer is through, what the consumers hold of
+-m layerbudget ...``). Every process walks all layers on its own batches; when a layer is through, what the accumulators hold of
 it is reduced in one flat sum per type, and each matrix is settled (factorised, decomposed) by one *owner*, chosen so that
 owners have the same work. What settling gave is added up at the end. Random labels are drawn from the content of a sequence,
 so the numbers do not depend on the number of processes beyond the order of sums.
@@ -25,31 +25,37 @@ T = TypeVar("T")
 
 
 class _Sequences(Protocol):
-    """Some text."""
-
     @property
-    def samples(self) -> int:
-        """Sequences."""
+    def samples(self) -> int: ...
 
-    def select(self, rows: list[int]) -> Any:
-        """Some of them."""
+    def select(self, rows: list[int]) -> Any: ...
 
 
 Some = TypeVar("Some", bound=_Sequences)
 
 
 class ProcessGroup:
-    """The processes of one run."""
+    """The processes of one run, two or more.
+
+    Attributes:
+        rank: Number of this process.
+        size: How many there are.
+    """
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process writes."""
         return self.rank == 0
 
-    def add(self, tensors: Sequence[torch.Tensor]) -> None:
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must lie to be sent."""
+        return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+    def reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Add tensors up over all processes, in place; one flat sum per type and device."""
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
@@ -57,33 +63,26 @@ class ProcessGroup:
         for members in kinds.values():
             flat = torch.cat([t.reshape(-1) for t in members])
             dist.all_reduce(flat)
-            start = 0
-            for t in members:
-                t.copy_(flat[start : start + t.numel()].view_as(t))
-                start += t.numel()
+            for t, part in zip(members, flat.split([t.numel() for t in members]), strict=True):
+                t.copy_(part.view_as(t))
 
-    def added(self, values: np.ndarray) -> np.ndarray:
+    def sum(self, values: np.ndarray) -> np.ndarray:
         """Sum of an array over all processes."""
         tensor = torch.as_tensor(np.ascontiguousarray(values, dtype=np.float64)).to(self.device)
         dist.all_reduce(tensor)
         return tensor.cpu().numpy()
 
-    def gathered(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """The values of all processes, in their order."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value)
         return found
 
-    def from_first(self, make: Callable[[], T]) -> T:
-        """What process 0 makes."""
-        held: list[Any] = [make() if self.first else None]
+    def broadcast(self, make: Callable[[], T]) -> T:
+        """What the main process makes."""
+        held: list[Any] = [make() if self.is_main else None]
         dist.broadcast_object_list(held, src=0)
         return held[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors must lie to be sent."""
-        return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
     def owners(self, blocks: Sequence[Block]) -> list[int]:
         """Owner of every block: the largest first, each to the process that has least so far."""
@@ -93,8 +92,8 @@ class ProcessGroup:
             load[owner[k]] += blocks[k].numel
         return owner
 
-    def mine(self, runs: Sequence[T]) -> list[T]:
-        """This process's share.
+    def shard(self, runs: Sequence[T]) -> list[T]:
+        """Every n-th batch or sequence, beginning with this process's number.
 
         Raises:
             InvalidInput: There are fewer than processes.
@@ -107,12 +106,12 @@ class ProcessGroup:
             )
         return list(runs[self.rank :: self.size])
 
-    def wait(self) -> None:
-        """Until all are here."""
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
         dist.barrier()
 
 
-def team() -> ProcessGroup | None:
+def process_group() -> ProcessGroup | None:
     """The processes of this run, or None where it is one process."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
@@ -130,7 +129,7 @@ def join(device: str | None = None) -> ProcessGroup | None:
         dist.init_process_group("nccl" if accelerated else "gloo")
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers reads weights in process 0 alone
         atexit.register(leave)
-    return team()
+    return process_group()
 
 
 def leave() -> None:
@@ -139,22 +138,16 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def first() -> bool:
+def is_main() -> bool:
     """Whether this process writes: the only one, or number 0."""
-    found = team()
-    return found is None or found.first
+    group = process_group()
+    return group is None or group.is_main
 
 
 def broadcast(make: Callable[[], T]) -> T:
-    """What the process that writes makes, in all of them."""
-    found = team()
-    return make() if found is None else found.from_first(make)
-
-
-def spread(parts: Sequence[T]) -> list[T]:
-    """Every n-th of the parts, none of them where there are fewer than processes."""
-    found = team()
-    return list(parts) if found is None else list(parts[found.rank :: found.size])
+    """What the main process makes, in all of them."""
+    group = process_group()
+    return make() if group is None else group.broadcast(make)
 
 
 def rounds(parts: Sequence[T]) -> list[tuple[T, bool]]:
@@ -162,23 +155,24 @@ def rounds(parts: Sequence[T]) -> list[tuple[T, bool]]:
 
     A model whose weights are shared runs in all processes at once.
     """
-    own = [(part, True) for part in spread(parts)]
-    found = team()
-    most = 0 if found is None else -(-len(parts) // found.size)
-    return own + [(parts[-1], False)] * (most - len(own))
+    group = process_group()
+    if group is None:
+        return [(part, True) for part in parts]
+    own = [(part, True) for part in parts[group.rank :: group.size]]
+    return own + [(parts[-1], False)] * (-(-len(parts) // group.size) - len(own))
 
 
-def mine(data: Some) -> Some:
+def shard(data: Some) -> Some:
     """The sequences of this process.
 
     Raises:
         InvalidInput: There are fewer than processes.
     """
-    found = team()
-    return data if found is None else data.select(found.mine(range(data.samples)))
+    group = process_group()
+    return data if group is None else data.select(group.shard(range(data.samples)))
 
 
 def total(values: np.ndarray) -> np.ndarray:
     """Sum of what all processes hold."""
-    found = team()
-    return values if found is None else found.added(values)
+    group = process_group()
+    return values if group is None else group.sum(values)

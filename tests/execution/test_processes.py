@@ -23,7 +23,7 @@ from layerbudget.errors import LayerbudgetError
 from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.decisions.sparsity.apply import prune
-from layerbudget.execution.shares import first, join, leave
+from layerbudget.execution.processes import is_main, join, leave
 from layerbudget.sensitivity.gain import score
 from layerbudget.decisions.shapes.search import plan_structured
 join("cpu")
@@ -61,7 +61,7 @@ for name in ("llama-tied", "bert", "mixtral"):
         out[f"{{name}} {{by}} damage"] = [plan.extra["measured"], *(e["divergence"] for e in plan.extra["path"])]
     if name != "bert":
         out[f"{{name}} perplexity"] = [perplexity(model, zoo.tokens(7), batch_size=2).value]
-if first():
+if is_main():
     open(sys.argv[1], "w").write(json.dumps(out))
 leave()
 """
