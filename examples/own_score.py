@@ -12,7 +12,7 @@ def my_norm(model, data, blocks, *, power=2.0):
     for block in blocks:
         total = sum(weight_of(model, m.name)[1].abs().pow(power).sum().item() for m in block.modules)
         values[block.name] = total / block.numel
-    return lb.Scores.from_values(values, blocks, estimator="my-norm", unit="weights^power")
+    return lb.Scores.from_values(blocks, values, estimator="my-norm", unit="weights^power")
 
 
 model, tokenizer = lb.load_model("demo"), lb.load_tokenizer("demo")

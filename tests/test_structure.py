@@ -59,7 +59,6 @@ ROOMS = (
     "canonical",
     "storage",
     "records",
-    "row_groups",
     "registry",
     "kinds",
     "plan",

@@ -130,7 +130,7 @@ def test_layer_that_stops_learning_loses_its_weight(mistral, data, tmp_path, cap
 
 def test_regret_against_given_scores(mistral, data, tmp_path):
     blocks = partition(mistral)
-    initial = Scores.from_values({b.name: v for b, v in zip(blocks, (1.0, 1.0, 100.0), strict=True)}, blocks)
+    initial = Scores.from_values(blocks, {b.name: v for b, v in zip(blocks, (1.0, 1.0, 100.0), strict=True)})
     tracker = GainTracker(blocks, every=3, initial=initial, budget=30)
     train(mistral, data, tmp_path, tracker)
     assert tracker.history[0]["regret"] > 0 and sum(tracker.history[0]["counts"]) == 30
@@ -183,7 +183,7 @@ def test_similar_layer_names_are_told_apart(tmp_path):
 
 def test_initial_scores_of_other_blocks_and_an_optimizer_without_moments_are_refused_at_the_start(mistral, data, tmp_path):
     others = partition(mistral, by="linear")
-    initial = Scores.from_values({b.name: 1.0 for b in others}, others)
+    initial = Scores.from_values(others, {b.name: 1.0 for b in others})
     with pytest.raises(InvalidInput, match="initial scores"):
         train(mistral, data, tmp_path, GainTracker(partition(mistral), initial=initial))
     with pytest.raises(InvalidInput, match="keeps no squares"):

@@ -286,7 +286,7 @@ def scores(values: Sequence[float], sizes: Sequence[int] | None = None, **fields
         Block(name=f"model.layers.{i}", modules=(Module(name=f"model.layers.{i}.mlp", d_in=64, d_out=int(d)),))
         for i, d in enumerate(sizes)
     ]
-    return Scores.from_values({b.name: float(v) for b, v in zip(blocks, values, strict=True)}, blocks, **fields)
+    return Scores.from_values(blocks, {b.name: float(v) for b, v in zip(blocks, values, strict=True)}, **fields)
 
 
 def text(samples: int = 6, length: int = 10, seed: int = 3, padded: bool = False) -> CalibrationSet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,12 +11,12 @@ from typing import Any, ClassVar
 import numpy as np
 from typing_extensions import Self
 
-from .errors import CorruptFile, InvalidInput, ModelMismatch
-from .kinds import KINDS, by_name, count_of
-from .records import Block, Record, digest
-from .row_groups import RowGroups
+from .errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
+from .kinds import KINDS
+from .records import Block, BlockRecord, digest, values_by_name
 from .storage import reading
 from .storage.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, Structured, StructuredSettings
+from .storage.writing import new_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class PlanBlock:
 
     @classmethod
     def of(cls, block: Block, value: float, count: int) -> PlanBlock:
-        """What a block of a model gets."""
+        """Return what a block of a model gets."""
         names = tuple(m.name for m in block.modules)
         return cls(name=block.name, value=float(value), count=int(count), numel=block.numel, modules=names)
 
@@ -47,12 +48,12 @@ class PlanBlock:
         return dict(self.__dict__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(Record):
-    """A decision for every block.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(BlockRecord):
+    """A decision for every block. It cannot be changed, has a hash, and ``plan[name]`` is what a block gets.
 
     Attributes:
-        kind: ``sparsity``, ``experts``, ``ranks`` or ``joint``.
+        kind: ``sparsity``, ``bits``, ``ranks``, ... (:mod:`layerbudget.kinds`).
         rule: Name of the rule that made it (``mdl``, ``uniform``, ``owl``, ...).
         model: ``{id, revision, digest}`` of the model that it belongs to.
         blocks: What each block gets, in natural order.
@@ -60,11 +61,11 @@ class Plan(Record):
         hyperparameters: Everything that the rule was given.
         certificate: ``{status, multiplier, gap, kkt_residual, inert[], ...}``; empty for rules without a program.
         scores_digest: Content hash of the scores file, null for rules that use none.
+        extra: What only some plans say.
         made_by: The command that made it; empty where Python did.
     """
 
     what: ClassVar[str] = "plan"
-    makers: ClassVar[tuple[str, ...]] = ("plan", "measure")
 
     kind: str
     rule: str
@@ -79,17 +80,7 @@ class Plan(Record):
 
     def __post_init__(self) -> None:
         KINDS.find(self.kind)
-        object.__setattr__(self, "blocks", tuple(self.blocks))
-        names = self.names
-        if not names or len(set(names)) != len(names):
-            raise InvalidInput(
-                f"The plan names {len(names)} blocks, {len(set(names))} of them distinct.", "", "Name each once."
-            )
-
-    @property
-    def names(self) -> list[str]:
-        """Block names, in order."""
-        return [b.name for b in self.blocks]
+        super().__post_init__()
 
     @property
     def values(self) -> np.ndarray:
@@ -118,9 +109,6 @@ class Plan(Record):
             return None, {}
         return str(self.hyperparameters["method"]), dict(self.hyperparameters.get("own") or self.extra.get("own") or {})
 
-    def _column(self, name: str, dtype: Any) -> np.ndarray:
-        return np.array([getattr(b, name) for b in self.blocks], dtype=dtype)
-
     @property
     def digest(self) -> str:
         """Content hash of the plan, without its command."""
@@ -139,6 +127,18 @@ class Plan(Record):
             return RowGroups(size=int(found["size"]), counts={}, stored=found)
         return found
 
+    def __getitem__(self, name: str) -> PlanBlock:
+        return self.blocks[self.index_of(name)]
+
+    def _shown(self) -> tuple[str, list[str]]:
+        spent, limit, unit = (self.budget.get(name) for name in ("spent", "limit", "unit"))
+        title = f"Plan of {self.kind} by {self.rule}: {len(self)} blocks, {spent:,.10g} of {limit:,.10g} {unit}"
+        return title, [f"{b.value:.4g}" for b in self.blocks]
+
+    def to_pandas(self) -> Any:
+        """Return a data frame with a row per block (needs pandas)."""
+        return self._frame(value=self.values, count=self.counts, numel=self.numel, matrices=self.matrices)
+
     def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
         """Write the file, atomically, and the counts of its groups of rows beside it.
 
@@ -146,11 +146,10 @@ class Plan(Record):
             AlreadyExists: The file exists with another content and ``overwrite`` is false.
             NotFound: The plan decides groups of rows and their counts are not at hand.
         """
-        if self.rows is not None:
-            self.rows.require()
+        rows = self.rows and self.rows.require()
         written = super().save(path, overwrite=overwrite)
-        if self.rows is not None:
-            self.rows.save(path)
+        if rows:
+            rows.save(path)
         return written
 
     @classmethod
@@ -175,9 +174,8 @@ class Plan(Record):
         """Refuse a model that the plan was not made for.
 
         Args:
-            model: ``{id, revision, digest, ...}`` of the model at hand (:func:`layerbudget.models.blocks.describe`). Where one
-            of the
-                two is quantised, the skeletons are compared: a plan made in bfloat16 serves the model in 4 bits and back.
+            model: What :func:`layerbudget.models.blocks.describe` says of the model at hand. Where one of the two is quantised,
+                the skeletons are compared: a plan made in bfloat16 serves the model in 4 bits and back.
 
         Raises:
             ModelMismatch: The content digests differ.
@@ -193,10 +191,15 @@ class Plan(Record):
 
     @classmethod
     def from_values(
-        cls, blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float], *, kind: str = "sparsity",
-        rule: str = "given", model: Mapping[str, Any] | None = None,
-    ) -> Self:  # fmt: skip
-        """A plan of one's own: values by block name, or in the order of the blocks.
+        cls,
+        blocks: Sequence[Block],
+        values: Mapping[str, float] | Sequence[float],
+        *,
+        kind: str = "sparsity",
+        rule: str = "given",
+        model: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Return a plan of one's own: values by block name, or in the order of the blocks.
 
         Args:
             blocks: The blocks.
@@ -213,20 +216,19 @@ class Plan(Record):
         >>> Plan.from_values([b], {"layers.0": 0.5}).counts
         array([10])
         """
-        numbers = by_name(blocks, values)
+        numbers = values_by_name(blocks, values)
         if kind in ("joint", "structured", "depth", "bits", "recipe"):
             raise InvalidInput(f"A plan of kind {kind} is more than one number per block.", "", "Use its own plan function.")
-        rows = tuple(PlanBlock.of(b, v, count_of(kind, b, v)) for b, v in zip(blocks, numbers, strict=True))
+        rows = tuple(PlanBlock.of(b, v, _count(kind, b, v)) for b, v in zip(blocks, numbers, strict=True))
         spent, unit = sum(r.count for r in rows), "parameters" if kind == "sparsity" else KINDS.find(kind).counts
         if kind == "ranks":
             spent = sum(r.count * sum(m.d_in + m.d_out for m in b.modules) for r, b in zip(rows, blocks, strict=True))
             unit = "params"
-        return cls(
-            kind=kind, rule=rule, model=dict(model or {}), blocks=rows, budget={"unit": unit, "limit": spent, "spent": spent}
-        )
+        budget = {"unit": unit, "limit": spent, "spent": spent}
+        return cls(kind=kind, rule=rule, model=dict(model or {}), blocks=rows, budget=budget)
 
     @classmethod
-    def _upgraded(cls, fields: dict[str, Any]) -> dict[str, Any]:
+    def _check(cls, fields: dict[str, Any]) -> None:
         shapes = {"budget": PlanBudget, **({"certificate": Certificate} if fields["certificate"] else {}), "extra": Extra}
         if fields["kind"] == "structured":
             shapes |= {"extra": Structured, "hyperparameters": StructuredSettings}
@@ -237,4 +239,120 @@ class Plan(Record):
                 reading.converted(fields[name], shape)
             except ValueError as error:
                 raise CorruptFile(f"The {name} of this plan does not read ({error}).", "", "Make the plan again.") from error
-        return fields
+
+
+def _count(kind: str, block: Block, value: float) -> int:
+    if kind == "sparsity":
+        if not 0.0 <= value <= 1.0:
+            raise InvalidInput(f"{block.name} is to have sparsity {value:g}.", "It lies in [0, 1].", "Give a fraction.")
+        return int(round(value * block.numel))
+    if value < 0 or value != int(value):
+        raise InvalidInput(f"{block.name} is to have {value:g} {kind}.", "They are counted.", "Give a whole number.")
+    return int(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RowGroups:
+    """Pruned entries per group of rows: the part of a plan that is too large for its JSON file, which holds its digest.
+
+    Attributes:
+        size: Rows of a group; the last group of a matrix may be smaller.
+        counts: By full name of the matrix, shape ``(groups,)`` each, int64. Empty where only the plan's JSON is at hand.
+        stored: What the plan's JSON says of them, where they are not at hand.
+    """
+
+    size: int
+    counts: Mapping[str, np.ndarray]
+    stored: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise InvalidInput(f"A group has {self.size} rows.", "It has at least one.", "Use rows:1 or more.")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowGroups) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def digest(self) -> str:
+        """Content hash of size, names and counts."""
+        if not self.counts:
+            return str(self.stored.get("digest"))
+        h = hashlib.sha256(f"{self.size}".encode())
+        for name in sorted(self.counts):
+            h.update(name.encode() + b"\0" + np.ascontiguousarray(self.counts[name], dtype="<i8").tobytes())
+        return h.hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the plan's JSON says."""
+        if not self.counts:
+            return dict(self.stored)
+        return {"size": self.size, "groups": sum(len(c) for c in self.counts.values()), "digest": self.digest}
+
+    def save(self, plan: Path | str) -> Path:
+        """Write the counts beside a plan's file, atomically."""
+        from safetensors.numpy import save_file
+
+        path = beside(plan)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(path.parent, path.name, lambda _: path) as temporary:
+            save_file({n: np.ascontiguousarray(c, dtype=np.int64) for n, c in self.counts.items()}, temporary)
+        return path
+
+    @classmethod
+    def load(cls, plan: Path | str, record: Mapping[str, Any]) -> RowGroups:
+        """Read the counts beside a plan's file.
+
+        Raises:
+            NotFound: They are not there.
+            CorruptFile: They are not those that the plan means.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        path = beside(plan)
+        if not path.is_file():
+            raise NotFound(f"{plan} decides groups of rows and {path} is missing.", "", "Copy both files, or plan again.")
+        try:
+            found = cls(size=int(record["size"]), counts=load_file(path))
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise CorruptFile(f"{path} holds no counts ({error}).", "", "Plan again.") from error
+        if found.digest != record.get("digest"):
+            raise CorruptFile(
+                f"{path} holds other counts ({found.digest}) than {plan} means ({record.get('digest')}).",
+                "",
+                "Copy the two files that were written together, or plan again.",
+            )
+        return found
+
+    def require(self) -> RowGroups:
+        """Return the same, refused where only the plan's JSON was read.
+
+        Raises:
+            NotFound: The counts are not at hand.
+        """
+        if not self.counts:
+            raise NotFound("The plan decides groups of rows, and their counts are not at hand.", "", "Use Plan.load(path).")
+        return self
+
+
+def beside(plan: Path | str) -> Path:
+    """Return where the counts of a plan's file lie.
+
+    >>> beside("out/plan.json").name
+    'plan.rows.safetensors'
+    """
+    return Path(plan).with_suffix(".rows.safetensors")
+
+
+def members(rows: int, size: int) -> np.ndarray:
+    """Return the rows of every group of a matrix.
+
+    >>> members(10, 4).tolist()
+    [4, 4, 2]
+    """
+    found = np.full(-(-rows // size), size, dtype=np.int64)
+    found[-1] = rows - size * (found.size - 1)
+    return found

@@ -1,22 +1,24 @@
-"""What all files of this package share: blocks, canonical JSON, digests, atomic writing. No torch."""
+"""Blocks, and what every record of this package shares: it is frozen, reads and writes JSON, and shows itself in few lines."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from .canonical import digest as digest
 from .canonical import dumps as dumps
 from .canonical import to_jsonable as to_jsonable
-from .errors import CorruptFile, InvalidInput, NotFound
+from .errors import CorruptFile, InvalidInput, MissingDependency, NotFound, UnknownBlock
 from .storage import reading
 from .storage.writing import check_output as check_output
 from .storage.writing import check_writable as check_writable
@@ -79,11 +81,6 @@ class Block:
             "modules": [dict(m.__dict__) for m in self.modules],
         }
 
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Block:
-        """Rebuild a block from its JSON form."""
-        return cls(name=record["name"], modules=tuple(Module(**m) for m in record["modules"]))
-
 
 def natural_key(name: str) -> tuple[Any, ...]:
     """Sort key under which ``layers.10`` follows ``layers.9``.
@@ -94,93 +91,129 @@ def natural_key(name: str) -> tuple[Any, ...]:
     return tuple((1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name))
 
 
-def read_json(path: Path | str, kind: str, command: str | None = None, *, as_type: Any = None) -> Any:
-    """Read one of this package's JSON files.
+def read_json(path: Path | str, kind: str, command: str | None = None, *, as_type: Any = dict[str, Any]) -> Any:
+    """Content of one of this package's JSON files.
 
     Args:
         path: The file.
-        kind: What it is, for messages.
-        command: What makes one, where that is another word.
-        as_type: The type of its content; an object of anything by default.
+        kind: The word for it in messages.
+        command: The command that makes one, where that is another word.
+        as_type: The type of its content.
 
     Raises:
         NotFound: No such file.
         CorruptFile: Not JSON, of another shape, or a schema version that this release does not read.
     """
-    made = f"or make one first (layerbudget {command or kind})."
     if not Path(path).is_file():
-        raise NotFound(f"There is no {kind} file at {path}.", "", f"Check the path, {made}")
+        raise NotFound(
+            f"There is no {kind} file at {path}.", "", f"Check the path, or make one first (layerbudget {command or kind})."
+        )
     content = reading.read_bytes(path, kind)
-    head = reading.parse(content, str(path), kind, as_type=_Versioned)
-    version, other = head.schema_version, _OTHERS.get((head.estimator is not None, head.rule is not None), {}).get(kind)
-    if other:
-        raise CorruptFile(f"{path} is not a {kind} file: {other[0]}.", "", other[1])
-    if version is not SCHEMA_VERSION and version != SCHEMA_VERSION:
+    head = reading.parse(content, str(path), kind, as_type=_Head)
+    if kind == "scores" and head.rule is not None and head.estimator is None:
+        raise CorruptFile(f"{path} is not a scores file: it is a plan.", "", "Give the file of scores that it was made from.")
+    if kind == "plan" and head.estimator is not None and head.rule is None:
         raise CorruptFile(
-            f"{path} has schema version {str(version)[:40]}.", f"This release reads version {SCHEMA_VERSION}.",
+            f"{path} is not a plan file: it holds scores.", "", "Plan from them first: layerbudget plan sparsity FILE."
+        )
+    if head.schema_version != SCHEMA_VERSION:
+        raise CorruptFile(
+            f"{path} has schema version {str(head.schema_version)[:40]}.",
+            f"This release reads version {SCHEMA_VERSION}.",
             f"Make the {kind} again.",
-        )  # fmt: skip
-    return reading.parse(content, str(path), kind, as_type=dict[str, Any] if as_type is None else as_type)
+        )
+    return reading.parse(content, str(path), kind, as_type=as_type)
 
 
-class _Versioned(msgspec.Struct):
+class _Head(msgspec.Struct):
     schema_version: Any = None
     estimator: Any = None
     rule: Any = None
 
 
-_OTHERS: dict[tuple[bool, bool], dict[str, tuple[str, str]]] = {  # (has an estimator, has a rule): what a file is mistaken for
-    (False, True): {"scores": ("it is a plan", "Give the file of scores that it was made from.")},
-    (True, False): {"plan": ("it holds scores", "Plan from them first: layerbudget plan sparsity FILE.")},
-}
-
-
-_RUNNING: list[tuple[str, Callable[[], str]]] = []
+_RUNNING: list[Callable[[], str]] = []
 
 
 @contextlib.contextmanager
-def running(verb: str, line: Callable[[], str]) -> Iterator[None]:
-    """Inside, records that a verb makes say of themselves how they were made.
-
-    Args:
-        verb: Of the command line.
-        line: The whole command, asked for when a record is written.
-    """
-    _RUNNING.append((verb, line))
+def running(command: Callable[[], str]) -> Iterator[None]:
+    """Inside, records that are saved name the command that made them."""
+    _RUNNING.append(command)
     try:
         yield
     finally:
         _RUNNING.pop()
 
 
-def made_by(*verbs: str) -> str:
-    """The command that is running, if it is one of these verbs; else nothing: what Python makes has no command."""
-    return _RUNNING[-1][1]() if _RUNNING and _RUNNING[-1][0] in verbs else ""
+def made_by() -> str:
+    """Return the command that is running; what Python makes has none."""
+    return _RUNNING[-1]() if _RUNNING else ""
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise TypeError("A record cannot be changed. dataclasses.replace gives another one.")
+
+
+class Frozen(dict[str, Any]):
+    """A dictionary that refuses changes; what it holds is frozen likewise (:func:`freeze`)."""
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        return Frozen, (dict(self),)
+
+
+class FrozenList(list[Any]):
+    """A list that refuses changes."""
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
+    append = extend = insert = remove = reverse = sort = clear = pop = _refuse  # type: ignore[assignment]
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self))
+
+    def __reduce__(self) -> Any:
+        return FrozenList, (list(self),)
+
+
+def freeze(value: Any) -> Any:
+    """Return a value that nobody can change: frozen dictionaries and lists, tuples, read-only arrays."""
+    if isinstance(value, (Frozen, FrozenList)):
+        return value
+    if isinstance(value, Mapping):
+        return Frozen({name: freeze(held) for name, held in value.items()})
+    if isinstance(value, (list, tuple)):
+        return (tuple if isinstance(value, tuple) else FrozenList)(freeze(held) for held in value)
+    if isinstance(value, np.ndarray):
+        value = value.view()
+        value.flags.writeable = False
+    return value
 
 
 class Record:
-    """What a dataclass needs to be one of this package's JSON files; its fields are the file's keys.
+    """Base of the dataclasses that are this package's JSON files; their fields are the file's keys.
 
     Attributes:
         what: The word for such a file.
         command: The command that makes one, where it is another word.
-        makers: Verbs that make one; :meth:`save` writes their command into the field ``made_by``, which no digest counts.
     """
 
     what: ClassVar[str] = "record"
     command: ClassVar[str | None] = None
-    makers: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, the content of the file."""
+        """Return the content of the file."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        fields = {name: to_jsonable(held) if isinstance(held, Frozen) else held for name, held in fields.items()}
         if isinstance(fields.get("blocks"), tuple):
             fields["blocks"] = [b.to_dict() for b in fields["blocks"]]
         return {"schema_version": SCHEMA_VERSION, **fields}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Rebuild the record from its JSON form; keys that this release does not know are left out.
+        """Rebuild the record from :meth:`to_dict`; keys that this release does not know are left out.
 
         Raises:
             InvalidInput: A key is missing, or a value has another type or range than the field.
@@ -194,16 +227,15 @@ class Record:
 
     @classmethod
     def _made(cls, shape: Any) -> Self:
-        """The record from a shape whose types are checked."""
         fields = {name: getattr(shape, name) for name in shape.__struct_fields__}
         for name, value in fields.items():
             reading.check_loose(value, cls.what, name)
-        return cls(**cls._upgraded(fields))
+        cls._check(fields)
+        return cls(**fields)
 
     @classmethod
-    def _upgraded(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """What an earlier release wrote in another way, as this one has it."""
-        return fields
+    def _check(cls, fields: dict[str, Any]) -> None:
+        """Refuse what only the fields together show to be wrong."""
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
         """Write the file, atomically.
@@ -212,7 +244,7 @@ class Record:
             AlreadyExists: The file exists with another content and ``overwrite`` is false.
         """
         record = self.to_dict()
-        record["made_by"] = record.get("made_by") or made_by(*self.makers)
+        record["made_by"] = record.get("made_by") or made_by()
         return write_text(path, dumps(record), overwrite=overwrite)
 
     @classmethod
@@ -227,10 +259,10 @@ class Record:
         return cls._made(read_json(path, cls.what, cls.command, as_type=_shape(cls)))
 
 
-_SHAPES: dict[type, type[msgspec.Struct]] = {}
+_SHAPES: dict[Any, Any] = {}
 
 
-def _shape(cls: Any) -> type[msgspec.Struct]:
+def _shape(cls: Any) -> Any:
     """The fields of a record as a structure that msgspec fills while it checks types."""
     if cls in _SHAPES:
         return _SHAPES[cls]
@@ -244,6 +276,113 @@ def _shape(cls: Any) -> type[msgspec.Struct]:
             part += (field.default,)
         parts.append(part)
     return _SHAPES.setdefault(cls, msgspec.defstruct(f"{cls.__name__}File", parts, kw_only=True))
+
+
+class BlockRecord(Record):
+    """A frozen record with one entry per block; it is indexed by the names of the blocks."""
+
+    blocks: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if isinstance(getattr(self, field.name), Mapping):
+                object.__setattr__(self, field.name, freeze(getattr(self, field.name)))
+        names = self.names
+        if not names or len(set(names)) != len(names):
+            raise InvalidInput(
+                f"The {self.what} names {len(names)} blocks, {len(set(names))} of them distinct.", "", "Name each once."
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """Block names, in order."""
+        return [b.name for b in self.blocks]
+
+    def _column(self, name: str, dtype: Any) -> np.ndarray:
+        return freeze(np.array([getattr(b, name) for b in self.blocks], dtype=dtype))  # type: ignore[no-any-return]
+
+    def _shown(self) -> tuple[str, list[str]]:
+        """The record in a line, and what it says of every block."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def index_of(self, name: str) -> int:
+        """Return the place of a block.
+
+        Raises:
+            UnknownBlock: There is no block of that name.
+        """
+        for k, block in enumerate(self.blocks):
+            if block.name == name:
+                return k
+        raise UnknownBlock(
+            f"No block is called {name!r}.", f"The blocks are {', '.join(self.names[:3])}, ...", "Correct the name."
+        )
+
+    def __repr__(self) -> str:
+        title, cells = self._shown()
+        width = max(len(name) for name in self.names)
+        rows = [f"  {name:<{width}}  {cell}" for name, cell in zip(self.names, cells, strict=True)]
+        if len(rows) > _ROWS:
+            rows = [*rows[: _ROWS - 2], "  ...", rows[-1]]
+        return "\n".join([title, *rows])
+
+    def _repr_html_(self) -> str:
+        """A small table for notebooks: layers downwards, matrices across."""
+        title, cells = self._shown()
+        places = [_PLACE.match(name) for name in self.names]
+        at = [(p["layer"], p["rest"] or "") if p else (n, "") for p, n in zip(places, self.names, strict=True)]
+        rows, columns = (tuple(dict.fromkeys(x)) for x in zip(*at, strict=True))
+        text = dict(zip(at, cells, strict=True))
+        head = "".join(f"<th>{html.escape(c)}</th>" for c in ("", *columns))
+        body = "".join(
+            f"<tr><th>{html.escape(r)}</th>" + "".join(f"<td>{text.get((r, c), '')}</td>" for c in columns) + "</tr>"
+            for r in rows
+        )
+        return f"<table><caption>{html.escape(title)}</caption><tr>{head}</tr>{body}</table>"
+
+    def _frame(self, **columns: Any) -> Any:
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingDependency("A table needs pandas.", "", "pip install pandas.") from error
+        return pandas.DataFrame(columns, index=pandas.Index(self.names, name="block"))
+
+
+_ROWS = 6
+_PLACE = re.compile(r"(?P<layer>.*?\.\d+)(?:\.(?P<rest>.*))?$")
+
+
+def values_by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float]) -> list[float]:
+    """Return one finite number per block, in order.
+
+    Raises:
+        InvalidInput: Too few, too many, unknown names, or not finite.
+    """
+    names = [b.name for b in blocks]
+    if not isinstance(values, Mapping):
+        given = [float(v) for v in values]
+        if len(given) != len(names):
+            raise InvalidInput(f"There are {len(given)} values for {len(names)} blocks.", "One each.", "Give one per block.")
+        values = dict(zip(names, given, strict=True))
+    known = set(names)
+    missing, unknown = [n for n in names if n not in values], [n for n in values if n not in known]
+    if missing or unknown:
+        raise InvalidInput(
+            f"Values are missing for {missing[:3]} and given for unknown blocks {unknown[:3]}.",
+            f"The blocks are {', '.join(names[:3])}, ...",
+            "Name each block once.",
+        )
+    for name in names:
+        if not math.isfinite(values[name]):
+            raise InvalidInput(f"The value of {name} is {values[name]}.", "It must be finite.", "Correct it.")
+    return [float(values[name]) for name in names]
 
 
 class Result(Mapping[str, Any]):

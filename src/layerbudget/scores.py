@@ -9,16 +9,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .errors import DegenerateScores, InvalidInput
-from .records import Block, Record, digest
+from .records import Block, BlockRecord, digest, values_by_name
 from .storage import reading
 
 Table = tuple[tuple[float | None, ...], ...]
 
 
 def _table(rows: Any, shape: tuple[int, int], name: str) -> Table:
-    if rows is None:
-        return tuple((None,) * shape[1] for _ in range(shape[0]))
-    table = tuple(_row(row) for row in rows)
+    """Rows of plain numbers, none where a value is not known."""
+    if rows is None or rows == ():
+        return ((None,) * shape[1],) * shape[0]
+    table = tuple(tuple(None if v is None or v != v else float(v) for v in row) for row in rows)
     if len(table) != shape[0] or any(len(row) != shape[1] for row in table):
         raise InvalidInput(
             f"{name} has {len(table)} rows of {sorted({len(r) for r in table})} values.",
@@ -28,13 +29,9 @@ def _table(rows: Any, shape: tuple[int, int], name: str) -> Table:
     return table
 
 
-def _row(row: Any) -> tuple[float | None, ...]:
-    return tuple(None if v is None or (isinstance(v, float) and np.isnan(v)) else float(v) for v in row)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scores(Record):
-    """Layer scores for D dampings and K blocks.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Scores(BlockRecord):
+    """Layer scores for D dampings and K blocks. They cannot be changed, have a hash, and ``scores[name]`` is that of a block.
 
     Attributes:
         estimator: Name of the estimator (``fisher-gram``, ``gradient-norm``, ...).
@@ -54,7 +51,6 @@ class Scores(Record):
 
     what: ClassVar[str] = "scores"
     command: ClassVar[str] = "score"
-    makers: ClassVar[tuple[str, ...]] = ("score", "plan")
 
     estimator: str
     blocks: tuple[Block, ...]
@@ -74,37 +70,23 @@ class Scores(Record):
     made_by: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "blocks", tuple(self.blocks))
-        names = self.names
-        if not names or len(set(names)) != len(names):
-            raise InvalidInput(
-                f"The record has {len(names)} blocks with {len(set(names))} distinct names.", "", "Name each block once."
-            )
+        super().__post_init__()
         if sum(b.numel for b in self.blocks) >= reading.WHOLE:
             raise InvalidInput("The blocks have more than 2^62 parameters.", "", "Check their shapes.")
         if self.orientation not in ("gain", "redundancy"):
             raise InvalidInput(f"orientation is {self.orientation!r}.", "It is 'gain' or 'redundancy'.", "")
         shape = (len(self.damping), len(self.blocks))
-        object.__setattr__(self, "gain", _table(self.gain, shape, "gain"))
-        for field in ("standard_error", "noise_floor"):
-            given = getattr(self, field)
-            unknown = isinstance(given, tuple) and not given
-            object.__setattr__(self, field, _table(None if unknown else given, shape, field))
-        status = self.status or tuple(("ok",) * shape[1] for _ in range(shape[0]))
+        status = tuple(tuple(row) for row in self.status) or (("ok",) * shape[1],) * shape[0]
         if len(status) != shape[0] or any(len(row) != shape[1] for row in status):
             raise InvalidInput("status has another shape than the gains.", f"It needs {shape[0]} x {shape[1]} words.", "")
-        object.__setattr__(self, "status", tuple(tuple(row) for row in status))
-        object.__setattr__(self, "damping", tuple(float(d) for d in self.damping))
-
-    @property
-    def names(self) -> list[str]:
-        """Block names, in order."""
-        return [b.name for b in self.blocks]
+        tables = {name: _table(getattr(self, name), shape, name) for name in ("gain", "standard_error", "noise_floor")}
+        for name, value in {**tables, "status": status, "damping": tuple(float(d) for d in self.damping)}.items():
+            object.__setattr__(self, name, value)
 
     @property
     def numel(self) -> np.ndarray:
         """Prunable parameters per block, shape ``(K,)``."""
-        return np.array([b.numel for b in self.blocks], dtype=np.int64)
+        return self._column("numel", np.int64)
 
     @property
     def digest(self) -> str:
@@ -112,7 +94,7 @@ class Scores(Record):
         return digest({k: v for k, v in self.to_dict().items() if k not in ("versions", "made_by")})
 
     def index(self, damping: float | None = None) -> int:
-        """Row of a damping; the middle row when none is named.
+        """Return the row of a damping; the middle row when none is named.
 
         Raises:
             InvalidInput: The record has no such damping.
@@ -125,7 +107,7 @@ class Scores(Record):
         raise InvalidInput(f"The scores have no damping {damping}.", f"They have {list(self.damping)}.", "Choose one of those.")
 
     def values(self, damping: float | None = None) -> np.ndarray:
-        """Scores of one damping, shape ``(K,)``.
+        """Return the scores of one damping, shape ``(K,)``.
 
         Raises:
             InvalidInput: No such damping, or an entry without a usable value (the status says why).
@@ -142,7 +124,7 @@ class Scores(Record):
         return np.array(self.gain[row], dtype=np.float64)
 
     def weights(self, damping: float | None = None, *, smoothing: float = 0.0) -> np.ndarray:
-        """Normalised weights ``q_k = (s_k + eps) / sum_j (s_j + eps)``, ``eps = smoothing * mean(s)``; paper eq. (qk).
+        """Return normalised weights ``q_k = (s_k + eps) / sum_j (s_j + eps)``, ``eps = smoothing * mean(s)``; paper eq. (qk).
 
         Negative values (an excess over a noise floor, say) count as zero. A redundancy score enters as
         ``max(s) - s``.
@@ -164,24 +146,38 @@ class Scores(Record):
         s = s + smoothing * s.mean()
         return s / s.sum()
 
+    def __getitem__(self, name: str) -> float:
+        return float(self.values()[self.index_of(name)])
+
+    def _shown(self) -> tuple[str, list[str]]:
+        row = self.index()
+        title = f"Scores by {self.estimator}: {len(self)} blocks, in {self.unit}"
+        if len(self.damping) > 1:
+            title += f", damping {self.damping[row]:g} of {', '.join(f'{d:g}' for d in self.damping)}"
+        cells = zip(self.gain[row], self.status[row], strict=True)
+        return title, [status if value is None else f"{value:.4g}" for value, status in cells]
+
+    def to_pandas(self, damping: float | None = None) -> Any:
+        """Return a data frame with a row per block, for one damping (needs pandas).
+
+        Raises:
+            InvalidInput: No such damping.
+        """
+        row, tables = self.index(damping), ("gain", "standard_error", "noise_floor")
+        numbers = {name: np.array(getattr(self, name)[row], dtype=np.float64) for name in tables}
+        return self._frame(**numbers, status=self.status[row], numel=self.numel)
+
     @classmethod
-    def from_values(cls, values: Mapping[str, float], blocks: Sequence[Block], **fields: Any) -> Scores:
-        """Make a record of one vector given by block name (a user's own scores).
+    def from_values(cls, blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float], **fields: Any) -> Scores:
+        """Return a record of one's own scores: values by block name, or in the order of the blocks.
+
+        Args:
+            blocks: The blocks.
+            values: One finite number per block.
+            **fields: Of the record: ``estimator``, ``unit``, ``orientation``, ...
 
         Raises:
             InvalidInput: A block without a value, a value without a block, or a value that is not finite.
         """
-        names = [b.name for b in blocks]
-        known = set(names)
-        missing, unknown = [n for n in names if n not in values], [n for n in values if n not in known]
-        if missing or unknown:
-            raise InvalidInput(
-                f"Scores are missing for {missing[:4]} and given for unknown blocks {unknown[:4]}.",
-                f"The blocks are {names[:4]}... ({len(names)}).",
-                "Name each block once.",
-            )
-        bad = [n for n in names if not np.isfinite(values[n])]
-        if bad:
-            raise InvalidInput(f"The score of {bad[0]} is {values[bad[0]]}.", "Scores must be finite.", "Correct or drop it.")
         fields = {"estimator": "imported", "unit": "arbitrary", **fields}
-        return cls(blocks=tuple(blocks), gain=(tuple(float(values[n]) for n in names),), **fields)
+        return cls(blocks=tuple(blocks), gain=(tuple(values_by_name(blocks, values)),), **fields)

@@ -67,7 +67,7 @@ def test_checkpoints_outlive_a_save_that_fails(saved, capsys, monkeypatch):
 def test_a_plan_of_another_kind_is_refused_before_anything_is_said_or_loaded(saved, capsys, monkeypatch):
     import layerbudget.models.loading as loading
 
-    scores = Scores.from_values({b.name: 1.0 + i for i, b in enumerate(BLOCKS)}, BLOCKS)
+    scores = Scores.from_values(BLOCKS, {b.name: 1.0 + i for i, b in enumerate(BLOCKS)})
     scores.save(saved / "scores.json")
     plan_ranks(scores, mean_rank=4).save(saved / "ranks.json")
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))

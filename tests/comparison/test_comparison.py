@@ -208,7 +208,7 @@ def test_every_score_decides_formats_within_the_bytes(formats):
 
 
 def test_a_score_weighs_relative_rounding_errors(formats):
-    own = lb.Scores.from_values({b.name: float(i) for i, b in enumerate(formats.blocks)}, formats.blocks)
+    own = lb.Scores.from_values(formats.blocks, {b.name: float(i) for i, b in enumerate(formats.blocks)})
     table = formats.weighed(own).extra["choices"]
     name = formats.blocks[3].modules[0].name
     weight = formats.model.get_submodule(name).weight.detach()
@@ -219,7 +219,7 @@ def test_a_score_weighs_relative_rounding_errors(formats):
         wanted = 3 * float((rounded - weight).square().sum() / weight.square().sum())
         assert table["damage"][3][j] == pytest.approx(wanted, rel=1e-4, abs=1e-12)
     assert all(not d for d in table["damage"][0]) and formats.weighed(formats.weighed(own)) is not own
-    below = lb.Scores.from_values({b.name: -1.0 for b in formats.blocks}, formats.blocks)
+    below = lb.Scores.from_values(formats.blocks, {b.name: -1.0 for b in formats.blocks})
     with pytest.raises(InvalidInput, match="zero or more"):
         formats.weighed(below)
     for wrong in ({"rules": ["mdl"]}, {"rules": ["choices"], "options": {"max_sparsity": 0.5}}):

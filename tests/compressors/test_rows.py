@@ -13,9 +13,8 @@ from layerbudget.compressors.base import Treatment, find_treatment
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.export import recipe
 from layerbudget.errors import CorruptFile, InvalidInput, NotFound
-from layerbudget.plan import Plan
+from layerbudget.plan import Plan, RowGroups, beside
 from layerbudget.records import dumps
-from layerbudget.row_groups import RowGroups, beside
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 

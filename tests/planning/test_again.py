@@ -24,7 +24,7 @@ BUDGETS = {"ranks": ("params", "bytes", "flops"), "experts": ("experts", "params
 def scored(rng, by="layer"):
     blocks = blocks_from_config(CONFIG, by=by)
     values = rng.random(len(blocks)) ** 3 + 1e-3
-    return Scores.from_values({b.name: float(v) for b, v in zip(blocks, values, strict=True)}, blocks)
+    return Scores.from_values(blocks, {b.name: float(v) for b, v in zip(blocks, values, strict=True)})
 
 
 def test_the_constraints_of_the_issue():
@@ -162,7 +162,7 @@ def test_random_joint_plans(count):
         assert (pruned.counts <= np.floor(0.7 * scores.numel)).all() and added.counts.tolist() == counts.tolist()
         assert plan_again(added, scores).counts.tolist() == added.counts.tolist()
         values = dict(zip(scores.names, (rng.random(len(scores.blocks)) ** 3 + 1e-3).tolist(), strict=True))
-        again = plan_again(added, Scores.from_values(values, scores.blocks))
+        again = plan_again(added, Scores.from_values(scores.blocks, values))
         assert (again.counts >= least["min_capacity"]).all() and again.budget["spent"] <= added.budget["limit"]
         assert (again.counts <= most.get("max_capacity", np.inf)).all() and (
             capacity == "experts" or (again.counts <= sides).all()

@@ -35,7 +35,7 @@ def record(layers=4, seed=0, gap=False):
         "fixed": 1000, "family": "compressed-tensors", "runtime": "transformers", "method": "rtn",
     }  # fmt: skip
     gain = {b.name: row[0] for b, row in zip(blocks, damage, strict=True)}
-    return Scores.from_values(gain, blocks, estimator="rounding", extra={"choices": choices})
+    return Scores.from_values(blocks, gain, estimator="rounding", extra={"choices": choices})
 
 
 @settings(deadline=None, max_examples=40)
@@ -124,4 +124,4 @@ def test_bad_input_is_one_sentence():
     with pytest.raises(InvalidInput, match="does not read exponent"):
         plan_bits(scores, bits=4, exponent=2.0)
     with pytest.raises(InvalidInput, match="say nothing of formats"):
-        plan_bits(Scores.from_values({b.name: 1.0 for b in scores.blocks}, scores.blocks), bits=4)
+        plan_bits(Scores.from_values(scores.blocks, {b.name: 1.0 for b in scores.blocks}), bits=4)

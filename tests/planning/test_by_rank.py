@@ -20,7 +20,7 @@ def scores(rng):
     """Matrices of two layers with falling increments of their own scale and decay."""
     blocks = blocks_from_config(CONFIG, by="linear")
     curves = [rng.gamma(2.0) * np.exp(-np.arange(32) / rng.uniform(2, 12)) for _ in blocks]
-    plain = Scores.from_values({b.name: float(c.sum()) for b, c in zip(blocks, curves, strict=True)}, blocks)
+    plain = Scores.from_values(blocks, {b.name: float(c.sum()) for b, c in zip(blocks, curves, strict=True)})
     return dataclasses.replace(plain, extra={"increments": [[c.tolist() for c in curves]]})
 
 

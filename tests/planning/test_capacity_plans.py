@@ -25,13 +25,13 @@ MISTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers":
 @pytest.fixture
 def mistral(rng):
     blocks = blocks_from_config(MISTRAL)
-    return Scores.from_values({b.name: float(v) for b, v in zip(blocks, rng.random(32) + 0.2, strict=True)}, blocks)
+    return Scores.from_values(blocks, {b.name: float(v) for b, v in zip(blocks, rng.random(32) + 0.2, strict=True)})
 
 
 @pytest.fixture
 def matrices(rng):
     blocks = blocks_from_config({**MISTRAL, "num_hidden_layers": 8}, by="linear")
-    return Scores.from_values({b.name: float(v) for b, v in zip(blocks, rng.random(56) + 0.1, strict=True)}, blocks)
+    return Scores.from_values(blocks, {b.name: float(v) for b, v in zip(blocks, rng.random(56) + 0.1, strict=True)})
 
 
 @pytest.mark.parametrize("rule", rules_of("experts"))
@@ -79,7 +79,7 @@ def test_ranks_meet_a_uniform_adapters_size(multiple, low, matrices):
 
 def test_a_rank_never_exceeds_the_smallest_side(rng):
     blocks = blocks_from_config({"hidden_size": 8, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2})
-    scores = Scores.from_values({b.name: float(v) for b, v in zip(blocks, (9.0, 1.0, 1.0), strict=True)}, blocks)
+    scores = Scores.from_values(blocks, {b.name: float(v) for b, v in zip(blocks, (9.0, 1.0, 1.0), strict=True)})
     assert plan_ranks(scores, mean_rank=6).counts.max() <= 8
     with pytest.raises(InfeasibleBudget):
         plan_ranks(scores, mean_rank=9)
@@ -144,7 +144,7 @@ def test_sweep_marks_the_front(mistral):
 
 
 def test_transfer_needs_the_same_blocks(mistral, matrices, rng):
-    other = Scores.from_values({n: float(v) for n, v in zip(mistral.names, rng.random(32) + 0.2, strict=True)}, mistral.blocks)
+    other = Scores.from_values(mistral.blocks, {n: float(v) for n, v in zip(mistral.names, rng.random(32) + 0.2, strict=True)})
     for program in ("sparsity", "experts"):
         t = transfer_scores(mistral, other, program=program)
         assert 0 < t.regret <= t.sharp_bound <= t.bound and t.drift > 0
@@ -192,7 +192,7 @@ def test_joint_with_every_capacity_at_its_cap_is_still_a_plan(matrices):
 @pytest.mark.parametrize("parity", [False, True])
 def test_alphalora_takes_the_spectral_tail_as_it_is(mistral, rng, parity):
     alpha = dict(zip(mistral.names, 2.0 + rng.random(32), strict=True))
-    tail = Scores.from_values(alpha, mistral.blocks, orientation="redundancy")
+    tail = Scores.from_values(mistral.blocks, alpha, orientation="redundancy")
     plan = plan_experts(tail, total=160, rule="alphalora", parity=parity, min_experts=0)
     assert plan.counts.tolist() == rules.alphalora_experts(list(alpha.values()), 160, parity=parity).tolist()
     if not parity:

@@ -42,11 +42,15 @@ def test_a_plan_from_values_is_applied_and_saved(tmp_path, mistral, data):
 @pytest.mark.parametrize(
     ("values", "kind", "match"),
     [
-        ([0.5], "sparsity", "1 values for 3"), ({"x": 1.0}, "sparsity", "differ in"), ([0.1, 0.2, 1.5], "sparsity", "lies in"),
-        ([1, 2, 2.5], "ranks", "counted"), ([1, 1, np.nan], "experts", "finite"), ([1, 1, 1], "depth", "more than one"),
+        ([0.5], "sparsity", "1 values for 3"),
+        ({"x": 1.0}, "sparsity", "unknown blocks"),
+        ([0.1, 0.2, 1.5], "sparsity", "lies in"),
+        ([1, 2, 2.5], "ranks", "counted"),
+        ([1, 1, np.nan], "experts", "finite"),
+        ([1, 1, 1], "depth", "more than one"),
         ([1, 1, 1], "windows", "kind of plan"),
     ],
-)  # fmt: skip
+)
 def test_values_outside_their_domain(values, kind, match, mistral):
     with pytest.raises(InvalidInput, match=match):
         lb.Plan.from_values(lb.partition(mistral), values, kind=kind)

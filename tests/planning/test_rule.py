@@ -113,7 +113,7 @@ def test_an_estimator_of_ones_own():
         def weight_norm(model, data, blocks, *, power=2.0):
             weights = dict(model.named_parameters())
             found = {b.name: sum(weights[f"{m.name}.weight"].norm().item() ** power for m in b.modules) for b in blocks}
-            return Scores.from_values(found, blocks, estimator="weight-norm", unit="squared weights")
+            return Scores.from_values(blocks, found, estimator="weight-norm", unit="squared weights")
 
         assert registry.find_estimator("weight-norm").options["power"].default == 2.0
         found = score(model, None, partition(model), "weight-norm", power=1.0)

@@ -29,7 +29,7 @@ def test_many_rows_are_laid_out():
 
 def test_json_draws_no_table(tmp_path, capsys):
     many = blocks(500)
-    Scores.from_values({b.name: 1.0 + i for i, b in enumerate(many)}, many, estimator="own").save(tmp_path / "s.json")
+    Scores.from_values(many, {b.name: 1.0 + i for i, b in enumerate(many)}, estimator="own").save(tmp_path / "s.json")
     assert (
         main(["plan", "sparsity", str(tmp_path / "s.json"), "--sparsity", "0.5", "--json", "-o", str(tmp_path / "p.json")]) == 0
     )

@@ -96,7 +96,7 @@ def test_a_table_saved_by_a_spreadsheet_is_read(tmp_path, blocks):
 
 
 def test_a_scores_file_of_other_blocks_is_refused(tmp_path, blocks, mistral):
-    path = Scores.from_values({b.name: 1.0 for b in blocks}, blocks).save(tmp_path / "scores.json")
+    path = Scores.from_values(blocks, {b.name: 1.0 for b in blocks}).save(tmp_path / "scores.json")
     with pytest.raises(InvalidInput, match="partition"):
         import_scores(path, partition(mistral, by="linear"))
 

@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _settle_memory(arguments.verb)
         writes = _join(arguments)
         given = dict(vars(arguments))
-        with running(arguments.verb, lambda: line_of(arguments, given)):
+        with running(lambda: line_of(arguments, given)):
             result = conclude(arguments, arguments.handler(arguments))
     except LayerbudgetError as error:
         errors.print(f"layerbudget: {error}", style="red")

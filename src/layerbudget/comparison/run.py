@@ -75,7 +75,7 @@ class _Run:
         if isinstance(given, Scores):
             return given, _FREE
         if isinstance(given, Mapping):
-            return Scores.from_values(given, self.bench.blocks, estimator=name), _FREE
+            return Scores.from_values(self.bench.blocks, given, estimator=name), _FREE
         if Path(given).suffix in (".csv", ".json"):
             return import_scores(given, self.bench.blocks, estimator=name), _FREE
         options = dict(self.score_options.get(name, {}))
@@ -359,7 +359,7 @@ def leave(result: ScoreComparison, out: Path | str, *, overwrite: bool = False) 
     """
     out = Path(out)
     texts = {
-        "json": dumps({"schema_version": 1, **result, "made_by": made_by("compare")}),
+        "json": dumps({"schema_version": 1, **result, "made_by": made_by()}),
         "csv": to_csv(result),
         "tex": to_latex(result),
     }

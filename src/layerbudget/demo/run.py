@@ -122,7 +122,7 @@ def run_demo(
         "seconds": time.perf_counter() - began, "peak_memory_mib": peak_memory_mib(),
         "method": "wanda", "data": job.data.describe(), "missing_modules": job.data.missing, "seed": seed, "output": str(out),
     }  # fmt: skip
-    write_text(out / "result.json", dumps({**result, "made_by": made_by("demo")}), overwrite=True)
+    write_text(out / "result.json", dumps({**result, "made_by": made_by()}), overwrite=True)
     try:
         overview(scores, [plans[TARGETS[0], r] for r in RULES], rows, out / "overview.png")
     except MissingDependency as error:

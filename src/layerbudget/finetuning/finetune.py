@@ -284,7 +284,7 @@ def _room(model: nn.Module) -> int:
 
 
 def _write_summary(out: Path, summary: dict[str, Any], task: Task | Texts, plan: Plan) -> None:
-    write_text(out / "result.json", dumps({**summary, "made_by": made_by("finetune")}), overwrite=True)
+    write_text(out / "result.json", dumps({**summary, "made_by": made_by()}), overwrite=True)
     write_text(out / "labels.json", dumps(answers_of(task)), overwrite=True)
     seeds_of.seal_summary(out, plan)
 

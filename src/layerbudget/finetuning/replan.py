@@ -207,7 +207,7 @@ def replanned(
         else Block(name=b.name, modules=tuple(Module(name=m, d_in=1, d_out=1) for m in b.modules))  # of no size that is known
         for b in plan.blocks
     ]
-    scores = Scores.from_values({b.name: found.get(b.name, 0.0) for b in blocks}, blocks, estimator="tracked-fisher-diagonal")
+    scores = Scores.from_values(blocks, {b.name: found.get(b.name, 0.0) for b in blocks}, estimator="tracked-fisher-diagonal")
     still = (plan.counts == 0) | ((plan.counts < 2) & (plan.kind == "experts"))
     pinned = {b.name: b.count for b, stays in zip(plan.blocks, still, strict=True) if stays}
     try:

@@ -8,7 +8,7 @@ What it reads is what its function has parameters for: of the shared options ``d
     @estimator("weight-norm", summary="squared norm of the weights", data=False)
     def weight_norm(model, data, blocks, *, power=2.0):
         values = {b.name: sum(weight_of(model, m.name)[1].norm().item() ** power for m in b.modules) for b in blocks}
-        return Scores.from_values(values, blocks, estimator="weight-norm", unit="squared weights")
+        return Scores.from_values(blocks, values, estimator="weight-norm", unit="squared weights")
 
 The decorator registers it; so does an entry point of the group ``layerbudget.estimators`` that names its module. No torch here:
 functions are imported when they are used.

@@ -187,8 +187,8 @@ def import_scores(
             f"{path} ends with {suffix!r}.", "Scores come as .json, .csv or .npy.", "Convert it to one of these."
         )
     return Scores.from_values(
-        _by_block(_named(values, blocks, path), blocks),
         blocks,
+        _by_block(_named(values, blocks, path), blocks),
         estimator=estimator,
         orientation=orientation,
         unit=unit,

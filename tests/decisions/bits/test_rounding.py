@@ -149,7 +149,8 @@ def test_where_a_baseline_wins_the_plan_is_the_baseline(monkeypatch):
     fit, check = data.select(slice(0, 8)), data.select(slice(8, 12))
     scores = rounding_damage(model, fit, formats=["w2-g32", "w4-g32", "w8-g32"])
     held = scores.extra["choices"]
-    held["damage"] = [[1 / (d + 1e-6) if d else 1e9 for d in row] for row in held["damage"]]
+    held = {**held, "damage": [[1 / (d + 1e-6) if d else 1e9 for d in row] for row in held["damage"]]}
+    scores = dataclasses.replace(scores, extra={**scores.extra, "choices": held})
     plan, _ = plan_formats(model, fit, check, bits=5.0, scores=scores)
     assert plan.rule in ("uniform", "mix") and plan.extra["asked"] == "choices"
     assert f"The plan is {plan.rule}." in plan.extra["check"]["verdict"] and not plan.certificate

@@ -33,7 +33,6 @@ class QuantisationReceipt(Record):
 
     what: ClassVar[str] = "receipt"
     command: ClassVar[str] = "quantize"
-    makers: ClassVar[tuple[str, ...]] = ("quantize",)
 
     method: str
     family: str

@@ -15,9 +15,8 @@ from ...compressors.select import check_group, parse_pattern, share
 from ...compressors.treating import Job
 from ...errors import InvalidInput, ModelMismatch, UnknownBlock
 from ...models.blocks import partition
-from ...plan import Plan, PlanBlock
+from ...plan import Plan, PlanBlock, members
 from ...records import Module
-from ...row_groups import members
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

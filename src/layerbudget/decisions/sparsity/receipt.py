@@ -42,7 +42,6 @@ class Receipt(Record):
 
     what: ClassVar[str] = "receipt"
     command: ClassVar[str] = "prune"
-    makers: ClassVar[tuple[str, ...]] = ("prune",)
 
     method: str
     settings: Mapping[str, Any]

@@ -13,9 +13,8 @@ from ...compressors.select import share
 from ...compressors.treating import Job
 from ...errors import InvalidInput
 from ...models.blocks import partition
-from ...plan import PlanBlock
+from ...plan import PlanBlock, RowGroups, members
 from ...records import Block
-from ...row_groups import RowGroups, members
 
 
 class Decisions:

@@ -1,0 +1,86 @@
+"""Plans and scores: frozen, hashed, short to look at, indexed by block."""
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+from tests import zoo
+
+import layerbudget as lb
+from layerbudget.errors import MissingDependency, UnknownBlock
+
+SCORES = zoo.scores(np.arange(1.0, 13.0))
+PLAN = lb.plan_sparsity(SCORES, sparsity=0.5)
+
+
+@pytest.mark.parametrize("record", [PLAN, SCORES], ids=["plan", "scores"])
+def test_a_record_cannot_be_changed_and_equal_ones_have_one_hash(record):
+    again = type(record).from_dict(record.to_dict())
+    assert again == record and hash(again) == hash(record) and len({again, record}) == 1
+    assert dataclasses.replace(record, made_by="x") != record
+    for other in (pickle.loads(pickle.dumps(record)), copy.deepcopy(record)):
+        assert other == record and other.digest == record.digest
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.model = {}
+    for change in (
+        lambda: record.extra.update(a=1),
+        lambda: record.model.pop("id", None),
+        lambda: record.extra.setdefault("b"),
+    ):
+        with pytest.raises(TypeError, match="cannot be changed"):
+            change()
+    with pytest.raises(ValueError, match="read-only"):
+        record.numel[0] = 3
+
+
+def test_what_a_record_was_made_from_may_change_later():
+    extra = {"a": [1, 2], "b": {"c": np.arange(3)}}
+    plan = dataclasses.replace(PLAN, extra=extra)
+    extra["a"].append(3)
+    extra["b"]["d"] = 4
+    assert plan.extra["a"] == [1, 2] and list(plan.extra["b"]) == ["c"]
+    with pytest.raises(ValueError, match="read-only"):
+        plan.extra["b"]["c"][0] = 9
+
+
+@pytest.mark.parametrize("record", [PLAN, SCORES], ids=["plan", "scores"])
+def test_a_record_shows_itself_in_a_few_lines(record):
+    lines = repr(record).splitlines()
+    assert len(lines) <= 8 and max(map(len, lines)) < 130 and "12 blocks" in lines[0] and record.names[-1] in lines[-1]
+    page = record._repr_html_()
+    assert page.startswith("<table>") and page.count("<tr>") == 13 and len(page) < 2000
+    matrices = dataclasses.replace(
+        record,
+        blocks=tuple(dataclasses.replace(b, name=f"layers.{k // 3}.m{k % 3}") for k, b in enumerate(record.blocks)),
+    )
+    assert matrices._repr_html_().count("<tr>") == 5 and "<th>m2</th>" in matrices._repr_html_()
+
+
+def test_blocks_are_found_by_name():
+    name = PLAN.names[3]
+    assert PLAN[name] is PLAN.blocks[3] and SCORES[name] == SCORES.values()[3]
+    assert list(PLAN) == PLAN.names and name in PLAN and len(SCORES) == 12
+    with pytest.raises(UnknownBlock, match="No block is called 'x'"):
+        PLAN["x"]
+
+
+def test_values_may_come_in_order_or_by_name():
+    values = {b.name: float(i) for i, b in enumerate(SCORES.blocks, 1)}
+    assert lb.Scores.from_values(SCORES.blocks, values) == lb.Scores.from_values(SCORES.blocks, list(values.values()))
+
+
+def test_tables_need_pandas(monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    frame = PLAN.to_pandas()
+    assert frame.loc[PLAN.names[2], "count"] == PLAN.counts[2] and list(frame.columns) == [
+        "value",
+        "count",
+        "numel",
+        "matrices",
+    ]
+    assert SCORES.to_pandas()["gain"].tolist() == SCORES.values().tolist() and isinstance(frame, pandas.DataFrame)
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(MissingDependency, match="pandas"):
+        PLAN.to_pandas()
