@@ -9,7 +9,7 @@ from tests import zoo
 from torch import nn
 
 from layerbudget.errors import CoverageError, CurvatureFailure, InvalidInput
-from layerbudget.execution import memory, walkable
+from layerbudget.execution import backward, memory
 from layerbudget.execution.backward import Accumulator, SampledLoss, data_loss, feed
 from layerbudget.models.blocks import partition
 from layerbudget.records import Block, Module
@@ -155,7 +155,7 @@ def test_what_cannot_be_walked_is_refused_or_falls_back(monkeypatch, caplog):
     blocks = partition(model, "layer")
     with pytest.raises(CoverageError, match="share state"):
         feed(model, data, blocks, Keep((data_loss,)), walk="layers")
-    monkeypatch.setattr(walkable, "fits_whole", lambda *given: False)
+    monkeypatch.setattr(backward, "fits_whole", lambda *given: False)
     with caplog.at_level("WARNING"):
         assert feed(model, data, blocks, Keep((data_loss,))).way == "whole" and "share state" in caplog.text
 

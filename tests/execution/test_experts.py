@@ -8,8 +8,7 @@ from tests import zoo
 from torch import nn
 
 from layerbudget.errors import CoverageError
-from layerbudget.execution.backward import feed
-from layerbudget.execution.feeding import Accumulator
+from layerbudget.execution.backward import Accumulator, feed
 from layerbudget.execution.inputs import InputStatistics
 from layerbudget.execution.modes import inference
 from layerbudget.models.blocks import partition, transposed, weight_of

@@ -11,7 +11,7 @@ from tests import zoo
 
 from layerbudget.errors import InvalidInput
 from layerbudget.execution import backward, memory
-from layerbudget.execution.store import Store
+from layerbudget.execution.memory import Store
 from layerbudget.models.blocks import partition
 from layerbudget.sensitivity.gain import score
 

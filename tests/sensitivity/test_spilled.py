@@ -11,15 +11,15 @@ import layerbudget as lb
 from layerbudget.compressors.sparsegpt import _inverse
 from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.errors import InvalidInput
-from layerbudget.execution.store import lying
+from layerbudget.execution.memory import zeros_in_file
 
 
 def test_a_tensor_that_lies_in_a_file_is_a_tensor(tmp_path):
-    tensor = lying((300, 500), tmp_path)
+    tensor = zeros_in_file((300, 500), tmp_path)
     assert not list(tmp_path.iterdir()) and bool((tensor == 0).all())  # the file has lost its name
     tensor[5:].addmm_(torch.ones(295, 3), torch.ones(3, 500))
     assert float(tensor.sum()) == 295 * 500 * 3
-    assert torch.equal(lying((2, 3), None), torch.zeros(2, 3))
+    assert torch.equal(zeros_in_file((2, 3), None), torch.zeros(2, 3))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc")
@@ -29,7 +29,7 @@ def test_it_takes_no_memory_of_the_process(tmp_path):
         return int(next(r for r in Path("/proc/self/status").read_text().splitlines() if r.startswith("RssAnon")).split()[1])
 
     before = own()
-    held = [lying((1024, 4096), tmp_path).fill_(1.0) for _ in range(8)]  # 128 MiB
+    held = [zeros_in_file((1024, 4096), tmp_path).fill_(1.0) for _ in range(8)]  # 128 MiB
     assert own() - before < 16 << 10 and float(held[7][-1, -1]) == 1.0
 
 
@@ -43,8 +43,8 @@ def test_a_streamed_model_gets_the_plan_of_the_one_in_memory(tmp_path, monkeypat
     import layerbudget.sensitivity.directional.point as point
 
     for module in (point, inputs):
-        monkeypatch.setattr(module, "lying", lambda shape, folder, *more: (
-            spilled.append(tuple(shape)) if folder is not None else None, lying(shape, folder, *more))[1])  # fmt: skip
+        monkeypatch.setattr(module, "zeros_in_file", lambda shape, folder, *more: (
+            spilled.append(tuple(shape)) if folder is not None else None, zeros_in_file(shape, folder, *more))[1])  # fmt: skip
     plans = []
     for stream in (False, True):
         there = lb.load_model(str(tmp_path / "model"), stream=stream)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..compressors.base import QUANTISERS, find_quantiser, find_treatment
-from ..data.fitting import check_reads_text
+from ..data.calibration import check_reads_text
 from ..errors import UnknownStructure
 from ..execution.modes import inference
 from ..models.blocks import layers, partition

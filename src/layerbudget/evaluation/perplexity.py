@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..data.calibration import CalibrationSet
+from ..data.calibration import CalibrationSet, check_fits
 from ..data.encoding import IGNORE
-from ..data.fitting import check_fits
 from ..data.text import calibration
 from ..errors import BadModel, InvalidInput
 from ..execution.divergence import next_tokens, sequence_losses

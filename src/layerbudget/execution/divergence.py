@@ -72,7 +72,7 @@ class Meter:
             raise InvalidInput(f"There is no metric {metric!r}.", f"Metrics are {', '.join(METRICS)}.", "Use kl.")
         self.walk, self.metric = walk, metric
         self.batches = range(walk.batches)
-        self.final = walk.finals(self.batches, during)
+        self.final = walk.finals(during)
         self._held: dict[int, torch.Tensor] = {}
         self._dense: dict[int, tuple[float, float]] = {}
         if metric == "loss":

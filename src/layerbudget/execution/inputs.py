@@ -16,9 +16,9 @@ from torch import nn
 from ..errors import CoverageError
 from ..models.blocks import transposed, weight_of
 from ..records import Module
+from .memory import zeros_in_file
 from .processes import process_group
 from .replay import StopForward
-from .store import lying
 from .walk import Walk
 
 PANEL = 256
@@ -50,7 +50,7 @@ class InputMoments:
         if value is None:
             shape = (x.shape[1],) if self.kind == "diagonal" else (x.shape[1], x.shape[1])
             apart = self.kind == "gram" and x.device.type == "cpu"
-            value = lying(shape, self.folder) if apart else torch.zeros(shape, dtype=torch.float32, device=x.device)
+            value = zeros_in_file(shape, self.folder) if apart else torch.zeros(shape, dtype=torch.float32, device=x.device)
             self.value = value
         x = x.detach().to(torch.float32)
         with torch.autocast(x.device.type, enabled=False):  # forwards may run in half precision, sums never
@@ -77,11 +77,7 @@ class InputMoments:
 
 
 def share_statistics(found: Mapping[str, Sequence[InputMoments]], *, parity: bool = False) -> None:
-    """Add up what several processes saw, each of its own sequences; in one process there is nothing to do.
-
-    Args:
-        found: Statistics by matrix; matrices of one input share theirs.
-        parity: Whether they are running means.
+    """Add up what several processes saw, each of its own sequences, by matrix; in one process there is nothing to do.
 
     Raises:
         CoverageError: Running means over sequences, which have an order; matrices that ran in some processes only.
@@ -161,10 +157,6 @@ class InputStatistics:
             with self._hooks():
                 walk.forward(walk.position, batch)
             self._current.clear()
-        self.share()
-
-    def share(self) -> None:
-        """Add up what several processes saw, see :func:`share_statistics`."""
         share_statistics(self.found, parity=self.parity)
 
     @contextlib.contextmanager
@@ -196,7 +188,6 @@ class InputStatistics:
 
     def _see(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-            """Add the input of one matrix, once for all matrices that read the same tensor."""
             x = arguments[0] if arguments else next(iter(keywords.values()))
             if name not in self._leader:
                 self._leader[name] = next((n for n, seen in self._current.items() if seen is x), name)
@@ -221,7 +212,6 @@ class InputStatistics:
         _check_experts(owner, wanted)
 
         def hook(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-            """Add the tokens that were routed to each expert."""
             values = [*arguments, *keywords.values()]
             hidden = values[0].reshape(-1, values[0].shape[-1])
             if len(values) == 1:  # every expert is given all tokens, zeros for those that are another's

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..data.calibration import CalibrationSet
-from ..data.fitting import check_reads_text
+from ..data.calibration import CalibrationSet, check_reads_text
 from ..errors import InvalidInput, UnknownStructure
 
 IGNORE = -100
@@ -76,7 +75,7 @@ class Batch:
 
     Attributes:
         rows: Their place in the data.
-        inputs: Positional and keyword arguments of the model.
+        args, kwargs: Positional and keyword arguments of the model.
         targets: ``(B, T)`` next-token or token labels (-100: no loss), or ``(B,)`` class labels.
         keys: One content hash per sequence; random labels are drawn from it, so order and batch size do not matter.
     """
@@ -91,6 +90,13 @@ class Batch:
     def size(self) -> int:
         """Number of sequences."""
         return self.rows.stop - self.rows.start
+
+    @property
+    def length(self) -> int:
+        """Positions of a sequence."""
+        if self.targets.ndim == 2:
+            return int(self.targets.shape[1])
+        return int(next(iter(self.kwargs.values())).shape[1]) if self.kwargs else 1
 
 
 def head_of(model: nn.Module) -> str:
@@ -128,10 +134,9 @@ def head_of(model: nn.Module) -> str:
 
 
 def targets_of(model: nn.Module, data: Data) -> torch.Tensor:
-    """Labels aligned with the logits: entry t is what logit t predicts, -100 where no loss is taken.
+    """Labels aligned with the logits, ``(samples, length)`` int64, or ``(samples,)`` for class labels.
 
-    Returns:
-        ``(samples, length)`` int64, or ``(samples,)`` for class labels.
+    Entry t is what logit t predicts, -100 where no loss is taken.
 
     Raises:
         InvalidInput: The head needs labels that the data does not have, or no target token is left.
@@ -163,7 +168,7 @@ def targets_of(model: nn.Module, data: Data) -> torch.Tensor:
 
 
 def pad_right(data: Data) -> Data:
-    """Move padding behind the tokens of every sequence, so that positions start at 0 and no row attends to nothing."""
+    """The data with padding behind the tokens of every sequence, so that positions start at 0 and no row attends to nothing."""
     if isinstance(data, FeatureSet):
         return data
     mask, labels = data.attention_mask, data.labels
@@ -179,7 +184,7 @@ def pad_right(data: Data) -> Data:
 
 
 def mask_tokens(data: CalibrationSet, mask_token_id: int, *, fraction: float = 0.15, seed: int = 0) -> CalibrationSet:
-    """Hide a fraction of the real tokens and make them the labels of a masked LM (deterministic)."""
+    """The data with a fraction of its real tokens hidden, which are the labels of a masked LM (deterministic)."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.rand(data.input_ids.shape, generator=generator) < fraction
     if data.attention_mask is not None:
@@ -189,13 +194,13 @@ def mask_tokens(data: CalibrationSet, mask_token_id: int, *, fraction: float = 0
 
 
 def batches(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
-    """Cut the data into batches on the model's device, targets included; padding moves behind the tokens."""
+    """Batches of the data on the model's device, targets included; padding moves behind the tokens."""
     data = pad_right(data)
     yield from _cut(model, data, targets_of(model, data), size)
 
 
 def unlabelled(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
-    """The same for those who look at the output's distribution, not at labels: targets are 0 where it counts, else -100.
+    """Batches for those who look at the output's distribution, not at labels: targets are 0 where it counts, else -100.
 
     It counts at all real tokens; where a causal LM's data has token labels (answers), at those that predict one.
     """
@@ -236,12 +241,12 @@ def _key(row: torch.Tensor) -> int:
 
 
 def token_count(model: nn.Module, data: Data) -> int:
-    """Count the N target tokens (of samples for class labels)."""
+    """Number N of target tokens (of samples for class labels)."""
     return int((targets_of(model, data) != IGNORE).sum())
 
 
 def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Run the model; logits of shape ``(B, T, V)`` or ``(B, C)``, at least fp32."""
+    """The model's logits, ``(B, T, V)`` or ``(B, C)``, at least fp32."""
     out = model(*batch.args, **batch.kwargs)
     logits = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
     if logits is None:

@@ -1,7 +1,10 @@
-"""Whether a computation fits: bytes free on a device, bytes that a backward through the whole graph needs."""
+"""What a walk keeps and where, and whether a computation fits: bytes free on a device, bytes that a backward pass needs."""
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,22 +12,85 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..errors import InvalidInput
 from ..models.blocks import layer_lists
 from ..models.machine import SHARE, free_bytes
 from ..storage.writing import check_space
 from .loss import Batch
 
-
-def hidden_bytes(model: nn.Module, runs: Sequence[Batch]) -> int:
-    """Bytes of the hidden states in front of one layer, for all batches."""
-    config = getattr(model, "config", None)
-    width = int(getattr(config, "hidden_size", None) or getattr(config, "n_embd", None) or getattr(config, "d_model", 0) or 0)
-    positions = sum(b.targets.numel() if b.targets.ndim == 2 else b.size * _length(b) for b in runs)
-    return positions * width * next(model.parameters()).element_size()
+STORES = ("device", "cpu", "disk")
 
 
-def _length(batch: Batch) -> int:
-    return int(next(iter(batch.kwargs.values())).shape[1]) if batch.kwargs else 1
+def zeros_in_file(shape: Sequence[int], folder: Path | str | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros whose pages belong to a file and not to the process's own memory: the system writes them out where it needs room.
+
+    The file has no name and goes with the tensor. Without a folder, and where open files cannot lose their names, they lie in
+    ordinary memory.
+    """
+    if folder is None or os.name != "posix":
+        return torch.zeros(tuple(shape), dtype=dtype)
+    count = math.prod(shape)
+    handle, name = tempfile.mkstemp(prefix="layerbudget-", dir=folder)
+    try:
+        os.ftruncate(handle, count * dtype.itemsize)
+        return torch.from_file(name, shared=True, size=count, dtype=dtype).view(tuple(shape))
+    finally:
+        os.close(handle)
+        Path(name).unlink()
+
+
+class Store:
+    """Activations of one position in the model, one tensor per batch, overwritten in place.
+
+    Args:
+        where: ``device`` (where the model put them), ``cpu`` or ``disk``.
+        folder: Parent of the temporary folder for ``disk``.
+    """
+
+    def __init__(self, where: str = "device", folder: Path | str | None = None) -> None:
+        if where not in STORES:
+            raise InvalidInput(f"Activations cannot be kept on {where!r}.", f"Choose one of {', '.join(STORES)}.", "")
+        self.where = where
+        self._held: dict[int, torch.Tensor] = {}
+        self._folder = Path(tempfile.mkdtemp(prefix="layerbudget-", dir=folder)) if where == "disk" else None
+
+    def put(self, index: int, value: torch.Tensor) -> None:
+        """Keep the activations of one batch."""
+        value = value.detach()
+        if self._folder is not None:
+            torch.save(value.cpu().contiguous(), self._folder / f"{index}.pt")
+            return
+        held = self._held.get(index)
+        if held is not None and held.shape == value.shape and held.dtype == value.dtype:
+            held.copy_(value)
+        else:
+            device = "cpu" if self.where == "cpu" else value.device
+            self._held[index] = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
+
+    def get(self, index: int) -> torch.Tensor:
+        """Activations of one batch, on the device where they are kept."""
+        if self._folder is not None:
+            return torch.load(self._folder / f"{index}.pt", weights_only=True)
+        return self._held[index]
+
+    def drop(self, index: int) -> None:
+        """Forget the activations of one batch."""
+        self._held.pop(index, None)
+        if self._folder is not None:
+            (self._folder / f"{index}.pt").unlink(missing_ok=True)
+
+    def move(self, index: int, to: int) -> None:
+        """Put the activations of one batch in the place of another's."""
+        if self._folder is not None:
+            (self._folder / f"{index}.pt").replace(self._folder / f"{to}.pt")
+        else:
+            self._held[to] = self._held.pop(index)
+
+    def close(self) -> None:
+        """Free the memory, or the disk."""
+        self._held.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def room_for(model: nn.Module, runs: Sequence[Batch], losses: int, layers: int, folder: Path | str | None = None) -> str:
@@ -43,25 +109,18 @@ def room_for(model: nn.Module, runs: Sequence[Batch], losses: int, layers: int, 
     return "disk"
 
 
-def graph_bytes(model: nn.Module, runs: Sequence[Batch]) -> int:
-    """Bytes that the whole graph of one batch keeps: about what goes into and comes out of every matrix, twice; and logits."""
-    parameter = next(model.parameters())
-    positions = max((b.size * _length(b) for b in runs), default=0)
-    wide = sum(sum(p.shape[-2:]) for p in model.parameters() if p.ndim >= 2)
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    vocabulary = 0 if output is None or getattr(output, "weight", None) is None else int(output.weight.shape[0])
-    return positions * (2 * wide * parameter.element_size() + 12 * vocabulary)
+def hidden_bytes(model: nn.Module, runs: Sequence[Batch]) -> int:
+    """Bytes of the hidden states in front of one layer, for all batches."""
+    config = getattr(model, "config", None)
+    width = int(getattr(config, "hidden_size", None) or getattr(config, "n_embd", None) or getattr(config, "d_model", 0) or 0)
+    return sum(b.size * b.length for b in runs) * width * next(model.parameters()).element_size()
 
 
 def fitting(model: nn.Module, length: int, batch_size: int) -> int:
     """The batch, halved until one layer's graph and the logits fit into half of what is free; numbers do not depend on it."""
-    parameter = next(model.parameters())
-    layers = max(len(found[1]) for found in layer_lists(model)) if layer_lists(model) else 1
-    wide = sum(sum(p.shape[-2:]) for p in model.parameters() if p.ndim >= 2) / layers
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    vocabulary = 0 if output is None or getattr(output, "weight", None) is None else int(output.weight.shape[0])
-    one = length * (2 * wide * parameter.element_size() + 12 * vocabulary)
-    free = SHARE * free_bytes(parameter.device)
+    lists = layer_lists(model)
+    one = _graph_bytes(model, length, max((len(stack) for _, stack in lists), default=1))
+    free = SHARE * free_bytes(next(model.parameters()).device)
     while batch_size > 1 and batch_size * one > free:
         batch_size //= 2
     return batch_size
@@ -70,4 +129,13 @@ def fitting(model: nn.Module, length: int, batch_size: int) -> int:
 def fits_whole(model: nn.Module, runs: Sequence[Batch], state: int) -> bool:
     """Whether a graph of the whole model and ``state`` bytes beside it fit into half of what is free."""
     device = next(iter(runs[0].kwargs.values())).device if runs and runs[0].kwargs else torch.device("cpu")
-    return graph_bytes(model, runs) + state < SHARE * free_bytes(device)
+    positions = max((b.size * b.length for b in runs), default=0)
+    return _graph_bytes(model, positions) + state < SHARE * free_bytes(device)
+
+
+def _graph_bytes(model: nn.Module, positions: int, layers: int = 1) -> float:
+    """Bytes that a graph keeps: about what goes into and comes out of every matrix (of one of the layers), twice."""
+    wide = sum(sum(p.shape[-2:]) for p in model.parameters() if p.ndim >= 2) / layers
+    weight = getattr(getattr(model, "get_output_embeddings", lambda: None)(), "weight", None)
+    vocabulary = 0 if weight is None else int(weight.shape[0])
+    return positions * (2 * wide * next(model.parameters()).element_size() + 12 * vocabulary)

@@ -37,34 +37,26 @@ def prepared(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _settled(model: nn.Module) -> Iterator[None]:
-    """No dropout, no cache."""
     modes = [(m, m.training) for m in model.modules()]
-    cached = [c for c in _configs(getattr(model, "config", None)) if getattr(c, "use_cache", None)]
+    config = getattr(model, "config", None)
+    configs = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}) or {})]
+    cached: list[Any] = [c for c in configs if getattr(c, "use_cache", None)]
     try:
         model.eval()
-        for config in cached:
-            config.use_cache = False
+        for each in cached:
+            each.use_cache = False
         yield
     finally:
         for module, mode in modes:
             module.training = mode
-        for config in cached:
-            config.use_cache = True
-
-
-def _configs(config: Any) -> list[Any]:
-    """A config and the configs inside it."""
-    if config is None:
-        return []
-    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", {}) or {}]
-    return [config, *(c for c in nested if c is not None)]
+        for each in cached:
+            each.use_cache = True
 
 
 @contextlib.contextmanager
 def twice_differentiable(model: nn.Module) -> Iterator[None]:
     """Use attention that can be differentiated twice; the model's own choice comes back at the end."""
-    config = getattr(model, "config", None)
-    own = getattr(config, "_attn_implementation", None)
+    own = getattr(getattr(model, "config", None), "_attn_implementation", None)
     switch = own not in (None, "eager", "sdpa") and hasattr(model, "set_attn_implementation")
     try:
         if switch:

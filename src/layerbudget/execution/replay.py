@@ -9,16 +9,22 @@ this version of transformers pass; what is repeated per call is the embedding lo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import CoverageError
+from ..errors import CoverageError, UnknownStructure
 from ..models.blocks import layers
+from ..models.offload import mapped
+from .loss import Batch
+from .modes import inference
 
 Inputs = Mapping[str, torch.Tensor]
+_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_FAITHFUL: weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
 class StopForward(Exception):
@@ -30,8 +36,8 @@ class StopForward(Exception):
 
 
 @contextlib.contextmanager
-def replaced(replacements: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Temporarily give modules another ``forward`` (hooks of the module, and of accelerate, stay in place)."""
+def _replaced(replacements: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules another ``forward`` for a while (hooks of the module, and of accelerate, stay in place)."""
     previous = {m: m.__dict__.get("forward") for m in replacements}
     for module, forward in replacements.items():
         module.forward = forward
@@ -45,12 +51,7 @@ def replaced(replacements: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
                 module.forward = held
 
 
-def hidden_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> torch.Tensor:
-    """Hidden states among the arguments of a layer.
-
-    Raises:
-        CoverageError: A layer that is called in another way.
-    """
+def _hidden_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> torch.Tensor:
     hidden = arguments[0] if arguments else keywords.get("hidden_states")
     if not isinstance(hidden, torch.Tensor):
         raise CoverageError(
@@ -59,7 +60,7 @@ def hidden_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> torch.Te
     return hidden
 
 
-def first(output: Any) -> torch.Tensor:
+def _first(output: Any) -> torch.Tensor:
     """Hidden states in a layer's output, which is a tensor or a tuple that starts with one."""
     return output[0] if isinstance(output, tuple | list) else output
 
@@ -97,40 +98,37 @@ class Replay:
 
         handle = self.layers[0][1].register_forward_hook(look)
         try:
-            tiny = {k: v[:1, : min(4, v.shape[1])] for k, v in inputs.items()}
             with contextlib.suppress(StopForward):
-                self.model(**tiny)
+                self.model(**{k: v[:1, : min(4, v.shape[1])] for k, v in inputs.items()})
         finally:
             handle.remove()
         if not seen:
             raise CoverageError(f"{type(self.model).__name__} did not call {self.layers[0][0]}.", "", "Report the model.")
         self.rest = (None,) * (len(seen[0]) - 1) if isinstance(seen[0], tuple | list) else None
 
-    def output_like(self, hidden: torch.Tensor) -> Any:
+    def _output(self, hidden: torch.Tensor) -> Any:
         """Hidden states as a layer returns them."""
         return hidden if self.rest is None else (hidden, *self.rest)
 
-    def identity(self, *arguments: Any, **keywords: Any) -> Any:
-        """The forward of a layer that is left out: its residual stream passes through."""
-        return self.output_like(hidden_of(arguments, keywords))
+    def _identity(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._output(_hidden_of(arguments, keywords))
 
-    identity.skips = True  # type: ignore[attr-defined]  # a streamed layer need not come for it
+    _identity.skips = True  # type: ignore[attr-defined]  # a streamed layer need not come for it
 
     @contextlib.contextmanager
     def without(self, names: Collection[str]) -> Iterator[None]:
-        """Layers as identities."""
-        with replaced({layer: self.identity for name, layer in self.layers if name in names}):
+        """Leave layers out: their residual streams pass through."""
+        with _replaced({layer: self._identity for name, layer in self.layers if name in names}):
             yield
 
     @contextlib.contextmanager
     def begin(self, index: int, hidden: torch.Tensor) -> Iterator[None]:
         """Make the model's forward begin at layer ``index`` with these hidden states; behind the last one: at the head."""
-        patches: dict[nn.Module, Callable[..., Any]] = {layer: self.identity for _, layer in self.layers[:index]}
+        patches: dict[nn.Module, Callable[..., Any]] = {layer: self._identity for _, layer in self.layers[:index]}
         if index == len(self.layers):
 
             def give(*arguments: Any, **keywords: Any) -> Any:
-                """Stand in for the last layer."""
-                return self.output_like(hidden.to(hidden_of(arguments, keywords).device))
+                return self._output(hidden.to(_hidden_of(arguments, keywords).device))
 
             give.skips = True  # type: ignore[attr-defined]
             patches[self.layers[-1][1]] = give
@@ -138,14 +136,13 @@ class Replay:
             own = self.layers[index][1].forward
 
             def inject(*arguments: Any, **keywords: Any) -> Any:
-                """Call the layer with these hidden states."""
-                given = hidden.to(hidden_of(arguments, keywords).device)
+                given = hidden.to(_hidden_of(arguments, keywords).device)
                 if arguments:
                     return own(given, *arguments[1:], **keywords)
                 return own(**{**keywords, "hidden_states": given})
 
             patches[self.layers[index][1]] = inject
-        with replaced(patches):
+        with _replaced(patches):
             yield
 
     @contextlib.contextmanager
@@ -153,7 +150,7 @@ class Replay:
         """End the model's forward behind layer ``index``; :meth:`run` gives the hidden states."""
 
         def leave(module: nn.Module, arguments: Any, output: Any) -> None:
-            raise StopForward(first(output))
+            raise StopForward(_first(output))
 
         handle = self.layers[index][1].register_forward_hook(leave)
         try:
@@ -162,7 +159,7 @@ class Replay:
             handle.remove()
 
     def run(self, inputs: Inputs) -> Any:
-        """Call the model inside :meth:`end`; the hidden states there, or what a hook ended the forward with.
+        """Hidden states where :meth:`end` ends the forward, or what a hook ended it with.
 
         Raises:
             CoverageError: The forward went on to its end: a layer was not called.
@@ -177,10 +174,10 @@ class Replay:
         """Hidden states in front of layer 0."""
 
         def leave(*arguments: Any, **keywords: Any) -> Any:
-            raise StopForward(hidden_of(arguments, keywords))
+            raise StopForward(_hidden_of(arguments, keywords))
 
         leave.skips = True  # type: ignore[attr-defined]
-        with replaced({self.layers[0][1]: leave}):
+        with _replaced({self.layers[0][1]: leave}):
             return self.run(inputs)
 
 
@@ -202,7 +199,7 @@ class Trace:
 
         def listen(i: int) -> Callable[..., None]:
             def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-                self.inputs[i], self.outputs[i] = hidden_of(arguments, keywords), first(output)
+                self.inputs[i], self.outputs[i] = _hidden_of(arguments, keywords), _first(output)
 
             return hook
 
@@ -210,3 +207,61 @@ class Trace:
             for i, layer in enumerate(self.stack):
                 stack.callback(layer.register_forward_hook(listen(i), with_kwargs=True).remove)
             yield
+
+
+def unwalkable(model: nn.Module, names: Iterable[str], runs: Sequence[Batch]) -> str:
+    """Why this model cannot be run one layer at a time, or an empty string.
+
+    Layers that share state (key and value caches, inputs per layer) are found by running a piece of one sequence both ways, and
+    gradients that flow beside the hidden states as well.
+
+    Args:
+        model: The model.
+        names: Matrices that are asked for.
+        runs: What it will run on.
+    """
+    try:
+        replay = Replay(model)
+    except UnknownStructure as error:
+        return str(error).splitlines()[0].rstrip(".")
+    if not runs or not runs[0].kwargs:
+        return "it takes no tokens"
+    inside = tuple(f"{name}." for name, _ in replay.layers)
+    outside = [n for n in names if not n.startswith(inside)]
+    if outside:
+        return f"{outside[0]} lies outside its layers"
+    stack = tuple(id(layer) for _, layer in replay.layers)
+    if _FAITHFUL.get(model) == stack:
+        return ""
+    try:
+        reason = _unfaithful(replay, runs[0])
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, CoverageError) as error:
+        return f"a layer does not run alone ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    if not reason and mapped(model) is not None:  # all layers came from their files for it: once is enough
+        _FAITHFUL[model] = stack
+    return reason
+
+
+def _unfaithful(replay: Replay, batch: Batch) -> str:
+    """Where a piece of one sequence gives other values layer by layer than as a whole."""
+    tiny = {k: v[:1, : min(8, v.shape[1])] for k, v in batch.kwargs.items() if v.ndim == 2}
+    with inference(replay.model):
+        replay.probe(tiny)
+        expected = _logits(replay.model(**tiny))
+        hidden = replay.first_inputs(tiny)
+        for i in range(len(replay.layers)):
+            with replay.begin(i, hidden), replay.end(i):
+                found = replay.run(tiny)
+            if found is None or found.shape != hidden.shape:
+                return f"{replay.layers[i][0]} changes the shape of its hidden states"
+            hidden = found
+        with replay.begin(len(replay.layers), hidden):
+            found = _logits(replay.model(**tiny))
+    scale = float(expected.abs().max().clamp_min(1e-6))
+    if not float((found - expected).abs().max()) <= _CLOSE.get(hidden.dtype, 5e-2) * scale:
+        return "its layers give other values one at a time than all together: they share state"
+    return ""
+
+
+def _logits(output: Any) -> torch.Tensor:
+    return (output if isinstance(output, torch.Tensor) else output.logits).float()

@@ -41,16 +41,10 @@ class Site:
     open: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-Consumer = Callable[[Site], None]
-
-
 def tracked(model: nn.Module, blocks: Sequence[Block]) -> tuple[dict[nn.Module, str], dict[str, nn.Parameter]]:
-    """Split the weight matrices of some blocks into hooked modules and parameters read from autograd.
+    """Weight matrices of some blocks as ``({hooked module: name}, {name: parameter read from autograd})``.
 
     Every module that shares a tied weight is hooked under the one name that the blocks use.
-
-    Returns:
-        ``({module: name}, {name: parameter})``.
 
     Raises:
         UnknownBlock: The model has no such matrix.
@@ -91,7 +85,7 @@ def refuse_direct(model: nn.Module, blocks: Sequence[Block], why: str, *, router
             f"{names[0]} is not a plain Linear: {why} ({len(names)} such matrices).",
             "Linear and Conv1D matrices are known here.",
             f"Leave them out: --exclude '{owners_of(names)}' (exclude= in Python), or score by another estimator: fisher-gram.",
-        )  # fmt: skip
+        )
 
 
 def owners_of(names: Sequence[str]) -> str:
@@ -107,30 +101,30 @@ class Collector:
         model: The model.
         blocks: Whose weight matrices to watch.
         consume: Called with a :class:`Site` once all its output gradients are there.
-        freeze: Switch off ``requires_grad`` of everything but directly read parameters.
+
+    Attributes:
+        direct: Parameters that are read from autograd, by name; they need batches of one sequence.
+        names: All matrices, each once.
+        seen: Those that have run.
+        quiet: Run backwards without handing anything over.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], consume: Consumer, *, freeze: bool = True) -> None:
-        self.model, self.consume, self.freeze = model, consume, freeze
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], consume: Callable[[Site], None]) -> None:
+        self.model, self.consume = model, consume
         self.hooked, self.direct = tracked(model, blocks)
+        self.names = [*dict.fromkeys(self.hooked.values()), *self.direct]
         self.seen: set[str] = set()
-        self.open: dict[str, int] = {}
-        self.size, self.length, self._retain = 1, 1, False
-        self.quiet = False  # run backwards without handing anything over
+        self.quiet = False
+        self._open: dict[str, int] = {}
+        self._size, self._length, self._retain = 1, 1, False
         self._pending: list[Site] = []
         self._stack = contextlib.ExitStack()
-
-    @property
-    def single(self) -> bool:
-        """Whether some parameters need batches of one sequence."""
-        return bool(self.direct)
 
     def __enter__(self) -> Collector:
         with self._stack:
             self._stack.enter_context(prepared(self.model))
-            if self.freeze:
-                for parameter in self.model.parameters():
-                    parameter.requires_grad_(False)
+            for parameter in self.model.parameters():
+                parameter.requires_grad_(False)
             for parameter in self.direct.values():
                 parameter.requires_grad_(True)
             for module, name in self.hooked.items():
@@ -158,7 +152,7 @@ class Collector:
             retain: Keep the graph for another pass.
             gradient: Of the hidden states.
         """
-        self.size, self.length, self._retain = size, length, retain
+        self._size, self._length, self._retain = size, length, retain
         for parameter in self.direct.values():
             parameter.grad = None
         if loss.requires_grad:
@@ -167,15 +161,14 @@ class Collector:
             self._deliver(site)
         if not retain:
             self._pending.clear()
-            self.open.clear()
+            self._open.clear()
 
     def _hook(self, name: str) -> Callable[..., Any]:
-        """Forward hook of one matrix: keep its input, wait for the gradient of its output."""
+        """Forward hook of one matrix: open a site for its input, or join the open one; wait for the output's gradient."""
 
-        def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
-            """Open a site for the input, or join the one that is open for it."""
+        def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             if not torch.is_grad_enabled():
-                return None
+                return
             self.seen.add(name)
             if not isinstance(output, torch.Tensor):
                 output = _product(module, inputs[0], output, name)
@@ -188,10 +181,9 @@ class Collector:
                 site = Site(a=source.detach(), source=source, names=[], b={})
                 self._pending.append(site)
             site.names.append(name)
-            self.open[name] = self.open.get(name, 0) + 1
+            self._open[name] = self._open.get(name, 0) + 1
             place = weakref.ref(output)
             output.register_hook(lambda grad: self._arrive(site, name, grad, place))
-            return None
 
         return forward
 
@@ -206,9 +198,9 @@ class Collector:
     def _deliver(self, site: Site) -> None:
         a = self._rows(site.a, site.names[0])
         b = {k: self._rows(v, k) for k, v in site.b.items()}
-        ready = Site(a=a, source=site.source, names=list(site.b), b=b, open=self.open)
+        ready = Site(a=a, source=site.source, names=list(site.b), b=b, open=self._open)
         for name in ready.names:
-            self.open[name] -= 0 if self._retain else 1
+            self._open[name] -= 0 if self._retain else 1
         site.b = {}
         if not self._retain:
             site.a = site.source = site.a[:0]
@@ -216,14 +208,15 @@ class Collector:
             self.consume(ready)
 
     def _rows(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        if self.size == 1:
+        size, length = self._size, self._length
+        if size == 1:
             return x.reshape(1, -1, x.shape[-1])
-        if x.ndim >= 3 and x.shape[0] == self.size or (x.ndim == 2 and self.length == 1 and x.shape[0] == self.size):
-            return x.reshape(self.size, -1, x.shape[-1])
-        if x.ndim == 2 and x.shape[0] == self.size * self.length:
-            return x.reshape(self.size, self.length, -1)
+        if x.shape[0] == size and (x.ndim >= 3 or (x.ndim == 2 and length == 1)):
+            return x.reshape(size, -1, x.shape[-1])
+        if x.ndim == 2 and x.shape[0] == size * length:
+            return x.reshape(size, length, -1)
         raise CoverageError(
-            f"{name} ran on a tensor of shape {tuple(x.shape)}, in which {self.size} sequences cannot be told apart.",
+            f"{name} ran on a tensor of shape {tuple(x.shape)}, in which {size} sequences cannot be told apart.",
             "Rows must be sequences x positions.",
             "Pass batch_size=1.",
         )
@@ -244,11 +237,7 @@ class Collector:
 
 
 def _product(module: Any, x: torch.Tensor, outputs: Any, name: str) -> torch.Tensor:
-    """The product ``W x`` among what a module returns with it: a router that is a Linear also returns whom it chose.
-
-    Raises:
-        CoverageError: It is not there, or the gradient would not pass through it.
-    """
+    """The product ``W x`` among what a module returns with it: a router that is a Linear also returns whom it chose."""
     with torch.no_grad():
         expected = nn.functional.linear(x, module.weight, module.bias)
     for part in outputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.calibration import CalibrationSet
-from ..data.fitting import check_fits
+from ..data.calibration import CalibrationSet, check_fits
 from ..errors import CoverageError, InvalidInput
+from .memory import Store
 from .replay import Replay
-from .store import Store
 
 
 def check_autocast(precision: str | None) -> None:
-    """Refuse a precision that autocast does not know.
-
-    Raises:
-        InvalidInput: Neither None, ``bfloat16`` nor ``float16``.
-    """
+    """Refuse a precision that autocast does not know."""
     if precision not in (None, "bfloat16", "float16"):
         raise InvalidInput(f"autocast is {precision!r}.", "It is bfloat16 or float16, or left out.", "Use bfloat16.")
 
@@ -44,6 +39,8 @@ class Walk:
 
     Attributes:
         layers: ``(name, layer)`` in order.
+        batches: Number of batches.
+        sizes: Sequences of every batch.
         position: The layer whose inputs are stored.
         forwards: Forwards of one layer on one batch so far.
 
@@ -71,17 +68,12 @@ class Walk:
         self.layers = self.replay.layers
         self.device = next(model.parameters()).device
         self.sizes = [min(batch_size, data.samples - s) for s in range(0, data.samples, batch_size)]
+        self.batches = len(self.sizes)
         self.store = Store(store, folder)
-        self.position = -1
-        self.forwards = 0
+        self.position, self.forwards = -1, 0
 
     def __len__(self) -> int:
         return len(self.layers)
-
-    @property
-    def batches(self) -> int:
-        """Number of batches."""
-        return len(self.sizes)
 
     def inputs(self, batch: int) -> dict[str, torch.Tensor]:
         """Keyword arguments of the model for one batch."""
@@ -111,30 +103,28 @@ class Walk:
         return torch.autocast(self.device.type, getattr(torch, self.autocast))
 
     def forward(self, index: int, batch: int, hidden: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Run one layer on one batch.
+        """Output of one layer on one batch, or None when a hook inside it ended the forward.
 
         Args:
             index: Layer.
             batch: Batch.
             hidden: Input of the layer; the stored one by default.
-
-        Returns:
-            The layer's output, or None when a hook inside it ended the forward.
         """
         hidden = self.store.get(batch) if hidden is None else hidden
         self.forwards += 1
         with self.replay.begin(index, hidden), self.replay.end(index), self._precision():
             return self.replay.run(self.inputs(batch))
 
+    def _output(self, index: int, batch: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        output = self.forward(index, batch, hidden)
+        if output is None:
+            raise CoverageError(f"{self.layers[index][0]} gave no output.", "", "Remove hooks that end the forward.")
+        return output
+
     def advance(self) -> None:
         """Replace the stored inputs of the current layer by its outputs."""
         for batch in range(self.batches):
-            output = self.forward(self.position, batch)
-            if output is None:
-                raise CoverageError(
-                    f"{self.layers[self.position][0]} gave no output.", "", "Remove hooks that end the forward."
-                )
-            self.store.put(batch, output)
+            self.store.put(batch, self._output(self.position, batch))
         self.position += 1
 
     def tail(self, index: int, batch: int, hidden: torch.Tensor | None = None) -> Any:
@@ -148,24 +138,17 @@ class Walk:
         """The model's own output for the hidden states behind the last layer; no layer is run."""
         return self.tail(len(self.layers), batch, hidden)
 
-    def finals(
-        self, batches: Sequence[int] | None = None, during: Callable[[int], AbstractContextManager[None]] | None = None
-    ) -> list[torch.Tensor]:
+    def finals(self, during: Callable[[int], AbstractContextManager[None]] | None = None) -> list[torch.Tensor]:
         """Hidden states behind the last layer, from the stored ones in front of the current layer.
 
         Args:
-            batches: Of which batches; all by default.
             during: A context to be in while a batch runs through a layer.
         """
-        wanted = range(self.batches) if batches is None else batches
-        hidden = [self.store.get(batch) for batch in wanted]
+        hidden = [self.store.get(batch) for batch in range(self.batches)]
         for i in range(max(self.position, 0), len(self)):
-            for j, batch in enumerate(wanted):
+            for batch in range(self.batches):
                 with during(batch) if during else contextlib.nullcontext():
-                    found = self.forward(i, batch, hidden[j])
-                if found is None:
-                    raise CoverageError(f"{self.layers[i][0]} gave no output.", "", "Remove hooks that end the forward.")
-                hidden[j] = found
+                    hidden[batch] = self._output(i, batch, hidden[batch])
         return hidden
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..data.fitting import check_fits
+from ..data.calibration import check_fits
 from ..errors import InvalidInput
 from ..execution.loss import Data
 from ..execution.processes import process_group

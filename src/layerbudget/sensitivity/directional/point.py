@@ -25,10 +25,10 @@ from ...data.calibration import CalibrationSet
 from ...execution.divergence import Meter, kl_sum, mean
 from ...execution.inputs import InputMoments, InputStatistics, share_statistics
 from ...execution.loss import Batch, pad_right, unlabelled
+from ...execution.memory import zeros_in_file
 from ...execution.modes import inference
 from ...execution.processes import shard
 from ...execution.sites import Site
-from ...execution.store import lying
 from ...execution.walk import Walk
 from ...models.blocks import weight_of
 from ...models.offload import mapped
@@ -60,7 +60,7 @@ class Reference:
             during = (lambda i: listen.listening(self.walk.token_mask(i))) if listen is not None else None
             self.meter = Meter(self.walk, "kl", during=during)
             if listen is not None:
-                listen.share()
+                share_statistics(listen.found)
 
     def clean(self, batch: int) -> torch.Tensor:
         """Log-probabilities of a batch."""
@@ -205,7 +205,7 @@ class TrustRegion:
         with inference(self.model):
             walk.capture()
             walk.finals(during=lambda i: found.listening(walk.token_mask(i)))
-            found.share()
+            share_statistics(found.found)
         return found
 
     def measure(self) -> float:
@@ -266,7 +266,9 @@ class TrustRegion:
         changes = []
         for row in wanted.T:
             change = self._become(dense, prepared, row) - present
-            changes.append(change if self.folder is None else lying(change.shape, self.folder, change.dtype).copy_(change))
+            changes.append(
+                change if self.folder is None else zeros_in_file(change.shape, self.folder, change.dtype).copy_(change)
+            )
         return Written(changes, self.decisions.rows)
 
     @torch.no_grad()

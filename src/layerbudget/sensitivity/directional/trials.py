@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...compressors.treating import Found, Job, Treating
 from ...execution.loss import Batch
+from ...execution.replay import unwalkable
 from ...execution.walk import Walk
-from ...execution.walkable import unwalkable
 from ...models.blocks import weight_of
 from ...models.offload import Mapped, mapped
 from .decisions import Decisions
