@@ -21,17 +21,15 @@ import torch
 
 import layerbudget as lb
 from layerbudget.compressors.base import Level, find_quantiser
-from layerbudget.decisions.bits.jointly import Joint, describe_rows
-from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.decisions.bits.rounding_steps import stepped
-from layerbudget.decisions.bits.sensitivity import rounding_damage
+from layerbudget.decisions.bits.plan import describe_rows, plan_bits, rows_of
+from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error, rounding_damage
 from layerbudget.execution.divergence import next_tokens, sequence_losses
 from layerbudget.models.blocks import weight_of
 from layerbudget.records import dumps, write_text
 from layerbudget.scores import Scores
 from program import environment
 
-RULES = ("uniform", "ends", "mix", "first-order", "measured", "directional", "steps")
+RULES = ("uniform", "ends", "mix", "first-order", "measured", "directional")
 
 
 def first_order(model, data, scores: Scores) -> Scores:
@@ -56,6 +54,17 @@ def first_order(model, data, scores: Scores) -> Scores:
     return dataclasses.replace(scores, extra={"choices": held})
 
 
+def measured(model, data, scores: Scores) -> Scores:
+    """The damage of every format by a forward with one block in it, everything else dense."""
+    held, dense, damage = scores.extra["choices"], DenseOutput(model, data), []
+    for b, row in zip(scores.blocks, held["damage"], strict=True):
+        formats = [None if d is None else {m.name: f for m in b.modules} for f, d in zip(held["formats"], row, strict=True)]
+        rows = [None if f is None else rows_of(model, f, dense, data, held["method"]) for f in formats]
+        damage.append([None if r is None else mean_and_error(r[:, :2])[0] for r in rows])
+    passes = 1.0 + sum(d is not None for row in damage for d in row)
+    return dataclasses.replace(scores, extra={"choices": {**held, "damage": damage, "passes": passes, "measure": "measured"}})
+
+
 def budget_of(scores: Scores, bits: float) -> str:
     """Bytes of uniform at a width, or half way between two, as a budget of the file."""
     held, low = scores.extra["choices"], int(bits)
@@ -75,7 +84,7 @@ class Bench:
         held = lb.evaluation_set(a.evaluation or a.data, tokenizer, length=128)
         step = max(1, held.samples // a.windows)
         chosen = torch.arange(0, held.samples, step)[: a.windows]
-        self.joint = Joint(self.model, dataclasses.replace(held, input_ids=held.input_ids[chosen]), 20)
+        self.joint = DenseOutput(self.model, dataclasses.replace(held, input_ids=held.input_ids[chosen]), 20)
         self.dense = describe_rows(self.joint.rows(self.model))["perplexity"]
         self.scores: dict[tuple[str, str], tuple[Scores, float]] = {}
 
@@ -86,8 +95,10 @@ class Bench:
             start = time.process_time()
             if key[0] == "first-order":
                 found = first_order(self.model, self.fit, self.damages("directional", "rtn"))
+            elif key[0] == "measured":
+                found = measured(self.model, self.fit, self.damages("directional", method))
             else:
-                found = rounding_damage(self.model, self.fit, damage=key[0], method=key[1], group=32)
+                found = rounding_damage(self.model, self.fit, method=key[1], group=32)
             self.scores[key] = found, time.process_time() - start
         return self.scores[key][0]
 
@@ -95,12 +106,9 @@ class Bench:
         """One plan, in the model as a whole."""
         scores = self.damages(rule, method)
         plan = plan_bits(scores, budget=budget_of(scores, bits), rule=rule if rule in ("uniform", "ends", "mix") else "choices")
-        if rule == "steps":
-            plan = stepped(self.model, self.fit, scores, plan, steps=3)
-        rows = self.joint.of_plan(self.model, plan.extra["formats"], self.fit, method)
+        rows = rows_of(self.model, plan.extra["formats"], self.joint, self.fit, method)
         blind = rule in ("uniform", "ends", "mix")
-        passes = plan.extra.get("passes", scores.extra["choices"]["passes"])
-        spent = {"passes": 0.0 if blind else passes, "bytes": plan.budget["spent"]}
+        spent = {"passes": 0.0 if blind else scores.extra["choices"]["passes"], "bytes": plan.budget["spent"]}
         return {"bits": bits, "method": method, "rule": rule, "exact_bits": plan.extra["bits"], **spent,
                 "predicted": plan.extra["predicted"], **describe_rows(rows)}, rows  # fmt: skip
 

@@ -17,7 +17,8 @@ import math
 import torch
 
 import pruning_quality
-from layerbudget.decisions.bits.jointly import Joint, describe_rows
+from layerbudget.decisions.bits.plan import describe_rows
+from layerbudget.decisions.bits.sensitivity import DenseOutput
 from layerbudget.decisions.sparsity.apply import prune
 
 RULES = ("uniform", "directional (Linear), 24 passes", "directional (Linear), 8 steps")
@@ -35,7 +36,7 @@ def model_rows(a, place, log, done):
     """Every pruner, sparsity and rule of one model."""
     own = {"model": a.models[place], "calibration": a.calibration[place], "evaluation": a.evaluation[place]}
     bench = pruning_quality.Bench(argparse.Namespace(**vars(a) | own))
-    reference = Joint(bench.model, bench.held_out, batch_size=16)
+    reference = DenseOutput(bench.model, bench.held_out, batch_size=16)
     for method in a.methods:
         for sparsity in a.sparsities:
             first = None

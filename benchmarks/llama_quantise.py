@@ -21,9 +21,7 @@ import gguf
 import numpy as np
 
 import layerbudget as lb
-from layerbudget.decisions.bits.jointly import plan_formats
-from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.decisions.bits.write import quantise
+from layerbudget.decisions.bits.sensitivity import rounding_damage
 
 
 def tensors(file: Path) -> dict[str, Any]:
@@ -34,9 +32,10 @@ def compare(quantiser: Path, name: str, bits: float, folder: Path) -> dict[str, 
     """One plan, both ways."""
     tokenizer = lb.load_tokenizer(name)
     text = lb.calibration("stdlib", tokenizer, samples=8, length=64)
-    plan, scores = plan_formats(lb.load_model(name), text, None, bits=bits, family="gguf", draws=2)
-    quantise(lb.load_model(name), tokenizer, plan_bits(scores, bits=16), folder / "whole")
-    receipt = quantise(lb.load_model(name), tokenizer, plan, folder / "ours", method="rtn")
+    scores = rounding_damage(lb.load_model(name), text, family="gguf", draws=2)
+    plan = lb.plan_bits(scores, bits=bits)
+    lb.write_bits(lb.load_model(name), lb.plan_bits(scores, bits=16), folder / "whole", tokenizer=tokenizer)
+    receipt = lb.write_bits(lb.load_model(name), plan, folder / "ours", tokenizer=tokenizer)
     files = folder / "ours" / "model.gguf", folder / "theirs.gguf"
     types = ["--tensor-type-file", str(folder / "ours" / "tensor-types.txt")]
     command = [str(quantiser), *types, str(folder / "whole" / "model.gguf"), str(files[1]), "Q8_0", "1"]

@@ -21,9 +21,7 @@ from typing import Any
 import xllamacpp
 
 import layerbudget as lb
-from layerbudget.decisions.bits.jointly import plan_formats
-from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.decisions.bits.write import quantise
+from layerbudget.decisions.bits.sensitivity import rounding_damage
 
 RULES = {"planned": "choices", "uniform": "uniform", "runtime's mix": "mix"}
 READ, WRITTEN = 256, 64
@@ -33,11 +31,11 @@ def files(name: str, bits: float, folder: Path) -> dict[str, dict[str, Any]]:
     """Three files at one budget."""
     tokenizer, how = lb.load_tokenizer(name), {"dtype": "float32", "stream": name != "demo"}
     text = lb.calibration("stdlib", tokenizer, samples=2, length=128)
-    scores = plan_formats(lb.load_model(name, **how), text, None, bits=bits, family="gguf", draws=1)[1]
+    scores = rounding_damage(lb.load_model(name, **how), text, family="gguf", draws=1)
     made = {}
     for label, rule in RULES.items():
-        plan = plan_bits(scores, bits=bits, rule=rule)
-        receipt = quantise(lb.load_model(name, **how), tokenizer, plan, folder / rule, method="rtn")
+        plan = lb.plan_bits(scores, bits=bits, rule=rule)
+        receipt = lb.write_bits(lb.load_model(name, **how), plan, folder / rule, tokenizer=tokenizer)
         kinds = sorted(set(plan.extra["formats"].values()))
         held = list(plan.extra["formats"].values())
         made[label] = {"file": folder / rule / "model.gguf", "bits": receipt.bits, "types": {k: held.count(k) for k in kinds}}

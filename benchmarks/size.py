@@ -32,7 +32,6 @@ from layerbudget.execution.modes import prepared
 from layerbudget.execution.replay import Replay
 from layerbudget.models.blocks import describe, layers, partition
 from layerbudget.models.machine import keep_freed
-from layerbudget.plan import PlanBlock
 
 TASKS = (
     "fisher-gram",
@@ -173,27 +172,22 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
 
 def bits_task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: Path) -> Callable[[], Any]:
     """``plan bits --stream`` with two draws, or ``quantize --stream`` of a plan without a measurement."""
-    from layerbudget.compressors.formats import find_format
-    from layerbudget.decisions.bits.by_format import uniform
-    from layerbudget.decisions.bits.jointly import plan_formats
-    from layerbudget.decisions.bits.plan import sizes_of
-    from layerbudget.decisions.bits.write import quantise
+    from layerbudget.decisions.bits.blocks import formats_table
+    from layerbudget.decisions.bits.program import extra_of, plan_blocks, uniform
 
     if name == "plan-bits":
-        return lambda: plan_formats(model, data, None, bits=4.5, group=32, draws=2, batch_size=batch_size)
-    blocks, names = partition(model, "linear"), ("w3-g32", "w4-g32")
-    size = sizes_of(blocks, {n: find_format(n).bytes for n in names})
-    limit = int(size.sum(0).mean())
-    chosen = uniform(size, size > 0, limit)
-    rows = [(b, names[j], int(size[i, j])) for i, (b, j) in enumerate(zip(blocks, chosen, strict=True))]
+        return lambda: lb.plan_bits(model, data, bits=4.5, group=32, draws=2, batch_size=batch_size)
+    table = formats_table(model, formats=("w3-g32", "w4-g32"))
+    limit = int(table.size[:, :2].sum(0).mean())
+    chosen = uniform(table, limit)
+    blocks = plan_blocks(table, chosen)
     plan = lb.Plan(
-        kind="bits", rule="uniform", model=describe(model), budget={"unit": "bytes", "limit": limit, "spent": sum(r[2] for r in rows)},
-        blocks=tuple(PlanBlock.of(b, 8 * s / b.numel, s) for b, _, s in rows),
-        extra={"formats": {b.modules[0].name: n for b, n, _ in rows}, "family": "compressed-tensors", "method": "rtn"},
+        kind="bits", rule="uniform", model=describe(model), blocks=blocks, extra=extra_of(table, chosen),
+        budget={"unit": "bytes", "limit": limit, "spent": sum(b.count for b in blocks)},
     )  # fmt: skip
     method = name.removeprefix("quantize-")
     given = None if method == "rtn" else data
-    return lambda: quantise(model, None, plan, folder / "out", given, method=method, batch_size=batch_size)
+    return lambda: lb.write_bits(model, plan, folder / "out", given, method=method, batch_size=batch_size)
 
 
 def run_one(given: argparse.Namespace) -> dict[str, Any]:

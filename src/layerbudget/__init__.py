@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .data.calibration import CalibrationSet as CalibrationSet
     from .data.text import calibration as calibration
     from .decisions.apply import apply_plan as apply_plan
+    from .decisions.bits.apply import write_bits as write_bits
+    from .decisions.bits.plan import plan_bits as plan_bits
     from .decisions.experts.method import add_experts as add_experts
     from .decisions.experts.plan import plan_experts as plan_experts
     from .decisions.joint.plan import plan_joint as plan_joint
@@ -63,6 +65,7 @@ _PUBLIC = {
     "Scores": "scores",
     "Plan": "plan",
     "plan_sparsity": "decisions.sparsity.plan",
+    "plan_bits": "decisions.bits.plan",
     "plan_experts": "decisions.experts.plan",
     "plan_ranks": "decisions.ranks.plan",
     "plan_joint": "decisions.joint.plan",
@@ -81,6 +84,7 @@ _PUBLIC = {
     "plan_structured": "decisions.shapes.search",
     "apply_structured": "decisions.shapes.shrink",
     "apply_plan": "decisions.apply",
+    "write_bits": "decisions.bits.apply",
     "remove_heads": "decisions.shapes.heads",
     "recover": "decisions.sparsity.recovery",
     "to_lora_config": "decisions.ranks.apply",

@@ -83,12 +83,9 @@ def test_exports_are_what_other_tools_read(folder, plan, capsys):
 def test_options_without_meaning_are_refused(folder, plan, capsys):
     scores = folder / "scores.json"
     flags = {"--runtime": "vllm", "--formats": "w4-g32", "--group": 64, "--by": "layer", "--method": "gptq", "--draws": 2,
-             "--format": "gguf", "--damage": "measured", "--check": 3, "--samples": 3, "--save-scores": "x"}  # fmt: skip
+             "--format": "gguf", "--check": 3, "--samples": 3, "--save-scores": "x"}  # fmt: skip
     for flag, value in flags.items():
         assert "has no meaning for scores" in sentence(capsys, "plan", "bits", scores, "--bits", 4, flag, value)
-    assert "--draws has no meaning" in sentence(
-        capsys, "plan", "bits", "demo", "--bits", 4, "--damage", "measured", "--draws", 2
-    )
     assert "--samples has no meaning for the method rtn" in sentence(
         capsys, "quantize", "demo", plan, "--samples", 3, "-o", folder / "no"
     )

@@ -269,8 +269,7 @@ def test_what_bits_can_do_with_streamed_weights_and_what_is_refused(demo_shards,
     small = ["--samples", "4", "--length", "32", "--group", "32", "--quiet", "-o", str(tmp_path / "p.json")]
     given = ["plan", "bits", str(demo_shards), "--bits", "4.5", *small]
     for flags, says in {
-        ("--damage", "measured"): "Measured damages write", ("--method", "gptq"): "rounding errors of gptq",
-        ("--check", "2"): "The check puts whole plans",
+        ("--method", "gptq"): "rounding errors of gptq", ("--check", "2"): "The check puts whole plans",
     }.items():  # fmt: skip
         assert main([*given, *flags, "--stream"]) == 2
         assert says in " ".join(capsys.readouterr().err.split())
@@ -280,19 +279,19 @@ def test_what_bits_can_do_with_streamed_weights_and_what_is_refused(demo_shards,
 
 
 def test_a_plan_of_bits_continues_with_the_damages_that_it_had(tmp_path, monkeypatch):
-    from layerbudget.decisions.bits import jointly
+    from layerbudget.decisions.bits import plan as planning
 
     pytest.importorskip("compressed_tensors")
     model, data = lb.load_model("demo"), lb.calibration("stdlib", lb.load_tokenizer("demo"), samples=6, length=32)
     given = (model, data.select(slice(0, 4)), data.select(slice(4, 6)))
     options = {"bits": 4.5, "group": 32, "draws": 1}
-    whole, _ = jointly.plan_formats(*given, **options)
-    monkeypatch.setattr(jointly.Joint, "of_plan", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    whole = lb.plan_bits(*given, **options)
+    monkeypatch.setattr(planning, "rows_of", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        jointly.plan_formats(*given, resume=tmp_path / "kept", **options)
+        lb.plan_bits(*given, resume=tmp_path / "kept", **options)
     monkeypatch.undo()
-    monkeypatch.setattr(jointly, "rounding_damage", lambda *a, **k: pytest.fail("measured again"))
-    again, _ = jointly.plan_formats(*given, resume=tmp_path / "kept", **options)
+    monkeypatch.setattr(planning, "rounding_damage", lambda *a, **k: pytest.fail("measured again"))
+    again = lb.plan_bits(*given, resume=tmp_path / "kept", **options)
     assert again.blocks == whole.blocks and again.extra["check"] == whole.extra["check"]
     with pytest.raises(ModelMismatch):
-        jointly.plan_formats(*given, resume=tmp_path / "kept", **{**options, "draws": 2})
+        lb.plan_bits(*given, resume=tmp_path / "kept", **{**options, "draws": 2})

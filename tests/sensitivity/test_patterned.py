@@ -5,7 +5,8 @@ import torch
 from tests import zoo
 
 import layerbudget as lb
-from layerbudget.decisions.bits.jointly import Joint, describe_rows
+from layerbudget.decisions.bits.plan import describe_rows
+from layerbudget.decisions.bits.sensitivity import DenseOutput
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.patterned import plan_pattern
 from layerbudget.errors import InvalidInput
@@ -18,7 +19,7 @@ def test_what_is_measured_is_the_model_that_prune_makes(method):
     before = [p.clone() for p in model.parameters()]
     plan = plan_pattern(model, data, "2:4", method=method, batch_size=3)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    joint = Joint(model, data, 3)
+    joint = DenseOutput(model, data, 3)
     for kind, pattern in (("pattern", "2:4"), ("unstructured", None)):
         pruned = zoo.build("llama-tied")
         prune(pruned, plan, None if method == "magnitude" else data, method, batch_size=3, pattern=pattern)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..compressors.base import QUANTISERS
 from ..compressors.formats import FAMILIES, PACKED, find_format
-from ..decisions.bits.plan import RULES
+from ..decisions.bits.program import RULES
 from ..decisions.bits.runtimes import RUNTIMES, find_runtime
 from ..plan import Plan
 from ..records import to_jsonable
@@ -15,7 +15,7 @@ from .files import say, show_table
 from .progress import progress_bar
 from .shared import DATA, add_data_options, add_out, batch_of, refuse
 
-MEASURING = ("family", "runtime", "formats", "group", "by", "method", "damage", "draws", "steps", "unwritten", "save_scores")
+MEASURING = ("family", "runtime", "formats", "group", "by", "method", "draws", "unwritten", "save_scores")
 
 
 def register(verbs: Any) -> None:
@@ -31,19 +31,10 @@ def register(verbs: Any) -> None:
     p.add_argument("--group", type=int, help="group size (default: the largest of 128, 64, 32 that divides all inputs)")
     p.add_argument("--by", choices=("linear", "layer"), help="one format per matrix or per layer (default: linear)")
     p.add_argument("--method", choices=QUANTISERS.names(), help="quantiser that will write the file (default: rtn)")
-    p.add_argument(
-        "--damage", choices=("directional", "measured"),
-        help="directional (default): the Fisher form along the rounding errors, a few passes; measured: one pass per format",
-    )  # fmt: skip
-    p.add_argument("--draws", type=int, help="draws of labels, for directional (default: 4)")
-    p.add_argument(
-        "--steps", type=int,
-        help="take the damage again at the quantised point and plan again, so many times (default 0: for rounding the dense "
-        "point is enough)",
-    )  # fmt: skip
+    p.add_argument("--draws", type=int, help="draws of labels that the damage is averaged over (default: 4)")
     p.add_argument(
         "--unwritten", choices=("refuse", "16-bit", "plan"),
-        help="what becomes of matrices that `quantize` cannot write (experts, Conv1D, ...): refuse (default), 16-bit: they "
+        help="what becomes of matrices that no file holds (experts, Conv1D, ...): refuse (default), 16-bit: they "
         "stay so, and count; plan: they are planned all the same, for a tool that writes them",
     )  # fmt: skip
     p.add_argument("--rule", choices=RULES, default="choices", help="choices: the exact program (default); others need none")
@@ -75,26 +66,23 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
 
 def _again(a: argparse.Namespace) -> Plan:
     """Another plan from what was measured."""
-    from ..decisions.bits.plan import plan_bits
+    from ..decisions.bits.program import plan_from_table
     from .files import need_scores
 
     refuse(
         a, (*MEASURING, "check", "resume", "stream", *DATA, "dtype", "revision", "device"), "scores that were measured before"
     )
-    return plan_bits(need_scores(a.model), bits=a.bits, budget=a.budget, rule=a.rule)
+    return plan_from_table(need_scores(a.model), bits=a.bits, budget=a.budget, rule=a.rule)
 
 
 def _measure(a: argparse.Namespace) -> Plan:
-    from ..decisions.bits.jointly import plan_formats
-    from ..decisions.bits.plan import check_bits
+    from ..decisions.bits.plan import plan_bits
+    from ..decisions.bits.program import check_bits
     from ..errors import InvalidInput
     from ..models.offload import mapped
     from .shared import announce, load
 
     check_bits(a.bits)
-
-    if a.damage == "measured":
-        refuse(a, ("draws",), "--damage measured")
     count = 16 if a.check is None else a.check
     if count < 0:
         raise InvalidInput(f"--check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")
@@ -114,18 +102,15 @@ def _measure(a: argparse.Namespace) -> Plan:
     check = data.select(slice(samples, samples + count)) if count else None
     _expect(a, model, data.select(slice(0, samples)), check, len(chosen or ()))
     own = {"draws": a.draws} if a.draws is not None else {}
-    own |= {"steps": a.steps} if a.steps is not None else {}
     with progress_bar(a, "measuring formats") as progress:
-        plan, scores = plan_formats(
+        return plan_bits(
             model, data.select(slice(0, samples)), check, bits=a.bits, budget=a.budget, rule=a.rule,
             batch_size=batch_of(a, model, data), progress=progress,
             family=a.family or PACKED, runtime=a.runtime, by=a.by or "linear", group=a.group,
-            formats=chosen, damage=a.damage or "directional", method=a.method or "rtn",
-            seed=a.seed or 0, resume=a.resume, unwritten=a.unwritten or "refuse", **own,
+            formats=chosen, method=a.method or "rtn",
+            seed=a.seed or 0, resume=a.resume, unwritten=a.unwritten or "refuse",
+            save_scores=a.save_scores, overwrite=a.overwrite, **own,
         )  # fmt: skip
-    if a.save_scores:
-        scores.save(a.save_scores, overwrite=a.overwrite)
-    return plan
 
 
 def _expect(a: argparse.Namespace, model: Any, data: Any, check: Any, formats: int) -> None:
@@ -134,10 +119,10 @@ def _expect(a: argparse.Namespace, model: Any, data: Any, check: Any, formats: i
     from .outlook import expect, text_of, words_of
 
     text, held = text_of(data, a), None if check is None else text_of(check, a)
-    given = {name: value for name in ("damage", "draws", "steps") if (value := getattr(a, name)) is not None}
+    given = {"draws": a.draws} if a.draws is not None else {}
     given |= {"formats": formats} if formats else {}
-    what = f"{a.damage or 'directional'} damages of formats on {words_of(data)}"
-    expect(a, what, model, lambda shape: choosing(text, held, shape, **given))
+    what = f"damages of formats on {words_of(data)}"
+    expect(a, what, model, lambda shape: choosing(text, held, **given))
 
 
 def _show(a: argparse.Namespace, plan: Plan) -> None:

@@ -26,8 +26,8 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Round, write, recount from the file."""
     from ..compressors.base import find_quantiser
-    from ..decisions.bits.plans import formats_of_plan
-    from ..decisions.bits.write import quantise
+    from ..decisions.bits.apply import write_bits
+    from ..decisions.bits.program import formats_of_plan
     from ..decisions.joint.recipe import bits_of
     from ..decisions.sparsity.save import check_output
     from ..doctor.cost import treating
@@ -53,8 +53,8 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     text, what = text_of(data, arguments), f"{method}{f' with {words_of(data)}' if data is not None else ''}"
     expect(arguments, what, model, lambda shape: treating(method, text))
     with progress_bar(arguments, f"quantise by {method}") as progress:
-        receipt = quantise(
-            model, tokenizer, plan, arguments.out, data, method=method, batch_size=batch_of(arguments, model, data),
+        receipt = write_bits(
+            model, plan, arguments.out, data, tokenizer=tokenizer, method=method, batch_size=batch_of(arguments, model, data),
             resume=arguments.resume, overwrite=arguments.overwrite, progress=progress, **named_values(arguments.own),
         )  # fmt: skip
     if arguments.resume:

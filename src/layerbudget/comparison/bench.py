@@ -23,8 +23,8 @@ from ..data.calibration import CalibrationSet
 from ..data.examples import Task
 from ..data.text import calibration
 from ..decisions.apply import applier
-from ..decisions.bits.items import items_of
-from ..decisions.bits.plan import ESTIMATOR
+from ..decisions.bits.blocks import blocks_of
+from ..decisions.bits.program import ESTIMATOR
 from ..decisions.bits.runtimes import find_runtime
 from ..decisions.bits.sensitivity import rounding_damage
 from ..errors import CoverageError, InvalidInput
@@ -237,7 +237,7 @@ class FormatBench(TextBench):
             raise InvalidInput(
                 f"{target.name} decides about embedding and head too.", "No score covers them.", "Use transformers."
             )
-        self.blocks = items_of(self.model, target, self.by)
+        self.blocks = blocks_of(self.model, target, self.by)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class FormatBench(TextBench):
         return {**super().identity, "runtime": self.runtime}
 
     def score(self, given: str, data: CalibrationSet | None, options: Mapping[str, Any]) -> Scores:
-        """A score record; ``rounding`` is the damage of every format (``damage="measured"`` among its options: measured)."""
+        """A score record; ``rounding`` is the damage of every format."""
         if given != ESTIMATOR:
             return super().score(given, data, options)
         return rounding_damage(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..decisions.apply import maker
-from ..decisions.bits.plan import RULES as BITS
+from ..decisions.bits.program import RULES as BITS
 from ..decisions.rules import as_rule, rules_of
 from ..errors import InvalidInput, LayerbudgetError
 from ..kinds import KINDS

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..decisions.bits.plan import ESTIMATOR
+from ..decisions.bits.program import ESTIMATOR
 from ..errors import InvalidInput
 from ..evaluation.statistics import corrected, difference, holm, ranking
 from ..models.provenance import versions

@@ -14,7 +14,7 @@ _MAKE = {
     "sparsity": ".sparsity.plan:plan_sparsity",
     "experts": ".experts.plan:plan_experts",
     "ranks": ".ranks.plan:plan_ranks",
-    "bits": ".bits.plan:plan_bits",
+    "bits": ".bits.program:plan_from_table",
 }
 _APPLY = {
     "sparsity": ".sparsity.apply:prune",

@@ -391,22 +391,10 @@ def searching(text: Text, passes: float | None = None, *, products: float = 0.0)
     return [Part(kind="directional", text=text, forwards=passes, products=products)]
 
 
-def choosing(
-    text: Text,
-    check: Text | None,
-    shape: Shape,
-    *,
-    damage: str = "directional",
-    formats: int = 4,
-    draws: int = 4,
-    steps: int = 0,
-) -> list[Part]:
-    """Parts of ``plan bits``: rounding errors, ``1 + 2 draws`` passes along them or one per format, and the check."""
-    once = 1.0 + 2.0 * draws
-    blocks = len(shape.matrices) * shape.layers
-    spent = once + steps * (once + 2.0) if damage == "directional" else 1.0 + formats * blocks / 2
+def choosing(text: Text, check: Text | None, *, formats: int = 4, draws: int = 4) -> list[Part]:
+    """Parts of ``plan bits``: rounding errors, ``1 + 2 draws`` passes along them, and the check."""
     whole = [] if check is None else [Part(kind="forward", text=check, times=5.0, products=_ROUND)]
-    return [*searching(text, spent, products=formats * _ROUND), *whole]
+    return [*searching(text, 1.0 + 2.0 * draws, products=formats * _ROUND), *whole]
 
 
 def evaluating(texts: Sequence[Text], tasks: Sequence[str] = (), limit: int | None = None, batch: int = 16) -> list[Part]:
@@ -460,7 +448,7 @@ def long_verbs(
     verbs |= {
         "plan sparsity": searching(text(16)),
         "plan shapes": searching(text(16), 46.0),
-        "plan bits": choosing(text(32), text(16), shape),
+        "plan bits": choosing(text(32), text(16)),
         "apply, wanda": treating("wanda", text(128)),
         "apply, sparsegpt": treating("sparsegpt", text(128)),
         "apply, rtn": treating("rtn", text(128)),

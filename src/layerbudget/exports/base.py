@@ -85,11 +85,11 @@ _OWN = (
            use="One number per module, by its full name."),
     Export(name="csv", home=".tables:blocks_csv", file="plan.csv", summary="one row per block",
            use="One row per block, for a spreadsheet."),
-    Export(name="tensor-types", home=".bits:llama_cpp", kinds=("bits",), file="tensor-types.txt",
+    Export(name="tensor-types", home="..decisions.bits.export:llama_cpp", kinds=("bits",), file="tensor-types.txt",
            summary="llama.cpp's types of tensors", use="llama-quantize --tensor-type-file {file} quantises by it."),
-    Export(name="auto-round", home=".bits:auto_round", kinds=("bits",), file="layer_config.json",
+    Export(name="auto-round", home="..decisions.bits.export:auto_round", kinds=("bits",), file="layer_config.json",
            summary="AutoRound's layer_config", use="AutoRound(model, layer_config=json.load(open('{file}'))) quantises by it."),
-    Export(name="gptqmodel", home=".bits:gptq_model", kinds=("bits",), file="dynamic.json",
+    Export(name="gptqmodel", home="..decisions.bits.export:gptq_model", kinds=("bits",), file="dynamic.json",
            summary="GPTQModel's dynamic", use="QuantizeConfig(dynamic=json.load(open('{file}'))) quantises by it."),
 )  # fmt: skip
 EXPORTS: Registry[Export] = Registry("export format", group="layerbudget.exports", own={e.name: e for e in _OWN})

@@ -14,6 +14,7 @@ from ..errors import ModelMismatch
 from ..kinds import KINDS
 from ..plan import Plan
 from ..records import Result
+from ..registry import options_of, resolve_options
 from ..scores import Scores
 from ..solvers.inputs import Vector, choice
 from ..solvers.transfer import spearman
@@ -130,12 +131,16 @@ def sweep(
     """
     what = KINDS.find(choice(kind, "kind", tuple(makers())))
     make = maker(what.name)
+    options = {name: value for name, value in options.items() if value is not None and value is not False}
+    if what.predicts:
+        resolve_options(f"A plan of kind {kind}", options_of(make), {**options, "exponent": exponents})
     damping, smoothing = options.get("damping"), options.get("smoothing") or 0.0
     q = np.zeros(0) if what.predicts else scores.weights(damping, smoothing=smoothing)
     rows = []
     for budget in budgets:
         for exponent in exponents or (None,):
-            plan = make(scores, **{what.budget: budget}, exponent=exponent, **options)
+            own = options if exponent is None else {**options, "exponent": exponent}
+            plan = make(scores, **{what.budget: budget}, **own)
             worth = increments_of(scores, damping) if plan.rule.startswith("by-rank") else None
             rows.append(_row(plan, budget, plan.hyperparameters.get("exponent"), q, worth))
     more, better = (1.0 if what.harms else -1.0), (-1.0 if what.harms or what.predicts else 1.0)

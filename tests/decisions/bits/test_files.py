@@ -1,9 +1,12 @@
-"""Written files, read by the runtimes: the same numbers, the planned types, the planned bytes."""
+"""Written files, read by the runtimes: the same numbers, types and bytes, streamed or in memory, at once or in two runs."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -13,18 +16,18 @@ from transformers import AutoModelForCausalLM
 
 import layerbudget as lb
 from layerbudget.cli import main
-from layerbudget.decisions.bits import save as S
-from layerbudget.decisions.bits.apply import apply_bits
-from layerbudget.decisions.bits.export_recipes import dynamic, layer_config
-from layerbudget.decisions.bits.gguf_file import GgufWriter
+from layerbudget.decisions.bits import apply as A
+from layerbudget.decisions.bits import packed
+from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
+from layerbudget.decisions.bits.export import dynamic, layer_config
+from layerbudget.decisions.bits.gguf import GgufWriter
 from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.decisions.bits.receipt import QuantisationReceipt
-from layerbudget.decisions.bits.save import save_quantised
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
 from layerbudget.exports.base import EXPORTS
 from layerbudget.finetuning.base import classifier_loader
 from layerbudget.models.loading import describe_place
+from layerbudget.models.offload import mapped
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("compressed_tensors")
@@ -36,12 +39,20 @@ def wide(name):
     return zoo.build(name, **WIDE, **({"head_dim": 128} if name == "qwen3" else {}))
 
 
-def made(name, family, bits, method="rtn", **options):
-    """A rounded model, its plan, and what the writers need."""
-    model, data = wide(name), zoo.tokens(3, 12, vocabulary=96)
+def data():
+    return zoo.tokens(3, 12, vocabulary=96)
+
+
+def planned(model, family, bits, method="rtn", **options):
     own = {} if family == "gguf" else {"group": 32}
-    plan = plan_bits(rounding_damage(model, data, family=family, draws=1, method=method, **own, **options), bits=bits)
-    return model, plan, apply_bits(model, plan, data)
+    return plan_bits(rounding_damage(model, data(), family=family, draws=1, method=method, **own, **options), bits=bits)
+
+
+def written(out, name, family, bits, method="rtn", **options):
+    """A model that was rounded as it was written, its plan, and the receipt."""
+    model = wide(name)
+    plan = planned(model, family, bits, method, **options)
+    return model, plan, write_bits(model, plan, out, data())
 
 
 def logits(model):
@@ -54,8 +65,7 @@ def logits(model):
     [("llama", "weighted"), ("llama-tied", "gptq"), ("mistral", "rtn"), ("qwen2", "gptq"), ("qwen3", "rtn")],
 )
 def test_a_gguf_file_is_the_rounded_model(tmp_path, name, method):
-    model, plan, stored = made(name, "gguf", 6.0, method)
-    receipt = save_quantised(model, None, plan, stored, tmp_path / "out")
+    model, plan, receipt = written(tmp_path / "out", name, "gguf", 6.0, method)
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32).eval()
     assert torch.allclose(logits(back), logits(model), atol=2e-4, rtol=1e-4)
     assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["file"]
@@ -79,8 +89,8 @@ def test_a_gguf_file_is_the_rounded_model(tmp_path, name, method):
     [("llama", "transformers", "gptq"), ("qwen2", "vllm", "rtn"), ("llama-tied", "transformers", "weighted")],
 )
 def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtime, method):
-    model, plan, stored = made(name, "compressed-tensors", 6.0 if runtime == "vllm" else 4.2, method, runtime=runtime)
-    receipt = save_quantised(model, None, plan, stored, tmp_path / "out")
+    bits = 6.0 if runtime == "vllm" else 4.2
+    model, plan, receipt = written(tmp_path / "out", name, "compressed-tensors", bits, method, runtime=runtime)
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     read = lb.load_model(str(tmp_path / "out"), dtype="float32")
     assert describe_place(read).startswith(f"{model.num_parameters() / 1e6:,.1f} M parameters in float32 on cpu")
@@ -99,51 +109,34 @@ def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtim
 
 
 def test_zero_points_are_written_as_the_package_reads_them(tmp_path):
-    model, data = zoo.build("llama", **WIDE), zoo.tokens(3, 12, vocabulary=96)
-    scores = rounding_damage(model, data, formats=["w3-g32-asym", "w4-g32-asym"], draws=1)
-    plan = plan_bits(scores, bits=4.2)
-    receipt = save_quantised(model, None, plan, apply_bits(model, plan), tmp_path / "out")  # packing reads everything back
+    formats = {"formats": ["w3-g32-asym", "w4-g32-asym"]}
+    *_, receipt = written(tmp_path / "out", "llama", "compressed-tensors", 4.2, **formats)  # packing reads everything back
     assert receipt.bytes == receipt.planned and any("zero points" in n for n in receipt.notes)
 
 
 def test_models_in_half_precision(tmp_path):
     """Packed all the same: the integers are found again. GGUF finds its grid in the weights, and asks for all their digits."""
-    data, whole = zoo.tokens(3, 12, vocabulary=96), zoo.build("llama", **WIDE)
+    whole = zoo.build("llama", **WIDE)
     whole.load_state_dict({n: t.bfloat16().float() for n, t in whole.state_dict().items()})
-    half = zoo.build("llama", **WIDE)
-    half.load_state_dict(whole.state_dict())
-    half = half.bfloat16()
-    for family, bits in (("compressed-tensors", 5.0), ("gguf", 6.0)):
-        plan = plan_bits(rounding_damage(whole, data, family=family, draws=1), bits=bits)
-        stored = apply_bits(half, plan)
-        if family == "gguf":
-            with pytest.raises(InvalidInput, match="held in bfloat16"):
-                save_quantised(half, None, plan, stored, tmp_path / family)
-            break
-        save_quantised(half, None, plan, stored, tmp_path / "half")
-        again = zoo.build("llama", **WIDE)
-        again.load_state_dict(whole.state_dict())
-        save_quantised(again, None, plan, apply_bits(again, plan), tmp_path / "whole")
-        files = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("half", "whole")]
-        assert files[0] == files[1]
-        half.load_state_dict(whole.state_dict())
+    half = copy.deepcopy(whole).bfloat16()
+    with pytest.raises(InvalidInput, match="held in bfloat16"):
+        write_bits(half, planned(whole, "gguf", 6.0), tmp_path / "gguf")
+    plan = planned(whole, "compressed-tensors", 5.0)
+    for name, model in (("half", half), ("whole", whole)):
+        write_bits(model, plan, tmp_path / name)
+    files = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("half", "whole")]
+    assert files[0] == files[1]
 
 
 def test_llama_cpp_computes_the_same(tmp_path):
     """The embedded model in mixed types, in llama.cpp itself: next-token probabilities of the rounded model."""
     llama = pytest.importorskip("xllamacpp")
     model, tokenizer = lb.load_model("demo"), lb.load_tokenizer("demo")
-    data = lb.calibration("stdlib", tokenizer, samples=2, length=64)
-    plan = plan_bits(rounding_damage(model, data, family="gguf", draws=1), bits=5.5)
-    stored = apply_bits(model, plan)
-    save_quantised(model, tokenizer, plan, stored, tmp_path / "out")
+    text = lb.calibration("stdlib", tokenizer, samples=2, length=64)
+    write_bits(model, plan_bits(model, text, bits=5.5, family="gguf", draws=1), tmp_path / "out", tokenizer=tokenizer)
     options = llama.CommonParams()
-    options.model.path, options.n_ctx, options.cpuparams.n_threads, options.warmup = (
-        str(tmp_path / "out/model.gguf"),
-        256,
-        1,
-        False,
-    )
+    options.model.path, options.n_ctx = str(tmp_path / "out/model.gguf"), 256
+    options.cpuparams.n_threads, options.warmup = 1, False
     server = llama.Server(options)
     text = 'def read(path):\n    """Return the text of a file."""\n    with open('
     answer = server.handle_completions({"prompt": text, "max_tokens": 1, "temperature": 0, "logprobs": 20})
@@ -169,53 +162,121 @@ def test_recipes_for_other_tools():
 
 
 def test_nothing_half_written(tmp_path, monkeypatch):
-    model, plan, stored = made("llama", "gguf", 6.0)
-    monkeypatch.setattr(S, "recount_gguf", lambda file: {t.name: 1 for t in gguf.GGUFReader(file).tensors})
-    with pytest.raises(CoverageError, match="takes 1 bytes in the file"):
-        save_quantised(model, None, plan, stored, tmp_path / "out")
+    out, plan = tmp_path / "out", planned(wide("llama"), "gguf", 6.0)
+    with monkeypatch.context() as patch, pytest.raises(CoverageError, match="takes 1 bytes in the file"):
+        patch.setattr(A, "recount_gguf", lambda file: {t.name: 1 for t in gguf.GGUFReader(file).tensors})
+        write_bits(wide("llama"), plan, out)
+    with monkeypatch.context() as patch, pytest.raises(CoverageError, match="reads back as other weights"):
+        patch.setattr(GgufWriter, "_turned", lambda self, name, tensor, turn: tensor + 0.01)
+        write_bits(wide("llama"), plan, out)
     assert not list(tmp_path.iterdir())
-    monkeypatch.undo()
-    model.model.layers[0].mlp.up_proj.weight.data.add_(0.01)
-    with pytest.raises(CoverageError, match="reads back as other weights"):
-        save_quantised(model, None, plan, stored, tmp_path / "out")
-    model.model.layers[0].mlp.up_proj.weight.data.sub_(0.01)
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("x")
+    out.mkdir()
+    (out / "mine.txt").write_text("x")
     with pytest.raises(AlreadyExists):
-        save_quantised(model, None, plan, stored, tmp_path / "out")
+        write_bits(wide("llama"), plan, out)
 
 
 def test_what_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
-    model, plan, stored = made("gpt2", "compressed-tensors", 16.0, unwritten="plan")  # sixteen bits for all: nothing to pack
+    out = tmp_path / "out"
+    gpt2, sliding, llama = wide("gpt2"), wide("mistral-sliding"), wide("llama")
     with pytest.raises(InvalidInput, match="gpt2 model is not written as GGUF"):
-        GgufWriter(model, None, stored.formats, tmp_path / "x.gguf")
-    model, plan, stored = made("gpt2", "compressed-tensors", 5.0, unwritten="plan")
+        GgufWriter(gpt2, None, {}, tmp_path)
+    plan = planned(gpt2, "compressed-tensors", 5.0, unwritten="plan")
     with pytest.raises(InvalidInput, match="is no plain Linear"):
-        save_quantised(model, None, plan, stored, tmp_path / "out")
-    model, plan, stored = made("mistral-sliding", "gguf", 6.0, unwritten="plan")
+        packed.PackedWriter(gpt2, plan.extra["formats"], tmp_path)
+    plan = planned(sliding, "gguf", 6.0, unwritten="plan")
     with pytest.raises(InvalidInput, match="with sliding_window = 8"):
-        save_quantised(model, None, plan, stored, tmp_path / "out")
+        write_bits(sliding, plan, out)
     with pytest.raises(ModelMismatch):
         apply_bits(zoo.build("llama", seed=3, **WIDE), plan)
     with pytest.raises(InvalidInput, match="gptq needs calibration data"):
-        apply_bits(zoo.build("mistral-sliding", **WIDE), plan, method="gptq")
+        apply_bits(sliding, plan, method="gptq")
     with pytest.raises(InvalidInput, match="gives no formats"):
-        apply_bits(model, zoo.plan(model))
-    import sys
-
-    model, plan, stored = made("llama", "compressed-tensors", 5.0)
+        apply_bits(sliding, zoo.plan(sliding))
+    plan = planned(llama, "compressed-tensors", 5.0)
     monkeypatch.setitem(sys.modules, "compressed_tensors.compressors.pack_quantized.base", None)
     with pytest.raises(MissingDependency, match=r"layerbudget\[bits\]"):
-        save_quantised(model, None, plan, stored, tmp_path / "out")
+        write_bits(llama, plan, out)
     assert not list(tmp_path.iterdir())
+
+
+CASES = [("compressed-tensors", "rtn", 4.2), ("compressed-tensors", "gptq", 9.0), ("gguf", "weighted", 6.0)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint in bfloat16, so that float32 is another precision; its head is the embedding."""
+    place = tmp_path_factory.mktemp("streamed") / "model"
+    zoo.build("llama-tied", **WIDE).bfloat16().save_pretrained(place)
+    return place
+
+
+def digests(place):
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(place.iterdir())}
+
+
+@pytest.mark.parametrize(("family", "method", "bits"), CASES)
+def test_streamed_interrupted_and_in_memory_write_the_same_bytes(folder, tmp_path, monkeypatch, family, method, bits):
+    monkeypatch.setattr(packed, "SHARD", 20_000)
+    whole = lb.load_model(str(folder), dtype="float32")
+    plan = planned(whole, family, bits, method)
+    text = None if method == "rtn" else data()
+    receipt = write_bits(whole, plan, tmp_path / "memory", text)
+    assert receipt.bytes == receipt.planned
+
+    streamed = lb.load_model(str(folder), dtype="float32", stream=True)
+    assert mapped(streamed).converts
+    before = {n: t.clone() for n, t in streamed.model.layers.state_dict().items()}
+    write_bits(streamed, plan, tmp_path / "streamed", text)
+    assert digests(tmp_path / "streamed") == digests(tmp_path / "memory")
+    mapped(streamed).leave()
+    assert all(torch.equal(t, before[n]) for n, t in streamed.model.layers.state_dict().items())
+
+    class Stop(Exception):
+        pass
+
+    def stop(done, total):
+        if done == total - 1:
+            raise Stop
+
+    again = {"resume": tmp_path / "kept"}
+    streamed = lb.load_model(str(folder), dtype="float32", stream=True)
+    with pytest.raises(Stop):
+        write_bits(streamed, plan, tmp_path / "two", text, progress=stop, **again)
+    assert not (tmp_path / "two").exists() and len(list((tmp_path / "kept").glob("*.safetensors"))) == 3
+    write_bits(lb.load_model(str(folder), dtype="float32", stream=True), plan, tmp_path / "two", text, **again)
+    assert digests(tmp_path / "two") == digests(tmp_path / "memory")
+    if family == "compressed-tensors":
+        assert len(list((tmp_path / "two").glob("model-*-of-*.safetensors"))) > 1
+        back = AutoModelForCausalLM.from_pretrained(tmp_path / "two", dtype=torch.float32).eval()
+        ids = zoo.tokens(2, 14, vocabulary=96).input_ids
+        halved = {n: t.bfloat16().float() for n, t in whole.state_dict().items()}
+        kept = {f"{n}.weight": t for n, t in ((m, whole.state_dict()[f"{m}.weight"]) for m in plan.extra["formats"])}
+        whole.load_state_dict({**halved, **kept})
+        with torch.no_grad():
+            assert torch.allclose(back(ids).logits, whole(ids).logits, atol=1e-5)
+
+
+def test_a_run_continues_only_as_itself(folder, tmp_path):
+    model = lb.load_model(str(folder), dtype="float32")
+    plan, other = (planned(model, "compressed-tensors", bits) for bits in (4.2, 5.2))
+    write_bits(model, plan, tmp_path / "out", resume=tmp_path / "kept")
+    kept = sorted((tmp_path / "kept").glob("layer-*.safetensors"))
+    assert json.loads((tmp_path / "kept" / "resume.json").read_text())["request"]["plan"] == plan.digest
+    with pytest.raises(ModelMismatch):
+        write_bits(lb.load_model(str(folder), dtype="float32"), other, tmp_path / "no", resume=tmp_path / "kept")
+    assert not (tmp_path / "no").exists()
+    kept[0].write_bytes(kept[0].read_bytes()[:-1] + b"?")  # a flipped bit: made again
+    again = lb.load_model(str(folder), dtype="float32")
+    write_bits(again, plan, tmp_path / "again", resume=tmp_path / "kept")
+    assert digests(tmp_path / "again") == digests(tmp_path / "out")
 
 
 def test_a_packed_folder_serves_every_verb_and_refuses_by_name_what_it_cannot(tmp_path, tokenizer, capsys):
     """Its matrices are numbers as soon as it is loaded, whoever runs the first forward."""
-    model, plan, stored = made("llama", "compressed-tensors", 4.2, "rtn")
     out, small = tmp_path / "out", ("--samples", "2", "--length", "12", "--quiet")
-    save_quantised(model, tokenizer, plan, stored, out)
+    model = wide("llama")
+    write_bits(model, planned(model, "compressed-tensors", 4.2), out, tokenizer=tokenizer)
     assert main(["evaluate", str(out), "--windows", "2", "--length", "12", "--quiet"]) == 0
     assert main(["score", str(out), *small, "-o", str(tmp_path / "s.json")]) == 0
     assert main(["measure", str(out), "--sparsity", "0.5", *small, "-o", str(tmp_path / "p.json")]) == 0

@@ -1,19 +1,87 @@
-"""Put a model's matrices into the formats of a plan, in place."""
+"""Round a model by a plan of bits: in place, or into files, layer after layer.
+
+A piece (what lies outside the layers, then every layer) is rounded, packed and handed to the writer of its family, which holds
+one file of limited size, before the next piece is looked at. This is the same for models in memory and in their files; of a
+streamed model one layer is at hand at a time and dropped when it has been written. Finished pieces can be kept, in the form in
+which they go to the file, so that a run that was stopped continues; it writes the same bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
+from ...compressors.base import Level
+from ...compressors.conforming import check
+from ...compressors.formats import GGUF, find_format
+from ...compressors.rounding import Quantiser, Rounded
+from ...compressors.treating import Job, Treating
 from ...data.calibration import CalibrationSet
-from ...models.blocks import check_finite, describe
+from ...errors import CoverageError, InvalidInput
+from ...execution.modes import inference
+from ...execution.walk import Walk
+from ...models.blocks import check_finite, describe, layers
+from ...models.offload import mapped
+from ...models.provenance import computation, versions
 from ...plan import Plan
-from .plans import formats_of_plan
-from .storing import Stored, store
+from ...progress import Progress, Steps
+from ...records import Record, write_text
+from ...storage.folders import check_folder, new_folder
+from ...storage.parts import Parts
+from .blocks import check_writable, modules_by_name
+from .export import auto_round, gptq_model, llama_cpp
+from .gguf import GGUF_FILE, GgufWriter, recount_gguf
+from .packed import ZERO_POINTS, PackedWriter, check_loads, recount_safetensors
+from .program import formats_of_plan
+from .runtimes import find_runtime
+from .sensitivity import need_data, quantiser_of
 
-Progress = Callable[[int, int], None]
+_Writer = PackedWriter | GgufWriter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantisationReceipt(Record):
+    """The record of one written model.
+
+    Attributes:
+        method: The quantiser.
+        family: ``gguf`` or ``compressed-tensors``.
+        plan_digest: Content hash of the plan.
+        model: ``{id, revision, digest}`` before rounding.
+        modules: ``{name: {format, bytes}}``, counted from the file.
+        bytes: Of all planned matrices, counted.
+        planned: What the plan says; equal, or nothing is written.
+        tensors: Bytes of all tensors of the file.
+        file: Size of the file.
+        bits: Bits per weight of the planned matrices.
+        notes: Everything that deserves a sentence.
+        versions: Of the packages.
+        made_by: The command that made it; empty where Python did.
+    """
+
+    what: ClassVar[str] = "receipt"
+    command: ClassVar[str] = "quantize"
+
+    method: str
+    family: str
+    plan_digest: str
+    model: Mapping[str, Any]
+    modules: Mapping[str, Mapping[str, Any]]
+    bytes: int
+    planned: int
+    tensors: int
+    file: int
+    bits: float
+    notes: tuple[str, ...] = ()
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    made_by: str = ""
 
 
 def apply_bits(
@@ -25,20 +93,20 @@ def apply_bits(
     batch_size: int = 8,
     progress: Progress | None = None,
     **own: Any,
-) -> Stored:
+) -> list[str]:
     """Round a model by a plan of bits, in place: afterwards it computes what a runtime computes from the written file.
 
     Args:
         model: Changed in place.
-        plan: Of kind ``bits`` or ``recipe``, made for this model.
-        data: Calibration tokens, for quantisers that look at inputs.
+        plan: Of kind ``bits``, made for this model.
+        data: Calibration tokens, for quantisers that read inputs.
         method: ``rtn``, ``weighted`` or ``gptq``; by default the one that was measured when the plan was made.
         batch_size: Sequences per forward.
-        progress: Called with (layers done, layers).
+        progress: Called with (pieces done, pieces).
         **own: Options of the quantiser.
 
     Returns:
-        What the writers need, and notes.
+        Notes.
 
     Raises:
         ModelMismatch: The plan belongs to another model.
@@ -48,5 +116,255 @@ def apply_bits(
     formats = formats_of_plan(plan)
     plan.validate(describe(model))
     check_finite(model)
-    chosen = method or str(plan.extra["method"])
-    return store(model, formats, data, method=chosen, batch_size=batch_size, progress=progress, **own)
+    method = method or str(plan.extra["method"])
+    return round_matrices(model, formats, data, method=method, batch_size=batch_size, progress=progress, **own)
+
+
+def round_matrices(
+    model: nn.Module,
+    formats: Mapping[str, str],
+    data: CalibrationSet | None = None,
+    *,
+    method: str = "rtn",
+    batch_size: int = 8,
+    progress: Progress | None = None,
+    **own: Any,
+) -> list[str]:
+    """Round matrices in place; returns notes.
+
+    Embedding and head come first and are rounded to nearest; then the layers, each with the inputs that the rounded model
+    below it gives. Arguments are those of :func:`apply_bits`; matrices without a format stay as they are.
+
+    Raises:
+        InvalidInput: An unknown method or format, missing data, a shape that a format does not divide.
+        UnknownBlock: A matrix that the model does not have.
+        MissingDependency: GGUF formats without the package gguf.
+    """
+    rounding = _Rounding(model, method, data, own)
+    rounding.run(_pieces(model, formats), data, batch_size, progress)
+    return rounding.notes
+
+
+def write_bits(
+    model: nn.Module,
+    plan: Plan,
+    out_dir: Path | str,
+    data: CalibrationSet | None = None,
+    *,
+    tokenizer: Any = None,
+    method: str | None = None,
+    batch_size: int = 8,
+    resume: Path | str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **own: Any,
+) -> QuantisationReceipt:
+    """Round a model by a plan of bits and write it: the weights, ``plan.json``, ``receipt.json`` and recipes for other tools.
+
+    The folder appears complete or not at all, and only if the bytes counted from the written file are the planned ones.
+
+    Args:
+        model: A streamed one is afterwards as it was (but for what lies outside its layers); one in memory is rounded.
+        plan: Of kind ``bits``, made for this model.
+        out_dir: Must not exist, or be empty.
+        data: Calibration tokens, for quantisers that read inputs.
+        tokenizer: Saved beside the model where it is not None; of a GGUF file its vocabulary is part.
+        method: See :func:`apply_bits`.
+        batch_size: Sequences per forward.
+        resume: Folder that keeps finished layers; an interrupted run continues from it, to the same bytes. They stay there
+            until :func:`layerbudget.storage.parts.clear`.
+        overwrite: Replace a folder that an earlier call wrote.
+        progress: Called with (pieces done, pieces).
+        **own: Options of the quantiser.
+
+    Raises:
+        ModelMismatch: The plan belongs to another model, or ``resume`` to another run.
+        AlreadyExists: The folder exists and is not empty.
+        InvalidInput: A plan of another kind, an unknown method, missing data, an architecture or a matrix that the format has
+            no place for.
+        CoverageError: A matrix that reads back as other weights, or is not as large as planned.
+        BadModel: Weights that are not finite.
+        MissingDependency: The package of the format is not installed.
+    """
+    formats = formats_of_plan(plan)
+    plan.validate(describe(model))
+    check_folder(out_dir, overwrite=overwrite)
+    check_finite(model)
+    check_writable(model, formats, find_runtime(plan.extra["runtime"], plan.extra["family"]))
+    rounding = _Rounding(model, method or str(plan.extra["method"]), data, own)
+    pieces = _pieces(model, formats)
+    with new_folder(out_dir, overwrite=overwrite) as folder:
+        gguf = plan.extra["family"] == GGUF
+        rounding.writer = GgufWriter(model, tokenizer, formats, folder) if gguf else PackedWriter(model, formats, folder)
+        rounding.parts = _parts(resume, rounding, plan, data, batch_size)
+        rounding.run(pieces, data, batch_size, progress)
+        return _finish(folder, tokenizer, plan, rounding, rounding.writer)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """What is rounded, and written, together: a layer, or all that lies outside the layers (its name is empty then)."""
+
+    name: str
+    index: int
+    jobs: tuple[Job, ...]
+
+    @property
+    def part(self) -> str:
+        return "outside" if self.index < 0 else f"layer-{self.index}"
+
+
+def _pieces(model: nn.Module, formats: Mapping[str, str]) -> list[_Piece]:
+    """The model in the order in which it is rounded."""
+    modules = modules_by_name(model, formats)
+    for name, module in modules.items():
+        find_format(formats[name]).check(name, module.d_in)
+    names = [name for name, _ in layers(model)]
+    jobs: dict[str, list[Job]] = {name: [] for name in ("", *names)}
+    for name, module in modules.items():
+        layer = next((n for n in names if name.startswith(f"{n}.")), "")
+        jobs[layer].append(Job(module=module, level=Level(format=formats[name])))
+    return [_Piece(name=n, index=i, jobs=tuple(j)) for i, (n, j) in enumerate(jobs.items(), -1)]
+
+
+class _Rounding(Treating):
+    """Rounds piece after piece, and writes each where there is a writer."""
+
+    def __init__(self, model: nn.Module, method: str, data: CalibrationSet | None, own: Mapping[str, Any]) -> None:
+        quantiser = quantiser_of(method)
+        need_data(quantiser, data)
+        super().__init__(model, quantiser, own)
+        self.quantiser: Quantiser = quantiser
+        self.offloaded = mapped(model)
+        self.writer: _Writer | None = None
+        self.parts = Parts(None)
+        self.rounded: dict[str, list[Rounded]] = {}
+        self.notes: list[str] = []
+
+    def become(self, name: str, copy: int, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
+        """See :meth:`Treating.become`; scales and zero points are kept until they are written."""
+        done = self.quantiser.quantise(weight, prepared, level, **self.options)
+        check(self.quantiser, weight, done.weight, level)
+        if self.writer is not None:
+            self.rounded.setdefault(name, []).append(dataclasses.replace(done, weight=weight[:0]))
+        return done.weight.to(weight.dtype)
+
+    def run(self, pieces: Sequence[_Piece], data: CalibrationSet | None, batch_size: int, progress: Progress | None) -> None:
+        """Round all pieces, and write them; what was written into a streamed model leaves the memory after that."""
+        reads = self.quantiser.statistic != "none" and data is not None
+        walk = Walk(self.model, data, batch_size=batch_size) if reads and data is not None else None
+        offloaded = self.offloaded
+        tick = Steps(progress, len(pieces))
+        with inference(self.model):
+            try:
+                for piece in pieces:
+                    inside = piece.index >= 0
+                    if offloaded is not None and offloaded.converts and inside:
+                        offloaded.bring(piece.name)
+                    self._piece(piece, walk)
+                    if walk is not None and not inside:
+                        walk.capture()
+                    elif walk is not None and piece.index + 2 < len(pieces):
+                        walk.advance()
+                    if offloaded is not None and self.writer is not None and inside:
+                        offloaded.leave()
+                        offloaded.fresh([job.module.name + ".weight" for job in piece.jobs])
+                    tick()
+            finally:
+                if walk is not None:
+                    walk.close()
+
+    def _piece(self, piece: _Piece, walk: Walk | None) -> None:
+        """Round and write a piece, or take it as it was kept; its weights are needed where later inputs depend on them."""
+        kept = self.parts.find(piece.part)
+        if kept is not None and self.writer is not None:
+            from safetensors import safe_open
+
+            with safe_open(kept, "pt") as handle:
+                tensors = {n: handle.get_tensor(n) for n in handle.metadata()["order"].split("\n")}
+                self.notes += json.loads(handle.metadata()["notes"])
+            if walk is not None:
+                self.writer.restore([job.module.name for job in piece.jobs], tensors)
+            self.writer.add(tensors)
+            return
+        notes = self.jobs(piece.jobs, {}) if walk is None or piece.index < 0 else self.layer(walk, piece.jobs)
+        self.notes += notes
+        if self.writer is not None:
+            tensors = self.writer.tensors(piece.name, self.rounded)
+            self._keep(piece, tensors, notes)
+            self.writer.add(tensors)
+            self.rounded.clear()
+
+    def _keep(self, piece: _Piece, tensors: Mapping[str, torch.Tensor], notes: Sequence[str]) -> None:
+        if self.parts.folder is not None:
+            from safetensors.torch import save_file
+
+            words = {"order": "\n".join(tensors), "notes": json.dumps(list(notes))}
+            held = {n: t.contiguous() for n, t in tensors.items()}
+            self.parts.put(piece.part, "safetensors", lambda path: save_file(held, path, metadata=words))
+
+
+def _parts(folder: Path | str | None, rounding: _Rounding, plan: Plan, data: CalibrationSet | None, batch_size: int) -> Parts:
+    """Finished pieces of this very run: everything that changes a byte of them is its request."""
+    if folder is None:
+        return Parts(None)
+    model, offloaded = rounding.model, rounding.offloaded
+    request: dict[str, Any] = {
+        "plan": plan.digest,
+        "model": describe(model)["digest"],
+        "method": rounding.quantiser.name,
+        "options": dict(rounding.options),
+        "versions": versions(),
+        "precision": str(next(model.parameters()).dtype if offloaded is None else offloaded.dtype),
+    }
+    if rounding.quantiser.statistic != "none" and data is not None:
+        request |= {"data": data.digest, "batch_size": batch_size, "computation": computation(model)}
+    return Parts(folder, request)
+
+
+def _finish(folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, writer: _Writer) -> QuantisationReceipt:
+    """Finish the files, count their bytes again, and write what lies beside the weights."""
+    formats, gguf = formats_of_plan(plan), isinstance(writer, GgufWriter)
+    notes = [*rounding.notes, *writer.close(), *_kept(plan)]
+    found = recount_gguf(folder / GGUF_FILE) if gguf else recount_safetensors(folder)
+    counted = {n: sum(found.get(k, 0) for k in keys) for n, keys in writer.names().items()}
+    for block in plan.blocks:
+        spent = sum(counted[m] for m in block.modules)
+        if spent != block.count:
+            what = f"{block.name} takes {spent} bytes in the file, {block.count} were planned."
+            raise CoverageError(what, "", "Report this; nothing is kept.")
+    if gguf:
+        write_text(folder / "tensor-types.txt", llama_cpp(plan))
+    else:
+        write_text(folder / "autoround-layer_config.json", auto_round(plan))
+        with contextlib.suppress(InvalidInput):  # widths that its kernels do not have
+            write_text(folder / "gptqmodel-dynamic.json", gptq_model(plan))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if not gguf and ZERO_POINTS not in notes:
+        notes += check_loads(folder, str(plan.extra["runtime"]))
+    total = sum(counted.values())
+    receipt = QuantisationReceipt(
+        method=rounding.quantiser.name,
+        family=str(plan.extra["family"]),
+        plan_digest=plan.digest,
+        model=dict(plan.model),
+        modules={n: {"format": f, "bytes": counted[n]} for n, f in formats.items()},
+        bytes=total,
+        planned=int(plan.counts.sum()),
+        tensors=sum(found.values()),
+        file=sum(f.stat().st_size for f in (*folder.glob("*.safetensors"), *folder.glob(GGUF_FILE))),
+        bits=8 * total / sum(b.numel for b in plan.blocks),
+        notes=tuple(notes),
+        versions=versions(),
+    )
+    plan.save(folder / "plan.json")
+    receipt.save(folder / "receipt.json")
+    return receipt
+
+
+def _kept(plan: Plan) -> list[str]:
+    """What a plan leaves in 16 bits because no file holds it in fewer."""
+    kept = plan.extra.get("unwritten") or {}
+    size = sum(b.count for b in plan.blocks if set(b.modules) <= set(kept))
+    return [f"{len(kept)} matrices stay in 16 bits ({size} of the bytes counted): {', '.join(kept)}."] if kept else []

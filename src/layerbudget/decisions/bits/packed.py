@@ -1,4 +1,4 @@
-"""Write a compressed-tensors folder: integers packed by the package itself, an ordinary transformers checkpoint around them."""
+"""A compressed-tensors folder: integers packed by the package itself, an ordinary transformers checkpoint around them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,102 +17,22 @@ from torch import nn
 from ...compressors.formats import Format, find_format
 from ...compressors.rounding import Rounded
 from ...compressors.rounding_packages import need_packing
-from ...errors import BadModel, CoverageError, InvalidInput
+from ...errors import BadModel, CorruptFile, CoverageError, InvalidInput
 from ...models.blocks import config_of, layers, matrix_of, pretrained, weight_of
 from ...models.loading import load_model
 from ...models.machine import SHARE, free_bytes
-from .receipt import PARTS
-from .shards import Shards
-from .storing import Piece
 
-_ONE_BY_ONE = ("Llama4TextExperts",)  # beside packed layers transformers loads their experts as plain MLPs
+SHARD = 1 << 29  # bytes of one file; one tensor may be larger
+PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 ZERO_POINTS = "transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."
-
-
-def check_loads(folder: Path, runtime: str) -> list[str]:
-    """Load what was written, as a user will.
-
-    Args:
-        folder: A finished compressed-tensors folder.
-        runtime: What it was planned for: ``vllm`` has a loader of its own, which is not tried here.
-
-    Returns:
-        Notes: why it was not loaded, or that only another runtime may read it.
-
-    Raises:
-        CoverageError: transformers does not load it.
-    """
-    size, free = sum(f.stat().st_size for f in folder.glob("*.safetensors")), free_bytes("cpu")
-    if size > SHARE * free:
-        return [f"It was not loaded again: {size / 2**30:.3g} GiB of {free / 2**30:.3g} free are more than is risked."]
-    try:
-        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # bars of compressed-tensors
-            load_model(str(folder), dtype="auto")
-    except BadModel as error:
-        said = error.what.split(": ", 1)[-1].rstrip(".")
-        if runtime == "vllm":
-            return [f"transformers does not load it ({said}); vLLM, which it was planned for, was not tried."]
-        raise CoverageError(
-            f"transformers does not load what was written: {said}.", "Nothing is kept.",
-            "Plan again: `plan bits` says before it measures which matrices cannot be packed; or plan with --runtime vllm.",
-        ) from error  # fmt: skip
-    return []
-
-
-def scheme_words(form: Format) -> dict[str, Any]:
-    """Arguments of a format as compressed-tensors names them."""
-    shape: dict[str, Any] = {"strategy": "channel"} if form.group is None else {"strategy": "group", "group_size": form.group}
-    return {"num_bits": form.bits, "type": "int", "symmetric": form.symmetric, "dynamic": False, **shape}
-
-
-def pack(weight: torch.Tensor, rounded: Rounded, form: Format, name: str) -> dict[str, torch.Tensor]:
-    """The tensors of one matrix; read back, they are the rounded weights.
-
-    Args:
-        weight: ``(d_out, d_in)``, on the grid of the format (as near as its own precision holds that).
-        rounded: Its scales and zero points.
-        form: The format.
-        name: Full name, for the message.
-
-    Raises:
-        CoverageError: Read back they are others.
-        MissingDependency: Without the package.
-    """
-    packer, scheme = need_packing()
-    given = {"weight": weight.float(), "weight_scale": rounded.scale, "weight_zero_point": rounded.zero}
-    how = scheme(targets=["Linear"], weights=scheme_words(form))
-    stored = packer.compress(given, how)
-    back = packer.decompress({**stored, "weight_scale": stored["weight_scale"].float()}, how)["weight"]
-    if not torch.equal(back.to(weight.dtype), weight):
-        raise CoverageError(f"{name} reads back as other weights than were planned.", "", "Report this; nothing is kept.")
-    return {k: v.contiguous() for k, v in stored.items()}
-
-
-def quantization_config(formats: Mapping[str, str], others: list[str]) -> dict[str, Any]:
-    """The entry ``quantization_config`` of ``config.json``: one group per format, matrices by their names."""
-    groups: dict[str, list[str]] = {}
-    for name, form in formats.items():
-        if not find_format(form).plain:
-            groups.setdefault(form, []).append(name)
-    plain = [n for n, f in formats.items() if find_format(f).plain]
-    return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "ignore": sorted({*plain, *others}),
-        "config_groups": {
-            f"group_{i}": {
-                "targets": [f"re:^{re.escape(n)}$" for n in names], "weights": scheme_words(find_format(form)),
-                "input_activations": None, "output_activations": None, "format": "pack-quantized",
-            }
-            for i, (form, names) in enumerate(groups.items())
-        },
-    }  # fmt: skip
+_ONE_BY_ONE = ("Llama4TextExperts",)  # beside packed layers transformers loads their experts as plain MLPs
 
 
 class PackedWriter:
-    """An ordinary transformers checkpoint, piece after piece.
+    """Writes an ordinary transformers checkpoint, layer after layer, in files of limited size.
 
     Args:
-        model: Its weights are read when their piece is asked for.
+        model: Its weights are read when their layer is asked for.
         formats: Format of every planned matrix.
         folder: An empty folder.
 
@@ -123,10 +43,10 @@ class PackedWriter:
 
     def __init__(self, model: nn.Module, formats: Mapping[str, str], folder: Path) -> None:
         need_packing()
-        self.model, self.formats, self.folder = model, dict(formats), folder
+        self.model, self.formats, self.folder = model, {n: find_format(f) for n, f in formats.items()}, folder
         self.modules = dict(model.named_modules())
-        for name, form in formats.items():
-            if not isinstance(self.modules.get(name), nn.Linear) and not find_format(form).plain:
+        for name, form in self.formats.items():
+            if not isinstance(self.modules.get(name), nn.Linear) and not form.plain:
                 raise InvalidInput(
                     f"{name} is no plain Linear, and compressed-tensors packs nothing else.",
                     "Fused experts and Conv1D stay in 16 bits.",
@@ -137,79 +57,136 @@ class PackedWriter:
         full = {id(p): n for n, p in model.named_parameters()}
         self.fused = {n: full[id(weight_of(model, n)[1])] for n in formats if n not in self.modules}
         owners = {p: type(self.modules[p.rpartition(".")[0]]).__name__ for p in self.fused.values()}
-        self.apart = {p for p, owner in owners.items() if owner in _ONE_BY_ONE}
-        self.layers = [f"{name}." for name, _ in layers(model)]
-        self.shards = Shards(folder)
+        self.separate = {p for p, owner in owners.items() if owner in _ONE_BY_ONE}
+        self.layers = tuple(f"{name}." for name, _ in layers(model))
+        self.pending: dict[str, torch.Tensor] = {}
+        self.shards: list[list[str]] = []
+        self.total = 0
         self.config = json.loads(config_of(model).to_json_string(use_diff=False))  # infinite numbers in words that are JSON
         with _quiet():
             pretrained(model).save_pretrained(folder, state_dict={})  # what belongs to a model beside its weights
         for file in folder.glob("*.safetensors*"):
             file.unlink()
 
-    def tensors(self, piece: Piece, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
-        """What the file holds of a piece whose weights are at hand.
+    def tensors(self, piece: str, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
+        """Return what the file holds of a layer (outside the layers: of ``""``) whose weights are at hand.
 
-        Args:
-            piece: A layer, or what lies outside them.
-            rounded: Scales and zero points of its matrices.
+        Raises:
+            CoverageError: A tensor that reads back as other weights.
         """
-        packed = {n: find_format(f) for n, f in self.formats.items() if not find_format(f).plain and self._inside(n, piece)}
-        left = {f"{n}.weight" for n in packed}
-        state = pretrained(self.model).state_dict()
-        apart = set(self.fused.values())
-        mine = {n: t for n, t in state.items() if n not in left and self._inside(n, piece)}
-        found = _as_saved(self.model, {n: t for n, t in mine.items() if n not in apart})
-        for name, tensor in ((n, t.detach()) for n, t in mine.items() if n in apart):
-            found |= _one_by_one(name, tensor) if name in self.apart else {name: tensor.clone()}
-        found = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in found.items()}
+
+        def inside(name: str) -> bool:
+            return name.startswith(f"{piece}.") if piece else not name.startswith(self.layers)
+
+        packed = {n: f for n, f in self.formats.items() if not f.plain and inside(n)}
+        left, fused = {f"{n}.weight" for n in packed}, set(self.fused.values())
+        state = {n: t for n, t in pretrained(self.model).state_dict().items() if n not in left and inside(n)}
+        found = _as_saved(self.model, {n: t for n, t in state.items() if n not in fused})
+        for name, tensor in ((n, t.detach()) for n, t in state.items() if n in fused):
+            found |= _one_by_one(name, tensor) if name in self.separate else {name: tensor.clone()}
         for name, form in packed.items():
-            stored = pack(matrix_of(self.modules[name]), rounded[name][0], form, name)
-            found |= {f"{name}.{part}": t.to(torch.bfloat16) if t.is_floating_point() else t for part, t in stored.items()}
-        return found
+            stored = _pack(matrix_of(self.modules[name]), rounded[name][0], form, name)
+            found |= {f"{name}.{part}": t for part, t in stored.items()}
+        return {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in found.items()}
 
-    def _inside(self, name: str, piece: Piece) -> bool:
-        if piece.name:
-            return name.startswith(f"{piece.name}.")
-        return not any(name.startswith(layer) for layer in self.layers)
-
-    def back(self, piece: Piece, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put a finished piece's matrices into the model again, as they were when they were written."""
-        for job in piece.jobs:
-            name = job.module.name
-            form = find_format(self.formats[name])
+    def restore(self, names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put matrices that were written before into the model again."""
+        for name in names:
             weight = weight_of(self.model, name)[1].data  # fused experts are no module
-            weight.copy_(weight.to(torch.bfloat16) if form.plain else unpack(tensors, form, name))
+            form = self.formats[name]
+            weight.copy_(weight.to(torch.bfloat16) if form.plain else _unpack(tensors, form, name))
 
     def names(self) -> dict[str, list[str]]:
-        """Names in the file of every planned matrix's weights."""
+        """Return the names in the file of every planned matrix's weights; those that are not there count nothing."""
         found = {n: [f"{n}.{part}" for part in ("weight", *PARTS)] for n in self.formats if n not in self.fused}
         for name, full in self.fused.items():
             shape = weight_of(self.model, name)[1].shape
-            found[name] = list(_one_by_one(full, torch.empty(shape, device="meta"))) if full in self.apart else [full]
+            found[name] = list(_one_by_one(full, torch.empty(shape, device="meta"))) if full in self.separate else [full]
         return found
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a piece."""
-        self.shards.add(tensors)
+        """Take the tensors of a piece; full files are written and no longer held."""
+        for name, tensor in tensors.items():
+            if self.pending and sum(t.nbytes for t in self.pending.values()) + tensor.nbytes > SHARD:
+                self._write()
+            self.pending[name] = tensor.contiguous()
+            self.total += tensor.nbytes
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        self.shards.append(list(self.pending))
+        save_file(self.pending, self._shard(len(self.shards)), metadata={"format": "pt"})
+        self.pending = {}
+
+    def _shard(self, number: int) -> Path:
+        return self.folder / f"shard-{number:05}.safetensors"
 
     def close(self) -> list[str]:
-        """Finish the files and write the configuration; returns notes."""
-        self.shards.close()
+        """Finish the files, name them as transformers does, and write the configuration; returns notes."""
+        if self.pending or not self.shards:
+            self._write()
+        count, where = len(self.shards), dict[str, str]()
+        for number, names in enumerate(self.shards, 1):
+            file = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            self._shard(number).rename(self.folder / file)
+            where |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         others = [n for n, m in self.modules.items() if isinstance(m, nn.Linear) and n not in self.formats]
-        record = self.config | {"quantization_config": quantization_config(self.formats, others), "dtype": "bfloat16"}
+        record = self.config | {"quantization_config": _quantization_config(self.formats, others), "dtype": "bfloat16"}
         record["architectures"] = [type(self.model).__name__]
         text = json.dumps(record, indent=1, allow_nan=False) + "\n"
         (self.folder / "config.json").write_text(text, encoding="utf-8")
-        return [ZERO_POINTS] if any(f.endswith("-asym") for f in self.formats.values()) else []
+        return [] if all(f.symmetric for f in self.formats.values()) else [ZERO_POINTS]
 
 
-def unpack(tensors: Mapping[str, torch.Tensor], form: Format, name: str) -> torch.Tensor:
-    """The rounded weights of one matrix, ``(d_out, d_in)`` float32, from the tensors that :func:`pack` made."""
+def _scheme(form: Format) -> dict[str, Any]:
+    """Arguments of a format as compressed-tensors names them."""
+    shape: dict[str, Any] = {"strategy": "channel"} if form.group is None else {"strategy": "group", "group_size": form.group}
+    return {"num_bits": form.bits, "type": "int", "symmetric": form.symmetric, "dynamic": False, **shape}
+
+
+def _pack(weight: torch.Tensor, rounded: Rounded, form: Format, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of one matrix ``(d_out, d_in)``; read back, they are the rounded weights."""
+    packer, scheme = need_packing()
+    given = {"weight": weight.float(), "weight_scale": rounded.scale, "weight_zero_point": rounded.zero}
+    how = scheme(targets=["Linear"], weights=_scheme(form))
+    stored = packer.compress(given, how)
+    back = packer.decompress({**stored, "weight_scale": stored["weight_scale"].float()}, how)["weight"]
+    if not torch.equal(back.to(weight.dtype), weight):
+        raise CoverageError(f"{name} reads back as other weights than were planned.", "", "Report this; nothing is kept.")
+    return {k: v.contiguous() for k, v in stored.items()}
+
+
+def _unpack(tensors: Mapping[str, torch.Tensor], form: Format, name: str) -> torch.Tensor:
+    """The rounded weights of one matrix, ``(d_out, d_in)`` float32, from the tensors that :func:`_pack` made."""
     packer, scheme = need_packing()
     stored = {n.removeprefix(f"{name}."): t for n, t in tensors.items() if n.startswith(f"{name}.weight_")}
     stored["weight_scale"] = stored["weight_scale"].float()
-    weight: torch.Tensor = packer.decompress(stored, scheme(targets=["Linear"], weights=scheme_words(form)))["weight"]
+    weight: torch.Tensor = packer.decompress(stored, scheme(targets=["Linear"], weights=_scheme(form)))["weight"]
     return weight
+
+
+def _quantization_config(formats: Mapping[str, Format], others: Sequence[str]) -> dict[str, Any]:
+    """The entry ``quantization_config`` of ``config.json``: one group per format, matrices by their names."""
+    groups: dict[Format, list[str]] = {}
+    for name, form in formats.items():
+        if not form.plain:
+            groups.setdefault(form, []).append(name)
+    quiet = {"input_activations": None, "output_activations": None, "format": "pack-quantized"}
+    config_groups = {
+        f"group_{i}": {"targets": [f"re:^{re.escape(n)}$" for n in names], "weights": _scheme(form), **quiet}
+        for i, (form, names) in enumerate(groups.items())
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": sorted({*(n for n, f in formats.items() if f.plain), *others}),
+        "config_groups": config_groups,
+    }
 
 
 def _one_by_one(name: str, stack: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -245,3 +222,44 @@ def _quiet() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def check_loads(folder: Path, runtime: str) -> list[str]:
+    """Load what was written, as a user will; returns notes: why it was not loaded, or that only vLLM may read it.
+
+    Raises:
+        CoverageError: transformers does not load it, and it was planned for that.
+    """
+    size, free = sum(f.stat().st_size for f in folder.glob("*.safetensors")), free_bytes("cpu")
+    if size > SHARE * free:
+        return [f"It was not loaded again: {size / 2**30:.3g} GiB of {free / 2**30:.3g} free are more than is risked."]
+    try:
+        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # bars of compressed-tensors
+            load_model(str(folder), dtype="auto")
+    except BadModel as error:
+        said = error.what.split(": ", 1)[-1].rstrip(".")
+        if runtime == "vllm":
+            return [f"transformers does not load it ({said}); vLLM, which it was planned for, was not tried."]
+        raise CoverageError(
+            f"transformers does not load what was written: {said}.",
+            "Nothing is kept.",
+            "Plan again: `plan bits` says before it measures which matrices cannot be packed; or plan with --runtime vllm.",
+        ) from error
+    return []
+
+
+def recount_safetensors(folder: Path) -> dict[str, int]:
+    """Return the bytes of every tensor of a folder's safetensors files, from their headers.
+
+    Raises:
+        CorruptFile: One does not parse.
+    """
+    found: dict[str, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with open(file, "rb") as f:
+            try:
+                header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+            except ValueError as error:
+                raise CorruptFile(f"{file} is not a safetensors file ({error}).", "", "Write it again.") from error
+        found |= {n: e["data_offsets"][1] - e["data_offsets"][0] for n, e in header.items() if n != "__metadata__"}
+    return found

@@ -1,20 +1,20 @@
-"""What a runtime asks of a plan of formats: its family, which matrices must agree, which formats it runs. No torch."""
+"""Runtimes: the formats that each one runs, and the matrices that it wants in one format. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
-from ...compressors.formats import GGUF, PACKED, Format
+from ...compressors.formats import GGUF, PACKED, Format, find_format, formats_of
 from ...errors import InvalidInput
 
 # What vLLM fuses into one matrix of its own, and so wants in one format (vllm#47473).
-FUSED = (
-    re.compile(r"(.*)\.(?:q_proj|k_proj|v_proj)"),
-    re.compile(r"(.*)\.(?:gate_proj|up_proj|w1|w3)"),
-    re.compile(r"(.*\.experts)\..*"),
+_FUSED = (
+    (re.compile(r"(.*)\.(?:q_proj|k_proj|v_proj)"), r"\1.qkv"),
+    (re.compile(r"(.*)\.(?:gate_proj|up_proj|w1|w3)"), r"\1.gate_up"),
+    (re.compile(r"(.*\.experts)\..*"), r"\1"),
 )
-_WORDS = ("qkv", "gate_up", "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Runtime:
 
     Attributes:
         name: What users write.
-        family: Of formats that it reads.
+        family: The family of formats that it reads.
         fused: Whether q/k/v, gate/up and the experts of a layer must agree.
         ends: Whether embedding and head may be quantised.
         bits: Integers that it has kernels for; all where it is empty.
@@ -39,10 +39,10 @@ class Runtime:
 
     def together(self, module: str) -> str:
         """Name of the block that a matrix is decided in: its own, or that of the matrices that it must agree with."""
-        for pattern, word in zip(FUSED, _WORDS, strict=True):
-            found = pattern.fullmatch(module)
-            if self.fused and found:
-                return ".".join(filter(None, (found.group(1), word)))
+        if self.fused:
+            for pattern, name in _FUSED:
+                if found := pattern.fullmatch(module):
+                    return found.expand(name)
         return module
 
     def reads(self, form: Format) -> bool:
@@ -52,10 +52,10 @@ class Runtime:
         return (not self.bits or form.bits in self.bits) and (not self.groups or form.group in self.groups)
 
     def check(self, form: Format) -> Format:
-        """Refuse a format that it cannot run.
+        """Return a format that it can run.
 
         Raises:
-            InvalidInput: Says what it can.
+            InvalidInput: It cannot.
         """
         if self.reads(form):
             return form
@@ -67,6 +67,26 @@ class Runtime:
             "Choose one of those.",
         )
 
+    def formats(self, widths: Sequence[int], names: Sequence[str] | None = None, group: int | None = None) -> list[Format]:
+        """Formats to choose among, the smallest first and sixteen bits last.
+
+        Args:
+            widths: Inputs of the matrices.
+            names: Formats to choose among; by default those of the family that it can run.
+            group: Group size of compressed-tensors.
+
+        Raises:
+            InvalidInput: A format that it cannot run, or that no matrix can have.
+        """
+        usual = formats_of(self.family, widths, group=group)
+        if names is None:
+            return [f for f in usual if self.reads(f)]
+        chosen = [self.check(find_format(n)) for n in dict.fromkeys(names)]
+        for form in chosen:
+            if not any(form.fits(w) for w in widths):
+                form.check("Every matrix", widths[0])
+        return [*sorted((f for f in chosen if not f.plain), key=lambda f: (f.bits, f.group or 0)), usual[-1]]
+
 
 RUNTIMES = {
     r.name: r
@@ -76,18 +96,18 @@ RUNTIMES = {
         Runtime(name="vllm", family=PACKED, fused=True, ends=False, bits=(4, 8), groups=(32, 64, 128, None)),
     )
 }
-DEFAULT = {GGUF: "llama.cpp", PACKED: "transformers"}
+_USUAL = {GGUF: "llama.cpp", PACKED: "transformers"}
 
 
 def find_runtime(name: str | None, family: str = PACKED) -> Runtime:
-    """A runtime by name, or the usual one of a family.
+    """Return a runtime by name, or the usual one of a family.
 
     Raises:
         InvalidInput: There is none of that name, or it reads another family.
     """
-    if family not in DEFAULT:
-        raise InvalidInput(f"There is no format {family!r}.", f"There are {' and '.join(DEFAULT)}.", "Use one of those.")
-    name = name or DEFAULT[family]
+    if family not in _USUAL:
+        raise InvalidInput(f"There is no format {family!r}.", f"There are {' and '.join(_USUAL)}.", "Use one of those.")
+    name = name or _USUAL[family]
     if name not in RUNTIMES:
         raise InvalidInput(f"There is no runtime {name!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
     if RUNTIMES[name].family != family:

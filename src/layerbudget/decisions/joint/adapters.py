@@ -13,9 +13,9 @@ from ...compressors.base import find_quantiser
 from ...errors import CoverageError, InvalidInput, ModelMismatch
 from ...models.blocks import describe
 from ...plan import Plan
-from ..bits.plans import formats_of_plan
-from ..bits.receipt import QuantisationReceipt, recount_safetensors
-from ..bits.storing import store
+from ..bits.apply import QuantisationReceipt, round_matrices
+from ..bits.packed import recount_safetensors
+from ..bits.program import formats_of_plan
 from .recipe import split_recipe
 
 _WRITTEN = 4  # bytes of a parameter: adapters are trained and written in float32
@@ -45,7 +45,7 @@ class Base:
     def prepare(self, model: nn.Module) -> None:
         """Put a model that was just loaded into the planned formats: its folder may hold them already."""
         if not self.written:
-            store(model, formats_of_plan(self.bits), method=str(self.bits.extra["method"]))
+            round_matrices(model, formats_of_plan(self.bits), method=str(self.bits.extra["method"]))
 
     def recount(self, adapter_folder: Path) -> dict[str, int]:
         """Bytes of base and adapter from what is there: the receipt, or the plan where nothing was written, and the file.

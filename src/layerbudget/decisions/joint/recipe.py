@@ -24,7 +24,7 @@ from ...planning.terms import Terms, smallest_sides
 from ...scores import Scores
 from ...solvers.inputs import number
 from ...solvers.recipe import Recipe, mix_recipe
-from ..bits.plan import Table, unwritten_of
+from ..bits.program import Table, certificate, extra_of, plan_blocks
 from ..ranks.plan import increments_of
 
 KIND = "recipe"
@@ -131,8 +131,7 @@ def _bytes(parameters: np.ndarray, each: float) -> np.ndarray:
 
 
 def _check_limit(table: Table, cost: np.ndarray, low: np.ndarray, limit: int) -> None:
-    smallest = np.where(np.isfinite(table.damage), table.size, np.iinfo(np.int64).max).min(axis=1).sum()
-    least = int(smallest) + table.fixed + int((cost * low).sum())
+    least = int(table.smallest.sum()) + table.fixed + int((cost * low).sum())
     if limit < least:
         raise InfeasibleBudget(
             f"{limit} bytes for file and adapter are too few.",
@@ -145,27 +144,22 @@ def _plan(
     ranks: Scores, formats: Scores, table: Table, found: Recipe, cost: np.ndarray, limit: int, given: Mapping[str, Any],
     scale: float,
 ) -> Plan:  # fmt: skip
-    k = np.arange(len(table.blocks))
-    size = table.size[k, found.chosen]
-    blocks = tuple(PlanBlock.of(b, 8 * s / b.numel, s) for b, s in zip(table.blocks, size, strict=True))
+    blocks = plan_blocks(table, found.chosen)
+    base = sum(b.count for b in blocks)
     adapter = int((cost * found.ranks).sum())
-    held = found.choice.certificate()
-    held |= {"shadow_price": held["price"], "multiplier": held["price"], "inert": [], "at_lower": 0, "at_upper": 0}
     own = [PlanBlock.of(b, float(r), int(r)).to_dict() for b, r in zip(ranks.blocks, found.ranks, strict=True)]
-    spent = int(size.sum()) + table.fixed + adapter
+    spent = base + table.fixed + adapter
     extra = {
-        "formats": {m.name: table.formats[j] for b, j in zip(table.blocks, found.chosen, strict=True) for m in b.modules},
-        "family": table.family, "runtime": table.runtime, "method": table.method, "fixed_bytes": table.fixed,
-        "bits": 8 * int(size.sum()) / table.numel, "predicted": found.damage,
-        "predicted_error": table.error_of(found.chosen), "baselines": {}, "near_ties": [], **unwritten_of(formats),
+        **extra_of(table, found.chosen),
+        "bits": 8 * base / table.numel, "predicted": found.damage, "baselines": {}, "near_ties": [],
         "adapter": {"blocks": [{**b, "modules": list(b["modules"])} for b in own], "bytes": adapter, "gain": found.gain,
                     "scale": scale, "parameters": int((rank_parameters(ranks.blocks) * found.ranks).sum()),
                     "scores": ranks.digest},
     }  # fmt: skip
     return Plan(
         kind=KIND, rule="choices", model=dict(formats.model), blocks=blocks, hyperparameters=_plain(given),
-        budget={"unit": "bytes", "limit": limit, "spent": spent, "base": int(size.sum()) + table.fixed, "adapter": adapter},
-        certificate=held, scores_digest=formats.digest, extra=extra,
+        budget={"unit": "bytes", "limit": limit, "spent": spent, "base": base + table.fixed, "adapter": adapter},
+        certificate=certificate(found.choice), scores_digest=formats.digest, extra=extra,
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerbudget.compressors.formats import find_format
-from layerbudget.decisions.bits.plan import RULES, Table, plan_bits
+from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits.program import RULES, Table
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan
 from layerbudget.plans.compare import diff_plans, sweep
@@ -30,10 +31,10 @@ def record(layers=4, seed=0, gap=False):
     damage = damage.tolist()
     if gap:
         damage[1][1] = None
-    choices = {
-        "formats": NAMES, "size": size, "damage": damage, "error": [[0.05 * (x or 0) for x in row] for row in damage],
-        "fixed": 1000, "family": "compressed-tensors", "runtime": "transformers", "method": "rtn",
-    }  # fmt: skip
+    error = [[0.05 * (x or 0) for x in row] for row in damage]
+    own = {"fixed": 1000, "family": "compressed-tensors", "runtime": "transformers", "method": "rtn"}
+    rest = [[[e] for e in row] for row in error]
+    choices = {"formats": NAMES, "size": size, "damage": damage, "error": error, "rest": rest, **own}
     gain = {b.name: row[0] for b, row in zip(blocks, damage, strict=True)}
     return Scores.from_values(blocks, gain, estimator="rounding", extra={"choices": choices})
 
@@ -121,7 +122,9 @@ def test_bad_input_is_one_sentence():
         plan_bits(scores, bits=float("nan"))
     with pytest.raises(InvalidInput, match="no rule 'mdl' for bits"):
         plan_bits(scores, bits=4, rule="mdl")
-    with pytest.raises(InvalidInput, match="does not read exponent"):
-        plan_bits(scores, bits=4, exponent=2.0)
+    with pytest.raises(InvalidInput, match="has no option exponent"):
+        sweep(scores, kind="bits", budgets=[4.0], exponents=[2.0])
+    with pytest.raises(InvalidInput, match="planned as they are"):
+        plan_bits(scores, bits=4, group=32)
     with pytest.raises(InvalidInput, match="say nothing of formats"):
         plan_bits(Scores.from_values(scores.blocks, {b.name: 1.0 for b in scores.blocks}), bits=4)

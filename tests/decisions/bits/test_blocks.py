@@ -12,15 +12,12 @@ from tests import zoo
 
 import layerbudget as lb
 from layerbudget.decisions.bits import packed
-from layerbudget.decisions.bits import sensitivity as rounding
-from layerbudget.decisions.bits.apply import apply_bits
-from layerbudget.decisions.bits.jointly import plan_formats
+from layerbudget.decisions.bits import plan as planning
+from layerbudget.decisions.bits.apply import write_bits
+from layerbudget.decisions.bits.blocks import unwritable
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.runtimes import find_runtime
-from layerbudget.decisions.bits.save import save_quantised
 from layerbudget.decisions.bits.sensitivity import rounding_damage
-from layerbudget.decisions.bits.write import quantise
-from layerbudget.decisions.bits.written import unwritten
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
 from layerbudget.plans.explain import explain_plan
 
@@ -60,18 +57,18 @@ def mixtral():
 )
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, make, family, said):
     model, data = make(), zoo.tokens(2, 8, vocabulary=96)
-    monkeypatch.setattr(rounding, "directional", lambda *a, **k: pytest.fail("it was measured"))
+    monkeypatch.setattr(planning, "rounding_damage", lambda *a, **k: pytest.fail("it was measured"))
     with pytest.raises(InvalidInput, match=said):
-        plan_formats(model, data, bits=6.0, family=family)
+        plan_bits(model, data, bits=6.0, family=family)
     with pytest.raises(InvalidInput, match="unwritten is 'maybe'"):
-        plan_formats(model, data, bits=6.0, unwritten="maybe")
+        plan_bits(model, data, bits=6.0, unwritten="maybe")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2", "phi3", "opt", "gpt-neox", "olmo2", "starcoder2"])
 def test_plain_layers_can_all_be_written(name):
     model = zoo.build(name)
     names = [b.name for b in zoo.B.partition(model, "linear")]
-    assert unwritten(model, names, find_runtime("transformers")) == {}
+    assert unwritable(model, names, find_runtime("transformers")) == {}
 
 
 @pytest.mark.parametrize(("make", "bits", "by"), [(mixtral, 14.2, "linear"), (mixtral, 14.2, "layer"), (mamba2, 9.0, "linear")])
@@ -80,14 +77,14 @@ def test_the_rest_stays_in_16_bits_and_is_counted(tmp_path, make, bits, by, meth
     model, data = make(), zoo.tokens(3, 12, vocabulary=96)
     options = {"draws": 1, "method": method, "by": by, "unwritten": "16-bit", "group": 32}
     with pytest.raises(InfeasibleBudget, match="The smallest plan takes"):
-        plan_formats(model, data, bits=3.0, **options)
-    plan, _ = plan_formats(model, data, data, bits=bits, **options)
+        plan_bits(model, data, bits=3.0, **options)
+    plan = plan_bits(model, data, data, bits=bits, **options)
     kept = plan.extra["unwritten"]
     assert kept and {plan.extra["formats"][n] for n in kept} == {"bf16"} and set(plan.extra["formats"].values()) > {"bf16"}
     sizes = {n: 2 * zoo.B.weight_of(model, n)[1].numel() for n in kept}
     assert all(b.count == sizes[b.name] for b in plan.blocks if b.name in kept) and sum(sizes.values()) < plan.budget["spent"]
     assert any(f"{len(kept)} matrices stay in 16 bits and count" in s for s in explain_plan(plan).sentences)
-    receipt = quantise(model, None, plan, tmp_path / "out", data, resume=tmp_path / "parts")
+    receipt = write_bits(model, plan, tmp_path / "out", data, resume=tmp_path / "parts")
     assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["file"]
     assert any(f"{len(kept)} matrices stay in 16 bits ({sum(sizes.values())} of the bytes" in n for n in receipt.notes)
     back = lb.load_model(str(tmp_path / "out"), dtype="float32")
@@ -99,7 +96,7 @@ def test_the_rest_stays_in_16_bits_and_is_counted(tmp_path, make, bits, by, meth
     with torch.no_grad():
         ids = zoo.tokens(2, 8, vocabulary=96).input_ids
         assert torch.allclose(back(ids).logits, same(ids).logits, atol=1e-4)
-    again = quantise(make(), None, plan, tmp_path / "again", data, resume=tmp_path / "parts")
+    again = write_bits(make(), plan, tmp_path / "again", data, resume=tmp_path / "parts")
     assert again.bytes == receipt.bytes
     files = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("out", "again")]
     assert files[0] == files[1]
@@ -112,16 +109,19 @@ def test_nothing_is_called_saved_that_does_not_load(tmp_path, monkeypatch):
         r: plan_bits(rounding_damage(model, data, draws=1, group=32, unwritten="plan", runtime=r), bits=6.0)
         for r in ("transformers", "vllm")
     }
-    with pytest.raises(CoverageError, match="transformers does not load what was written: 'Linear' object has no attribute"):
-        save_quantised(model, None, plans["transformers"], apply_bits(model, plans["transformers"]), tmp_path / "out")
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CoverageError, match="transformers does not load what was written: 'Linear' object has no attribute"),
+    ):
+        patch.setattr("layerbudget.decisions.bits.apply.check_writable", lambda *a: None)
+        write_bits(model, plans["transformers"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    model = mamba2()
-    receipt = save_quantised(model, None, plans["vllm"], apply_bits(model, plans["vllm"]), tmp_path / "vllm")
+    receipt = write_bits(mamba2(), plans["vllm"], tmp_path / "vllm")
     assert any("transformers does not load it" in n and "vLLM" in n for n in receipt.notes)
     plain = zoo.build("llama", **WIDE)
     plan = plan_bits(rounding_damage(plain, data, draws=1), bits=6.0)
     monkeypatch.setattr(packed, "free_bytes", lambda device: 1)
-    receipt = save_quantised(plain, None, plan, apply_bits(plain, plan), tmp_path / "large")
+    receipt = write_bits(plain, plan, tmp_path / "large")
     assert any("was not loaded again" in n for n in receipt.notes)
 
 
@@ -153,7 +153,7 @@ def gemma3n():
 def test_a_model_inside_a_model_initialises_its_own_modules():
     model = gemma3n()
     names = [b.name for b in zoo.B.partition(model, "linear")]
-    assert unwritten(model, names, find_runtime("transformers")) == {}
+    assert unwritable(model, names, find_runtime("transformers")) == {}
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,9 @@ def test_a_model_inside_a_model_initialises_its_own_modules():
 def test_a_plan_for_another_tool_is_refused_before_anything_is_rounded(monkeypatch, tmp_path, make, said):
     model, data = make(), zoo.tokens(2, 8, vocabulary=96)
     plan = plan_bits(rounding_damage(model, data, damage="relative", group=32, unwritten="plan"), bits=6.0)
-    monkeypatch.setattr("layerbudget.decisions.bits.write.in_turn", lambda *a, **k: pytest.fail("it was rounded"))
+    monkeypatch.setattr("layerbudget.decisions.bits.apply._Rounding.run", lambda *a, **k: pytest.fail("it was rounded"))
     with pytest.raises(InvalidInput, match=said):
-        quantise(model, None, plan, tmp_path / "out")
+        write_bits(model, plan, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -177,17 +177,17 @@ def test_the_budget_that_a_refusal_names_is_enough():
     model, data = mixtral(), zoo.tokens(2, 8, vocabulary=96)
     options = {"unwritten": "16-bit", "group": 32, "damage": "relative"}
     with pytest.raises(InfeasibleBudget, match="--bits") as refused:
-        plan_formats(model, data, bits=6.0, **options)
+        plan_bits(model, data, bits=6.0, **options)
     bits, size = re.search(r"--bits ([\d.]+), or --budget (\d+)\)", str(refused.value)).groups()
-    by_bits, by_bytes = (plan_formats(model, data, **{**options, **b})[0] for b in ({"bits": float(bits)}, {"budget": size}))
+    by_bits, by_bytes = (plan_bits(model, data, **{**options, **b}) for b in ({"bits": float(bits)}, {"budget": size}))
     assert by_bits.budget["file"] == by_bytes.budget["file"] == int(size)
 
 
 def test_llama4_is_written_with_the_experts_and_the_router_that_transformers_loads(tmp_path):
     model, data = llama4(), zoo.tokens(3, 12, vocabulary=96)
-    plan, _ = plan_formats(model, data, bits=12.0, group=32, damage="relative", unwritten="16-bit")
+    plan = plan_bits(model, data, bits=12.0, group=32, damage="relative", unwritten="16-bit")
     assert any("Llama4Router" in reason for reason in plan.extra["unwritten"].values())
-    receipt = quantise(model, None, plan, tmp_path / "out")
+    receipt = write_bits(model, plan, tmp_path / "out")
     assert receipt.bytes == receipt.planned == plan.budget["spent"] and receipt.tensors == plan.budget["file"]
     same = llama4()
     same.load_state_dict({n: t.bfloat16().float() for n, t in model.state_dict().items()})

@@ -1,0 +1,286 @@
+"""What a plan of bits decides about: weight matrices, some of them together, and the two ends of the model.
+
+Some matrices no file holds in fewer than 16 bits, which is known before anything is measured. compressed-tensors packs plain
+Linear layers; transformers loads these but where a model reads the weight itself while it is set up, which a packed layer does
+not have. GGUF is written for the architectures of :mod:`layerbudget.decisions.bits.gguf`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...compressors.formats import ALIGNMENT, GGUF, PACKED, find_format
+from ...compressors.rounding_packages import need_gguf
+from ...errors import InvalidInput, UnknownBlock
+from ...models.blocks import config_of, layers, partition, pretrained, weight_of
+from ...records import Block, Module, natural_key
+from .gguf import architecture, tensor_names
+from .program import Table
+from .runtimes import Runtime, find_runtime
+
+UNWRITTEN = ("refuse", "16-bit", "plan")
+
+
+def formats_table(
+    model: nn.Module,
+    *,
+    formats: Sequence[str] | None = None,
+    family: str = PACKED,
+    runtime: str | None = None,
+    by: str = "linear",
+    group: int | None = None,
+    method: str = "rtn",
+    unwritten: str = "refuse",
+) -> Table:
+    """Bytes of every block in every format, all damages zero: what is known before anything is measured.
+
+    Args:
+        model: Any transformers model with one list of layers.
+        formats: Names of formats; by default those of the family that the runtime reads. Sixteen bits are always among them.
+        family: ``compressed-tensors`` or ``gguf``.
+        runtime: ``transformers``, ``vllm`` or ``llama.cpp``: which matrices must agree, and which formats run.
+        by: One format per ``linear`` or per ``layer``.
+        group: Group size of compressed-tensors.
+        method: The quantiser that will write the file: ``rtn``, ``weighted`` or ``gptq``.
+        unwritten: What becomes of matrices that no file holds: ``refuse``, ``16-bit`` (they stay so, and count) or ``plan``
+            (they are planned like all others, for a tool that writes them).
+
+    Raises:
+        InvalidInput: An unknown name, a format that the runtime does not read or that fits no matrix, or a matrix that cannot
+            be written.
+        UnknownStructure: The model has no list of layers.
+    """
+    target = find_runtime(runtime, family)
+    blocks, reasons = _split(model, blocks_of(model, target, by), target, unwritten)
+    kept = np.array([all(m.name in reasons for m in b.modules) for b in blocks])
+    widths = sorted({m.d_in for b, stays in zip(blocks, kept, strict=True) if not stays for m in b.modules})
+    chosen = target.formats(widths, formats, group)
+    has = np.array([[f.plain or not s and fits(b, f.name) for f in chosen] for b, s in zip(blocks, kept, strict=True)])
+    sizes = [
+        [sum(f.bytes(m.d_out, m.d_in, m.copies) for m in b.modules) if fits(b, f.name) else 0 for f in chosen] for b in blocks
+    ]
+    return Table(
+        blocks=blocks,
+        formats=tuple(f.name for f in chosen),
+        size=np.where(has, np.array(sizes, dtype=np.int64), 0),
+        damage=np.where(has, 0.0, np.inf),
+        error=np.zeros(has.shape),
+        rest=np.zeros((*has.shape, 0)),
+        fixed=_fixed_bytes(model, blocks, family),
+        family=family,
+        runtime=target.name,
+        method=method,
+        unwritten=reasons,
+    )
+
+
+def fits(block: Block, form: str) -> bool:
+    """Return whether every matrix of a block can be stored in a format."""
+    return all(find_format(form).fits(m.d_in) for m in block.modules)
+
+
+def end_modules(model: nn.Module) -> list[Module]:
+    """Return embedding and head as matrices; a head that is tied to the embedding is no matrix of its own."""
+    found: list[Module] = []
+    seen: set[int] = set()
+    names = {id(m): name for name, m in model.named_modules()}
+    for read in ("get_input_embeddings", "get_output_embeddings"):
+        owner = getattr(pretrained(model), read)() if hasattr(model, read) else None
+        weight = getattr(owner, "weight", None)
+        if owner is None or weight is None or weight.ndim != 2 or id(weight) in seen:
+            continue
+        seen.add(id(weight))
+        found.append(Module(name=names[id(owner)], d_in=weight.shape[1], d_out=weight.shape[0]))
+    return found
+
+
+def blocks_of(model: nn.Module, runtime: Runtime, by: str = "linear") -> tuple[Block, ...]:
+    """Return the blocks that get one format each, by ``linear`` or by ``layer``.
+
+    Raises:
+        InvalidInput: Another partition.
+        UnknownStructure: The model has no list of layers.
+    """
+    if by not in ("linear", "layer"):
+        raise InvalidInput(f"by is {by!r}.", "Formats are planned by linear or by layer.", "Use linear.")
+    groups: dict[str, list[Module]] = {}
+    for block in partition(model, by):
+        for module in block.modules:
+            groups.setdefault(block.name if by == "layer" else runtime.together(module.name), []).append(module)
+    if runtime.ends:
+        groups |= {m.name: [m] for m in end_modules(model)}
+    return tuple(Block(name=k, modules=tuple(groups[k])) for k in sorted(groups, key=natural_key))
+
+
+def modules_by_name(model: nn.Module, names: Iterable[str]) -> dict[str, Module]:
+    """Return the matrices of some names, with their shapes.
+
+    Raises:
+        UnknownBlock: The model has none of that name.
+    """
+    known = {m.name: m for b in partition(model, "linear") for m in b.modules} | {m.name: m for m in end_modules(model)}
+    for name in names:
+        if name not in known:
+            raise UnknownBlock(f"The model has no weight matrix {name!r}.", "", "Plan for this model.")
+    return {name: known[name] for name in names}
+
+
+def layer_index(model: nn.Module, block: Block) -> int | None:
+    """Return the layer that a block lies in; None for embedding and head.
+
+    Raises:
+        InvalidInput: It spans layers.
+    """
+    for i, (name, _) in enumerate(layers(model)):
+        inside = [m.name.startswith(f"{name}.") for m in block.modules]
+        if all(inside):
+            return i
+        if any(inside):
+            raise InvalidInput(f"{block.name} spans layers.", "A block lies in one layer.", "Partition by linear or by layer.")
+    return None
+
+
+def _fixed_bytes(model: nn.Module, blocks: Iterable[Block], family: str) -> int:
+    """Bytes of the tensors that no plan changes: 16 bits per number, vectors of GGUF 32, with its padding."""
+    seen = {id(weight_of(model, m.name)[1]) for b in blocks for m in b.modules}
+    total = 0
+    for parameter in model.parameters():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            exact = parameter.numel() * (4 if family == GGUF and parameter.ndim == 1 else 2)
+            total += -(-exact // ALIGNMENT) * ALIGNMENT if family == GGUF else exact
+    return total
+
+
+# ---- matrices that no file holds in fewer than 16 bits
+
+
+def unwritable(model: nn.Module, names: Sequence[str], target: Runtime) -> dict[str, str]:
+    """Return the matrices that no file for a runtime holds in fewer than 16 bits, with the reason.
+
+    Raises:
+        MissingDependency: GGUF without the package gguf.
+    """
+    if target.family == GGUF:
+        config, parameters = config_of(model), [n for n, _ in model.named_parameters()]
+        try:
+            tensor_names(need_gguf(), architecture(config), config.num_hidden_layers, parameters)
+        except InvalidInput as error:
+            return dict.fromkeys(names, error.what.rstrip("."))
+        return {}
+    found = {}
+    for name in names:
+        owner = weight_of(model, name)[0]
+        if not isinstance(owner, nn.Linear):
+            found[name] = f"it is {'a Conv1D' if type(owner).__name__ == 'Conv1D' else 'a stack of experts'}, no plain Linear"
+        elif not _is_plain(owner):
+            found[name] = f"it is a {type(owner).__name__}, which gives something else than a plain Linear"
+    if target.name == "transformers":
+        why = "transformers reads its weight while it loads, and packed it has none"
+        found |= dict.fromkeys(_read_at_start(model, [n for n in names if n not in found]), why)
+    return {n: found[n] for n in names if n in found}
+
+
+def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str) -> tuple[tuple[Block, ...], dict[str, str]]:
+    """The blocks with every matrix that stays in 16 bits as a block of its own, and the reasons why these do."""
+    if what not in UNWRITTEN:
+        raise InvalidInput(f"unwritten is {what!r}.", f"It is one of {', '.join(UNWRITTEN)}.", "Use 16-bit.")
+    matrices = [m for b in blocks for m in b.modules]
+    reasons = {} if what == "plan" else unwritable(model, [m.name for m in matrices], target)
+    if not reasons:
+        return tuple(blocks), {}
+    kept = [Block(name=m.name, modules=(m,)) for m in matrices if m.name in reasons]
+    left = [(b, tuple(m for m in b.modules if m.name not in reasons)) for b in blocks]
+    free = [dataclasses.replace(b, modules=modules) for b, modules in left if modules]
+    if free and what == "16-bit":
+        return tuple(sorted((*free, *kept), key=lambda b: natural_key(b.name))), reasons
+    share = sum(b.numel for b in kept) / sum(m.numel for m in matrices)
+    other = f"plan for a tool that writes them (--unwritten plan, then export --to {_tool(target)})"
+    raise InvalidInput(
+        f"No file holds {len(kept)} of {len(matrices)} matrices ({share:.0%} of the weights) in fewer than 16 bits, first "
+        f"{kept[0].name}: {reasons[kept[0].name]}.",
+        f"In 16 bits they take {16 * share:.2f} bits per weight of all that is planned." if free else "None is left to plan.",
+        f"Keep them so (--unwritten 16-bit), or {other}." if free else f"{other[0].upper()}{other[1:]}.",
+    )
+
+
+def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime) -> None:
+    """Refuse a plan that gives formats to matrices which no file holds in them.
+
+    Raises:
+        InvalidInput: There are some; such plans are for other tools.
+    """
+    small = [n for n, form in formats.items() if not find_format(form).plain]
+    reasons = unwritable(model, small, target)
+    if reasons:
+        first = next(iter(reasons))
+        plan = f"the plan for a tool that writes them (layerbudget export PLAN --to {_tool(target)})"
+        raise InvalidInput(
+            f"No file holds {len(reasons)} of {len(small)} matrices in the formats of this plan, first {first}: "
+            f"{reasons[first]}.",
+            "Nothing was done.",
+            f"Plan again with --unwritten 16-bit, or export {plan}." if len(reasons) < len(small) else f"Export {plan}.",
+        )
+
+
+def _tool(target: Runtime) -> str:
+    return "tensor-types" if target.family == GGUF else "auto-round"
+
+
+@torch.no_grad()
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether a layer gives what a Linear of its weight gives: packed, it is computed as one (Llama 4's router is more)."""
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    x = torch.ones(1, layer.in_features).to(layer.weight)
+    found = type(layer).forward(layer, x)
+    if not isinstance(found, torch.Tensor):
+        return False
+    return found.is_meta or torch.allclose(found, nn.functional.linear(x, layer.weight, layer.bias), rtol=1e-2, atol=1e-2)
+
+
+def _read_at_start(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Linear layers whose weight the model's own initialisation reads: it runs at every load, also over packed layers.
+
+    It is tried on the model without values: one layer of each kind loses its weight, and what is above it is initialised.
+    """
+    if not hasattr(model, "_init_weights"):
+        return []
+    with torch.device("meta"):
+        skeleton: Any = pretrained(type(model)(copy.deepcopy(config_of(model))))
+    known: dict[tuple[str, str], bool] = {}
+    found = []
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        kind = (type(skeleton.get_submodule(parent)).__name__, leaf)
+        if kind not in known:
+            known[kind] = _initialisation_reads(skeleton, name)
+        if known[kind]:
+            found.append(name)
+    return found
+
+
+def _initialisation_reads(skeleton: Any, name: str) -> bool:
+    layer = skeleton.get_submodule(name)
+    weight = layer._parameters.pop("weight")
+    try:
+        parts, model = name.split("."), skeleton
+        with torch.no_grad():
+            for depth in range(len(parts) + 1):
+                module = skeleton.get_submodule(".".join(parts[:depth]))
+                model = module if hasattr(module, "_init_weights") else model  # a model inside initialises its own modules
+                model._init_weights(module)
+    except AttributeError as error:
+        if "'weight'" not in str(error):
+            raise
+        return True
+    finally:
+        layer._parameters["weight"] = weight
+    return False

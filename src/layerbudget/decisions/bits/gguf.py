@@ -1,0 +1,243 @@
+"""A GGUF file with a type per tensor: quantised by the package ``gguf``, read by llama.cpp and transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...compressors.formats import find_format
+from ...compressors.rounding import Rounded
+from ...compressors.rounding_packages import need_gguf
+from ...errors import CoverageError, InvalidInput
+from ...models.blocks import config_of, layers
+from ...models.offload import mapped
+
+GGUF_FILE = "model.gguf"
+# transformers' model types, and the architecture of llama.cpp that computes the same.
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_PERMUTED = ("llama",)  # rotary embeddings of neighbours: rows of q and k change places
+_NORMAL, _CONTROL, _UNUSED = 1, 3, 5
+# What splits a text before the merges, by the regular expression that tokenizers.json holds.
+_SPLITS = {"{1,3}| ?[^\\s": "llama-bpe", "\\p{N}| ?[^\\s": "qwen2"}
+
+
+def architecture(config: Any) -> str:
+    """Return llama.cpp's name of a model's architecture.
+
+    Raises:
+        InvalidInput: One that is not written here, or a variant that llama.cpp computes differently.
+    """
+    kind = str(config.model_type)
+    rope = dict(getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    odd = [f" with rope_type = {rope}"] if rope not in ("default", None) else []
+    odd += [f" with sliding_window = {window}"] if window is not None else []
+    if kind not in ARCHITECTURES or odd:
+        raise InvalidInput(
+            f"A {kind} model{odd[0] if odd else ''} is not written as GGUF here.",
+            f"Written are {', '.join(ARCHITECTURES)}, with plain rotary embeddings and whole attention.",
+            "Plan with --unwritten plan and export it (--to tensor-types): llama.cpp converts and quantises by that; or "
+            "plan for compressed-tensors.",
+        )
+    return ARCHITECTURES[kind]
+
+
+def tensor_names(gguf: Any, arch: str, layers: int, names: Sequence[str]) -> dict[str, str]:
+    """Return the names in the file by full parameter name.
+
+    Raises:
+        InvalidInput: A parameter that the architecture has no place for.
+    """
+    known = gguf.get_tensor_name_map({name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch], layers)
+    found: dict[str, str] = {}
+    for name in names:
+        stem, _, ending = name.rpartition(".")
+        other = known.get_name(stem)
+        if other is None:
+            raise InvalidInput(f"GGUF's {arch} has no tensor for {name}.", "", "Plan for compressed-tensors.")
+        found[name] = f"{other}.{ending}"
+    return found
+
+
+def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return the rows of q or k as llama.cpp's rotary embedding reads them: halves of a head become neighbours."""
+    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return them the other way round.
+
+    >>> w = torch.arange(24).reshape(12, 2)
+    >>> torch.equal(unpermute(permute(w, 3), 3), w)
+    True
+    """
+    return weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+class GgufWriter:
+    """Writes a GGUF file, tensor after tensor: what lies outside the layers first, then layer after layer.
+
+    Args:
+        model: Its weights are read when their layer is asked for.
+        tokenizer: Its vocabulary goes into the file; None leaves it out.
+        formats: Format of every planned matrix.
+        folder: Holds no such file.
+
+    Raises:
+        InvalidInput: An architecture that is not written here, or a model held in another precision than float32.
+        MissingDependency: Without the package gguf.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, formats: Mapping[str, str], folder: Path) -> None:
+        self.gguf, self.config, self.formats = need_gguf(), config_of(model), dict(formats)
+        offloaded = mapped(model)
+        dtype = next(model.parameters()).dtype if offloaded is None else offloaded.dtype
+        if dtype != torch.float32:
+            raise InvalidInput(
+                f"The model is held in {str(dtype).removeprefix('torch.')}.",
+                "The grids of GGUF are finer than that.",
+                "Load it in float32 before it is rounded.",
+            )
+        self.arch = architecture(self.config)
+        self.parameters = dict(model.named_parameters())  # each once: a tied head is the embedding
+        self.stored = tensor_names(self.gguf, self.arch, self.config.num_hidden_layers, list(self.parameters))
+        prefixes = ["", *(name for name, _ in layers(model))]
+        self.pieces = {p: [n for n in self.parameters if n.startswith(f"{p}.")] for p in prefixes[1:]}
+        inside = {n for names in self.pieces.values() for n in names}
+        self.pieces = {"": [n for n in self.parameters if n not in inside], **self.pieces}
+        self.writer = self.gguf.GGUFWriter(folder / GGUF_FILE, self.arch)
+        self.notes = self._write_head(tokenizer)
+
+    def _write_head(self, tokenizer: Any) -> list[str]:
+        """Write what stands before the tensors; returns notes."""
+        config, writer = self.config, self.writer
+        writer.add_name(Path(str(getattr(config, "_name_or_path", "") or "model")).name)
+        _add_numbers(writer, config)
+        notes = _add_vocabulary(writer, tokenizer, config.vocab_size)
+        for name in (n for names in self.pieces.values() for n in names):
+            kind, shape = self._kind(name), self.parameters[name].shape
+            number = {"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8)
+            per, size = self.gguf.GGML_QUANT_SIZES[kind]
+            stored = tuple(shape) if number is not np.uint8 else (*shape[:-1], shape[-1] // per * size)
+            count = int(np.prod(stored)) * np.dtype(number).itemsize
+            writer.add_tensor_info(self.stored[name], stored, np.dtype(number), count, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        return notes
+
+    def _kind(self, name: str) -> Any:
+        """Type in the file: of planned matrices their format, of others 16 bits, of vectors 32."""
+        kinds = self.gguf.GGMLQuantizationType
+        if self.parameters[name].ndim < 2:
+            return kinds.F32
+        form = self.formats.get(name.rpartition(".")[0], "F16") if name.endswith(".weight") else "F16"
+        return kinds[find_format(form).name]
+
+    def tensors(self, piece: str, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
+        """Return what the file holds of a layer (outside the layers: of ``""``) whose weights are at hand.
+
+        Raises:
+            CoverageError: A tensor that reads back as other weights.
+        """
+        return {self.stored[n]: torch.from_numpy(self._data(n)) for n in self.pieces[piece]}
+
+    def _data(self, name: str) -> np.ndarray:
+        kind, tensor = self._kind(name), self._turned(name, self.parameters[name].detach(), permute)
+        values = tensor.to(torch.float32).cpu().contiguous().numpy()
+        if kind.name == "F32":
+            return values
+        data: np.ndarray = self.gguf.quantize(values, kind)
+        if name.rpartition(".")[0] in self.formats and not np.array_equal(self.gguf.dequantize(data, kind), values):
+            raise CoverageError(f"{name} reads back as other weights than were planned.", "", "Report this; nothing is kept.")
+        return data
+
+    def _turned(self, name: str, tensor: torch.Tensor, turn: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+        """Rows of q and k in the order of the file, or back."""
+        if self.arch not in _PERMUTED or ".self_attn." not in name:
+            return tensor
+        if ".q_proj." in name:
+            return turn(tensor, self.config.num_attention_heads)
+        return turn(tensor, self.config.num_key_value_heads) if ".k_proj." in name else tensor
+
+    def restore(self, names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put matrices that were written before into the model again."""
+        for name in (f"{n}.weight" for n in names):
+            values = self.gguf.dequantize(tensors[self.stored[name]].numpy(), self._kind(name))
+            self.parameters[name].data.copy_(self._turned(name, torch.from_numpy(values), unpermute))
+
+    def names(self) -> dict[str, list[str]]:
+        """Return the names in the file of every planned matrix's weights."""
+        return {n: [self.stored[f"{n}.weight"]] for n in self.formats}
+
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the tensors of a piece."""
+        for tensor in tensors.values():
+            self.writer.write_tensor_data(tensor.numpy())
+
+    def close(self) -> list[str]:
+        """Finish the file; returns notes."""
+        self.writer.flush()
+        self.writer.close()
+        return self.notes
+
+
+def _add_numbers(writer: Any, config: Any) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> list[str]:
+    """Vocabulary and merges of a byte-level BPE tokenizer; others are left out. Returns notes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    held: Mapping[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
+    model, splits = held.get("model") or {}, json.dumps(held.get("pre_tokenizer"), ensure_ascii=False)
+    if model.get("type") != "BPE" or "ByteLevel" not in splits:
+        writer.add_tokenizer_model("no_vocab")
+        return ["The tokenizer is no byte-level BPE; the file holds no vocabulary, and llama.cpp is to be given token numbers."]
+    tokens, kinds = [f"[PAD{i}]" for i in range(size)], [_UNUSED] * size
+    special = {t["id"] for t in held.get("added_tokens", []) if t.get("special")}
+    for token, i in {**model["vocab"], **{t["content"]: t["id"] for t in held.get("added_tokens", [])}}.items():
+        if i < size:
+            tokens[i], kinds[i] = token, _CONTROL if i in special else _NORMAL
+    splits = splits.replace("\\\\", "\\")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(next((name for part, name in _SPLITS.items() if part in splits), "gpt-2"))
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
+    for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id), ("pad", writer.add_pad_token_id)):
+        number = getattr(tokenizer, f"{name}_token_id", None)
+        if number is not None:
+            add(number)
+    writer.add_add_bos_token(bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]))
+    return []
+
+
+def recount_gguf(file: Path) -> dict[str, int]:
+    """Return the bytes of every tensor of a file, padding included: from one tensor's place to the next one's.
+
+    Raises:
+        MissingDependency: Without the package gguf.
+    """
+    tensors = sorted(need_gguf().GGUFReader(file).tensors, key=lambda t: t.data_offset)
+    stops = [t.data_offset for t in tensors[1:]] + [file.stat().st_size]
+    return {t.name: int(stop - t.data_offset) for t, stop in zip(tensors, stops, strict=True)}
