@@ -24,12 +24,12 @@ from layerbudget.data.text import calibration
 from layerbudget.decisions.shapes.attention import find_attention
 from layerbudget.decisions.shapes.checkpoint import (
     apply_depth,
-    apply_structured,
+    apply_shapes,
     crossed_curves,
     find_parts,
     narrow,
     plan_depth,
-    plan_structured,
+    plan_shapes,
     remove_heads,
     save_smaller,
 )
@@ -106,12 +106,12 @@ def by_program(model, data, budget, a):
     for name, options in rows.items():
         change = permuted if options.pop("permuted", False) else dict
         tried = [
-            plan_structured(model, data, budget, by=by, multiple=a.multiple, curves=change(c), **options)
+            plan_shapes(model, data, budget, by=by, multiple=a.multiple, curves=change(c), **options)
             for by, c in curves.items()
         ]
         plans[name] = min(tried, key=lambda p: p.extra["predicted"])
         models[name] = copy.deepcopy(model)
-        apply_structured(models[name], plans[name], data)
+        apply_shapes(models[name], plans[name], data)
     return models, plans
 
 

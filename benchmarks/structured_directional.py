@@ -21,8 +21,8 @@ import torch
 
 from flap import cut_by_fluctuation
 from layerbudget.data.text import calibration
-from layerbudget.decisions.shapes.checkpoint import apply_structured, crossed_curves, find_parts, narrow, plan_structured
-from layerbudget.decisions.shapes.directional import plan_shapes_directional
+from layerbudget.decisions.shapes.checkpoint import apply_shapes, crossed_curves, find_parts, narrow, plan_shapes
+from layerbudget.decisions.shapes.directional import plan_shapes
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.models.blocks import layers
 from layerbudget.models.loading import load_model, load_tokenizer
@@ -92,7 +92,7 @@ class Bench:
         if compensate:
             plan = dataclasses.replace(plan, hyperparameters={**plan.hyperparameters, "compensate": compensate})
         smaller = copy.deepcopy(self.model)
-        receipt = apply_structured(smaller, plan, data)
+        receipt = apply_shapes(smaller, plan, data)
         extra = {"dropped": len(receipt.dropped), "measured": plan.extra["measured"]}
         if "zeros" in plan.extra or plan.hyperparameters.get("depth"):
             extra["flops"] = 1.0 - receipt.saved / receipt.before
@@ -125,7 +125,7 @@ class Bench:
             self.curves[seed] = counted(self.model, data, lambda: crossed_curves(self.model, data, parts))
         curves, before = self.curves[seed]
         plan, after = counted(
-            self.model, data, lambda: plan_structured(self.model, data, budget, curves=curves, compensate="refit", **BY)
+            self.model, data, lambda: plan_shapes(self.model, data, budget, curves=curves, compensate="refit", **BY)
         )
         for way in ways:
             self.applied("measured curves", budget, seed, plan, before.spent + after.spent, data, way)
@@ -133,7 +133,7 @@ class Bench:
     def directional(self, name, budget, seed, data, ways, **options):
         ways = [w for w in ways if not self.has(f"{name}, {w}" if w else name, budget, seed)]
         if ways:
-            plan = plan_shapes_directional(self.model, data, budget, **BY, **options)
+            plan = plan_shapes(self.model, data, budget, **BY, **options)
             for way in ways:
                 self.applied(name, budget, seed, plan, plan.extra["forward_passes"], data, way)
 

@@ -180,7 +180,7 @@ def prepare(folder: Path) -> None:
         ["plan", "sparsity", "scores.json", "-o", "plan.json"],
         ["plan", "sparsity", "scores.json", "--rule", "uniform", "-o", "other.json"],
         ["plan", "ranks", "scores.json", "--mean-rank", "2", "-o", "plan_ranks.json"],
-        ["plan", "structured", "model", *data, "--save", "10% flops", "--even", "-o", "smaller.json"],
+        ["plan", "shapes", "model", *data, "--save", "10% flops", "--even", "-o", "smaller.json"],
         ["measure", "model", *data, "-o", "measured.json"],
         ["finetune", "model", "plan_ranks.json", "--task", "task.jsonl", "--train-rows", "8", "--epochs", "1", "--batch", "8", "-o", "tuned"],
         ["evaluate", "model", "--perplexity", "text.txt", "--length", "16", "--windows", "2", "-o", "result.json"],
@@ -280,7 +280,7 @@ SMALL = {"--samples": ["1", "2", "4", "0", "-1", "x", "99999999999999999999"], "
          "--data": ["text.txt", "text.jsonl", "missing.txt", "stdlib:x", "folder", "", "pipe", "scores.json"]}  # fmt: skip
 LEAST = {"--samples": "2", "--length": "8", "--data": "text.txt"}
 VERBS = [
-    ("score",), ("measure",), ("plan", "sparsity"), ("plan", "experts"), ("plan", "ranks"), ("plan", "joint"), ("plan", "structured"),
+    ("score",), ("measure",), ("plan", "sparsity"), ("plan", "experts"), ("plan", "ranks"), ("plan", "joint"), ("plan", "shapes"),
     ("plan", "diff"), ("plan", "explain"), ("plan", "sweep"), ("transfer",), ("prune",), ("finetune",), ("evaluate",), ("report",),
 ]  # fmt: skip
 POSITIONAL = {"model": ["model"] * 6 + ["missing", "folder", "scores.json", "", "no/such", "pipe"],

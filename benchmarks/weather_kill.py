@@ -53,8 +53,8 @@ VERBS = {
         ["--overwrite"], "out.json", ("stage/notes",),
     ),
     "measure": Verb(["measure", "model", *DATA, "--resume", "parts", "-o", "out.json"], ["--overwrite"], "out.json", ("parts/notes",)),
-    "plan structured": Verb(
-        ["plan", "structured", "model", *DATA, "--save", "10% flops", "--even", "--resume", "parts", "-o", "out.json"],
+    "plan shapes": Verb(
+        ["plan", "shapes", "model", *DATA, "--save", "10% flops", "--even", "--resume", "parts", "-o", "out.json"],
         ["--overwrite"], "out.json", ("parts/notes",),
     ),
     "quantize": Verb(
@@ -92,7 +92,7 @@ def prepare(folder: Path) -> None:
         ["score", "model", *DATA, "-o", "scores.json"],
         ["plan", "sparsity", "scores.json", "-o", "plan.json"],
         ["plan", "ranks", "scores.json", "--mean-rank", "3", "-o", "ranks.json"],
-        ["plan", "structured", "model", *DATA, "--save", "10% flops", "--even", "-o", "smaller.json"],
+        ["plan", "shapes", "model", *DATA, "--save", "10% flops", "--even", "-o", "smaller.json"],
         ["plan", "bits", "model", *DATA, "--bits", "5", "--group", "16", "--draws", "1", "--check", "2", "-o", "bits.json"],
     ):
         if child(words, folder, None)[0] != 0:

@@ -34,7 +34,7 @@ COMMANDS = {
     "prune, smaller": ["prune", "model", "smaller.json", *DATA, "-o", "OUT"],
     "finetune": ["finetune", "model", "ranks.json", *TUNE, "-o", "OUT"],
     "evaluate": ["evaluate", "model", "--perplexity", "text.txt", "--length", "16", "--quiet", "-o", "OUT"],
-    "plan structured": [
+    "plan shapes": [
         "plan",
         "structured",
         "model",

@@ -22,10 +22,10 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.ranks.apply import add_ranks as add_ranks
     from .decisions.ranks.apply import to_lora_config as to_lora_config
     from .decisions.ranks.plan import plan_ranks as plan_ranks
+    from .decisions.shapes.apply import apply_shapes as apply_shapes
+    from .decisions.shapes.apply import remove_units as remove_units
     from .decisions.shapes.depth import plan_depth as plan_depth
-    from .decisions.shapes.heads import remove_heads as remove_heads
-    from .decisions.shapes.search import plan_structured as plan_structured
-    from .decisions.shapes.shrink import apply_structured as apply_structured
+    from .decisions.shapes.plan import plan_shapes as plan_shapes
     from .decisions.sparsity.apply import prune as prune
     from .decisions.sparsity.plan import plan_sparsity as plan_sparsity
     from .decisions.sparsity.receipt import recount as recount
@@ -81,11 +81,11 @@ _PUBLIC = {
     "plan_directional": "decisions.sparsity.sequential",
     "fisher_along": "sensitivity.directional.directional",
     "plan_depth": "decisions.shapes.depth",
-    "plan_structured": "decisions.shapes.search",
-    "apply_structured": "decisions.shapes.shrink",
+    "plan_shapes": "decisions.shapes.plan",
+    "apply_shapes": "decisions.shapes.apply",
     "apply_plan": "decisions.apply",
     "write_bits": "decisions.bits.apply",
-    "remove_heads": "decisions.shapes.heads",
+    "remove_units": "decisions.shapes.apply",
     "recover": "decisions.sparsity.recovery",
     "to_lora_config": "decisions.ranks.apply",
     "add_ranks": "decisions.ranks.apply",

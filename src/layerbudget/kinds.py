@@ -59,7 +59,7 @@ _PRUNED, _REMOVED = "pruned parameters", "removed parameters"
 for _kind in (
     Kind("sparsity", "sparsity", _PRUNED, "a sparsity for every block", harms=True, budget="sparsity", command="prune"),
     Kind(
-        "structured",
+        "shapes",
         "removed parameters",
         _REMOVED,
         "heads, MLP widths and layers to remove: smaller matrices",

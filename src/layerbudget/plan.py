@@ -15,7 +15,7 @@ from .errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
 from .kinds import KINDS
 from .records import Block, BlockRecord, digest, values_by_name
 from .storage import reading
-from .storage.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, Structured, StructuredSettings
+from .storage.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, ShapeSettings, SmallerShapes
 from .storage.writing import new_file
 
 
@@ -217,7 +217,7 @@ class Plan(BlockRecord):
         array([10])
         """
         numbers = values_by_name(blocks, values)
-        if kind in ("joint", "structured", "depth", "bits", "recipe"):
+        if kind in ("joint", "shapes", "depth", "bits", "recipe"):
             raise InvalidInput(f"A plan of kind {kind} is more than one number per block.", "", "Use its own plan function.")
         rows = tuple(PlanBlock.of(b, v, _count(kind, b, v)) for b, v in zip(blocks, numbers, strict=True))
         spent, unit = sum(r.count for r in rows), "parameters" if kind == "sparsity" else KINDS.find(kind).counts
@@ -230,8 +230,8 @@ class Plan(BlockRecord):
     @classmethod
     def _check(cls, fields: dict[str, Any]) -> None:
         shapes = {"budget": PlanBudget, **({"certificate": Certificate} if fields["certificate"] else {}), "extra": Extra}
-        if fields["kind"] == "structured":
-            shapes |= {"extra": Structured, "hyperparameters": StructuredSettings}
+        if fields["kind"] == "shapes":
+            shapes |= {"extra": SmallerShapes, "hyperparameters": ShapeSettings}
         if fields["kind"] in ("bits", "recipe"):
             shapes |= {"extra": Formats if fields["kind"] == "bits" else RecipeExtra}
         for name, shape in shapes.items():

@@ -25,7 +25,7 @@ LINES = (
     "plan bits MODEL --bits 4.5 --group 32 --draws 1 -o bits.json",
     "quantize MODEL bits.json -o OUT",
     "evaluate OUT --against MODEL",
-    "plan structured MODEL --save 20%flops --even -o shapes.json",
+    "plan shapes MODEL --save 20%flops --even -o shapes.json",
     "finetune MODEL ranks.json --data my.jsonl -o adapters",
     "export ranks.json",
     "compare MODEL --scores owl --sparsity 0.5 --no-controls -o grid",

@@ -129,7 +129,7 @@ def test_a_model_that_would_not_fit_on_the_disk_is_not_made(folder, capsys, monk
         )
         command = ["finetune", model, folder / "plan.json", "--data", folder / "rows.jsonl", "--epochs", "1", "--quiet"]
     elif verb == "prune, smaller":
-        command = ["plan", "structured", model, *data, "--save", "10% flops", "--even", "-o", str(folder / "plan.json")]
+        command = ["plan", "shapes", model, *data, "--save", "10% flops", "--even", "-o", str(folder / "plan.json")]
         assert main(command) == 0
         command = ["prune", model, folder / "plan.json", *data]
     else:

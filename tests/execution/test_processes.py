@@ -25,7 +25,7 @@ from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.execution.processes import is_main, join, leave
 from layerbudget.sensitivity.gain import score
-from layerbudget.decisions.shapes.search import plan_structured
+from layerbudget.decisions.shapes.search import plan_shapes
 join("cpu")
 out = {{}}
 for name in ("llama-tied", "bert", "mixtral"):
@@ -52,7 +52,7 @@ for name in ("llama-tied", "bert", "mixtral"):
         prune(pruned, own, data if method != "magnitude" else None, method)
         out[f"{{name}} {{method}}"] = [int(v) for p in pruned.parameters() for v in (p == 0).flatten()]
     if name == "llama-tied":
-        whole = plan_structured(model, zoo.tokens(8, padded=True), "20% params", multiple=4, points=1, batch_size=2)
+        whole = plan_shapes(model, zoo.tokens(8, padded=True), "20% params", multiple=4, points=1, batch_size=2)
         out[f"{{name}} structured"] = whole.counts.tolist()
     text = zoo.tokens(8, padded=True)
     for by in ("linear", "rows:4") if name == "llama-tied" else ("rows:4",):

@@ -191,10 +191,10 @@ def _join(arguments: argparse.Namespace) -> bool:
     from .terminal import Terminal
 
     words = (arguments.verb, getattr(arguments, "plan_command", None))
-    if arguments.verb not in _SHARED and words != ("plan", "structured"):
+    if arguments.verb not in _SHARED:
         raise InvalidInput(
             f"{' '.join(filter(None, words))} runs in one process, and the launcher started {os.environ['WORLD_SIZE']}.",
-            f"Work is shared by {', '.join(_SHARED)} and plan structured.",
+            f"Work is shared by {', '.join(_SHARED)}.",
             "Start it without torchrun.",
         )
     together = join(getattr(arguments, "device", None))

@@ -15,7 +15,7 @@ def register(subparsers: Any) -> None:
     """Add the parser of ``prune``."""
     parser = subparsers.add_parser("prune")
     add_treating_options(
-        parser, "plan.json of kind sparsity, structured or depth, made for this model", TREATMENTS.names(),
+        parser, "plan.json of kind sparsity, shapes or depth, made for this model", TREATMENTS.names(),
         "not for smaller shapes (default: what the plan was measured with, else wanda)",
     )  # fmt: skip
     parser.add_argument(
@@ -85,7 +85,7 @@ def _expect(arguments: argparse.Namespace, plan: Any, model: Any, data: Any) -> 
     from .outlook import expect, text_of, words_of
 
     text, again = text_of(data, arguments), 5.0 if arguments.true_sequential else 1.0
-    method = {"structured": "sparsegpt", "depth": "magnitude"}.get(plan.kind, arguments.method or "wanda")  # it refits, or cuts
+    method = {"shapes": "sparsegpt", "depth": "magnitude"}.get(plan.kind, arguments.method or "wanda")  # it refits, or cuts
     how = "smaller shapes" if plan.kind in SMALLER else f"{method} to {plan.budget['spent']:,} zeros"
     what = f"{how} with {words_of(data)}" if data is not None else how
     expect(arguments, what, model, lambda shape: treating(method, text, again=again))
@@ -116,7 +116,7 @@ def _load(arguments: argparse.Namespace, kind: str) -> tuple[Any, Any, Any]:
     from ..models.loading import load_tokenizer
     from .shared import load, load_named
 
-    if kind == "structured" or (kind != "depth" and not _blind(arguments)):
+    if kind == "shapes" or (kind != "depth" and not _blind(arguments)):
         return load(arguments)
     try:
         tokenizer = load_tokenizer(arguments.model, revision=arguments.revision)

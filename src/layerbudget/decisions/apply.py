@@ -18,7 +18,7 @@ _MAKE = {
 }
 _APPLY = {
     "sparsity": ".sparsity.apply:prune",
-    "structured": ".shapes.shrink:apply_structured",
+    "shapes": ".shapes.apply:apply_shapes",
     "depth": ".shapes.depth:apply_depth",
     "experts": ".experts.method:add_experts",
     "ranks": ".ranks.apply:add_ranks",
@@ -60,7 +60,7 @@ def _function(kind: str, table: dict[str, Any], what: str) -> Callable[..., Any]
 
 
 def apply_plan(model: Any, plan: Any, *arguments: Any, **options: Any) -> Any:
-    """Give a model what a plan of any kind says: ``prune``, ``apply_structured``, ``add_ranks``, ..., by the plan's kind.
+    """Give a model what a plan of any kind says: ``prune``, ``apply_shapes``, ``add_ranks``, ..., by the plan's kind.
 
     Args:
         model: The model.

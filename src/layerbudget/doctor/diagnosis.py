@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..data.calibration import CalibrationSet
-from ..decisions.shapes.removable import find_parts
+from ..decisions.shapes.units import find_parts
 from ..errors import LayerbudgetError, UnknownStructure
 from ..execution.loss import IGNORE, head_of
 from ..execution.sites import owners_of, tracked

@@ -166,12 +166,11 @@ class Collector:
     def _hook(self, name: str) -> Callable[..., Any]:
         """Forward hook of one matrix: open a site for its input, or join the open one; wait for the output's gradient."""
 
-        def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...], given: torch.Tensor) -> torch.Tensor | None:
             if not torch.is_grad_enabled():
-                return
+                return None
             self.seen.add(name)
-            if not isinstance(output, torch.Tensor):
-                output = _product(module, inputs[0], output, name)
+            output = given if isinstance(given, torch.Tensor) else _product(module, inputs[0], given, name)
             if not output.requires_grad:
                 output.requires_grad_(True)
             source = inputs[0]
@@ -184,6 +183,7 @@ class Collector:
             self._open[name] = self._open.get(name, 0) + 1
             place = weakref.ref(output)
             output.register_hook(lambda grad: self._arrive(site, name, grad, place))
+            return given.clone() if given is output and output.is_leaf else None  # Falcon adds to it in place: not to a leaf
 
         return forward
 

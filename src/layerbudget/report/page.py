@@ -26,7 +26,7 @@ RUNTIME_NOTE = (
     "checkpoints are ordinary dense models with fewer parameters and run faster everywhere."
 )
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-_KINDS = {"depth": "depth", "structured": "structured"}
+_KINDS = ("depth", "shapes")
 
 
 def _asset(name: str) -> str:
@@ -116,7 +116,7 @@ def _honest(found: Found) -> str:
     plan = found.plan
     text = RUNTIME_NOTE
     if found.receipt is not None:
-        kind = _KINDS.get(plan.kind, "unstructured") if plan is not None else "unstructured"
+        kind = plan.kind if plan is not None and plan.kind in _KINDS else "unstructured"
         text = f"{runtime_box(kind, pattern=(found.receipt.get('settings') or {}).get('pattern'))} {RUNTIME_NOTE}"
     return f"<aside class='honest'><h2>What runs faster, and where</h2><p>{html.escape(text)}</p></aside>"
 
@@ -251,7 +251,7 @@ _ROWS = {
         "attention heads removed",
         _DENSE + "; key-value cache: smaller only where whole key-value groups went",
     ),
-    "structured": (
+    "shapes": (
         "heads, MLP width or whole blocks removed",
         _DENSE + "; key-value cache: smaller by the removed key-value groups and blocks only",
     ),
@@ -266,7 +266,7 @@ def runtime_box(kind: str = "unstructured", *, pattern: str | None = None) -> st
     """One honest paragraph about a pruned checkpoint.
 
     Args:
-        kind: ``unstructured``, ``depth``, ``heads``, ``width`` or ``structured``.
+        kind: ``unstructured``, ``depth``, ``heads``, ``width`` or ``shapes``.
         pattern: The n:m pattern, when there is one.
 
     >>> runtime_box("depth").split(". ")[0]

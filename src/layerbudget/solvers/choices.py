@@ -78,9 +78,10 @@ class Choice:
         }[self.status]
 
     def certificate(self) -> dict[str, Any]:
-        """Everything but the choice, as plain values."""
+        """Everything but the choice, as plain values, with the fields that the certificate of every plan has."""
         names = ("status", "damage", "spent", "budget", "lower_bound", "relaxed", "gap", "price", "message")
-        return {name: getattr(self, name) for name in names}
+        common = {"shadow_price": self.price, "multiplier": self.price, "inert": [], "at_lower": 0, "at_upper": 0}
+        return {**{name: getattr(self, name) for name in names}, **common}
 
 
 def choose(damage: ArrayLike, size: ArrayLike, budget: int, *, groups: Sequence[Any] | None = None) -> Choice:

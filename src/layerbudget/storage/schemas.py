@@ -99,17 +99,18 @@ class Shape(TypedDict):
     removed: reading.Count
 
 
-class Structured(TypedDict):
+class SmallerShapes(TypedDict):
     """What a plan of smaller shapes says beside it."""
 
     shapes: dict[str, Shape]
     dropped: list[str]
 
 
-class StructuredSettings(TypedDict, total=False):
+class ShapeSettings(TypedDict):
     """What applying a plan of smaller shapes reads."""
 
     by: str
     multiple: reading.Size
+    compensate: str
     context: float
     bytes_per_parameter: float

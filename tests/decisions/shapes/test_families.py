@@ -8,11 +8,11 @@ import transformers
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.decisions.shapes.checkpoint import apply_structured, check_exportable, save_smaller
+from layerbudget.decisions.shapes.apply import apply_shapes
 from layerbudget.decisions.shapes.compensation import ways_of
-from layerbudget.decisions.shapes.directional import plan_shapes_directional
-from layerbudget.decisions.shapes.mlp import find_mlp
-from layerbudget.decisions.shapes.search import plan_structured
+from layerbudget.decisions.shapes.layouts import find_mlp
+from layerbudget.decisions.shapes.plan import plan_shapes
+from layerbudget.decisions.shapes.save import check_exportable, save_smaller
 from layerbudget.errors import InvalidInput, UnknownStructure
 from layerbudget.models.blocks import layers
 
@@ -63,7 +63,7 @@ def seeing():
 
 
 def evenly(model, data, kinds=("mlp",), **options):
-    return plan_structured(model, data, "2% params", kinds=kinds, even=True, multiple=4, points=1, **options)
+    return plan_shapes(model, data, "2% params", kinds=kinds, even=True, multiple=4, passes=20, strides=1, draws=1, **options)
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "falcon-h1", "gptj", "gpt-neo", "falcon", "qwen2-moe", "llava"])
@@ -72,7 +72,7 @@ def test_narrower_mlps_are_written_where_the_family_keeps_their_width(name, tmp_
     model = seeing() if name == "llava" else build(name)
     plan = evenly(model, data)
     check_exportable(model, plan)
-    apply_structured(model, plan, data)
+    apply_shapes(model, plan, data)
     save_smaller(model, None, tmp_path / "out", plan=plan)
     back = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     assert [find_mlp(m, n).width for n, m in layers(back)] == [find_mlp(m, n).width for n, m in layers(model)]
@@ -94,23 +94,21 @@ def test_what_no_configuration_can_hold_is_refused_before_anything_is_measured(m
         evenly(model, data, kinds=("heads", "mlp"))
 
 
-@pytest.mark.parametrize("make", [plan_structured, plan_shapes_directional])
-def test_layers_that_differ_are_refused_before_anything_is_measured_and_the_remedy_works(monkeypatch, make, tmp_path):
+def test_layers_that_differ_are_refused_before_anything_is_measured_and_the_remedy_works(monkeypatch, tmp_path):
     model, data = build("llama4"), zoo.tokens(4, 12)
     with monkeypatch.context() as patched:
-        patched.setattr("layerbudget.decisions.shapes.search.shape_curves", lambda *a, **k: pytest.fail("it was measured"))
-        patched.setattr("layerbudget.decisions.shapes.directional.ShapePoint", lambda *a, **k: pytest.fail("it was measured"))
+        patched.setattr("layerbudget.decisions.shapes.plan.ShapePoint", lambda *a, **k: pytest.fail("it was measured"))
         with pytest.raises(InvalidInput, match="layers differ in their MLPs.*Remove heads .--kinds heads"):
-            make(model, data, "2% params", even=True)
-    plan = make(model, data, "2% params", kinds=("heads",), even=True, compensate="refit")
+            plan_shapes(model, data, "2% params", even=True)
+    plan = evenly(model, data, kinds=("heads",), compensate="refit")
     check_exportable(model, plan)
-    apply_structured(model, plan, data)
+    apply_shapes(model, plan, data)
     save_smaller(model, None, tmp_path / "out", plan=plan)
 
 
 def test_a_plan_that_no_checkpoint_can_hold_is_refused_before_the_model_runs(tmp_path, monkeypatch, capsys, tokenizer):
     model, data = build("bloom"), zoo.tokens(4, 12)
-    plan = plan_structured(model, data, "2% params", kinds=("mlp",), multiple=8, points=1)
+    plan = plan_shapes(model, data, "2% params", kinds=("mlp",), passes=20, strides=1, draws=1)
     model.save_pretrained(tmp_path / "model")
     plan.save(tmp_path / "plan.json")
     (tmp_path / "text.txt").write_text("in the year of the flood " * 200)

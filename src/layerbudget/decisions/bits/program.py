@@ -221,7 +221,7 @@ def _plan(scores: Scores, table: Table, limit: int, given: Mapping[str, Any]) ->
         blocks=plan_blocks(table, chosen),
         hyperparameters=dict(given),
         budget={"unit": "bytes", "limit": limit, "spent": spent, "file": spent + table.fixed},
-        certificate=certificate(found) if rule == "choices" else {},
+        certificate=found.certificate() if rule == "choices" else {},
         scores_digest=scores.digest,
         extra=extra,
     )
@@ -243,12 +243,6 @@ def extra_of(table: Table, chosen: np.ndarray) -> dict[str, Any]:
 
 def _unwritten(table: Table) -> dict[str, Any]:
     return {"unwritten": dict(table.unwritten)} if table.unwritten else {}
-
-
-def certificate(found: Choice) -> dict[str, Any]:
-    """Return the certificate of the program in the words of other plans."""
-    held = found.certificate()
-    return {**held, "shadow_price": held["price"], "multiplier": held["price"], "inert": [], "at_lower": 0, "at_upper": 0}
 
 
 def _forced(table: Table, limit: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ...planning.terms import Terms, smallest_sides
 from ...scores import Scores
 from ...solvers.inputs import number
 from ...solvers.recipe import Recipe, mix_recipe
-from ..bits.program import Table, certificate, extra_of, plan_blocks
+from ..bits.program import Table, extra_of, plan_blocks
 from ..ranks.plan import increments_of
 
 KIND = "recipe"
@@ -159,7 +159,7 @@ def _plan(
     return Plan(
         kind=KIND, rule="choices", model=dict(formats.model), blocks=blocks, hyperparameters=_plain(given),
         budget={"unit": "bytes", "limit": limit, "spent": spent, "base": base + table.fixed, "adapter": adapter},
-        certificate=certificate(found.choice), scores_digest=formats.digest, extra=extra,
+        certificate=found.choice.certificate(), scores_digest=formats.digest, extra=extra,
     )  # fmt: skip
 
 

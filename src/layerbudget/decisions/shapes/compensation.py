@@ -36,18 +36,15 @@ from ...execution.processes import process_group
 from ...execution.replay import StopForward
 from ...execution.walk import Walk
 from ...models.blocks import layers
-from .attention import Attention, find_attention
-from .mlp import Mlp, find_mlp
+from .layouts import Attention, Mlp, Where, find_attention, find_mlp
 from .parts import WAYS
-from .width import Remake, damped, kept, refitted
-
-STIFFNESS = (math.inf, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03)
-DAMPINGS = (1.0, 10.0, 30.0)  # times the damping that was asked for
-FOLDS = 4
-_NEAR = 2e-2  # half precision
-
+from .units import Remake, damped, kept, refitted
 
 REMAKES: dict[str, Remake] = {"none": kept, "refit": refitted}
+_STIFFNESS = (math.inf, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03)
+_DAMPINGS = (1.0, 10.0, 30.0)  # times the damping that was asked for
+_FOLDS = 4
+_NEAR = 2e-2  # half precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,15 +66,13 @@ class Moments:
 
     @classmethod
     def of(cls, x: torch.Tensor, y: torch.Tensor) -> Moments:
-        """Of tokens, ``(tokens, d_in)`` and ``(tokens, d_out)``."""
+        """Moments of tokens, ``(tokens, d_in)`` and ``(tokens, d_out)``."""
         x, y = x.double(), y.double()
         return cls(gram=x.T @ x, cross=y.T @ x, inputs=x.sum(0), outputs=y.sum(0), tokens=len(x))
 
     def plus(self, other: Moments, sign: int = 1) -> Moments:
         """The sum with others, or what is left without them."""
-        return Moments(**{
-            f.name: getattr(self, f.name) + sign * getattr(other, f.name) for f in dataclasses.fields(self)
-        })  # fmt: skip
+        return Moments(**{name: value + sign * getattr(other, name) for name, value in self.__dict__.items()})
 
     def columns(self, keep: torch.Tensor, *, centred: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """``C`` and ``H_SS``, ``(d_out, kept)`` and ``(kept, kept)``."""
@@ -96,26 +91,26 @@ class Aim:
 
     @property
     def total(self) -> Moments:
-        """Of all sequences."""
+        """Moments of all sequences."""
         first, *others = self.folds
         for other in others:
             first = first.plus(other)
         return first
 
-    def remake(self, module: nn.Module, dampings: Sequence[float], stiffness: Sequence[float] = STIFFNESS) -> Remake:
+    def remake(self, module: nn.Module, damping: float, stiffness: Sequence[float] = _STIFFNESS) -> Remake:
         """The way of ``stream``; a bias is replaced when it is taken.
 
         Args:
             module: The matrix.
-            dampings: Candidates for the damping of ``V_0``, relative to the mean of the diagonal of ``H``.
+            damping: The least candidate for the damping of ``V_0``, relative to the mean of the diagonal of ``H``.
             stiffness: Candidates for ``rho``, relative to the mean of the diagonal of ``H_SS``.
         """
         bias = cast("nn.Parameter | None", module.bias)
 
         def make(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             total = self.total
-            damping, rho = self.best(weight, keep, dampings, stiffness, centred=bias is not None)
-            made = next(_ways(weight, total, keep, damping, [rho], bias is not None))
+            best, rho = self.best(weight, keep, [damping * d for d in _DAMPINGS], stiffness, centred=bias is not None)
+            made = next(_ways(weight, total, keep, best, [rho], bias is not None))
             if bias is not None:
                 moved = (total.outputs - made @ total.inputs[keep]) / total.tokens
                 module.bias = nn.Parameter(moved.to(bias), bias.requires_grad)
@@ -127,7 +122,7 @@ class Aim:
         self, weight: torch.Tensor, keep: torch.Tensor, dampings: Sequence[float], stiffness: Sequence[float], *, centred: bool
     ) -> tuple[float, float]:
         """The damping and stiffness with the least error on folds that their fit has not seen; the first of each without."""
-        if len(self.folds) < 2 or len(dampings) * len(stiffness) < 2:
+        if len(self.folds) < 2:
             return dampings[0], stiffness[0]
         total, errors = self.total, torch.zeros(len(dampings), len(stiffness), dtype=torch.float64)
         for fold in self.folds:
@@ -170,83 +165,74 @@ class Stream:
         self.middle: list[torch.Tensor] = []
         self.end: list[torch.Tensor] = []
 
-    def look(self, attention: Attention, mlp: Mlp) -> None:
+    def look(self) -> None:
         """Run the walk's present layer, while it is whole, on what the dense model gives it.
 
         Raises:
             UnknownStructure: The layer adds something else than what its two parts give.
         """
         self.middle, self.end = [], []
+        name, layer = self.walk.layers[self.walk.position]
+        names = [find(layer, name).consumer for find in (find_attention, find_mlp)]
         for batch, before in enumerate(self.dense):
-            (a, m), out = self._run(batch, before, attention.consumer, mlp.consumer)
-            middle = before.float() + a
-            if batch == 0 and (middle + m - out).norm() > _NEAR * (a + m).norm():
-                raise _not_added(attention.owner)
+            seen: dict[str, torch.Tensor] = {}
+            hooks = {n: lambda _, __, y, n=n, seen=seen: seen.__setitem__(n, y.float()) for n in names}
+            out = self._run(batch, before, hooks)
+            if out is None or len(seen) < len(names):
+                raise CoverageError(f"{names[0]} was not called.", "", "Report the model.")
+            out = out.float()
+            adds = all(y.numel() == out.numel() for y in seen.values())  # Gemma 3n carries several streams
+            if adds:
+                a, m = (seen[n].reshape(out.shape) for n in names)  # OPT's MLP sees its tokens in one row
+                middle = before.float() + a
+                adds = batch > 0 or bool((middle + m - out).norm() <= _NEAR * (a + m).norm())
+            if not adds:
+                raise UnknownStructure(
+                    f"The layer {name} does not add its attention and its MLP to the stream as they are.",
+                    "Compensation of the stream needs layers that do (not Gemma 2 or 3, whose norms stand between).",
+                    "Use --compensate refit (compensate='refit').",
+                )
             self.middle.append(middle)
             self.end.append(out)
             self.dense[batch] = out.to(before.dtype)
 
-    def _run(self, batch: int, hidden: torch.Tensor | None, *names: str) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Outputs of some matrices, and of the layer."""
-        seen: dict[str, torch.Tensor] = {}
-        modules = {name: self.walk.model.get_submodule(name) for name in names}
-        handles = [
-            m.register_forward_hook(lambda _, __, y, n=n: cast(None, seen.__setitem__(n, y.float())))
-            for n, m in modules.items()
-        ]
+    def _run(self, batch: int, hidden: torch.Tensor | None, hooks: dict[str, Any]) -> torch.Tensor | None:
+        """Output of the present layer on a batch, with hooks on some of its matrices."""
+        handles = [self.walk.model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()]
         try:
-            out = self.walk.forward(self.walk.position, batch, hidden)
+            return self.walk.forward(self.walk.position, batch, hidden)
         finally:
             for handle in handles:
                 handle.remove()
-        if out is None or len(seen) < len(names):
-            raise CoverageError(f"{names[0]} was not called.", "", "Report the model.")
-        if any(y.numel() != out.numel() for y in seen.values()):  # Gemma 3n carries several streams
-            raise _not_added(names[0])
-        return [seen[n].reshape(out.shape) for n in names], out.float()  # OPT's MLP sees its tokens in one row
 
-    def aim(self, where: Attention | Mlp) -> Aim:
+    def aim(self, where: Where) -> Aim:
         """What the matrix behind a part should give in the model as it has been cut so far."""
-        module = self.walk.model.get_submodule(where.consumer)
         folds: dict[int, Moments] = {}
         for batch in range(self.walk.batches):
-            x, y = self._wanted(batch, module, isinstance(where, Attention))
+            x, y = self._wanted(batch, where)
             mask = self.walk.token_mask(batch)
             for row in range(len(x)):
                 real = slice(None) if mask is None else mask[row]
-                found, fold = Moments.of(x[row][real], y[row][real]), (batch * self.walk.batch_size + row) % FOLDS
+                found, fold = Moments.of(x[row][real], y[row][real]), (batch * self.walk.batch_size + row) % _FOLDS
                 folds[fold] = folds[fold].plus(found) if fold in folds else found
         return Aim(folds=list(folds.values()))
 
-    def _wanted(self, batch: int, module: nn.Module, attention: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _wanted(self, batch: int, where: Where) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs of a matrix, and what it should give."""
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def look(_: nn.Module, arguments: Any, output: torch.Tensor) -> None:
             seen.append((arguments[0], output))
-            if attention:
+            if isinstance(where, Attention):
                 raise StopForward
 
-        handle = module.register_forward_hook(look)
-        try:
-            out = self.walk.forward(self.walk.position, batch)
-        finally:
-            handle.remove()
-        x, given = seen[0]
-        end = self.end[batch]
-        if attention:
-            wanted = self.middle[batch] - self.walk.store.get(batch).float()
-        else:
+        out = self._run(batch, None, {where.consumer: look})
+        (x, given), end = seen[0], self.end[batch]
+        if isinstance(where, Mlp):
             wanted = end - (cast(torch.Tensor, out).float() - given.float().reshape(end.shape))
+        else:
+            wanted = self.middle[batch] - self.walk.store.get(batch).float()
         return x.reshape(*end.shape[:2], -1), wanted
-
-
-def _not_added(name: str) -> UnknownStructure:
-    return UnknownStructure(
-        f"The layer of {name} does not add its attention and its MLP to the stream as they are.",
-        "Compensation of the stream needs layers that do (not Gemma 2 or 3, whose norms stand between).",
-        "Use --compensate refit (compensate='refit').",
-    )
 
 
 def ways_of(model: nn.Module, data: CalibrationSet, word: str = "auto") -> str:
@@ -266,9 +252,9 @@ def ways_of(model: nn.Module, data: CalibrationSet, word: str = "auto") -> str:
         walk.capture()
         try:
             stream = Stream(walk)
-            for i, (name, layer) in enumerate(layers(model)):
+            for i in range(len(layers(model))):
                 walk.position = i
-                stream.look(find_attention(layer, name), find_mlp(layer, name))
+                stream.look()
         except UnknownStructure:
             return "refit"
         finally:

@@ -37,9 +37,8 @@ def drop_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
     kept = [(i, layer) for i, (name, layer) in enumerate(known) if name not in names]
     if not kept:
         raise InfeasibleBudget(f"All {len(known)} layers would go.", f"At most {len(known) - 1} can.", "Remove fewer.")
-    stack = known[0][0].rsplit(".", 1)[0]
-    parent = model.get_submodule(stack.rsplit(".", 1)[0]) if "." in stack else model
-    setattr(parent, stack.rsplit(".", 1)[-1], nn.ModuleList(layer for _, layer in kept))
+    parent, _, stack = known[0][0].rpartition(".")[0].rpartition(".")
+    setattr(model.get_submodule(parent), stack, nn.ModuleList(layer for _, layer in kept))
     for new, (_, layer) in enumerate(kept):
         modules: Iterator[Any] = layer.modules()
         for module in modules:
@@ -98,15 +97,13 @@ def plan_depth(
     """
     names = [n for n, _ in layers(model)]
     if not 0 <= remove < len(names):
-        raise InfeasibleBudget(
-            f"{remove} of {len(names)} layers cannot go.", f"Between 0 and {len(names) - 1} can.", "Remove fewer."
-        )
+        possible = f"Between 0 and {len(names) - 1} can."
+        raise InfeasibleBudget(f"{remove} of {len(names)} layers cannot go.", possible, "Remove fewer.")
     gone: list[str] = []
     rounds: list[dict[str, float]] = []
-    replay = Replay(model)
+    replay, tick = Replay(model), Steps(progress, remove)
     with inference(model):
         replay.probe(next(data.select(slice(0, 1)).batches(1, next(model.parameters()).device)))
-    tick = Steps(progress, remove)
     for _ in range(remove):
         with replay.without(gone):
             found = drop_damage(model, data, [n for n in names if n not in gone], batch_size=batch_size)
@@ -116,10 +113,14 @@ def plan_depth(
     blocks = tuple(PlanBlock.of(b, float(b.name in gone), b.numel * (b.name in gone)) for b in partition(model))
     spent = sum(b.count for b in blocks)
     return Plan(
-        kind="depth", rule="greedy", model=describe(model), blocks=blocks,
-        budget={"unit": "parameters", "limit": spent, "spent": spent}, hyperparameters={"remove": remove, "cap": 1.0},
+        kind="depth",
+        rule="greedy",
+        model=describe(model),
+        blocks=blocks,
+        budget={"unit": "parameters", "limit": spent, "spent": spent},
+        hyperparameters={"remove": remove, "cap": 1.0},
         extra={"removed": gone, "damage": rounds},
-    )  # fmt: skip
+    )
 
 
 def apply_depth(model: nn.Module, plan: Plan) -> nn.Module:
@@ -130,9 +131,8 @@ def apply_depth(model: nn.Module, plan: Plan) -> nn.Module:
         ModelMismatch: The plan belongs to another model.
     """
     plan.validate(describe(model))
-    between = [b for b in plan.blocks if b.count not in (0, b.numel)]
-    if between:
-        raise InvalidInput(
-            f"{between[0].name} has ratio {between[0].value:.3f}.", "A depth plan has ratios 0 and 1 only.", "Use plan_depth."
-        )
+    between = next((b for b in plan.blocks if b.count not in (0, b.numel)), None)
+    if between is not None:
+        ratio = f"{between.name} has ratio {between.value:.3f}."
+        raise InvalidInput(ratio, "A depth plan has ratios 0 and 1 only.", "Use plan_depth.")
     return drop_layers(model, [b.name for b in plan.blocks if b.count])

@@ -1,18 +1,18 @@
-r"""From measured damage to smaller shapes: how many heads and MLP units every layer loses, and which layers go. No torch.
+r"""The program of smaller shapes: what every layer may lose, and the best choice for all of them. No torch.
 
-    minimise   sum_k psi_k(u_k / U_k)
-    subject to sum_k a_k u_k >= S - (what the dropped layers save),    0 <= u_k <= cap_k,  u_k whole
+    minimise   sum_k f_k(j_k)      subject to      sum_k s_k(j_k) >= S,      j_k one of the alternatives of layer k
 
-Part k is the attention or the MLP of one layer, with ``U_k`` units (key-value groups, query heads per group, or some MLP
-channels) of ``a_k`` FLOPs, bytes or parameters each; ``n_k = a_k U_k`` in the sparsity program. ``psi_k`` is what removing
-units of that part alone was measured to cost, made convex. Layers go in a given order; every number of them is tried.
+An alternative is a row ``(heads, mlp, zeros of the heads, zeros of the MLP, gone)``: units that go from both parts, the level
+of zeros in what remains of each (:mod:`layerbudget.decisions.shapes.parts`), and whether the whole layer goes. ``s`` is what it
+saves, ``f`` a model of the damage around the present plan, of any shape: the multiple-choice program
+(:mod:`layerbudget.solvers.counted`), exact for whole units and for at most N layers that go.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,155 +21,231 @@ from ...errors import InfeasibleBudget, InvalidInput
 from ...plan import Plan, PlanBlock
 from ...planning.costs import parse_budget
 from ...records import check_fraction, to_jsonable
-from ...solvers.calibrated import CalibratedPenalty
 from ...solvers.choices import Choice
-from ...solvers.counts import round_units
-from ...solvers.inputs import Vector
-from ...solvers.solution import Solution
-from ...solvers.sparsity import sparsify
-from .parts import KINDS, Part, amount
+from ...solvers.counted import choose_few
+from .parts import KINDS, Part, Price
 
-Curve = tuple[Sequence[float], Sequence[float]]
-Certified = Solution | Choice
+HEADS, MLP, GONE = 0, 1, 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShapeProblem:
-    """Parts, what a unit and the whole of each amount to, how many units may go, and what is to be saved."""
-
-    parts: tuple[Part, ...]
-    each: Mapping[str, float]
-    whole: Mapping[str, float]
-    top: Mapping[str, int]
-    levels: Mapping[str, Vector]
-    target: float
-    even: bool
-    allowed: Mapping[str, Collection[int]] | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FoundShapes:
-    """Layers and units that go, with their predicted damage."""
-
-    dropped: list[str]
-    counts: dict[str, int]
-    damage: float
-    gap: float
-    solution: Certified | None
-
-
-def plan_shapes(parts: Sequence[Part], curves: Mapping[str, Curve], **options: Any) -> Plan:
-    """The first of :func:`shape_plans`: the least predicted damage."""
-    return shape_plans(parts, curves, **options)[0]
-
-
-def priced(
-    parts: Sequence[Part],
-    budget: str | float,
-    kinds: Sequence[str],
-    max_removed: float,
-    context: int,
-    bytes_per_parameter: float,
-) -> tuple[dict[str, float], dict[str, float], float, float, str]:
-    """What a unit of every part and the whole part cost, what is to be saved, what all parts cost, and in which unit.
-
-    Raises:
-        InvalidInput: An unknown kind, or a share outside [0, 1].
-        InfeasibleBudget: The parts cannot save so much.
-        UnknownUnit: A budget in another unit.
-    """
-    wanted = parse_budget(budget, default="params")
-    options: dict[str, Any] = {"context": context, "bytes_per_parameter": bytes_per_parameter}
-    each, whole = ({p.name: amount(p, wanted.unit, **options)[i] for p in parts} for i in (0, 1))
-    base = sum(whole.values())
-    target = wanted.amount * base if wanted.relative else wanted.amount
-    check_shapes(parts, kinds, max_removed, target, base, wanted.text or str(budget))
-    return each, whole, target, base, wanted.unit
-
-
-def shape_plans(
-    parts: Sequence[Part],
-    curves: Mapping[str, Curve],
-    *,
-    budget: str | float,
-    kinds: Sequence[str] = KINDS,
-    max_removed: float = 0.75,
-    order: Sequence[tuple[str, float]] = (),
-    even: bool = False,
-    allowed: Mapping[str, Collection[int]] | None = None,
-    context: int = 0,
-    bytes_per_parameter: float = 2.0,
-    model: Mapping[str, Any] | None = None,
-) -> list[Plan]:
-    """Choose how many units of every part go so that at least ``budget`` is saved at the least predicted damage.
+class ShapeSpace:
+    """What every layer may lose, and what has to be saved.
 
     Args:
         parts: The parts of all layers, in order.
-        curves: Damage by part, ``{name: (removed units, damage)}``, measured at increasing numbers; interpolated between
-            (log-linearly) and not used beyond the last. Parts without a curve stay whole.
-        budget: What is to be saved: ``"25% flops"`` (of the layers' matrices), ``"2 GiB"``, ``"300M params"``.
+        budget: What is to be saved: ``"25% flops"``, ``"2 GiB"``, ``"300M params"``.
         kinds: Which kinds may lose units.
-        max_removed: Largest share of the units of one part that may go.
-        order: Layers that may go as a whole, the first one first, each with its damage on top of those before it.
-        even: All layers lose the same number of heads and of MLP units, as a plain config needs.
+        max_removed: Largest share of the units of one part.
+        depth: So many whole layers may go.
+        zeros: Zeros of what remains: ``none``, ``2:4`` or ``packed``.
+        even: All layers that stay lose the same number of heads and of MLP units.
         allowed: With ``even``: numbers of removed units that the config can express, by kind; all by default.
-        context: See :func:`amount`.
-        bytes_per_parameter: See :func:`amount`.
-        model: ``{id, revision, digest}``.
+        context: See :class:`~layerbudget.decisions.shapes.parts.Price`.
+        bytes_per_parameter: See there.
 
-    Returns:
-        Plans in the order of predicted damage, one for every number of dropped layers, and with ``even`` for every number of
-        heads; the exact best of each. Kind ``sparsity``, rule ``structured``, one block per part, ``count`` the matrix
-        parameters that go. ``extra["shapes"]`` holds ``{part: {layer, kind, by, units, removed}}``, ``extra["dropped"]`` the
-        layers.
+    Attributes:
+        layers: Layers that may lose something, K of them.
+        pair: Their attention and MLP, ``(K, 2)``, None where there is none of a known layout.
+        units, top: Units that they have and may lose, ``(K, 2)``.
+        base, need: What all parts amount to, and what has to be saved of it.
 
     Raises:
-        InvalidInput: An unknown kind, a share outside [0, 1], or ``even`` with layers of different shapes.
-        InfeasibleBudget: Whole units within the caps, and the layers of ``order``, do not save enough.
+        InvalidInput: An unknown kind, a share outside [0, 1], zeros that save nothing, or no layer that can go.
+        InfeasibleBudget: All of it together does not save enough.
         UnknownUnit: A budget in another unit.
     """
-    each, whole, target, base, unit = priced(parts, budget, kinds, max_removed, context, bytes_per_parameter)
-    top = {p.name: _top(p, kinds, max_removed, curves) for p in parts}
-    levels = {p.name: _levels(p, top[p.name], curves) for p in parts}
-    problem = ShapeProblem(
-        parts=tuple(parts), each=each, whole=whole, top=top, levels=levels, target=target, even=even, allowed=allowed
-    )
-    found = [f for d in range(len(order) + 1) for f in _with_dropped(problem, [n for n, _ in order[:d]])]
-    if not found:
-        raise too_much(problem, order, base, unit, max_removed)
-    steps = np.concatenate(([0.0], np.cumsum([damage for _, damage in order])))
-    found = [dataclasses.replace(f, damage=f.damage + float(steps[len(f.dropped)])) for f in found]
-    found.sort(key=lambda f: f.damage)
-    hyper = {
-        "budget": str(budget),
-        "kinds": list(kinds),
-        "max_removed": max_removed,
-        "even": even,
-        "context": context,
-        "bytes_per_parameter": bytes_per_parameter,
-    }
-    return [shaped_plan(problem, f, {"unit": unit, "base": base}, hyper, model or {}) for f in found]
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        budget: str | float,
+        *,
+        kinds: Sequence[str] = KINDS,
+        max_removed: float = 0.75,
+        depth: int = 0,
+        zeros: str = "none",
+        even: bool = False,
+        allowed: Mapping[str, Collection[int]] | None = None,
+        context: int = 0,
+        bytes_per_parameter: float = 2.0,
+    ) -> None:
+        wanted = parse_budget(budget, default="params")
+        self.price = Price(unit=wanted.unit, context=context, bytes_per_parameter=bytes_per_parameter)
+        self.zeros, self.parts, self.even = self.price.check(zeros), tuple(parts), even
+        self.allowed = {k: [0, *fits] for k, fits in (allowed or {}).items()} if even else {}
+        self.whole = {p.name: self.price.left(p) for p in parts}
+        self.base = sum(self.whole.values())
+        self.target = wanted.amount * self.base if wanted.relative else wanted.amount
+        _check(parts, kinds, max_removed, self.target, self.base, wanted.text or str(budget))
+        self.hyper = {"budget": str(budget), "kinds": list(kinds), "max_removed": max_removed, "even": even, "depth": depth}
+        self.hyper |= {"zeros": zeros, "context": context, "bytes_per_parameter": bytes_per_parameter}
+        top = {p.name: _top(p, kinds, max_removed) for p in parts}
+        known = {(p.layer, p.kind): p for p in parts}
+        self.layers = list(dict.fromkeys(p.layer for p in parts if top[p.name] or depth or len(self.zeros.shares) > 1))
+        self.pair = [tuple(known.get((name, kind)) for kind in KINDS) for name in self.layers]
+        self.units = np.array([[p.units if p else 0 for p in pair] for pair in self.pair]).reshape(-1, 2)
+        self.top = np.array([[top[p.name] if p else 0 for p in pair] for pair in self.pair]).reshape(-1, 2)
+        self.depth = max(0, min(depth, len(self.layers) - 1))
+        self.rest = [sum(self.whole[p.name] for p in parts if p.layer == name) for name in self.layers]
+        if self.depth and any(p is None for pair in self.pair for p in pair):
+            raise InvalidInput("Not every layer has heads and an MLP of a known layout.", "", "Plan without depth.")
+        if even and len(np.unique(self.units[:, [kind in kinds for kind in KINDS]], axis=0)) > 1:
+            raise InvalidInput(
+                "The layers differ in their heads or MLPs, so equal removal would not make them equal.",
+                "What an ordinary checkpoint can hold is equal in all layers.",
+                "Plan without --even, and use the model in memory.",
+            )
+        self.need = int(np.ceil(self.target - 1e-9))
+        self._check_reach()
+
+    def _check_reach(self) -> None:
+        most = self.start()
+        most[:, :2] = self.top
+        most[:, 2:GONE] = (len(self.zeros.shares) - 1) * (self.units > 0)
+        if self.even:
+            for side, kind in enumerate(KINDS):
+                top = int(self.top[:, side].min()) if len(self.top) else 0
+                most[:, side] = max(u for u in self.allowed.get(kind, [top]) if u <= top)
+        saved = self.saved(most[:, None])[:, 0]
+        more = np.sort(np.maximum(np.array(self.rest) - saved, 0))[::-1][: self.depth]
+        if int(saved.sum() + np.floor(more).sum()) >= self.need:
+            return
+        unit, most_share = self.price.unit, float(saved.sum() + more.sum()) / self.base
+        raise InfeasibleBudget(
+            f"{self.target:g} {unit} ({self.target / self.base:.1%}) are to be saved; whole units within the caps"
+            f"{' equally in all layers' * self.even} save at most {most_share * self.base:g} ({most_share:.1%}).",
+            f"Between 0 and {most_share:.1%} {unit} can be saved with max_removed={self.hyper['max_removed']:g} and "
+            f"{self.depth} removable layers.",
+            "Save less, raise max_removed, or allow whole layers to go (depth).",
+        )
+
+    def start(self) -> np.ndarray:
+        """Nothing gone, ``(K, 5)``."""
+        return np.zeros((len(self.layers), 5), dtype=np.int64)
+
+    def around(self, present: np.ndarray, trust: float, count: int) -> np.ndarray:
+        """Alternatives of every layer, ``(K, A, 5)``: at most ``trust`` of a part's units and one level of zeros away.
+
+        ``count`` numbers of units of each part, in all combinations, and the whole layer. Around a layer that is gone lies the
+        whole one.
+        """
+        stays = present[:, GONE] == 0
+        common = present[stays][0] if self.even and stays.any() else np.zeros(5, dtype=np.int64)
+        base = np.where(stays[:, None], present, common)
+        radius = np.maximum(np.rint(trust * self.units), 1)
+        low, high = np.maximum(base[:, :2] - radius, 0), np.minimum(base[:, :2] + radius, self.top)
+        low = np.minimum(low, high)
+        found = []
+        for k in range(len(base)):
+            axes = []
+            for side in (HEADS, MLP):
+                wanted = np.rint(np.linspace(low[k, side], high[k, side], count)).astype(np.int64)
+                wanted[np.abs(wanted - base[k, side]).argmin()] = base[k, side]
+                fits = self.allowed.get(KINDS[side], wanted)
+                axes.append(np.unique(wanted[np.isin(wanted, fits)]))
+            for side in (HEADS, MLP):
+                step = np.arange(len(self.zeros.shares) if self.units[k, side] else 1)
+                axes.append(step[np.abs(step - base[k, 2 + side]) <= (1 if trust < 1 else len(step))])
+            rows = [(*units, 0) for units in itertools.product(*axes)]
+            found.append([*rows, *([(0, 0, 0, 0, 1)] if self.depth else [])])
+        longest = max(map(len, found))
+        return np.array([[*rows, *[tuple(p)] * (longest - len(rows))] for rows, p in zip(found, present.tolist(), strict=True)])
+
+    def saved(self, alternatives: np.ndarray) -> np.ndarray:
+        """What alternatives save, whole numbers rounded down, ``(K, A, 5) -> (K, A)``."""
+        out = np.zeros(alternatives.shape[:2])
+        for k, pair in enumerate(self.pair):
+            for j, row in enumerate(alternatives[k].tolist()):
+                sides = [(side, part) for side, part in enumerate(pair) if part is not None]
+                out[k, j] = (
+                    self.rest[k]
+                    if row[GONE]
+                    else sum(self.whole[p.name] - self.price.left(p, row[side], self.zeros, row[2 + side]) for side, p in sides)
+                )
+        return np.floor(out + 1e-6).astype(np.int64)
+
+    def step(self, alternatives: np.ndarray, damage: np.ndarray, share: float = 1.0) -> tuple[np.ndarray, Choice]:
+        """The alternatives with the least damage by the model among those that save enough.
+
+        Args:
+            alternatives: ``(K, A, 5)``.
+            damage: Of the model, of any sign, ``(K, A)``; infinite where an alternative is out of reach.
+            share: Of what has to be saved in the end.
+
+        Returns:
+            The rows chosen, ``(K, 5)``, and the choice.
+
+        Raises:
+            InfeasibleBudget: Nothing within reach saves enough.
+        """
+        saved, gone = self.saved(alternatives), alternatives[:, :, GONE] == 1
+        need = int(np.ceil(share * self.need))
+        whole = np.ceil(np.array(self.rest) - 1e-6).astype(np.int64)
+
+        def solve(values: np.ndarray) -> Choice:
+            return choose_few(values, whole[:, None] - saved, int(whole.sum()) - need, gone, self.depth)
+
+        unit = self.price.unit
+        among = f" and with at most {self.depth} of {len(self.layers)} layers gone" if self.depth else ""
+        try:
+            found = _alike(alternatives, solve, damage, gone) if self.even else solve(damage)
+        except InfeasibleBudget as error:
+            raise InfeasibleBudget(
+                f"Within reach{' equally in all layers' * self.even}{among} nothing saves {need} {unit}.",
+                f"These layers have {whole.sum()} {unit}.",
+                "Save less, raise max_removed, or allow more layers to go (depth).",
+            ) from error
+        found = dataclasses.replace(found, unit=unit, among=among)
+        return alternatives[np.arange(len(alternatives)), found.chosen], found
+
+    def plan(
+        self, state: np.ndarray, damage: float, solution: Choice, hyper: Mapping[str, Any], model: Mapping[str, Any]
+    ) -> Plan:
+        """Return a state as a plan: one block per part, ``count`` the matrix parameters that go.
+
+        ``extra["shapes"]`` holds ``{part: {layer, kind, by, units, removed}}``, ``extra["dropped"]`` the layers that go.
+
+        Raises:
+            InfeasibleBudget: It does not save enough.
+        """
+        if int(self.saved(state[:, None]).sum()) < self.need:
+            raise InfeasibleBudget(f"{state.tolist()} saves too little.", f"{self.need} are needed.", "Report this.")
+        counts, levels = {p.name: 0 for p in self.parts}, {p.name: 0 for p in self.parts}
+        for pair, row in zip(self.pair, state.tolist(), strict=True):
+            for side, part in enumerate(pair):
+                if part is not None and not row[GONE]:
+                    counts[part.name], levels[part.name] = row[side], row[2 + side]
+        dropped = [n for n, row in zip(self.layers, state, strict=True) if row[GONE]]
+        stay = [p for p in self.parts if p.layer not in dropped]
+        remains = sum(self.price.left(p, counts[p.name], self.zeros, levels[p.name]) for p in stay)
+        shapes = {
+            p.name: {"layer": p.layer, "kind": p.kind, "by": p.by, "units": p.units, "removed": counts[p.name]}
+            for p in self.parts
+            if p.kind != "rest"
+        }
+        extra = {"shapes": shapes, "dropped": dropped, "predicted": damage, "gap": solution.gap}
+        if self.zeros.name != "none":
+            left = {p.name: p.parameters - counts[p.name] * p.unit_parameters for p in stay if levels[p.name]}
+            zeros = {n: {"share": self.zeros.shares[levels[n]], "zeros": self.zeros.count(left[n], levels[n])} for n in left}
+            extra["zeros"] = {"pattern": self.zeros.name, "runtime": self.zeros.runtime, "parts": zeros}
+        gone = {p.name: p.parameters if p.layer in dropped else counts[p.name] * p.unit_parameters for p in self.parts}
+        blocks = tuple(
+            PlanBlock(name=p.name, value=gone[p.name] / p.parameters, count=gone[p.name], numel=p.parameters, modules=p.modules)
+            for p in self.parts
+        )
+        return Plan(
+            kind="shapes",
+            rule="directional",
+            model=dict(model),
+            blocks=blocks,
+            budget={"unit": self.price.unit, "base": self.base, "limit": self.target, "spent": self.base - remains},
+            hyperparameters=to_jsonable({**self.hyper, **hyper}),
+            certificate=to_jsonable(solution.certificate()),
+            extra=to_jsonable(extra),
+        )
 
 
-def shaped_plan(
-    problem: ShapeProblem, found: FoundShapes, budget: Mapping[str, Any], hyper: Mapping[str, Any], model: Mapping[str, Any]
-) -> Plan:
-    """Write a decision down as a plan."""
-    parts, gone = problem.parts, found.dropped
-    spent = sum(problem.whole[p.name] if p.layer in gone else problem.each[p.name] * found.counts[p.name] for p in parts)
-    return Plan(
-        kind="structured", rule="measured", model=dict(model), blocks=tuple(_block(p, found) for p in parts),
-        budget={**budget, "limit": problem.target, "spent": spent}, hyperparameters=to_jsonable(hyper),
-        certificate=to_jsonable(found.solution.certificate()) if found.solution is not None else {},
-        extra=to_jsonable({
-            "shapes": {p.name: {"layer": p.layer, "kind": p.kind, "by": p.by, "units": p.units,
-                                "removed": found.counts[p.name]} for p in parts if p.kind != "rest"},
-            "dropped": gone, "predicted": found.damage, "gap": found.gap,
-        }),
-    )  # fmt: skip
-
-
-def check_shapes(parts: Sequence[Part], kinds: Sequence[str], share: float, target: float, base: float, text: str) -> None:
+def _check(parts: Sequence[Part], kinds: Sequence[str], share: float, target: float, base: float, text: str) -> None:
     """Refuse kinds that are not there, and a target outside of what there is."""
     check_fraction(share, "max_removed")
     wrong, there = [k for k in kinds if k not in KINDS], sorted({p.kind for p in parts} - {"rest"})
@@ -185,132 +261,23 @@ def check_shapes(parts: Sequence[Part], kinds: Sequence[str], share: float, targ
         )
 
 
-def _top(part: Part, kinds: Sequence[str], share: float, curves: Mapping[str, Any]) -> int:
-    """Most units of a part that may go: caps, at least one stays, nothing beyond what was measured."""
-    if part.kind not in kinds or part.name not in curves or not len(curves[part.name][0]):
-        return 0
-    return max(0, min(int(share * part.units + 1e-9), part.units - 1, int(curves[part.name][0][-1])))
+def _top(part: Part, kinds: Sequence[str], share: float) -> int:
+    return max(0, min(int(share * part.units + 1e-9), part.units - 1)) if part.kind in kinds else 0
 
 
-def _levels(part: Part, top: int, curves: Mapping[str, Any]) -> Vector:
-    """Damage after 0, 1, ..., top units: log-linear between measured points, quadratic below the first."""
-    if not top:
-        return np.zeros(1)
-    x, y = (np.asarray(v, dtype=np.float64) for v in curves[part.name])
-    x, y = x[x > 0], y[x > 0]
-    if not (np.isfinite(y).all() and (np.diff(x) > 0).all()):
-        raise InvalidInput(
-            f"The curve of {part.name} is not finite, or its units do not increase.",
-            "Removed units increase and damage is finite.",
-            "Measure again.",
-        )
-    y = np.maximum.accumulate(np.maximum(y, 1e-12))
-    units = np.arange(top + 1.0)
-    value = np.exp(np.interp(units, x, np.log(y)))
-    return np.where(units < x[0], y[0] * (units / x[0]) ** 2, value)
-
-
-def _with_dropped(problem: ShapeProblem, dropped: list[str]) -> list[FoundShapes]:
-    """The best shapes of the layers that stay; one for every number of heads with ``even``; none that saves too little."""
-    left = [p for p in problem.parts if p.layer not in dropped]
-    counts = {p.name: 0 for p in problem.parts}
-    need = problem.target - sum(problem.whole[p.name] for p in problem.parts if p.layer in dropped)
-    if not left:
-        return []
-    if need <= 0:
-        return [FoundShapes(dropped=dropped, counts=counts, damage=0.0, gap=0.0, solution=None)]
-    free = [p for p in left if problem.top[p.name]]
-    if sum(problem.each[p.name] * problem.top[p.name] for p in free) < need * (1 - 1e-12):
-        return []
-    if problem.even:
-        solution, gap, choices = None, 0.0, _even(problem, left, free, need)
-    else:
-        solution, units = _relax(problem, free, need)
-        rounded, gap = round_units(solution, units)
-        choices = [{p.name: int(u) for p, u in zip(free, rounded, strict=True)}]
-    return [
-        FoundShapes(
-            dropped=dropped, counts=counts | chosen, gap=gap, solution=solution,
-            damage=sum(float(problem.levels[n][u]) for n, u in chosen.items()),
-        )
-        for chosen in choices
-    ]  # fmt: skip
-
-
-def _relax(problem: ShapeProblem, free: Sequence[Part], need: float) -> tuple[Solution, Vector]:
-    """The sparsity program on the hulls of the levels; rows get equally many points, all extra ones collinear."""
-    units = np.array([p.units for p in free], dtype=np.float64)
-    size = max(len(problem.levels[p.name]) for p in free)
-    ratios, losses = [], []
-    for p in free:
-        y = problem.levels[p.name]
-        x = np.arange(len(y)) / p.units
-        first = np.linspace(0.0, x[1], size - len(y) + 2)[:-1]
-        ratios.append(np.concatenate((first, x[1:])))
-        losses.append(np.concatenate((first / x[1] * y[1], y[1:])))
-    curves = CalibratedPenalty(ratios, losses)
-    n = np.array([problem.each[p.name] for p in free]) * units
-    caps = np.array([problem.top[p.name] for p in free]) / units
-    most = float(np.dot(n, caps))
-    solution = sparsify(np.ones(len(free)), n, min(need, most), max_sparsity=caps, penalty=curves, spend="exactly")
-    return solution, units
-
-
-def _even(problem: ShapeProblem, left: Sequence[Part], free: Sequence[Part], need: float) -> list[dict[str, int]]:
-    """Numbers of units that all layers share: for every number of heads the fewest MLP units that save enough."""
-    kinds = sorted({p.kind for p in free})
-    groups = {k: [p for p in left if p.kind == k] for k in kinds}
-    for k, group in groups.items():
-        if len({(p.units, p.by, p.unit_parameters, p.parameters) for p in group}) > 1:
-            raise InvalidInput(
-                f"The layers differ in their {'MLPs' if k == 'mlp' else k}, so equal removal would not make them equal.",
-                "What an ordinary checkpoint can hold is equal in all layers.",
-                "Plan without --even, and use the model in memory.",
-            )
-    *others, last = [_choices(problem, k, groups[k]) for k in kinds]
-    found = []
-    for pick in itertools.product(*others):
-        saved = sum(s for _, s in pick)
-        enough = [u for u, s in last if saved + s >= need * (1 - 1e-12)]
-        if enough:
-            numbers = [u for u, _ in pick] + [enough[0]]
-            found.append({p.name: u for k, u in zip(kinds, numbers, strict=True) for p in groups[k]})
-    return found
-
-
-def _choices(problem: ShapeProblem, kind: str, group: Sequence[Part]) -> list[tuple[int, float]]:
-    """``(removed, saved)`` of every number of units that this kind may lose in all layers, increasing."""
-    most = min(problem.top[p.name] for p in group)
-    numbers = [u for u in range(most + 1) if u == 0 or problem.allowed is None or u in problem.allowed.get(kind, range(u + 1))]
-    saved = sum(problem.each[p.name] for p in group)
-    return [(u, saved * u) for u in numbers]
-
-
-def _block(part: Part, found: FoundShapes) -> PlanBlock:
-    gone = part.layer in found.dropped
-    count = part.parameters if gone else found.counts[part.name] * part.unit_parameters
-    return PlanBlock(name=part.name, value=count / part.parameters, count=count, numel=part.parameters, modules=part.modules)
-
-
-def too_much(
-    problem: ShapeProblem, order: Sequence[tuple[str, float]], base: float, unit: str, share: float
-) -> InfeasibleBudget:
-    """The refusal that says what could be saved at most, and what to change."""
-    gone = {n for n, _ in order}
-    most = 0.0
-    for dropped in (set[str](), gone):
-        left = [p for p in problem.parts if p.layer not in dropped]
-        whole = sum(problem.whole[p.name] for p in problem.parts if p.layer in dropped)
-        if problem.even:
-            groups = [[p for p in left if p.kind == k] for k in sorted({p.kind for p in left if problem.top[p.name]})]
-            saved = sum(max(s for _, s in _choices(problem, g[0].kind, g)) for g in groups)
-        else:
-            saved = sum(problem.each[p.name] * problem.top[p.name] for p in left)
-        most = max(most, whole + saved)
-    even = " equally in all layers" if problem.even else ""
-    return InfeasibleBudget(
-        f"{problem.target:g} {unit} ({problem.target / base:.1%}) are to be saved; whole units within the caps{even} "
-        f"save at most {most:g} ({most / base:.1%}).",
-        f"Between 0 and {most / base:.1%} {unit} can be saved with max_removed={share:g} and {len(order)} removable layers.",
-        "Save less, raise max_removed, or allow whole layers to go (depth).",
-    )
+def _alike(alternatives: np.ndarray, solve: Callable[[np.ndarray], Choice], damage: np.ndarray, gone: np.ndarray) -> Choice:
+    """The best pair of numbers for all layers that stay: every pair is tried, and the bound is that of all of them."""
+    found, refused = list[Choice](), list[InfeasibleBudget]()
+    for pair in np.unique(alternatives[~gone][:, :2], axis=0):
+        values = np.where((alternatives[:, :, :2] == pair).all(2) | gone, damage, np.inf)
+        if not np.isfinite(values).any(axis=1).all():  # some layer cannot go there
+            continue
+        try:
+            found.append(solve(values))
+        except InfeasibleBudget as error:
+            refused.append(error)
+    if not found:
+        raise refused[0] if refused else InfeasibleBudget("No numbers of units are within reach of all layers.", "", "")
+    best = min(found, key=lambda f: f.damage)
+    below = [f for f in found if f.status == "bounded" and f.lower_bound < best.damage]
+    return dataclasses.replace(best, status="bounded", lower_bound=min(f.lower_bound for f in below)) if below else best

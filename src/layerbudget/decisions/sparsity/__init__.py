@@ -1,1 +1,1 @@
-"""Apply a sparsity plan to a model: magnitude, Wanda, SparseGPT; structured removal; recovery; export."""
+"""Apply a sparsity plan to a model: magnitude, Wanda, SparseGPT; recovery; export."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,28 +32,25 @@ from ...data.calibration import CalibrationSet
 from ...execution.inputs import InputMoments, InputStatistics
 from ...execution.loss import Batch
 from ...execution.sites import Site
-from ...models.blocks import matrix_of, partition, weight_of
+from ...models.blocks import partition, weight_of
 from ...sensitivity.directional.directional import forms_along
 from ...sensitivity.directional.directions import Directions, Written
 from ...sensitivity.directional.originals import Originals
 from ...sensitivity.directional.point import Reference
 from ...sensitivity.directional.sums import Candidates, QuadraticTerms
-from .attention import Attention, channels
 from .compensation import REMAKES
-from .heads import choose_heads
-from .mlp import Mlp
+from .layouts import Where
 from .parts import Part
-from .removable import where_is
-from .search import folds_of
-from .shape_steps import GONE, ShapeSpace
-from .width import damped, refitted, removal_order
+from .program import GONE, ShapeSpace
+from .units import damped, refitted, stays, where_is
 
+_FOLDS = 4
 _NOTHING = (-1, 0)  # of a layer that goes
 Grams = dict[str, InputMoments]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Seen:
+class Evaluation:
     """Derivatives at a point, with the divergence there, and the second moments of the inputs there, for every fold."""
 
     forms: QuadraticTerms
@@ -61,7 +58,7 @@ class Seen:
 
     @property
     def divergence(self) -> float:
-        """From the dense model, nats per token."""
+        """Divergence from the dense model, nats per token."""
         return self.forms.divergence
 
 
@@ -72,11 +69,11 @@ class _Matrix:
     layer: int
     side: int
     part: Part
-    where: Attention | Mlp
+    where: Where
     reads: bool
 
 
-class Indexed(Directions):
+class _Indexed(Directions):
     """Few changes, many alternatives: alternative j makes change ``index[j]``."""
 
     def __init__(self, deltas: list[torch.Tensor], index: np.ndarray) -> None:
@@ -90,7 +87,7 @@ class Indexed(Directions):
 
 
 class ShapePoint:
-    """The model on its way through states of a :class:`~layerbudget.decisions.shapes.shape_steps.ShapeSpace`.
+    """The model on its way through states of a :class:`~layerbudget.decisions.shapes.program.ShapeSpace`.
 
     Args:
         model: The dense model; :meth:`restore` brings it back.
@@ -98,7 +95,7 @@ class ShapePoint:
         space: What every layer may lose.
         compensate: ``none``; else columns are refitted.
         damping: Relative to the mean of the second moments' diagonal.
-        size: Sequences per forward.
+        batch_size: Sequences per forward.
 
     Attributes:
         passes: Forward equivalents so far: forward 1, backward 2.
@@ -107,89 +104,63 @@ class ShapePoint:
     """
 
     def __init__(
-        self, model: nn.Module, data: CalibrationSet, space: ShapeSpace, compensate: str, damping: float, size: int
+        self, model: nn.Module, data: CalibrationSet, space: ShapeSpace, compensate: str, damping: float, batch_size: int
     ) -> None:
-        self.model, self.space, self.damping, self.size = model, space, damping, size
+        self.model, self.space, self.damping, self.batch_size = model, space, damping, batch_size
         self.remake = REMAKES.get(compensate, refitted)
-        self.matrices = {name: m for k in range(len(space.layers)) for name, m in self._of(k)}
+        self.matrices: dict[str, _Matrix] = {}
+        for k, pair in enumerate(space.pair):
+            for side, part in enumerate(pair):
+                if part is not None:
+                    where = where_is(model, part)
+                    names = (*where.producers, where.consumer) if len(space.zeros.shares) > 1 else (where.consumer,)
+                    for n in names:
+                        self.matrices[n] = _Matrix(layer=k, side=side, part=part, where=where, reads=n == where.consumer)
         known = {b.name: b for b in partition(model, "linear")}
         blocks = [known[name] for name in self.matrices]
         self.held = Originals(model, blocks)
-        self.biases = self._biases() if space.depth else {}
+        owners: dict[str, Any] = {n: model.get_submodule(n) for n, m in self.matrices.items() if m.reads and space.depth}
+        self.biases = {n: (o.bias, o.bias.detach().clone()) for n, o in owners.items() if o.bias is not None}
         self.references: list[Reference] = []
         found: list[Grams] = []
-        for _, fold in folds_of(data):
+        folds = range(_FOLDS) if data.samples >= _FOLDS else ()
+        for fold in [data.select(list(range(k, data.samples, _FOLDS))) for k in folds] or [data]:
             listen = InputStatistics(model, [m for b in blocks for m in b.modules], "gram")
-            self.references.append(Reference(model, fold, size, listen))
+            self.references.append(Reference(model, fold, batch_size, listen))
             found.append({name: listen.found[name][0] for name in self.matrices})
         self.dense = _others(found)
         self.passes = 1.0
 
-    def _of(self, k: int) -> list[tuple[str, _Matrix]]:
-        found = []
-        for side, part in enumerate(self.space.pair[k]):
-            if part is None:
-                continue
-            where = where_is(self.model.get_submodule(part.layer), part)
-            names = [*where.producers, where.consumer] if len(self.space.zeros.shares) > 1 else [where.consumer]
-            found += [(n, _Matrix(layer=k, side=side, part=part, where=where, reads=n == where.consumer)) for n in names]
-        return found
-
-    def _biases(self) -> dict[str, torch.Tensor]:
-        owners: dict[str, Any] = {n: self.model.get_submodule(n) for n, m in self.matrices.items() if m.reads}
-        return {n: o.bias.detach().clone() for n, o in owners.items() if o.bias is not None}
-
     def restore(self) -> None:
         """Put the dense weights back."""
         self.held.restore()
-        for name, bias in self.biases.items():
-            self._bias(name).copy_(bias)
-
-    def _bias(self, name: str) -> torch.Tensor:
-        owner: Any = self.model.get_submodule(name)
-        return cast(torch.Tensor, owner.bias.data)
-
-    def _dense(self, name: str) -> torch.Tensor:
-        owner = self.model.get_submodule(name)
-        return matrices(owner, nn.Parameter(self.held.held[name], requires_grad=False))[0]
+        for bias, held in self.biases.values():
+            bias.data.copy_(held)
 
     @torch.no_grad()
-    def become(self, name: str, gram: InputMoments, wanted: list[tuple[int, int]]) -> list[torch.Tensor]:
+    def become(self, name: str, gram: InputMoments, wanted: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """A matrix when so many units are gone and what remains has zeros of a level; ``(-1, 0)``: when the layer is gone."""
-        m, dense = self.matrices[name], self._dense(name).double()
+        m, present = self.matrices[name], weight_of(self.model, name)
+        dense = matrices(present[0], nn.Parameter(self.held.held[name], requires_grad=False))[0].double()
         h = damped(torch.as_tensor(gram.value), self.damping)
-        kept = self._kept(m, dense, h, sorted({u for u, _ in wanted if u > 0})) if m.reads else {}
-        dtype = matrix_of(self.model.get_submodule(name)).dtype
+        units = sorted({u for u, _ in wanted if u > 0}) if m.reads else []
+        keep = {u: m.where.columns(k) for u, k in stays(m.where, dense, h, units, m.part.by).items()} if units else {}
         made = []
-        for units, level in wanted:
-            weight = torch.zeros_like(dense) if (units, level) == _NOTHING else dense.clone()
-            if units > 0 and m.reads:
-                keep = kept[units]
-                weight.zero_()[:, keep] = self._sparse(self.remake(dense, h, keep), h.diagonal()[keep], level)
+        for gone, level in wanted:
+            weight = torch.zeros_like(dense) if (gone, level) == _NOTHING else dense.clone()
+            if gone in keep:
+                columns = keep[gone]
+                weight.zero_()[:, columns] = self._sparse(self.remake(dense, h, columns), h.diagonal()[columns], level)
             elif level:
                 weight = self._sparse(weight, h.diagonal(), level)
-            made.append(weight.to(dtype))
+            made.append(weight.to(present[1].dtype))
         return made
-
-    def _kept(self, m: _Matrix, dense: torch.Tensor, h: torch.Tensor, units: list[int]) -> dict[int, torch.Tensor]:
-        """Columns that stay, by the number of units that go."""
-        if isinstance(m.where, Attention):
-            heads = {u: choose_heads(dense, h, m.where, u, by=m.part.by) for u in units}
-            return {u: channels(keep, m.where.head_dim) for u, keep in heads.items()}
-        each, found = int(m.part.by.split()[0]), dict[int, torch.Tensor]()
-        order = removal_order(dense, h, max(units, default=0) * each)
-        for u in units:
-            alive = torch.ones(len(h), dtype=torch.bool, device=h.device)
-            alive[order[: u * each]] = False
-            found[u] = torch.nonzero(alive).flatten()
-        return found
 
     def _sparse(self, weight: torch.Tensor, moment: torch.Tensor, level: int) -> torch.Tensor:
         zeros = self.space.zeros
         if not level:
             return weight
-        count = int(zeros.shares[level] * weight.numel())
-        return Wanda().apply(weight, moment, Level(zeros=count, pattern=zeros.pattern))
+        return Wanda().apply(weight, moment, Level(zeros=zeros.count(weight.numel(), level), pattern=zeros.pattern))
 
     def _wanted(self, name: str, row: list[int]) -> tuple[int, int]:
         m = self.matrices[name]
@@ -206,10 +177,12 @@ class ShapePoint:
             if wanted != (0, 0):
                 matrices(*weight_of(self.model, name))[0].copy_(self.become(name, grams[name], [wanted])[0])
             if wanted == _NOTHING and name in self.biases:
-                self._bias(name).zero_()
+                self.biases[name][0].data.zero_()
 
-    def look(self, state: np.ndarray, alternatives: np.ndarray, grams: Sequence[Grams], *, draws: int, seed: int) -> Seen:
-        """Go to a state, and see both terms along the way to every alternative; at the dense model the first one vanishes.
+    def evaluate(
+        self, state: np.ndarray, alternatives: np.ndarray, grams: Sequence[Grams], *, draws: int, seed: int
+    ) -> Evaluation:
+        """Go to a state, and return both terms along the way to every alternative; at the dense model the first one vanishes.
 
         Args:
             state: ``(K, 5)``.
@@ -221,13 +194,13 @@ class ShapePoint:
         found, gathered = list[QuadraticTerms](), list[Grams]()
         for reference, moments in zip(self.references, grams, strict=True):
             self.move(state, moments)
-            forms, seen = self._look(reference, alternatives, moments, draws, seed, dense=not state.any())
+            forms, seen = self._evaluate(reference, alternatives, moments, draws, seed, dense=not state.any())
             found.append(forms)
             gathered.append(seen)
         self.passes += found[0].passes
-        return Seen(forms=_mean(found), grams=_others(gathered))
+        return Evaluation(forms=_mean(found), grams=_others(gathered))
 
-    def _look(
+    def _evaluate(
         self, reference: Reference, alternatives: np.ndarray, grams: Grams, draws: int, seed: int, *, dense: bool
     ) -> tuple[QuadraticTerms, Grams]:
         gathered: Grams = {}
@@ -237,7 +210,7 @@ class ShapePoint:
             distinct = list(dict.fromkeys(rows))
             present = matrices(*weight_of(self.model, name))[0].detach()
             deltas = [w - present for w in self.become(name, grams[name], distinct)]
-            return Indexed(deltas, np.array([distinct.index(row) for row in rows]))
+            return _Indexed(deltas, np.array([distinct.index(row) for row in rows]))
 
         def listen(site: Site, batch: Batch) -> None:
             mask, x = batch.kwargs.get("attention_mask"), site.a
@@ -248,20 +221,16 @@ class ShapePoint:
             shared.add(rows)
 
         forms = forms_along(
-            self.model, reference.data,
+            self.model,
+            reference.data,
             Candidates({n: m.layer for n, m in self.matrices.items()}, make, *alternatives.shape[:2]),
-            clean=None if dense else reference.clean, draws=draws, seed=seed, batch_size=self.size, listen=listen,
-        )  # fmt: skip
+            clean=None if dense else reference.clean,
+            draws=draws,
+            seed=seed,
+            batch_size=self.batch_size,
+            listen=listen,
+        )
         return forms, gathered
-
-    def measure(self, state: np.ndarray, grams: Sequence[Grams]) -> float:
-        """Divergence at a state alone, every sequence by a refit that has not seen it; nats per token."""
-        total = 0.0
-        for reference, moments in zip(self.references, grams, strict=True):
-            self.move(state, moments)
-            total += reference.measure() * reference.data.samples
-        self.passes += 1.0
-        return total / sum(r.data.samples for r in self.references)
 
 
 def _others(found: Sequence[Grams]) -> list[Grams]:
@@ -271,13 +240,11 @@ def _others(found: Sequence[Grams]) -> list[Grams]:
     out = []
     for mine in range(len(found)):
         sums: dict[int, InputMoments] = {}
-        made: Grams = {}
         for name, first in found[mine].items():  # matrices of one input share theirs
             if id(first) not in sums:
                 rest = [torch.as_tensor(g[name].value) for i, g in enumerate(found) if i != mine]
                 sums[id(first)] = InputMoments("gram", value=torch.stack(rest).sum(0))
-            made[name] = sums[id(first)]
-        out.append(made)
+        out.append({name: sums[id(first)] for name, first in found[mine].items()})
     return out
 
 

@@ -1,4 +1,4 @@
-"""Removed heads: the smaller model computes what the whole one computes without them, and loads where a config can say so."""
+"""Removed heads and MLP units: the smaller model computes what the whole one does without them, and loads where it can."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 import transformers
 from tests import zoo
 
-from layerbudget.decisions.shapes.attention import channels, expressible, find_attention, keep_heads
-from layerbudget.decisions.shapes.checkpoint import check_exportable, save_smaller
-from layerbudget.decisions.shapes.heads import choose_heads, head_scores, remove_heads
-from layerbudget.errors import InvalidInput, UnknownStructure
+from layerbudget.decisions.shapes.apply import remove_units
+from layerbudget.decisions.shapes.layouts import channels, find_attention, undescribed
+from layerbudget.decisions.shapes.save import check_exportable, save_smaller
+from layerbudget.decisions.shapes.units import group_cost, stays
+from layerbudget.errors import InvalidInput, UnknownBlock, UnknownStructure
 from layerbudget.models.blocks import is_conv1d, layers
 
 EXPLICIT = ["llama", "phi3", "mistral-sliding", "gemma", "gemma2", "gemma3", "qwen2", "qwen3", "starcoder2", "mixtral"]
@@ -58,7 +59,7 @@ def test_removed_heads_equal_masked_heads(name, padded):
     kept = list(zip(attentions(model), wanted, strict=True))
     expected = masked_logits(model, kept, batch)
     for a, heads in kept:
-        new = keep_heads(model, a, torch.tensor(heads))
+        new = a.cut(model, torch.tensor(heads))
         assert (new.heads, new.head_dim) == (len(heads), a.head_dim)
     found = attentions(model)
     assert [a.heads for a in found] == [len(h) for h in wanted]
@@ -72,13 +73,13 @@ def test_removing_nothing_changes_nothing(name):
     model, data = zoo.build(name), zoo.tokens()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     config = model.config.to_dict()
-    assert set(remove_heads(model, data, 0.0).values()) == {4}
+    assert set(remove_units(model, data, 0.0).values()) == {4}
     assert model.config.to_dict() == config
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
 @pytest.mark.parametrize("refit", [True, False])
-@pytest.mark.parametrize("criterion", ["obs", "uncompensated", "wanda"])
+@pytest.mark.parametrize("criterion", ["obs", "wanda"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert", "gemma"])
 def test_heads_that_nobody_reads_go_without_any_change(name, criterion, refit):
     model, data = zoo.build(name), zoo.tokens()
@@ -90,7 +91,7 @@ def test_heads_that_nobody_reads_go_without_any_change(name, criterion, refit):
     with torch.no_grad():
         before = model(**batch).logits
     by_groups = 0.5 if attentions(model)[0].groups == 2 else 0.25
-    left = remove_heads(model, data, by_groups, by="groups", criterion=criterion, refit=refit)
+    left = remove_units(model, data, by_groups, by="groups", criterion=criterion, refit=refit)
     assert set(left.values()) == {2 if by_groups == 0.5 else 3}
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).logits, before, rtol=1e-5, atol=1e-5)
@@ -106,38 +107,32 @@ def test_refit_is_the_least_squares_optimum_and_copies_cost_nothing():
     with torch.no_grad():
         before = model(**batch).logits
     plain = copy.deepcopy(model)
-    assert set(remove_heads(model, data, 0.5, by="queries", damping=1e-7).values()) == {2}
-    remove_heads(plain, data, 0.5, by="queries", refit=False)
+    assert set(remove_units(model, data, 0.5, by="queries", damping=1e-7).values()) == {2}
+    remove_units(plain, data, 0.5, by="queries", refit=False)
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).logits, before, rtol=1e-3, atol=1e-3)
         assert (plain(**batch).logits - before).abs().max() > 0.1
 
 
-def test_scores_are_the_change_of_the_output():
+def test_the_cost_of_a_head_is_the_change_of_the_output():
     a = dataclasses.replace(attentions(zoo.build("opt"))[0], heads=4, groups=4, head_dim=3)
     torch.manual_seed(1)
     x, w = torch.randn(200, 12).double() @ torch.randn(12, 12).double(), torch.randn(5, 12).double()
-    h = x.T @ x
-    members = list(torch.arange(12).split(3))
-    alone, obs_solver = [], []
-    for g in members:
+    h, costs = x.T @ x, []
+    for g in torch.arange(12).split(3):
         rest = torch.tensor([j for j in range(12) if j not in g.tolist()])
-        alone.append((x[:, g] @ w[:, g].T).square().sum())
         best = torch.linalg.lstsq(x[:, rest], x @ w.T).solution
-        obs_solver.append((x @ w.T - x[:, rest] @ best).square().sum())
-    torch.testing.assert_close(head_scores(w, h, members, "uncompensated"), torch.stack(alone))
-    torch.testing.assert_close(head_scores(w, h, members, "obs"), torch.stack(obs_solver))
-    worst = int(torch.stack(obs_solver).argmin())
-    assert choose_heads(w, h, a, 1, by="groups").tolist() == [i for i in range(4) if i != worst]
-    with pytest.raises(InvalidInput, match="obs, uncompensated, wanda"):
-        head_scores(w, h, members, "magic")
+        costs.append((x @ w.T - x[:, rest] @ best).square().sum())
+        torch.testing.assert_close(group_cost(w, torch.linalg.inv(h), g), costs[-1])
+    worst = int(torch.stack(costs).argmin())
+    assert stays(a, w, h, [1], "groups")[1].tolist() == [i for i in range(4) if i != worst]
 
 
 @pytest.mark.parametrize("name", EXPLICIT)
 @pytest.mark.parametrize("by", ["groups", "queries"])
 def test_even_heads_load_in_plain_transformers(name, by, tmp_path):
     model, data = zoo.build(name), zoo.tokens()
-    assert set(remove_heads(model, data, 0.5, by=by).values()) == {2}
+    assert set(remove_units(model, data, 0.5, by=by).values()) == {2}
     batch = next(data.batches(2))
     save_smaller(model, None, tmp_path / "out")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
@@ -154,8 +149,8 @@ def test_even_heads_load_in_plain_transformers(name, by, tmp_path):
 @pytest.mark.parametrize("name", DERIVED)
 def test_families_that_derive_the_head_size_are_not_exported_and_the_reason_is_said(name, tmp_path):
     model, data = zoo.build(name), zoo.tokens()
-    assert expressible(model, attentions(model)[0]) is None
-    remove_heads(model, data, 0.5)
+    assert not undescribed(model, *attentions(model)[:1] * 2)
+    remove_units(model, data, 0.5)
     with torch.no_grad():
         assert torch.isfinite(model(**next(data.batches(2))).logits).all()
     with pytest.raises(UnknownStructure, match="hidden_size / num_attention_heads.*works in memory.*Remove MLP units"):
@@ -163,28 +158,55 @@ def test_families_that_derive_the_head_size_are_not_exported_and_the_reason_is_s
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["olmo2", *EXPLICIT[:-1], "opt", "gpt2", "gpt-neox", "bert"])
+def test_narrower_models_load_and_compute(name, tmp_path):
+    model, data = zoo.build(name), zoo.tokens(samples=12)
+    widths = remove_units(model, data, 0.25, kind="mlp", multiple=4)
+    assert len(set(widths.values())) == 1
+    batch = next(data.batches(2))
+    save_smaller(model, None, tmp_path / "out")
+    auto = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
+    loaded = auto.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_units_that_are_copies_cost_nothing():
+    """An MLP whose second half repeats its first half can lose half of its units without any change."""
+    model, data = zoo.build("llama"), zoo.tokens(samples=12)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for w in (layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight):
+                w[24:] = w[:24]
+        before = model(data.input_ids).logits
+    remove_units(model, data, 0.5, kind="mlp", damping=1e-6)
+    assert model.config.intermediate_size == 24
+    with torch.no_grad():
+        torch.testing.assert_close(model(data.input_ids).logits, before, rtol=2e-2, atol=2e-2)
+
+
 def test_refusals():
     data = zoo.tokens()
     with pytest.raises(UnknownStructure, match="normalises over all heads"):
-        remove_heads(zoo.build("olmo2"), data, 0.5)
+        remove_units(zoo.build("olmo2"), data, 0.5)
     odd = zoo.build("llama")
     odd.model.layers[1].self_attn.o_proj = torch.nn.Identity()
     with pytest.raises(UnknownStructure, match="layers.1 .LlamaDecoderLayer. has no attention of a known layout"):
-        remove_heads(odd, data, 0.5)
+        remove_units(odd, data, 0.5)
     model = zoo.build("llama")
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(InvalidInput, match=r"\[0, 1\)"):
-        remove_heads(model, data, 1.0)
+        remove_units(model, data, 1.0)
     with pytest.raises(InvalidInput, match="groups, queries"):
-        remove_heads(model, data, 0.5, by="magic")
+        remove_units(model, data, 0.5, by="magic")
     with pytest.raises(InvalidInput, match="Criteria are"):
-        remove_heads(model, data, 0.5, criterion="magic")
+        remove_units(model, data, 0.5, criterion="magic")
     with pytest.raises(UnknownStructure, match=r"groups of \[2, 1\]"):
-        keep_heads(model, attentions(model)[0], torch.tensor([0, 1, 2]))
+        attentions(model)[0].cut(model, torch.tensor([0, 1, 2]))
     with pytest.raises(UnknownStructure, match="at least one head"):
-        keep_heads(model, attentions(model)[0], torch.tensor([], dtype=torch.long))
+        attentions(model)[0].cut(model, torch.tensor([], dtype=torch.long))
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-    remove_heads(model, data, {"model.layers.1": 0.5}, by="queries")
+    remove_units(model, data, {"model.layers.1": 0.5}, by="queries")
     with pytest.raises(UnknownStructure, match="one number of heads for all layers"):
         check_exportable(model)
 
@@ -192,20 +214,35 @@ def test_refusals():
 def test_three_heads_that_llama_refuses_are_refused_before_saving(tmp_path):
     """Llama's own config demands that the hidden size is a multiple of the number of heads, even with an explicit head size."""
     model = zoo.build("llama", num_key_value_heads=4)
-    remove_heads(model, zoo.tokens(), 0.25)
+    remove_units(model, zoo.tokens(), 0.25)
     with pytest.raises(UnknownStructure, match="not a multiple of the number of attention heads"):
         save_smaller(model, None, tmp_path / "out")
     mistral = zoo.build("mistral", num_key_value_heads=4)
-    remove_heads(mistral, zoo.tokens(), 0.25)
+    remove_units(mistral, zoo.tokens(), 0.25)
     save_smaller(mistral, None, tmp_path / "out")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").num_attention_heads == 3
 
 
 def test_generation_with_a_cache_works_after_uneven_removal():
     model, data = zoo.build("llama"), zoo.tokens()
-    remove_heads(model, data, {"model.layers.0": 0.5}, by="groups")
+    remove_units(model, data, {"model.layers.0": 0.5}, by="groups")
     ids = data.input_ids[:2]
     with torch.no_grad():
         made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=None)
         again = model(made[:, :-1]).logits[:, ids.shape[1] - 1 :].argmax(-1)
     assert torch.equal(made[:, ids.shape[1] :], again)
+
+
+def test_uneven_widths_work_in_memory_and_unknown_layers_are_refused(tmp_path):
+    model, data = zoo.build("llama"), zoo.tokens()
+    with pytest.raises(UnknownStructure, match="no plain MLP"):
+        remove_units(zoo.build("mixtral"), data, 0.5, kind="mlp")
+    for kind in ("heads", "mlp"):
+        with pytest.raises(UnknownBlock, match="layers.99"):
+            remove_units(model, data, {"model.layers.99": 0.5}, kind=kind)
+    remove_units(model, data, {"model.layers.0": 0.5}, kind="mlp")
+    with torch.no_grad():
+        assert torch.isfinite(model(data.input_ids).logits).all()
+    with pytest.raises(UnknownStructure, match="one width for all layers"):
+        save_smaller(model, None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,8 +1,7 @@
-"""Smaller shapes by directional damage: masks that equal cuts, exact steps, plans that are applied and recounted."""
+"""A model of masked units: masks equal cuts, and terms are derivatives, each by refits that have not seen the sequence."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -10,30 +9,18 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.cli import main
-from layerbudget.decisions.shapes.checkpoint import apply_structured, find_parts
+from layerbudget.decisions.shapes.apply import preserved
 from layerbudget.decisions.shapes.depth import drop_layers
-from layerbudget.decisions.shapes.directional import plan_shapes_directional
-from layerbudget.decisions.shapes.removable import cut, where_is
-from layerbudget.decisions.shapes.shape_point import ShapePoint
-from layerbudget.decisions.shapes.shape_steps import GONE, HEADS, MLP, ShapeSpace
-from layerbudget.decisions.shapes.shrink import measure_plan, preserved
-from layerbudget.errors import InfeasibleBudget, InvalidInput
-from layerbudget.execution.divergence import kl_sum
-from layerbudget.models.blocks import layers
+from layerbudget.decisions.shapes.point import ShapePoint
+from layerbudget.decisions.shapes.program import GONE, HEADS, MLP, ShapeSpace
+from layerbudget.decisions.shapes.units import cut, find_parts, where_is
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 
 
-def space_of(model, by="groups", **options):
-    return ShapeSpace(
-        find_parts(model, by=by, multiple=4), options.pop("budget", "20% flops"), kinds=("heads", "mlp"), max_removed=0.75,
-        bytes_per_parameter=8.0, **options,
-    )  # fmt: skip
-
-
-def point_of(model, data, by="groups", **options):
-    return ShapePoint(model, data, space_of(model, by, **options), "refit", 0.01, 8)
+def point_of(model, data, by="groups", budget="20% flops", **options):
+    parts = find_parts(model, by=by, multiple=4)
+    return ShapePoint(model, data, ShapeSpace(parts, budget, bytes_per_parameter=8.0, **options), "refit", 0.01, 8)
 
 
 @pytest.mark.parametrize(("name", "by"), [("llama", "groups"), ("llama", "queries"), ("gpt2", "auto"), ("phi3", "auto")])
@@ -49,8 +36,8 @@ def test_a_mask_gives_what_the_cut_gives(name, by):
             masked = model(input_ids=data.input_ids).logits
             point.restore()
             with preserved(model):
-                where = where_is(dict(layers(model))[part.layer], part)
-                cut(model, part, where, point.dense[0][where.consumer].value, int(state[k, side]), 0.01)
+                where = where_is(model, part)
+                cut(model, where, point.dense[0][where.consumer].value, int(state[k, side]), part.by)
                 assert torch.allclose(masked, model(input_ids=data.input_ids).logits, **CLOSE)
             assert not torch.allclose(masked, dense, **CLOSE)
         assert torch.equal(model(input_ids=data.input_ids).logits, dense)
@@ -89,7 +76,7 @@ def test_terms_are_the_derivatives_of_the_divergence(zeros):
     rows = [(0, 4, 0, 0, 0), (1, 1, 0, 0, 0), (0, 0, 0, 0, 1)] + ([(1, 3, 1, 2, 0)] if zeros == "packed" else [])
     alternatives = np.stack([np.array([tuple(row), *rows]) for row in state.tolist()])
     (reference,), (grams,) = point.references, point.dense  # so few sequences are one fold
-    seen = point.look(state, alternatives, [grams], draws=1, seed=0)
+    seen = point.evaluate(state, alternatives, [grams], draws=1, seed=0)
     assert seen.divergence == pytest.approx(reference.measure(), rel=1e-4) and seen.divergence > 0
     assert (seen.forms.first[:, 0] == 0).all() and (seen.forms.second[:, 0] == 0).all()
     for k, j in itertools.product((0, 2), range(1, alternatives.shape[1])):
@@ -127,7 +114,7 @@ def test_sequences_are_judged_by_refits_that_have_not_seen_them():
     state = point.space.start()
     state[:, MLP] = 4
     around = point.space.around(state, 0.2, 3)
-    seen = point.look(state, around, point.dense, draws=1, seed=0)
+    seen = point.evaluate(state, around, point.dense, draws=1, seed=0)
     assert point.passes == 1.0 + 5.0 and len(seen.grams) == len(point.references) == 4
     name = next(iter(point.matrices))
     each, second = [], []
@@ -143,9 +130,9 @@ def test_sequences_are_judged_by_refits_that_have_not_seen_them():
             point.restore()
             clean = torch.log_softmax(model(input_ids=test.input_ids).logits, -1)
         each.append(float((clean.exp() * (clean - now)).sum() / test.input_ids.numel()))
-        second.append(point._look(point.references[fold], around, point.dense[fold], 1, 0, dense=True)[0].second)
+        second.append(point._evaluate(point.references[fold], around, point.dense[fold], 1, 0, dense=True)[0].second)
     assert seen.divergence == pytest.approx(np.mean(each), rel=1e-4)
-    dense = point.look(point.space.start(), around, point.dense, draws=1, seed=0)
+    dense = point.evaluate(point.space.start(), around, point.dense, draws=1, seed=0)
     assert np.allclose(dense.forms.second, np.mean(second, axis=0))
 
 
@@ -155,72 +142,7 @@ def test_the_fisher_form_of_a_layer_has_its_cross_terms():
     point = point_of(model, data, depth=1)
     rows = [(1, 0, 0, 0, 0), (0, 4, 0, 0, 0), (1, 4, 0, 0, 0)]
     alternatives = np.stack([np.array(rows)] * len(point.space.layers))
-    seen = point.look(point.space.start(), alternatives, point.dense, draws=3, seed=0)
+    seen = point.evaluate(point.space.start(), alternatives, point.dense, draws=3, seed=0)
     heads, mlp, both = seen.forms.second.T
     assert (seen.forms.first == 0).all() and (heads > 0).all() and (mlp > 0).all()
     assert (np.abs(both - heads - mlp) <= 2 * np.sqrt(heads * mlp) + 1e-12).all() and not np.allclose(both, heads + mlp)
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_step_is_the_best_of_all(rng, depth):
-    model = zoo.build("llama")
-    space = ShapeSpace(
-        find_parts(model, by="queries", multiple=16), "25% flops", kinds=("heads", "mlp"), max_removed=0.75, depth=depth
-    )
-    present = space.start()
-    present[:, :2] = space.top // 2
-    around = space.around(present, 0.3, 3)
-    assert (around == present[:, None]).all(2).any(1).all()
-    assert (around[:, :, :2] >= 0).all() and (around[:, :, :2] <= space.top[:, None]).all()
-    saved, damage = space.saved(around), rng.normal(size=around.shape[:2])
-    damage[:, -1] -= 2.0 * depth  # layers would love to go
-    ways = [
-        (sum(damage[k, j] for k, j in enumerate(pick)), pick) for pick in itertools.product(range(around.shape[1]), repeat=3)
-        if sum(saved[k, j] for k, j in enumerate(pick)) >= space.need
-        and sum(around[k, j, GONE] for k, j in enumerate(pick)) <= depth
-    ]  # fmt: skip
-    found, solution = space.step(around, damage)
-    assert solution.damage == pytest.approx(min(ways)[0]) and int(space.saved(found[:, None]).sum()) >= space.need
-    assert found[:, GONE].sum() <= depth
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-def test_plans_are_applied_recounted_and_measured(name):
-    model, data = zoo.build(name), zoo.tokens()
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    plan = plan_shapes_directional(model, data, "25% flops", multiple=4, passes=30, draws=1, batch_size=4)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    log = plan.extra["path"]
-    assert [e["share"] for e in log[:2]] == [0.5, 1.0]
-    assert all(a["divergence"] > b["divergence"] for a, b in itertools.pairwise(log[1:]))
-    assert plan.rule == "directional" and plan.extra["forward_passes"] <= 30 and plan.budget["spent"] >= plan.budget["limit"]
-    assert plan.extra["measured"] == pytest.approx(measure_plan(model, plan, data, batch_size=4))
-    with torch.no_grad():
-        clean = torch.log_softmax(model(input_ids=data.input_ids).logits.float(), -1)
-        receipt = apply_structured(model, plan, data)
-        total, tokens = kl_sum(model(input_ids=data.input_ids).logits, clean, data.attention_mask)
-    assert receipt.saved == plan.budget["spent"] and total / tokens == pytest.approx(plan.extra["measured"], rel=1e-3)
-
-
-def test_auto_takes_the_units_that_promise_less():
-    model, data = zoo.build("llama"), zoo.tokens(samples=8)
-    options = {"multiple": 4, "passes": 30.0, "strides": 1, "draws": 1, "batch_size": 4}
-    plans = {by: plan_shapes_directional(model, data, "30% flops", by=by, **options) for by in ("auto", "groups", "queries")}
-    promised = {by: plans[by].extra["path"][0]["predicted"] for by in plans}
-    best = min(("groups", "queries"), key=promised.__getitem__)
-    assert plans["auto"].hyperparameters["by"] == best and promised["auto"] == promised[best]
-    assert plans["auto"].extra["path"][0]["passes"] == plans[best].extra["path"][0]["passes"] + 4.0  # the other was looked at
-
-
-def test_refusals(capsys):
-    model, data = zoo.build("llama"), zoo.tokens()
-    with pytest.raises(InvalidInput, match="forward equivalents are needed"):
-        plan_shapes_directional(model, data, "20% flops", passes=3)
-    with pytest.raises(InfeasibleBudget, match="save at most"):
-        plan_shapes_directional(model, data, "90% flops")
-    space = ShapeSpace(find_parts(model, multiple=4), "20% flops", kinds=("mlp",), max_removed=0.75)
-    with pytest.raises(InfeasibleBudget, match="saves too little"):
-        space.plan(space.start(), 0.0, dataclasses.replace, {}, {})
-    command = ["plan", "structured", "demo", "--save", "10% flops", "--search", "directional"]
-    assert main([*command, "--points", "3"]) == 2 and "--points has no meaning" in " ".join(capsys.readouterr().err.split())
-    assert main(["plan", "structured", "demo", "--save", "10% flops", "--passes", "9"]) == 2

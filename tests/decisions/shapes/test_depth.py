@@ -1,4 +1,4 @@
-"""Smaller dense models: they load, they compute what they should, and refusals say why."""
+"""Models without some layers: they load, they compute what they should, and damage is per token."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import transformers
 from tests import zoo
 
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.decisions.shapes.checkpoint import apply_depth, drop_damage, drop_layers, narrow, plan_depth, save_smaller
-from layerbudget.decisions.shapes.heads import remove_heads
-from layerbudget.errors import InfeasibleBudget, UnknownBlock, UnknownStructure
+from layerbudget.decisions.shapes.depth import apply_depth, drop_damage, drop_layers, plan_depth
+from layerbudget.decisions.shapes.save import save_smaller
+from layerbudget.errors import InfeasibleBudget, UnknownBlock
 from layerbudget.models.blocks import layers
 
 CAUSAL = [
@@ -75,54 +75,12 @@ def test_depth_plan_removes_the_layer_that_does_nothing():
     assert len(layers(apply_depth(model, plan))) == 1
 
 
-@pytest.mark.parametrize("name", [*CAUSAL, "bert"])
-def test_narrow_models_load_and_compute(name, tmp_path):
-    model, data = zoo.build(name), zoo.tokens(samples=12)
-    widths = narrow(model, data, 0.25, multiple=4)
-    assert len(set(widths.values())) == 1
-    batch = next(data.batches(2))
-    save_smaller(model, None, tmp_path / "out")
-    auto = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
-    loaded = auto.from_pretrained(tmp_path / "out", attn_implementation="eager")
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_units_that_are_copies_cost_nothing():
-    """An MLP whose second half repeats its first half can lose half of its units without any change."""
-    model, data = zoo.build("llama"), zoo.tokens(samples=12)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            for w in (layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight):
-                w[24:] = w[:24]
-        before = model(data.input_ids).logits
-    narrow(model, data, 0.5, damping=1e-6)
-    assert model.config.intermediate_size == 24
-    with torch.no_grad():
-        torch.testing.assert_close(model(data.input_ids).logits, before, rtol=2e-2, atol=2e-2)
-
-
-def test_refusals(tmp_path):
+def test_refusals():
     model, data = zoo.build("llama"), zoo.tokens()
     with pytest.raises(UnknownBlock, match="model.layers.9"):
         drop_layers(model, ["model.layers.9"])
     with pytest.raises(InfeasibleBudget, match="Remove fewer"):
         plan_depth(model, data, remove=3)
-    with pytest.raises(UnknownStructure, match="experts"):
-        narrow(zoo.build("mixtral"), data, 0.5)
-    narrow(model, data, {"model.layers.0": 0.5})
-    with torch.no_grad():
-        assert torch.isfinite(model(data.input_ids).logits).all()
-    with pytest.raises(UnknownStructure, match="one width for all layers"):
-        save_smaller(model, None, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_fractions_for_layers_that_are_not_there_are_refused():
-    model = zoo.build("llama")
-    for remove in (remove_heads, narrow):
-        with pytest.raises(UnknownBlock, match="layers.99"):
-            remove(model, zoo.tokens(), {"model.layers.99": 0.5})
 
 
 def test_damage_is_per_token_and_not_per_sequence():

@@ -1,0 +1,436 @@
+"""Where a layer keeps its attention heads and its MLP, and taking units out of them.
+
+Both are rows of the matrices that make the units and columns of the one that reads them. A plain config has one number of heads
+and one width for all layers; what it can say is asked of a model that is built from the changed config, without values, so that
+the answer is that of the installed transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from ...errors import UnknownStructure
+from ...models.blocks import config_of, is_conv1d, layers, matrix_of, text_config
+
+# names of the producing matrices and of the consuming one, and how the heads lie in the producers' outputs: one matrix each
+# (separate), all q then all k then all v (stacked), or q, k, v of head 0, then of head 1, ... (interleaved)
+_ATTENTIONS: tuple[tuple[tuple[str, ...], str, Any], ...] = (
+    (("q_proj", "k_proj", "v_proj"), "o_proj", "separate"),
+    (("q_proj", "k_proj", "v_proj"), "out_proj", "separate"),
+    (("q_proj", "k_proj", "v_proj"), "dense", "separate"),
+    (("self.query", "self.key", "self.value"), "output.dense", "separate"),
+    (("c_attn",), "c_proj", "stacked"),
+    (("qkv_proj",), "o_proj", "stacked"),
+    (("query_key_value",), "dense", "interleaved"),
+)
+# the same, and how many inner vectors the producer stacks (gate and up in one)
+_MLPS: tuple[tuple[tuple[str, ...], str, Any], ...] = (
+    (("gate_proj", "up_proj"), "down_proj", 1),
+    (("gate_up_proj",), "down_proj", 2),
+    (("c_fc",), "c_proj", 1),
+    (("fc1",), "fc2", 1),
+    (("fc_in",), "fc_out", 1),
+    (("dense_h_to_4h",), "dense_4h_to_h", 1),
+    (("intermediate.dense",), "output.dense", 1),
+)
+_SIZES = ("head_dim", "attention_head_size", "head_size")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_CONFIG_HEADS = ("num_attention_heads", "n_head")
+_WIDTHS = ("intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+_WIDTHS_BY_DEFAULT = ("intermediate_size", "n_inner")  # four times the hidden size where they are None
+_KNOWN = (
+    "Known are q/k/v with o_proj, out_proj or dense, BERT's, GPT-2's c_attn, Phi-3's qkv_proj and GPT-NeoX's query_key_value."
+)
+
+
+def per_unit(by: str) -> int:
+    """Channels of one MLP unit, as in ``8 channels``."""
+    return int(by.split()[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The heads of one layer.
+
+    Attributes:
+        owner: Full name of the module that splits vectors into heads.
+        producers: Full names of the matrices that make queries, keys and values.
+        consumer: Full name of the matrix that reads the heads.
+        layout: ``separate``, ``stacked`` or ``interleaved``.
+        heads: Query heads.
+        groups: Key-value heads; query head h reads key-value head ``h // (heads // groups)``.
+        head_dim: Channels of one head.
+    """
+
+    owner: str
+    producers: tuple[str, ...]
+    consumer: str
+    layout: str
+    heads: int
+    groups: int
+    head_dim: int
+
+    @property
+    def per_group(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.heads // self.groups
+
+    @property
+    def inputs(self) -> int:
+        """Channels that the consumer reads."""
+        return self.heads * self.head_dim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What a config says of it."""
+        return self.heads, self.groups, self.head_dim
+
+    def units(self, by: str) -> int:
+        """Units that there are."""
+        return self.groups if by == "groups" else self.per_group
+
+    def without(self, units: int, by: str) -> Attention:
+        """What is left without so many units, ``groups`` or ``queries``."""
+        if by == "groups":
+            return dataclasses.replace(self, heads=self.heads - units * self.per_group, groups=self.groups - units)
+        return dataclasses.replace(self, heads=self.heads - units * self.groups)
+
+    def columns(self, keep: torch.Tensor) -> torch.Tensor:
+        """Channels of some query heads, in order."""
+        return channels(keep, self.head_dim)
+
+    def cut(self, model: nn.Module, keep: torch.Tensor, weight: torch.Tensor | None = None) -> Attention:
+        """Keep some query heads, in place; a key-value head goes with the last query head that reads it.
+
+        Args:
+            model: The model.
+            keep: Indices of the query heads that stay, increasing; every key-value head that stays keeps equally many.
+            weight: New ``(d_out, kept * head_dim)`` weight of the consumer; its own columns by default.
+
+        Returns:
+            The attention as it is now.
+
+        Raises:
+            UnknownStructure: Groups of different sizes would be left, or no head at all.
+        """
+        sizes = torch.bincount(keep // self.per_group, minlength=self.groups)
+        groups = torch.nonzero(sizes).flatten()
+        if not len(keep) or len(set(sizes[groups].tolist())) > 1:
+            raise UnknownStructure(
+                f"{self.owner}: {len(keep)} of {self.heads} query heads would leave groups of {sizes.tolist()} per key-value "
+                "head.",
+                "Grouped-query attention needs the same number of query heads in every group, and at least one head.",
+                "Remove whole groups, or as many query heads from every group.",
+            )
+        queries, keys = self.columns(keep), self.columns(groups)
+        rows = {
+            "separate": [queries, keys, keys],
+            "stacked": [torch.cat([queries, keys + self.inputs, keys + self.inputs + self.groups * self.head_dim])],
+            "interleaved": [channels(keep, 3 * self.head_dim)],
+        }[self.layout]
+        _cut(model, self, rows, queries, weight)
+        new = dataclasses.replace(self, heads=len(keep), groups=len(groups))
+        self._resize(model.get_submodule(self.owner), new)
+        return new
+
+    def _resize(self, owner: Any, new: Attention) -> None:
+        values = {n: (self.heads, new.heads) for n in _HEADS}
+        values |= {"num_key_value_heads": (self.groups, new.groups), "num_key_value_groups": (self.per_group, new.per_group)}
+        values |= {n: (self.inputs, new.inputs) for n in ("all_head_size", "split_size")}
+        for name, (before, after) in values.items():
+            if isinstance(getattr(owner, name, None), int) and getattr(owner, name) == before:
+                setattr(owner, name, after)
+        if self.layout == "stacked" and hasattr(getattr(owner, "config", None), "num_key_value_heads"):
+            owner.config = copy.copy(config_of(owner))  # Phi-3 reads the counts of its layer from the config of all layers
+            owner.config.num_attention_heads, owner.config.num_key_value_heads = new.heads, new.groups
+
+    def write(self, config: Any, old: Where) -> None:
+        """Write the head counts into a config, with the head size made explicit."""
+        for field in _CONFIG_HEADS:
+            if isinstance(config.__dict__.get(field), int):
+                setattr(config, field, self.heads)
+        if isinstance(getattr(config, "num_key_value_heads", None), int):
+            config.num_key_value_heads = self.groups
+        if not isinstance(getattr(type(config), "head_dim", None), property):  # Falcon derives it
+            config.head_dim = self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """One MLP.
+
+    Attributes:
+        owner: Full name of its parent module.
+        producers: Full names of the matrices that make the inner units.
+        consumer: Full name of the matrix that reads them.
+        stacked: 2 when one producer holds gate and up.
+        width: Inner units.
+    """
+
+    owner: str
+    producers: tuple[str, ...]
+    consumer: str
+    stacked: int
+    width: int
+
+    @property
+    def inputs(self) -> int:
+        """Channels that the consumer reads."""
+        return self.width
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What a config says of it."""
+        return (self.width,)
+
+    def units(self, by: str) -> int:
+        """Units that there are; a remainder always stays."""
+        return self.width // per_unit(by)
+
+    def without(self, units: int, by: str) -> Mlp:
+        """What is left without so many units, as in ``8 channels``."""
+        return dataclasses.replace(self, width=self.width - units * per_unit(by))
+
+    def columns(self, keep: torch.Tensor) -> torch.Tensor:
+        """The channels themselves."""
+        return keep
+
+    def cut(self, model: nn.Module, keep: torch.Tensor, weight: torch.Tensor | None = None) -> Mlp:
+        """Keep some inner units, increasing, in place; see :meth:`Attention.cut`."""
+        rows = torch.cat([keep + i * self.width for i in range(self.stacked)])
+        _cut(model, self, [rows] * len(self.producers), keep, weight)
+        return dataclasses.replace(self, width=len(keep))
+
+    def write(self, config: Any, old: Where) -> None:
+        """Write the width into a config, wherever it holds the old one.
+
+        Raises:
+            UnknownStructure: The config has no field for it.
+        """
+        if old.shape == self.shape:
+            return
+        held = {f: getattr(config, f) for f in _WIDTHS if hasattr(config, f)}
+        same = [f for f, v in held.items() if v == old.inputs or (v is None and f in _WIDTHS_BY_DEFAULT)]
+        listed = {f: len(v) for f, v in held.items() if isinstance(v, list) and set(v) == {old.inputs}}
+        if not same and not listed:
+            name = type(config).__name__
+            raise UnknownStructure(f"{name} has no field for the width of its MLPs.", "", "Remove blocks instead.")
+        for field, value in ({f: self.width for f in same} | {f: [self.width] * n for f, n in listed.items()}).items():
+            setattr(config, field, value)
+
+
+Where = Attention | Mlp
+
+
+def find_attention(layer: nn.Module, name: str) -> Attention:
+    """Return the heads of one layer.
+
+    Raises:
+        UnknownStructure: A layout that is not known, or heads that cannot be taken out one by one.
+    """
+    for path, parent, (producers, consumer, layout), found in _lying(layer, _ATTENTIONS):
+        inner = producers[0].rpartition(".")[0]
+        owner, inputs = parent.get_submodule(inner), _inputs(found[-1])
+        head_dim = next((v for s in _SIZES if isinstance(v := getattr(owner, s, None), int)), 0)
+        outputs = [m.weight.numel() // _inputs(m) for m in found[:-1]]
+        heads = groups = 0
+        if head_dim and layout == "separate":
+            heads, groups = outputs[0] // head_dim, outputs[1] // head_dim
+        elif head_dim and layout == "stacked":
+            heads, groups = inputs // head_dim, (outputs[0] - inputs) // (2 * head_dim)
+        elif head_dim:
+            heads = groups = outputs[0] // (3 * head_dim)
+        attention = Attention(
+            owner=_join(name, path, inner),
+            producers=tuple(_join(name, path, p) for p in producers),
+            consumer=_join(name, path, consumer),
+            layout=layout,
+            heads=heads,
+            groups=groups,
+            head_dim=head_dim,
+        )
+        _check(attention, owner, inputs)
+        return attention
+    raise UnknownStructure(
+        f"{name} ({type(layer).__name__}) has no attention of a known layout.", _KNOWN, "Remove MLP units or blocks instead."
+    )
+
+
+def find_mlp(layer: nn.Module, name: str) -> Mlp:
+    """Return the MLP of one layer.
+
+    Raises:
+        UnknownStructure: A mixture of experts, or a layout that is not known.
+    """
+    for path, _, (producers, consumer, stacked), found in _lying(layer, _MLPS):
+        if "experts" not in path and not (consumer == "c_proj" and path.endswith("attn")):
+            return Mlp(
+                owner=_join(name, path),
+                producers=tuple(_join(name, path, p) for p in producers),
+                consumer=_join(name, path, consumer),
+                stacked=stacked,
+                width=_inputs(found[-1]),
+            )
+    raise UnknownStructure(
+        f"{name} ({type(layer).__name__}) has no plain MLP.",
+        "Known are gate/up/down, fused gate_up/down, c_fc/c_proj, fc1/fc2, fc_in/fc_out, dense_h_to_4h/dense_4h_to_h, BERT's.",
+        "Mixtures of experts: remove whole blocks (depth) or prune weights instead.",
+    )
+
+
+FIND: dict[str, Callable[[nn.Module, str], Where]] = {"heads": find_attention, "mlp": find_mlp}
+
+
+def _lying(layer: nn.Module, layouts: Sequence[Any]) -> Iterator[tuple[str, nn.Module, Any, list[Any]]]:
+    """Modules that have all matrices of a layout: ``(path, module, layout, matrices)``."""
+    for path, parent in layer.named_modules():
+        for layout in layouts:
+            found = [_get(parent, n) for n in (*layout[0], layout[1])]
+            if all(isinstance(m, nn.Linear) or (m is not None and is_conv1d(m)) for m in found):
+                yield path, parent, layout, found
+
+
+def _get(parent: nn.Module, name: str) -> Any:
+    try:
+        return parent.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _join(*names: str) -> str:
+    return ".".join(n for n in names if n)
+
+
+def _inputs(linear: nn.Module) -> int:
+    return int(matrix_of(linear).shape[1])
+
+
+def _check(a: Attention, owner: nn.Module, inputs: int) -> None:
+    """Refuse what would compute something else with fewer heads."""
+    norms = {n: getattr(m, "weight", None) for n, m in owner.named_children() if "norm" in n}
+    across = [n for n, weight in norms.items() if weight is not None and weight.numel() != a.head_dim]
+    own = [n for n, _ in owner.named_parameters(recurse=False)]
+    if not a.head_dim or a.inputs != inputs or a.groups < 1 or a.heads % a.groups:
+        why = f"reads {inputs} channels, which are not {a.heads} query heads of {a.head_dim} in {a.groups} groups"
+    elif across:
+        why = f"normalises over all heads at once ({across[0]}), so that removing one changes the others"
+    elif own:
+        why = f"has parameters of its own ({own[0]}) that may belong to single heads"
+    elif a.layout == "interleaved" and not type(owner).__name__.startswith("GPTNeoX"):
+        why = "interleaves queries, keys and values in a way that is known for GPT-NeoX only"
+    else:
+        return
+    raise UnknownStructure(f"{a.owner} ({type(owner).__name__}) {why}.", _KNOWN, "Remove MLP units or blocks instead.")
+
+
+def channels(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Channels of some heads, in order."""
+    return (heads[:, None] * head_dim + torch.arange(head_dim, device=heads.device)).flatten()
+
+
+def _cut(
+    model: nn.Module, where: Where, rows: Sequence[torch.Tensor], columns: torch.Tensor, weight: torch.Tensor | None
+) -> None:
+    """Keep some outputs of every producer; the consumer keeps its columns, or gets other ones."""
+    for name, chosen in zip(where.producers, rows, strict=True):
+        module: Any = model.get_submodule(name)
+        index = chosen.to(module.weight.device)
+        made = module.weight.data.index_select(1 if is_conv1d(module) else 0, index)
+        module.weight = nn.Parameter(made, module.weight.requires_grad)
+        if module.bias is not None:
+            module.bias = nn.Parameter(module.bias.data[index], module.bias.requires_grad)
+        _set_sizes(module)
+    consumer = model.get_submodule(where.consumer)
+    put_weight(consumer, matrix_of(consumer)[:, columns] if weight is None else weight)
+
+
+def put_weight(module: Any, weight: torch.Tensor) -> None:
+    """Give a Linear or Conv1D another ``(d_out, d_in)`` weight; precision and bias stay."""
+    value = weight.to(module.weight.dtype)
+    module.weight = nn.Parameter((value.T if is_conv1d(module) else value).contiguous(), module.weight.requires_grad)
+    _set_sizes(module)
+
+
+def _set_sizes(module: Any) -> None:
+    if is_conv1d(module):
+        module.nx, module.nf = module.weight.shape
+    else:
+        module.out_features, module.in_features = module.weight.shape
+
+
+def described(model: nn.Module, change: Callable[[Any], None] = lambda config: None) -> list[nn.Module] | str:
+    """The layers of a model that is built, without values, from its configuration after a change: what would be loaded.
+
+    Args:
+        model: The model; left as it was.
+        change: Changes the part of the configuration that describes the language model.
+
+    Returns:
+        The layers; or why the installed transformers builds no such model.
+    """
+    config = copy.deepcopy(config_of(model))
+    try:
+        change(text_config(config))
+        with torch.device("meta"):
+            made: Any = type(model)(type(config).from_dict(config.to_dict()))
+        return [layer for _, layer in layers(made)]
+    except UnknownStructure as error:
+        return error.what.rstrip(".")
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        return str(error).strip().splitlines()[-1].strip()
+
+
+def undescribed(model: nn.Module, now: Where, wanted: Where) -> str:
+    """Why a plain config cannot describe a model whose layers all have such heads, or such an MLP; empty where it can.
+
+    Args:
+        model: The model.
+        now: What its config says.
+        wanted: What it should say.
+    """
+
+    def alone(config: Any) -> None:
+        wanted.write(config, now)
+        config.num_hidden_layers = 1
+        if isinstance(config.__dict__.get("layer_types"), list | tuple):
+            config.layer_types = list(config.layer_types[:1])
+
+    name, made = type(config_of(model)).__name__, described(model, alone)
+    if isinstance(made, str):  # some configurations list their layers, or refuse the change itself
+        made = described(model, lambda config: wanted.write(config, now))
+    size = f"{wanted.heads} heads of {wanted.head_dim} channels" if isinstance(wanted, Attention) else f"width {wanted.width}"
+    try:
+        reason, found = (made, wanted) if isinstance(made, str) else ("", FIND[_kind(wanted)](made[0], "layer"))
+    except UnknownStructure as error:
+        reason, found = error.what.rstrip("."), wanted
+    if reason:
+        return f"{name} refuses {size} ({reason})"
+    if found.shape == wanted.shape:
+        return ""
+    if isinstance(wanted, Attention):
+        return f"{name} derives the size of a head from hidden_size / num_attention_heads: {size} cannot be written"
+    return f"{name} makes MLPs of width {found.inputs}, not {wanted.inputs}"
+
+
+def _kind(where: Where) -> str:
+    return "heads" if isinstance(where, Attention) else "mlp"
+
+
+def follow(model: nn.Module, before: Sequence[Where], after: Sequence[Where]) -> None:
+    """Write shapes into the config where they changed, all layers have the same and the config can say so."""
+    old, new = ([w.shape for w in found] for found in (before, after))
+    if old == new or len(set(new)) != 1 or undescribed(model, before[0], after[0]):
+        return
+    config = text_config(config_of(model))
+    after[0].write(config, before[0])
+    for where in after:
+        owner: Any = model.get_submodule(where.owner)
+        if isinstance(where, Attention) and type(getattr(owner, "config", None)) is type(config):
+            owner.config = config

@@ -1,0 +1,248 @@
+r"""Smaller shapes by directional damage: heads, MLP channels, whole layers and zeros, decided together.
+
+Everything that a layer may lose is a change of its matrices (:mod:`layerbudget.decisions.shapes.point`), so its damage is
+predicted as for any treatment (:mod:`layerbudget.sensitivity.directional.directional`): at the dense model by the second term,
+at treated points by both. The budget is approached in a few strides, each planned where the last one has put the model; then
+steps within a trust region go on while the measured divergence falls. Every one of them is an exact program over whole units
+(:mod:`layerbudget.decisions.shapes.program`). What comes out is applied as any such plan, layer after layer, compensation
+included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ...data.calibration import CalibrationSet
+from ...errors import CoverageError, InfeasibleBudget, InvalidInput
+from ...execution.processes import process_group
+from ...models.blocks import check_finite, describe
+from ...models.offload import need_settled
+from ...plan import Plan
+from ...progress import Progress, Steps
+from ...records import to_jsonable
+from ...solvers.choices import Choice
+from .apply import measure_plan
+from .compensation import ways_of
+from .parts import KINDS
+from .point import Evaluation, Grams, ShapePoint
+from .program import GONE, ShapeSpace
+from .units import allowed_units, find_parts, head_units
+
+PASSES = 46.0
+_LEVELS = 7
+_MEASURING = 5.0  # dense, three times through every layer to cut it, and the smaller model; the stream needs one more
+
+
+def plan_shapes(
+    model: nn.Module,
+    data: CalibrationSet,
+    budget: str | float,
+    *,
+    kinds: Sequence[str] = KINDS,
+    by: str = "auto",
+    multiple: int = 8,
+    max_removed: float = 0.75,
+    depth: int = 0,
+    zeros: str = "none",
+    even: bool = False,
+    compensate: str = "auto",
+    context: int = 0,
+    passes: float = PASSES,
+    strides: int = 2,
+    trust: float = 0.12,
+    draws: int = 2,
+    damping: float = 0.01,
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Plan:
+    """Decide heads, MLP widths, layers and zeros together by directional damage: at least ``budget`` is saved.
+
+    Args:
+        model: The model; left as it was.
+        data: Calibration tokens.
+        budget: What is to be saved: ``"25% flops"``, ``"100 MB"``, ``"2M params"`` (of the layers' matrices).
+        kinds: ``heads``, ``mlp`` or both.
+        by: Units of heads, see :func:`layerbudget.decisions.shapes.units.find_parts`; ``auto`` looks at both where both are
+            possible and takes those whose first plan is predicted to do less damage. Only ``groups`` make the key-value cache
+            smaller.
+        multiple: Channels of one MLP unit.
+        max_removed: Largest share of the units of one part.
+        depth: So many whole layers may go.
+        zeros: Zeros of what remains: ``none``, ``2:4`` (saves FLOPs and bytes) or ``packed`` (saves bytes), by Wanda; see
+            :mod:`layerbudget.decisions.shapes.parts` for the runtimes in which that is real.
+        even: The same numbers of heads and MLP units in all layers that stay, so that a plain config can describe the model.
+        compensate: What the matrices behind become: ``none``, ``refit``, ``stream``, or ``auto``; see
+            :mod:`layerbudget.decisions.shapes.compensation`.
+        context: Mean number of tokens attended to, where attention scores shall count in the FLOPs.
+        passes: Most forward equivalents of the whole text, the last measurement included.
+        strides: In so many equal parts of the budget the first plan is made.
+        trust: Largest change of a part, as a share of its units, in the first step at a treated point.
+        draws: Draws of labels.
+        damping: Relative to the mean of the second moments' diagonal.
+        batch_size: Sequences per forward.
+        seed: Of the draws.
+        progress: Called with (forward equivalents spent, most).
+
+    Returns:
+        A plan of kind ``shapes`` and rule ``directional``; ``extra`` has the ``path``, ``forward_passes``, ``predicted``
+        damage and what was ``measured`` on the model that was really cut, in nats per token.
+
+    Raises:
+        UnknownStructure: A layer without heads or MLP of a known layout.
+        InfeasibleBudget: The caps do not allow it.
+        InvalidInput: Passes that allow no step, or an option outside its domain.
+        CoverageError: Layers of a streamed model that come and go, or several processes.
+    """
+    need_settled(model, "measuring")
+    check_finite(model)
+    if process_group() is not None:
+        raise CoverageError("Smaller shapes are planned in one process.", "", "Use one.")
+    first = find_parts(model, kinds=kinds, by=by, multiple=multiple, even=even)
+    words = head_units(model, kinds, by)
+    sets = {word: first if word == by else find_parts(model, kinds=kinds, by=word, multiple=multiple) for word in words}
+    allowed = {word: allowed_units(model, parts, kinds, depth) if even else None for word, parts in sets.items()}
+    way = ways_of(model, data, compensate)
+    last = _MEASURING + (way == "stream")
+    settings = _Settings(passes=passes - last, strides=strides, trust=trust, draws=draws, seed=seed, starts=len(words))
+    settings.check(depth, last)
+    tick, paths, refused, spent = Steps(progress, int(passes), "forward equivalents"), list[_Path](), [], 0.0
+    for word, parts in sets.items():
+        try:
+            space = ShapeSpace(
+                parts,
+                budget,
+                kinds=kinds,
+                max_removed=max_removed,
+                depth=depth,
+                zeros=zeros,
+                even=even,
+                allowed=allowed[word],
+                context=context,
+                bytes_per_parameter=float(next(model.parameters()).element_size()),
+            )
+        except InfeasibleBudget as error:
+            refused.append(error)
+            continue
+        paths.append(_Path(ShapePoint(model, data, space, way, damping, batch_size), settings, tick))
+        spent += paths[-1].point.passes
+    if not paths:
+        raise refused[0]
+    path = min(paths, key=_Path.promise) if len(paths) > 1 else paths[0]
+    path.point.passes = spent
+    try:
+        path.stride()
+        path.descend()
+    finally:
+        path.point.restore()
+    hyper = {"multiple": multiple, "compensate": way, "trust": trust, "strides": strides, "draws": draws, "passes": passes}
+    hyper |= {"by": next((p.by for p in path.space.parts if p.kind == "heads"), by), "seed": seed}
+    plan = path.space.plan(path.state, path.log[-1]["divergence"], path.solution, hyper, describe(model))
+    measured = measure_plan(model, plan, data, damping=damping, batch_size=batch_size)
+    extra = {"path": path.log, "forward_passes": path.point.passes + last, "measured": measured}
+    return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """How to descend: passes in all, strides to the budget, trust in the first step, draws and their seed, units tried."""
+
+    passes: float
+    strides: int
+    trust: float
+    draws: int
+    seed: int
+    starts: int
+
+    @property
+    def price(self) -> float:
+        """Of looking around at a treated point."""
+        return 3.0 + 2.0 * self.draws
+
+    def check(self, depth: int, last: float) -> None:
+        """Refuse what allows no step; ``last`` forward equivalents are kept for measuring the result."""
+        least = (2.0 + 2.0 * self.draws) * self.starts + self.strides * self.price
+        if min(self.draws, self.strides) >= 1 and 0 < self.trust <= 1 and depth >= 0 and self.passes >= least:
+            return
+        raise InvalidInput(
+            f"draws is {self.draws}, strides {self.strides}, trust {self.trust:g}, depth {depth}, "
+            f"passes {self.passes + last:g}.",
+            f"Draws and strides are 1 or more, trust lies in (0, 1], depth is 0 or more, and {least + last:g} forward "
+            "equivalents are needed.",
+            f"Use draws=2, strides=2, trust=0.12, passes={max(PASSES, least + last):g}.",
+        )
+
+
+class _Path:
+    """The way from the dense model to a plan.
+
+    Attributes:
+        state: Where the model is, ``(K, 5)``.
+        solution: The program that led here.
+        log: Divergence, predictions and passes of every accepted point.
+    """
+
+    solution: Choice
+
+    def __init__(self, point: ShapePoint, settings: _Settings, tick: Steps) -> None:
+        self.point, self.space, self.settings, self.tick = point, point.space, settings, tick
+        self.state = self.space.start()
+        self.log: list[dict[str, Any]] = []
+        self.around = self.space.around(self.state, 1.0, _LEVELS)
+        self.here = point.evaluate(self.state, self.around, point.dense, draws=settings.draws, seed=settings.seed)
+
+    def promise(self) -> float:
+        """Damage of the budget as the dense model sees it."""
+        return self.space.step(self.around, self.here.forms.total)[1].damage
+
+    def _evaluate(self, goal: np.ndarray, grams: Sequence[Grams], trust: float, number: int) -> tuple[np.ndarray, Evaluation]:
+        around, settings = self.space.around(goal, trust, _LEVELS), self.settings
+        found = self.point.evaluate(goal, around, grams, draws=settings.draws, seed=settings.seed + number)
+        self.tick(int(self.point.passes) - self.tick.done)
+        return around, found
+
+    def stride(self) -> None:
+        """Reach the budget, a part of it at a time."""
+        strides = self.settings.strides
+        for number in range(1, strides + 1):
+            share = number / strides
+            self.state, self.solution = self.space.step(self.around, self.here.forms.total, share)
+            predicted = self.here.divergence + self.solution.damage
+            trust = self.settings.trust if number == strides else 1.0
+            grams = self.here.grams if self.log else self.point.dense
+            self.around, self.here = self._evaluate(self.state, grams, trust, number)
+            entry = {"divergence": self.here.divergence, "passes": self.point.passes}
+            self.log.append({"step": 0, **entry, "share": share, "predicted": predicted})
+
+    def descend(self) -> None:
+        """Steps while they can be paid and gain; a layer whose going or coming back has not gained is left alone."""
+        trust, settled, tried = self.settings.trust, np.zeros(len(self.state), dtype=bool), self.settings.strides
+        while self.point.passes + self.settings.price <= self.settings.passes and trust * self.space.units.max() >= 1:
+            within = self._within(trust, settled)
+            goal, found = self.space.step(self.around, np.where(within, self.here.forms.total, np.inf))
+            if (goal == self.state).all() or found.damage >= 0:
+                break
+            tried += 1
+            around, there = self._evaluate(goal, self.here.grams, trust, tried)
+            gained = there.divergence - self.here.divergence
+            if gained >= 0:
+                flips = goal[:, GONE] != self.state[:, GONE]
+                settled, trust = settled | flips, trust if flips.any() else trust / 2
+                continue
+            if gained > 0.5 * found.damage:
+                trust *= 0.8
+            self.state, self.solution, self.here, self.around = goal, found, there, around
+            entry = {"divergence": there.divergence, "passes": self.point.passes, "predicted": found.damage}
+            self.log.append({"step": len(self.log), **entry, "measured": gained, "trust": trust})
+
+    def _within(self, trust: float, settled: np.ndarray) -> np.ndarray:
+        """Alternatives within reach by now, ``(K, A)``."""
+        radius = np.maximum(np.rint(trust * self.space.units), 1)
+        stays = (self.around[:, :, GONE] == self.state[:, None, GONE]) | ~settled[:, None]
+        near = (np.abs(self.around[:, :, :2] - self.state[:, None, :2]) <= radius[:, None, :]).all(2)
+        return (near | (self.around[:, :, GONE] == 1)) & stays

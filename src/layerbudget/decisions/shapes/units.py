@@ -1,0 +1,324 @@
+r"""Which units of a layer go, judged at the matrix that reads them, and how many of them can.
+
+The output of a layer's attention, or MLP, is ``sum_u W_u x_u`` with ``W_u`` the columns of its last matrix that belong to unit
+u (a head; an inner channel) and ``x_u`` their inputs. Removing the units outside a set S changes it by
+
+    E(S) = min_V  E_x || W x - V x_S ||^2,     V = W H_{:S} H_{SS}^-1,     H = E[x x'],
+
+the layer-wise objective of Wanda (arXiv 2306.11695) and SparseGPT (arXiv 2301.00774) with whole units. Scores of one unit G:
+
+    wanda           sum_{j in G} ||W_j||^2 H_jj       no cross terms, no compensation
+    obs             tr(W_G ([H^-1]_GG)^-1 W_G')       exact with compensation (optimal brain surgeon, for a group)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import InvalidInput, UnknownStructure
+from ...models.blocks import layers, matrix_of, partition
+from ...records import Block, Module
+from .layouts import FIND, Attention, Where, find_attention, per_unit, undescribed
+from .parts import KINDS, Part
+
+CRITERIA = ("obs", "wanda")
+_WEIGHTS = "Prune its weights instead: layerbudget measure, then prune."
+UNITS = ("auto", "groups", "queries")
+Remake = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (W, H, S) -> (d_out, kept)
+
+
+def find_parts(
+    model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "auto", multiple: int = 8, even: bool = False
+) -> list[Part]:
+    """The attention, MLP and other matrices of every layer, with the units that they can lose.
+
+    Args:
+        model: Any transformers model with one list of layers.
+        kinds: Kinds that must be there.
+        by: ``groups`` (key-value heads with their query heads), ``queries`` (one query head of every group) or ``auto``.
+        multiple: Channels of one MLP unit; a remainder always stays.
+        even: Whether a plain config must describe what is left: what a refusal advises then does too.
+
+    Returns:
+        Parts in the order of the layers; matrices that cannot lose units are in ``<layer>.rest``.
+
+    Raises:
+        UnknownStructure: A layer lacks one of ``kinds`` in a layout that is known.
+        InvalidInput: A multiple below 1, or an unknown unit.
+    """
+    if not isinstance(multiple, int) or multiple < 1:
+        raise InvalidInput(f"multiple is {multiple}.", "It must be a whole number of at least 1.", "Use 8.")
+    blocks, parts = {b.name: b for b in partition(model)}, list[Part]()
+    for name, layer in layers(model):
+        left = {m.name: m for m in blocks[name].modules}
+        for kind, find in FIND.items():
+            try:
+                where = find(layer, name)
+            except UnknownStructure as error:
+                if kind in kinds:
+                    raise UnknownStructure(error.what, error.feasible, _other_kind(model, kind, even)) from error
+                continue
+            mine = [left.pop(n) for n in (*where.producers, where.consumer)]
+            parts.append(_part(name, kind, mine, **_units(where, mine, by, multiple)))
+        if left:
+            parts.append(_part(name, "rest", list(left.values())))
+    return parts
+
+
+def _part(layer: str, kind: str, modules: Sequence[Module], **units: Any) -> Part:
+    block = Block(name=layer, modules=tuple(modules))
+    sizes: dict[str, Any] = {
+        "parameters": block.numel,
+        "flops": block.flops_per_token,
+        "modules": tuple(m.name for m in modules),
+    }
+    return Part(name=f"{layer}.{kind}", layer=layer, kind=kind, **sizes, **units)
+
+
+def _units(where: Where, modules: Sequence[Module], by: str, multiple: int) -> dict[str, Any]:
+    if not isinstance(where, Attention):
+        each = sum(m.d_in * where.stacked for m in modules[:-1]) + modules[-1].d_out
+        by = f"{multiple} channels"
+        return {"by": by, "units": where.units(by), "unit_parameters": each * multiple}
+    by, d_in = unit_of(where, by), modules[0].d_in
+    queries = (where.per_group if by == "groups" else where.groups) * where.head_dim
+    keys = 2 * d_in * where.head_dim if by == "groups" else 0
+    parameters = (d_in + modules[-1].d_out) * queries + keys
+    units = {"by": by, "units": where.units(by), "unit_parameters": parameters}
+    return {**units, "unit_channels": queries, "channels": where.inputs}
+
+
+def unit_of(attention: Attention, by: str) -> str:
+    """Return ``groups`` or ``queries``; ``auto`` takes whole groups where there are several.
+
+    Raises:
+        InvalidInput: Another word.
+    """
+    if by not in UNITS:
+        raise InvalidInput(f"Heads cannot be removed by {by!r}.", f"Units are {', '.join(UNITS)}.", "Use auto.")
+    return by if by != "auto" else ("groups" if attention.groups > 1 else "queries")
+
+
+def _other_kind(model: nn.Module, kind: str, even: bool) -> str:
+    """What can be done where one kind of part has no known layout: the other kind, where every layer has it."""
+    other = "mlp" if kind == "heads" else "heads"
+    try:
+        found = [FIND[other](layer, name) for name, layer in layers(model)]
+    except UnknownStructure:
+        return _WEIGHTS
+    fits = not even or (len({w.shape for w in found}) == 1 and _describable(model, found[0], "auto")[0] != [])
+    return f"Plan with --kinds {other}." if fits else _WEIGHTS
+
+
+def head_units(model: nn.Module, kinds: Sequence[str], by: str) -> tuple[str, ...]:
+    """Units of heads to plan with: both, where ``auto`` leaves the choice and grouped queries offer one."""
+    if by != "auto" or "heads" not in kinds:
+        return (by,)
+    name, layer = layers(model)[0]
+    a = find_attention(layer, name)
+    return ("groups", "queries") if a.groups > 1 and a.per_group > 1 else (unit_of(a, by),)
+
+
+def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str], depth: int = 0) -> dict[str, Collection[int]]:
+    """Numbers of units, equal in all layers, that a plain config can describe.
+
+    Args:
+        model: The model.
+        parts: From :func:`find_parts`.
+        kinds: What may go.
+        depth: So many whole layers may go; those may be the ones that differ.
+
+    Returns:
+        Numbers by kind; a kind without an entry may lose any number.
+
+    Raises:
+        InvalidInput: The layers differ.
+        UnknownStructure: Nothing of these kinds can be described.
+    """
+    for kind in kinds if not depth else ():
+        if _shapes(parts, kind) > 1:
+            raise InvalidInput(
+                f"The layers differ in their {'MLPs' if kind == 'mlp' else kind}, so equal removal would not make them equal.",
+                "What an ordinary checkpoint can hold is equal in all layers.",
+                _instead(model, parts, kind),
+            )
+    found = {kind: _described(model, parts, kind) for kind in kinds}
+    if any(fits is None or fits for fits, _ in found.values()):
+        return {kind: fits for kind, (fits, _) in found.items() if fits is not None}
+    what = {"heads": "smaller number of heads", "mlp": "smaller width of the MLPs"}
+    raise UnknownStructure(
+        "; ".join(f"No {what[kind]} can be written into a plain config: {why}" for kind, (_, why) in found.items()) + ".",
+        "What an ordinary checkpoint can hold is planned.",
+        _instead(model, parts, kinds[0]),
+    )
+
+
+def _shapes(parts: Sequence[Part], kind: str) -> int:
+    return len({(p.units, p.by, p.unit_parameters, p.parameters) for p in parts if p.kind == kind})
+
+
+def _described(model: nn.Module, parts: Sequence[Part], kind: str) -> tuple[list[int] | None, str]:
+    first = next((p for p in parts if p.kind == kind), None)
+    return (None, "") if first is None else _describable(model, where_is(model, first), first.by)
+
+
+def _describable(model: nn.Module, where: Where, by: str) -> tuple[list[int] | None, str]:
+    """Numbers of units that a plain config can describe, None for all, and why not where there are none."""
+    if not isinstance(where, Attention):
+        why = undescribed(model, where, where.without(1, by if by != "auto" else "1 channels"))
+        return ([], why) if why else (None, "")
+    by = unit_of(where, by)
+    found = {units: undescribed(model, where, where.without(units, by)) for units in range(1, where.units(by))}
+    return [u for u, why in found.items() if not why], next(filter(None, found.values()), "there is one unit only")
+
+
+def _instead(model: nn.Module, parts: Sequence[Part], kind: str) -> str:
+    """The other kind of part where all layers have one that a config can describe; and another way."""
+    other = "mlp" if kind == "heads" else "heads"
+    there = sum(p.kind == other for p in parts) == len(layers(model)) and _shapes(parts, other) == 1
+    if there and _described(model, parts, other)[0] != []:
+        what = "MLP units" if other == "mlp" else "heads"
+        return f"Remove {what} (--kinds {other}), or plan without --even, and use the model in memory."
+    return f"Plan without --even, and use the model in memory; or {_WEIGHTS[0].lower()}{_WEIGHTS[1:]}"
+
+
+def where_is(model: nn.Module, part: Part) -> Where:
+    """The matrices of a part, as they are now."""
+    return FIND[part.kind](model.get_submodule(part.layer), part.layer)
+
+
+def stays(
+    where: Where, weight: torch.Tensor, h: torch.Tensor, units: Sequence[int], by: str, criterion: str = "obs"
+) -> dict[int, torch.Tensor]:
+    """Query heads, or channels of the MLP, that stay when so many units go, by that number; increasing.
+
+    With ``obs`` units go one after the other and costs are updated after every removal, so that of two copies one stays.
+    ``groups``: a unit is a key-value head with its query heads. ``queries``: a unit is one query head of every group (not the
+    same one), so that groups stay equally large.
+
+    Args:
+        where: The heads or the MLP of a layer.
+        weight: ``(d_out, channels)`` of the matrix that reads them.
+        h: Second moments of its inputs, positive definite.
+        units: Numbers of units.
+        by: See above, or ``8 channels``.
+        criterion: ``obs`` or ``wanda``.
+
+    Raises:
+        InvalidInput: Another criterion.
+    """
+    if criterion not in CRITERIA:
+        raise InvalidInput(f"There is no criterion {criterion!r}.", f"Criteria are {', '.join(CRITERIA)}.", "Use obs.")
+    plain = weight.square().sum(0) * h.diagonal()
+    if isinstance(where, Attention):
+        return {u: _heads_that_stay(where, weight, h, u, by, plain if criterion == "wanda" else None) for u in units}
+    each = per_unit(by)
+    count = max(units, default=0) * each
+    order = removal_order(weight, h, count) if criterion == "obs" else plain.argsort(stable=True)
+    return {u: _without(len(h), order[: u * each]) for u in units}
+
+
+def _without(count: int, gone: torch.Tensor) -> torch.Tensor:
+    alive = torch.ones(count, dtype=torch.bool, device=gone.device)
+    alive[gone] = False
+    return torch.nonzero(alive).flatten()
+
+
+def _heads_that_stay(
+    a: Attention, weight: torch.Tensor, h: torch.Tensor, units: int, by: str, scores: torch.Tensor | None
+) -> torch.Tensor:
+    """One unit after the other: by what it costs in the model as it has become, or by fixed scores of the channels."""
+    items = list(torch.arange(a.heads, device=h.device).split(a.per_group if by == "groups" else 1))
+    members = [a.columns(i) for i in items]
+    pool = [0 if by == "groups" else int(i[0]) // a.per_group for i in items]
+    left, gone = dict.fromkeys(pool, units), list[int]()
+    inverse, work = torch.cholesky_inverse(torch.linalg.cholesky(h)), weight.clone()
+    while any(left.values()):
+        able = [i for i in range(len(items)) if i not in gone and left[pool[i]]]
+        costs = [float(group_cost(work, inverse, members[i]) if scores is None else scores[members[i]].sum()) for i in able]
+        best = able[min(range(len(able)), key=costs.__getitem__)]
+        if scores is None:
+            work, inverse = _removed(work, inverse, members[best])
+        gone.append(best)
+        left[pool[best]] -= 1
+    return torch.cat([items[0][:0], *(item for i, item in enumerate(items) if i not in gone)])
+
+
+def group_cost(weight: torch.Tensor, inverse: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """``tr(W_G ([H^-1]_GG)^-1 W_G')``: what removing some channels costs, in the units of ``||W x||^2`` per token.
+
+    >>> float(group_cost(torch.tensor([[1.0, 1.0, 2.0, 0.0]]), torch.eye(4), torch.tensor([0, 1])))
+    2.0
+    """
+    w, block = weight[:, group], inverse[group][:, group]
+    return (w * torch.linalg.solve(block, w.T).T).sum()
+
+
+def _removed(work: torch.Tensor, inverse: torch.Tensor, gone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The refitted weight and the inverse moments without some channels, whose own are set to one."""
+    factor = torch.linalg.solve(inverse[gone][:, gone], inverse[gone])
+    work = work - work[:, gone] @ factor
+    inverse = inverse - inverse[:, gone] @ factor
+    inverse.diagonal()[gone] = 1.0
+    return work, inverse
+
+
+def removal_order(weight: torch.Tensor, h: torch.Tensor, count: int) -> torch.Tensor:
+    """So many channels in the order in which they go: one after the other, each time the one that costs least.
+
+    Costs are updated after every removal (of a few channels at once above 1024), so that of two copies one stays. The channels
+    of a smaller count are the first of a larger one's.
+
+    Args:
+        weight: ``(d_out, d)``.
+        h: Second moments of the channels, ``(d, d)``, positive definite.
+        count: How many go.
+    """
+    inverse, work = torch.cholesky_inverse(torch.linalg.cholesky(h)), weight
+    alive, order = torch.ones(len(h), dtype=torch.bool, device=h.device), torch.zeros(0, dtype=torch.long, device=h.device)
+    chunk = max(1, len(h) // 1024)
+    while (left := count - len(order)) > 0:
+        cost = (work.square().sum(0) / inverse.diagonal()).masked_fill(~alive, math.inf)
+        gone = torch.topk(cost, min(chunk, left), largest=False).indices
+        work, inverse = _removed(work, inverse, gone)
+        alive[gone] = False
+        order = torch.cat((order, gone))
+    return order
+
+
+def damped(upper: torch.Tensor, damping: float) -> torch.Tensor:
+    """Second moments in full and in double precision, ``damping`` times the mean of their diagonal added to it."""
+    h = (upper.triu() + upper.triu(1).T).double()
+    h.diagonal().add_(damping * float(h.diagonal().mean()) + 1e-12)
+    return h
+
+
+def kept(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """``W_S``: the columns that stay, as they are."""
+    return weight[:, keep]
+
+
+def refitted(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """``W H_{:S} H_{SS}^-1``: the columns that stay do what they can of those that go, ``(d_out, kept)``."""
+    return torch.linalg.solve(h[keep][:, keep], h[keep] @ weight.T).T
+
+
+def cut(
+    model: nn.Module,
+    where: Where,
+    gram: torch.Tensor,
+    units: int,
+    by: str,
+    damping: float = 0.01,
+    remake: Remake = refitted,
+    criterion: str = "obs",
+) -> Where:
+    """Take units out, in place, given ``sum x x'`` of the inputs of the matrix that reads them (upper triangle)."""
+    h, weight = damped(gram, damping), matrix_of(model.get_submodule(where.consumer)).double()
+    keep = stays(where, weight, h, [units], by, criterion)[units]
+    return where.cut(model, keep, remake(weight, h, where.columns(keep)))

@@ -1,0 +1,259 @@
+"""Plans of smaller shapes on real tiny models: applied, recounted, measured, saved; heads, widths, layers and zeros."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from tests import zoo
+
+from layerbudget.cli import main
+from layerbudget.decisions.shapes.apply import apply_shapes, measure_plan, preserved, saved_by_zeros
+from layerbudget.decisions.shapes.depth import plan_depth
+from layerbudget.decisions.shapes.parts import ZEROS, Price
+from layerbudget.decisions.shapes.plan import plan_shapes
+from layerbudget.decisions.shapes.save import check_exportable, save_smaller
+from layerbudget.decisions.shapes.units import find_parts
+from layerbudget.decisions.sparsity.export import pack
+from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownStructure
+from layerbudget.execution.divergence import kl_sum
+from layerbudget.models.blocks import layers, partition, weight_of
+from layerbudget.models.loading import load_model
+from layerbudget.plan import Plan
+from layerbudget.planning.costs import base_amount
+
+WITH_BOTH = ["mistral-sliding", "gemma", "gemma3", "qwen2", "qwen3", "phi3", "opt", "gpt-neox", "starcoder2"]
+QUICK = {"multiple": 4, "passes": 20.0, "strides": 1, "draws": 1, "batch_size": 4}
+
+
+def again(plan):
+    return Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+
+
+def frozen(model):
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", [*WITH_BOTH, "bert", "roberta-classifier"])
+def test_planned_flops_are_the_recounted_flops(name):
+    model, data = zoo.build(name), zoo.tokens()
+    before, weights = base_amount(partition(model), "flops"), frozen(model)
+    plan = plan_shapes(model, data, "20% flops", **QUICK)
+    assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
+    assert plan.budget["base"] == before and plan.budget["spent"] >= plan.budget["limit"] == pytest.approx(0.2 * before)
+    done = apply_shapes(model, again(plan), data)
+    assert before - base_amount(partition(model), "flops") == plan.budget["spent"] == done["saved"]
+    assert sum(b.numel for b in partition(model)) == sum(b.numel - b.count for b in plan.blocks)
+    with torch.no_grad():
+        assert torch.isfinite(model(**next(data.batches(2))).logits).all()
+
+
+@pytest.mark.parametrize("unit", ["params", "bytes"])
+def test_other_units_and_long_contexts_recount_too(unit):
+    model, data = zoo.build("gemma"), zoo.tokens()
+    shapes = [p.numel() for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
+    plan = plan_shapes(model, data, f"20% {unit}", **QUICK)
+    assert plan.budget["base"] == sum(shapes) * (4 if unit == "bytes" else 1)
+    apply_shapes(model, plan, data)
+    long = plan_shapes(zoo.build("gemma"), data, "20% flops", context=4096, **QUICK)
+    removed = sum(s["removed"] for s in long.extra["shapes"].values() if s["kind"] == "heads")
+    assert removed and long.budget["base"] == 2 * sum(shapes) + 4 * 4096 * 32 * 3
+    apply_shapes(zoo.build("gemma"), long, data)
+
+
+def test_idle_heads_and_units_are_what_goes():
+    """One layer's second group and another layer's last half of the MLP do nothing: exactly they are planned away."""
+    model, data = zoo.build("llama"), zoo.tokens()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight[:, 16:] = 0
+        model.model.layers[2].mlp.down_proj.weight[:, 24:] = 0
+        before = model(data.input_ids).logits
+    saved = 2 * (16 * 32 * 2 + 2 * 8 * 32 + 3 * 24 * 32)
+    plan = plan_shapes(model, data, f"{saved} flops", by="groups", **{**QUICK, "multiple": 8})
+    removed = {n: s["removed"] for n, s in plan.extra["shapes"].items() if s["removed"]}
+    assert removed == {"model.layers.0.heads": 1, "model.layers.2.mlp": 3}
+    assert abs(plan.extra["predicted"]) < 1e-6
+    apply_shapes(model, plan, data)
+    with torch.no_grad():
+        torch.testing.assert_close(model(data.input_ids).logits, before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "qwen3", "mistral-sliding", "gpt2"])
+def test_layers_go_with_heads_and_widths_and_the_rest_loads_in_plain_transformers(name, tmp_path):
+    """A model whose middle layer does next to nothing: it goes, and the folder holds what the program counted."""
+    model, data = zoo.build(name), zoo.tokens(samples=8)
+    with torch.no_grad():
+        for part in find_parts(model, multiple=4)[2:4]:
+            model.get_submodule(part.modules[-1]).weight.mul_(1e-3)
+    plan = plan_shapes(model, data, "38% flops", by="groups", depth=2, even=True, **QUICK)
+    assert plan.extra["dropped"] == [layers(model)[1][0]] and plan.hyperparameters["even"] is True
+    assert any(s["removed"] for s in plan.extra["shapes"].values())
+    assert plan.budget["limit"] <= plan.budget["spent"] < plan.budget["base"]
+    price = Price(unit="flops")
+    before = sum(price.left(p) for p in find_parts(model))
+    receipt = apply_shapes(model, again(plan), data)
+    assert list(receipt.layers) == [n for n in ("model.layers.0", "model.layers.2")] or name == "gpt2"
+    save_smaller(model, None, tmp_path / "out", plan=plan, record=receipt)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    after = sum(price.left(p) for p in find_parts(loaded))
+    assert before - after == plan.budget["spent"] == receipt.saved and len(layers(loaded)) == 2
+    batch = next(data.batches(2))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**batch).logits, model(**batch).logits, rtol=1e-5, atol=1e-5)
+    assert json.loads((tmp_path / "out" / "receipt.json").read_text())["plan_digest"] == plan.digest
+    assert Plan.load(tmp_path / "out" / "plan.json") == plan
+
+
+def test_even_plans_keep_the_heads_that_a_config_cannot_lose():
+    data = zoo.tokens()
+    for name in ("gpt2", "opt", "bert"):
+        model = zoo.build(name)
+        plan = plan_shapes(model, data, "15% flops", even=True, **QUICK)
+        assert not any(s["removed"] for s in plan.extra["shapes"].values() if s["kind"] == "heads")
+        apply_shapes(model, plan, data)
+        check_exportable(model)
+        with pytest.raises(UnknownStructure, match="No smaller number of heads.*Remove MLP units"):
+            plan_shapes(zoo.build(name), data, "15% flops", kinds=("heads",), even=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_plans_are_applied_recounted_and_measured(name):
+    model, data = zoo.build(name), zoo.tokens()
+    before = frozen(model)
+    plan = plan_shapes(model, data, "25% flops", multiple=4, passes=30, draws=1, batch_size=4)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    log = plan.extra["path"]
+    assert [e["share"] for e in log[:2]] == [0.5, 1.0]
+    assert all(a["divergence"] > b["divergence"] for a, b in itertools.pairwise(log[1:]))
+    assert plan.rule == "directional" and plan.extra["forward_passes"] <= 30 and plan.budget["spent"] >= plan.budget["limit"]
+    assert plan.extra["measured"] == pytest.approx(measure_plan(model, plan, data, batch_size=4))
+    with torch.no_grad():
+        clean = torch.log_softmax(model(input_ids=data.input_ids).logits.float(), -1)
+        receipt = apply_shapes(model, plan, data)
+        total, tokens = kl_sum(model(input_ids=data.input_ids).logits, clean, data.attention_mask)
+    assert receipt.saved == plan.budget["spent"] and total / tokens == pytest.approx(plan.extra["measured"], rel=1e-3)
+
+
+def test_auto_takes_the_units_that_promise_less():
+    model, data = zoo.build("llama"), zoo.tokens(samples=8)
+    plans = {by: plan_shapes(model, data, "30% flops", by=by, **QUICK) for by in ("auto", "groups", "queries")}
+    promised = {by: plans[by].extra["path"][0]["predicted"] for by in plans}
+    best = min(("groups", "queries"), key=promised.__getitem__)
+    assert plans["auto"].hyperparameters["by"] == best and promised["auto"] == promised[best]
+    assert plans["auto"].extra["path"][0]["passes"] == plans[best].extra["path"][0]["passes"] + 4.0  # the other was looked at
+
+
+@pytest.mark.parametrize(("zeros", "budget"), [("2:4", "30% flops"), ("2:4", "35% bytes"), ("packed", "35% bytes")])
+def test_zeros_are_counted_again_from_the_folder(zeros, budget, tmp_path):
+    model, data = zoo.build("llama"), zoo.tokens(samples=8)
+    plan = plan_shapes(model, data, budget, zeros=zeros, even=True, by="groups", **QUICK)
+    planned = plan.extra["zeros"]
+    assert planned["pattern"] == zeros and planned["parts"] and planned["runtime"] == ZEROS[zeros].runtime
+    sizes, hyper = {p.name: p.parameters for p in find_parts(model)}, plan.hyperparameters
+    save_smaller(model, None, tmp_path / "out", plan=plan, record=apply_shapes(model, plan, data))
+    loaded = load_model(str(tmp_path / "out"))
+    price = Price(unit=plan.budget["unit"], context=hyper["context"], bytes_per_parameter=hyper["bytes_per_parameter"])
+    parts = find_parts(loaded)
+    now = sum(price.left(p) for p in parts) - saved_by_zeros(loaded, parts, planned, price)
+    assert plan.budget["base"] - now == plan.budget["spent"] >= plan.budget["limit"]
+    for name, found in planned["parts"].items():
+        part = next(p for p in parts if p.name == name)
+        weights = [weight_of(loaded, n)[1] for n in part.modules]
+        assert sum(int((w == 0).sum()) for w in weights) == found["zeros"] == int(found["share"] * part.parameters)
+        if zeros == "2:4":
+            assert all((w.unflatten(1, (-1, 4)) == 0).sum(2).eq(2).all() for w in weights)
+        assert part.parameters <= sizes[name]
+    if zeros == "packed":  # the bytes are those of the packed file
+        pack(tmp_path / "out", tmp_path / "packed.safetensors", minimum=0.01)
+        with safe_open(tmp_path / "packed.safetensors", framework="pt") as file:
+            held = sum(file.get_tensor(k).nbytes for k in file.keys() if ".layers." in k and "norm" not in k)
+        assert held == now
+
+
+def test_zeros_that_are_not_there_are_noticed():
+    model, data = zoo.build("llama"), zoo.tokens(samples=8)
+    plan = plan_shapes(model, data, "30% flops", zeros="2:4", by="groups", **QUICK)
+    with preserved(model):
+        apply_shapes(model, plan, data)
+        name = next(iter(plan.extra["zeros"]["parts"]))
+        part = next(p for p in find_parts(model) if p.name == name)
+        weight_of(model, part.modules[0])[1].data[0] = 1.0
+        with pytest.raises(CoverageError, match="were planned"):
+            saved_by_zeros(model, [part], plan.extra["zeros"], Price(unit="flops", bytes_per_parameter=4.0))
+
+
+def test_mixtures_lose_heads_and_keep_their_experts():
+    model, data = zoo.build("mixtral"), zoo.tokens()
+    plan = plan_shapes(model, data, "5% flops", kinds=("heads",), **QUICK)
+    assert any(b.name.endswith(".rest") and b.count == 0 for b in plan.blocks)
+    apply_shapes(model, plan, data)
+    with pytest.raises(UnknownStructure, match="no plain MLP"):
+        plan_shapes(zoo.build("mixtral"), data, "5% flops")
+
+
+def test_refusals():
+    model, data = zoo.build("llama"), zoo.tokens()
+    weights = frozen(model)
+    for budget, options, error, match in (
+        ("90% flops", {}, InfeasibleBudget, "save at most"),
+        ("10% flops", {"multiple": 0}, InvalidInput, "multiple is 0"),
+        ("20% flops", {"passes": 3}, InvalidInput, "forward equivalents are needed"),
+        ("20% flops", {"zeros": "packed"}, InvalidInput, "save no flops"),
+        ("20% flops", {"depth": -1}, InvalidInput, "depth is 0 or more"),
+    ):
+        with pytest.raises(error, match=match):
+            plan_shapes(model, data, budget, **options)
+    plan = plan_shapes(model, data, "20% flops", **QUICK)
+    shapes = {n: {**s, "removed": min(s["removed"] + 1, s["units"] - 1)} for n, s in plan.extra["shapes"].items()}
+    with pytest.raises(CoverageError, match="were planned"):
+        apply_shapes(copy.deepcopy(model), dataclasses.replace(plan, extra={**plan.extra, "shapes": shapes}), data)
+    with pytest.raises(InvalidInput, match="holds no shapes"):
+        apply_shapes(model, zoo.plan(model), data)
+    with pytest.raises(ModelMismatch):
+        apply_shapes(zoo.build("llama", num_hidden_layers=2), plan, data)
+    assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
+
+
+def test_command_line(folder, capsys):
+    text = ["--data", str(folder / "text.txt"), "--samples", "4", "--length", "16", "--quiet", "--json"]
+    model, plan, out = (str(folder / n) for n in ("model", "plan.json", "out"))
+
+    def plan_it(*more):
+        width = [] if "heads" in more else ["--multiple", "4"]
+        return main(["plan", "shapes", model, *width, "--passes", "32", "-o", plan, *text, *more])
+
+    assert plan_it("--save", "25% flops", "--even") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["kind"] == "shapes" and made["budget"]["spent"] >= made["budget"]["limit"]
+    assert main(["prune", model, plan, "-o", out, *text]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done["saved"] == done["planned"] == made["budget"]["spent"]
+    smaller = load_model(out)
+    assert sum(p.numel() for p in smaller.parameters()) == done["parameters_after"] < done["parameters_before"]
+    for words, said in (
+        (["--save", "25% flops"], "exists already"),
+        (["--save", "95% flops", "--overwrite"], "save at most"),
+        (["--save", "25% flops", "--overwrite", "--kinds", "tails"], "Kinds are heads, mlp"),
+        (["--save", "12% flops", "--overwrite", "--kinds", "heads", "--multiple", "4"], "--multiple has no meaning"),
+    ):
+        assert plan_it(*words) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert plan_it("--save", "4% flops", "--overwrite", "--kinds", "heads", "--heads", "queries") == 0
+    capsys.readouterr()
+    assert main(["prune", model, plan, "-o", str(folder / "uneven"), *text]) == 2
+    assert "even=True" in capsys.readouterr().err
+    assert not (folder / "uneven").exists()
+
+
+def test_depth_plans_really_remove_layers_from_the_command_line(folder, capsys):
+    model, plan, out = (str(folder / n) for n in ("model", "depth.json", "out"))
+    plan_depth(load_model(model), zoo.tokens(), remove=1).save(plan)
+    assert main(["prune", model, plan, "-o", out, "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["saved"] > 0
+    assert load_model(out).config.num_hidden_layers == 2
