@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from layerbudget.decisions.shapes.attention import Attention, channels, find_attention, keep_heads
-from layerbudget.decisions.shapes.mlp import find_mlp, keep_units
-from layerbudget.decisions.shapes.parts import amount
-from layerbudget.decisions.shapes.removable import find_parts
+from layerbudget.decisions.shapes.layouts import FIND, Attention
+from layerbudget.decisions.shapes.parts import Price
+from layerbudget.decisions.shapes.units import find_parts
 from layerbudget.models.blocks import layers, matrix_of
 
 
@@ -59,7 +58,7 @@ def cut_by_fluctuation(model, data, target, *, multiple=8, cap=0.75):
     parts = {p.name: p for p in find_parts(model, by="queries", multiple=multiple) if p.kind != "rest"}
     wheres = {}
     for name, layer in layers(model):
-        wheres |= {f"{name}.heads": find_attention(layer, name), f"{name}.mlp": find_mlp(layer, name)}
+        wheres |= {f"{name}.{kind}": find(layer, name) for kind, find in FIND.items()}
     seen = moments(model, data, [w.consumer for w in wheres.values()])
     queue = []
     for name, where in wheres.items():
@@ -68,12 +67,12 @@ def cut_by_fluctuation(model, data, target, *, multiple=8, cap=0.75):
         score = (score - score.mean()) / score.std()
         most = min(int(cap * parts[name].units), parts[name].units - 1)
         queue += [(value, name, gone) for gone, value in units_of(where, score, multiple)[:most]]
-    saved, chosen = 0.0, {}
+    saved, chosen, price = 0.0, {}, Price(unit="flops")
     for _, name, gone in sorted(queue, key=lambda q: q[0]):
         if saved >= target:
             break
         chosen.setdefault(name, []).append(gone)
-        saved += amount(parts[name], "flops")[0]
+        saved += price.left(parts[name]) - price.left(parts[name], 1)
     for name, pieces in chosen.items():
         _cut(model, wheres[name], torch.cat(pieces), seen[wheres[name].consumer][0])
     return saved
@@ -84,12 +83,9 @@ def _cut(model, where, gone, mean):
     weight = matrix_of(module).double()
     count = where.heads if isinstance(where, Attention) else where.width
     keep = torch.tensor(sorted(set(range(count)) - set(gone.tolist())))
-    columns = channels(keep, where.head_dim) if isinstance(where, Attention) else keep
+    columns = where.columns(keep)
     lost = torch.ones(weight.shape[1], dtype=torch.bool)
     lost[columns] = False
     bias = (weight[:, lost] @ mean[lost]).to(module.weight.dtype)
-    if isinstance(where, Attention):
-        keep_heads(model, where, keep, weight[:, columns])
-    else:
-        keep_units(model, where, keep, weight[:, columns])
+    where.cut(model, keep)
     module.bias = nn.Parameter(bias if module.bias is None else module.bias + bias)

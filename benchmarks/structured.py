@@ -2,14 +2,15 @@
 
 python benchmarks/structured.py --model demo [--rounds 7]
 
-Rows "by the program" save at least as many FLOPs as the uniform width does; "permuted" is the control: the same program with the
-measured curves dealt out to the wrong layers.
+Rows "by the program" save at least as many FLOPs as the uniform width does; "permuted" is the control: the same numbers of units
+dealt out to the wrong layers.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import platform
 import random
@@ -21,19 +22,11 @@ from pathlib import Path
 import torch
 
 from layerbudget.data.text import calibration
-from layerbudget.decisions.shapes.attention import find_attention
-from layerbudget.decisions.shapes.checkpoint import (
-    apply_depth,
-    apply_shapes,
-    crossed_curves,
-    find_parts,
-    narrow,
-    plan_depth,
-    plan_shapes,
-    remove_heads,
-    save_smaller,
-)
-from layerbudget.decisions.shapes.mlp import find_mlp
+from layerbudget.decisions.shapes.apply import apply_shapes, remove_units
+from layerbudget.decisions.shapes.depth import apply_depth, plan_depth
+from layerbudget.decisions.shapes.layouts import find_attention, find_mlp
+from layerbudget.decisions.shapes.plan import plan_shapes
+from layerbudget.decisions.shapes.save import save_smaller
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.decisions.sparsity.recovery import recover
@@ -77,41 +70,34 @@ def shapes(model):
     return [(find_attention(layer, n).heads, find_mlp(layer, n).width) for n, layer in layers(model)]
 
 
-def permuted(curves, seed=0):
-    """The curves of each kind, dealt out to other layers."""
-    out = {}
-    for kind in ("heads", "mlp"):
-        names = [n for n in curves if n.endswith(f".{kind}")]
-        order = random.Random(seed).sample(names, len(names))
-        out |= {n: curves[m] for n, m in zip(names, order, strict=True)}
-    return out
+def permuted(plan, seed=0):
+    """The same numbers of units of each kind, dealt out to other layers."""
+    names = {k: [n for n, s in plan.extra["shapes"].items() if s["kind"] == k] for k in ("heads", "mlp")}
+    source = {
+        n: m for group in names.values() for n, m in zip(group, random.Random(seed).sample(group, len(group)), strict=True)
+    }
+    shapes = {n: {**s, "removed": plan.extra["shapes"][source[n]]["removed"]} for n, s in plan.extra["shapes"].items()}
+    was = {b.name: b for b in plan.blocks}
+    blocks = tuple(
+        dataclasses.replace(b, value=was[m].value, count=was[m].count) if (m := source.get(b.name)) else b for b in plan.blocks
+    )
+    return dataclasses.replace(plan, blocks=blocks, extra={**plan.extra, "shapes": shapes})
 
 
 def by_program(model, data, budget, a):
-    """Smaller copies by the program, and the plans: the better unit of heads for every row, everything measured once."""
-    found = find_attention(layers(model)[0][1], layers(model)[0][0])
-    units = [by for by, there in (("groups", found.groups), ("queries", found.per_group)) if there > 1]
-    curves = {
-        by: crossed_curves(model, data, find_parts(model, by=by, multiple=a.multiple), points=a.points)
-        for by in units if a.heads in ("auto", by)
-    }  # fmt: skip
-    rows = {
-        "MLP width by the program": {"kinds": ("mlp",)},
-        "heads and width by the program": {},
-        "heads and width by the program, permuted control": {"permuted": True},
-        "heads and width by the program, even": {"even": True},
-        f"heads, width and up to {a.remove} blocks by the program": {"depth": a.remove},
+    """Smaller copies by the program, and the plans."""
+    options = {"by": a.heads, "multiple": a.multiple}
+    both = plan_shapes(model, data, budget, **options)
+    plans = {
+        "MLP width by the program": plan_shapes(model, data, budget, kinds=("mlp",), multiple=a.multiple),
+        "heads and width by the program": both,
+        "heads and width by the program, permuted control": permuted(both),
+        "heads and width by the program, even": plan_shapes(model, data, budget, even=True, **options),
+        f"heads, width and up to {a.remove} blocks by the program": plan_shapes(model, data, budget, depth=a.remove, **options),
     }
-    models, plans = {}, {}
-    for name, options in rows.items():
-        change = permuted if options.pop("permuted", False) else dict
-        tried = [
-            plan_shapes(model, data, budget, by=by, multiple=a.multiple, curves=change(c), **options)
-            for by, c in curves.items()
-        ]
-        plans[name] = min(tried, key=lambda p: p.extra["predicted"])
-        models[name] = copy.deepcopy(model)
-        apply_shapes(models[name], plans[name], data)
+    models = {name: copy.deepcopy(model) for name in plans}
+    for name, plan in plans.items():
+        apply_shapes(models[name], plan, data)
     return models, plans
 
 
@@ -121,13 +107,13 @@ def smaller_models(model, data, a):
     plan = plan_depth(model, data, remove=a.remove)
     models[f"depth: {a.remove} of {len(plan.blocks)} blocks removed"] = apply_depth(copy.deepcopy(model), plan)
     width = copy.deepcopy(model)
-    narrow(width, data, a.fraction, multiple=a.multiple)
+    remove_units(width, data, a.fraction, kind="mlp", multiple=a.multiple)
     models[f"width: {a.fraction:.0%} of the MLP units removed"] = width
     found = find_attention(layers(model)[0][1], layers(model)[0][0])
     for by, there in (("groups", found.groups), ("queries", found.per_group)):
         if there > 1:
             cut = copy.deepcopy(model)
-            left = set(remove_heads(cut, data, a.head_fraction, by=by).values()).pop()
+            left = set(remove_units(cut, data, a.head_fraction, by=by).values()).pop()
             models[f"heads: {found.heads - left} of {found.heads} query heads removed, by {by}"] = cut
     made, plans = by_program(model, data, f"{flops(model) - flops(width)} flops", a)
     models |= made
@@ -157,8 +143,7 @@ def parse():
     parser.add_argument("--label")
     parser.add_argument("--data", default="stdlib")
     for name, default in (
-        ("samples", 16), ("length", 128), ("windows", 32), ("rounds", 7), ("remove", 3), ("steps", 0), ("points", 4),
-        ("multiple", 8),
+        ("samples", 16), ("length", 128), ("windows", 32), ("rounds", 7), ("remove", 3), ("steps", 0), ("multiple", 8),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--fraction", type=float, default=0.25)
@@ -193,7 +178,7 @@ def main():
         })  # fmt: skip
     environment = {
         "model": a.label or a.model, "threads": 1, "torch": torch.__version__, "python": platform.python_version(),
-        "removed": plans["depth"].extra["removed"], "rounds": a.rounds, "tokens": a.samples * a.length, "points": a.points,
+        "removed": plans["depth"].extra["removed"], "rounds": a.rounds, "tokens": a.samples * a.length,
     }  # fmt: skip
     text = "\n".join(table(rows)) + "\n\nEnvironment: " + json.dumps(environment) + "\n"
     a.out.with_suffix(".md").write_text(text)

@@ -1,9 +1,8 @@
-"""Heads, MLP widths, layers and zeros: directional damage beside uniform widths, FLAP and measured curves, at equal recounted FLOPs.
+"""Heads, MLP widths, layers and zeros: directional damage beside uniform widths and FLAP, at equal recounted FLOPs.
 
     python benchmarks/structured_directional.py [--budgets 16.3% 35% --seeds 2 --model demo --data stdlib]
 
-Query heads go one per group at a time, MLP channels by 8, everywhere. Forwards of the measured plans are counted layer by layer:
-tokens that ran through layers, over layers and tokens of the text. "none", "refit" and "stream" are what the matrices behind
+Query heads go one per group at a time, MLP channels by 8, everywhere. "none", "refit" and "stream" are what the matrices behind
 removed units become (layerbudget.decisions.shapes.compensation); they share the plan where the search is the same. Rows are appended to a
 .jsonl file as they are measured, and are not measured again.
 """
@@ -21,40 +20,15 @@ import torch
 
 from flap import cut_by_fluctuation
 from layerbudget.data.text import calibration
-from layerbudget.decisions.shapes.checkpoint import apply_shapes, crossed_curves, find_parts, narrow, plan_shapes
-from layerbudget.decisions.shapes.directional import plan_shapes
+from layerbudget.decisions.shapes.apply import apply_shapes, remove_units
+from layerbudget.decisions.shapes.plan import plan_shapes
+from layerbudget.decisions.shapes.units import find_parts
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
-from layerbudget.models.blocks import layers
 from layerbudget.models.loading import load_model, load_tokenizer
 from structured import flops, seconds
 
 RESULTS = Path(__file__).parent / "results"
 BY = {"by": "queries"}
-
-
-class Counter:
-    """Forwards of the whole text, from what runs through the layers."""
-
-    def __init__(self, model, tokens):
-        self.seen, self.scale = 0, tokens * len(layers(model))
-        self.handles = [layer.register_forward_pre_hook(self._see, with_kwargs=True) for _, layer in layers(model)]
-
-    def _see(self, layer, args, kwargs):
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self.seen += hidden.shape[0] * hidden.shape[1]
-
-    def close(self):
-        for handle in self.handles:
-            handle.remove()
-        return self.seen / self.scale
-
-
-def counted(model, data, make):
-    counter = Counter(model, data.samples * data.length)
-    try:
-        return make(), counter
-    finally:
-        counter.spent = counter.close()
 
 
 class Bench:
@@ -67,7 +41,6 @@ class Bench:
         self.base = flops(self.model)
         self.log = RESULTS / f"{a.name}.jsonl"
         self.rows = [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
-        self.curves, self.plans = {}, {}
 
     def has(self, way, budget, seed):
         return any((r["way"], r["budget"], r["seed"]) == (way, budget, seed) for r in self.rows)
@@ -106,7 +79,7 @@ class Bench:
             return
         smaller = copy.deepcopy(self.model)
         mlp = sum(p.flops for p in find_parts(self.model) if p.kind == "mlp") / self.base
-        narrow(smaller, data, min(share / mlp, 0.9), multiple=1)
+        remove_units(smaller, data, min(share / mlp, 0.9), kind="mlp", multiple=1)
         times = seconds({"dense": self.model, "even": smaller}, data.input_ids, 5)
         self.row("uniform width, refit", budget, seed, smaller, 2.0, time=times["even"] / times["dense"])
 
@@ -115,20 +88,6 @@ class Bench:
             smaller = copy.deepcopy(self.model)
             cut_by_fluctuation(smaller, data, share * self.base)
             self.row("FLAP (score, allocation, bias)", budget, seed, smaller, 1.0)
-
-    def measured(self, budget, seed, data):
-        ways = [w for w in ("refit", "stream") if not self.has(f"measured curves, {w}", budget, seed)]
-        if not ways:
-            return
-        if seed not in self.curves:
-            parts = find_parts(self.model, **BY)
-            self.curves[seed] = counted(self.model, data, lambda: crossed_curves(self.model, data, parts))
-        curves, before = self.curves[seed]
-        plan, after = counted(
-            self.model, data, lambda: plan_shapes(self.model, data, budget, curves=curves, compensate="refit", **BY)
-        )
-        for way in ways:
-            self.applied("measured curves", budget, seed, plan, before.spent + after.spent, data, way)
 
     def directional(self, name, budget, seed, data, ways, **options):
         ways = [w for w in ways if not self.has(f"{name}, {w}" if w else name, budget, seed)]
@@ -152,9 +111,6 @@ def run(bench, a):
         bench.directional("directional, 2 strides, with 2:4", budget, 0, data, ("stream",), zeros="2:4", **longer)
         bench.directional("directional, 2 strides, even", budget, 0, data, ("stream",), even=True, **longer)
         bench.directional("directional, 2 strides, with depth", budget, 0, data, ("stream",), depth=4, **longer)
-    for seed in range(a.seeds):
-        for budget in a.budgets:
-            bench.measured(budget, seed, bench.data(seed))
 
 
 def table(bench, dense):

@@ -54,8 +54,7 @@ VERBS = {
     ),
     "measure": Verb(["measure", "model", *DATA, "--resume", "parts", "-o", "out.json"], ["--overwrite"], "out.json", ("parts/notes",)),
     "plan shapes": Verb(
-        ["plan", "shapes", "model", *DATA, "--save", "10% flops", "--even", "--resume", "parts", "-o", "out.json"],
-        ["--overwrite"], "out.json", ("parts/notes",),
+        ["plan", "shapes", "model", *DATA, "--save", "10% flops", "--even", "-o", "out.json"], ["--overwrite"], "out.json",
     ),
     "quantize": Verb(
         ["quantize", "model", "bits.json", "--quiet", "--resume", "parts", "-o", "out"], ["--overwrite"], "out", ("parts/notes",)

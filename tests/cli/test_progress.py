@@ -46,7 +46,7 @@ def check(seen, words):
     seen.told.clear()
 
 
-RARER = ("--pattern", "structured", "compare")
+RARER = ("--pattern", "shapes", "compare")
 
 
 @pytest.mark.parametrize("rarer", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -61,7 +61,7 @@ def test_every_long_verb_knows_its_total_and_its_cost_from_the_start(rarer, save
         ["measure", folder, "--pattern", "2:4", *SMALL, "-o", str(kept / "n.json")],
         ["prune", folder, sparsity, *SMALL, "-o", str(kept / "pruned")],
         ["evaluate", folder, "--length", "16", "--windows", "4"],
-        ["plan", "shapes", folder, "--save", "20% flops", *SMALL, "--trials", "1", "--points", "1"],
+        ["plan", "shapes", folder, "--save", "20% flops", *SMALL, "--passes", "24"],
         ["plan", "bits", folder, "--bits", "6", "--group", "16", *SMALL, "--check", "4", "--draws", "1", "-o", bits],
         ["quantize", folder, bits, "-o", str(kept / "rounded")],
         ["compare", folder, "--scores", "fisher-gram", "--sparsity", "0.5", "--samples", "4", "--length", "16", "--windows",

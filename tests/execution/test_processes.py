@@ -25,7 +25,8 @@ from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.execution.processes import is_main, join, leave
 from layerbudget.sensitivity.gain import score
-from layerbudget.decisions.shapes.search import plan_shapes
+from layerbudget.decisions.shapes.apply import remove_units
+from layerbudget.decisions.shapes.depth import plan_depth
 join("cpu")
 out = {{}}
 for name in ("llama-tied", "bert", "mixtral"):
@@ -52,8 +53,11 @@ for name in ("llama-tied", "bert", "mixtral"):
         prune(pruned, own, data if method != "magnitude" else None, method)
         out[f"{{name}} {{method}}"] = [int(v) for p in pruned.parameters() for v in (p == 0).flatten()]
     if name == "llama-tied":
-        whole = plan_shapes(model, zoo.tokens(8, padded=True), "20% params", multiple=4, points=1, batch_size=2)
-        out[f"{{name}} structured"] = whole.counts.tolist()
+        text = zoo.tokens(8, padded=True)
+        out[f"{{name}} depth"] = plan_depth(model, text, remove=1, batch_size=2).counts.tolist()
+        smaller = zoo.build(name).double()
+        remove_units(smaller, text, 0.5, kind="mlp", batch_size=2)
+        out[f"{{name}} refit damage"] = [float(p.abs().sum()) for p in smaller.parameters()]
     text = zoo.tokens(8, padded=True)
     for by in ("linear", "rows:4") if name == "llama-tied" else ("rows:4",):
         plan = plan_directional(model, text, by=by, passes=8, batch_size=4, method="magnitude" if name == "bert" else "wanda")
@@ -88,7 +92,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
         found = two[key]
         if isinstance(expected, str):
             assert found == expected, key
-        elif key.split()[-1] in ("structured", "measure"):
+        elif key.split()[-1] in ("depth", "measure"):
             assert found == expected, key
         elif key.split()[-1] == "damage":
             assert found == pytest.approx(expected, rel=1e-6), key

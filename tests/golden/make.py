@@ -175,8 +175,8 @@ def architecture(kind: str) -> Iterator[tuple[str, Any]]:
         yield "score rank-gain", entry(by_rank.extra["increments"])
         yield "ranks by-rank", plan_entry(lb.plan_ranks(by_rank, rule="by-rank", mean_rank=4, max_rank=16))
     if kind == "llama":
-        shapes = lb.plan_shapes(model, data, "25% flops", multiple=4, batch_size=4, points=2)
-        yield "structured", plan_entry(shapes)
+        shapes = lb.plan_shapes(model, data, "25% flops", multiple=4, batch_size=4, draws=1, passes=30)
+        yield "shapes", plan_entry(shapes)
 
 
 def embedded() -> Iterator[tuple[str, Any]]:
