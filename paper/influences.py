@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.data.examples import Example, Task
-from layerbudget.data.tasks import load_task
+from layerbudget.data.tasks import Example, Task, load_task
 from layerbudget.finetuning.rows import Rows
 from layerbudget.models.blocks import describe
 from layerbudget.records import Block

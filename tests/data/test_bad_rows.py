@@ -6,8 +6,7 @@ import pytest
 
 from layerbudget.cli import build_parser
 from layerbudget.data.encoding import IGNORE
-from layerbudget.data.text import calibration
-from layerbudget.data.texts import read_texts
+from layerbudget.data.text import calibration, read_texts
 from layerbudget.errors import InvalidInput, NotEnoughText
 from layerbudget.evaluation.perplexity import evaluation_set
 

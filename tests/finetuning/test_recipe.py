@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import layerbudget as lb
 from layerbudget.cli import main
-from layerbudget.data.texts import read_texts
+from layerbudget.data.text import read_texts
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.decisions.joint.adapters import base_of
 from layerbudget.decisions.joint.recipe import gains_of, plan_recipe, sentences, split_recipe

@@ -9,7 +9,7 @@ import torch
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.data.texts import read_texts
+from layerbudget.data.text import read_texts
 from layerbudget.errors import InvalidInput, MissingDependency
 from layerbudget.finetuning import finetune as module
 from layerbudget.finetuning import sft

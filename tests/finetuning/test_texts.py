@@ -11,7 +11,7 @@ from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.data.encoding import IGNORE
-from layerbudget.data.texts import read_texts
+from layerbudget.data.text import read_texts
 from layerbudget.errors import InvalidInput, NotEnoughText
 from layerbudget.finetuning.base import NamedLoader
 from layerbudget.finetuning.finetune import finetune

@@ -78,7 +78,7 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import NAMES, load_task
-    from ..data.texts import read_texts
+    from ..data.text import read_texts
     from ..execution.processes import is_main
     from ..finetuning.base import classifier_loader
     from ..finetuning.compare import compare, read_result

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..compressors.formats import PACKED
 from ..data.calibration import CalibrationSet
-from ..data.examples import Task
+from ..data.tasks import Task
 from ..data.text import calibration
 from ..decisions.apply import applier
 from ..decisions.bits.blocks import blocks_of

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..errors import InvalidInput, NotEnoughText
-from .calibration import CalibrationSet
 from .dialogues import FORMATS, Dialogue, dialogue, format_of
 from .files import BadRows, Row
 
@@ -64,22 +61,10 @@ def text_of(row: Row, where: object, column: str = "") -> str:
     )  # fmt: skip
 
 
-def texts_of(rows: Sequence[tuple[Row, str]], bad: BadRows) -> list[str]:
-    """The texts of rows; those that have none are refused, or left out and counted."""
-    found = []
-    for row, where in rows:
-        try:
-            found.append(text_of(row, where))
-        except InvalidInput as error:
-            bad.refuse(error)
-    bad.say(len(found))
-    return found
-
-
 def encode(
     rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, everything: bool = False, bad: BadRows | None = None
 ) -> list[Encoded]:
-    """Tokenise rows of one format; those that keep nothing to learn are left out, and said to be.
+    """Rows of one format as tokens; those that keep nothing to learn are left out, and said to be.
 
     Args:
         rows: Rows with the name of their file; conversations, prompts with answers, or plain texts (learned whole).
@@ -207,45 +192,3 @@ def pad_of(tokenizer: Any) -> int:
     """The token that padding is written with; it is masked, so any will do where there is none."""
     pad = tokenizer.pad_token_id
     return int(pad if pad is not None else (tokenizer.eos_token_id or 0))
-
-
-def encoded_set(
-    rows: Sequence[tuple[Row, str]],
-    tokenizer: Any,
-    *,
-    source: str,
-    samples: int | None,
-    length: int,
-    seed: int,
-    shuffle: bool,
-    bad: BadRows | None = None,
-) -> CalibrationSet:
-    """A calibration set of whole rows: one row per sample, answers as labels.
-
-    Args:
-        rows: Rows with the name of their file.
-        tokenizer: The model's tokenizer.
-        source: What the user named.
-        samples: Rows wanted; all that there are where there are fewer, which is said; ``None``: all.
-        length: Longest row in tokens.
-        seed: Seed of the draw.
-        shuffle: Draw at random; otherwise the first rows.
-        bad: What happens to a row that cannot be read (default: it is refused).
-    """
-    found = encode(rows, tokenizer, limit=length, bad=bad)
-    order = np.random.default_rng(seed).permutation(len(found)) if shuffle else np.arange(len(found))
-    if samples is not None and len(found) < samples:
-        logger.warning("%s has %d rows; %d were asked for: all of them are used.", source, len(found), samples)
-    chosen = [found[int(i)] for i in order[:samples]]
-    made = padded(chosen, pad_of(tokenizer))
-    return CalibrationSet(
-        input_ids=made["input_ids"], attention_mask=made["attention_mask"], labels=made["labels"], source=source, seed=seed
-    )
-
-
-def digest_of(rows: Iterable[Encoded]) -> str:
-    """Content hash of tokens and labels, row by row."""
-    h = hashlib.sha256()
-    for row in rows:
-        h.update(repr((row.input_ids, row.labels)).encode())
-    return h.hexdigest()[:16]

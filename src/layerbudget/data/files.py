@@ -20,11 +20,7 @@ _SAVED = ("state.json", "dataset_dict.json")
 
 
 class BadRows:
-    """What happens to a row that cannot be read: it is refused, or left out and counted.
-
-    Args:
-        skip: Leave bad rows out.
-    """
+    """What happens to a row that cannot be read: it is refused, or left out (``skip``) and counted."""
 
     def __init__(self, skip: bool = False) -> None:
         self.skip = skip
@@ -48,11 +44,11 @@ class BadRows:
 
 def is_local(name: str) -> bool:
     """Whether a name means a file or folder here, not a hub dataset."""
-    return Path(name).expanduser().exists() or name.startswith(("/", "./", "../", "~")) or Path(name).suffix in READERS
+    return Path(name).expanduser().exists() or name.startswith(("/", "./", "../", "~")) or Path(name).suffix in _READERS
 
 
 def read_rows(name: str, *, group: str = "calibration", bad: BadRows | None = None) -> Iterator[tuple[Row, str]]:
-    """Yield the rows of a file or folder, each with the name of its file.
+    """Rows of a file or folder, each with the name of its file.
 
     Args:
         name: A file, a folder of files, or a folder that ``datasets`` saved.
@@ -68,25 +64,19 @@ def read_rows(name: str, *, group: str = "calibration", bad: BadRows | None = No
     if path.is_dir() and any((path / f).is_file() for f in _SAVED):
         yield from ((row, str(path)) for row in _saved(path, group))
         return
-    for file in _expand(path):
-        rows = READERS[file.suffix](file, bad or BadRows())
+    known = f"Known endings are {', '.join(_READERS)}."
+    files = sorted(f for f in path.rglob("*") if f.suffix in _READERS and f.is_file()) if path.is_dir() else [path]
+    if not files:
+        raise NotFound(f"{path} holds no text file.", known, "Name a file.")
+    if not files[0].is_file():
+        raise NotFound(f"There is no text file {path}.", known, "Check the path.")
+    if files[0].suffix not in _READERS:
+        raise InvalidInput(f"{path} ends with {path.suffix!r}.", known, "Convert it.")
+    for file in files:
+        rows = _READERS[file.suffix](file, bad or BadRows())
         if not any(r.strip() if isinstance(r, str) else r for r in rows):
             raise InvalidInput(f"{file} holds no text.", "At least one non-empty document is needed.", "Give another file.")
         yield from ((row, str(file)) for row in rows)
-
-
-def _expand(path: Path) -> list[Path]:
-    known = f"Known endings are {', '.join(READERS)}."
-    if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix in READERS and f.is_file())
-        if not files:
-            raise NotFound(f"{path} holds no text file.", known, "Name a file.")
-        return files
-    if not path.is_file():
-        raise NotFound(f"There is no text file {path}.", known, "Check the path.")
-    if path.suffix not in READERS:
-        raise InvalidInput(f"{path} ends with {path.suffix!r}.", known, "Convert it.")
-    return [path]
 
 
 def _saved(path: Path, group: str) -> list[dict[str, Any]]:
@@ -101,8 +91,7 @@ def _saved(path: Path, group: str) -> list[dict[str, Any]]:
         raise InvalidInput(f"{path} does not read as a saved dataset ({error}).", "", "Save it again.") from error
     if isinstance(found, datasets.DatasetDict):
         order = ("test", "validation", "train") if group == "evaluation" else ("train", "validation", "test")
-        split = next((s for s in order if s in found), next(iter(found)))
-        found = found[split]
+        found = found[next((s for s in order if s in found), next(iter(found)))]
     return list(found.to_list())
 
 
@@ -156,7 +145,9 @@ def _parquet(path: Path, _: BadRows) -> list[Row]:
         raise InvalidInput(f"{path} does not read as Parquet ({error}).", "", "Write the file again.") from error
 
 
-READERS = {
-    ".txt": _plain, ".md": _plain, ".py": _plain, ".raw": _plain, ".tokens": _plain,
-    ".jsonl": _json_lines, ".json": _json, ".parquet": _parquet,
-}  # fmt: skip
+_READERS = {
+    **dict.fromkeys((".txt", ".md", ".py", ".raw", ".tokens"), _plain),
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".parquet": _parquet,
+}

@@ -1,12 +1,11 @@
-"""The embedded corpus: source code of the Python standard library.
+"""The embedded corpus: source code of the Python standard library, which every Python carries, so that nothing is downloaded.
 
-Every Python carries it, so no download is needed. Three groups of top-level modules, disjoint and fixed by
-name, serve three purposes:
+Three groups of top-level modules, disjoint and fixed by name, serve three purposes:
 
-- ``TRAINING``: what the embedded model was trained on (every other pure-Python module plus the ``test`` package,
+- ``training``: what the embedded model was trained on (every other pure-Python module plus the ``test`` package,
   without the tests of held-out modules), read once by ``scripts/train_demo_model.py``;
-- ``CALIBRATION``: what scores and pruning statistics are computed on;
-- ``EVALUATION``: what perplexity is reported on.
+- ``calibration``: what scores and pruning statistics are computed on;
+- ``evaluation``: what perplexity is reported on.
 
 A module that another Python version lacks is skipped, and the caller is told which.
 """
@@ -16,19 +15,13 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-CALIBRATION: tuple[str, ...] = (
-    "asyncio", "configparser", "csv", "email", "enum", "gettext", "logging", "selectors", "shutil", "statistics",
-    "tarfile", "urllib",
-)  # fmt: skip
-
-EVALUATION: tuple[str, ...] = (
-    "argparse", "ast", "dataclasses", "difflib", "fractions", "heapq", "http", "ipaddress", "pickle", "subprocess",
-    "tempfile", "textwrap",
-)  # fmt: skip
-
+CALIBRATION = tuple("asyncio configparser csv email enum gettext logging selectors shutil statistics tarfile urllib".split())
+EVALUATION = tuple(
+    "argparse ast dataclasses difflib fractions heapq http ipaddress pickle subprocess tempfile textwrap".split()
+)
 # Tables and generated text teach a language model little; machine-specific files would leak the builder's paths.
 _NEVER = ("encodings", "pydoc_data", "site-packages", "__pycache__", "lib2to3", "idlelib", "_sysconfigdata", "this")
-_SKIPPED_PARTS = {"__pycache__", "tests", "test", "idle_test", "encoded_modules", "cjkencodings", "tokenizedata"}
+_TABLES = {"__pycache__", "encoded_modules", "cjkencodings", "tokenizedata"}
 
 
 def root() -> Path:
@@ -40,10 +33,8 @@ def _sources(name: str, base: Path) -> list[Path]:
     single, package = base / f"{name}.py", base / name
     if single.is_file():
         return [single]
-    if package.is_dir():
-        files = sorted(package.rglob("*.py"))
-        return [f for f in files if not _SKIPPED_PARTS & set(f.relative_to(package).parts[:-1])]
-    return []
+    skipped = {*_TABLES, "tests", "test", "idle_test"}
+    return [f for f in sorted(package.rglob("*.py")) if not skipped & set(f.relative_to(package).parts[:-1])]
 
 
 def training_names() -> tuple[str, ...]:
@@ -55,26 +46,17 @@ def training_names() -> tuple[str, ...]:
 
 def _test_sources(base: Path) -> list[Path]:
     held_out = tuple(f"test_{n}" for n in CALIBRATION + EVALUATION)
-    files = sorted((base / "test").rglob("*.py")) if (base / "test").is_dir() else []
-    kept = []
-    for f in files:
-        parts = f.relative_to(base / "test").parts
-        if parts[0].removesuffix(".py").startswith(held_out):
-            continue
-        if not {"__pycache__", "encoded_modules", "cjkencodings", "tokenizedata"} & set(parts):
-            kept.append(f)
-    return kept
+    found = [(f, f.relative_to(base / "test").parts) for f in sorted((base / "test").rglob("*.py"))]
+    return [f for f, parts in found if not parts[0].removesuffix(".py").startswith(held_out) and not _TABLES & set(parts)]
 
 
 def read(group: str) -> tuple[list[tuple[str, str]], list[str]]:
-    """Read one group: ``([(name, text), ...], missing)``.
+    """Documents of a group, ``[(name, text), ...]``, and its modules that this Python does not have.
+
+    Documents come in a fixed order, one per source file, named by its path inside the library.
 
     Args:
         group: ``"training"``, ``"calibration"`` or ``"evaluation"``.
-
-    Returns:
-        Documents in a fixed order (one per source file, named by its path inside the library) and the names of the
-        group's modules that this Python does not have.
 
     Raises:
         ValueError: The group is not one of the three.
@@ -83,18 +65,8 @@ def read(group: str) -> tuple[list[tuple[str, str]], list[str]]:
     if group not in (*groups, "training"):
         raise ValueError(f"stdlib has no group {group!r}. It has calibration, evaluation and training. Name one of them.")
     base = root()
-    names = groups.get(group) or training_names()
-    files, missing = [], []
-    for name in names:
-        found = _sources(name, base)
-        files += found
-        if not found:
-            missing.append(name)
-    if group == "training":
-        files += _test_sources(base)
-    documents = []
-    for f in files:
-        text = f.read_bytes().decode("utf-8", errors="ignore").replace("\r\n", "\n")
-        if text.strip():
-            documents.append((f.relative_to(base).as_posix(), text))
-    return documents, missing
+    sources = {name: _sources(name, base) for name in groups.get(group) or training_names()}
+    files = [f for found in sources.values() for f in found] + (_test_sources(base) if group == "training" else [])
+    texts = [(f.relative_to(base).as_posix(), f.read_bytes().decode("utf-8", errors="ignore")) for f in files]
+    documents = [(name, text.replace("\r\n", "\n")) for name, text in texts if text.strip()]
+    return documents, [name for name, found in sources.items() if not found]

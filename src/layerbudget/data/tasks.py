@@ -12,42 +12,144 @@ MoLA's (context, question, options). The wordings for the other tasks are not pu
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, NotEnoughText, NotFound
-from .examples import Task
-from .task_files import READERS, from_file
 
-NAMES = ("cola", "mrpc", "rte", "commonsenseqa", "openbookqa", "scienceqa")
+_HEADER = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+_LETTERS = "ABCDEFGHIJ"
+_Sentence = tuple[str, str | None, int]  # text, pair, label
+_Question = tuple[str, list[str], int, str]  # question, options, index of the answer, context
+_BINARY: Mapping[Any, int] = {"0": 0, "1": 1, 0: 0, 1: 1}
+Kept = TypeVar("Kept")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """One labelled row.
+
+    Attributes:
+        text: What an encoder reads.
+        pair: Second sentence, where the task has two.
+        label: Index into the task's ``labels``.
+        prompt: What a causal LM reads.
+        choices: How many of the task's labels are possible answers here (a question may have fewer options than another).
+    """
+
+    text: str
+    pair: str | None
+    label: int
+    prompt: str
+    choices: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """A labelled task.
+
+    Attributes:
+        name: Name of the task, or the file.
+        labels: Label names; an encoder's head has as many outputs.
+        answers: What a causal LM must say for each label.
+        metric: ``matthews``, ``f1`` or ``accuracy``: the task's own headline.
+        train: Training rows.
+        evaluation: Held-out rows by split.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    answers: tuple[str, ...]
+    metric: str
+    train: tuple[Example, ...]
+    evaluation: dict[str, tuple[Example, ...]]
+
+    @property
+    def digest(self) -> str:
+        """Content hash of all rows."""
+        h = hashlib.sha256()
+        for name, rows in (("train", self.train), *sorted(self.evaluation.items())):
+            h.update(name.encode())
+            for row in rows:
+                h.update(f"{row.prompt}\0{row.pair}\0{row.label}\0".encode())
+        return h.hexdigest()[:16]
+
+    def limited(self, train: int | None, evaluation: int | None = None) -> Task:
+        """The task with at most so many rows, the first ones of a fixed shuffle.
+
+        Raises:
+            InvalidInput: Fewer than one row.
+        """
+        held = {k: first_rows(v, evaluation) for k, v in self.evaluation.items()}
+        return dataclasses.replace(self, train=first_rows(self.train, train), evaluation=held)
+
+
+def first_rows(rows: tuple[Kept, ...], n: int | None) -> tuple[Kept, ...]:
+    """At most ``n`` rows, the first ones of a fixed shuffle, in their own order; all where ``n`` is None.
+
+    Raises:
+        InvalidInput: Fewer than one.
+    """
+    if n is not None and n < 1:
+        raise InvalidInput(f"{n} rows are asked for.", "At least one is needed.", "Leave the limit out for all.")
+    if n is None or n >= len(rows):
+        return rows
+    order = sorted(range(len(rows)), key=lambda i: hashlib.sha256(f"{i}.{len(rows)}".encode()).digest())
+    return tuple(rows[i] for i in sorted(order[:n]))
+
+
+def known_label(value: object, known: Mapping[Any, int], where: str) -> int:
+    """Index of a label value; text is compared as it is written, without regard to case and spaces around it.
+
+    Raises:
+        CorruptFile: A value that the task does not have. Guessing would turn every row into one class.
+
+    >>> known_label("False", {False: 0, True: 1, "false": 0, "true": 1}, "row 1")
+    0
+    """
+    key = value.strip().lower() if isinstance(value, str) else value
+    try:
+        return known[key]
+    except (KeyError, TypeError) as error:
+        names = ", ".join(dict.fromkeys(str(k) for k in known))
+        raise CorruptFile(
+            f"{where} has the label {value!r}.", f"Known labels are {names}.", "Correct or drop the row."
+        ) from error
 
 
 def load_task(name: str, data_dir: Path | str | None = None) -> Task:
-    """Read a task.
+    """A task with its training and evaluation rows.
 
     Args:
         name: One of ``cola``, ``mrpc``, ``rte``, ``commonsenseqa``, ``openbookqa``, ``scienceqa``, or a .jsonl, .json or
             .csv file.
         data_dir: Folder that holds the task's folder (``DIR/cola/...``) or its files; not used for a file.
 
-    Returns:
-        The task, with its training and evaluation rows.
-
     Raises:
         InvalidInput: An unknown name, or a file without the needed columns.
         NotFound: No folder was given, or a file of the release is missing.
-        CorruptFile: A row does not parse.
+        CorruptFile: A row does not parse: a label, a column or a character that the format does not have.
         NotEnoughText: No training or no evaluation row is left.
     """
     if name in NAMES:
         if data_dir is None:
             raise NotFound(f"The files of {name} are needed.", "", "Name their folder with --data-dir.")
-        folder = Path(data_dir) / name if (Path(data_dir) / name).is_dir() else Path(data_dir)
-        task = _parsed(READERS[name], folder)
+        path = Path(data_dir) / name if (Path(data_dir) / name).is_dir() else Path(data_dir)
     elif Path(name).suffix in (".jsonl", ".json", ".csv"):
-        task = _parsed(from_file, Path(name))
+        path = Path(name)
     else:
         raise InvalidInput(f"There is no task {name!r}.", f"Tasks are {', '.join(NAMES)}, or a .jsonl or .csv file.", "")
+    try:
+        task = _READERS.get(name, _from_file)(path)
+    except LayerbudgetError:
+        raise
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, csv.Error, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CorruptFile(f"{path} does not parse ({what}).", "", "Compare it with the original release.") from error
     if not task.train or not any(task.evaluation.values()):
         raise NotEnoughText(
             f"{name} has {len(task.train)} training rows and {sum(map(len, task.evaluation.values()))} held-out rows.",
@@ -57,16 +159,194 @@ def load_task(name: str, data_dir: Path | str | None = None) -> Task:
     return task
 
 
-def _parsed(reader: Callable[[Path], Task], path: Path) -> Task:
-    """What a reader makes of its files, with whatever does not parse as one kind of error.
+def _find(folder: Path, *names: str) -> Path:
+    """First of several file names that exists (the releases differ in them)."""
+    for name in names:
+        found = sorted(folder.glob(name))
+        if found:
+            return found[0]
+    raise NotFound(f"{folder} has no {' or '.join(names)}.", "", "Point --data-dir to the folder of the original release.")
 
-    Raises:
-        CorruptFile: A label, a column or a character that the format does not have.
-    """
+
+def _table(path: Path, columns: int, header: bool) -> list[list[str]]:
+    """Rows of a tab-separated file without quoting."""
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
+    rows = []
+    for number, line in enumerate(lines[1:] if header else lines, start=2 if header else 1):
+        if not line.strip():
+            continue
+        fields = line.rstrip("\r").split("\t")
+        if len(fields) < columns:
+            raise CorruptFile(f"{path}, line {number} has {len(fields)} columns.", f"{columns} are needed.", "Repair the file.")
+        rows.append(fields)
+    return rows
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                raise CorruptFile(f"{path}, line {number} is not JSON ({error}).", "", "Repair the file.") from error
+    return rows
+
+
+def _sentences(
+    path: Path, columns: int, text: int, pair: int | None, label: int, known: Mapping[Any, int], *, header: bool = True
+) -> list[_Sentence]:
+    """Rows of a table, by the places of its columns."""
+    rows = enumerate(_table(path, columns, header), 1)
+    return [(r[text], None if pair is None else r[pair], known_label(r[label], known, f"{path}, row {i}")) for i, r in rows]
+
+
+def _sentence_task(
+    name: str,
+    metric: str,
+    labels: Sequence[str],
+    question: Callable[[str, str | None], str],
+    rows: Mapping[str, Iterable[_Sentence]],
+) -> Task:
+    def example(text: str, pair: str | None, label: int) -> Example:
+        return Example(text=text, pair=pair, label=label, prompt=_instruct(question(text, pair)), choices=len(labels))
+
+    made = {split: tuple(example(*row) for row in part) for split, part in rows.items()}
+    answers = tuple(f"Answer: {label}" for label in labels)
+    return Task(name=name, labels=tuple(labels), answers=answers, metric=metric, train=made.pop("train"), evaluation=made)
+
+
+def _instruct(instruction: str) -> str:
+    return f"{_HEADER}### Instruction:\n{instruction}\n\n### Response:\n"
+
+
+def _cola(folder: Path) -> Task:
+    files = {"train": "in_domain_train.tsv", "in_domain": "in_domain_dev.tsv", "out_of_domain": "out_of_domain_dev.tsv"}
+    return _sentence_task(
+        "cola",
+        "matthews",
+        ("unacceptable", "acceptable"),
+        lambda text, _: f"Decide whether the sentence is grammatically acceptable or unacceptable.\nSentence: {text}",
+        {s: _sentences(_find(folder, f, f"raw/{f}"), 4, 3, None, 1, _BINARY, header=False) for s, f in files.items()},
+    )
+
+
+def _mrpc(folder: Path) -> Task:
+    return _sentence_task(
+        "mrpc",
+        "f1",
+        ("not equivalent", "equivalent"),
+        lambda a, b: f"Decide whether two sentences are equivalent or not equivalent.\nSentence 1: {a}\nSentence 2: {b}",
+        {split: _sentences(_find(folder, f"{split}.tsv"), 5, 3, 4, 0, _BINARY) for split in ("train", "dev")},
+    )
+
+
+def _rte(folder: Path) -> Task:
+    known = {"not_entailment": 0, "entailment": 1}
+    return _sentence_task(
+        "rte",
+        "accuracy",
+        ("not entailment", "entailment"),
+        lambda a, b: f"Decide between entailment and not entailment of a hypothesis.\nPremise: {a}\nHypothesis: {b}",
+        {split: _sentences(_find(folder, f"{split}.tsv"), 4, 1, 2, 3, known) for split in ("train", "dev")},
+    )
+
+
+def _choice_task(name: str, splits: dict[str, list[_Question]]) -> Task:
+    most = max((len(options) for rows in splits.values() for _, options, _, _ in rows), default=0)
+
+    def example(question: str, options: list[str], answer: int, context: str) -> Example:
+        listed = " ".join(f"({_LETTERS[i]}) {option}" for i, option in enumerate(options))
+        text = f"Context: {context or 'N/A'}\nQuestion: {question}\nOptions: {listed}\n"
+        return Example(text=text, pair=None, label=answer, prompt=_instruct(text), choices=len(options))
+
+    made = {split: tuple(example(*row) for row in rows) for split, rows in splits.items()}
+    letters = tuple(_LETTERS[:most])
+    answers = tuple(f"Answer: The answer is {letter}." for letter in letters)
+    return Task(name=name, labels=letters, answers=answers, metric="accuracy", train=made.pop("train"), evaluation=made)
+
+
+def _options(path: Path) -> list[_Question]:
+    rows = []
+    for number, row in enumerate(_lines(path), 1):
+        if "answerKey" not in row:
+            continue
+        question = row["question"]
+        index = {choice["label"].strip().lower(): i for i, choice in enumerate(question["choices"])}
+        texts = [choice["text"] for choice in question["choices"]]
+        rows.append((question["stem"], texts, known_label(row["answerKey"], index, f"{path}, row {number}"), ""))
+    return rows
+
+
+def _commonsenseqa(folder: Path) -> Task:
+    splits = {split: _options(_find(folder, f"{split}_rand_split.jsonl")) for split in ("train", "dev")}
+    return _choice_task("commonsenseqa", splits)
+
+
+def _openbookqa(folder: Path) -> Task:
+    splits = ("train", "dev", "test")
+    files = {s: _find(folder, f"{s}.jsonl", f"Main/{s}.jsonl", f"Data/Main/{s}.jsonl") for s in splits}
+    return _choice_task("openbookqa", {split: _options(file) for split, file in files.items()})
+
+
+def _scienceqa(folder: Path) -> Task:
+    path = _find(folder, "problems.json", "problems*.json")
     try:
-        return reader(path)
-    except LayerbudgetError:
-        raise
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError, csv.Error, RecursionError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise CorruptFile(f"{path} does not parse ({what}).", "", "Compare it with the original release.") from error
+        problems = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFile(f"{path} is not JSON ({error}).", "", "Repair the file.") from error
+    splits: dict[str, list[_Question]] = {"train": [], "val": [], "test": []}
+    for name, problem in problems.items():
+        if problem.get("image") is None:
+            answer = known_label(problem["answer"], {i: i for i in range(len(problem["choices"]))}, f"{path}, problem {name}")
+            splits[problem["split"]].append((problem["question"], problem["choices"], answer, problem.get("hint", "")))
+    return _choice_task("scienceqa", splits)
+
+
+def _from_file(path: Path) -> Task:
+    """A table of one's own; every tenth row (by a hash of its text) is held out."""
+    if not path.is_file():
+        raise NotFound(f"There is no file {path}.", "", "Check the path.")
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as f:
+            rows = list(csv.DictReader(f))
+    else:
+        rows = _lines(path) if path.suffix == ".jsonl" else json.loads(path.read_text(encoding="utf-8-sig"))
+    if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
+        raise CorruptFile(f"{path} does not hold a list of rows with names.", "", "Write one object per row.")
+    columns = set(rows[0]) if rows else set()
+    text = next((c for c in ("text", "sentence", "sentence1", "prompt", "instruction") if c in columns), None)
+    label = next((c for c in ("label", "answer", "output", "completion") if c in columns), None)
+    if text is None or label is None:
+        raise InvalidInput(
+            f"{path} has the columns {', '.join(sorted(columns)) or 'none'}.",
+            "It needs text (or sentence, sentence1, prompt, instruction) and label (or answer, output, completion).",
+            "Rename the columns; a second sentence goes into pair or sentence2.",
+        )
+    holes = [i for i, r in enumerate(rows, 1) if r.get(text) is None or r.get(label) is None]
+    if holes:
+        raise CorruptFile(
+            f"{path}, row {holes[0]} has no {text} or no {label}.", "Every row needs both.", "Complete or drop it."
+        )
+    values = sorted({str(r[label]) for r in rows})
+    if not 2 <= len(values) <= 50:
+        raise InvalidInput(f"{path} has {len(values)} distinct labels.", "Between 2 and 50 can be told apart.", "Group them.")
+    pair = next((c for c in ("pair", "sentence2") if c in columns), None)
+    splits: dict[str, list[_Sentence]] = {"train": [], "held_out": []}
+    for r in rows:
+        held = int(hashlib.sha256(str(r[text]).encode()).hexdigest(), 16) % 10 == 0
+        row = (str(r[text]), str(r[pair]) if pair and r.get(pair) is not None else None, values.index(str(r[label])))
+        splits["held_out" if held else "train"].append(row)
+    asked = f"Answer with one of: {', '.join(values)}.\n"
+    return _sentence_task(path.stem, "accuracy", values, lambda a, b: asked + a + (f"\n{b}" if b else ""), splits)
+
+
+_READERS: dict[str, Callable[[Path], Task]] = {
+    "cola": _cola,
+    "mrpc": _mrpc,
+    "rte": _rte,
+    "commonsenseqa": _commonsenseqa,
+    "openbookqa": _openbookqa,
+    "scienceqa": _scienceqa,
+}
+NAMES = tuple(_READERS)

@@ -1,12 +1,15 @@
-"""Text for calibration and evaluation: the standard library, local files, hub datasets.
+"""Text to calibrate, evaluate and fine-tune on: the standard library, local files, hub datasets.
 
 A source becomes one token stream: each document is tokenised as the tokenizer does by default (beginning-of-text
 token included), documents follow one another. Calibration draws non-overlapping windows of that stream at
-random, seeded; evaluation takes its windows in order.
+random, seeded; evaluation takes its windows in order. Rows of a fine-tuning format become one sample each.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,24 +18,26 @@ import numpy as np
 import torch
 
 from ..errors import InvalidInput, MissingDependency, NotEnoughText, NotFound
-from ..storage import hub
+from ..models.loading import check_id
 from . import stdlib
 from .calibration import CalibrationSet
 from .dialogues import format_of
-from .encoding import encoded_set, text_of, texts_of
+from .encoding import Encoded, encode, pad_of, padded, text_of
 from .files import BadRows, Row, is_local, read_rows
+from .tasks import first_rows
 
 logger = logging.getLogger(__name__)
 
 # name: (dataset, config, split for calibration, split for evaluation, text column)
-HUB_SHORT_NAMES = {
+_HUB_SHORT_NAMES = {
     "c4": ("allenai/c4", "en", "train", "validation", "text"),
     "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", "test", "text"),
 }
+_HELD_OUT = 0.1
 
 
 def read_documents(source: str, *, group: str = "calibration", limit: int | None = None) -> tuple[list[str], tuple[str, ...]]:
-    """Read the documents of a source.
+    """The texts of a source, and the standard-library modules that this Python does not have.
 
     Args:
         source: ``stdlib`` (or ``stdlib:training`` and so on), ``c4``, ``wikitext2``, one or more local .txt, .md, .py,
@@ -41,25 +46,20 @@ def read_documents(source: str, *, group: str = "calibration", limit: int | None
         group: ``calibration`` or ``evaluation``: which group of the standard library, which split of a hub dataset.
         limit: Stop after so many documents of a hub dataset.
 
-    Returns:
-        The texts, and the standard-library modules that this Python does not have.
-
     Raises:
         NotFound: No such file.
         InvalidInput: A file without text, or of an unknown kind.
         MissingDependency: ``datasets`` or ``pyarrow`` is needed and not installed.
     """
     if _is_stdlib(source):
-        chosen = source.partition(":")[2] or group
         try:
-            documents, missing = stdlib.read(chosen)
+            documents, missing = stdlib.read(source.partition(":")[2] or group)
         except ValueError as error:
             raise InvalidInput(str(error)) from error
         if missing:
             logger.warning("This Python has no module %s: skipped.", ", ".join(missing))
         return [text for _, text in documents], tuple(missing)
-    rows = read_source(source, group, limit)
-    texts = [row if isinstance(row, str) else text_of(row, where) for row, where in rows]
+    texts = [text_of(row, where) for row, where in _read_source(source, group, limit)]
     return [t for t in texts if t.strip()], ()
 
 
@@ -67,12 +67,8 @@ def _is_stdlib(source: str) -> bool:
     return source == "stdlib" or source.startswith("stdlib:")
 
 
-def read_source(source: str, group: str, limit: int | None, bad: BadRows | None = None) -> list[tuple[Row, str]]:
-    """Rows of local files, folders or a hub dataset, each with where it comes from.
-
-    Raises:
-        NotFound, InvalidInput, MissingDependency: As :func:`read_documents`.
-    """
+def _read_source(source: str, group: str, limit: int | None, bad: BadRows | None = None) -> list[tuple[Row, str]]:
+    """Rows of local files, folders or a hub dataset, each with where it comes from."""
     parts = [p.strip() for p in source.split(",") if p.strip()]
     if parts and all(is_local(p) for p in parts):
         return [found for part in parts for found in read_rows(part, group=group, bad=bad)]
@@ -84,13 +80,13 @@ def _read_hub(source: str, group: str, limit: int | None) -> list[Row]:
         import datasets
     except ImportError as error:
         raise MissingDependency(f"The dataset {source} needs the package datasets.", "", "pip install datasets.") from error
-    if source in HUB_SHORT_NAMES:
-        name, config, train, held, column = HUB_SHORT_NAMES[source]
+    if source in _HUB_SHORT_NAMES:
+        name, config, train, held, column = _HUB_SHORT_NAMES[source]
         split = held if group == "evaluation" else train
     else:
         name, config, split, column = [*source.split(":"), "", "", "", ""][:4]
         split = split or ("test" if group == "evaluation" else "train")
-    hub.check_id(name, "dataset")
+    check_id(name, "dataset")
     try:
         rows = datasets.load_dataset(name, config or None, split=split, streaming=limit is not None)
     except Exception as error:  # datasets raises many unrelated kinds for an unreachable hub or an unknown name
@@ -131,18 +127,6 @@ def token_stream(documents: Iterable[str], tokenizer: Any) -> np.ndarray:
     return np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
 
 
-def check_sizes(samples: int, length: int) -> None:
-    """Refuse sample counts and lengths below one and two.
-
-    Raises:
-        InvalidInput: They are.
-    """
-    if samples < 1 or length < 2:
-        raise InvalidInput(
-            f"samples is {samples}, length is {length}.", "At least 1 sample of at least 2 tokens.", "Try 128 and 256."
-        )
-
-
 def calibration(
     source: str | Sequence[Row],
     tokenizer: Any,
@@ -154,7 +138,7 @@ def calibration(
     shuffle: bool = True,
     skip_bad_rows: bool = False,
 ) -> CalibrationSet:
-    """Cut a source into ``samples`` windows of ``length`` tokens; conversations and answers into rows of their own.
+    """Windows of ``length`` tokens of a source; of conversations and answers rows of their own.
 
     Rows of a fine-tuning format (:mod:`layerbudget.data.dialogues`) become one sample each, with the loss on the answers only.
     Where there are fewer samples than asked for, all are used, and that is said.
@@ -173,7 +157,12 @@ def calibration(
         NotEnoughText: Not one sample; the message says how much there was.
         InvalidInput, NotFound, MissingDependency: As in :func:`read_documents`.
     """
-    check_sizes(1 if samples is None else samples, length)
+    if (samples is not None and samples < 1) or length < 2:
+        raise InvalidInput(
+            f"samples is {1 if samples is None else samples}, length is {length}.",
+            "At least 1 sample of at least 2 tokens.",
+            "Try 128 and 256.",
+        )
     name: str = source if isinstance(source, str) else "own texts"
     missing: tuple[str, ...] = ()
     bad = BadRows(skip_bad_rows)
@@ -183,27 +172,133 @@ def calibration(
         documents, missing = read_documents(source, group=group)
         rows = [(text, name) for text in documents]
     else:
-        rows = read_source(source, group, None if samples is None else 64 * samples, bad)
+        rows = _read_source(source, group, None if samples is None else 64 * samples, bad)
     if any(format_of(row) for row, _ in rows):
-        return encoded_set(rows, tokenizer, source=name, samples=samples, length=length, seed=seed, shuffle=shuffle, bad=bad)
-    documents = [text for text in texts_of(rows, bad) if text.strip()]
-    return _windows(token_stream(documents, tokenizer), name, samples, length, seed=seed, shuffle=shuffle, missing=missing)
-
-
-def _windows(
-    stream: np.ndarray, name: str, samples: int | None, length: int, *, seed: int, shuffle: bool, missing: tuple[str, ...]
-) -> CalibrationSet:
-    """Windows of a token stream; fewer than asked where there is no more text, which is said."""
+        found = encode(rows, tokenizer, limit=length, bad=bad)
+        if samples is not None and len(found) < samples:
+            logger.warning("%s has %d rows; %d were asked for: all of them are used.", name, len(found), samples)
+        made = padded([found[i] for i in _drawn(len(found), seed, shuffle)[:samples]], pad_of(tokenizer))
+        return CalibrationSet(
+            input_ids=made["input_ids"], attention_mask=made["attention_mask"], labels=made["labels"], source=name, seed=seed
+        )
+    stream = token_stream(_texts(rows, bad), tokenizer)
     windows = len(stream) // length
     if not windows:
         raise NotEnoughText(
-            f"{name} has {len(stream)} tokens, one sample needs {length}.", "",
+            f"{name} has {len(stream)} tokens, one sample needs {length}.",
+            "",
             f"Give more text, or a length up to {len(stream)}.",
-        )  # fmt: skip
-    if samples is not None and windows < samples:
-        logger.warning(
-            "%s has %d tokens: %d samples of %d are used instead of %d.", name, len(stream), windows, length, samples
         )
-    order = np.random.default_rng(seed).permutation(windows) if shuffle else np.arange(windows)
-    ids = torch.from_numpy(stream[: windows * length].reshape(windows, length)[order[:samples]])
-    return CalibrationSet(input_ids=ids, source=name, seed=seed, missing=missing)
+    if samples is not None and windows < samples:
+        text = "%s has %d tokens: %d samples of %d are used instead of %d."
+        logger.warning(text, name, len(stream), windows, length, samples)
+    ids = stream[: windows * length].reshape(windows, length)[_drawn(windows, seed, shuffle)[:samples]]
+    return CalibrationSet(input_ids=torch.from_numpy(ids), source=name, seed=seed, missing=missing)
+
+
+def _drawn(count: int, seed: int, shuffle: bool) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
+
+
+def _texts(rows: Sequence[tuple[Row, str]], bad: BadRows) -> list[str]:
+    """The texts of rows; those that have none are refused, or left out and counted."""
+    found = []
+    for row, where in rows:
+        try:
+            found.append(text_of(row, where))
+        except InvalidInput as error:
+            bad.refuse(error)
+    bad.say(len(found))
+    return [text for text in found if text.strip()]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Rows of text for a language model.
+
+    Attributes:
+        name: What the user named.
+        train: Training rows.
+        evaluation: Held-out rows by split.
+        metric: ``loss``: nats per learned token.
+    """
+
+    name: str
+    train: tuple[Encoded, ...]
+    evaluation: dict[str, tuple[Encoded, ...]]
+    metric: str = "loss"
+
+    @property
+    def digest(self) -> str:
+        """Content hash of all tokens and labels."""
+        h = hashlib.sha256()
+        for row in (*self.train, Encoded((), ()), *(r for _, rows in sorted(self.evaluation.items()) for r in rows)):
+            h.update(repr((row.input_ids, row.labels)).encode())
+        return h.hexdigest()[:16]
+
+    def limited(self, train: int | None) -> Texts:
+        """The text with at most so many training rows, the first ones of a fixed shuffle.
+
+        Raises:
+            InvalidInput: Fewer than one.
+        """
+        return dataclasses.replace(self, train=first_rows(self.train, train))
+
+
+def read_texts(
+    source: str,
+    tokenizer: Any,
+    *,
+    limit: int,
+    everything: bool = False,
+    held_out: str | None = None,
+    skip_bad_rows: bool = False,
+) -> Texts:
+    """Rows of text to train on, and rows that are held out.
+
+    Conversations, completions and instructions are learned on their answers; plain texts whole, long ones in pieces.
+
+    Args:
+        source: As in :func:`calibration`.
+        tokenizer: The model's tokenizer.
+        limit: Longest row in tokens.
+        everything: Learn prompts as well.
+        held_out: Another source of held-out rows; by default a tenth of the rows, chosen by a hash of their content (of the
+            standard library its evaluation modules).
+        skip_bad_rows: Leave out rows that cannot be read and say how many, instead of refusing the first.
+
+    Raises:
+        InvalidInput, NotFound, MissingDependency: As reading the source does.
+        NotEnoughText: Fewer than two rows.
+    """
+    bads = BadRows(skip_bad_rows), BadRows(skip_bad_rows)
+
+    def rows_of(name: str, group: str, bad: BadRows) -> list[tuple[Row, str]]:
+        if _is_stdlib(name):
+            return [(text, name) for text in read_documents(name, group=group)[0]]
+        return _read_source(name, group, None, bad)
+
+    rows = rows_of(source, "calibration", bads[0])
+    if held_out is None and source == "stdlib":
+        held_out = source
+    if held_out is not None:
+        train, held = rows, rows_of(held_out, "evaluation", bads[1])
+    else:
+        train, held = _split(rows, source)
+    sides = [
+        tuple(encode(part, tokenizer, limit=limit, everything=everything, bad=bad))
+        for part, bad in zip((train, held), bads, strict=True)
+    ]
+    return Texts(name=source, train=sides[0], evaluation={"held_out": sides[1]})
+
+
+def _split(rows: list[tuple[Row, str]], source: str) -> tuple[list[tuple[Row, str]], list[tuple[Row, str]]]:
+    """Hold out the tenth with the smallest hashes: equal rows fall on one side, and the order of the file does not matter."""
+    if len(rows) < 2:
+        raise NotEnoughText(f"{source} has {len(rows)} rows.", "One is held out, so two are needed.", "Give more rows.")
+    keys = [hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest() for row, _ in rows]
+    last = sorted(keys)[max(1, round(_HELD_OUT * len(rows))) - 1]
+    sides = [[r for r, k in zip(rows, keys, strict=True) if (k <= last) is held] for held in (False, True)]
+    if not sides[0]:
+        raise InvalidInput(f"All rows of {source} are equal.", "A row is held out, another trained on.", "Give other rows.")
+    return sides[0], sides[1]

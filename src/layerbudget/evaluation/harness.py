@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import nn
 
-from ..data.task_files import known_label
+from ..data.tasks import known_label
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound
+from ..models.loading import check_id
 from ..progress import Progress, Steps, say
 from ..records import digest
-from ..storage import hub
 
 Row = dict[str, Any]
 _ENTAILMENT = {"entailment": 0, "not_entailment": 1}
@@ -205,7 +205,7 @@ def _check_hub(tasks: Sequence[str], index: Any) -> bool:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     try:
-        hub.check_id("owner/name", "dataset")
+        check_id("owner/name", "dataset")
         return False
     except NotFound:
         for task in tasks:

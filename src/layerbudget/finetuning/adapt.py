@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..data.examples import Task
-from ..data.texts import Texts
+from ..data.tasks import Task
+from ..data.text import Texts
 from ..decisions.ranks.apply import add_ranks
 from ..errors import InvalidInput
 from ..plan import Plan

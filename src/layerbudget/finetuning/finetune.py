@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from ..data.examples import Task
-from ..data.texts import Texts
+from ..data.tasks import Task
+from ..data.text import Texts
 from ..decisions.ranks.apply import fold_scales
 from ..errors import InvalidInput
 from ..evaluation import statistics
@@ -186,7 +186,7 @@ def finetune(
         load: ``seed -> model``; see :func:`layerbudget.finetuning.base.classifier_loader`.
         tokenizer: The model's tokenizer.
         plan: A plan of ranks or experts.
-        task: A labelled task, or rows of text (:func:`layerbudget.data.texts.read_texts`) for a language model.
+        task: A labelled task, or rows of text (:func:`layerbudget.data.text.read_texts`) for a language model.
         out: Folder of the results; one sub-folder per seed.
         protocol: Numbers of the run.
         seeds: Seeds; each sets the head, the adapters' start and the order of rows.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..data.examples import Example, Task
+from ..data.tasks import Example, Task
 from ..evaluation import statistics
 from ..execution.processes import rounds, total
 

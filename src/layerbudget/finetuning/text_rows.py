@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ..data.encoding import IGNORE, Encoded, pad_of, padded
-from ..data.examples import Task
-from ..data.texts import Texts
+from ..data.tasks import Task
+from ..data.text import Texts
 from ..errors import InvalidInput
 from ..execution.divergence import next_tokens, sequence_losses
 from ..execution.processes import rounds, total

@@ -6,15 +6,19 @@ import contextlib
 import importlib.util
 import logging
 import math
+import os
+import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import torch
 from torch import nn
 
 from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound, UnknownStructure
-from ..storage import hub, reading
+from ..storage import reading
 from .blocks import check_finite, known_finite, pretrained
 from .machine import SHARE, free_bytes
 from .offload import load_mapped, mapped
@@ -24,6 +28,65 @@ logger = logging.getLogger(__name__)
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
 HEADS = ["classifier", "score", r".*pooler", "pre_classifier", "lm_head", "embed_out"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# Repositories that had no owner; the hub still knows them by these names.
+_OLD = re.compile(
+    r"(distil)?gpt2(-medium|-large|-xl)?|openai-gpt|(distil)?(ro)?bert[\w-]*|xlm-roberta-\w+|albert-\w+-v\d|t5-\w+|"
+    r"wikitext|c4|glue|super_glue|squad|imdb|ag_news|boolq|ptb_text_only"
+)
+_WAIT = 3.0  # seconds for one connection; without it, libraries try for minutes
+
+
+def is_id(name: str) -> bool:
+    """Whether a name means a repository on the hub: ``owner/name`` where ``owner`` is no folder here, or an old name.
+
+    >>> [is_id(n) for n in ("owner/model", "gpt2", "modle", "a/b/c", "./x")]
+    [True, True, False, False, False]
+    """
+    if _OLD.fullmatch(name):
+        return True
+    return bool(_ID.fullmatch(name)) and not Path(name.split("/")[0]).is_dir()
+
+
+def check_id(name: str, kind: str, *, file: str | None = None, revision: str | None = None) -> None:
+    """Refuse a name that is no hub id, and a hub id while the hub cannot be reached; one attempt, no retry.
+
+    The network is asked for a hub id only; what is in the cache already is never asked for.
+
+    Args:
+        name: What the user wrote.
+        kind: ``model`` or ``dataset``.
+        file: A file whose presence in the cache makes the network needless.
+        revision: Revision of that file.
+
+    Raises:
+        NotFound: Says which of the two.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if not is_id(name):
+        raise NotFound(
+            f"There is no {kind} {name!r} here, and that is no hub id.",
+            f"A {kind} is a local path or owner/name." if kind == "dataset" else "MODEL is demo, a local folder or owner/name.",
+            "Check the name.",
+        )
+    if file is not None and isinstance(try_to_load_from_cache(name, file, revision=revision), str):
+        return
+    if constants.HF_HUB_OFFLINE:
+        raise NotFound(f"{name} is not in the cache, and the hub is switched off (HF_HUB_OFFLINE).", "", "Give a local folder.")
+    if any(os.environ.get(v) for v in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return  # the proxy decides
+    where = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((where.hostname or "", where.port or 443), timeout=_WAIT).close()
+    except OSError as error:
+        raise NotFound(
+            f"{name} is not in the cache, and the hub cannot be reached ({error}).",
+            "",
+            "Give a local folder, or download it first where there is a network.",
+        ) from error
 
 
 def resolve(name: str, revision: str | None = None) -> str:
@@ -49,7 +112,7 @@ def resolve(name: str, revision: str | None = None) -> str:
         return str(path)
     if path.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise NotFound(f"There is no model folder {name}.", "MODEL is demo, a local folder or a hub id.", "Check the path.")
-    hub.check_id(name, "model", file="config.json", revision=revision)
+    check_id(name, "model", file="config.json", revision=revision)
     return name
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests import zoo
 
 from layerbudget.errors import NotFound
-from layerbudget.storage import hub
+from layerbudget.models import loading
 
 COUNTING = """
 import json, os, socket, sys
@@ -31,7 +31,7 @@ json.dump(codes, open(sys.argv[2], "w"))
 
 def counted(tmp_path, *commands):
     """Exit code and network attempts of every command."""
-    source = str(Path(hub.__file__).parents[2])
+    source = str(Path(loading.__file__).parents[2])
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "https", "HTTPS", "ALL_", "all_"))}
     environment |= {"PYTHONPATH": source, "HF_HOME": str(tmp_path / "cache")}
     words = json.dumps([[str(w) for w in c] for c in commands])
@@ -68,8 +68,8 @@ def test_local_arguments_make_no_call_and_an_id_makes_one(folder, tmp_path):
 def test_what_is_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    assert hub.is_id("org/name-1.0") and hub.is_id("bert-base-uncased")
-    assert not any(hub.is_id(n) for n in ("models/typo", "lama", "a b/c", "/x/y", ""))
+    assert loading.is_id("org/name-1.0") and loading.is_id("bert-base-uncased")
+    assert not any(loading.is_id(n) for n in ("models/typo", "lama", "a b/c", "/x/y", ""))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(NotFound, match="switched off"):
-        hub.check_id("org/name", "model", file="config.json")
+        loading.check_id("org/name", "model", file="config.json")
