@@ -42,10 +42,10 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .models.loading import load_tokenizer as load_tokenizer
     from .plan import Plan as Plan
     from .plans.again import plan_again as plan_again
+    from .plans.again import transfer_scores as transfer_scores
     from .plans.compare import diff_plans as diff_plans
     from .plans.compare import sweep as sweep
     from .plans.explain import explain_plan as explain_plan
-    from .plans.transfer import transfer_scores as transfer_scores
     from .scores import Scores as Scores
     from .sensitivity.certificate import certify_ranking as certify_ranking
     from .sensitivity.certificate import direct_check as direct_check
@@ -73,7 +73,7 @@ _PUBLIC = {
     "sweep": "plans.compare",
     "diff_plans": "plans.compare",
     "explain_plan": "plans.explain",
-    "transfer_scores": "plans.transfer",
+    "transfer_scores": "plans.again",
     "blocks_from_config": "models.configurations",
     "prune": "decisions.sparsity.apply",
     "recount": "decisions.sparsity.receipt",

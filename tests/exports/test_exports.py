@@ -13,8 +13,7 @@ from tests import zoo
 from layerbudget.cli import main
 from layerbudget.decisions.ranks.apply import adapted_ranks
 from layerbudget.errors import InvalidInput
-from layerbudget.exports.base import EXPORTS, export
-from layerbudget.exports.recipes import llm_compressor, with_levels
+from layerbudget.exports import EXPORTS, export, llm_compressor, with_levels
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.records import Block, Module
 from layerbudget.solvers.levels import few_levels

@@ -12,9 +12,9 @@ from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, Un
 from layerbudget.models.configurations import blocks_from_config
 from layerbudget.plan import Plan
 from layerbudget.planning.costs import rank_parameters, unit_cost
+from layerbudget.plans.again import transfer_scores
 from layerbudget.plans.compare import diff_plans, sweep
 from layerbudget.plans.explain import explain_plan
-from layerbudget.plans.transfer import transfer_scores
 from layerbudget.scores import Scores
 from layerbudget.solvers import rules
 

@@ -99,7 +99,7 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
     """``transfer``."""
-    from ..plans.transfer import transfer_scores
+    from ..plans.again import transfer_scores
 
     found = transfer_scores(
         need_scores(a.source), need_scores(a.target), program=a.program, sparsity=a.sparsity, max_sparsity=a.max_sparsity,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..exports.base import EXPORTS
+from ..exports import EXPORTS
 from .shared import named_values, refuse
 
 
@@ -36,7 +36,7 @@ _OPTIONS = ("method", "pattern", "levels", "alpha_policy", "dropout")
 
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Write the file and say how it is used."""
-    from ..exports.base import find_plan, format_for
+    from ..exports import find_plan, format_for
     from ..records import check_output, write_text
 
     if arguments.to == "packed":

@@ -1,4 +1,4 @@
-"""Make a plan again from other scores: the same kind, budget, price and constraints; only the scores differ."""
+"""Plans and other scores: a plan made again from them, and what a plan made on one task costs on another."""
 
 from __future__ import annotations
 
@@ -9,25 +9,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..decisions.sparsity.plan import default_cap
 from ..errors import InvalidInput, ModelMismatch
 from ..plan import Plan
 from ..planning.capacity import decide
-from ..planning.costs import UNITS, Budget, rank_parameters
-from ..planning.rule import Rule, find_rule
+from ..planning.costs import UNITS, Budget, amount_of, parse_budget, rank_parameters, unit_cost
+from ..planning.rule import find_rule
 from ..planning.terms import Terms
 from ..scores import Scores
+from ..solvers.inputs import choice
+from ..solvers.transfer import Transfer, transfer_allocation, transfer_sparsity
+from ..solvers.utilities import Function
 
 
 def plan_again(
-    plan: Plan, scores: Scores, *, rule: str | None = None, lower: ArrayLike = 0.0, upper: ArrayLike | None = None,
+    plan: Plan,
+    scores: Scores,
+    *,
+    rule: str | None = None,
+    lower: ArrayLike = 0.0,
+    upper: ArrayLike | None = None,
     fixed: Mapping[str, int] | None = None,
-) -> Plan:  # fmt: skip
-    """Make a plan of ranks or experts again from other scores of the same blocks.
+) -> Plan:
+    """Return a plan of ranks or experts made again from other scores of the same blocks; only the scores differ.
 
-    Budget (in the plan's own unit), price, floors, caps, multiples, fixed blocks and the options of the rule are those that
-    the plan records. A plan without such a record (made by hand) keeps what its counts cost: parameters for ranks, experts
-    for experts. A damping names a row of the plan's own scores; new scores of one row are read as they are. What the caps
-    cannot take of the budget is left.
+    Budget, price, floors, caps, multiples, fixed blocks and the options of the rule are those that the plan records. A plan
+    without such a record (made by hand) keeps what its counts cost: parameters for ranks, experts for experts. A damping
+    names a row of the plan's own scores; new scores of one row are read as they are. What the caps cannot take of the
+    budget is left.
 
     Args:
         plan: The plan in force.
@@ -38,9 +47,6 @@ def plan_again(
         upper: Caps on top of the plan's own.
         fixed: Counts of blocks on top of those that the plan fixes, whatever its floors and caps.
 
-    Returns:
-        The new plan.
-
     Raises:
         InvalidInput: A plan of another kind.
         ModelMismatch: Scores of other blocks.
@@ -49,10 +55,8 @@ def plan_again(
     if plan.kind not in ("ranks", "experts"):
         raise InvalidInput(f"A plan of kind {plan.kind!r} cannot be made again.", "Ranks and experts can.", "Plan anew.")
     if scores.names != plan.names:
-        raise ModelMismatch(
-            f"The plan has {len(plan.blocks)} blocks and the scores {len(scores.names)}, not the same ones.", "",
-            "Score the blocks of the plan.",
-        )  # fmt: skip
+        told = f"The plan has {len(plan.blocks)} blocks and the scores {len(scores.names)}, not the same ones."
+        raise ModelMismatch(told, "", "Score the blocks of the plan.")
     held = plan.hyperparameters
     terms = Terms.of(plan) if held else Terms(kind=plan.kind, floor=np.minimum(plan.counts, 1))
     terms = dataclasses.replace(terms, floor=np.maximum(np.array(terms.floor, dtype=float), lower))
@@ -63,19 +67,12 @@ def plan_again(
     chosen = find_rule(plan.kind, rule or _rule_for(plan, scores))
     budget = _budget(plan, scores)
     problem = terms.problem(scores, budget)
-    most = float(problem.amount @ problem.high)
-    new = decide(
-        scores, terms, dataclasses.replace(budget, amount=min(budget.amount, most)), chosen.name, _given(held, scores, chosen)
-    )
-    return dataclasses.replace(new, budget={**new.budget, "limit": problem.target})
-
-
-def _given(held: Mapping[str, Any], scores: Scores, chosen: Rule) -> dict[str, Any]:
-    """The options of the rule that the plan records; a damping only where the scores have a choice of rows, or that one."""
+    budget = dataclasses.replace(budget, amount=min(budget.amount, float(problem.amount @ problem.high)))
     given = {name: held[name] for name in chosen.options if held.get(name) is not None}
     if len(scores.damping) == 1 and not np.isclose(scores.damping[0], given.get("damping", scores.damping[0])):
         del given["damping"]
-    return given
+    new = decide(scores, terms, budget, chosen.name, given)
+    return dataclasses.replace(new, budget={**new.budget, "limit": problem.target})
 
 
 def _rule_for(plan: Plan, scores: Scores) -> str:
@@ -90,3 +87,72 @@ def _budget(plan: Plan, scores: Scores) -> Budget:
         return Budget(amount=float(limit), unit=unit, text=str(plan.budget.get("text", "")))
     cost = rank_parameters(scores.blocks) if plan.kind == "ranks" else np.ones(len(plan.blocks))
     return Budget(amount=float(cost @ plan.counts), unit="params" if plan.kind == "ranks" else "experts", text="as it was")
+
+
+def transfer_scores(
+    source: Scores,
+    target: Scores,
+    *,
+    program: str = "sparsity",
+    sparsity: float | None = None,
+    max_sparsity: ArrayLike | None = None,
+    penalty: str | Function | None = None,
+    budget: str | float | None = None,
+    max_experts: float | None = None,
+    utility: str | Function | None = None,
+    exponent: float = 1.0,
+    exponent_on: str = "density",
+    damping: float | None = None,
+    smoothing: float = 0.0,
+) -> Transfer:
+    """Return what deciding on the source's scores costs under the target's objective, beside deciding on its own.
+
+    Args:
+        source: Scores that the decision is made from.
+        target: Scores of the task that it is used on; the same blocks.
+        program: ``sparsity`` or ``experts``.
+        sparsity: Global sparsity, 0.5 by default.
+        max_sparsity: Its cap, :func:`layerbudget.decisions.sparsity.plan.default_cap` by default.
+        penalty: Of sparsity, ``quadratic`` by default. A bound needs its smallest second derivative; where that is zero
+            (``power`` above 2 with a floor of zero) the bounds are infinite.
+        budget: Of experts, see :func:`layerbudget.planning.costs.parse_budget`; 160 experts by default.
+        max_experts: Their cap, none by default; every block has one expert at least.
+        utility: Of experts, ``log`` by default.
+        exponent: Exponent of the weights.
+        exponent_on: ``density`` or ``block``.
+        damping: Which row of the scores.
+        smoothing: Added to every score, in units of the mean score; the bounds need positive weights.
+
+    Returns:
+        Drift, exact regret, the paper's bound and the sharper one, with both solutions.
+
+    Raises:
+        ModelMismatch: The records hold different blocks.
+        InvalidInput: An option of the other program.
+        InvalidInput, UnknownUnit, InfeasibleBudget: As the programs raise them.
+    """
+    choice(program, "program", ("sparsity", "experts"))
+    own = {"sparsity": {"sparsity": sparsity, "max_sparsity": max_sparsity, "penalty": penalty}}
+    own["experts"] = {"budget": budget, "max_experts": max_experts, "utility": utility}
+    other = own["experts" if program == "sparsity" else "sparsity"]
+    for name in (n for n, value in other.items() if value is not None):
+        known = f"It reads {', '.join(own[program])}."
+        raise InvalidInput(f"The program {program} does not read {name}.", known, f"Leave {name} out.")
+    if source.names != target.names or (source.numel != target.numel).any():
+        raise ModelMismatch(
+            f"The source has {len(source.names)} blocks and the target {len(target.names)}, not the same ones.",
+            "Both records need the same blocks of one model.",
+            "Score both tasks with one model and one partition.",
+        )
+    q, r = source.weights(damping, smoothing=smoothing), target.weights(damping, smoothing=smoothing)
+    shared: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "spend": "exactly"}
+    if program == "sparsity":
+        share = 0.5 if sparsity is None else sparsity
+        cap = default_cap(share) if max_sparsity is None else max_sparsity
+        shared |= {} if penalty is None else {"penalty": penalty}
+        return transfer_sparsity(q, r, source.numel, sparsity=share, max_sparsity=cap, **shared)
+    wanted = parse_budget("160 experts" if budget is None else budget, default="experts")
+    cost = unit_cost(source.blocks, wanted.unit, capacity="experts", expert_rank=8)
+    upper = None if max_experts is None else np.full(cost.size, float(max_experts))
+    shared |= {} if utility is None else {"utility": utility}
+    return transfer_allocation(q, r, cost, amount_of(wanted, source.blocks), base=1.0, upper=upper, **shared)

@@ -1,4 +1,4 @@
-"""Compare plans, explain one, and sweep a grid of budgets and exponents."""
+"""What differs between two plans, and a grid of plans over budgets and exponents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..solvers.transfer import spearman
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PlanDifference(Result):
-    """What differs between two plans.
+    """How two plans differ.
 
     Attributes:
         kind: Of both plans.
@@ -86,7 +86,7 @@ class Sweep(Result):
 
 
 def diff_plans(first: Plan, second: Plan) -> PlanDifference:
-    """What differs between two plans for the same blocks.
+    """Return what differs between two plans for the same blocks.
 
     Raises:
         ModelMismatch: The plans name different blocks or are of different kinds.
@@ -105,10 +105,15 @@ def diff_plans(first: Plan, second: Plan) -> PlanDifference:
         for n, a, b, d, c in zip(first.names, first.values, second.values, change, counts, strict=True)
     ]
     return PlanDifference(
-        kind=first.kind, rules=(first.rule, second.rule), budgets=(dict(first.budget), dict(second.budget)),
-        moved=float(np.abs(counts).sum() / 2), largest=rows[int(np.argmax(np.abs(change)))],
-        rank_correlation=spearman(first.values, second.values), same=bool((counts == 0).all()), blocks=rows,
-    )  # fmt: skip
+        kind=first.kind,
+        rules=(first.rule, second.rule),
+        budgets=(dict(first.budget), dict(second.budget)),
+        moved=float(np.abs(counts).sum() / 2),
+        largest=rows[int(np.argmax(np.abs(change)))],
+        rank_correlation=spearman(first.values, second.values),
+        same=bool((counts == 0).all()),
+        blocks=rows,
+    )
 
 
 def sweep(
@@ -119,7 +124,7 @@ def sweep(
     exponents: Sequence[float] | None = None,
     **options: Any,
 ) -> Sweep:
-    """Solve a whole grid of budgets and exponents.
+    """Return a plan for every point of a grid of budgets and exponents.
 
     Args:
         scores: The scores.
@@ -127,7 +132,6 @@ def sweep(
         budgets: Budgets.
         exponents: Exponents of the weights; the rule's own by default. A rule that reads none refuses them.
         **options: Passed on to the ``plan_*`` function.
-
     """
     what = KINDS.find(choice(kind, "kind", tuple(makers())))
     make = maker(what.name)
@@ -164,7 +168,13 @@ def _row(plan: Plan, budget: float, exponent: float | None, q: Vector, worth: Se
         price = plan.extra["rounding"]["price"]
         c = {"status": "binding" if price else "slack", "shadow_price": price}
     return SweepRow(
-        budget=budget, exponent=exponent, spent=float(plan.budget["spent"]), value=float(predicted), status=c.get("status"),
-        shadow_price=c.get("shadow_price"), smallest=float(value.min()), largest=float(value.max()),
+        budget=budget,
+        exponent=exponent,
+        spent=float(plan.budget["spent"]),
+        value=float(predicted),
+        status=c.get("status"),
+        shadow_price=c.get("shadow_price"),
+        smallest=float(value.min()),
+        largest=float(value.max()),
         spread=float(value.std()),
-    )  # fmt: skip
+    )

@@ -1,0 +1,214 @@
+r"""Plans in the files of other tools: one function per format, and the table of them. No torch here.
+
+An export of one's own is a function with a decorator::
+
+    from layerbudget.exports import export
+
+    @export("names", kinds=("sparsity",), file="names.txt", summary="the names of the blocks")
+    def names(plan, *, separator="\n"):
+        return separator.join(plan.names)
+
+Keyword-only parameters are its options, others are refused. An entry point of the group ``layerbudget.exports`` that names
+its module does the same.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .decisions.bits.export import auto_round, gptq_model, llama_cpp
+from .errors import InvalidInput, MissingDependency, NotFound
+from .plan import Plan
+from .registry import Option, Registry, options_of, resolve_options
+from .solvers.counts import round_parameters
+from .solvers.levels import few_levels
+
+Call = Callable[..., str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Export:
+    """One format.
+
+    Attributes:
+        name: What users write after ``--to``.
+        call: The function ``(plan, **options) -> text``.
+        kinds: Kinds of plan that it writes; empty: all.
+        file: Name of the file where none is given.
+        summary: A line for the help.
+        use: How the file is used, a sentence with ``{file}``.
+    """
+
+    name: str
+    call: Call
+    kinds: tuple[str, ...] = ()
+    file: str = "plan.txt"
+    summary: str = ""
+    use: str = ""
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """Options that it reads."""
+        return options_of(self.call)
+
+    def text(self, plan: Plan, given: Mapping[str, Any]) -> str:
+        """Return the content of the file.
+
+        Raises:
+            InvalidInput: A kind of plan that it does not write, or an option that it does not read.
+        """
+        if self.kinds and plan.kind not in self.kinds:
+            fitting = [e.name for e in EXPORTS.all().values() if not e.kinds or plan.kind in e.kinds]
+            raise InvalidInput(
+                f"{self.name} is no format for a plan of kind {plan.kind}.",
+                f"It writes {' and '.join(self.kinds)}.",
+                f"For this plan there are {', '.join(fitting)}.",
+            )
+        return self.call(plan, **resolve_options(f"The format {self.name}", self.options, given))
+
+
+EXPORTS: Registry[Export] = Registry("export format", group="layerbudget.exports")
+
+
+def export(name: str, **fields: Any) -> Callable[[Call], Call]:
+    """Register a function ``(plan, *, ...) -> text`` as a format; fields are those of :class:`Export`."""
+
+    def add(call: Call) -> Call:
+        EXPORTS.add(name, Export(name=name, call=call, **fields))
+        return call
+
+    return add
+
+
+def format_for(kind: str) -> str:
+    """Return the format of a kind of plan where none is named: the first that is made for it."""
+    return next((e.name for e in EXPORTS.all().values() if kind in e.kinds), "csv")
+
+
+def find_plan(path: Path | str) -> Plan:
+    """Return the plan in a file, or in the folder of a result (``plan.json``).
+
+    Raises:
+        NotFound: The folder holds none.
+    """
+    file = Path(path) / "plan.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file() and Path(path).is_dir():
+        raise NotFound(f"{path} holds no plan.json.", "Folders of demo and apply hold one.", "Name the plan's own file.")
+    return Plan.load(file)
+
+
+@export(
+    "lora",
+    kinds=("ranks",),
+    file="adapter_config.json",
+    summary="PEFT's LoraConfig as JSON",
+    use="peft.LoraConfig(**json.load(open('{file}'))) has every rank and alpha.",
+)
+def lora_json(plan: Plan, *, alpha_policy: str = "constant-ratio", dropout: float = 0.0) -> str:
+    """Return ``LoraConfig`` as JSON; see :func:`~layerbudget.decisions.ranks.apply.to_lora_config`.
+
+    Raises:
+        MissingDependency: peft is not installed.
+    """
+    try:
+        from .decisions.ranks.apply import to_lora_config
+
+        config = to_lora_config(plan, alpha_policy=alpha_policy, dropout=dropout, task_type="CAUSAL_LM")
+    except ImportError as error:
+        raise MissingDependency("A LoraConfig needs peft.", "", 'pip install "layerbudget[peft]".') from error
+    record = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    return json.dumps(record, indent=1, sort_keys=True) + "\n"
+
+
+@export(
+    "recipe",
+    kinds=("sparsity",),
+    file="recipe.yaml",
+    summary="llm-compressor's recipe",
+    use="llmcompressor.oneshot(model=..., recipe='{file}', pipeline='sequential') prunes by it.",
+)
+def llm_compressor(plan: Plan, *, method: str | None = None, pattern: str | None = None, levels: int | None = None) -> str:
+    """Return a recipe with one modifier per distinct ratio, and in its comments how it is run.
+
+    Every modifier walks the model: in llm-compressor's sequential pipeline once over all layers, so that the number of
+    distinct ratios is what it costs.
+
+    Args:
+        plan: A plan of sparsities.
+        method: ``wanda`` or ``sparsegpt``; what the plan was measured with by default, else ``wanda``.
+        pattern: ``n:m``, for all blocks.
+        levels: At most so many distinct ratios, the total kept.
+    """
+    from .decisions.sparsity.apply import method_of, other_pruner
+    from .decisions.sparsity.export import recipe
+
+    method, _ = method_of(plan, method, {})
+    lines = [f"# {note}" for note in other_pruner(plan, method)]
+    if levels is not None:
+        plan, change = with_levels(plan, levels)
+        lines.append(f"# at most {levels} levels: no block's sparsity moves by more than {change:.4f}, the total stays")
+    lines += [
+        "# from llmcompressor import oneshot",
+        '# oneshot(model=MODEL, dataset=DATA, recipe="recipe.yaml", pipeline="sequential")',
+        "# sequential: one pass per layer for each modifier; the default of some versions runs the whole model instead",
+    ]
+    return "\n".join(lines) + "\n" + recipe(plan, method, pattern=pattern)
+
+
+def with_levels(plan: Plan, levels: int) -> tuple[Plan, float]:
+    """Return a plan with at most so many distinct sparsities and the same total, and the largest change of one block."""
+    numel = plan.numel.astype(np.float64)
+    values = few_levels(plan.counts / numel, numel, levels)
+    counts = round_parameters(values, numel, int(plan.counts.sum()), np.ones(len(values)))
+    blocks = [dataclasses.replace(b, value=float(v), count=int(c)) for b, v, c in zip(plan.blocks, values, counts, strict=True)]
+    change = float(np.abs(values - plan.counts / numel).max())
+    return dataclasses.replace(plan, blocks=tuple(blocks), certificate={}), change
+
+
+@export("layers", file="layers.json", summary="{module: value} as JSON", use="One number per module, by its full name.")
+def layers_json(plan: Plan) -> str:
+    """Return ``{module: value}`` in the model's own order."""
+    counted = plan.kind in ("ranks", "experts")
+    values = {m: b.count if counted else b.value for b in plan.blocks for m in b.modules}
+    return json.dumps(values, indent=1) + "\n"
+
+
+@export("csv", file="plan.csv", summary="one row per block", use="One row per block, for a spreadsheet.")
+def blocks_csv(plan: Plan) -> str:
+    """Return ``block,value,count,parameters,modules``, one row per block; modules are separated by blanks."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("block", "value", "count", "parameters", "modules"))
+    rows.writerows((b.name, repr(b.value), b.count, b.numel, " ".join(b.modules)) for b in plan.blocks)
+    return text.getvalue()
+
+
+export(
+    "tensor-types",
+    kinds=("bits",),
+    file="tensor-types.txt",
+    summary="llama.cpp's types of tensors",
+    use="llama-quantize --tensor-type-file {file} quantises by it.",
+)(llama_cpp)
+export(
+    "auto-round",
+    kinds=("bits",),
+    file="layer_config.json",
+    summary="AutoRound's layer_config",
+    use="AutoRound(model, layer_config=json.load(open('{file}'))) quantises by it.",
+)(auto_round)
+export(
+    "gptqmodel",
+    kinds=("bits",),
+    file="dynamic.json",
+    summary="GPTQModel's dynamic",
+    use="QuantizeConfig(dynamic=json.load(open('{file}'))) quantises by it.",
+)(gptq_model)

@@ -1,1 +1,0 @@
-"""Plans and pruned folders in the files of other tools: one function per format, and the table of them."""
