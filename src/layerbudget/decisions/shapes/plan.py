@@ -11,7 +11,8 @@ included.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ...plan import Plan
 from ...progress import Progress, Steps
 from ...records import to_jsonable
 from ...solvers.choices import Choice
+from ...solvers.steps import Proposal, descend
 from .apply import measure_plan
 from .compensation import ways_of
 from .parts import KINDS
@@ -109,8 +111,7 @@ def plan_shapes(
     allowed = {word: allowed_units(model, parts, kinds, depth) if even else None for word, parts in sets.items()}
     way = ways_of(model, data, compensate)
     last = _MEASURING + (way == "stream")
-    settings = _Settings(passes=passes - last, strides=strides, trust=trust, draws=draws, seed=seed, starts=len(words))
-    settings.check(depth, last)
+    _check(draws, strides, trust, depth, passes, last, len(words))
     tick, paths, refused, spent = Steps(progress, int(passes), "forward equivalents"), list[_Path](), [], 0.0
     for word, parts in sets.items():
         try:
@@ -129,120 +130,97 @@ def plan_shapes(
         except InfeasibleBudget as error:
             refused.append(error)
             continue
-        paths.append(_Path(ShapePoint(model, data, space, way, damping, batch_size), settings, tick))
+        point = ShapePoint(model, data, space, way, damping, batch_size)
+        paths.append(_Path(point, strides, trust, draws, seed, tick))
         spent += paths[-1].point.passes
     if not paths:
         raise refused[0]
     path = min(paths, key=_Path.promise) if len(paths) > 1 else paths[0]
     path.point.passes = spent
     try:
-        path.stride()
-        path.descend()
+        here, solution = path.run(passes - last)
     finally:
         path.point.restore()
     hyper = {"multiple": multiple, "compensate": way, "trust": trust, "strides": strides, "draws": draws, "passes": passes}
     hyper |= {"by": next((p.by for p in path.space.parts if p.kind == "heads"), by), "seed": seed}
-    plan = path.space.plan(path.state, path.log[-1]["divergence"], path.solution, hyper, describe(model))
+    plan = path.space.plan(here.state, here.divergence, solution, hyper, describe(model))
     measured = measure_plan(model, plan, data, damping=damping, batch_size=batch_size)
     extra = {"path": path.log, "forward_passes": path.point.passes + last, "measured": measured}
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """How to descend: passes in all, strides to the budget, trust in the first step, draws and their seed, units tried."""
-
-    passes: float
-    strides: int
-    trust: float
-    draws: int
-    seed: int
-    starts: int
-
-    @property
-    def price(self) -> float:
-        """Of looking around at a treated point."""
-        return 3.0 + 2.0 * self.draws
-
-    def check(self, depth: int, last: float) -> None:
-        """Refuse what allows no step; ``last`` forward equivalents are kept for measuring the result."""
-        least = (2.0 + 2.0 * self.draws) * self.starts + self.strides * self.price
-        if min(self.draws, self.strides) >= 1 and 0 < self.trust <= 1 and depth >= 0 and self.passes >= least:
-            return
-        raise InvalidInput(
-            f"draws is {self.draws}, strides {self.strides}, trust {self.trust:g}, depth {depth}, "
-            f"passes {self.passes + last:g}.",
-            f"Draws and strides are 1 or more, trust lies in (0, 1], depth is 0 or more, and {least + last:g} forward "
-            "equivalents are needed.",
-            f"Use draws=2, strides=2, trust=0.12, passes={max(PASSES, least + last):g}.",
-        )
+def _check(draws: int, strides: int, trust: float, depth: int, passes: float, last: float, starts: int) -> None:
+    """Refuse what allows no step; ``last`` forward equivalents are kept for measuring the result."""
+    least = (2.0 + 2.0 * draws) * starts + strides * (3.0 + 2.0 * draws) + last
+    if min(draws, strides) >= 1 and 0 < trust <= 1 and depth >= 0 and passes >= least:
+        return
+    raise InvalidInput(
+        f"draws is {draws}, strides {strides}, trust {trust:g}, depth {depth}, passes {passes:g}.",
+        f"Draws and strides are 1 or more, trust lies in (0, 1], depth is 0 or more, and {least:g} forward equivalents are "
+        "needed.",
+        f"Use draws=2, strides=2, trust=0.12, passes={max(PASSES, least):g}.",
+    )
 
 
 class _Path:
-    """The way from the dense model to a plan.
+    """The way from the dense model to a plan, with divergence, predictions and passes of every accepted point in ``log``."""
 
-    Attributes:
-        state: Where the model is, ``(K, 5)``.
-        solution: The program that led here.
-        log: Divergence, predictions and passes of every accepted point.
-    """
+    def __init__(self, point: ShapePoint, strides: int, trust: float, draws: int, seed: int, tick: Steps) -> None:
+        self.point, self.space, self.strides, self.trust = point, point.space, strides, trust
+        self.draws, self.seed, self.tick = draws, seed, tick
+        self.tried, self.log = 0, list[dict[str, Any]]()
+        self.here = self._evaluate(self.space.start(), 1.0, point.dense)
 
-    solution: Choice
-
-    def __init__(self, point: ShapePoint, settings: _Settings, tick: Steps) -> None:
-        self.point, self.space, self.settings, self.tick = point, point.space, settings, tick
-        self.state = self.space.start()
-        self.log: list[dict[str, Any]] = []
-        self.around = self.space.around(self.state, 1.0, _LEVELS)
-        self.here = point.evaluate(self.state, self.around, point.dense, draws=settings.draws, seed=settings.seed)
+    def _evaluate(self, state: np.ndarray, trust: float, grams: Sequence[Grams]) -> Evaluation:
+        around = self.space.around(state, trust, _LEVELS)
+        found = self.point.evaluate(state, around, grams, draws=self.draws, seed=self.seed + self.tried)
+        self.tried += 1
+        self.tick(int(self.point.passes) - self.tick.done)
+        return found
 
     def promise(self) -> float:
         """Damage of the budget as the dense model sees it."""
-        return self.space.step(self.around, self.here.forms.total)[1].damage
+        return self.space.step(self.here.around, self.here.forms.total)[1].damage
 
-    def _evaluate(self, goal: np.ndarray, grams: Sequence[Grams], trust: float, number: int) -> tuple[np.ndarray, Evaluation]:
-        around, settings = self.space.around(goal, trust, _LEVELS), self.settings
-        found = self.point.evaluate(goal, around, grams, draws=settings.draws, seed=settings.seed + number)
-        self.tick(int(self.point.passes) - self.tick.done)
-        return around, found
+    def run(self, passes: float) -> tuple[Evaluation, Choice]:
+        """Reach the budget, a part of it at a time, and go on down while that can be paid; the end, and the program there."""
+        here, grams = self.here, self.point.dense
+        for number in range(1, self.strides + 1):
+            share = number / self.strides
+            state, solution = self.space.step(here.around, here.forms.total, share)
+            predicted = here.divergence + solution.damage
+            here = self._evaluate(state, self.trust if number == self.strides else 1.0, grams)
+            grams = here.grams
+            self._note(here, step=0, share=share, predicted=predicted)
 
-    def stride(self) -> None:
-        """Reach the budget, a part of it at a time."""
-        strides = self.settings.strides
-        for number in range(1, strides + 1):
-            share = number / strides
-            self.state, self.solution = self.space.step(self.around, self.here.forms.total, share)
-            predicted = self.here.divergence + self.solution.damage
-            trust = self.settings.trust if number == strides else 1.0
-            grams = self.here.grams if self.log else self.point.dense
-            self.around, self.here = self._evaluate(self.state, grams, trust, number)
-            entry = {"divergence": self.here.divergence, "passes": self.point.passes}
-            self.log.append({"step": 0, **entry, "share": share, "predicted": predicted})
+        def evaluate(last: Evaluation, proposal: Proposal) -> Evaluation:
+            return self._evaluate(proposal.state[0], proposal.trust, last.grams)
 
-    def descend(self) -> None:
-        """Steps while they can be paid and gain; a layer whose going or coming back has not gained is left alone."""
-        trust, settled, tried = self.settings.trust, np.zeros(len(self.state), dtype=bool), self.settings.strides
-        while self.point.passes + self.settings.price <= self.settings.passes and trust * self.space.units.max() >= 1:
-            within = self._within(trust, settled)
-            goal, found = self.space.step(self.around, np.where(within, self.here.forms.total, np.inf))
-            if (goal == self.state).all() or found.damage >= 0:
-                break
-            tried += 1
-            around, there = self._evaluate(goal, self.here.grams, trust, tried)
-            gained = there.divergence - self.here.divergence
-            if gained >= 0:
-                flips = goal[:, GONE] != self.state[:, GONE]
-                settled, trust = settled | flips, trust if flips.any() else trust / 2
-                continue
-            if gained > 0.5 * found.damage:
-                trust *= 0.8
-            self.state, self.solution, self.here, self.around = goal, found, there, around
-            entry = {"divergence": there.divergence, "passes": self.point.passes, "predicted": found.damage}
-            self.log.append({"step": len(self.log), **entry, "measured": gained, "trust": trust})
+        def affords() -> bool:
+            return self.point.passes + 3.0 + 2.0 * self.draws <= passes
 
-    def _within(self, trust: float, settled: np.ndarray) -> np.ndarray:
-        """Alternatives within reach by now, ``(K, A)``."""
-        radius = np.maximum(np.rint(trust * self.space.units), 1)
-        stays = (self.around[:, :, GONE] == self.state[:, None, GONE]) | ~settled[:, None]
-        near = (np.abs(self.around[:, :, :2] - self.state[:, None, :2]) <= radius[:, None, :]).all(2)
-        return (near | (self.around[:, :, GONE] == 1)) & stays
+        settled = np.zeros(len(here.state), dtype=bool)
+        for step in descend(here, self.trust, partial(self._proposals, settled), evaluate, affords):
+            here, solution = step.point, step.proposal.state[1]
+            told = {"predicted": step.proposal.promise, "measured": step.change, "trust": step.trust}
+            self._note(here, step=len(self.log), **told)
+        return here, solution
+
+    def _note(self, here: Evaluation, **told: float) -> None:
+        self.log.append({"divergence": here.divergence, "passes": self.point.passes, **told})
+
+    def _proposals(self, settled: np.ndarray, here: Evaluation, trust: float) -> Iterator[Proposal]:
+        """The best plans within reach; a layer whose going or coming back has not gained is settled from then on."""
+        state, around = here.state, here.around
+        while trust * self.space.units.max() >= 1:
+            radius = np.maximum(np.rint(trust * self.space.units), 1)
+            stays = (around[:, :, GONE] == state[:, None, GONE]) | ~settled[:, None]
+            near = (np.abs(around[:, :, :2] - state[:, None, :2]) <= radius[:, None, :]).all(2)
+            within = (near | (around[:, :, GONE] == 1)) & stays
+            goal, found = self.space.step(around, np.where(within, here.forms.total, np.inf))
+            if (goal == state).all() or found.damage >= 0:
+                return
+            yield Proposal(state=(goal, found), promise=found.damage, trust=trust)
+            flips = goal[:, GONE] != state[:, GONE]
+            settled |= flips
+            trust = trust if flips.any() else trust / 2

@@ -51,8 +51,16 @@ Grams = dict[str, InputMoments]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Derivatives at a point, with the divergence there, and the second moments of the inputs there, for every fold."""
+    """What was seen at a state ``(K, 5)``.
 
+    Attributes:
+        state, around: The state, and the alternatives around it.
+        forms: Derivatives along the way to them, with the divergence at the state.
+        grams: Second moments of the inputs there, for every fold.
+    """
+
+    state: np.ndarray
+    around: np.ndarray
     forms: QuadraticTerms
     grams: list[Grams]
 
@@ -198,7 +206,7 @@ class ShapePoint:
             found.append(forms)
             gathered.append(seen)
         self.passes += found[0].passes
-        return Evaluation(forms=_mean(found), grams=_others(gathered))
+        return Evaluation(state=state, around=alternatives, forms=_mean(found), grams=_others(gathered))
 
     def _evaluate(
         self, reference: Reference, alternatives: np.ndarray, grams: Grams, draws: int, seed: int, *, dense: bool
