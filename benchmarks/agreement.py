@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from layerbudget.execution import loss as L
-from layerbudget.sensitivity.curvature import common
+from layerbudget.models.provenance import versions
 from layerbudget.sensitivity.gain import score
 
 HERE = Path(__file__).resolve().parent
@@ -122,7 +122,7 @@ def main() -> None:
     out = parser.parse_args().out
     zoo, products, kfac = oracle("conftest"), oracle("test_products"), oracle("test_kfac")
     found = {d: {m: check(zoo, products, kfac, m, getattr(torch, d)) for m in MODELS} for d in ("float64", "float32")}
-    environment = {"cpu": platform.machine(), "threads": torch.get_num_threads(), **common.versions()}
+    environment = {"cpu": platform.machine(), "threads": torch.get_num_threads(), **versions()}
     out.mkdir(parents=True, exist_ok=True)
     (out / "agreement.json").write_text(json.dumps({"environment": environment, "errors": found}, indent=1) + "\n")
     lines = [

@@ -2,7 +2,7 @@
 
     python benchmarks/certificates.py --model DIR [--samples 8] [--length 48] [--curvature fisher]
 
-Writes results/certificates-CURVATURE.{json,md,png}.
+Writes results/certificates-CURVATURE.{json,md}.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import transformers
 
 from layerbudget.data.text import calibration
 from layerbudget.models.blocks import partition
-from layerbudget.sensitivity.certificate import certify_ranking, direct_check, plot_direct_check
+from layerbudget.sensitivity.certificate import certify_ranking, direct_check
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -66,7 +66,6 @@ def render(record: dict) -> None:
     curvature, table = record["curvature"], record["table"]
     name = f"certificates-{curvature}"
     RESULTS.mkdir(exist_ok=True)
-    plot_direct_check(table, RESULTS / f"{name}.png")
     pairs, plain = certify_ranking(table), certify_ranking(table, with_gap=False)
     lines = [
         f"# The gain against the loss itself: {curvature}", "",

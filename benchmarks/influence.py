@@ -30,8 +30,7 @@ import transformers
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.models.blocks import partition
-from layerbudget.sensitivity.datainf import aggregate
-from layerbudget.sensitivity.influence import influence
+from layerbudget.sensitivity.influence import aggregate, influence
 
 RESULTS = Path(__file__).parent / "results"
 

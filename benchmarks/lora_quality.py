@@ -74,7 +74,7 @@ def scores_for(bench, form: str, rule: str, cache: dict):
         blocks = partition(model, "linear" if form == "ranks" else "layer", exclude=bench.exclude)
         data = bench.calibration()
         if kind == "spectral":
-            from layerbudget.sensitivity.spectral import spectral_tail
+            from layerbudget.sensitivity.baselines import spectral_tail
 
             cache[key] = spectral_tail(model, None, blocks)
         elif kind == "layerif":

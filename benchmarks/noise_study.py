@@ -1,6 +1,6 @@
 """How much of a gain is noise on the embedded model: gain, floor, excess and z per block for n = 16, 64, 256 sequences.
 
-    python benchmarks/noise_study.py --model FOLDER [--out benchmarks/results] [--length 256] [--stage FOLDER]
+    python benchmarks/noise_study.py --model FOLDER [--out benchmarks/results] [--length 256] [--resume FOLDER]
 
 One pass computes the Gram matrices of all 256 sequences; smaller n are its leading submatrices. Rank stability is the Kendall
 tau between the rankings of two disjoint sets of n sequences (of halves, for the largest n). Writes ``noise_study.json``,
@@ -21,6 +21,7 @@ import torch
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.models import blocks as model_blocks
+from layerbudget.models.provenance import versions
 from layerbudget.records import to_jsonable
 from layerbudget.sensitivity import noise
 from layerbudget.sensitivity.curvature import common, gram
@@ -157,13 +158,13 @@ def main() -> None:
     model.set_attn_implementation("eager")
     data = calibration(AutoTokenizer.from_pretrained(arguments.model), arguments.samples, arguments.length)
     blocks = model_blocks.partition(model)
-    grams, loss = gram.gram_matrices(model, data, blocks, max_bytes=4 << 30)
-    tokens = gram.token_counts(model, data)
+    grams, fed = gram.gram_matrices(model, data, blocks, max_bytes=4 << 30)
+    tokens = common.token_counts(model, data)
     result = study(grams, tokens)
     names = [b.name for b in blocks]
-    environment = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), **common.versions()}
+    environment = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), **versions()}
     record = {
-        "model": model_blocks.describe(model), "data": data.describe(), "mean_loss": loss / tokens.sum(), "dampings": DAMPINGS,
+        "model": model_blocks.describe(model), "data": data.describe(), "mean_loss": fed.loss / tokens.sum(), "dampings": DAMPINGS,
         "blocks": names, "environment": environment, **result,
     }  # fmt: skip
     record["model"]["id"] = "embedded model"

@@ -25,7 +25,8 @@ from torch import nn
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.execution import loss as L
 from layerbudget.models import blocks as model_blocks
-from layerbudget.sensitivity.curvature import common, gram, kronecker, products
+from layerbudget.models.provenance import versions
+from layerbudget.sensitivity.curvature import gram, kronecker, products
 from layerbudget.sensitivity.gain import score
 
 TARGETS = {
@@ -95,7 +96,7 @@ def cases(model: nn.Module, data: CalibrationSet, size: int) -> dict[str, Callab
                 with products.BlockProducts(model, part, blocks[k], size) as p:
                     p.gradient()  # fills the cache of the layers in front, once per score
                     first = clock()
-                    p.ggn(torch.randn(p.numel))
+                    p.ggn(torch.randn(blocks[k].numel))
                     spent += clock() - first
             return -spent / len(which) * data.samples / part.samples  # negative: this is the time, whatever the call took
 
@@ -179,7 +180,7 @@ def write(arguments: argparse.Namespace, rows: dict[str, dict[str, float | None]
     """Write the JSON and the table."""
     environment = {
         "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0], **common.versions(),
+        "load": os.getloadavg()[0], **versions(),
     }  # fmt: skip
     setting = {k: getattr(arguments, k) for k in ("samples", "length", "batch_size", "rounds", "attention")}
     arguments.out.mkdir(parents=True, exist_ok=True)

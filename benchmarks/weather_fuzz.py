@@ -160,7 +160,7 @@ FILES = {
     "adapter": (4, "adapter/adapter_model.safetensors", "evaluate model --adapter adapter --perplexity text.txt --length 16 --windows 2 -o O"),
     "results": (4, "results/*", "report results -o O"),
     "finetuned": (3, "tuned/*.json", "finetune model plan_ranks.json --task task.jsonl --train-rows 8 --epochs 1 --batch 8 --resume -o tuned"),
-    "stage": (5, "stage/**/*", "score model --data text.txt --samples 4 --length 8 --stage stage -o O"),
+    "stage": (5, "stage/**/*", "score model --data text.txt --samples 4 --length 8 --resume stage -o O"),
     "prune, resume": (5, "resume/*", "prune model plan.json --data text.txt --samples 4 --length 8 --resume resume -o O"),
 }  # fmt: skip
 RULES = ("uniform", "mdl", "owl", "alphapruning", "permuted", "linear", "nonsense")
@@ -175,7 +175,7 @@ def prepare(folder: Path) -> None:
     os.chdir(folder)
     data = ["--data", "text.txt", "--samples", "4", "--length", "8"]
     steps = [
-        ["score", "model", *data, "-o", "scores.json", "--stage", "stage"],
+        ["score", "model", *data, "-o", "scores.json", "--resume", "stage"],
         ["score", "model", *data, "--estimator", "rank-gain", "-o", "ranks.json"],
         ["plan", "sparsity", "scores.json", "-o", "plan.json"],
         ["plan", "sparsity", "scores.json", "--rule", "uniform", "-o", "other.json"],

@@ -47,9 +47,9 @@ class Verb:
 DEMO = {"SAMPLES": 6, "LENGTH": 24, "WINDOWS": 6, "MEASURED": 3, "PASSES": 8, "TARGETS": (0.5,)}
 PRUNE = ["prune", "model", "plan.json", "--method", "sparsegpt", *DATA, "--resume", "parts", "-o", "out"]
 VERBS = {
-    "score": Verb(["score", "model", *DATA, "--stage", "stage", "-o", "out.json"], ["--overwrite"], "out.json", ("stage/notes",)),
+    "score": Verb(["score", "model", *DATA, "--resume", "stage", "-o", "out.json"], ["--overwrite"], "out.json", ("stage/notes",)),
     "score, kfac": Verb(
-        ["score", "model", *DATA, "--estimator", "kfac", "--set", "walk=layers", "--stage", "stage", "-o", "out.json"],
+        ["score", "model", *DATA, "--estimator", "kfac", "--set", "walk=layers", "--resume", "stage", "-o", "out.json"],
         ["--overwrite"], "out.json", ("stage/notes",),
     ),
     "measure": Verb(["measure", "model", *DATA, "--resume", "parts", "-o", "out.json"], ["--overwrite"], "out.json", ("parts/notes",)),

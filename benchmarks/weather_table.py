@@ -26,7 +26,7 @@ from weather_small import run, say
 
 COMMANDS = {
     "score": ["score", "model", *DATA, "-o", "OUT"],
-    "score --stage": ["score", "model", *DATA, "--stage", "OUT.stage", "-o", "OUT"],
+    "score --resume": ["score", "model", *DATA, "--resume", "OUT.stage", "-o", "OUT"],
     "measure": ["measure", "model", *DATA, "-o", "OUT"],
     "plan": ["plan", "sparsity", "scores.json", "-o", "OUT"],
     "prune": ["prune", "model", "plan.json", *DATA, "-o", "OUT"],

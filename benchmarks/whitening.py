@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from layerbudget.sensitivity.curvature.kronecker import Sums
-from layerbudget.sensitivity.curvature.whitened import whitened
+from layerbudget.sensitivity.rank_gain import whitened
 
 
 def factors(width: int, tokens: int) -> Sums:

@@ -17,8 +17,8 @@ def test_certify_on_a_saved_model(folder, capsys):
         assert row["ok"] + len(row["not_ok"]) == row["blocks"] and row["pairs"] == row["ok"] * (row["ok"] - 1) // 2
         assert row["paper"] <= row["exact"] <= row["pairs"]  # the paper counts a known term as an error
         assert row["contradicted"] == {"paper": 0, "paper_with_gap": 0, "exact": 0}
-    assert main([*words, "--figure", str(folder / "f.png")]) == 0
-    assert "read the column with the gap" in capsys.readouterr().out and (folder / "f.png").stat().st_size > 1000
+    assert main(words) == 0
+    assert "read the column with the gap" in capsys.readouterr().out
     assert main([*words, "--steps", "5"]) == 2  # fisher needs no products
 
 

@@ -290,18 +290,15 @@ def test_the_rules_that_read_nothing_refuse_everything(tables):
 
 # An option of an estimator's own: a value that shows, and what must be given with it for that.
 OWN = {
-    "fisher-diagonal": {"groups": (2, {})}, "fisher-gram": {"sketch": (2, {}), "replicates": (3, {}), "max_bytes": (1, {})},
-    "fisher-mc": {"draws": (2, {}), "max_bytes": (1, {})},
-    "kfac": {"labels": ("data", {}), "draws": (2, {}), "groups": (2, {"batch_size": 1})},
-    "ekfac": {"labels": ("data", {}), "draws": (2, {}), "groups": (2, {"batch_size": 1})},
-    "ggn": {"steps": (2, {}), "tolerance": (0.5, {}), "floor": (True, {"batch_size": 1})},
+    "fisher-gram": {"sketch": (2, {}), "replicates": (3, {})}, "fisher-mc": {"draws": (2, {})},
+    "kfac": {"labels": ("data", {}), "draws": (2, {})}, "ekfac": {"labels": ("data", {}), "draws": (2, {})},
+    "ggn": {"steps": (2, {}), "tolerance": (0.5, {})},
     "hessian": {"steps": (3, {}), "tolerance": (0.9, {"absolute": True}), "absolute": (True, {})},
     "adapter": {"rank": (2, {}), "scaling": (2.0, {"damping_unit": "absolute", "damping": 0.1}), "replicates": (3, {})},
     "rank-gain": {"largest": (3, {}), "curvature": ("none", {})},
-    "layerif": {"validation": ("other", {}), "mode": ("parity", {}), "aggregation": ("positive", {}), "divisor": (2.0, {}),
-                "memory": (1, {}), "sketch": (2, {})},
+    "layerif": {"validation": ("other", {}), "mode": ("parity", {}), "aggregation": ("positive", {})},
     "reconstruction": {"share": (0.25, {}), "width": (4, {})},
-    "outlier-ratio": {"multiple": (2.0, {})}, "spectral-tail": {"method": ("mid", {}), "lower_bound": ("corrected", {})},
+    "outlier-ratio": {"multiple": (2.0, {})}, "spectral-tail": {"method": ("mid", {})},
 }  # fmt: skip
 VALUES = {"damping": 0.7, "damping_unit": "absolute", "batch_size": 1, "seed": 5}
 WITH = {"damping_unit": {"damping": 0.7}}
@@ -310,7 +307,7 @@ WALKED = ("gradient-norm", "fisher-diagonal", "fisher-gram", "fisher-mc", "kfac"
           "fisher-trace")  # fmt: skip
 for _name in WALKED:
     OWN[_name] = {**OWN.get(_name, {}), "walk": ("layers", {})}
-PASSES = ("batch_size", "max_bytes", "memory", "walk")  # decide how many passes there are, and no number
+PASSES = ("batch_size", "walk")  # decide how many passes there are, and no number
 
 
 @pytest.fixture(scope="module")
@@ -370,8 +367,7 @@ def score_tables(tiny):
                 row[option] = score_cell(tiny, name, option, VALUES[option], {})
                 assert row[option] == "refused"
                 continue
-            more = {"sketch": 2} if (name, option) == ("layerif", "seed") else WITH.get(option, {})
-            row[option] = score_cell(tiny, name, option, VALUES[option], more)
+            row[option] = score_cell(tiny, name, option, VALUES[option], WITH.get(option, {}))
         own = [o for o in one.options if o not in SHARED]
         assert set(own) == set(OWN.get(name, {})), f"{name}: say in OWN how each of {own} shows"
         for option in own:
@@ -423,7 +419,7 @@ SCORE_FLAGS = {
     "--data": ("--data", "more.txt"), "--samples": ("--samples", "5"), "--length": ("--length", "7"), "--seed": ("--seed", "4"),
     "--dtype": ("--dtype", "bfloat16"), "--revision": ("--revision", "x"), "--device": ("--device", "nowhere"),
     "--by": ("--by", "linear"), "--include": ("--include", "mlp"), "--exclude": ("--exclude", "mlp"),
-    "--validation": ("--validation", "more.txt"), "--stage": ("--stage", "stage"), "--import": ("--import", "own.csv"),
+    "--validation": ("--validation", "more.txt"), "--resume": ("--resume", "stage"), "--import": ("--import", "own.csv"),
     "--orientation": ("--orientation", "redundancy"),
     "--names": ("--names", "names.txt"), "--set": ("--set", "nothing=1"), "--four-bit": ("--four-bit",),
 }  # fmt: skip
@@ -476,8 +472,8 @@ def flag_table(tiny, tokenizer, tmp_path_factory):
             if (flag, column) == ("--names", "--import"):
                 words = ("--import", "own.npy")  # a table has names already
             found = run(*words, *text(column, *own), *own)
-            if flag == "--stage" and found != 2:
-                assert found == plain and list((folder / "stage" / "results").iterdir())
+            if flag == "--resume" and found != 2:
+                assert found == plain and list((folder / "stage").iterdir())
                 table[column][flag] = "heard"
                 continue
             assert found != plain, f"score {column} ignores {flag}"
@@ -494,7 +490,7 @@ def test_flags_of_score_are_heard_or_refused(flag_table, capsys):
     assert refused["layerif"] == local | own
     text = {"--data", "--samples", "--length", "--seed", "--validation"}
     assert refused["spectral-tail"] == local | text | own
-    assert refused["--import"] == local | text | {"--stage", "--dtype"}
+    assert refused["--import"] == local | text | {"--resume", "--dtype"}
 
 
 def render(tables, score_tables, flag_table) -> str:

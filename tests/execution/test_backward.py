@@ -13,10 +13,10 @@ from layerbudget.execution import backward, memory
 from layerbudget.execution.backward import Accumulator, SampledLoss, data_loss, feed
 from layerbudget.models.blocks import partition
 from layerbudget.records import Block, Module
+from layerbudget.sensitivity.curvature.kfac import rotate, second_moments, token_basis
 from layerbudget.sensitivity.curvature.kronecker import Sums, Tokens, collect, factors_of
-from layerbudget.sensitivity.curvature.rotated import rotated, second_moments, token_basis
-from layerbudget.sensitivity.curvature.whitened import largest_squared, whitened
 from layerbudget.sensitivity.gain import score
+from layerbudget.sensitivity.rank_gain import largest_squared, whitened
 
 ESTIMATORS = {
     "gradient-norm": {}, "fisher-diagonal": {}, "fisher-gram": {}, "fisher-gram sketch": {"sketch": 8}, "fisher-mc": {},
@@ -204,7 +204,7 @@ def test_tokens_and_sums_say_the_same(options):
         own = tokens[name]
         assert isinstance(found, Sums) and isinstance(own, Tokens)
         for tau in (1e-6, 1e-2):
-            a, b = (rotated(x, 2).forms(np.array([tau * float(found.a.max() * found.g.max())])) for x in (found, own))
+            a, b = (rotate(x, 2).forms(np.array([tau * float(found.a.max() * found.g.max())])) for x in (found, own))
             assert all(np.allclose(x, y, rtol=1e-7, atol=1e-12 * abs(a[0][0])) for x, y in zip(a, b, strict=True)), name
         a, b = (whitened(x, 0.3 * float(found.a.trace()), 0.2 * float(found.g.trace()), 5) for x in (found, own))
         for (s, rank), (t, other) in zip(a, b, strict=True):
@@ -246,6 +246,6 @@ def test_the_top_of_a_large_spectrum_is_found_without_the_rest(monkeypatch):
     steep = flat * torch.logspace(0, -3, 300, dtype=torch.float64)[:, None]
     for matrix in (flat, steep, flat.T):
         exact = torch.linalg.svdvals(matrix).square()
-        monkeypatch.setattr("layerbudget.sensitivity.curvature.whitened.SMALL", 16)
+        monkeypatch.setattr("layerbudget.sensitivity.rank_gain.SMALL", 16)
         found, error = largest_squared(matrix, 8)
         assert torch.allclose(found, exact[:8], rtol=1e-4) and error < 1e-3

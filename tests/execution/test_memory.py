@@ -45,13 +45,13 @@ def refuse(needs):
 PEAK = """
 import resource, torch
 from layerbudget.records import Module
-from layerbudget.sensitivity.curvature.held import Output
+from layerbudget.sensitivity.curvature.kronecker import _Output
 from layerbudget.sensitivity.curvature.kronecker import Factors
-from layerbudget.sensitivity.curvature.whitened import whitened
+from layerbudget.sensitivity.rank_gain import whitened
 torch.set_num_threads(1)
 d, n = 300, 2400
 factors = Factors([], 4, 4, 16.0, None, dtype=torch.float32)
-held = Output(Module(name="m", d_in=d, d_out=n), False)
+held = _Output(Module(name="m", d_in=d, d_out=n), False)
 held.sums, held.parts = torch.eye(n), torch.randn(2, n, d)
 torch.linalg.cholesky_ex(torch.eye(64).double())
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -33,7 +33,7 @@ def test_auto_is_what_the_checkpoint_holds(half, saved_model):
 
 def test_the_precision_of_auto_is_in_the_record_and_the_pruned_checkpoint_keeps_it(half, tmp_path, capsys):
     words = ["--samples", "4", "--length", "16"]
-    assert main(["score", half, *words, "--stage", str(tmp_path / "stage"), "-o", str(tmp_path / "s.json")]) == 0
+    assert main(["score", half, *words, "--resume", str(tmp_path / "stage"), "-o", str(tmp_path / "s.json")]) == 0
     assert "in bfloat16 on cpu" in capsys.readouterr().err
     found = [json.loads(f.read_text()) for f in (tmp_path / "stage").rglob("*.json")]
     assert any("bfloat16" in json.dumps(record) for record in found), "the identity of a stage names the precision"

@@ -14,7 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from layerbudget.errors import CoverageError, InvalidInput
 from layerbudget.models.blocks import layers, partition
 from layerbudget.sensitivity.ablation import ablation, block_influence
-from layerbudget.sensitivity.trace import fisher_trace
+from layerbudget.sensitivity.curvature.diagonal import score_trace as fisher_trace
 
 
 def mean_loss(model, data):

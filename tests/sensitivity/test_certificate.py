@@ -17,10 +17,9 @@ from layerbudget.sensitivity.certificate import (
     certify_ranking,
     conjugate_gradients,
     direct_check,
-    plot_direct_check,
 )
+from layerbudget.sensitivity.curvature.exact import score_ggn
 from layerbudget.sensitivity.curvature.fisher import score_gram
-from layerbudget.sensitivity.curvature.ggn import score_ggn
 from layerbudget.sensitivity.curvature.products import BlockProducts
 
 
@@ -151,15 +150,6 @@ def test_conjugate_gradients_equal_the_dense_solve():
     assert conjugate_gradients(lambda v: -a @ v, b, 0.3) == (None, "negative curvature")
     few, status = conjugate_gradients(lambda v: a @ v, b, 0.3, steps=2, tolerance=1e-10)
     assert few is not None and status.startswith("not converged: residual")
-
-
-def test_plot_is_drawn(net, tmp_path):
-    model, data, blocks = net
-    table = direct_check(model, data, blocks, damping=[0.1, 1.0])
-    path = plot_direct_check(table, tmp_path / "figures" / "check.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(InvalidInput, match="larger damping"):
-        plot_direct_check([{"status": "negative curvature"}], path)
 
 
 def test_refusals(net):

@@ -8,7 +8,7 @@ from tests import zoo
 from layerbudget.errors import CoverageError, InvalidInput, UnknownStructure
 from layerbudget.execution import loss as L
 from layerbudget.execution import sites as hooks
-from layerbudget.sensitivity.curvature import gram
+from layerbudget.sensitivity.curvature import common, gram
 from layerbudget.sensitivity.estimators import estimators
 from layerbudget.sensitivity.gain import score
 
@@ -65,7 +65,7 @@ def test_gradient_norm_is_that_of_autograd_and_its_unbiased_form_drops_the_diago
     blocks = zoo.partition(model, name)
     scores = score(model, data, blocks, "gradient-norm", batch_size=1)
     rows, n = zoo.rows(model, data, blocks), L.token_count(model, data)
-    counts = gram.token_counts(model, data)
+    counts = common.token_counts(model, data)
     for k, s in enumerate(rows):
         inner = s @ s.T
         assert scores.gain[0][k] == pytest.approx(float(inner.sum()) / n**2, rel=1e-9)

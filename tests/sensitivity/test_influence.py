@@ -11,6 +11,7 @@ from tests import zoo
 
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import partition
+from layerbudget.sensitivity.gain import score
 from layerbudget.sensitivity.influence import aggregate, influence, influence_table, score_layerif
 
 
@@ -70,21 +71,13 @@ def test_padding_counts_only_in_parity_mode(mistral):
 
 
 @pytest.mark.parametrize("mode", ["parity", "clean"])
-def test_batch_size_and_memory_do_not_matter(mistral, mode):
+def test_batch_size_and_memory_do_not_matter(mistral, mode, monkeypatch):
     train, validation = zoo.text(samples=7, padded=True), zoo.text(samples=3, seed=9)
     options = {"validation": validation, "mode": mode}
     a = score_layerif(mistral, train, partition(mistral), batch_size=1, **options).values()
-    b = score_layerif(mistral, train, partition(mistral), batch_size=5, memory=1, **options).values()
+    monkeypatch.setattr("layerbudget.sensitivity.influence.MEMORY", 1)
+    b = score_layerif(mistral, train, partition(mistral), batch_size=5, **options).values()
     assert a == pytest.approx(b, rel=1e-4)
-
-
-def test_a_full_width_sketch_is_exact_and_a_wider_one_closer(mistral):
-    train, validation = zoo.text(samples=12), zoo.text(samples=6, seed=9)
-    blocks = partition(mistral)
-    exact = influence(mistral, train, validation, blocks)[blocks[0].name]
-    found = {r: influence(mistral, train, validation, blocks, sketch=r)[blocks[0].name].table for r in (4, 16, 64)}
-    assert found[64] == pytest.approx(exact.table)
-    assert np.linalg.norm(found[16] - exact.table) < 0.6 * np.linalg.norm(found[4] - exact.table)
 
 
 def test_influence_does_not_change_with_the_scale_of_the_loss():
@@ -157,11 +150,11 @@ def test_gpt2_has_attention_by_another_name(gpt2):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"mode": "x"}, "mode"), ({"aggregation": "+ve"}, "aggregation"), ({"divisor": 0.0}, "divisor")],
+    [({"mode": "x"}, "option mode .* It is clean, parity"), ({"aggregation": "+ve"}, "option aggregation")],
 )
 def test_refusals(mistral, data, options, message):
     with pytest.raises(InvalidInput, match=message):
-        score_layerif(mistral, data, partition(mistral), **options)
+        score(mistral, data, partition(mistral), "layerif", **options)
 
 
 def test_parity_without_attention_is_refused(mistral, data):

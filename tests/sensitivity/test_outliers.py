@@ -9,7 +9,7 @@ import torch
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CoverageError, InvalidInput
 from layerbudget.models.blocks import partition
-from layerbudget.sensitivity.outliers import mean_metric, outlier_ratio
+from layerbudget.sensitivity.baselines import mean_metric, outlier_ratio
 
 
 def plain(model, data, layer, multiple):

@@ -10,8 +10,8 @@ from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CoverageError, InvalidInput
 from layerbudget.models.blocks import partition
 from layerbudget.records import Block
+from layerbudget.sensitivity.baselines import reconstruction, removal_error
 from layerbudget.sensitivity.gain import score
-from layerbudget.sensitivity.reconstruction import reconstruction, removal_error
 
 
 def plain(weight, x, share, width):

@@ -10,10 +10,11 @@ import torch
 
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import partition
-from layerbudget.sensitivity.spectral import alpha_mid, alpha_peak, eigenvalues, spectral_tail
+from layerbudget.sensitivity.baselines import alpha_mid, alpha_peak, eigenvalues, spectral_tail
+from layerbudget.sensitivity.gain import score
 
 
-def plain_peak(eigs, published):
+def plain_peak(eigs):
     """Steps 1 to 5 of the sources, one scalar at a time."""
     logs = [math.log10(e) for e in eigs]
     width = (max(logs) - min(logs)) / 100
@@ -21,7 +22,7 @@ def plain_peak(eigs, published):
     for x in logs:
         counts[min(int((x - min(logs)) / width), 99)] += 1
     peak = 10 ** (min(logs) + width * counts.index(max(counts)))
-    low = math.log10(0.95 * peak) if published else 0.95 * peak
+    low = math.log10(0.95 * peak)
     best, smallest = 0.0, 1.0
     n_all = len(eigs)
     for i in range(n_all - 1):
@@ -38,30 +39,17 @@ def plain_peak(eigs, published):
     return best
 
 
-@pytest.mark.parametrize("bound", ["published", "corrected"])
 @pytest.mark.parametrize("scale", [0.05, 1.0, 30.0])
-def test_peak_equals_the_plain_loop(bound, scale):
+def test_peak_equals_the_plain_loop(scale):
     torch.manual_seed(4)
     values = eigenvalues(torch.randn(48, 70) * scale)
-    assert alpha_peak(values, lower_bound=bound) == pytest.approx(plain_peak(list(values), bound == "published"), rel=1e-9)
-
-
-def test_published_bound_differs_where_it_should():
-    """For large eigenvalues log10(0.95 x) lies far below 0.95 x, so smaller thresholds are admitted."""
-    torch.manual_seed(0)
-    found = []
-    for seed in range(20):
-        torch.manual_seed(seed)
-        values = eigenvalues(torch.randn(48, 70) * 30)
-        found.append(alpha_peak(values) != alpha_peak(values, lower_bound="corrected"))
-    assert any(found)
+    assert alpha_peak(values) == pytest.approx(plain_peak(list(values)), rel=1e-9)
 
 
 def test_power_law_exponent_is_recovered():
     rng = np.random.default_rng(0)
     for exponent in (2.0, 3.5):
         values = np.sort((1 - rng.random(3000)) ** (-1 / (exponent - 1)))
-        assert alpha_peak(values, lower_bound="corrected") == pytest.approx(exponent, rel=0.1)
         assert alpha_mid(values) == pytest.approx(exponent, rel=0.1)
 
 
@@ -77,7 +65,7 @@ def test_scores_average_the_matrices_of_a_block(mistral):
     assert scores.orientation == "redundancy"
     own = [scores.extra["modules"][m.name] for m in blocks[1].modules]
     weight = mistral.model.layers[1].self_attn.q_proj.weight
-    assert own[0] == pytest.approx(plain_peak(list(eigenvalues(weight)), True), rel=1e-9)
+    assert own[0] == pytest.approx(plain_peak(list(eigenvalues(weight))), rel=1e-9)
     assert scores.values()[1] == pytest.approx(np.mean(own))
 
 
@@ -93,5 +81,5 @@ def test_heavier_tail_is_pruned_less(mistral):
 
 
 def test_unknown_method_is_refused(mistral):
-    with pytest.raises(InvalidInput, match="lower_bound"):
-        spectral_tail(mistral, None, partition(mistral), lower_bound="other")
+    with pytest.raises(InvalidInput, match="The option method of the estimator spectral-tail is 'other'. It is peak, mid"):
+        score(mistral, None, partition(mistral), "spectral-tail", method="other")

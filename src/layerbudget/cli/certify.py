@@ -27,7 +27,6 @@ def register(subparsers: Any) -> None:
         help="relative to each block's largest or mean eigenvalue, or absolute (default: max)",
     )  # fmt: skip
     p.add_argument("--steps", type=int, help="largest number of products of conjugate gradients (default 200)")
-    p.add_argument("--figure", metavar="PNG", help="draw measured against predicted decrease")
     p.add_argument("-o", "--out", metavar="FILE", help="write table and certificates as JSON")
     p.set_defaults(handler=handler)
 
@@ -37,14 +36,14 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     from ..doctor.cost import scoring
     from ..models.blocks import describe, partition
     from ..records import check_output, dumps, to_jsonable, write_text
-    from ..sensitivity.certificate import certify_ranking, direct_check, plot_direct_check
+    from ..sensitivity.certificate import certify_ranking, direct_check
     from .outlook import expect, text_of, words_of
     from .shared import refuse
 
     if a.curvature in ("fisher", "diagonal"):
         refuse(a, ("steps",), f"the curvature {a.curvature}, which needs no products")
-    for path in filter(None, (a.out, a.figure)):
-        check_output(path, overwrite=a.overwrite)
+    if a.out:
+        check_output(a.out, overwrite=a.overwrite)
     model, _, data = load(a)
     priced, text = {"fisher": "fisher-gram", "diagonal": "fisher-diagonal"}.get(a.curvature, a.curvature), text_of(data, a)
     what = f"direct check, curvature {a.curvature}, on {words_of(data)}"
@@ -62,8 +61,6 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         "data": data.describe(), "table": table, "pairs": pairs["with_gap"], "summary": summary(table, pairs),
     }  # fmt: skip
     _show(a, result)
-    if a.figure:
-        say(a, [f"Drawn into {plot_direct_check(table, a.figure)}."])
     if a.out:
         say(a, [f"Written to {write_text(a.out, dumps(result), overwrite=a.overwrite)}."])
     return to_jsonable(result)

@@ -32,7 +32,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--four-bit", action="store_true", help="hold the model's matrices in 4 bits (NF4, needs bitsandbytes)")
     parser.add_argument("--validation", metavar="DATA", help="layerif: validation text (default: see the estimator)")
     parser.add_argument("--excess", action="store_true", help="subtract the noise floor: rank by what noise does not explain")
-    parser.add_argument("--stage", metavar="DIR", help="keep finished parts here: resumes, grows with more samples, is reused")
+    parser.add_argument("--resume", metavar="DIR", help="keep finished parts here: resumes, grows with more samples, is reused")
     parser.add_argument("--import", dest="given", metavar="FILE", help="take your own scores from JSON, CSV or npy instead")
     parser.add_argument("--names", metavar="FILE", help="of an npy file: block names or layer numbers, one per line")
     parser.add_argument("--orientation", choices=("gain", "redundancy"), help="of imported scores (default: gain)")
@@ -60,7 +60,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     return scores.to_dict()
 
 
-_MEASURING = ("estimator", "damping", "damping_unit", "excess", "stage", "validation", "four_bit", "options")
+_MEASURING = ("estimator", "damping", "damping_unit", "excess", "resume", "validation", "four_bit", "options")
 
 
 def _refuse_unread(arguments: argparse.Namespace, chosen: Estimator) -> None:
@@ -123,7 +123,7 @@ def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[st
     arguments.estimator = chosen.name
     with progress_bar(arguments, f"scoring by {chosen.name}") as progress:
         scores = score(
-            model, data, blocks, chosen.name, progress=progress, stage=arguments.stage,
+            model, data, blocks, chosen.name, progress=progress, resume=arguments.resume,
             **{k: v for k, v in named.items() if v is not None}, **options,
         )  # fmt: skip
     return subtract_floor(scores) if arguments.excess else scores

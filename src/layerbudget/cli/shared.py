@@ -206,7 +206,7 @@ def named_values(texts: Sequence[str]) -> dict[str, Any]:
 
 
 # What changes no number: where results, caches and processes are.
-_ASIDE = ("help", "json", "quiet", "overwrite", "resume", "stage", "part", "cells_only", "workers", "launcher")
+_ASIDE = ("help", "json", "quiet", "overwrite", "resume", "part", "cells_only", "workers", "launcher")
 
 
 def line_of(arguments: argparse.Namespace, given: Mapping[str, Any]) -> str:

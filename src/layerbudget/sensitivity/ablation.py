@@ -20,40 +20,15 @@ from ..models.blocks import is_conv1d, weight_of
 from ..progress import Progress, Steps
 from ..records import Block
 from ..scores import Scores
-from .curvature.common import check_inputs, record
-
-
-def ratio_of_sums(values: np.ndarray, counts: np.ndarray) -> tuple[float, float | None]:
-    """``sum v_i / sum n_i`` and its standard error over sequences (null for one sequence).
-
-    >>> ratio_of_sums(np.array([2.0, 2.0]), np.array([1.0, 1.0]))
-    (2.0, 0.0)
-    """
-    total, n = float(counts.sum()), len(values)
-    ratio = float(values.sum()) / total
-    if n < 2:
-        return ratio, None
-    spread = float(np.square(values - ratio * counts).sum())
-    return ratio, float(np.sqrt(spread * n / (n - 1))) / total
-
-
-def over_sequences(
-    model: nn.Module, data: Data, blocks: Sequence[Block], estimator: str, values: np.ndarray, counts: np.ndarray, *,
-    unit: str,
-) -> Scores:  # fmt: skip
-    """Record of values ``(K, n)`` summed over sequences and divided by their tokens ``(n,)``, with standard errors."""
-    gain, error = zip(*(ratio_of_sums(row, counts) for row in values), strict=True)
-    return record(model, data, blocks, estimator, gain=(gain,), standard_error=(error,), unit=unit, orientation="gain")
+from .curvature.common import over_sequences
 
 
 def _nothing(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Zeros in the place of what a matrix returns; a router chooses as it does without an input."""
     return torch.zeros_like(output) if isinstance(output, torch.Tensor) else module.forward(torch.zeros_like(inputs[0]))
 
 
 @contextlib.contextmanager
 def _without(model: nn.Module, block: Block) -> Iterator[None]:
-    """Silence the matrices of a block: they output zero."""
     with contextlib.ExitStack() as stack:
         for matrix in block.modules:
             owner, _ = weight_of(model, matrix.name, packed=True)
@@ -62,27 +37,13 @@ def _without(model: nn.Module, block: Block) -> Iterator[None]:
 
 
 def _replay(model: nn.Module) -> Replay | None:
-    """The model layer by layer, where it has one list of layers."""
     try:
         return Replay(model)
     except UnknownStructure:
         return None
 
 
-def _first_layer(replay: Replay, block: Block) -> int:
-    """The first layer that a block touches."""
-    touched = (
-        i for i, (name, _) in enumerate(replay.layers) if any(m.name.startswith(f"{name}.") for m in block.modules)
-    )  # fmt: skip
-    return min(touched, default=0)
-
-
 def _refuse_fused(model: nn.Module, blocks: Sequence[Block]) -> None:
-    """Refuse single matrices that no module of their own multiplies by: they cannot be silenced one by one.
-
-    Raises:
-        CoverageError: Names the first.
-    """
     for matrix in (m for b in blocks for m in b.modules):
         owner, _ = weight_of(model, matrix.name, packed=True)
         if not (isinstance(owner, nn.Linear) or is_conv1d(owner)):
@@ -105,7 +66,10 @@ def _increases(model: nn.Module, batch: Batch, blocks: Sequence[Block], replay: 
             if block.name not in whole:
                 stack.enter_context(_without(model, block))
             if replay is not None:  # the layers below are as they were; a layer that is left out passes its input on
-                start = _first_layer(replay, block)
+                touched = (
+                    i for i, (n, _) in enumerate(replay.layers) if any(m.name.startswith(f"{n}.") for m in block.modules)
+                )
+                start = min(touched, default=0)
                 stack.enter_context(replay.begin(start + (block.name in whole), trace.inputs[start]))
             rows.append(sequence_losses(logits_of(model, batch), batch.targets) - clean)
     counts = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1)
@@ -113,12 +77,7 @@ def _increases(model: nn.Module, batch: Batch, blocks: Sequence[Block], replay: 
 
 
 def ablation(
-    model: nn.Module,
-    data: Data,
-    blocks: Sequence[Block],
-    *,
-    batch_size: int = 8,
-    progress: Progress | None = None,
+    model: nn.Module, data: Data, blocks: Sequence[Block], *, batch_size: int = 8, progress: Progress | None = None
 ) -> Scores:
     """Increase of the mean token loss when a block is left out: ``L(without k) - L``, in nats per token.
 
@@ -142,7 +101,6 @@ def ablation(
         InvalidInput: No token has a loss.
         CoverageError: A block of fused experts that is not a whole layer.
     """
-    check_inputs(data, batch_size)
     replay, tick = _replay(model), Steps(progress, data.samples)
     _refuse_fused(model, [b for b in blocks if replay is None or b.name not in dict(replay.layers)])
     increases: list[np.ndarray] = []
@@ -156,7 +114,7 @@ def ablation(
             counts.append(n)
             tick(batch.size)
     rows, n = np.concatenate(increases, axis=1), np.concatenate(counts).astype(float)
-    return over_sequences(model, data, blocks, "ablation", rows, n, unit="nats of average loss")
+    return over_sequences(blocks, "ablation", rows, n, unit="nats of average loss")
 
 
 def _distances(trace: Trace, chosen: Sequence[int], batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -172,12 +130,7 @@ def _distances(trace: Trace, chosen: Sequence[int], batch: Batch) -> tuple[np.nd
 
 
 def block_influence(
-    model: nn.Module,
-    data: Data,
-    blocks: Sequence[Block],
-    *,
-    batch_size: int = 8,
-    progress: Progress | None = None,
+    model: nn.Module, data: Data, blocks: Sequence[Block], *, batch_size: int = 8, progress: Progress | None = None
 ) -> Scores:
     """``1 - mean over tokens cos(h_in, h_out)`` of each layer's hidden states (ShortGPT's block influence).
 
@@ -204,7 +157,6 @@ def block_influence(
             "Block influence compares the hidden states before and after a layer.",
             "Partition with by='layer', or use ablation.",
         )
-    check_inputs(data, batch_size)
     tick = Steps(progress, data.samples)
     sums, counts = [], []
     with inference(model):
@@ -217,4 +169,4 @@ def block_influence(
             counts.append(n)
             tick(batch.size)
     rows, unit = np.concatenate(sums, axis=1), "1 - cosine of hidden states"
-    return over_sequences(model, data, blocks, "block-influence", rows, np.concatenate(counts), unit=unit)
+    return over_sequences(blocks, "block-influence", rows, np.concatenate(counts), unit=unit)

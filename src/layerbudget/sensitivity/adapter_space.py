@@ -22,8 +22,8 @@ from ..progress import Progress, Steps
 from ..records import Block
 from ..scores import Scores
 from .curvature import common, fisher
-from .curvature.gram import real_type
-from .curvature.inner import InnerProducts
+from .curvature.common import real_type
+from .curvature.gram import InnerProducts
 
 
 class _Started(InnerProducts):
@@ -52,8 +52,8 @@ def score_adapter(
     data: Data,
     blocks: Sequence[Block],
     *,
-    damping: float | Sequence[float] | None = None,
-    damping_unit: str = "median",
+    damping: common.Damping = None,
+    damping_unit: common.Unit = "median",
     batch_size: int = 8,
     seed: int = 0,
     progress: Progress | None = None,
@@ -86,7 +86,6 @@ def score_adapter(
         CoverageError: Fused experts, or a weight matrix that was never seen.
         InvalidInput: An argument outside its domain.
     """
-    common.check_arguments(damping, damping_unit, data, batch_size)
     if rank < 1 or data.samples < 2:
         raise InvalidInput(f"rank={rank} with {data.samples} sequences.", "At least rank 1 and two sequences.", "Use rank=8.")
     _refuse_direct(model, blocks)
@@ -97,9 +96,15 @@ def score_adapter(
     total = feed(model, data, blocks, rows, batch_size=batch_size, walk=walk, tick=tick).loss
     grams = rows.grams * scaling**2
     scores = fisher.from_grams(
-        model, data, blocks, grams, damping=damping, damping_unit=damping_unit, seed=seed, sketch=None, replicates=replicates,
+        common.token_counts(model, data),
+        blocks,
+        grams,
+        damping=damping,
+        damping_unit=damping_unit,
+        seed=seed,
+        replicates=replicates,
         loss=total,
-    )  # fmt: skip
+    )
     extra = {**scores.extra, "curvature": "empirical Fisher of B at B=0", "rank": rank, "scaling": scaling}
     return dataclasses.replace(scores, estimator="adapter", extra=extra)
 
@@ -147,7 +152,7 @@ def accumulated_gradients(
         CoverageError: A matrix that is not a Linear, or was never seen.
         UnknownBlock: The model has no such matrix.
     """
-    common.check_inputs(data, batch_size)
+    common.check_inputs(batch_size)
     blocks = [m if isinstance(m, Block) else _as_block(model, m) for m in modules]
     dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
     _refuse_direct(model, blocks)

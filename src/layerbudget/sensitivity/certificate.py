@@ -18,23 +18,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from ..errors import InvalidInput, MissingDependency
+from ..errors import InvalidInput
 from ..execution.loss import Data, logits_of, summed_loss, token_count
 from ..models.blocks import is_conv1d, weight_of
 from ..progress import Progress, Steps
 from ..records import Block
 from .curvature.common import check_damping, check_inputs
-from .curvature.gram import chunks, collect_rows
-from .curvature.inner import inner
-from .curvature.krylov import lanczos
-from .curvature.products import BlockProducts
+from .curvature.gram import chunks, collect_rows, inner
+from .curvature.products import BlockProducts, lanczos
 
 CURVATURES = ("fisher", "diagonal", "ggn", "hessian")
 DAMPINGS = (0.1, 1.0, 10.0)
@@ -42,7 +39,6 @@ Step = tuple[float, "Solved"]
 
 
 def _positive(tau: float) -> float:
-    """The damping; one where the curvature is zero (the step is then zero as well)."""
     return tau if tau > 0 else 1.0
 
 
@@ -105,7 +101,7 @@ def conjugate_gradients(
 
 def _krylov_steps(p: BlockProducts, curvature: str, damping: Sequence[float], unit: str, steps: int) -> Iterator[Step]:
     product, g = (p.ggn if curvature == "ggn" else p.hessian), p.gradient()
-    scale = lanczos(product, g, 15).largest if unit == "max" else 1.0
+    scale = float(lanczos(product, g, 15).ritz()[-1]) if unit == "max" else 1.0
     for tau in (_positive(d * scale) for d in damping):
         yield tau, conjugate_gradients(product, -g, tau, steps=steps)
 
@@ -123,7 +119,6 @@ def _ordered(model: nn.Module, block: Block, step: Step) -> Step:
 
 @torch.no_grad()
 def _loss(p: BlockProducts) -> float:
-    """Mean token loss, summed in float64."""
     return sum(float(summed_loss(logits_of(p.model, b).double(), b.targets)) for b in p.batches) / p.tokens
 
 
@@ -135,13 +130,11 @@ def _move(p: BlockProducts, origin: Sequence[torch.Tensor], step: torch.Tensor, 
 
 @torch.no_grad()
 def _restore(p: BlockProducts, origin: Sequence[torch.Tensor]) -> None:
-    """Put the weights back bit for bit, whatever the step was."""
     for parameter, start in zip(p.parameters, origin, strict=True):
         parameter.copy_(start)
 
 
 def _row(p: BlockProducts, tau: float, solved: Solved, base: float, g: torch.Tensor) -> dict[str, Any]:
-    """Prediction, measurement and constants of one step; block, damping and status alone where there is none."""
     found = {"block": p.block.name, "damping": tau, "status": solved.status}
     if solved.x is None:
         return found
@@ -214,7 +207,7 @@ def direct_check(
         InvalidInput: An unknown curvature, or a unit that it does not have.
         CoverageError: A matrix that was never seen.
     """
-    check_inputs(data, batch_size)
+    check_inputs(batch_size)
     values = check_damping(damping, damping_unit) or DAMPINGS
     if curvature not in CURVATURES or damping_unit == "median" or (damping_unit == "mean" and curvature in ("ggn", "hessian")):
         raise InvalidInput(
@@ -228,7 +221,7 @@ def direct_check(
     tokens = token_count(model, data)
     for run in runs:
         own = [blocks[k] for k in run]
-        rows = None if krylov else collect_rows(model, data, own, batch_size=batch_size, walk="whole").values
+        rows = None if krylov else collect_rows(model, data, own, batch_size=batch_size, walk="whole")
         for i, block in enumerate(own):
             with BlockProducts(model, data, block, batch_size) as p:
                 if rows is None:
@@ -265,48 +258,16 @@ def certify_ranking(table: Sequence[dict[str, Any]], *, with_gap: bool = True) -
         for a, b in itertools.combinations(rows, 2):
             margin, needed = (a["gain"] - b["gain"]) / 2, a[key] + b[key]
             unknown = sum(r["lipschitz"] * r["step_norm"] ** 3 / 6 for r in (a, b))
-            found.append({
-                "relative_damping": tau, "above": a["block"], "below": b["block"], "margin": margin, "needed": needed,
-                "certified": margin > needed, "sharp": b["quadratic"] - a["quadratic"] > unknown,
-                "agrees": a["actual"] < b["actual"],
-            })  # fmt: skip
+            found.append(
+                {
+                    "relative_damping": tau,
+                    "above": a["block"],
+                    "below": b["block"],
+                    "margin": margin,
+                    "needed": needed,
+                    "certified": margin > needed,
+                    "sharp": b["quadratic"] - a["quadratic"] > unknown,
+                    "agrees": a["actual"] < b["actual"],
+                }
+            )
     return found
-
-
-def plot_direct_check(table: Sequence[dict[str, Any]], path: Path | str) -> Path:
-    """Draw measured against predicted decrease of the loss, one panel per damping.
-
-    Raises:
-        MissingDependency: matplotlib is not installed.
-        InvalidInput: No row has a step.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency("Figures need matplotlib.", "", 'pip install "layerbudget[report]".') from error
-    usable = [r for r in table if r["status"] == "ok"]
-    dampings = list(dict.fromkeys(r["relative_damping"] for r in usable))
-    if not dampings:
-        raise InvalidInput("No block has a step to draw.", "", "Choose a larger damping.")
-    figure = Figure(figsize=(4.2 * len(dampings), 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(dampings), squeeze=False)
-    for axis, tau in zip(axes[0], dampings, strict=True):
-        rows = [r for r in usable if r["relative_damping"] == tau]
-        actual = np.array([-r["actual"] for r in rows])
-        for name, marker, label in (("predicted", "o", "zeta²/2 + tau/2 |d|²"), ("quadratic", "x", "exact Hessian along d")):
-            axis.plot([-r[name] for r in rows], actual, marker, markersize=6, fillstyle="none", label=label)
-        shown = np.concatenate([actual, [-r["predicted"] for r in rows], [-r["quadratic"] for r in rows]])
-        low, high = min(0.0, float(shown.min())), float(shown.max())
-        pad = 0.05 * (high - low or 1.0)
-        axis.plot([low - pad, high + pad], [low - pad, high + pad], color="0.6", linewidth=0.8, zorder=0)
-        axis.axhline(0, color="0.85", linewidth=0.8, zorder=0)
-        axis.set(title=f"damping {tau:g} x largest eigenvalue", xlabel="predicted decrease (nats per token)")
-        axis.ticklabel_format(scilimits=(-2, 3))
-    axes[0][0].set_ylabel("measured decrease (nats per token)")
-    axes[0][0].legend(frameon=False, fontsize=8)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    return path

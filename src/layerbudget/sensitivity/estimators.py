@@ -1,7 +1,8 @@
-"""The estimators by name. What an estimator does not read is refused, never ignored.
+"""The estimators by name, and their options: what an estimator does not read is refused, never ignored.
 
-What it reads is what its function has parameters for: of the shared options ``damping``, ``damping_unit``, ``batch_size`` and
-``seed``, and whatever more it names. An estimator of one's own is a function with a decorator::
+Its options are the keyword-only parameters of its function. ``damping``, ``damping_unit``, ``batch_size`` and ``seed`` mean
+what they mean everywhere (:func:`layerbudget.sensitivity.gain.score`). An estimator of one's own is a function with a
+decorator::
 
     from layerbudget.sensitivity.estimators import estimator
 
@@ -10,13 +11,14 @@ What it reads is what its function has parameters for: of the shared options ``d
         values = {b.name: sum(weight_of(model, m.name)[1].norm().item() ** power for m in b.modules) for b in blocks}
         return Scores.from_values(blocks, values, estimator="weight-norm", unit="squared weights")
 
-The decorator registers it; so does an entry point of the group ``layerbudget.estimators`` that names its module. No torch here:
-functions are imported when they are used.
+The decorator registers it when its file is imported; an entry point of the group ``layerbudget.estimators`` names its module,
+and ``my.py:weight-norm`` names it in a file. No torch here: functions are imported when they are used.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +28,7 @@ from ..scores import Scores
 
 Call = Callable[..., Scores]
 SHARED = ("damping", "damping_unit", "batch_size", "seed")
-_GIVEN = ("model", "data", "blocks", "progress", "stage", "kept")
+_GIVEN = ("progress", "resume", "finished", "corrected")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,36 +41,34 @@ class Estimator:
         summary: A line for the help and the docs.
         data: Whether it reads data at all.
         linear: Whether it knows Linear and Conv1D only, and refuses fused experts.
-        stage: Whether it keeps parts of its work in a stage folder (finished records of all estimators are kept there).
+        preset: Arguments that tell it from another estimator with the same function.
     """
 
     name: str
     home: str | Call
     summary: str
     data: bool = True
-    stage: bool = False
     linear: bool = False
+    preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def call(self) -> Call:
         """The function."""
-        return load_function(self.home, __package__)
+        return functools.partial(self._function, **self.preset)
 
     @property
     def options(self) -> dict[str, Option]:
         """Every option that it reads, shared ones first."""
-        found = options_of(self.call, without=_GIVEN)
+        found = options_of(self._function, without=_GIVEN)
         return {name: found[name] for name in sorted(found, key=lambda n: SHARED.index(n) if n in SHARED else len(SHARED))}
 
     @property
-    def reports(self) -> bool:
-        """Whether it tells a ``progress(done, total)`` callback how far it is."""
-        return "progress" in inspect.signature(self.call).parameters
+    def _function(self) -> Call:
+        return load_function(self.home, __package__)
 
-    @property
-    def keeps(self) -> bool:
-        """Whether it keeps finished blocks under a stage."""
-        return "kept" in inspect.signature(self.call).parameters
+    def takes(self, name: str) -> bool:
+        """Whether its function has such a parameter: ``progress``, ``resume``, ``finished``."""
+        return name in inspect.signature(self._function).parameters
 
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """All options, see :func:`layerbudget.registry.resolve_options`."""
@@ -76,37 +76,42 @@ class Estimator:
 
 
 _OWN = (
-    Estimator(name="gradient-norm", home=".curvature.gradient:score_gradient_norm", summary="squared norm of the gradient"),
+    Estimator(name="gradient-norm", home=".curvature.diagonal:score_gradient_norm", summary="squared norm of the gradient"),
     Estimator(
         name="fisher-diagonal", home=".curvature.diagonal:score_diagonal", summary="gain under the diagonal empirical Fisher"
     ),
     Estimator(
-        name="fisher-gram", home=".curvature.fisher:score_gram", stage=True,
+        name="fisher-gram",
+        home=".curvature.fisher:score_gram",
         summary="gain under the empirical Fisher, with noise floor, errors and verdict",
     ),
     Estimator(
         name="fisher-mc", home=".curvature.fisher:score_monte_carlo", summary="gain under the Fisher with labels from the model"
     ),
     Estimator(name="kfac", home=".curvature.kfac:score_kfac", linear=True, summary="gain under K-FAC, damped exactly"),
-    Estimator(name="ekfac", home=".curvature.kfac:score_ekfac", linear=True, summary="gain under EK-FAC"),
-    Estimator(name="ggn", home=".curvature.ggn:score_ggn", summary="gain under the exact Gauss-Newton matrix, in a bracket"),
-    Estimator(name="hessian", home=".curvature.hessian:score_hessian", summary="gain under the exact Hessian: a diagnostic"),
+    Estimator(
+        name="ekfac", home=".curvature.kfac:score_kfac", linear=True, summary="gain under EK-FAC", preset={"corrected": True}
+    ),
+    Estimator(name="ggn", home=".curvature.exact:score_ggn", summary="gain under the exact Gauss-Newton matrix, in a bracket"),
+    Estimator(name="hessian", home=".curvature.exact:score_hessian", summary="gain under the exact Hessian: a diagnostic"),
     Estimator(name="adapter", home=".adapter_space:score_adapter", linear=True, summary="gain of adding a LoRA adapter"),
     Estimator(name="rank-gain", home=".rank_gain:score_rank_gain", linear=True, summary="gain of every further LoRA rank"),
     Estimator(name="layerif", home=".influence:score_layerif", summary="LayerIF: influence of training on validation samples"),
-    Estimator(name="fisher-trace", home=".trace:fisher_trace", summary="trace of the empirical Fisher"),
-    Estimator(name="outlier-ratio", home=".outliers:outlier_ratio", linear=True, summary="OWL's share of outlying weights"),
+    Estimator(name="fisher-trace", home=".curvature.diagonal:score_trace", summary="trace of the empirical Fisher"),
+    Estimator(name="outlier-ratio", home=".baselines:outlier_ratio", linear=True, summary="OWL's share of outlying weights"),
     Estimator(
-        name="mean-metric", home=".outliers:mean_metric", linear=True,
+        name="mean-metric",
+        home=".baselines:mean_metric",
+        linear=True,
         summary="DLP's importance: the smaller |W| |x|, the more",
     ),
-    Estimator(name="reconstruction", home=".reconstruction:reconstruction", summary="LSA's error of a greedy removal"),
+    Estimator(name="reconstruction", home=".baselines:reconstruction", summary="LSA's error of a greedy removal"),
     Estimator(
-        name="spectral-tail", home=".spectral:spectral_tail", data=False, summary="AlphaPruning's exponent of weight spectra"
+        name="spectral-tail", home=".baselines:spectral_tail", data=False, summary="AlphaPruning's exponent of weight spectra"
     ),
     Estimator(name="ablation", home=".ablation:ablation", summary="loss increase without the block"),
     Estimator(name="block-influence", home=".ablation:block_influence", summary="ShortGPT's turn of the hidden states"),
-)  # fmt: skip
+)
 ESTIMATORS: Registry[Estimator] = Registry("estimator", group="layerbudget.estimators", own={e.name: e for e in _OWN})
 
 

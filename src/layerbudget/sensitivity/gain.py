@@ -22,9 +22,9 @@ from ..models.provenance import computation, versions
 from ..progress import Progress
 from ..records import Block
 from ..scores import Scores
-from . import stages
+from .curvature.common import check_damping, check_inputs
 from .estimators import find_estimator
-from .kept import Kept
+from .stored import Finished, request_of
 
 logger = logging.getLogger(__name__)
 _OF_ADAPTERS = ("adapter", "rank-gain")
@@ -40,7 +40,7 @@ def score(
     batch_size: int | None = None,
     seed: int | None = None,
     progress: Progress | None = None,
-    stage: Path | str | None = None,
+    resume: Path | str | None = None,
     **options: Any,
 ) -> Scores:
     """Score every block of a model on a calibration set.
@@ -59,7 +59,7 @@ def score(
         batch_size: Sequences per forward pass, 8 by default.
         seed: Of what is random, 0 by default. The same seed gives the same bytes.
         progress: Called with ``(done, total)`` sequences or products.
-        stage: Folder in which finished records are kept and found again; ``fisher-gram`` also keeps its per-sequence rows
+        resume: Folder in which finished records are kept and found again; ``fisher-gram`` also keeps its per-sequence rows
             there, so that a run resumes and more samples cost only themselves; ``kfac``, ``ekfac`` and ``rank-gain`` keep every
             finished block until the record is there (not with dampings that wait for the last block, nor in several processes).
         **options: Of the estimator (``sketch``, ``draws``, ``steps``, ...).
@@ -76,13 +76,15 @@ def score(
     """
     chosen = find_estimator(estimator)
     shared = {"damping": damping, "damping_unit": damping_unit, "batch_size": batch_size, "seed": seed}
-    arguments = chosen.resolve_options({**shared, **options})
+    arguments: dict[str, Any] = chosen.resolve_options({**shared, **options})
     if data is None and chosen.data:
         raise InvalidInput(f"{estimator} needs calibration data.", "", "Give some: layerbudget.calibration(...).")
+    check_inputs(arguments.get("batch_size", 1))
+    check_damping(arguments.get("damping"), arguments.get("damping_unit", "max"))
     model_blocks.check_finite(model)
     check_fits(model, data)
     data = data if chosen.data else None
-    if estimator in _OF_ADAPTERS:
+    if chosen.name in _OF_ADAPTERS:
         blocks, lost = model_blocks.adaptable(model, blocks)
         if lost:
             logger.warning(
@@ -91,27 +93,21 @@ def score(
                 len(lost),
                 lost[0],
             )
-    call, told = chosen.call, {} if progress is None or not chosen.reports else {"progress": progress}
-    if stage is None:
-        return _told(call(model, data, blocks, **told, **arguments), model, data)
-    key = stages.request(model, data, blocks, estimator, arguments)
-    known = stages.finished(stage, key)
+    finished = None if resume is None else Finished(resume, request_of(model, data, blocks, chosen.name, arguments), blocks)
+    known = None if finished is None else finished.scores()
     if known is not None:
         return known
-    own: dict[str, Any] = {"stage": stage} if chosen.stage else {}
-    if chosen.keeps and process_group() is None:
-        own["kept"] = Kept(stage, key, blocks)
-    scores = _told(call(model, data, blocks, **told, **arguments, **own), model, data)
-    stages.keep(stage, key, scores)
-    if "kept" in own:
-        own["kept"].clear()
+    aside = {"progress": progress, "resume": resume, "finished": finished if process_group() is None else None}
+    arguments |= {name: value for name, value in aside.items() if value is not None and chosen.takes(name)}
+    scores = _with_provenance(chosen.call(model, data, blocks, **arguments), model, data)
+    if finished is not None:
+        finished.finish(scores)
     return scores
 
 
-def _told(scores: Scores, model: nn.Module, data: Data | None) -> Scores:
-    """The record with its provenance, where an estimator left that out."""
+def _with_provenance(scores: Scores, model: nn.Module, data: Data | None) -> Scores:
     if "computation" in scores.model:
         return scores
-    described = {**model_blocks.describe(model), "computation": computation(model)}
-    told = scores.data or (data.describe() if data is not None else {})
-    return dataclasses.replace(scores, model={**described, **scores.model}, data=told, versions=scores.versions or versions())
+    described = {**model_blocks.describe(model), "computation": computation(model), **scores.model}
+    source = scores.data or (data.describe() if data is not None else {})
+    return dataclasses.replace(scores, model=described, data=source, versions=scores.versions or versions())

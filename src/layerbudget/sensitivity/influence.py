@@ -1,7 +1,17 @@
 r"""LayerIF: layer scores from influence functions with DataInf's inverse, in one pass over all layers.
 
-Per-sample gradients of every weight tensor come from one forward and backward pass per batch; their inner products are
-all that the influence needs (:mod:`layerbudget.sensitivity.datainf`).
+For a weight tensor with training gradients ``g_k`` (k = 1..n), validation gradients ``v_j`` (j = 1..m) and
+``lambda = mean over k and entries of g_k^2 / 10`` DataInf averages n rank-one inverses,
+
+    I[j,k] = - <h_j, g_k>,    h_j = 1/(n lambda) sum_l [ v_j - <v_j, g_l> / (lambda + |g_l|^2) g_l ].
+
+Only inner products enter: with ``A = V G'`` (m x n), ``K = G G'`` (n x n) and ``D = lambda + diag K``
+
+    I = -(1/lambda) ( A - (A / D) K / n ),
+
+so no ``h_j`` is ever formed and every layer is served by the same forward and backward passes. Negative entries are
+helpful: upweighting sample k lowers the loss of sample j. It is an influence heuristic, not the gain: an average of
+inverses exceeds the inverse of the average by factors up to thousands.
 
 Sources: DataInf (Kwon et al. 2024), LayerIF (Askari et al. 2025); the paper's ``compute_IF.py`` for the parity mode.
 """
@@ -12,6 +22,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,17 +37,67 @@ from ..execution.sites import tracked
 from ..progress import Progress, Steps
 from ..records import Block
 from ..scores import Scores
-from .curvature.common import check_inputs, record
-from .curvature.gram import Sketch, real_type
-from .curvature.inner import InnerProducts
-from .datainf import AGGREGATIONS, Influence, aggregate, influence_table
+from .curvature.common import real_type, record
+from .curvature.gram import InnerProducts
 
-MODES = ("parity", "clean")
+Mode = Literal["clean", "parity"]
+AGGREGATIONS = ("all", "positive")
+MEMORY = 4 << 30  # bytes of gradients of one pass
 _ATTENTION = re.compile(r"self_attn|attn|attention")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Influence:
+    """Influence of every training on every validation sample through one block.
+
+    Attributes:
+        table: ``(m, n)``: rows are validation samples, columns training samples; negative is helpful. Unit: parameters
+            (the loss cancels, ``lambda`` being proportional to its square).
+        damping: ``lambda`` of each weight tensor, by name; 0 for a tensor without any gradient, which adds nothing.
+    """
+
+    table: np.ndarray
+    damping: dict[str, float]
+
+
+def influence_table(train: np.ndarray, cross: np.ndarray, numel: int) -> tuple[np.ndarray, float]:
+    """DataInf's influence of one weight tensor from its inner products.
+
+    Args:
+        train: ``K = G G'``, ``(n, n)``.
+        cross: ``A = V G'``, ``(m, n)``.
+        numel: Entries of the tensor.
+
+    Returns:
+        ``(I, lambda)``, I of shape ``(m, n)``; zeros where every gradient is zero.
+
+    >>> g, v = np.array([[1.0, 0.0], [0.0, 2.0]]), np.array([[1.0, 1.0]])
+    >>> table, lam = influence_table(g @ g.T, v @ g.T, 2)
+    >>> h = sum(np.linalg.solve(np.outer(x, x) + lam * np.eye(2), v[0]) for x in g) / 2
+    >>> bool(np.allclose(table, -(h @ g.T)))
+    True
+    """
+    norms = np.diagonal(train)
+    lam = float(norms.mean()) / numel / 10.0
+    if not lam > 0:
+        return np.zeros_like(cross), 0.0
+    return -(cross - (cross / (lam + norms)) @ train / len(norms)) / lam, lam
+
+
+def aggregate(table: np.ndarray, aggregation: str = "all") -> float:
+    """Layer score: minus the sum of helpful influence, so that larger means more useful.
+
+    ``all``: ``-sum I``.  ``positive``: with ``t_k = sum_j I[j,k]``, minus the sum of the ``t_k <= 0`` (positively influential,
+    that is *helpful*, training samples; the released helper that keeps ``t_k > 0`` has the sign wrong).
+
+    >>> aggregate(np.array([[-3.0, 1.0]])), aggregate(np.array([[-3.0, 1.0]]), "positive")
+    (2.0, 3.0)
+    """
+    columns = table.sum(axis=0)
+    return float(-(columns if aggregation == "all" else columns[columns <= 0]).sum())
+
+
 def _parity_batches(model: nn.Module, data: CalibrationSet, size: int) -> Iterator[Batch]:
-    """As the paper's code feeds them: the mask is passed, but padding counts in the loss and positions run on."""
     device = next(model.parameters()).device
     targets = torch.full_like(data.input_ids, IGNORE)
     targets[:, :-1] = data.input_ids[:, 1:]
@@ -67,54 +128,18 @@ def _attention_only(blocks: Sequence[Block]) -> list[Block]:
     return kept
 
 
-def _products(
-    model: nn.Module,
-    sets: Sequence[CalibrationSet],
-    modules: Sequence[Block],
-    *,
-    parity: bool,
-    batch_size: int,
-    memory: int,
-    sketch: tuple[int, int] | None,
-    seed: int,
-    walk: str,
-    tick: Steps,
-) -> np.ndarray:
-    """Inner products of the gradients of every sample of both sets, for each weight tensor (one block each)."""
-    dtype, device = real_type(model)
-    maps = None if sketch is None else Sketch(sketch, seed)
-    total, length = sum(s.samples for s in sets), max(s.length for s in sets)
-    consumer = InnerProducts(
-        modules, total, length, (_mean_losses,), dtype=dtype, device=device, max_bytes=memory, project=maps,
-        sides=None if maps is None else maps.sides,
-    )  # fmt: skip
-    runs, offset = [], 0
-    size = 1 if tracked(model, modules)[1] else batch_size
-    for data in sets:
-        for batch in (_parity_batches if parity else batches)(model, data, size):
-            rows = slice(offset + batch.rows.start, offset + batch.rows.stop)
-            runs.append(dataclasses.replace(batch, rows=rows))
-        offset += data.samples
-    feed(model, runs, modules, consumer, walk=walk, tick=tick)
-    return consumer.grams
-
-
 def influence(
     model: nn.Module,
     train: CalibrationSet,
     validation: CalibrationSet,
     blocks: Sequence[Block],
     *,
-    mode: str = "clean",
-    divisor: float = 10.0,
+    mode: Mode = "clean",
     batch_size: int = 8,
-    memory: int = 4 << 30,
-    sketch: tuple[int, int] | int | None = None,
-    seed: int = 0,
     walk: str = "auto",
     progress: Progress | None = None,
 ) -> dict[str, Influence]:
-    """Influence tables of all blocks: sums of :func:`influence_table` over the weight tensors of each.
+    """Influence tables of all blocks by name: sums of :func:`influence_table` over the weight tensors of each.
 
     Args:
         model: The base model.
@@ -124,41 +149,36 @@ def influence(
         mode: ``clean`` (every matrix of the blocks, padding masked, the loss of a sample is its mean over real tokens) or
             ``parity`` (the paper's code: weights of self-attention only, padding counted in the loss). Batches of one
             sample and batches of many give the same numbers in both.
-        divisor: DataInf's 10 in ``lambda``.
         batch_size: Samples per pass.
-        memory: Bytes for per-sample gradients. Where they do not fit, matrices are served in groups, one pass each.
-        sketch: ``r`` or ``(r_out, r_in)``: Kronecker sketch of every gradient, for models whose gradients do not fit.
-        seed: Of the sketch.
         walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits.
         progress: Called with sequences done and in total.
 
-    Returns:
-        By block name.
-
     Raises:
-        InvalidInput: An unknown mode, a divisor that is not positive, or blocks without attention in parity mode.
+        InvalidInput: Blocks without attention in parity mode.
         CoverageError: A matrix that was never seen.
     """
-    if sketch is not None and min((sketch,) if isinstance(sketch, int) else sketch) < 1:
-        raise InvalidInput(f"sketch is {sketch}.", "Its sizes are positive integers.", "Use sketch=32.")
-    if mode not in MODES or not divisor > 0:
-        raise InvalidInput(f"mode={mode!r}, divisor={divisor}.", f"mode is one of {MODES}, divisor positive.", "Correct it.")
-    check_inputs(train, batch_size)
     chosen = _attention_only(blocks) if mode == "parity" else list(blocks)
-    pair = (sketch, sketch) if isinstance(sketch, int) else sketch
-    n, total = train.samples, train.samples + validation.samples
     modules = [Block(name=m.name, modules=(m,)) for b in chosen for m in b.modules]
-    products = _products(
-        model, (train, validation), modules, parity=mode == "parity", batch_size=batch_size, memory=int(memory), sketch=pair,
-        seed=seed, walk=walk, tick=Steps(progress, total),
-    )  # fmt: skip
-    by_name = dict(zip([m.name for m in modules], products, strict=True))
+    n, sets = train.samples, (train, validation)
+    total = sum(s.samples for s in sets)
+    dtype, device = real_type(model)
+    products = InnerProducts(
+        modules, total, max(s.length for s in sets), (_mean_losses,), dtype=dtype, device=device, max_bytes=MEMORY
+    )
+    runs, offset, size = [], 0, 1 if tracked(model, modules)[1] else batch_size
+    for data in sets:
+        for batch in (_parity_batches if mode == "parity" else batches)(model, data, size):
+            rows = slice(offset + batch.rows.start, offset + batch.rows.stop)
+            runs.append(dataclasses.replace(batch, rows=rows))
+        offset += data.samples
+    feed(model, runs, modules, products, walk=walk, tick=Steps(progress, total))
+    by_name = dict(zip([m.name for m in modules], products.grams, strict=True))
     found: dict[str, Influence] = {}
     for block in chosen:
         table, damping = np.zeros((validation.samples, n)), {}
         for module in block.modules:
             own = by_name[module.name]
-            part, damping[module.name] = influence_table(own[:n, :n], own[n:, :n], module.numel, divisor=divisor)
+            part, damping[module.name] = influence_table(own[:n, :n], own[n:, :n], module.numel)
             table += part
         found[block.name] = Influence(table=table, damping=damping)
     return found
@@ -183,17 +203,13 @@ def score_layerif(
     blocks: Sequence[Block],
     *,
     validation: CalibrationSet | None = None,
-    mode: str = "clean",
-    aggregation: str = "all",
-    divisor: float = 10.0,
-    memory: int | None = None,
-    sketch: tuple[int, int] | int | None = None,
+    mode: Mode = "clean",
+    aggregation: Literal["all", "positive"] = "all",
     batch_size: int = 8,
-    seed: int | None = None,
     walk: str = "auto",
     progress: Progress | None = None,
 ) -> Scores:
-    """Score blocks by their aggregated training-to-validation influence; orientation ``gain``.
+    """Aggregated training-to-validation influence of every block; orientation ``gain``.
 
     Args:
         model: The base model.
@@ -202,11 +218,7 @@ def score_layerif(
         validation: Validation samples.
         mode: ``clean`` or ``parity``, see :func:`influence`.
         aggregation: ``all`` or ``positive``, see :func:`aggregate`. The other one is kept in ``extra``.
-        divisor: DataInf's 10 in ``lambda``.
-        memory: Bytes for per-sample gradients, 4 GiB by default; a sketch bounds them by itself.
-        sketch: Kronecker sketch, see :func:`influence`.
         batch_size: Samples per pass; the result does not depend on it.
-        seed: Of the sketch, 0 by default.
         walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits.
         progress: Called with sequences done and in total.
 
@@ -215,45 +227,30 @@ def score_layerif(
         samples taken as given. ``extra`` holds both aggregations and every ``lambda``.
 
     Raises:
-        InvalidInput: An unknown mode or aggregation, too few samples, or no attention weights in parity mode.
+        InvalidInput: Too few samples, or no attention weights in parity mode.
         CoverageError: A matrix that was never seen.
     """
-    if aggregation not in AGGREGATIONS:
-        raise InvalidInput(f"aggregation={aggregation!r}.", f"It is one of {AGGREGATIONS}.", "Choose one of those.")
-    for name, value, read in (("seed", seed, sketch is not None), ("memory", memory, sketch is None)):
-        if value is not None and not read:
-            raise InvalidInput(
-                f"{name} was given {'without' if name == 'seed' else 'with'} a sketch.",
-                "It would have no effect.",
-                "Leave it out.",
-            )
     train, held_out = _split(data, validation)
-    found = influence(
-        model, train, held_out, blocks, mode=mode, divisor=divisor, batch_size=batch_size,
-        memory=memory or (4 << 30), sketch=sketch, seed=seed or 0, walk=walk, progress=progress,
-    )  # fmt: skip
+    found = influence(model, train, held_out, blocks, mode=mode, batch_size=batch_size, walk=walk, progress=progress)
     gain = {way: tuple(aggregate(found[b.name].table, way) for b in blocks) for way in AGGREGATIONS}
     m = held_out.samples
     errors = tuple(
         float(found[b.name].table.sum(1).std(ddof=1) * math.sqrt(m)) if aggregation == "all" and m > 1 else None for b in blocks
     )
+    extra = {
+        "mode": mode,
+        "aggregation": aggregation,
+        "validation": held_out.describe(),
+        "train_samples": train.samples,
+        "lambda": {name: value for b in blocks for name, value in found[b.name].damping.items()},
+        **{way: dict(zip([b.name for b in blocks], gain[way], strict=True)) for way in AGGREGATIONS},
+    }
     return record(
-        model,
-        data,
         blocks,
         "layerif",
         gain=(gain[aggregation],),
         standard_error=(errors,),
         unit="parameters",
         orientation="gain",
-        extra={
-            "mode": mode,
-            "aggregation": aggregation,
-            "divisor": divisor,
-            "validation": held_out.describe(),
-            "train_samples": train.samples,
-            "lambda": {name: value for b in blocks for name, value in found[b.name].damping.items()},
-            **{way: dict(zip([b.name for b in blocks], gain[way], strict=True)) for way in AGGREGATIONS},
-        },
-        seed=seed or 0,
+        extra=extra,
     )

@@ -57,7 +57,7 @@ def owl(problem: Problem, options: Mapping[str, Any]) -> Decision:
 
 @rule("sparsity", "dlp", reads=("damping", "width"), summary="DLP's map: the larger a layer's mean Wanda score, the more zeros")
 def dlp(problem: Problem, options: Mapping[str, Any]) -> Decision:
-    """OWL's map of the importance ``1 - s_i / sum s``, width 0.15 (:func:`layerbudget.sensitivity.outliers.mean_metric`)."""
+    """OWL's map of the importance ``1 - s_i / sum s``, width 0.15 (:func:`layerbudget.sensitivity.baselines.mean_metric`)."""
     width = 0.15 if options["width"] is None else options["width"]
     return _on_free(problem, maps.owl_sparsity, problem.oriented(options["damping"]), width=width)
 
@@ -69,7 +69,7 @@ _LSA = (0.06, 0.06, 0.02, 0.04, 0.02, 0.04, 0.10, 0.15, 0.12, 0.12)  # published
 def lsa(problem: Problem, options: Mapping[str, Any]) -> Decision:
     """``n_k rho_k = n_k s + (mean d - d_k) mean n``, d the importances stretched to twice the width, of layers or matrices.
 
-    The width is that of the target's tenth by default (:mod:`layerbudget.sensitivity.reconstruction`).
+    The width is that of the target's tenth by default (:mod:`layerbudget.sensitivity.baselines`).
     """
     free, n = ~problem.held, problem.amount
     value = problem.low.copy()

@@ -1,20 +1,21 @@
-"""What every curvature shares: damping, provenance, the walk over the data."""
+"""What every curvature shares: types of the shared options, dampings, checks, and the record with its provenance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import nn
 
 from ...errors import InvalidInput
-from ...execution.loss import Data
-from ...models import blocks as model_blocks
-from ...models.provenance import computation, versions
+from ...execution.loss import IGNORE, Data, targets_of
 from ...records import Block
 from ...scores import Scores
 
+Damping = float | Sequence[float] | None
+Unit = Literal["max", "median", "mean", "absolute"]
 SWEEPS = {
     "max": (1e-3, 1e-2, 1e-1, 1.0, 10.0),
     "median": (1e-2, 1e-1, 1.0, 10.0, 100.0),
@@ -23,8 +24,8 @@ SWEEPS = {
 }
 
 
-def check_damping(damping: float | Sequence[float] | None, unit: str) -> tuple[float, ...] | None:
-    """Validate a damping argument; ``None`` stays ``None`` (the default sweep).
+def check_damping(damping: Damping, unit: str) -> tuple[float, ...] | None:
+    """Dampings as a tuple; ``None`` stays ``None`` (the default sweep).
 
     Raises:
         InvalidInput: An unknown unit, or a damping that is not positive and finite.
@@ -34,18 +35,15 @@ def check_damping(damping: float | Sequence[float] | None, unit: str) -> tuple[f
     if damping is None:
         return None
     values = tuple(float(d) for d in np.atleast_1d(np.asarray(damping, dtype=np.float64)))
-    bad = [d for d in values if not np.isfinite(d) or d <= 0]
-    if bad or not values or len(set(values)) != len(values):
+    if not values or len(set(values)) != len(values) or any(not np.isfinite(d) or d <= 0 for d in values):
         raise InvalidInput(
             f"damping is {damping}.", "Dampings are positive, finite and distinct.", "Leave damping out for the default sweep."
         )
     return values
 
 
-def resolve_damping(
-    damping: float | Sequence[float] | None, unit: str, largest: np.ndarray, mean: np.ndarray
-) -> tuple[tuple[float, ...], np.ndarray]:
-    """Turn a damping argument into absolute values per block.
+def resolve_damping(damping: Damping, unit: str, largest: np.ndarray, mean: np.ndarray) -> tuple[tuple[float, ...], np.ndarray]:
+    """Dampings as recorded, ``(D,)``, and their absolute values per block, ``(D, K)`` in loss/parameter^2.
 
     Args:
         damping: Value or values in ``unit``; ``None`` for the default sweep.
@@ -53,52 +51,28 @@ def resolve_damping(
             for all blocks: times the median over blocks of their largest eigenvalues), or ``absolute``.
         largest: ``(K,)`` largest eigenvalues.
         mean: ``(K,)`` mean eigenvalues.
-
-    Returns:
-        The dampings as recorded, shape ``(D,)``, and the absolute ones, ``(D, K)`` in loss/parameter^2.
-
-    Raises:
-        InvalidInput: See :func:`check_damping`.
     """
-    values = check_damping(damping, unit)
+    values, positive = check_damping(damping, unit), largest[largest > 0]
+    median = float(np.median(positive)) if positive.size else 1.0
     if values is None:
-        values = SWEEPS[unit]
-        if unit == "absolute":
-            values = tuple(v * _median(largest) for v in values)
-    common = {"median": _median(largest), "absolute": 1.0}
-    scale = {"max": largest, "mean": mean}.get(unit, np.full(len(largest), common.get(unit, 1.0)))
+        values = tuple(v * median for v in SWEEPS[unit]) if unit == "absolute" else SWEEPS[unit]
+    scale = {"max": largest, "mean": mean}.get(unit, np.full(len(largest), median if unit == "median" else 1.0))
     tau = np.asarray(values)[:, None] * scale[None, :]
     return values, np.where(tau > 0, tau, 1.0)
 
 
-def _median(largest: np.ndarray) -> float:
-    positive = largest[largest > 0]
-    return float(np.median(positive)) if positive.size else 1.0
+def is_local(damping: Damping, unit: str) -> bool:
+    """Whether the damping of a block refers to no other block."""
+    return unit in ("max", "mean") or (unit == "absolute" and damping is not None)
 
 
-def record(model: nn.Module, data: Data, blocks: Sequence[Block], estimator: str, **fields: Any) -> Scores:
-    """Make a :class:`Scores` with the provenance of a model and its data."""
-    return Scores(
-        estimator=estimator,
-        blocks=tuple(blocks),
-        model={**model_blocks.describe(model), "computation": computation(model)},
-        data=data.describe(),
-        versions=versions(),
-        **fields,
-    )
+def record(blocks: Sequence[Block], estimator: str, **fields: Any) -> Scores:
+    """Scores without provenance, which :func:`layerbudget.sensitivity.gain.score` adds; arrays become lists."""
+    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+    return Scores(estimator=estimator, blocks=tuple(blocks), **plain)
 
 
-def check_arguments(damping: float | Sequence[float] | None, unit: str, data: Data, batch_size: int) -> None:
-    """Refuse dampings and batch sizes outside their domain, before the model runs.
-
-    Raises:
-        InvalidInput: See :func:`check_damping` and :func:`check_inputs`.
-    """
-    check_damping(damping, unit)
-    check_inputs(data, batch_size)
-
-
-def check_inputs(data: Data, batch_size: int) -> None:
+def check_inputs(batch_size: int) -> None:
     """Refuse batch sizes below one.
 
     Raises:
@@ -108,6 +82,21 @@ def check_inputs(data: Data, batch_size: int) -> None:
         raise InvalidInput(f"batch_size is {batch_size}.", "It is a positive integer.", "Use 8.")
 
 
-def per_block(blocks: Sequence[Block], values: np.ndarray) -> dict[str, Any]:
-    """``{block name: value}`` of a ``(K, ...)`` array."""
-    return {b.name: v for b, v in zip(blocks, np.asarray(values).tolist(), strict=True)}
+def real_type(model: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """In what gradients are kept, at least float32, and where."""
+    parameter = next(model.parameters())
+    return parameter.dtype if parameter.dtype == torch.float64 else torch.float32, parameter.device
+
+
+def token_counts(model: nn.Module, data: Data) -> np.ndarray:
+    """Target tokens of every sequence, shape ``(n,)``."""
+    return (targets_of(model, data).reshape(data.samples, -1) != IGNORE).sum(1).cpu().numpy().astype(np.float64)
+
+
+def over_sequences(blocks: Sequence[Block], estimator: str, values: np.ndarray, counts: np.ndarray, *, unit: str) -> Scores:
+    """Scores ``sum_i v_ki / sum_i n_i`` of values ``(K, n)`` and tokens ``(n,)``, with standard errors over sequences."""
+    total, n = float(counts.sum()), len(counts)
+    ratios = [float(row.sum()) / total for row in values]
+    spread = [float(np.square(row - r * counts).sum()) for row, r in zip(values, ratios, strict=True)]
+    error = tuple(None if n < 2 else float(np.sqrt(s * n / (n - 1))) / total for s in spread)
+    return record(blocks, estimator, gain=(tuple(ratios),), standard_error=(error,), unit=unit, orientation="gain")

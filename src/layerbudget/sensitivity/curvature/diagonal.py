@@ -1,4 +1,4 @@
-"""Diagonal Fisher: ``C = diag(D)``, ``D_p = (1/N) sum_i s_ip^2``, exact per sequence."""
+"""Scores from gradients and their squares alone: the diagonal Fisher, the squared gradient norm and the Fisher's trace."""
 
 from __future__ import annotations
 
@@ -9,55 +9,32 @@ import torch
 from torch import nn
 
 from ...execution.backward import Accumulator, feed
-from ...execution.loss import Batch, Data
+from ...execution.loss import IGNORE, Batch, Data
 from ...execution.processes import ProcessGroup
 from ...execution.sites import Site
 from ...progress import Progress, Steps
 from ...records import Block
 from ...scores import Scores
 from . import common
-from .gram import real_type, token_counts
+from .common import Damping, Unit
 
 _PIECE = 1 << 15  # entries: what a sweep reads again and again fits into the second-level cache
+_GROUPS = 4
 
 
-class _Diagonal(Accumulator):
-    """Sums of gradients and of their squares by weight matrix, in a few groups of sequences; swept block by block.
-
-    A block is swept, and its sums are forgotten, when its last matrix is whole; dampings that refer to all blocks wait.
-    """
-
-    def __init__(
-        self, blocks: Sequence[Block], dtype: torch.dtype, groups: int, counts: np.ndarray,
-        damping: float | Sequence[float] | None, unit: str,
-    ) -> None:  # fmt: skip
-        self.blocks, self.dtype, self.groups, self.samples = blocks, dtype, groups, len(counts)
-        self.damping, self.unit, self.total = damping, unit, float(counts.sum())
-        owner = np.arange(self.samples) * groups // self.samples
-        self.tokens = np.array([counts[owner == g].sum() for g in range(groups)])
+class _Gradients(Accumulator):
+    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
-        self.waiting = [len(b.modules) for b in blocks]
-        self.first: dict[str, torch.Tensor] = {}
-        self.second: dict[str, torch.Tensor] = {}
-        self.largest, self.mean = np.zeros(len(blocks)), np.zeros(len(blocks))
-        self.swept: dict[int, np.ndarray] = {}
-        self.local = unit in ("max", "mean") or (unit == "absolute" and damping is not None)
         self._batch: dict[str, torch.Tensor] = {}
         self._start = 0
 
-    def bytes(self, blocks: Sequence[Block]) -> int:
-        """Two sums per group."""
-        return 2 * self.groups * sum(b.numel for b in blocks) * self.dtype.itemsize
-
     def begin(self, batch: Batch, loss: int) -> None:
-        """Remember whose gradients come."""
         self._start = batch.rows.start
 
     def update(self, site: Site) -> None:
-        """Keep the gradients of the batch until all calls of a matrix have come."""
-        a = site.a.to(self.dtype)
         for name in site.names:
-            rows = torch.bmm(site.b[name].to(self.dtype).transpose(1, 2), a)
+            rows = self._product(site.b[name].to(self.dtype), site.a.to(self.dtype))
             rows = self._batch.pop(name) + rows if name in self._batch else rows
             if site.open.get(name, 0) > 0:
                 self._batch[name] = rows
@@ -65,14 +42,37 @@ class _Diagonal(Accumulator):
                 self._add(name, rows)
 
     def direct(self, name: str, gradient: torch.Tensor) -> None:
-        """Take the gradient of a directly read parameter (one sequence per batch)."""
         self._add(name, gradient[None].to(self.dtype))
 
     def finish(self, batch: Batch, loss: int) -> None:
-        """Add what is left of the batch."""
         for name, rows in self._batch.items():
             self._add(name, rows)
         self._batch.clear()
+
+    def _product(self, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(b.transpose(1, 2), a)
+
+    def _add(self, name: str, rows: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class _Diagonal(_Gradients):
+    def __init__(
+        self, blocks: Sequence[Block], dtype: torch.dtype, groups: int, counts: np.ndarray, damping: Damping, unit: str
+    ) -> None:
+        super().__init__(blocks, dtype)
+        self.blocks, self.groups, self.samples = blocks, groups, len(counts)
+        self.damping, self.unit, self.total = damping, unit, float(counts.sum())
+        owner = np.arange(self.samples) * groups // self.samples
+        self.tokens = np.array([counts[owner == g].sum() for g in range(groups)])
+        self.waiting = [len(b.modules) for b in blocks]
+        self.first: dict[str, torch.Tensor] = {}
+        self.second: dict[str, torch.Tensor] = {}
+        self.largest, self.mean = np.zeros(len(blocks)), np.zeros(len(blocks))
+        self.swept: dict[int, np.ndarray] = {}
+
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        return 2 * self.groups * sum(b.numel for b in blocks) * self.dtype.itemsize
 
     def _add(self, name: str, rows: torch.Tensor) -> None:
         if name not in self.first:
@@ -84,21 +84,17 @@ class _Diagonal(Accumulator):
             self.second[name][g].addcmul_(row, row)
 
     def share(self, names: Sequence[str], group: ProcessGroup) -> None:
-        """Add sums and squares up."""
         group.reduce([table[n] for table in (self.first, self.second) for n in names if n in table])
 
     def finalize(self, names: Sequence[str]) -> bool:
-        """Sweep the blocks that are whole."""
-        for name in names:
-            if name not in self.place:
-                continue
+        for name in [n for n in names if n in self.place]:
             k = self.place[name]
             if name in self.second:
                 d = self.second[name].sum(0)
                 self.largest[k] = max(self.largest[k], float(d.max()) / self.total)
                 self.mean[k] += float(d.sum(dtype=torch.float64)) / self.total / self.blocks[k].numel
             self.waiting[k] -= 1
-            if self.local and not self.waiting[k]:
+            if common.is_local(self.damping, self.unit) and not self.waiting[k]:
                 own = slice(k, k + 1)
                 tau = common.resolve_damping(self.damping, self.unit, self.largest[own], self.mean[own])[1]
                 self._sweep(k, tau[:, 0])
@@ -111,7 +107,6 @@ class _Diagonal(Accumulator):
         self.swept[k] = found
 
     def settled(self) -> tuple[tuple[float, ...], np.ndarray]:
-        """Dampings, recorded and absolute; sweeps what waited for them."""
         values, tau = common.resolve_damping(self.damping, self.unit, self.largest, self.mean)
         for k in range(len(self.blocks)):
             if k not in self.swept:
@@ -119,68 +114,8 @@ class _Diagonal(Accumulator):
         return values, tau
 
 
-def score_diagonal(
-    model: nn.Module,
-    data: Data,
-    blocks: Sequence[Block],
-    *,
-    damping: float | Sequence[float] | None = None,
-    damping_unit: str = "max",
-    batch_size: int = 8,
-    progress: Progress | None = None,
-    groups: int = 4,
-    walk: str = "auto",
-) -> Scores:
-    """Gain under the diagonal empirical Fisher, ``sum_p g_p^2 / (D_p + tau)``.
-
-    The noise floor is exact, ``(1/N) sum_p D_p/(D_p + tau)`` (random signs of the sequences' gradients), the standard error a
-    jackknife over ``groups`` groups of sequences. Memory: ``2 * groups`` times the blocks' parameters in the ``whole`` graph,
-    one layer's by ``layers`` (``walk``; ``auto`` takes the whole graph where it fits).
-
-    Raises:
-        CoverageError: A weight matrix was never seen.
-        InvalidInput: A damping or batch size outside its domain.
-    """
-    common.check_damping(damping, damping_unit)
-    common.check_inputs(data, batch_size)
-    groups = max(1, min(groups, data.samples))
-    dtype, _ = real_type(model)
-    sums = _Diagonal(blocks, dtype, groups, token_counts(model, data), damping, damping_unit)
-    tick = Steps(progress, data.samples)
-    total = feed(model, data, blocks, sums, batch_size=batch_size, walk=walk, tick=tick).loss
-    values, tau = sums.settled()
-    gain, floor, error = (np.zeros_like(tau) for _ in range(3))
-    for k in range(len(blocks)):
-        found = sums.swept[k]
-        gain[:, k], floor[:, k] = found[0], found[1] / sums.total
-        error[:, k] = np.sqrt((groups - 1) * np.var(found[2:], axis=0)) if groups > 1 else np.nan
-    extra = {
-        "curvature": "diagonal empirical Fisher",
-        "tokens": int(sums.total),
-        "mean_loss": total / sums.total,
-        "absolute_damping": tau.tolist(),
-        "largest_eigenvalue": sums.largest.tolist(),
-        "mean_eigenvalue": sums.mean.tolist(),
-        "excess": (gain - floor).tolist(),
-    }
-    return common.record(
-        model, data, blocks, "fisher-diagonal", gain=gain.tolist(), damping=values, damping_unit=damping_unit,
-        standard_error=error.tolist(), noise_floor=floor.tolist(), extra=extra,
-    )  # fmt: skip
-
-
 def _sweep(first: torch.Tensor, second: torch.Tensor, tokens: np.ndarray, tau: np.ndarray) -> np.ndarray:
-    """Sums over the entries of one matrix at every damping, in one walk over pieces that stay in the cache.
-
-    Args:
-        first: ``(groups, P)`` sums of the gradients over the sequences of a group.
-        second: ``(groups, P)`` sums of their squares.
-        tokens: ``(groups,)`` target tokens.
-        tau: ``(D,)`` absolute dampings.
-
-    Returns:
-        ``(2 + groups, D)``: ``sum g^2/(D+tau)``, ``sum D/(D+tau)``, and the first again with one group left out at a time.
-    """
+    """``sum g^2/(D+tau)``, ``sum D/(D+tau)``, and the first again with one group left out at a time: ``(2 + groups, D)``."""
     groups, n = len(first), float(tokens.sum())
     out = np.zeros((2 + groups, len(tau)))
     for start in range(0, first.shape[1], _PIECE):
@@ -197,3 +132,178 @@ def _sweep(first: torch.Tensor, second: torch.Tensor, tokens: np.ndarray, tau: n
                 if row == 0:
                     out[1, i] += float(torch.dot(d, inverse))
     return out
+
+
+def score_diagonal(
+    model: nn.Module,
+    data: Data,
+    blocks: Sequence[Block],
+    *,
+    damping: Damping = None,
+    damping_unit: Unit = "max",
+    batch_size: int = 8,
+    progress: Progress | None = None,
+    walk: str = "auto",
+) -> Scores:
+    """Gain under the diagonal empirical Fisher, ``sum_p g_p^2 / (D_p + tau)`` with ``D_p = (1/N) sum_i s_ip^2``.
+
+    The noise floor is exact, ``(1/N) sum_p D_p/(D_p + tau)`` (random signs of the sequences' gradients), the standard error a
+    jackknife over four groups of sequences. Memory: eight times the blocks' parameters in the ``whole`` graph, one layer's by
+    ``layers`` (``walk``; ``auto`` takes the whole graph where it fits).
+
+    Raises:
+        CoverageError: A weight matrix was never seen.
+    """
+    groups = min(_GROUPS, data.samples)
+    dtype = common.real_type(model)[0]
+    sums = _Diagonal(blocks, dtype, groups, common.token_counts(model, data), damping, damping_unit)
+    fed = feed(model, data, blocks, sums, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
+    values, tau = sums.settled()
+    gain, floor, error = (np.zeros_like(tau) for _ in range(3))
+    for k in range(len(blocks)):
+        found = sums.swept[k]
+        gain[:, k], floor[:, k] = found[0], found[1] / sums.total
+        error[:, k] = np.sqrt((groups - 1) * np.var(found[2:], axis=0)) if groups > 1 else np.nan
+    extra = {
+        "curvature": "diagonal empirical Fisher",
+        "tokens": int(sums.total),
+        "mean_loss": fed.loss / sums.total,
+        "absolute_damping": tau.tolist(),
+        "largest_eigenvalue": sums.largest.tolist(),
+        "mean_eigenvalue": sums.mean.tolist(),
+        "excess": (gain - floor).tolist(),
+    }
+    return common.record(
+        blocks,
+        "fisher-diagonal",
+        gain=gain,
+        damping=values,
+        damping_unit=damping_unit,
+        standard_error=error,
+        noise_floor=floor,
+        extra=extra,
+    )
+
+
+class _Norms(_Gradients):
+    """``|sum_b G_b|^2`` and ``sum_b |G_b|^2`` of every block, ``G_b`` the gradient of a batch's summed loss."""
+
+    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype) -> None:
+        super().__init__(blocks, dtype)
+        self.square, self.squares = np.zeros(len(blocks)), np.zeros(len(blocks))
+        self.counts: dict[int, int] = {}
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        return sum(b.numel for b in blocks) * self.dtype.itemsize
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        self.counts[batch.rows.start] = int((batch.targets != IGNORE).sum())
+
+    def direct(self, name: str, gradient: torch.Tensor) -> None:
+        self._add(name, gradient.to(self.dtype, copy=True))
+
+    def _product(self, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        return b.flatten(0, 1).T @ a.flatten(0, 1)
+
+    def _add(self, name: str, rows: torch.Tensor) -> None:
+        self.squares[self.place[name]] += float(torch.linalg.vector_norm(rows)) ** 2
+        self.sums[name] = rows if name not in self.sums else self.sums[name].add_(rows)
+
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
+        group.reduce([self.sums[n] for n in names if n in self.sums])
+
+    def merge(self, group: ProcessGroup) -> None:
+        self.squares = group.sum(self.squares)
+        self.counts = {k: v for found in group.gather(self.counts) for k, v in found.items()}
+
+    def finalize(self, names: Sequence[str]) -> bool:
+        for name in [n for n in names if n in self.sums]:
+            self.square[self.place[name]] += float(torch.linalg.vector_norm(self.sums.pop(name))) ** 2
+        return False
+
+
+def score_gradient_norm(
+    model: nn.Module,
+    data: Data,
+    blocks: Sequence[Block],
+    *,
+    batch_size: int = 8,
+    walk: str = "auto",
+    progress: Progress | None = None,
+) -> Scores:
+    """``|g_k|^2`` of the mean token loss; one forward and backward pass.
+
+    The plain value is inflated by ``tr(Sigma)/n``; ``extra['unbiased']`` removes that by pairing different batches only,
+    ``(|sum_b G_b|^2 - sum_b |G_b|^2) / (N^2 - sum_b N_b^2)``, ``G_b`` the summed gradient of batch b with ``N_b`` tokens. The
+    difference of the two is the noise floor.
+    """
+    sums = _Norms(blocks, common.real_type(model)[0])
+    fed = feed(model, data, blocks, sums, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
+    counts = np.array(list(sums.counts.values()))
+    n = float(counts.sum())
+    pairs = n**2 - float(np.square(counts).sum())
+    unbiased = (sums.square - sums.squares) / pairs if pairs > 0 else np.full(len(blocks), np.nan)
+    plain = sums.square / n**2
+    floor = [None if np.isnan(u) else p - u for p, u in zip(plain, unbiased, strict=True)]
+    extra = {"unbiased": unbiased.tolist(), "tokens": int(n), "mean_loss": fed.loss / n}
+    return common.record(
+        blocks, "gradient-norm", gain=[plain.tolist()], noise_floor=[floor], unit="(nats per parameter)^2", extra=extra
+    )
+
+
+class _SequenceNorms(Accumulator):
+    """Squared norms of the gradients, ``(K, n)``."""
+
+    def __init__(self, blocks: Sequence[Block], samples: int) -> None:
+        self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
+        self.table = np.zeros((len(blocks), samples))
+        self.rows = slice(0, 0)
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        self.rows = batch.rows
+
+    def update(self, site: Site) -> None:
+        for name, b in site.b.items():
+            self.table[self.place[name], self.rows] += _square_norms(site.a, b).cpu().numpy()
+
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
+        """Nothing: every process fills the columns of its own sequences."""
+
+    def merge(self, group: ProcessGroup) -> None:
+        self.table = group.sum(self.table)
+
+    def direct(self, name: str, gradient: torch.Tensor) -> None:
+        self.table[self.place[name], self.rows] += float(gradient.double().square().sum())
+
+
+def _square_norms(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``|S_i|^2 = sum_ts (A_i A_i')_ts (B_i B_i')_ts`` where the sequence is short beside the matrix, else from ``S_i``."""
+    a, b = (x if x.dtype == torch.float64 else x.float() for x in (a, b))
+    length, d_in, d_out = a.shape[1], a.shape[2], b.shape[2]
+    if length * (d_in + d_out) < d_in * d_out:
+        return ((a @ a.mT) * (b @ b.mT)).double().sum((1, 2))
+    return (b.mT @ a).double().square().sum((1, 2))
+
+
+def score_trace(
+    model: nn.Module,
+    data: Data,
+    blocks: Sequence[Block],
+    *,
+    batch_size: int = 8,
+    walk: str = "auto",
+    progress: Progress | None = None,
+) -> Scores:
+    """``tr F_k = (1/N) sum_i |s_i|^2``, ``s_i`` the gradient of the summed loss of sequence i in block k, N tokens.
+
+    The sum of the eigenvalues that the dampings of every curvature refer to.
+
+    Raises:
+        CoverageError: A matrix of a block was never seen.
+    """
+    norms = _SequenceNorms(blocks, data.samples)
+    feed(model, data, blocks, norms, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
+    return common.over_sequences(
+        blocks, "fisher-trace", norms.table, common.token_counts(model, data), unit="nats^2 per parameter^2"
+    )

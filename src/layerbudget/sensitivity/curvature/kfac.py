@@ -1,19 +1,24 @@
-"""K-FAC and EK-FAC, one Kronecker-factored curvature per weight matrix.
+r"""K-FAC and EK-FAC, one Kronecker-factored curvature per weight matrix, damped exactly.
 
 K-FAC (expand setting): ``C ~ G (x) A`` with ``A = mean_t a_t a_t'`` over positions and ``G = (1/N) sum_t b_t b_t'``, ``b`` the
-output gradients of the summed loss under labels drawn from the model (empirical labels on request). Damping is exact, in the
-eigenbasis: with ``A = Q_A diag(l_A) Q_A'``, ``G = Q_G diag(l_G) Q_G'`` and ``M = Q_G' dW Q_A``,
+output gradients of the summed loss under labels drawn from the model (empirical labels on request). With
+``A = Q_A diag(l_A) Q_A'``, ``G = Q_G diag(l_G) Q_G'`` and ``M = Q_G' dW Q_A``,
 
     zeta^2(tau) = sum_ij M_ij^2 / (L_ij + tau),   L = l_G l_A'  (K-FAC),   L = (1/N) sum_i (Q_G' S_i Q_A)^2  (EK-FAC),
 
 S_i being sampled-label gradients of sequence i (George et al. 2018). Gains of a block add over its matrices: coupling between
 matrices is dropped. Fused experts have no hooks and are refused.
+
+From tokens only the eigenvectors with eigenvalues above zero are needed: with ``X X' = U diag(k) U'`` and
+``B~ B~' = W diag(h) W'``, ``M = h^-1/2 W' (B~ B') U k^1/2``, an m x m matrix, and what of the gradient lies outside, where the
+curvature is zero, counts ``(|dW|^2 - |M|^2)/tau``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,10 +31,113 @@ from ...execution.sites import Site
 from ...progress import Progress, Steps
 from ...records import Block
 from ...scores import Scores
-from ..kept import Kept, matrices_of
+from ..stored import Finished
 from . import common
+from .common import Damping, Unit
 from .kronecker import Factors, Sums, Tokens, collect, factors_of
-from .rotated import Rotated, basis, rotated, second_moments, token_basis
+
+_GROUPS = 4
+_RANK = 1e-10  # eigenvalues below this part of the largest are rounding
+_RANK32 = 1e-6
+
+
+@dataclasses.dataclass(eq=False)
+class Rotated:
+    """One matrix's gradients, group by group, in the eigenbasis of its curvature.
+
+    Attributes:
+        parts: ``(J, p, q)`` float64.
+        eigenvalues: ``(p, q)`` of the curvature.
+        rest: ``(J, J)`` inner products of what lies where the curvature is zero.
+    """
+
+    parts: torch.Tensor
+    eigenvalues: torch.Tensor
+    rest: torch.Tensor
+
+    def form(self, weights: torch.Tensor, tau: float) -> float:
+        """``v'(C + tau I)^-1 v`` of the weighted sum v of the groups."""
+        v = torch.tensordot(weights.to(self.parts), self.parts, 1)
+        outside = float(weights.to(self.rest) @ self.rest @ weights.to(self.rest))
+        return float((v.square() / (self.eigenvalues + tau)).sum()) + max(outside, 0.0) / tau
+
+    def forms(self, tau: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Gain ``(D,)``, noise floor ``(D,)`` and leave-one-group-out gains ``(D, J)``.
+
+        The floor is ``J/(J-1) sum_j (g_j - g/J)'(C + tau I)^-1 (g_j - g/J)``.
+        """
+        count = len(self.parts)
+        unit, one = torch.eye(count, dtype=torch.float64), torch.ones(count, dtype=torch.float64)
+        correction = count / max(count - 1, 1)
+        gain = [self.form(one, float(t)) for t in tau]
+        floor = [sum(self.form(unit[j] - one / count, float(t)) for j in range(count)) * correction for t in tau]
+        jack = [[self.form((one - unit[j]) * correction, float(t)) for j in range(count)] for t in tau]
+        return np.array(gain), np.array(floor), np.array(jack)
+
+
+def rotate(found: Sums | Tokens, groups: int) -> Rotated:
+    """Rotate the gradients of one matrix into the eigenbasis of its factors."""
+    return _from_sums(found) if isinstance(found, Sums) else _from_tokens(found, groups)
+
+
+def basis(found: Sums) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(Q_G, Q_A)``; the second is computed once for matrices that share an input."""
+    if "eigen" not in found.cache:
+        found.cache["eigen"] = torch.linalg.eigh(found.a)
+    if "eigen_g" not in found.__dict__:
+        found.__dict__["eigen_g"] = torch.linalg.eigh(found.g)
+    return found.__dict__["eigen_g"][1], found.cache["eigen"][1]
+
+
+def _from_sums(found: Sums) -> Rotated:
+    qg, qa = basis(found)
+    parts = torch.stack([qg.T @ part.double() @ qa for part in found.parts])
+    eigenvalues = torch.outer(found.__dict__["eigen_g"][0].clamp_min(0), found.cache["eigen"][0].clamp_min(0))
+    none = torch.zeros(len(parts), len(parts), dtype=torch.float64, device=parts.device)
+    return Rotated(parts, eigenvalues, none)
+
+
+def _spectrum(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues above rounding and eigenvectors of ``rows rows'``."""
+    values, vectors = torch.linalg.eigh((rows @ rows.T).double())
+    threshold = _RANK if rows.dtype == torch.float64 else _RANK32
+    keep = values > threshold * values[-1].clamp_min(1e-300)
+    return values[keep], vectors[:, keep]
+
+
+def token_basis(found: Tokens) -> tuple[torch.Tensor, ...]:
+    """``(k, U, h, W)`` of the inputs (shared) and of the drawn output gradients."""
+    if "spectrum" not in found.cache:
+        found.cache["spectrum"] = _spectrum(found.x)
+    return (*found.cache["spectrum"], *_spectrum(found.drawn))
+
+
+def _from_tokens(found: Tokens, groups: int) -> Rotated:
+    k, u, h, w = token_basis(found)
+    left = (w.T @ (found.drawn @ found.b.T).double()) / h.sqrt()[:, None]  # (p, m)
+    right = u * k.sqrt()  # (m, q)
+    parts = torch.stack([left[:, found.group == j] @ right[found.group == j] for j in range(groups)])
+    whole = ((found.b @ found.b.T) * (found.x @ found.x.T)).double()
+    member = torch.nn.functional.one_hot(found.group, groups).double()
+    inside = torch.einsum("apq,bpq->ab", parts, parts)
+    rest = member.T @ whole @ member - inside
+    if float(rest.trace()) <= (_RANK if found.x.dtype == torch.float64 else _RANK32) * float(whole.trace().abs()):
+        rest = torch.zeros_like(rest)  # rounding
+    return Rotated(parts, torch.outer(h / found.scale, k / found.positions), rest)
+
+
+def second_moments(found: Tokens, basis_: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """EK-FAC's eigenvalues from tokens: ``(1/N) sum_i (Q_G' S_i Q_A)^2`` over sequences and draws, ``(p, q)``."""
+    k, u, h, w = basis_
+    right, left = u * k.sqrt(), w * h.sqrt()
+    m = len(right)
+    total: Any = torch.zeros(len(h), len(k), dtype=torch.float64, device=right.device)
+    for r in range(len(left) // m):
+        rows = left[r * m : (r + 1) * m]
+        for i in found.sequence.unique().tolist():
+            own = found.sequence == i
+            total += (rows[own].T @ right[own]).square()
+    return total / found.scale
 
 
 def score_kfac(
@@ -37,219 +145,46 @@ def score_kfac(
     data: Data,
     blocks: Sequence[Block],
     *,
-    damping: float | Sequence[float] | None = None,
-    damping_unit: str = "max",
+    damping: Damping = None,
+    damping_unit: Unit = "max",
     batch_size: int = 8,
     seed: int | None = None,
     progress: Progress | None = None,
-    labels: str = "sampled",
+    labels: Literal["sampled", "data"] = "sampled",
     draws: int | None = None,
-    groups: int = 4,
     walk: str = "auto",
-    kept: Kept | None = None,
+    finished: Finished | None = None,
+    corrected: bool = False,
 ) -> Scores:
-    """Gain under K-FAC with exact damping.
+    """Gain under K-FAC, or EK-FAC (``corrected``), with exact damping.
 
-    The gradient is kept in J groups of sequences. The noise floor is ``sum_j (g_j - g)'(C + tau I)^-1 (g_j - g) / (J(J-1))``
-    over their mean gradients, the standard error a jackknife over them, both with the curvature held fixed.
+    The gradient is kept in J = 4 groups of sequences. The noise floor is
+    ``sum_j (g_j - g)'(C + tau I)^-1 (g_j - g) / (J(J-1))`` over their mean gradients, the standard error a jackknife over them,
+    both with the curvature held fixed.
 
     Args:
         model: The model.
         data: The calibration set.
         blocks: K blocks.
         damping: One or several; ``None`` for the default sweep.
-        damping_unit: ``max`` (of a block's largest Kronecker eigenvalue), ``mean`` or ``absolute``.
+        damping_unit: ``max`` (of a block's largest Kronecker eigenvalue), ``mean``, ``median`` or ``absolute``.
         batch_size: Sequences per pass.
         seed: Of the sampled labels, which depend on a sequence's content and not on its place; 0 by default.
         progress: Called with sequences done and in total.
         labels: ``sampled`` from the model (the Fisher), or the ``data``'s own (the empirical Fisher).
         draws: Draws of sampled labels per token, 1 by default.
-        groups: Groups of sequences, one per sequence at most.
         walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits. By layers one layer's factors exist at a time
             (all of them with ``damping_unit='median'`` or the absolute default sweep, which wait for the last block).
-        kept: Blocks that an earlier run has finished; where finished ones are kept.
+        finished: Blocks that an earlier run has finished.
+        corrected: EK-FAC: eigenvalues are replaced by exact second moments.
 
     Returns:
         Gains per block; ``extra['by_module']`` has them per weight matrix.
 
     Raises:
         CoverageError: Fused experts, or a weight matrix that was never seen.
-        InvalidInput: An argument outside its domain, or a seed or draws where no label is sampled.
+        InvalidInput: A seed or draws where no label is sampled, or fewer than one draw.
     """
-    return _score(
-        model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, walk, False, kept
-    )
-
-
-def score_ekfac(
-    model: nn.Module,
-    data: Data,
-    blocks: Sequence[Block],
-    *,
-    damping: float | Sequence[float] | None = None,
-    damping_unit: str = "max",
-    batch_size: int = 8,
-    seed: int | None = None,
-    progress: Progress | None = None,
-    labels: str = "sampled",
-    draws: int | None = None,
-    groups: int = 4,
-    walk: str = "auto",
-    kept: Kept | None = None,
-) -> Scores:
-    """Gain under EK-FAC: as :func:`score_kfac`, with eigenvalues replaced by exact second moments.
-
-    Raises:
-        CoverageError: Fused experts, or a weight matrix that was never seen.
-        InvalidInput: As :func:`score_kfac`.
-    """
-    return _score(
-        model, data, blocks, damping, damping_unit, batch_size, seed, progress, labels, draws, groups, walk, True, kept
-    )
-
-
-class _Settling:
-    """Quadratic forms block by block, as soon as a block's matrices are whole and its damping is known."""
-
-    def __init__(
-        self, blocks: Sequence[Block], damping: float | Sequence[float] | None, unit: str, groups: int, kept: Kept | None = None
-    ) -> None:
-        self.blocks, self.damping, self.unit, self.groups = blocks, damping, unit, groups
-        self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
-        self.waiting = [len(b.modules) for b in blocks]
-        self.held: list[dict[str, Rotated]] = [{} for _ in blocks]
-        self.largest, self.trace = np.zeros(len(blocks)), np.zeros(len(blocks))
-        self.forms: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self.local = unit in ("max", "mean") or (unit == "absolute" and damping is not None)
-        self.kept = kept if self.local else None
-        found = {} if self.kept is None else self.kept.found()
-        for k, record in found.items():
-            self.largest[k], self.trace[k], self.waiting[k] = record["largest"], record["trace"], 0
-            for name, forms in record["forms"].items():
-                whole, noise, jack = (np.array(form) for form in forms)
-                self.forms[name] = (whole, noise, jack)
-        self.done = matrices_of(blocks, list(found))
-
-    def add(self, name: str, found: Rotated) -> None:
-        """Take one matrix; settle its block if it was the last."""
-        k = self.place[name]
-        self.held[k][name] = found
-        self.largest[k] = max(self.largest[k], float(found.eigenvalues.max()) if found.eigenvalues.numel() else 0.0)
-        self.trace[k] += float(found.eigenvalues.sum())
-        self.waiting[k] -= 1
-        if self.local and not self.waiting[k]:
-            self._settle(k, self.dampings(k)[1][:, 0])
-            if self.kept is not None:
-                forms = {m.name: [form.tolist() for form in self.forms[m.name]] for m in self.blocks[k].modules}
-                self.kept.put(k, {"largest": float(self.largest[k]), "trace": float(self.trace[k]), "forms": forms})
-
-    @property
-    def mean(self) -> np.ndarray:
-        """Mean eigenvalue of every block."""
-        return self.trace / np.array([b.numel for b in self.blocks])
-
-    def dampings(self, k: int | None = None) -> tuple[tuple[float, ...], np.ndarray]:
-        """Recorded and absolute dampings, of all blocks or of one."""
-        own = slice(None) if k is None else slice(k, k + 1)
-        return common.resolve_damping(self.damping, self.unit, self.largest[own], self.mean[own])
-
-    def _settle(self, k: int, tau: np.ndarray) -> None:
-        for name, found in self.held[k].items():
-            self.forms[name] = found.forms(tau)
-        self.held[k] = {}
-
-    def merge(self, group: ProcessGroup) -> None:
-        """Bring the owners' blocks together."""
-        self.largest, self.trace = group.sum(self.largest), group.sum(self.trace)
-        if self.local:
-            self.forms = {name: forms for found in group.gather(self.forms) for name, forms in found.items()}
-        else:
-            everything = group.gather(self.held)
-            self.held = [{n: r for held in everything for n, r in held[k].items()} for k in range(len(self.blocks))]
-
-    def finish(self) -> tuple[tuple[float, ...], np.ndarray]:
-        """Settle what waited for all blocks; the dampings."""
-        values, tau = self.dampings()
-        for k in range(len(self.blocks)):
-            self._settle(k, tau[:, k])
-        return values, tau
-
-
-class _Corrected(Factors):
-    """EK-FAC: sums take a second pass for the second moments in their eigenbasis; tokens have them already."""
-
-    again: dict[str, tuple[Sums, torch.Tensor]]
-    receive: Any
-    _rows: dict[str, torch.Tensor]
-    _second: bool
-
-    def prepare(self, receive: Any) -> None:
-        """Where finished matrices go."""
-        self.again, self.receive, self._second, self._rows = {}, receive, False, {}
-        self.settle = self._first
-
-    def _first(self, name: str, found: Sums | Tokens) -> None:
-        if isinstance(found, Tokens):
-            turned = rotated(found, self.groups)
-            turned.eigenvalues = second_moments(found, token_basis(found))
-            self.receive(name, turned)
-        else:
-            qg, qa = basis(found)
-            self.again[name] = (found, torch.zeros(len(qg), len(qa), dtype=torch.float64, device=qg.device))
-
-    def needs(self, loss: int) -> bool:
-        """The second pass reads drawn labels only."""
-        return super().needs(loss) and (not self._second or loss > 0 or self.own)
-
-    def update(self, site: Site) -> None:
-        """Second pass: per-sequence gradients in the eigenbasis."""
-        if not self._second:
-            super().update(site)
-            return
-        for name in site.names:
-            if name not in self.again:
-                continue
-            qg, qa = (q.to(self.dtype) for q in basis(self.again[name][0]))
-            rows = torch.bmm((site.b[name].to(self.dtype) @ qg).transpose(1, 2), site.a.to(self.dtype) @ qa)
-            self._rows[name] = self._rows[name] + rows if name in self._rows else rows
-
-    def finish(self, batch: Batch, loss: int) -> None:
-        """Square the rows of the batch and add them up."""
-        for name, rows in self._rows.items():
-            self.again[name][1].add_(rows.square_().sum(0, dtype=torch.float64))
-        self._rows = {}
-
-    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
-        """The second pass adds moments; every process needs every eigenbasis for it, so all of them settle."""
-        if not self._second:
-            super().share(names, group)
-        else:
-            group.reduce([moments for _, moments in self.again.values()])
-
-    def owns(self, name: str) -> bool:
-        """All processes."""
-        return True
-
-    def finalize(self, names: Sequence[str]) -> bool:
-        """Ask for the second pass; settle after it."""
-        if not self._second:
-            super().finalize(names)
-            self._second = bool(self.again)
-            return self._second
-        for name, (found, moments) in self.again.items():
-            turned = rotated(found, self.groups)
-            turned.eigenvalues = moments / self._scale
-            self.receive(name, turned)
-        self.again, self._second = {}, False
-        return False
-
-
-def _score(
-    model: nn.Module, data: Data, blocks: Sequence[Block], damping: float | Sequence[float] | None, damping_unit: str,
-    batch_size: int, seed: int | None, progress: Progress | None, labels: str, draws: int | None, groups: int, walk: str,
-    corrected: bool, kept: Kept | None,
-) -> Scores:  # fmt: skip
-    common.check_arguments(damping, damping_unit, data, batch_size)
     if labels == "data" and (seed is not None or draws is not None):
         raise InvalidInput(
             f"{'seed' if seed is not None else 'draws'} was given with labels='data'.",
@@ -257,17 +192,23 @@ def _score(
             "Leave it out.",
         )
     seed, draws = seed or 0, 1 if draws is None else draws
-    settling = _Settling(blocks, damping, damping_unit, groups, kept)
+    settling = _Settling(blocks, damping, damping_unit, finished)
     factors = factors_of(
-        model, data, blocks, lambda name, found: settling.add(name, rotated(found, factors.groups)), seed=seed, labels=labels,
-        draws=draws, groups=groups, kind=_Corrected if corrected else Factors,
-    )  # fmt: skip
+        model,
+        data,
+        blocks,
+        lambda name, found: settling.add(name, rotate(found, factors.groups)),
+        seed=seed,
+        labels=labels,
+        draws=draws,
+        groups=_GROUPS,
+        kind=_Corrected if corrected else Factors,
+    )
     if isinstance(factors, _Corrected):
         factors.prepare(settling.add)
     factors.after = None if corrected else settling.merge
     factors.done = settling.done
-    tick = Steps(progress, data.samples)
-    collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
+    collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
     values, tau = settling.finish()
     gain, floor, error = (np.zeros_like(tau) for _ in range(3))
     for k, block in enumerate(blocks):
@@ -280,9 +221,9 @@ def _score(
         count = left_out.shape[1]
         error[:, k] = np.sqrt((count - 1) * left_out.var(1)) if count > 1 else np.nan
         floor[:, k] = floor[:, k] if count > 1 else np.nan
+    name = "EK-FAC" if corrected else "K-FAC"
     extra = {
-        "curvature": f"{'EK-FAC' if corrected else 'K-FAC'}, {labels} labels"
-        + (f", {draws} draws" if labels == "sampled" else ""),
+        "curvature": f"{name}, {labels} labels" + (f", {draws} draws" if labels == "sampled" else ""),
         "tokens": token_count(model, data),
         "absolute_damping": tau.tolist(),
         "largest_eigenvalue": settling.largest.tolist(),
@@ -292,6 +233,131 @@ def _score(
         "by_module": {m.name: settling.forms[m.name][0].tolist() for b in blocks for m in b.modules},
     }
     return common.record(
-        model, data, blocks, "ekfac" if corrected else "kfac", gain=gain.tolist(), damping=values, damping_unit=damping_unit,
-        standard_error=error.tolist(), noise_floor=floor.tolist(), seed=seed, extra=extra,
-    )  # fmt: skip
+        blocks,
+        name.replace("-", "").lower(),
+        gain=gain,
+        damping=values,
+        damping_unit=damping_unit,
+        standard_error=error,
+        noise_floor=floor,
+        seed=seed,
+        extra=extra,
+    )
+
+
+class _Settling:
+    def __init__(self, blocks: Sequence[Block], damping: Damping, unit: str, finished: Finished | None) -> None:
+        self.blocks, self.damping, self.unit = blocks, damping, unit
+        self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
+        self.waiting = [len(b.modules) for b in blocks]
+        self.held: list[dict[str, Rotated]] = [{} for _ in blocks]
+        self.largest, self.trace = np.zeros(len(blocks)), np.zeros(len(blocks))
+        self.forms: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self.local = common.is_local(damping, unit)
+        self.finished = finished if self.local else None
+        found = {} if self.finished is None else self.finished.found
+        for k, record in found.items():
+            self.largest[k], self.trace[k], self.waiting[k] = record["largest"], record["trace"], 0
+            for name, forms in record["forms"].items():
+                whole, noise, jack = (np.array(form) for form in forms)
+                self.forms[name] = (whole, noise, jack)
+        self.done = frozenset(m.name for k in found for m in blocks[k].modules)
+
+    def add(self, name: str, found: Rotated) -> None:
+        k = self.place[name]
+        self.held[k][name] = found
+        self.largest[k] = max(self.largest[k], float(found.eigenvalues.max()) if found.eigenvalues.numel() else 0.0)
+        self.trace[k] += float(found.eigenvalues.sum())
+        self.waiting[k] -= 1
+        if self.local and not self.waiting[k]:
+            self._settle(k, self.dampings(k)[1][:, 0])
+            if self.finished is not None:
+                forms = {m.name: [form.tolist() for form in self.forms[m.name]] for m in self.blocks[k].modules}
+                self.finished.put(k, {"largest": float(self.largest[k]), "trace": float(self.trace[k]), "forms": forms})
+
+    @property
+    def mean(self) -> np.ndarray:
+        return self.trace / np.array([b.numel for b in self.blocks])
+
+    def dampings(self, k: int | None = None) -> tuple[tuple[float, ...], np.ndarray]:
+        own = slice(None) if k is None else slice(k, k + 1)
+        return common.resolve_damping(self.damping, self.unit, self.largest[own], self.mean[own])
+
+    def _settle(self, k: int, tau: np.ndarray) -> None:
+        for name, found in self.held[k].items():
+            self.forms[name] = found.forms(tau)
+        self.held[k] = {}
+
+    def merge(self, group: ProcessGroup) -> None:
+        self.largest, self.trace = group.sum(self.largest), group.sum(self.trace)
+        if self.local:
+            self.forms = {name: forms for found in group.gather(self.forms) for name, forms in found.items()}
+        else:
+            everything = group.gather(self.held)
+            self.held = [{n: r for held in everything for n, r in held[k].items()} for k in range(len(self.blocks))]
+
+    def finish(self) -> tuple[tuple[float, ...], np.ndarray]:
+        values, tau = self.dampings()
+        for k in range(len(self.blocks)):
+            self._settle(k, tau[:, k])
+        return values, tau
+
+
+class _Corrected(Factors):
+    again: dict[str, tuple[Sums, torch.Tensor]]
+    receive: Any
+    _rows: dict[str, torch.Tensor]
+    _second: bool
+
+    def prepare(self, receive: Any) -> None:
+        self.again, self.receive, self._second, self._rows = {}, receive, False, {}
+        self.settle = self._first
+
+    def _first(self, name: str, found: Sums | Tokens) -> None:
+        if isinstance(found, Tokens):
+            turned = rotate(found, self.groups)
+            turned.eigenvalues = second_moments(found, token_basis(found))
+            self.receive(name, turned)
+        else:
+            qg, qa = basis(found)
+            self.again[name] = (found, torch.zeros(len(qg), len(qa), dtype=torch.float64, device=qg.device))
+
+    def needs(self, loss: int) -> bool:
+        return super().needs(loss) and (not self._second or loss > 0 or self.own)
+
+    def update(self, site: Site) -> None:
+        if not self._second:
+            super().update(site)
+            return
+        for name in site.names:
+            if name not in self.again:
+                continue
+            qg, qa = (q.to(self.dtype) for q in basis(self.again[name][0]))
+            rows = torch.bmm((site.b[name].to(self.dtype) @ qg).transpose(1, 2), site.a.to(self.dtype) @ qa)
+            self._rows[name] = self._rows[name] + rows if name in self._rows else rows
+
+    def finish(self, batch: Batch, loss: int) -> None:
+        for name, rows in self._rows.items():
+            self.again[name][1].add_(rows.square_().sum(0, dtype=torch.float64))
+        self._rows = {}
+
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
+        if not self._second:
+            super().share(names, group)
+        else:
+            group.reduce([moments for _, moments in self.again.values()])
+
+    def owns(self, name: str) -> bool:
+        return True
+
+    def finalize(self, names: Sequence[str]) -> bool:
+        if not self._second:
+            super().finalize(names)
+            self._second = bool(self.again)
+            return self._second
+        for name, (found, moments) in self.again.items():
+            turned = rotate(found, self.groups)
+            turned.eigenvalues = moments / self._scale
+            self.receive(name, turned)
+        self.again, self._second = {}, False
+        return False

@@ -10,6 +10,7 @@ A matrix is settled as soon as its batches are through, so a walk by layers neve
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,11 +25,95 @@ from ...execution.processes import ProcessGroup
 from ...execution.sites import Site, refuse_direct
 from ...models.machine import in_threads
 from ...records import Block, Module
-from .factored import Cache, Settle, Sums, Tokens
-from .gram import real_type
-from .held import Input, Output, accumulate, symmetric
+from .common import real_type
 
-FORMS = ("auto", "sums", "tokens")
+_PANEL = 128
+
+
+@dataclasses.dataclass(eq=False)
+class Sums:
+    """One matrix by sums.
+
+    Attributes:
+        a: ``(d_in, d_in)`` mean of ``a a'``, float64; matrices with one input share it.
+        g: ``(d_out, d_out)`` ``(1/N) sum b~ b~'``, float64.
+        parts: ``(J, d_out, d_in)`` gradients of the groups, divided by N.
+        cache: Of whatever is derived from ``a``, by name; shared as ``a`` is.
+    """
+
+    a: torch.Tensor
+    g: torch.Tensor
+    parts: torch.Tensor
+    cache: dict[str, Any]
+
+
+@dataclasses.dataclass(eq=False)
+class Tokens:
+    """One matrix by tokens, in the order in which they came.
+
+    Attributes:
+        x: ``(m, d_in)`` inputs; zero rows for padding.
+        b: ``(m, d_out)`` output gradients of the loss divided by N.
+        drawn: ``(R m, d_out)`` output gradients under drawn labels.
+        positions: P.
+        scale: ``N R``: ``G = drawn' drawn / scale``.
+        group: ``(m,)`` group of every token.
+        sequence: ``(m,)`` sequence of every token.
+        cache: As in :class:`Sums`.
+    """
+
+    x: torch.Tensor
+    b: torch.Tensor
+    drawn: torch.Tensor
+    positions: float
+    scale: float
+    group: torch.Tensor
+    sequence: torch.Tensor
+    cache: dict[str, Any]
+
+
+Settle = Callable[[str, "Sums | Tokens"], None]
+
+
+@dataclasses.dataclass(eq=False)
+class _Input:
+    sums: torch.Tensor | None = None
+    rows: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    positions: float = 0.0
+
+
+@dataclasses.dataclass(eq=False)
+class _Output:
+    """Sums of ``b~ b~'`` and gradients by group of one matrix, or rows by loss."""
+
+    module: Module
+    tokens: bool
+    leader: str = ""
+    sums: torch.Tensor | None = None
+    parts: torch.Tensor | None = None
+    rows: dict[int, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
+    places: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # first sequence, sequences, length
+
+
+def accumulate(sums: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """Sums with ``rows' rows`` added: panels on and above the diagonal only, which is all that :func:`symmetric` reads."""
+    width = rows.shape[1]
+    sums = rows.new_zeros(width, width) if sums is None else sums
+    for low in range(0, width, _PANEL):
+        high = min(low + _PANEL, width)
+        sums[low:high, low:].addmm_(rows[:, low:high].T, rows[:, low:])
+    return sums
+
+
+def symmetric(panels: torch.Tensor) -> torch.Tensor:
+    """The whole matrix in float64; nothing else of its size is made beside it."""
+    whole = panels.to(torch.float64, copy=True)
+    for low in range(0, len(whole), _PANEL):
+        high = low + _PANEL
+        block = whole[low:high, low:high].triu()
+        whole[low:high, low:high] = block + block.triu(1).T
+        whole[high:, low:high] = whole[low:high, high:].T
+    return whole
 
 
 class Factors(Accumulator):
@@ -55,23 +140,31 @@ class Factors(Accumulator):
     """
 
     def __init__(
-        self, blocks: Sequence[Block], samples: int, length: int, tokens: float, settle: Settle, *, dtype: torch.dtype,
-        seed: int = 0, labels: str = "sampled", draws: int = 1, groups: int = 4, interleaved: bool = False, form: str = "auto",
-    ) -> None:  # fmt: skip
-        if labels not in ("sampled", "data") or draws < 1 or form not in FORMS:
-            raise InvalidInput(
-                f"labels={labels!r}, draws={draws}, form={form!r}.",
-                f"labels is 'sampled' or 'data'; draws at least 1; form one of {', '.join(FORMS)}.",
-                "",
-            )
+        self,
+        blocks: Sequence[Block],
+        samples: int,
+        length: int,
+        tokens: float,
+        settle: Settle,
+        *,
+        dtype: torch.dtype,
+        seed: int = 0,
+        labels: str = "sampled",
+        draws: int = 1,
+        groups: int = 4,
+        interleaved: bool = False,
+        form: str = "auto",
+    ) -> None:
+        if draws < 1:
+            raise InvalidInput(f"draws is {draws}.", "At least one draw per token is needed.", "Use draws=1.")
         self.own = labels == "data"
         self.losses: tuple[Loss, ...] = (data_loss, *(SampledLoss(seed + r + 1) for r in range(0 if self.own else draws)))
         self.modules = {m.name: m for b in blocks for m in b.modules}
         self.samples, self.length, self.total = samples, length, float(tokens)
         self.settle, self.dtype, self.form = settle, dtype, form
         self.groups, self.interleaved = max(1, min(groups, samples)), interleaved
-        self.inputs: dict[str, Input] = {}
-        self.outputs: dict[str, Output] = {}
+        self.inputs: dict[str, _Input] = {}
+        self.outputs: dict[str, _Output] = {}
         self.leaders: dict[str, str] = {}
         self.blocks = blocks
         self._owner: dict[str, int] = {}
@@ -118,19 +211,19 @@ class Factors(Accumulator):
             return
         a = site.a.to(self.dtype)
         leader = self.leaders.setdefault(site.names[0], site.names[0])
-        held = self.inputs.setdefault(leader, Input())
+        held = self.inputs.setdefault(leader, _Input())
         for name in site.names:
             self.leaders.setdefault(name, leader)
             if name not in self.outputs:
                 module = self.modules[name]
                 by = all(self._by_tokens(self.modules[n]) for n in site.names)  # one input, one form
-                self.outputs[name] = Output(module, by, leader)
+                self.outputs[name] = _Output(module, by, leader)
         if self._loss == len(self.losses) - 1:  # once per batch
             self._input(held, a, self.outputs[site.names[0]].tokens)
         for name in site.names:
             self._output(self.outputs[name], a, site.b[name].to(self.dtype))
 
-    def _input(self, held: Input, a: torch.Tensor, tokens: bool) -> None:
+    def _input(self, held: _Input, a: torch.Tensor, tokens: bool) -> None:
         mask = self._batch.kwargs.get("attention_mask") if self._batch is not None else None
         if mask is not None and mask.shape == a.shape[:2]:
             a, count = a * mask[..., None], float(mask.sum())
@@ -143,7 +236,7 @@ class Factors(Accumulator):
         else:
             held.sums = accumulate(held.sums, rows)
 
-    def _output(self, held: Output, a: torch.Tensor, b: torch.Tensor) -> None:
+    def _output(self, held: _Output, a: torch.Tensor, b: torch.Tensor) -> None:
         batch = self._batch
         if batch is None:
             return
@@ -211,8 +304,7 @@ class Factors(Accumulator):
         return False
 
     def _settle(self, leader: str, names: Sequence[str]) -> None:
-        """Matrices that share an input."""
-        entry, cache = self.inputs.pop(leader), Cache()
+        entry, cache = self.inputs.pop(leader), dict[str, Any]()
         moment: torch.Tensor | None = None
         for name in names:
             held = self.outputs.pop(name)
@@ -229,26 +321,33 @@ class Factors(Accumulator):
     def _scale(self) -> float:
         return self.total * max(len(self.losses) - 1, 1)
 
-    def _sums(self, held: Output, a: torch.Tensor, cache: Cache) -> Sums:
+    def _sums(self, held: _Output, a: torch.Tensor, cache: dict[str, Any]) -> Sums:
         if held.sums is None or held.parts is None:
             raise CoverageError(f"{held.module.name} has no gradient.", "", "Give data that reaches it.")
         g, held.sums = symmetric(held.sums).div_(self._scale), None
         parts, held.parts = held.parts.div_(self.total), None
         return Sums(a=a, g=g, parts=parts, cache=cache)
 
-    def _tokens(self, held: Output, entry: Input, x: torch.Tensor, cache: Cache) -> Tokens:
+    def _tokens(self, held: _Output, entry: _Input, x: torch.Tensor, cache: dict[str, Any]) -> Tokens:
         b = torch.cat(held.rows.pop(0))
         drawn = torch.cat([torch.cat(held.rows[i]) for i in sorted(held.rows)]) if held.rows else b
         sequence = torch.cat([torch.arange(first, first + n).repeat_interleave(length) for first, n, length in held.places])
         if len(x) != len(b):
             raise CoverageError(
-                f"{held.module.name} ran on {len(b)} tokens, its input has {len(x)}.", "They share their input.",
+                f"{held.module.name} ran on {len(b)} tokens, its input has {len(x)}.",
+                "They share their input.",
                 "Exclude it, or use estimator='fisher-gram'.",
-            )  # fmt: skip
+            )
         return Tokens(
-            x=x, b=b / self.total, drawn=drawn, positions=entry.positions, scale=self._scale,
-            group=self._group(sequence).to(x.device), sequence=sequence.to(x.device), cache=cache,
-        )  # fmt: skip
+            x=x,
+            b=b / self.total,
+            drawn=drawn,
+            positions=entry.positions,
+            scale=self._scale,
+            group=self._group(sequence).to(x.device),
+            sequence=sequence.to(x.device),
+            cache=cache,
+        )
 
     def _group(self, sequence: torch.Tensor) -> torch.Tensor:
         return sequence % self.groups if self.interleaved else sequence * self.groups // self.samples

@@ -1,21 +1,28 @@
-"""Gradient, Hessian-vector and GGN-vector products of the mean token loss, restricted to one block.
+"""Gradient, Hessian-vector and GGN-vector products of one block, and Lanczos started at its gradient.
 
 Layers in front of the block run once; afterwards their cached output stands in for them. Both products need second
 derivatives of attention, which the fused kernels lack: the math kernel is used for the length of a call.
+
+With ``T_m`` the tridiagonal matrix after m products, ``(theta_j, w_j)`` its eigenvalues and squared first eigenvector
+entries, ``zeta^2(tau) ~ |g|^2 sum_j w_j/(theta_j + tau)`` (Golub and Meurant): one run serves every damping. For a positive
+semidefinite curvature this Gauss rule is a lower bound and the Gauss-Radau rule with a node at 0 an upper one. Losing
+orthogonality only delays convergence, so three vectors suffice (Golub and Strakos 1994).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.autograd.forward_ad as fwad
 from torch import nn
 from torch.func import functional_call
 
-from ...errors import CoverageError, CurvatureFailure, UnknownStructure
-from ...execution.loss import IGNORE, Batch, Data, batches, logits_of, summed_loss, token_count
+from ...errors import CoverageError, CurvatureFailure, InvalidInput, UnknownStructure
+from ...execution.loss import IGNORE, Data, batches, logits_of, summed_loss, token_count
 from ...execution.modes import prepared, twice_differentiable
 from ...execution.replay import Replay
 from ...models.blocks import layers, weight_of
@@ -24,7 +31,7 @@ from ...records import Block
 
 
 class BlockProducts:
-    """Products of one block's curvature with flat vectors, over a fixed data set.
+    """Products of one block's curvature with flat vectors ``(p,)``, over a fixed data set.
 
     ``C = (1/N) sum_tokens J' (diag(p) - pp') J`` for the GGN, the exact second derivative for the Hessian.
 
@@ -44,11 +51,12 @@ class BlockProducts:
             )
         self.model, self.block, self.count = model, block, 0
         self.tokens = token_count(model, data)
-        self.names, self.parameters = _names(model, block)
-        self.shapes = [p.shape for p in self.parameters]
-        self.batches: list[Batch] = list(batches(model, data, batch_size))
-        self._replay = Replay(model) if (front := _front_layers(model, block)) else None
-        self._start = front
+        names = {id(p): n for n, p in model.named_parameters()}
+        self.parameters = [weight_of(model, m.name)[1] for m in block.modules]
+        self.names = [names[id(p)] for p in self.parameters]
+        self.batches = list(batches(model, data, batch_size))
+        self._start = _front_layers(model, block)
+        self._replay = Replay(model) if self._start else None
         self._cache: list[torch.Tensor] = []
         self._stack = contextlib.ExitStack()
 
@@ -67,23 +75,29 @@ class BlockProducts:
         self._cache.clear()
         self._stack.close()
 
-    @property
-    def numel(self) -> int:
-        """Parameters of the block."""
-        return sum(p.numel() for p in self.parameters)
-
     def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Flat vector to one tensor per parameter."""
+        """Flat vector as one tensor per parameter."""
         parts = vector.split([p.numel() for p in self.parameters])
-        return [v.view(s) for v, s in zip(parts, self.shapes, strict=True)]
+        return [v.view(p.shape) for v, p in zip(parts, self.parameters, strict=True)]
 
-    def gradient(self, batch: int | None = None) -> torch.Tensor:
-        """``(p,)`` gradient of the mean token loss; of one batch's share of it where a batch is named."""
-        total = torch.zeros(self.numel, dtype=self.parameters[0].dtype, device=self.parameters[0].device)
+    def gradient(self) -> torch.Tensor:
+        """Gradient of the mean token loss.
+
+        Raises:
+            CurvatureFailure: It is not finite.
+        """
+        first = self.parameters[0]
+        total = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
         for i, b in enumerate(self.batches):
-            if batch is None or i == batch:
-                loss = summed_loss(self._logits(i), b.targets) / self.tokens
-                total += _flat(torch.autograd.grad(loss, self.parameters, allow_unused=True), self.parameters)
+            loss = summed_loss(self._logits(i), b.targets) / self.tokens
+            total += _flat(torch.autograd.grad(loss, self.parameters, allow_unused=True), self.parameters)
+        square = float(total.double().square().sum())
+        if not np.isfinite(square):
+            raise CurvatureFailure(
+                f"The squared gradient of {self.block.name} is {square}.",
+                "It must be finite.",
+                "Score the model in float32 instead of half precision.",
+            )
         return total
 
     def ggn(self, vector: torch.Tensor) -> torch.Tensor:
@@ -100,7 +114,11 @@ class BlockProducts:
             if moved is None:
                 continue
             with torch.no_grad():
-                cotangent = self._output_curvature(logits.detach(), moved.detach(), b)
+                p, change = logits.detach().softmax(-1), moved.detach()
+                change = p * change
+                change = change - p * change.sum(-1, keepdim=True)
+                keep = (b.targets != IGNORE).reshape(*logits.shape[:-1], 1)
+                cotangent = change * (keep.to(change.dtype) / self.tokens)
             grads = torch.autograd.grad(logits, self.parameters, cotangent, allow_unused=True)
             out += _flat(grads, self.parameters)
         return out
@@ -118,26 +136,18 @@ class BlockProducts:
                 out += _flat(torch.autograd.grad(inner, self.parameters, allow_unused=True), self.parameters)
         return out
 
-    def _output_curvature(self, logits: torch.Tensor, moved: torch.Tensor, batch: Batch) -> torch.Tensor:
-        p = logits.softmax(-1)
-        moved = p * moved
-        out = moved - p * moved.sum(-1, keepdim=True)
-        keep = (batch.targets != IGNORE).reshape(*logits.shape[:-1], 1)
-        return out * (keep.to(out.dtype) / self.tokens)
-
     def _logits(self, i: int, duals: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        with self._skip_front(i):
+        batch = self.batches[i]
+        with contextlib.ExitStack() as stack:
+            if self._replay is not None:
+                if not self._cache:
+                    self._fill_cache(self._replay)
+                stack.enter_context(self._replay.begin(self._start, self._cache[i]))
             if duals is None:
-                return logits_of(self.model, self.batches[i])
-            return _Functional(self.model, duals).logits(self.batches[i])
-
-    def _skip_front(self, i: int) -> contextlib.AbstractContextManager[None]:
-        """Begin at the block's own layer, from what the layers in front of it gave once."""
-        if self._replay is None:
-            return contextlib.nullcontext()
-        if len(self._cache) <= i:
-            self._fill_cache(self._replay)
-        return self._replay.begin(self._start, self._cache[i])
+                return logits_of(self.model, batch)
+            out = functional_call(self.model, duals, batch.args, batch.kwargs)
+        logits = out if isinstance(out, torch.Tensor) else out.logits
+        return logits if logits.dtype == torch.float64 else logits.float()
 
     @torch.no_grad()
     def _fill_cache(self, replay: Replay) -> None:
@@ -146,31 +156,11 @@ class BlockProducts:
             self._cache = [replay.run(b.kwargs).detach() for b in self.batches]
 
 
-class _Functional:
-    """The model with some parameters replaced."""
-
-    def __init__(self, model: nn.Module, parameters: dict[str, torch.Tensor]) -> None:
-        self.model, self.parameters = model, parameters
-
-    def logits(self, batch: Batch) -> torch.Tensor:
-        """Logits as :func:`logits_of` gives them."""
-        out = functional_call(self.model, self.parameters, batch.args, batch.kwargs)
-        logits = out if isinstance(out, torch.Tensor) else out.logits
-        return logits if logits.dtype == torch.float64 else logits.float()
-
-
 def _flat(grads: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in zip(grads, like, strict=True)])
 
 
-def _names(model: nn.Module, block: Block) -> tuple[list[str], list[nn.Parameter]]:
-    names = {id(p): n for n, p in model.named_parameters()}
-    parameters = [weight_of(model, m.name)[1] for m in block.modules]
-    return [names[id(p)] for p in parameters], parameters
-
-
 def _front_layers(model: nn.Module, block: Block) -> int:
-    """How many layers run before the first one that holds a matrix of the block; 0 where that is not known."""
     try:
         stack = layers(model)
     except UnknownStructure:
@@ -182,16 +172,91 @@ def _front_layers(model: nn.Module, block: Block) -> int:
     return 0 if any(id(weight_of(model, m.name)[1]) in inside for m in block.modules) else min(owners)
 
 
-def check_finite(value: float, block: Block, what: str) -> float:
-    """Refuse a product that is not finite.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tridiagonal:
+    """A Lanczos run: ``|g|^2``, diagonal, and off-diagonal, which is one entry longer: the residual."""
+
+    square: float
+    diagonal: np.ndarray
+    off: np.ndarray
+
+    @property
+    def steps(self) -> int:
+        """Products taken."""
+        return len(self.diagonal)
+
+    def _matrix(self) -> np.ndarray:
+        return np.diag(self.diagonal) + np.diag(self.off[:-1], 1) + np.diag(self.off[:-1], -1)
+
+    def ritz(self) -> np.ndarray:
+        """Ritz values, ascending: the last bounds the largest eigenvalue from below, the first the smallest from above."""
+        return _eigen(self._matrix())[0]
+
+    @property
+    def largest_error(self) -> float:
+        """Residual of the largest Ritz pair; an eigenvalue lies within this distance of it."""
+        return float(self.off[-1] * abs(np.linalg.eigh(self._matrix())[1][-1, -1]))
+
+    def gauss(self, tau: np.ndarray, *, absolute: bool = False) -> np.ndarray:
+        """Lower bound of the gain (PSD curvature); ``absolute`` uses ``|theta|``."""
+        theta, w = _eigen(self._matrix())
+        theta = np.abs(theta) if absolute else theta
+        with np.errstate(divide="ignore"):
+            return self.square * (w / (theta + np.asarray(tau)[:, None])).sum(1)
+
+    def radau(self, tau: np.ndarray) -> np.ndarray:
+        """Upper bound of the gain for a positive semidefinite curvature: one more node, fixed at 0."""
+        if self.off[-1] <= 0:
+            return self.gauss(tau)
+        last = np.zeros(self.steps)
+        last[-1] = self.off[-1] ** 2
+        try:
+            corner = float(np.linalg.solve(self._matrix(), last)[-1])
+        except np.linalg.LinAlgError:
+            return np.full(len(tau), np.inf)
+        diagonal = np.append(self.diagonal, corner)
+        theta, w = _eigen(np.diag(diagonal) + np.diag(self.off, 1) + np.diag(self.off, -1))
+        if theta[0] < -1e-6 * max(theta[-1], 1e-300):
+            return np.full(len(tau), np.inf)
+        return self.square * (w / (theta.clip(0.0) + np.asarray(tau)[:, None])).sum(1)
+
+
+def _eigen(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    theta, vectors = np.linalg.eigh(matrix)
+    return theta, vectors[0] ** 2
+
+
+def lanczos(
+    product: Callable[[torch.Tensor], torch.Tensor],
+    start: torch.Tensor,
+    steps: int,
+    stop: Callable[[Tridiagonal], bool] | None = None,
+) -> Tridiagonal:
+    """Run Lanczos from ``start`` for at most ``steps`` products ``v -> C v``; ``stop`` is asked after each.
 
     Raises:
-        CurvatureFailure: Names the block.
+        InvalidInput: Fewer than one step.
     """
-    if value != value or abs(value) == float("inf"):
-        raise CurvatureFailure(
-            f"The {what} of {block.name} is {value}.",
-            "It must be finite.",
-            "Score the model in float32 instead of half precision.",
-        )
-    return value
+    if steps < 1:
+        raise InvalidInput(f"steps is {steps}.", "At least one product is needed.", "Use 30 or more.")
+    square = float(start.double().square().sum())
+    diagonal: list[float] = []
+    off: list[float] = []
+    if square <= 0:
+        return Tridiagonal(square=0.0, diagonal=np.zeros(1), off=np.zeros(1))
+    v, previous, beta = start / square**0.5, torch.zeros_like(start), 0.0
+    for _ in range(min(steps, start.numel())):
+        w = product(v) - beta * previous
+        alpha = float(torch.dot(w.double(), v.double()))
+        w -= alpha * v
+        beta = float(torch.linalg.vector_norm(w.double()))
+        diagonal.append(alpha)
+        off.append(beta)
+        result = Tridiagonal(square=square, diagonal=np.array(diagonal), off=np.array(off))
+        scale = max(np.abs(diagonal).max(), max(off[:-1], default=0.0))
+        if beta <= 1e-14 * scale:
+            return dataclasses.replace(result, off=np.append(result.off[:-1], 0.0))
+        if stop is not None and stop(result):
+            break
+        previous, v = v, w / beta
+    return result
