@@ -28,7 +28,7 @@ from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.sensitivity.directional.decisions import Decisions
 from layerbudget.sensitivity.directional.directional import fisher_along
 from layerbudget.sensitivity.directional.point import TrustRegion
-from layerbudget.solvers.counts import round_parameters
+from layerbudget.solvers.rounding import round_parameters
 
 RESULTS = Path(__file__).parent / "results"
 ABLATION = {

@@ -23,7 +23,7 @@ import numpy as np
 
 from layerbudget.errors import UnknownBlock
 from layerbudget.solvers.dual import piecewise_root
-from layerbudget.solvers.sparsity import sparsify
+from layerbudget.solvers.programs import sparsify
 
 from .outcome import Claim, Outcome
 from .released_files import read_released

@@ -28,8 +28,7 @@ from .decisions.bits.export import auto_round, gptq_model, llama_cpp
 from .errors import InvalidInput, MissingDependency, NotFound
 from .plan import Plan
 from .registry import Option, Registry, options_of, resolve_options
-from .solvers.counts import round_parameters
-from .solvers.levels import few_levels
+from .solvers.rounding import few_levels, round_parameters
 
 Call = Callable[..., str]
 

@@ -16,7 +16,7 @@ from layerbudget.errors import InvalidInput
 from layerbudget.exports import EXPORTS, export, llm_compressor, with_levels
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.records import Block, Module
-from layerbudget.solvers.levels import few_levels
+from layerbudget.solvers.rounding import few_levels
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def random_plan(rng, kind, scores):
     k = len(scores.blocks)
     fixed = {scores.names[int(rng.integers(k))]: int(rng.integers(1, 4)) * 2} if rng.random() < 0.4 else None
     options = {"exponent": float(rng.choice([0.5, 1.0, 2.0])), "exponent_on": str(rng.choice(["density", "block"]))}
-    options |= {"spend": str(rng.choice(["exactly", "at_most"])), "method": str(rng.choice(["auto", "floor", "greedy"]))}
+    options |= {"spend": str(rng.choice(["exactly", "at_most"])), "method": str(rng.choice(["auto", "floor"]))}
     options |= {"utility": str(rng.choice(["log", "power"])), "smoothing": float(rng.choice([0.0, 0.3])), "fixed": fixed}
     if kind == "ranks":
         multiple = int(rng.choice([1, 2]))

@@ -10,8 +10,8 @@ import layerbudget as lb
 from layerbudget.errors import InvalidInput, ModelMismatch
 from layerbudget.planning.codelength import codelengths
 from layerbudget.solvers import allocate, sparsify
-from layerbudget.solvers.calibrated import CalibratedPenalty
 from layerbudget.solvers.joint import solve_joint
+from layerbudget.solvers.utilities import CalibratedPenalty
 
 
 @pytest.fixture

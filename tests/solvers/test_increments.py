@@ -74,7 +74,7 @@ def test_impossible_inputs_are_refused():
         ([[np.nan]], {}, NotFinite, "block 0"),
         ([[1.0]], {"lower": 3, "upper": 2}, InfeasibleBudget, "floor"),
         ([[1.0]], {"lower": 11}, InfeasibleBudget, "below the 11"),
-        ([], {}, InvalidInput, "0 blocks"),
+        ([], {}, InvalidInput, "no block"),
     ):
         with pytest.raises(error, match=said):
             allocate_increments(rows, 1, 10, **options)

@@ -19,7 +19,7 @@ from layerbudget.errors import (
 )
 from layerbudget.solvers import CalibratedPenalty, allocate, dual, solve_joint, sparsify
 from layerbudget.solvers.dual import piecewise_root
-from layerbudget.solvers.utilities import Custom, Log, Power, Saturating
+from layerbudget.solvers.utilities import UTILITIES, Custom
 
 MISTRAL_N, MISTRAL_C, MISTRAL_BASE = 218_103_808.0, 1_310_720.0, 13_958_643_712
 
@@ -155,7 +155,7 @@ def test_custom_functions_equal_the_built_in_ones(rng):
         allocate(q, c, 20.0, utility=mine)
 
 
-@pytest.mark.parametrize("function", [Log(), Power(0.5), Power(-2.0), Saturating(3.0)])
+@pytest.mark.parametrize("function", [UTILITIES["log"](), *map(UTILITIES["power"], (0.5, -2.0)), UTILITIES["saturating"](3.0)])
 def test_utilities_are_consistent(function):
     x = np.linspace(0, 6, 13)
     step = 1e-6
@@ -191,7 +191,7 @@ def test_calibrated_curves_are_followed_and_capped():
         (lambda: allocate([1, 1], 1, 1, base=1), InfeasibleBudget),
         (lambda: allocate([1, 1], 1, 9, upper=2, spend="exactly"), InfeasibleBudget),
         (lambda: allocate([1, 1], 1, 9, lower=3, upper=2), InfeasibleBudget),
-        (lambda: allocate([1, 1], 1, 1, rule="maybe"), InvalidInput),
+        (lambda: allocate([1, 1], 1, 1, spend="maybe"), InvalidInput),
         (lambda: sparsify([1, 1], [5, 0], 1), InvalidCost),
         (lambda: sparsify([1, 1], 5, sparsity=0.9), InfeasibleBudget),
         (lambda: sparsify([1, 1], 5, sparsity=0.1, min_sparsity=0.3, spend="exactly"), InfeasibleBudget),

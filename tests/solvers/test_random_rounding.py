@@ -6,7 +6,7 @@ import pytest
 from layerbudget.errors import InfeasibleBudget
 from layerbudget.solvers import allocate, round_capacity
 
-METHODS = ("auto", "greedy", "exact", "floor", "largest-remainder")
+METHODS = ("auto", "floor")
 
 
 def enumerated(s, floor, top, step) -> float | None:
@@ -68,8 +68,7 @@ def test_random_roundings_keep_the_budget_and_their_certificate(count):
     assert refused > 0.05 * count
 
 
-@pytest.mark.parametrize("method", ["floor", "largest-remainder"])
-def test_floors_that_exceed_the_optimum_are_paid_by_the_others(method):
+def test_floors_that_exceed_the_optimum_are_paid_by_the_others():
     s = allocate([4.45, 4.45, 1.1, 1.1], 1.0, 7.0, spend="exactly")
-    r = round_capacity(s, method=method, minimum=1)
+    r = round_capacity(s, method="floor", minimum=1)
     assert r.spent <= 7 and r.counts.min() == 1 and (r.gap > 0 or r.value == pytest.approx(r.bound))

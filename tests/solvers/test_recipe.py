@@ -9,7 +9,7 @@ import pytest
 
 from layerbudget.errors import InfeasibleBudget, InvalidInput, LengthMismatch
 from layerbudget.solvers.choices import choose
-from layerbudget.solvers.recipe import mix_recipe
+from layerbudget.solvers.mixed import mix_recipe
 
 
 def instance(seed):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-import layerbudget.solvers.knapsack as knapsack_module
 from layerbudget.errors import InfeasibleBudget, InvalidInput
-from layerbudget.solvers import allocate, round_capacity, round_parameters, round_pattern, sparsify
-from layerbudget.solvers.knapsack import knapsack
+from layerbudget.solvers import allocate, choices, round_capacity, round_parameters, sparsify
+from layerbudget.solvers.choices import knapsack
 
 
 def best_by_enumeration(s, multiple, top):
@@ -33,9 +32,8 @@ def test_brute_force(seed):
     r = round_capacity(s, multiple=multiple)
     assert r.exact and r.gap == 0 and r.spent <= s.budget * (1 + 1e-12) and (r.counts % multiple == 0).all()
     assert r.value == pytest.approx(best_by_enumeration(s, multiple, top), rel=1e-9, abs=1e-12)
-    for method in ("greedy", "floor", "largest-remainder"):
-        other = round_capacity(s, multiple=multiple, method=method)
-        assert other.spent <= s.budget * (1 + 1e-12) and other.value <= r.value + 1e-9 <= other.bound + 1e-8
+    other = round_capacity(s, multiple=multiple, method="floor")
+    assert other.spent <= s.budget * (1 + 1e-12) and other.value <= r.value + 1e-9 <= other.bound + 1e-8
 
 
 def test_unit_costs_spend_everything_and_floor_does_not(rng):
@@ -43,7 +41,6 @@ def test_unit_costs_spend_everything_and_floor_does_not(rng):
     exact, floor = round_capacity(s), round_capacity(s, method="floor")
     assert exact.spent == 160 and exact.method == "greedy" and exact.exact
     assert 160 - floor.spent >= 8 and floor.gap > 0 and floor.value < exact.value <= exact.optimum
-    assert round_capacity(s, method="largest-remainder").spent == 160
 
 
 def test_ranks_in_eights_and_minimum(rng):
@@ -56,7 +53,7 @@ def test_ranks_in_eights_and_minimum(rng):
 
 def test_many_blocks_have_a_proven_gap(rng):
     s = allocate(rng.random(3000), rng.random(3000) + 1, 5000.0, spend="exactly")
-    r = round_capacity(s, method="greedy")
+    r = round_capacity(s)
     assert 0 <= r.gap < 1e-3 and r.spent <= 5000 * (1 + 1e-12) and r.value <= r.bound <= r.optimum + 1e-9
 
 
@@ -70,31 +67,32 @@ def test_impossible_floors():
         round_capacity(sparsify([1.0], 10.0, 1))
 
 
+def taken(gain, cost, budget):
+    """Items of one step each."""
+    counts, *rest = knapsack(gain[:, None], cost, budget)
+    return counts.astype(bool), *rest
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_knapsack_brute_force(seed):
     rng = np.random.default_rng(seed)
     k = int(rng.integers(1, 11))
     gain, cost = rng.random(k), (rng.random(k) + 0.01 if seed % 2 else rng.integers(1, 9, k).astype(float))
     budget = float(rng.random() * cost.sum())
-    take, bound, exact, _, _ = knapsack(gain, cost, budget)
+    take, bound, exact, _, _ = taken(gain, cost, budget)
     best = max(gain @ np.array(x) for x in itertools.product((0, 1), repeat=k) if cost @ np.array(x) <= budget)
     assert exact and cost[take].sum() <= budget and gain[take].sum() == pytest.approx(best) == pytest.approx(bound)
-
-
-def increments(rng, blocks, cost):
-    gain = (rng.gamma(2.0, 1.0, blocks)[:, None] * np.diff(np.log1p(np.arange(65)))).ravel()
-    return gain, np.repeat(cost, 64)
 
 
 @pytest.mark.parametrize("kind", ["latency", "parameters", "equal weights"])
 def test_the_core_of_a_large_model_is_solved_as_another_solver_solves_it(rng, kind):
     """Optimal for 224 matrices with 64 steps each, whether or not costs share a unit; HiGHS says so where it ends in time."""
-    shapes = np.tile([8192.0] * 4 + [15104.0] * 3, 32)
-    gain, cost = increments(rng, 224, rng.random(224) + 0.5 if kind == "latency" else shapes)
-    if kind == "equal weights":
-        gain = np.tile(np.diff(np.log1p(np.arange(65))), 224)
-    budget = 0.13 * cost.sum()
-    take, bound, exact, price, spread = knapsack(gain, cost, budget)
+    each = rng.random(224) + 0.5 if kind == "latency" else np.tile([8192.0] * 4 + [15104.0] * 3, 32)
+    scale = np.ones(224) if kind == "equal weights" else rng.gamma(2.0, 1.0, 224)
+    rows = scale[:, None] * np.diff(np.log1p(np.arange(65)))
+    budget = 0.13 * 64 * each.sum()
+    counts, bound, exact, price, spread = knapsack(rows, each, budget)
+    gain, cost, take = rows.ravel(), np.repeat(each, 64), (np.arange(64) < counts[:, None]).ravel()
     value = gain[take].sum()
     assert exact and cost[take].sum() <= budget and bound == pytest.approx(value, rel=1e-12)
     open_ = np.flatnonzero(np.abs(gain - price * cost) <= spread * (1 + 1e-9) + 1e-12)
@@ -110,12 +108,12 @@ def test_the_core_of_a_large_model_is_solved_as_another_solver_solves_it(rng, ki
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_core_that_outgrows_its_limits_keeps_a_true_bound(seed, monkeypatch):
-    monkeypatch.setattr(knapsack_module, "_STATES", 3)
-    monkeypatch.setattr(knapsack_module, "_HISTORY", 12 if seed % 2 else 10**6)
+    monkeypatch.setattr(choices, "_STATES", 3)
+    monkeypatch.setattr(choices, "_HISTORY", 12 if seed % 2 else 10**6)
     rng = np.random.default_rng(seed)
     cost = rng.random(12) + 0.1
     gain, budget = cost + 0.01 * rng.random(12), float(0.5 * cost.sum())
-    take, bound, exact, _, _ = knapsack(gain, cost, budget)
+    take, bound, exact, _, _ = taken(gain, cost, budget)
     best = max(gain @ np.array(x) for x in itertools.product((0, 1), repeat=12) if cost @ np.array(x) <= budget)
     value = gain[take].sum()
     assert cost[take].sum() <= budget * (1 + 1e-15) and value <= best + 1e-12 <= bound + 2e-12
@@ -125,22 +123,9 @@ def test_a_core_that_outgrows_its_limits_keeps_a_true_bound(seed, monkeypatch):
 def test_gains_proportional_to_costs_leave_a_small_gap_and_no_wait(rng):
     cost = rng.random(5000) + 0.5
     for gain in (cost, cost + 0.1):
-        take, bound, _, _, _ = knapsack(gain, cost, float(0.3 * cost.sum()))
+        take, bound, _, _, _ = taken(gain, cost, float(0.3 * cost.sum()))
         assert cost[take].sum() <= 0.3 * cost.sum() * (1 + 1e-12)
         assert 0 <= bound - gain[take].sum() <= 1e-4 * bound
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_patterns(seed):
-    rng = np.random.default_rng(seed)
-    k, m = int(rng.integers(1, 5)), int(rng.integers(1, 5))
-    n = rng.integers(1, 7, k).astype(float)
-    s = sparsify(rng.random(k) + 0.01, n, rng.random() * n.sum(), max_sparsity=1.0, spend="exactly")
-    counts, gap = round_pattern(s, m)
-    options = (np.array(x) / m for x in itertools.product(range(m + 1), repeat=k))
-    best = min(s.program.scale @ x**2 for x in options if n @ x >= s.budget * (1 - 1e-9))
-    assert n @ counts / m >= s.budget * (1 - 1e-8) and gap <= 1e-9
-    assert s.program.scale @ (counts / m) ** 2 == pytest.approx(best, rel=1e-9)
 
 
 def test_parameters_sum_to_the_total_and_respect_caps(rng):

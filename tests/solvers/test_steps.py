@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from layerbudget.errors import InfeasibleBudget
-from layerbudget.solvers.calibrated import CalibratedPenalty
 from layerbudget.solvers.steps import curves_at, damage_at, reach, step_within
+from layerbudget.solvers.utilities import CalibratedPenalty
 
 
 def hull(x, y):

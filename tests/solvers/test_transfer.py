@@ -23,12 +23,12 @@ def test_the_chain_of_bounds(program, count):
         q, r, size = pair(rng, int(rng.integers(1, 12)))
         options = {"exponent": float(rng.choice([0.5, 1, 2, 3])), "exponent_on": str(rng.choice(["density", "block"]))}
         if program == "allocation":
-            options["rule"] = str(rng.choice(["at_most", "exactly"]))
+            options["spend"] = str(rng.choice(["at_most", "exactly"]))
             options["upper"] = None if rng.random() < 0.5 else float(1 + rng.random() * 9)
             most = 4.0 if options["upper"] is None else options["upper"]
             t = transfer_allocation(q, r, size, float(rng.random() * most * size.sum()), **options)
         else:
-            options["rule"] = str(rng.choice(["at_least", "exactly"]))
+            options["spend"] = str(rng.choice(["at_least", "exactly"]))
             t = transfer_sparsity(q, r, size, sparsity=float(rng.random() * 0.5), **options)
         assert 0 <= t.regret <= t.sharp_bound * (1 + 1e-9) + SLACK
         assert t.sharp_bound <= t.bound * (1 + 1e-9) + SLACK

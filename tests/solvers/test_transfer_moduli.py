@@ -7,13 +7,12 @@ import pytest
 
 from layerbudget.errors import InfeasibleBudget, InvalidInput
 from layerbudget.solvers import transfer_allocation, transfer_sparsity
-from layerbudget.solvers.calibrated import CalibratedPenalty
-from layerbudget.solvers.utilities import Custom, Exponential, Log, LogBarrier, Power, PowerPenalty, Quadratic, Saturating
+from layerbudget.solvers.utilities import PENALTIES as P
+from layerbudget.solvers.utilities import UTILITIES as U
+from layerbudget.solvers.utilities import CalibratedPenalty, Custom
 
-UTILITIES = (Log(), Power(0.3), Power(-1.0), Saturating(0.2), Saturating(3.0))
-PENALTIES = (
-    Quadratic(), LogBarrier(), PowerPenalty(3), PowerPenalty(8), PowerPenalty(1.5), Exponential(0.5), Exponential(4),
-)  # fmt: skip
+UTILITIES = (U["log"](), U["power"](0.3), U["power"](-1.0), U["saturating"](0.2), U["saturating"](3.0))
+PENALTIES = (P["quadratic"](), P["log-barrier"](), *map(P["power"], (3, 8, 1.5)), *map(P["exponential"], (0.5, 4)))
 
 
 def shown(function):

@@ -13,7 +13,7 @@ from ..plan import Plan, PlanBlock
 from ..records import Block, to_jsonable
 from ..scores import Scores
 from ..solvers.inputs import Vector
-from ..solvers.solution import Solution
+from ..solvers.separable import Solution
 from .options import CONSTANTS
 
 

@@ -28,7 +28,7 @@ from ..records import Block
 from ..registry import Registry, options_of, resolve_options
 from ..scores import Scores
 from ..solvers.inputs import Vector
-from ..solvers.solution import Solution
+from ..solvers.separable import Solution
 from .options import DEFAULTS
 
 

@@ -1,26 +1,31 @@
-"""The decision core: numpy and scipy only, no model needed."""
+"""The programs, solved exactly and certified, and their rounding: numpy and scipy only, no model needed."""
 
-from .allocation import allocate
-from .calibrated import CalibratedPenalty
-from .counts import round_parameters, round_pattern
-from .increments import allocate_increments
+from .choices import Choice, choose, near_ties
 from .joint import JointSolution, solve_joint
-from .rounding import Rounded, round_capacity
-from .solution import Solution
-from .sparsity import sparsify
+from .mixed import choose_few, mix_recipe
+from .programs import allocate, sparsify
+from .rounding import Rounded, allocate_increments, few_levels, round_capacity, round_parameters, round_units
+from .separable import Solution
 from .transfer import Transfer, transfer_allocation, transfer_sparsity
+from .utilities import CalibratedPenalty
 
 __all__ = [
     "CalibratedPenalty",
+    "Choice",
     "JointSolution",
     "Rounded",
     "Solution",
     "Transfer",
     "allocate",
     "allocate_increments",
+    "choose",
+    "choose_few",
+    "few_levels",
+    "mix_recipe",
+    "near_ties",
     "round_capacity",
     "round_parameters",
-    "round_pattern",
+    "round_units",
     "solve_joint",
     "sparsify",
     "transfer_allocation",

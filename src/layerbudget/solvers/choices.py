@@ -1,6 +1,6 @@
-r"""One format for every matrix under a budget of bytes: the multiple-choice knapsack, solved exactly.
+r"""One alternative for every item under a budget: the multiple-choice knapsack, solved exactly.
 
-    minimise   sum_i d_i(j_i)      subject to   sum_i c_i(j_i) <= B,     j_i in J_i,     c whole numbers (bytes)
+    minimise   sum_i d_i(j_i)      subject to   sum_i c_i(j_i) <= B,     j_i in J_i
 
 **Theorem** (Lagrange). For every price ``lam >= 0`` let ``r_ij = d_ij + lam c_ij - min_j (d_ij + lam c_ij)``. Every choice
 within the budget satisfies
@@ -10,27 +10,32 @@ within the budget satisfies
 with ``L(lam) = sum_i min_j (d_ij + lam c_ij) - lam B``. So ``L`` bounds every plan from below, and an alternative whose
 ``r_ij`` exceeds the distance of a known plan from ``L`` is in no better plan.
 
-Filling the segments of the lower convex hulls by falling damage saved per byte gives the ``lam`` of the largest ``L``: the
-price of a byte. What ``r`` does not settle, the core, is searched item by item, those whose best alternative is nearest to the
-price first, as a list of states (bytes left, damage) that no other state dominates and whose own bound - bytes left are sold,
-bytes owed are bought, at the best price among the items to come - is below the best plan found (Pisinger 1995, "A minimal
-algorithm for the multiple-choice knapsack problem"). An empty list proves the plan optimal. Bytes are integers throughout:
-never one above ``B``.
+Filling the segments of the lower convex hulls by falling damage saved per unit of cost gives the ``lam`` of the largest ``L``,
+the price. What ``r`` does not settle, the core, is searched item by item, those whose best alternative is nearest to the price
+first, as a list of states (room left, damage) that no other state dominates and whose own bound - room left is sold, room owed
+is bought, at the best price among the items to come - is below the best plan found (Pisinger 1995, "A minimal algorithm for the
+multiple-choice knapsack problem"). An empty list proves the plan optimal. Where the list outgrows its limits every other state
+is let go, and the bound says what that may have lost. Whole costs (bytes) stay whole: never one above ``B``.
+
+**Steps of falling gain** (:func:`knapsack`). Where every item takes ``0, 1, 2, ...`` steps of one cost and each gains no more
+than the one before, curves are convex: steps are their own segments.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import InfeasibleBudget, InvalidInput, LengthMismatch
-from .choices_core import Core
+from .inputs import Vector
 
+_STATES, _HISTORY, _GREEDY = 50_000, 20_000_000, 5_000
 _ROUNDING = 1e-13
+_LARGEST = np.iinfo(np.int64).max
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +83,7 @@ class Choice:
         }[self.status]
 
     def certificate(self) -> dict[str, Any]:
-        """Everything but the choice, as plain values, with the fields that the certificate of every plan has."""
+        """Return everything but the choice, with the fields that the certificate of every plan has, as plain values."""
         names = ("status", "damage", "spent", "budget", "lower_bound", "relaxed", "gap", "price", "message")
         common = {"shadow_price": self.price, "multiplier": self.price, "inert": [], "at_lower": 0, "at_upper": 0}
         return {**{name: getattr(self, name) for name in names}, **common}
@@ -103,28 +108,22 @@ def choose(damage: ArrayLike, size: ArrayLike, budget: int, *, groups: Sequence[
     ([1, 0], 5, 9.0, 'optimal')
     """
     d, c = _checked(damage, size)
-    labels = np.arange(len(d)) if groups is None else _labels(groups, len(d))
-    d, c = together(d, c, labels)
-    here = np.isfinite(d)
-    _check_feasible(d, c, here, int(budget))
-    found = _solve(d, c, int(budget))
+    labels = np.arange(len(d))
+    if groups is not None:
+        if len(groups) != len(d):
+            raise LengthMismatch(f"{len(groups)} groups for {len(d)} items.", "One label per item.", "Give one each.")
+        order = {g: i for i, g in enumerate(dict.fromkeys(groups))}
+        labels = np.array([order[g] for g in groups])
+        d, c = (_grouped(v, labels, len(order)) for v in (d, c))
+    found = _choose(d, c, int(budget))
     return dataclasses.replace(found, chosen=found.chosen[labels], reduced=found.reduced[labels])
 
 
-def together(damage: np.ndarray, size: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sum the rows of every label: what items that must agree cost as one."""
-    count = int(labels.max()) + 1
-    d, c = np.zeros((count, damage.shape[1])), np.zeros((count, damage.shape[1]), dtype=np.int64)
-    np.add.at(d, labels, damage)
-    np.add.at(c, labels, size)
-    return d, c
-
-
-def _labels(groups: Sequence[Any], count: int) -> np.ndarray:
-    if len(groups) != count:
-        raise LengthMismatch(f"{len(groups)} groups for {count} items.", "One label per item.", "Give one each.")
-    order = {g: i for i, g in enumerate(dict.fromkeys(groups))}
-    return np.array([order[g] for g in groups])
+def _grouped(values: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
+    """Sums of the rows of every label: what items that must agree cost as one."""
+    total = np.zeros((count, values.shape[1]), dtype=values.dtype)
+    np.add.at(total, labels, values)
+    return total
 
 
 def _checked(damage: ArrayLike, size: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
@@ -135,84 +134,238 @@ def _checked(damage: ArrayLike, size: ArrayLike) -> tuple[np.ndarray, np.ndarray
         raise InvalidInput(
             "A damage is not a number.", "Damages are finite, or infinite for what is no choice.", "Measure again."
         )
-    c = np.zeros(d.shape, dtype=np.int64)
-    there = np.isfinite(d)
-    if not there.any(axis=1).all():
-        raise InvalidInput(f"Item {int(np.argmin(there.any(axis=1)))} has no alternative.", "Every item needs one.", "Add one.")
-    c[there] = raw[there]
-    if (c < 0).any() or (c[there] != raw[there]).any():
+    c, known = np.zeros(d.shape, dtype=np.int64), np.isfinite(d)
+    if not known.any(axis=1).all():
+        raise InvalidInput(f"Item {int(np.argmin(known.any(axis=1)))} has no alternative.", "Every item needs one.", "Add one.")
+    c[known] = raw[known]
+    if (c < 0).any() or (c[known] != raw[known]).any():
         raise InvalidInput("A size is negative or broken.", "Bytes are whole numbers from zero on.", "Count again.")
     return d, c
 
 
-def _check_feasible(d: np.ndarray, c: np.ndarray, here: np.ndarray, budget: int) -> None:
-    if not here.any(axis=1).all():
+def _choose(d: np.ndarray, c: np.ndarray, budget: int) -> Choice:
+    known = np.isfinite(d)
+    if not known.any(axis=1).all():
         raise InvalidInput("A group has no alternative that all of its members have.", "", "Split the group, or add formats.")
-    least = int(np.where(here, c, np.iinfo(np.int64).max).min(axis=1).sum())
+    least = int(np.where(known, c, _LARGEST).min(axis=1).sum())
     if budget < least:
         raise InfeasibleBudget(
             f"A budget of {budget} bytes is below the smallest plan, {least} bytes.",
             f"Feasible are {least} bytes and more.",
             "Raise the budget, or allow smaller formats.",
         )
+    found, k = _solve(d, c, budget, _segments(d, c)), np.arange(len(d))
+    return Choice(
+        chosen=found.chosen,
+        damage=float(d[k, found.chosen].sum()),
+        spent=int(c[k, found.chosen].sum()),
+        budget=budget,
+        status=found.status,
+        lower_bound=found.bound,
+        relaxed=found.relaxed,
+        price=found.price,
+        reduced=np.maximum(found.reduced, 0.0),
+    )
 
 
-def _segments(d: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Lower convex hulls of all items at once, by marching from the smallest point along the steepest descent.
+class _Segments(NamedTuple):
+    """Where every item starts, and the segments of its hull in order: item, alternative at the end, cost, damage per cost."""
 
-    Returns:
-        Start ``(K,)``, and of all segments ``item, to, bytes, density``, the segments of an item in order.
-    """
-    k = np.arange(len(d))
-    least = np.where(np.isfinite(d), c, np.iinfo(np.int64).max).min(axis=1)
+    start: np.ndarray
+    item: np.ndarray
+    to: np.ndarray
+    cost: np.ndarray
+    density: np.ndarray
+
+
+def _segments(d: np.ndarray, c: np.ndarray) -> _Segments:
+    """Lower convex hulls of all items at once, by marching from the cheapest point along the steepest descent."""
+    least = np.where(np.isfinite(d), c, _LARGEST).min(axis=1)
     start = np.argmin(np.where((c == least[:, None]) & np.isfinite(d), d, np.inf), axis=1)
-    now, rows = start.copy(), k
+    now, rows = start.copy(), np.arange(len(d))
     parts: list[tuple[np.ndarray, ...]] = []
     while rows.size:
-        here = now[rows]
-        more = c[rows] - c[rows, here][:, None]
-        less = d[rows, here][:, None] - d[rows]
+        more = c[rows] - c[rows, now[rows]][:, None]
+        less = d[rows, now[rows]][:, None] - d[rows]
         good = (more > 0) & (less > 0)
         density = np.where(good, less / np.where(good, more, 1), -np.inf)
         best = density.max(axis=1)
-        nearest = np.argmin(np.where(density == best[:, None], more, np.iinfo(np.int64).max), axis=1)
+        nearest = np.argmin(np.where(density == best[:, None], more, _LARGEST), axis=1)
         on = best > 0
         rows, nearest, index = rows[on], nearest[on], np.flatnonzero(on)
         parts.append((rows, nearest, more[index, nearest], best[on]))
         now[rows] = nearest
-    joined = [np.concatenate(x) for x in zip(*parts, strict=True)]
-    return (start, *joined)
+    return _Segments(start, *(np.concatenate(x) for x in zip(*parts, strict=True)))
 
 
-def _solve(d: np.ndarray, c: np.ndarray, budget: int) -> Choice:
-    k = np.arange(len(d))
-    chosen, item, to, more, density = _segments(d, c)
-    order = np.argsort(-density, kind="stable")
-    item, to, more, density = item[order], to[order], more[order], density[order]
-    room = budget - int(c[k, chosen].sum())
-    fit = int(np.searchsorted(np.cumsum(more), room, side="right"))
+class _Found(NamedTuple):
+    """What the search found; ``bound`` is below the damage of every choice, ``relaxed`` is that of the linear relaxation."""
+
+    chosen: np.ndarray
+    status: str
+    bound: float
+    relaxed: float
+    price: float
+    reduced: np.ndarray
+
+
+def _solve(d: np.ndarray, c: np.ndarray, budget: Any, hulls: _Segments) -> _Found:
+    k, chosen = np.arange(len(d)), hulls.start.copy()
+    order = np.argsort(-hulls.density, kind="stable")
+    item, to, cost, density = (v[order] for v in hulls[1:])
+    room = budget - c[k, chosen].sum()
+    fit = int(np.searchsorted(np.cumsum(cost), room, side="right"))
     np.maximum.at(position := np.full(len(d), -1), item[:fit], np.arange(fit))
     moved = position >= 0
     chosen[moved] = to[position[moved]]
-    room -= int(more[:fit].sum())
+    room = max(room - cost[:fit].sum(), 0)
     price = float(density[fit]) if fit < density.size else 0.0
-    change, bytes_ = d - d[k, chosen][:, None], c - c[k, chosen][:, None]
-    reduced = np.where(np.isfinite(d), change + price * bytes_, np.inf)
+    change, more = d - d[k, chosen][:, None], c - c[k, chosen][:, None]
+    reduced = np.where(np.isfinite(d), change + price * more, np.inf)
     base, status, lost = float(d[k, chosen].sum()), "slack", -np.inf
     relaxed = base - price * room
     if fit < density.size:
-        core = Core(change, bytes_, reduced, price, room, _ROUNDING * (float(np.abs(d[k, chosen]).sum()) + price * room))
-        core.greedy(item[fit:], to[fit:])
+        tolerance = _ROUNDING * (float(np.abs(d[k, chosen]).sum()) + price * room)
+        core = _Core(change, more, reduced, price, room, tolerance)
+        core.fill(item[fit:], to[fit:])
         lost = core.solve()
         for i, j in core.moves():
             chosen[i] = j
         status = "optimal" if lost >= core.best - core.tolerance else "bounded"
-    total = float(d[k, chosen].sum())
-    bound = total if status != "bounded" else max(relaxed, base + lost)
-    return Choice(
-        chosen=chosen, damage=total, spent=int(c[k, chosen].sum()), budget=budget, status=status, lower_bound=bound,
-        relaxed=relaxed, price=price, reduced=np.maximum(reduced, 0.0),
-    )  # fmt: skip
+    bound = float(d[k, chosen].sum()) if status != "bounded" else max(relaxed, base + lost)
+    return _Found(chosen, status, bound, relaxed, price, reduced)
+
+
+def knapsack(gain: np.ndarray, cost: Vector, budget: float) -> tuple[np.ndarray, float, bool, float, float]:
+    """Take steps of the largest total gain within a budget.
+
+    Args:
+        gain: Of the first, second, ... step of every item, falling, ``(K, L)``; what gains nothing is never taken.
+        cost: Of one step, positive, ``(K,)``.
+        budget: What may be spent, not negative.
+
+    Returns:
+        ``(counts, bound, exact, price, spread)``: steps of every item, an upper bound of the gain, whether the counts are
+        proven optimal, the density of the first step that does not fit, and the distance between the linear bound and the gain.
+    """
+    usable = np.logical_and.accumulate(gain > 0.0, axis=1)
+    item, step = np.nonzero(usable)
+    density = np.minimum.accumulate(np.where(usable, gain, 0.0) / cost[:, None], axis=1)[usable]
+    levels = np.arange(gain.shape[1] + 1)
+    d = np.zeros((len(gain), levels.size))
+    np.cumsum(np.where(usable, -gain, 0.0), axis=1, out=d[:, 1:])
+    d[levels > usable.sum(1)[:, None]] = np.inf
+    start = np.zeros(len(gain), dtype=np.int64)
+    found = _solve(d, levels * cost[:, None], budget, _Segments(start, item, step + 1, cost[item], density))
+    value = -float(d[np.arange(len(gain)), found.chosen].sum())
+    return found.chosen, -found.bound, found.status != "bounded", found.price, max(-found.relaxed - value, 0.0)
+
+
+class _Core:
+    """The search around the filling; damages and costs count from it.
+
+    Args:
+        change, more: Damage and cost of every alternative less those of the filling, ``(K, m)``.
+        reduced: ``r_ij``.
+        price: Of a unit of cost.
+        room: What the filling leaves of the budget.
+        tolerance: Differences of damage below this do not count.
+    """
+
+    def __init__(
+        self, change: np.ndarray, more: np.ndarray, reduced: np.ndarray, price: float, room: Any, tolerance: float
+    ) -> None:
+        self.change, self.more, self.reduced = change, more, reduced
+        self.price, self.room, self.tolerance = price, room, tolerance
+        self.best = 0.0
+        self.found: list[tuple[int, int]] = []
+        self.history: list[tuple[int, np.ndarray, np.ndarray, int]] = []
+        self.reached: tuple[int, int] | None = None
+
+    def fill(self, items: np.ndarray, to: np.ndarray) -> None:
+        """Take whatever still fits, in the order of density: a first plan."""
+        left = self.room
+        at: dict[int, int] = {}
+        for i, j in zip(items[:_GREEDY].tolist(), to[:_GREEDY].tolist(), strict=True):
+            step = self.more[i, j] - (self.more[i, at[i]] if i in at else 0)
+            if step <= left:
+                left, at[i] = left - step, j
+        self.found = list(at.items())
+        self.best = min(0.0, float(sum(self.change[i, j] for i, j in self.found)))
+
+    def _open(self, reduced: np.ndarray) -> np.ndarray:
+        """Alternatives that may be in a better plan than the best found: ``r`` below the distance from the bound."""
+        return reduced - self.price * self.room < self.best - self.tolerance
+
+    def _order(self, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Items by their nearest alternative, with the best price at which the items from there on sell and buy room."""
+        items = np.flatnonzero(alive.any(axis=1))
+        more, alive = self.more[items], alive[items]
+        density = np.where(more != 0, -self.change[items] / np.where(more != 0, more, 1), 0.0)
+        up = np.where(alive & (more > 0), density, 0.0).max(axis=1, initial=0.0)
+        down = np.where(alive & (more < 0), density, np.inf).min(axis=1, initial=np.inf)
+        order = np.argsort(np.minimum(self.price - up, down - self.price), kind="stable")
+        sell = np.append(np.maximum.accumulate(up[order][::-1])[::-1], 0.0)
+        buy = np.append(np.minimum.accumulate(down[order][::-1])[::-1], np.inf)
+        return items[order], sell, buy
+
+    def solve(self) -> float:
+        """Search; return what no state that was let go can fall below (infinite where none was)."""
+        alive = self._open(self.reduced) & ((self.more != 0) | (self.change < 0))
+        items, sell, buy = self._order(alive)
+        room, value = np.array([self.room]), np.zeros(1)
+        lost, kept = np.inf, 0
+        for step, i in enumerate(items.tolist()):
+            moves = np.flatnonzero(alive[i] & self._open(self.reduced[i]))
+            if not moves.size:
+                continue
+            count = room.size
+            room = np.concatenate([room, *(room - self.more[i, j] for j in moves)])
+            value = np.concatenate([value, *(value + self.change[i, j] for j in moves)])
+            fits = np.flatnonzero(room >= 0)
+            if fits.size and value[fits].min() < self.best:
+                state = int(fits[np.argmin(value[fits])])
+                self.best, self.reached = float(value[state]), (len(self.history), state)
+            bound = _bounds(room, value, float(sell[step + 1]), float(buy[step + 1]))
+            keep = _undominated(room, value, np.flatnonzero(bound < self.best - self.tolerance))
+            if keep.size > _STATES:  # every other one: what is left still covers every amount of room
+                lost = min(lost, float(bound[keep[1::2]].min()))
+                keep = keep[::2]
+            self.history.append((i, moves, keep.astype(np.int32), count))
+            room, value, kept = room[keep], value[keep], kept + keep.size
+            if not room.size or kept > _HISTORY:
+                return min(lost, float(bound[keep].min(initial=np.inf)))
+        return lost
+
+    def moves(self) -> list[tuple[int, int]]:
+        """Return the ``(item, alternative)`` that differ from the filling in the best plan found."""
+        if self.reached is None:
+            return self.found
+        out = []
+        step, state = self.reached
+        while step >= 0:
+            item, moves, _, count = self.history[step]
+            turn, state = divmod(state, count)
+            if turn:
+                out.append((item, int(moves[turn - 1])))
+            step -= 1
+            state = int(self.history[step][2][state]) if step >= 0 else 0
+        return out
+
+
+def _bounds(room: np.ndarray, value: np.ndarray, sell: float, buy: float) -> np.ndarray:
+    """Least damage that a state can end with: room left is spent at the best price to come, room owed is paid for."""
+    bound = value - np.maximum(room, 0) * sell
+    debt = room < 0
+    bound[debt] = value[debt] - room[debt] * buy if np.isfinite(buy) else np.inf
+    return bound
+
+
+def _undominated(room: np.ndarray, value: np.ndarray, states: np.ndarray) -> np.ndarray:
+    """States by falling room and falling damage: none has both less room and no less damage than another."""
+    states = states[np.lexsort((value[states], -room[states]))]
+    best = np.minimum.accumulate(value[states])
+    return states[np.concatenate([[True], value[states][1:] < best[:-1]])] if states.size else states
 
 
 def near_ties(found: Choice, error: ArrayLike, *, sigmas: float = 2.0) -> list[tuple[int, int, float, float]]:

@@ -8,8 +8,8 @@ a continuous, nondecreasing, piecewise linear function of one number ``t``. On t
 so there is no tolerance and no iteration cap:
 
 - few blocks: evaluate S at all 2K knots at once (K x 2K numbers), take the piece that brackets B, divide;
-- many blocks: walk over the pieces with Newton steps, safeguarded by the median knot of the remaining bracket (which
-  halves the number of knots left, so the walk ends after O(log K) passes over the data at the latest).
+- many blocks: walk over the pieces with Newton steps, safeguarded by the median knot of the remaining bracket, which halves
+  the number of knots left: O(log K) passes over the data.
 
 Sums are of nonnegative terms taken afresh at every t, never differences of prefix sums, so weights may span
 1e-300..1e300. The paper (section 5) bisects to a tolerance instead.
@@ -17,6 +17,8 @@ Sums are of nonnegative terms taken afresh at every t, never differences of pref
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 from collections.abc import Callable
 from typing import TypeAlias
@@ -205,8 +207,8 @@ def _median_knot(slope: Vector, offset: Vector, low: Vector, high: Vector, a: fl
 def monotone_root(spend: Callable[[float], float], knots: Vector, target: float) -> tuple[float, float, float]:
     """Solve ``spend(p) = target`` for a continuous nondecreasing function of ``p > 0`` that is smooth between knots.
 
-    The piece is found by bisection over the sorted knots (a proven bracket), the root inside it by
-    Brent's method in ``log p`` down to rounding.
+    The piece is found by bisection over the sorted knots (a proven bracket), the root inside it by Brent's method in ``log p``
+    down to rounding.
 
     Args:
         spend: Continuous, nondecreasing, defined for every positive ``p``.
@@ -217,41 +219,16 @@ def monotone_root(spend: Callable[[float], float], knots: Vector, target: float)
         ``(p, p_low, p_high)`` as in :func:`piecewise_root`.
     """
     knots = np.unique(knots[(knots > 0.0) & np.isfinite(knots)])
-    levels = _Levels(spend, knots)
-    first, stop = levels.search(target)
+    at = functools.cache(lambda i: spend(float(knots[i])))
+    first = bisect.bisect_left(range(knots.size), target, key=at)
+    stop = bisect.bisect_right(range(knots.size), target, key=at)
     a = float(knots[first - 1]) if first > 0 else _expand(spend, float(knots[0]) if knots.size else 1.0, target, 0.5)
     b = float(knots[first]) if first < knots.size else _expand(spend, float(knots[-1]) if knots.size else 1.0, target, 2.0)
-    if first < knots.size and levels(first) == target:
+    if first < knots.size and at(first) == target:
         top = float(knots[min(stop, knots.size) - 1])
         return _inside(b, top), b, top
     p = _smooth_root(spend, a, b, target)
     return p, p, p
-
-
-class _Levels:
-    """Values of a function at sorted knots, computed when asked for."""
-
-    def __init__(self, spend: Callable[[float], float], knots: Vector) -> None:
-        self.spend, self.knots, self.seen = spend, knots, dict[int, float]()
-
-    def __call__(self, i: int) -> float:
-        if i not in self.seen:
-            self.seen[i] = self.spend(float(self.knots[i]))
-        return self.seen[i]
-
-    def search(self, target: float) -> tuple[int, int]:
-        """First knot at or above the target, and first knot above it."""
-        ends = []
-        for strict in (False, True):
-            lo, hi = 0, self.knots.size
-            while lo < hi:
-                mid = (lo + hi) // 2
-                if self(mid) < target or (strict and self(mid) == target):
-                    lo = mid + 1
-                else:
-                    hi = mid
-            ends.append(lo)
-        return ends[0], ends[1]
 
 
 def _expand(spend: Callable[[float], float], start: float, target: float, factor: float) -> float:

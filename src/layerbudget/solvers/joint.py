@@ -15,16 +15,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import InfeasibleBudget, NotFinite
-from .allocation import _bounds as _capacity_bounds
-from .allocation import weigh
-from .calibrated import CalibratedPenalty
 from .dual import monotone_root
-from .inputs import Vector, choice, cost_vector, number, renamed, weight_vector
-from .separable import Program, stationarity
-from .solution import Solution
-from .sparsity import _bounds as _sparsity_bounds
-from .sparsity import _measured
-from .utilities import Function, resolve
+from .inputs import Vector, choice, cost_vector, filled, number, weight_vector
+from .programs import capacity_bounds, sparsity_bounds, weigh
+from .separable import Program, Solution, reciprocal, stationarity
+from .utilities import CalibratedPenalty, Function, resolve
 
 _ROUNDING = 1e-12
 
@@ -62,7 +57,6 @@ class JointProgram:
         return float(np.dot(self.adapt.amount, e + self.adapt.base)) - float(np.dot(self.prune.amount, rho))
 
 
-@renamed("rule", "spend")
 def solve_joint(
     weights: ArrayLike,
     cost: ArrayLike,
@@ -93,8 +87,8 @@ def solve_joint(
         savings: Budget freed by pruning block k entirely, ``s_k > 0``.
         budget: M, the net budget; negative to shrink.
         prune_weights: Weights for pruning; ``weights`` by default.
-        exponent: Exponent of the adapting weights. prune_exponent: Of the pruning weights.
-        prune_exponent: See ``exponent``.
+        exponent: Exponent of the adapting weights.
+        prune_exponent: Exponent of the pruning weights.
         exponent_on: ``density`` or ``block``.
         alpha: Price per unit of cost.
         gamma: Weight of the utility.
@@ -106,7 +100,7 @@ def solve_joint(
         max_sparsity: Cap per block.
         min_sparsity: Floor per block.
         utility: phi.
-        penalty: psi, or measured curves (:class:`~layerbudget.solvers.calibrated.CalibratedPenalty`).
+        penalty: psi, or measured curves (:class:`~layerbudget.solvers.utilities.CalibratedPenalty`).
         spend: ``at_most`` (lambda >= 0) or ``exactly`` (lambda > -alpha).
 
     Returns:
@@ -122,25 +116,22 @@ def solve_joint(
     True
     """
     choice(spend, "spend", ("at_most", "exactly"))
-    choice(exponent_on, "exponent_on", ("density", "block"))
-    q, q_low, _ = weight_vector(weights)
-    k = q.size
-    v, v_low, _ = weight_vector(weights if prune_weights is None else prune_weights, "prune_weights")
+    q, q_low = weight_vector(weights)
+    v, v_low = weight_vector(weights if prune_weights is None else prune_weights, "prune_weights")
+    k, exactly = q.size, spend == "exactly"
     a, s = cost_vector(cost, k), cost_vector(savings, k, "savings")
     v = cost_vector(np.where(v > 0, v, v.max() * 1e-30), k, "prune_weights")
-    w = _relative(weigh(q, a, number(exponent, "exponent"), exponent_on, q_low), number(gamma, "gamma", positive=True))
-    prune_exponent = number(prune_exponent, "prune_exponent")
+    w = _relative(weigh(q, a, exponent, exponent_on, q_low), number(gamma, "gamma", positive=True))
     v = _relative(weigh(v, s, prune_exponent, exponent_on, v_low or 1.0), number(eta, "eta", positive=True))
     price = number(alpha, "alpha") * k / float(np.add.reduce(a))
-    floor, low, high = _capacity_bounds(base, lower, upper, k)
-    rho = dict(zip(("low", "high"), _sparsity_bounds(min_sparsity, max_sparsity, k), strict=True))
-    total, exactly = _net_budget(budget), spend == "exactly"
-    shared = {"budget": total, "target": total, "exact_budget": exactly, "names": (), "weights": q, "settings": (spend,)}
     phi, psi = resolve(utility, concave=True), resolve(penalty, concave=False)
-    if isinstance(psi, CalibratedPenalty):
-        rho["high"] = _measured(psi, rho["low"], rho["high"])
-    adapt = Program(sign=-1, function=phi, scale=w, amount=a, price=price, low=low, high=high, base=floor, **shared)
-    prune = Program(sign=1, function=psi, scale=v, amount=s, price=0.0, base=0.0, **rho, **shared)
+    floor, low, high = capacity_bounds(base, lower, upper, k)
+    rho_low, rho_high = sparsity_bounds(min_sparsity, max_sparsity, k, psi)
+    if not (isinstance(budget, (int, float)) and math.isfinite(budget)):
+        raise NotFinite(f"budget is {budget!r}.", "It must be a finite number; negative to shrink.", "Give a plain number.")
+    total = float(budget)
+    adapt = Program(-1, phi, w, a, price, low, high, floor, total, total, exactly)
+    prune = Program(1, psi, v, s, 0.0, rho_low, rho_high, filled(k, 0.0), total, total, exactly)
     program = JointProgram(adapt, prune, total)
     _check(program, exactly=exactly)
     with np.errstate(all="ignore"):
@@ -150,12 +141,6 @@ def solve_joint(
 def _relative(w: Vector, factor: float) -> Vector:
     """Weights with mean ``factor``."""
     return w * (factor * w.size / float(np.add.reduce(w)))
-
-
-def _net_budget(budget: float) -> float:
-    if not (isinstance(budget, (int, float)) and math.isfinite(budget)):
-        raise NotFinite(f"budget is {budget!r}.", "It must be a finite number; negative to shrink.", "Give a plain number.")
-    return float(budget)
 
 
 def _check(program: JointProgram, *, exactly: bool) -> None:
@@ -187,13 +172,13 @@ def _solve(program: JointProgram, *, exactly: bool) -> JointSolution:
         rewards = [prune.scale / prune.amount * prune.function.derivative(x) for x in (prune.low, prune.high)]
         knots = 1.0 / np.concatenate((ends - adapt.price, *rewards))
         t, t_low, t_high = monotone_root(lambda t: program.net(*program.at_multiplier(1.0 / t)), knots, program.budget)
-        interval = (_reciprocal(t_high), _reciprocal(t_low))
+        interval = (reciprocal(t_high), reciprocal(t_low))
         return _certify(program, adapt.price + 1.0 / t, 1.0 / t, interval, slack=False, exactly=exactly)
     if not exactly or at_zero == program.budget:
         return _certify(program, adapt.price, 0.0, (0.0, 0.0), slack=at_zero < program.budget, exactly=exactly)
     rho = prune.at_price(0.0)
     t, t_low, t_high = monotone_root(lambda t: program.net(adapt.at_price(1.0 / t), rho), 1.0 / ends, program.budget)
-    interval = (_reciprocal(t_high) - adapt.price, _reciprocal(t_low) - adapt.price)
+    interval = (reciprocal(t_high) - adapt.price, reciprocal(t_low) - adapt.price)
     return _certify(program, 1.0 / t, 1.0 / t - adapt.price, interval, slack=False, exactly=True)
 
 
@@ -226,19 +211,21 @@ def _solve_steps(program: JointProgram, ends: Vector, *, exactly: bool) -> Joint
         return _certify(program, adapt.price + price, price, (price, price), slack=False, exactly=exactly, rho=rho)
     rho = less if first < len(prices) else more
     t, t_low, t_high = monotone_root(lambda t: program.net(adapt.at_price(1.0 / t), rho), 1.0 / ends, program.budget)
-    interval = (_reciprocal(t_high) - adapt.price, _reciprocal(t_low) - adapt.price)
+    interval = (reciprocal(t_high) - adapt.price, reciprocal(t_low) - adapt.price)
     multiplier = max(1.0 / t - adapt.price, 0.0)
     return _certify(program, 1.0 / t, multiplier, interval, slack=False, exactly=exactly, rho=rho)
 
 
-def _reciprocal(t: float) -> float:
-    return 1.0 / t if t > 0 else math.inf
-
-
 def _certify(
-    program: JointProgram, p: float, multiplier: float, interval: tuple[float, float], *, slack: bool, exactly: bool,
+    program: JointProgram,
+    p: float,
+    multiplier: float,
+    interval: tuple[float, float],
+    *,
+    slack: bool,
+    exactly: bool,
     rho: Vector | None = None,
-) -> JointSolution:  # fmt: skip
+) -> JointSolution:
     adapt, prune = program.adapt, program.prune
     e, best = adapt.at_price(p), prune.at_price(max(multiplier, 0.0))
     rho = best if rho is None else rho
@@ -255,13 +242,25 @@ def _certify(
     worst_e, low_e, high_e = stationarity(adapt, e, p)
     worst_r, low_r, high_r = stationarity(prune, rho, max(multiplier, 0.0))
     infeasible = (abs(over) if exactly else max(over, 0.0)) / max(abs(program.budget), gross, 1e-300)
-    frozen = (low_e or high_e) and (low_r or high_r)
-    status = (
-        "degenerate" if slack and low_e and low_r else "saturated" if frozen and high_r else "slack" if slack else "binding"
-    )
+    if slack and low_e and low_r:
+        status = "degenerate"
+    elif high_r and (low_e or high_e):
+        status = "saturated"
+    else:
+        status = "slack" if slack else "binding"
     return JointSolution(
-        value=np.concatenate((e + adapt.base, rho)), status=status, multiplier=multiplier, multiplier_interval=interval,
-        shadow_price=p, primal=primal, dual=dual, gap=gap, kkt_residual=max(worst_e, worst_r, infeasible),
-        spent=program.budget + over, budget=program.budget, slack=-over, inert=("budget",) if slack else (),
+        value=np.concatenate((e + adapt.base, rho)),
+        status=status,
+        multiplier=multiplier,
+        multiplier_interval=interval,
+        shadow_price=p,
+        primal=primal,
+        dual=dual,
+        gap=gap,
+        kkt_residual=max(worst_e, worst_r, infeasible),
+        spent=program.budget + over,
+        budget=program.budget,
+        slack=-over,
+        inert=("budget",) if slack else (),
         program=program,
-    )  # fmt: skip
+    )

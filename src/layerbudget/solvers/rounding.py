@@ -1,37 +1,44 @@
-"""Integers under a budget, with the distance to the optimum.
+"""Whole numbers under a budget, with the distance to the optimum.
 
-A separable concave utility in whole steps is a knapsack of increments (:mod:`layerbudget.solvers.knapsack`): block k's next
-step costs ``a_k m`` and earns less than its previous one. With equal costs the relaxation is integral: greedy is exact.
+A separable concave utility in whole steps is a :func:`~layerbudget.solvers.choices.knapsack` of steps of falling gain: block
+k's next step costs ``a_k m`` and earns less than its previous one. With equal costs the relaxation is integral: taking
+steps by density is exact.
 
-Floors rounded up to multiples change the program. ``floor`` and ``largest-remainder`` therefore round the continuous optimum
-*under those floors*: it meets the budget with every block at its floor or above, and rounding down can only spend less.
+Floors rounded up to multiples change the program. ``floor`` therefore rounds the continuous optimum *under those floors*: it
+meets the budget with every block at its floor or above, and rounding down can only spend less.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from ..errors import InfeasibleBudget, InvalidInput
-from .inputs import Vector, choice, number
-from .knapsack import knapsack
-from .separable import Program, solve
-from .solution import Solution, frozen
+from ..errors import InfeasibleBudget, InvalidInput, NotFinite
+from .choices import knapsack
+from .inputs import Vector, bound_vector, choice, cost_vector, number, whole_number
+from .separable import Solution, solve
 
 _ROUNDING = 1e-12
-METHODS = ("auto", "greedy", "exact", "floor", "largest-remainder")
+METHODS = ("auto", "floor")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Rounded:
     """Integer decision (frozen).
 
     Attributes:
         counts: Integers, shape ``(K,)``.
-        value: Utility of the counts.  bound: No integer decision is better than this.  optimum: Continuous optimum.
+        value: Utility of the counts.
+        bound: No integer decision is better than this.
+        optimum: Continuous optimum.
         gap: ``(bound - value) / |bound|``; zero when the counts are proven optimal.
         spent, budget: In the user's unit; ``spent <= budget``.
-        method: What was used.  exact: Whether optimality is proven.
+        method: What was used.
+        exact: Whether optimality is proven.
         price: Shadow price (utility per unit of budget), where the method finds one.
     """
 
@@ -39,23 +46,20 @@ class Rounded:
     value: float
     bound: float
     optimum: float
+    method: str
+    exact: bool
     gap: float
     spent: float
     budget: float
-    method: str
-    exact: bool
     price: float | None = None
 
-    def __init__(self, **fields: Any) -> None:
-        self.__dict__.update(fields)
-        frozen(self.counts)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a Rounded is frozen; {name} cannot be set")
+    def __post_init__(self) -> None:
+        self.counts.flags.writeable = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but the counts as plain values."""
-        return {name: value for name, value in self.__dict__.items() if name != "counts"}
+        """Return everything but the counts, as plain values."""
+        unknown = ("counts",) if self.price is not None else ("counts", "price")
+        return {name: value for name, value in self.__dict__.items() if name not in unknown}
 
     def __repr__(self) -> str:
         return (
@@ -69,8 +73,7 @@ def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 
 
     Args:
         solution: What :func:`layerbudget.solvers.allocate` returned.
-        method: ``auto`` (greedy where it is exact, else the exact core), ``greedy``, ``exact``, ``floor`` (the paper's rule),
-            ``largest-remainder``.
+        method: ``auto`` (the best integers) or ``floor`` (the paper's rule).
         multiple: Counts are multiples of this (rank 8, say).
         minimum: Smallest count, on top of the program's own floors.
 
@@ -82,159 +85,335 @@ def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 
         InfeasibleBudget: Floors rounded up to multiples cost more than the budget, or a block has no multiple below its cap.
 
     >>> from layerbudget.solvers import allocate
-    >>> round_capacity(allocate([4.0, 2.0, 1.0], 1.0, 6, rule="exactly")).counts.tolist()
+    >>> round_capacity(allocate([4.0, 2.0, 1.0], 1.0, 6, spend="exactly")).counts.tolist()
     [4, 2, 0]
     """
     p = solution.program
     if p.sign > 0:
         raise InvalidInput("This is a sparsity solution.", "round_capacity takes allocations.", "Use round_parameters.")
     choice(method, "method", METHODS)
-    step = int(number(multiple, "multiple", positive=True))
-    if step != multiple:
-        raise InvalidInput(f"multiple is {multiple}.", "Counts are multiples of a whole number.", "Use 1 or 8, for example.")
+    step = whole_number(multiple, "multiple")
     floor = np.ceil(np.maximum(solution.lower, minimum) / step - 1e-9) * step
-    top = np.floor(np.minimum(solution.upper, floor + _room(p.amount, p.budget, floor)) / step + 1e-9) * step
-    _check_floor(p.amount, p.budget, floor, solution.upper, step)
-    top = np.maximum(top, floor)
-    problem = _Steps(_above(solution, floor), floor, top, step)
-    if method in ("floor", "largest-remainder"):
-        counts = problem.rounded_down()
-        if method == "largest-remainder":
-            counts = problem.add_largest(counts)
-        counts, bound, exact = counts, problem.bound(), False
-    else:
-        counts, bound, exact = problem.solve(exactly=method != "greedy")
-    return problem.result(counts, bound, method if method != "auto" else ("exact" if not problem.equal else "greedy"), exact)
-
-
-def _above(solution: Solution, floor: Vector) -> Solution:
-    """The optimum with every block at its floor or above: the solution itself where it is there already."""
-    if (solution.value >= floor).all():
-        return solution
-    p = solution.program
-    fields = dict(p.__dict__)
-    low = np.maximum(p.low, floor - p.base)
-    least = float(np.dot(p.amount, low))
-    return solve(Program(**{**fields, "low": low, "high": np.maximum(p.high, low), "target": max(p.target, least)}))
-
-
-def _room(amount: Vector, budget: float, floor: Vector) -> Vector:
-    left = budget * (1 + _ROUNDING) - float(np.dot(amount, floor))
-    return max(left, 0.0) / amount
-
-
-def _check_floor(amount: Vector, budget: float, floor: Vector, upper: Vector, step: int) -> None:
-    least = float(np.dot(amount, floor))
-    if least > budget * (1 + _ROUNDING):
+    least = float(np.dot(p.amount, floor))
+    left = p.budget * (1 + _ROUNDING) - least
+    if left < 0.0:
         raise InfeasibleBudget(
-            f"Floors rounded up to multiples of {step} cost {least:g}, the budget is {budget:g}.",
+            f"Floors rounded up to multiples of {step} cost {least:g}, the budget is {p.budget:g}.",
             f"At least {least:g} is needed.",
             "Raise the budget, or lower the minimum or the multiple.",
         )
-    if (floor > upper + 1e-9).any():
-        k = int(np.argmax(floor - upper))
+    if (floor > solution.upper + 1e-9).any():
+        k = int(np.argmax(floor - solution.upper))
         raise InfeasibleBudget(
-            f"Block {k} has no multiple of {step} between its floor and its cap {upper[k]:g}.",
+            f"Block {k} has no multiple of {step} between its floor and its cap {solution.upper[k]:g}.",
             f"Its cap must be at least {floor[k]:g}.",
             "Raise the cap or lower the multiple.",
         )
+    top = np.maximum(np.floor(np.minimum(solution.upper, floor + left / p.amount) / step + 1e-9) * step, floor)
+    if not (solution.value >= floor).all():  # the optimum with every block at its floor or above
+        low = np.maximum(p.low, floor - p.base)
+        target = max(p.target, float(np.dot(p.amount, low)))
+        solution = solve(p._replace(low=low, high=np.maximum(p.high, low), target=target))
+    problem = _Steps(solution, floor, top, float(step), left)
+    counts, bound, exact = problem.solve()
+    if method == "floor":
+        counts, exact = problem.rounded_down(), False
+    else:
+        method = "greedy" if problem.equal else "exact"
+    value, optimum = problem.utility(counts), problem.utility(solution.value)
+    bound = value if exact else max(min(bound, max(optimum, value)), value)
+    return Rounded(
+        counts=np.round(counts).astype(np.int64),
+        value=value,
+        bound=bound,
+        optimum=optimum,
+        method=method,
+        exact=exact,
+        gap=(bound - value) / abs(bound) if bound else 0.0,
+        spent=float(np.dot(p.amount, counts)),
+        budget=p.budget,
+    )
 
 
 class _Steps:
-    """The knapsack of increments around a continuous solution."""
+    """The knapsack of steps around a continuous solution; ``left`` is the budget above the floors."""
 
-    def __init__(self, solution: Solution, floor: Vector, top: Vector, step: int) -> None:
+    def __init__(self, solution: Solution, floor: Vector, top: Vector, step: float, left: float) -> None:
         self.solution, self.program = solution, solution.program
-        self.floor, self.top, self.step = floor, top, float(step)
+        self.floor, self.top, self.step, self.left = floor, top, step, left
         self.price = 0.0 if self.program.exact_budget else self.program.price
-        a = self.program.amount
-        self.equal = bool(a.min() == a.max())
-        self.left = self.program.budget * (1 + _ROUNDING) - float(np.dot(a, floor))
+        self.equal = bool(self.program.amount.min() == self.program.amount.max())
 
     def utility(self, counts: Vector) -> float:
-        """Utility of a decision under the price that the rounding uses."""
+        """Return the utility of a decision under the price that the rounding uses."""
         p = self.program
         x = np.maximum(counts - p.base, 0.0)
         return float(np.add.reduce(p.scale * p.function.value(x))) - self.price * float(np.dot(p.amount, x))
 
-    def window(self, width: int) -> tuple[Vector, Vector, np.ndarray, Vector]:
-        """First level below, gains, owners and costs of the increments within ``width`` steps of the solution."""
-        p, m = self.program, self.step
-        middle = np.floor(self.solution.value / m) * m
-        start = np.clip(middle - width * m, self.floor, self.top)
-        stop = np.clip(middle + width * m, start, self.top)
-        count = np.round((stop - start) / m).astype(np.int64)
-        owner = np.repeat(np.arange(start.size), count)
-        index = np.arange(owner.size) - np.repeat(np.cumsum(count) - count, count)
-        level = start[owner] + index * m
-        base = p.base if isinstance(p.base, float) else p.base[owner]
-        value = p.function.value
-        rise = value(np.maximum(level + m - base, 0.0)) - value(np.maximum(level - base, 0.0))
-        cost = p.amount[owner] * m
-        return start, p.scale[owner] * rise - self.price * cost, owner, cost
+    def solve(self) -> tuple[Vector, float, bool]:
+        """Return counts, an upper bound on any integer utility, and whether optimality is proven.
 
-    def solve(self, *, exactly: bool) -> tuple[Vector, float, bool]:
-        """Counts, an upper bound on any integer utility, and whether optimality is proven."""
-        a, width = self.program.amount, 2
+        Steps are those within a window around the solution, which grows until no step outside it can belong to the optimum.
+        """
+        p, m, width = self.program, self.step, 2
+        middle = np.floor(self.solution.value / m) * m
         while True:
-            start, gain, owner, cost = self.window(width)
-            budget = self.left - float(np.dot(a, start - self.floor))
+            start = np.clip(middle - width * m, self.floor, self.top)
+            count = np.round((np.clip(middle + width * m, start, self.top) - start) / m).astype(np.int64)
+            budget = self.left - float(np.dot(p.amount, start - self.floor))
             if budget >= 0.0 or (start <= self.floor).all():
+                gain = self._gains(start, count)
+                cost, budget = p.amount * m, max(budget, 0.0)
                 if self.equal:
-                    unit = a[0] * self.step
-                    budget = np.floor(budget / unit + 1e-9) * unit
-                take, bound, exact, price, spread = knapsack(gain, cost, budget, exactly=exactly)
-                counts = start + np.bincount(owner[take], minlength=start.size) * self.step
-                if self._settled(start, counts, gain, owner, cost, price, spread):
-                    return counts, self.utility(start) + bound, exact
+                    cost, budget = np.ones(len(cost)), np.floor(budget / cost[0] + 1e-9)
+                taken, bound, exact, price, spread = knapsack(gain, cost, budget)
+                if self._settled(start, count, gain, gain - price * cost[:, None], spread):
+                    return start + taken * m, self.utility(start) + bound, exact
             width *= 2
 
-    def _settled(
-        self, start: Vector, counts: Vector, gain: Vector, owner: np.ndarray, cost: Vector, price: float, spread: float
-    ) -> bool:
-        """Whether no increment outside the window can belong to the optimum."""
-        if not gain.size:
-            return True
-        reduced = gain - price * cost
-        first = np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]])
-        last = np.flatnonzero(np.r_[owner[1:] != owner[:-1], True])
-        block = owner[first]
-        reach = start[block] + (last - first + 1) * self.step
-        below = (start[block] <= self.floor[block]) | (reduced[first] > spread)
-        above = (reach >= self.top[block]) | (reduced[last] < -spread)
-        idle = np.ones(start.size, dtype=bool)
-        idle[block] = False
-        return bool(below.all() and above.all() and (self.floor[idle] >= self.top[idle]).all())
+    def _gains(self, start: Vector, count: np.ndarray) -> np.ndarray:
+        """What every step from ``start`` gains, ``(K, L)``; minus infinity beyond the window."""
+        p, index = self.program, np.arange(int(count.max(initial=1)) + 1)
+        x = np.maximum(start[:, None] + np.minimum(index, count[:, None]) * self.step - p.base[:, None], 0.0)
+        gain = p.scale[:, None] * np.diff(p.function.value(x), axis=1) - self.price * p.amount[:, None] * self.step
+        return np.where(index[:-1] < count[:, None], gain, -np.inf)
+
+    def _settled(self, start: Vector, count: np.ndarray, gain: np.ndarray, reduced: np.ndarray, spread: float) -> bool:
+        some = count > 0
+        rows = np.flatnonzero(some)
+        below = (start[rows] <= self.floor[rows]) | (reduced[rows, 0] > spread)
+        reach = start[rows] + count[rows] * self.step
+        above = (reach >= self.top[rows]) | (reduced[rows, count[rows] - 1] < -spread)
+        return bool(below.all() and above.all() and (self.floor[~some] >= self.top[~some]).all())
 
     def rounded_down(self) -> Vector:
         """The optimum rounded down to steps. A value within 1e-9 below a step counts as reaching it where the budget allows."""
-        m, left = self.step, self.left
-        down = np.clip(np.floor(self.solution.value / m) * m, self.floor, self.top)
-        near = np.clip(np.floor(self.solution.value / m + 1e-9) * m, self.floor, self.top)
-        spent = float(np.dot(self.program.amount, near - self.floor))
-        return near if spent <= left else down
+        m, value = self.step, self.solution.value
+        near = np.clip(np.floor(value / m + 1e-9) * m, self.floor, self.top)
+        if float(np.dot(self.program.amount, near - self.floor)) <= self.left:
+            return near
+        return np.clip(np.floor(value / m) * m, self.floor, self.top)
 
-    def bound(self) -> float:
-        """Upper bound on any integer utility."""
-        return self.solve(exactly=False)[1]
 
-    def add_largest(self, counts: Vector) -> Vector:
-        """Give one step each to the largest fractional parts, as far as the budget goes."""
-        a, counts = self.program.amount, counts.copy()
-        left = self.left - float(np.dot(a, counts - self.floor))
-        for k in np.argsort(counts - self.solution.value, kind="stable"):
-            if counts[k] + self.step <= self.top[k] and a[k] * self.step <= left:
-                counts[k] += self.step
-                left -= a[k] * self.step
-        return counts
+def allocate_increments(
+    increments: Sequence[ArrayLike],
+    cost: ArrayLike,
+    budget: float,
+    *,
+    lower: ArrayLike = 0,
+    upper: ArrayLike | None = None,
+    multiple: int = 1,
+) -> Rounded:
+    r"""Divide a budget over blocks whose every unit has a worth of its own (ranks by their own gains).
 
-    def result(self, counts: Vector, bound: float, method: str, exact: bool) -> Rounded:
-        """Bind the counts."""
-        p, value = self.program, self.utility(counts)
-        x = self.solution.value - p.base
-        optimum = float(np.add.reduce(p.scale * p.function.value(x))) - self.price * float(np.dot(p.amount, x))
-        bound = value if exact else max(min(bound, max(optimum, value)), value)
-        return Rounded(
-            counts=np.round(counts).astype(np.int64), value=value, bound=bound, optimum=optimum, method=method, exact=exact,
-            gap=(bound - value) / abs(bound) if bound else 0.0, spent=float(np.dot(p.amount, counts)), budget=p.budget,
-        )  # fmt: skip
+        maximise   sum_k  sum_{i <= r_k} m_ki      subject to  sum_k c_k r_k <= B,   l_k <= r_k <= u_k,   r_k whole,
+
+    with ``m_k1 >= m_k2 >= ... >= 0``. The linear relaxation takes units in the order of ``m_ki / c_k`` until the budget is
+    spent; its shadow price is the density of the unit that no longer fits. Units of one block cost the same, so the best set of
+    units is a prefix of every block: a knapsack of steps, solved exactly up to the reported gap, zero with equal costs.
+
+    Args:
+        increments: Worth of the first, second, ... unit of every block, descending; K rows of any lengths. Beyond a row's
+            end a unit is worth nothing and is not bought.
+        cost: Budget per unit ``c_k > 0``, shape ``(K,)`` or a scalar.
+        budget: What may be spent.
+        lower: Smallest count (paid first, whatever it is worth).
+        upper: Largest count (none by default).
+        multiple: Counts are multiples of this.
+
+    Returns:
+        Counts with their value, an upper bound (``optimum`` is that of the linear relaxation), the proven gap, what was spent
+        and the shadow price.
+
+    Raises:
+        NotFinite, InvalidCost, LengthMismatch, NegativeValue: An input outside its domain.
+        InvalidInput: A worth that is negative or above its predecessor, or a multiple that is no whole number.
+        InfeasibleBudget: Floors above caps, or above the budget.
+
+    >>> allocate_increments([[4, 1], [3, 2]], cost=1, budget=3).counts.tolist()
+    [1, 2]
+    """
+    rows = [_row(r, k) for k, r in enumerate(increments)]
+    size, total, step = len(rows), number(budget, "budget"), whole_number(multiple, "multiple")
+    if not rows:
+        raise InvalidInput("There is no block.", "The budget is divided over one block or more.", "Give one row per block.")
+    c = cost_vector(cost, size) * step
+    low = np.ceil(bound_vector(lower, size, "lower", 0.0) / step - 1e-9).astype(np.int64)
+    high = np.floor(bound_vector(upper, size, "upper", np.inf) / step + 1e-9)
+    groups = [np.add.reduceat(row, np.arange(0, row.size, step)) if row.size else row for row in rows]
+    left = total * (1 + _ROUNDING) - float(c @ low)
+    if (low > high).any():
+        k = int(np.argmax(low > high))
+        raise InfeasibleBudget(
+            f"Block {k} needs at least {low[k] * step:g} and may have at most {high[k] * step:g}.",
+            "Every floor must lie below its cap.",
+            f"Raise the cap of block {k} or lower its floor.",
+        )
+    if left < 0.0:
+        raise InfeasibleBudget(
+            f"The budget {total:g} is below the {total - left:g} that the floors cost.",
+            f"It must be at least {total - left:g}.",
+            "Raise the budget or lower the floors.",
+        )
+    top = np.minimum(high, [max(len(g), n) for g, n in zip(groups, low, strict=True)]).astype(np.int64)
+    offered = [g[n:t] for g, n, t in zip(groups, low, top, strict=True)]
+    gain = np.zeros((size, max(map(len, offered))))
+    for row, given in zip(gain, offered, strict=True):
+        row[: len(given)] = given
+    taken, bound, exact, price, _ = knapsack(gain, c, max(left, 0.0))
+    units = low + taken
+    paid = sum(float(g[:n].sum()) for g, n in zip(groups, low, strict=True))
+    value = sum(float(g[:n].sum()) for g, n in zip(groups, units, strict=True))
+    owner = np.repeat(np.arange(size), list(map(len, offered)))
+    optimum = paid + _relaxed(np.concatenate(offered), c[owner], max(total - float(c @ low), 0.0))
+    bound = value if exact else max(min(paid + bound, optimum), value)
+    return Rounded(
+        counts=units * step,
+        value=value,
+        bound=bound,
+        optimum=max(optimum, value),
+        method="increments",
+        exact=exact,
+        gap=(bound - value) / bound if bound else 0.0,
+        spent=float(c @ units),
+        budget=total,
+        price=price,
+    )
+
+
+def _row(values: ArrayLike, k: int) -> Vector:
+    row = np.asarray(values, dtype=np.float64)
+    if row.ndim != 1 or not np.isfinite(row).all():
+        raise NotFinite(f"The worths of block {k} are no row of finite numbers.", "", "Score again.")
+    if (row < 0).any() or (np.diff(row) > 1e-9 * row.max(initial=0.0)).any():
+        raise InvalidInput(
+            f"The worths of block {k} are negative or rise.",
+            "Every unit earns zero or more, and no more than the one before.",
+            "Sort squared singular values, or take the concave hull of a measured curve.",
+        )
+    return row
+
+
+def _relaxed(gain: Vector, cost: Vector, budget: float) -> float:
+    """Optimum of the linear relaxation: units by density, the last one in part."""
+    order = np.argsort(-gain / cost, kind="stable")
+    room = np.clip(budget - (np.cumsum(cost[order]) - cost[order]), 0.0, cost[order])
+    return float((gain[order] * room / cost[order]).sum())
+
+
+def round_parameters(values: ArrayLike, numel: ArrayLike, total: int, caps: ArrayLike = 1.0) -> np.ndarray:
+    """Return whole numbers of pruned parameters per block that sum to ``total``, each within one of ``values * numel``.
+
+    Args:
+        values: Sparsity per block, shape ``(K,)``.
+        numel: Prunable parameters per block.
+        total: Sum of the counts.
+        caps: Largest sparsity per block; no count exceeds ``floor(caps * numel)`` unless the total demands it.
+
+    >>> round_parameters([0.25, 0.5, 0.5], [3, 3, 3], 4).tolist()
+    [1, 2, 1]
+    """
+    n = np.asarray(numel, dtype=np.int64)
+    ideal = np.asarray(values, dtype=np.float64) * n
+    top = np.minimum(np.floor(np.asarray(caps, dtype=np.float64) * n * (1 + 1e-15)).astype(np.int64), n)
+    counts = np.clip(np.floor(ideal).astype(np.int64), 0, top)
+    while (missing := int(total) - int(counts.sum())) != 0:
+        rest: Vector = ideal - counts
+        step = 1 if missing > 0 else -1
+        able = counts < (top if (counts < top).any() else n) if step > 0 else counts > 0
+        order = np.argsort(-rest if step > 0 else rest, kind="stable")
+        order = order[able[order]]
+        if not order.size:
+            break
+        each, extra = divmod(abs(missing), order.size)
+        room = (np.where(counts < top, top, n) - counts if step > 0 else counts)[order]
+        counts[order] += step * np.minimum(np.where(np.arange(order.size) < extra, each + 1, each), room)
+    return counts
+
+
+def round_units(solution: Solution, units: ArrayLike) -> tuple[np.ndarray, float]:
+    """Return whole units per block (heads, channels), at the least penalty that reaches the budget.
+
+    A knapsack of the units that are put back, from every block at its cap: the penalty is convex, so the first unit put back
+    relieves most, and any choice of increments is a choice of counts.
+
+    Args:
+        solution: What :func:`layerbudget.solvers.sparsify` returned.
+        units: How many units the whole block k is, shape ``(K,)``; one of them is ``amount_k / units_k``.
+
+    Returns:
+        ``(counts, gap)``: units that go, shape ``(K,)``, with ``sum amount_k counts_k / units_k >= S``, and the proven relative
+        gap of the penalty.
+
+    Raises:
+        InfeasibleBudget: No counts within the caps reach the budget.
+
+    >>> from layerbudget.solvers import sparsify
+    >>> round_units(sparsify([1.0, 4.0], [100, 60], sparsity=0.5, max_sparsity=1.0), [10, 3])[0].tolist()
+    [8, 0]
+    """
+    p, m = solution.program, np.asarray(units, dtype=np.int64)
+    top = np.floor(p.high * m + 1e-9).astype(np.int64)
+    low = np.minimum(np.ceil(p.low * m - 1e-9).astype(np.int64), top)
+    each = p.amount / m
+    spare = float(np.dot(each, top)) - p.target
+    if spare < -1e-9 * p.target:
+        raise InfeasibleBudget(
+            f"With caps rounded down to whole units, {spare + p.target:g} can go; {p.target:g} should.",
+            f"At most {spare + p.target:g}.",
+            "Raise the caps to whole units, or use smaller units.",
+        )
+    steps = np.arange(int((top - low).max(initial=0)) + 1)
+    penalty = np.array([p.scale * p.function.value(np.maximum(top - v, low) / m) for v in steps]).T
+    saved = -np.diff(penalty, axis=1)
+    back, bound, _, _, _ = knapsack(saved, each, max(spare, 0.0) + 1e-9 * p.target)
+    value = float(penalty[np.arange(top.size), back].sum())
+    least = float(penalty[:, 0].sum()) - bound
+    return top - back, max(value - least, 0.0) / value if value > 0 else 0.0
+
+
+def few_levels(values: ArrayLike, weights: ArrayLike, levels: int) -> Vector:
+    r"""Replace values by at most so many distinct ones, with the same weighted sum.
+
+        minimise   sum_k n_k (rho_k - c_{s(k)})^2     over  N levels c and an assignment s.
+
+    In one dimension the groups of an optimum are intervals of the sorted values and a level is the weighted mean of its group,
+    so ``sum n_k c_{s(k)} = sum n_k rho_k``: what the plan spends stays. Dynamic programming is exact, in ``O(N K^2)``.
+
+    Args:
+        values: Shape ``(K,)``.
+        weights: Shape ``(K,)``, positive.
+        levels: How many.
+
+    Returns:
+        The level of every value, shape ``(K,)``.
+
+    Raises:
+        InvalidInput: Fewer than one level.
+
+    >>> few_levels([0.1, 0.5, 0.2, 0.6], [1, 1, 1, 1], 2).round(6).tolist()
+    [0.15, 0.55, 0.15, 0.55]
+    """
+    v, n = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
+    if levels < 1:
+        raise InvalidInput(f"{levels} levels are asked for.", "At least one is needed.", "Ask for 3.")
+    order = np.argsort(v, kind="stable")
+    x, w = v[order], n[order]
+    size, count = len(x), min(int(levels), len(np.unique(x)))
+    mass, first, second = (np.concatenate([[0.0], np.cumsum(w * x**p)]) for p in (0, 1, 2))
+    best = np.full((count + 1, size + 1), np.inf)
+    cut = np.zeros((count + 1, size + 1), dtype=np.int64)
+    best[0, 0] = 0.0
+    for k in range(1, count + 1):
+        for j in range(k, size + 1):
+            i = np.arange(k - 1, j)  # starts of the last group; its squared distance from its mean is added
+            spread = second[j] - second[i] - (first[j] - first[i]) ** 2 / (mass[j] - mass[i])
+            found = best[k - 1, i] + np.maximum(spread, 0.0)
+            cut[k, j] = i[int(np.argmin(found))]
+            best[k, j] = found.min()
+    result, end = np.empty(size), size
+    for k in range(count, 0, -1):
+        start = int(cut[k, end])
+        result[order[start:end]] = (first[end] - first[start]) / (mass[end] - mass[start])
+        end = start
+    return result

@@ -15,7 +15,7 @@ is exact to first order and the nearer proposals tend to x, some proposal is acc
 **One step of sparsities** (:func:`step_within`). Minimises ``sum_k f_k(rho_k)`` subject to ``sum_k n_k rho_k = S`` and
 ``l_k <= rho_k <= u_k``, ``f_k`` the lower convex hull of the damage at a few levels of unit k between its bounds. Hulls are
 piecewise linear: segments are taken in the order of damage per parameter: exact, for any number of units
-(:mod:`layerbudget.solvers.calibrated`).
+(:mod:`layerbudget.solvers.utilities`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from ..errors import InfeasibleBudget
-from .calibrated import CalibratedPenalty
-from .counts import round_parameters
 from .inputs import Vector
-from .solution import Solution
-from .sparsity import sparsify
+from .programs import sparsify
+from .rounding import round_parameters
+from .separable import Solution
+from .utilities import CalibratedPenalty
 
 SHRINK, HELD = 0.8, 0.5
 

@@ -21,12 +21,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import LengthMismatch
-from .allocation import allocate
 from .dual import piecewise_root
-from .inputs import Vector, cost_vector, renamed, weight_vector
-from .separable import Program
-from .solution import Solution
-from .sparsity import sparsify
+from .inputs import Vector, cost_vector, weight_vector
+from .programs import allocate, sparsify, weigh
+from .separable import Program, Solution
 
 _ROUNDING = 1e-12
 
@@ -68,12 +66,19 @@ class Transfer:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("source", "target")}
 
 
-@renamed("rule", "spend")
 def transfer_allocation(
-    source: ArrayLike, target: ArrayLike, cost: ArrayLike, budget: float, *, exponent: float = 1.0,
-    exponent_on: str = "density", alpha: float = 0.5, gamma: float = 0.9, spend: str = "at_most", **options: Any,
-) -> Transfer:  # fmt: skip
-    """Transfer of an allocation from the weights ``source`` to the weights ``target``.
+    source: ArrayLike,
+    target: ArrayLike,
+    cost: ArrayLike,
+    budget: float,
+    *,
+    exponent: float = 1.0,
+    exponent_on: str = "density",
+    alpha: float = 0.5,
+    gamma: float = 0.9,
+    **options: Any,
+) -> Transfer:
+    """Return the transfer of an allocation from the weights ``source`` to the weights ``target``.
 
     Args:
         source: Weights ``q_A``, shape ``(K,)``.
@@ -84,11 +89,7 @@ def transfer_allocation(
         exponent_on: ``density`` or ``block``.
         alpha: Price.
         gamma: Weight of the utility.
-        spend: ``at_most`` or ``exactly``.
-        **options: ``base``, ``lower``, ``upper``, ``utility``.
-
-    Returns:
-        The transfer record.
+        **options: ``spend``, ``base``, ``lower``, ``upper``, ``utility``.
 
     Raises:
         LengthMismatch: Two vectors of different length.
@@ -98,21 +99,28 @@ def transfer_allocation(
     >>> 0 <= t.regret <= t.sharp_bound <= t.bound
     True
     """
-    q, r = _pair(source, target)
-    c = cost_vector(cost, q.size)
-    fixed: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "spend": spend, "units": "literal", **options}
-    fixed |= {"alpha": alpha / float(c.mean()), "gamma": gamma * _unit(c, exponent, exponent_on)}
-    a, b = allocate(q, c, budget, **fixed), allocate(r, c, budget, **fixed)
-    return _transfer(a, b, (q, r), c, fixed["gamma"], exponent, exponent_on)
+    pair = _pair(source, target)
+    c = cost_vector(cost, pair[0].size)
+    factor = gamma * _unit(c, exponent, exponent_on)
+    options |= {"exponent": exponent, "exponent_on": exponent_on, "units": "literal", "gamma": factor}
+    a, b = (allocate(q, c, budget, alpha=alpha / float(c.mean()), **options) for q in pair)
+    return _transfer(a, b, pair, c, factor, exponent, exponent_on)
 
 
-@renamed("rule", "spend")
 def transfer_sparsity(
-    source: ArrayLike, target: ArrayLike, numel: ArrayLike, pruned_parameters: float | None = None, *,
-    exponent: float = 1.0, exponent_on: str = "density", bits: float = 16.0, eta: float = 2.0, spend: str = "exactly",
+    source: ArrayLike,
+    target: ArrayLike,
+    numel: ArrayLike,
+    pruned_parameters: float | None = None,
+    *,
+    exponent: float = 1.0,
+    exponent_on: str = "density",
+    bits: float = 16.0,
+    eta: float = 2.0,
+    spend: str = "exactly",
     **options: Any,
-) -> Transfer:  # fmt: skip
-    """Transfer of a sparsity plan from the weights ``source`` to the weights ``target``.
+) -> Transfer:
+    """Return the transfer of a sparsity plan from the weights ``source`` to the weights ``target``.
 
     Args:
         source: Weights ``q_A``, shape ``(K,)``.
@@ -126,9 +134,6 @@ def transfer_sparsity(
         spend: ``at_least`` or ``exactly``.
         **options: ``sparsity``, ``min_sparsity``, ``max_sparsity``, ``penalty``.
 
-    Returns:
-        The transfer record.
-
     Raises:
         LengthMismatch: Two vectors of different length.
         InvalidInput, InfeasibleBudget, DegenerateScores: As the program raises them; a penalty without a modulus.
@@ -137,17 +142,16 @@ def transfer_sparsity(
     >>> 0 <= t.regret <= t.sharp_bound <= t.bound
     True
     """
-    q, r = _pair(source, target)
-    n = cost_vector(numel, q.size, "numel")
-    fixed: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "spend": spend, "units": "literal", **options}
-    fixed |= {"bits": bits / float(n.mean()), "eta": eta * _unit(n, exponent, exponent_on)}
-    a, b = sparsify(q, n, pruned_parameters, **fixed), sparsify(r, n, pruned_parameters, **fixed)
-    return _transfer(a, b, (q, r), n, fixed["eta"], exponent, exponent_on)
+    pair = _pair(source, target)
+    n = cost_vector(numel, pair[0].size, "numel")
+    factor = eta * _unit(n, exponent, exponent_on)
+    options |= {"exponent": exponent, "exponent_on": exponent_on, "units": "literal", "eta": factor, "spend": spend}
+    a, b = (sparsify(q, n, pruned_parameters, bits=bits / float(n.mean()), **options) for q in pair)
+    return _transfer(a, b, pair, n, factor, exponent, exponent_on)
 
 
 def _pair(source: ArrayLike, target: ArrayLike) -> tuple[Vector, Vector]:
-    q, _, _ = weight_vector(source, "source")
-    r, _, _ = weight_vector(target, "target")
+    (q, _), (r, _) = weight_vector(source, "source"), weight_vector(target, "target")
     if q.size != r.size:
         raise LengthMismatch(
             f"The source has {q.size} weights and the target {r.size}.",
@@ -160,8 +164,7 @@ def _pair(source: ArrayLike, target: ArrayLike) -> tuple[Vector, Vector]:
 def _unit(size: Vector, exponent: float, exponent_on: str) -> float:
     """Factor that gives equal weights ``1 / K`` a mean of one: one objective for both sides, of order one."""
     q = np.full(size.size, 1.0 / size.size)
-    w = size * (q / size) ** exponent if exponent_on == "density" else q**exponent
-    return float(1.0 / w.mean())
+    return float(1.0 / weigh(q, size, exponent, exponent_on, 1.0, literal=True).mean())
 
 
 def reach(program: Program) -> tuple[Vector, Vector]:
@@ -184,8 +187,8 @@ def reach(program: Program) -> tuple[Vector, Vector]:
 
 
 def _transfer(
-    a: Solution, b: Solution, pair: tuple[Vector, Vector], size: Vector, factor: float, exponent: float, exponent_on: str,
-) -> Transfer:  # fmt: skip
+    a: Solution, b: Solution, pair: tuple[Vector, Vector], size: Vector, factor: float, exponent: float, exponent_on: str
+) -> Transfer:
     first: Program = a.program
     second: Program = b.program
     x_a, x_b = a.value - first.base, b.value - second.base
@@ -201,11 +204,19 @@ def _transfer(
         bound = float(np.float64(lipschitz * drift) ** 2 / (2.0 * sigma)) if drift > 0 and lipschitz > 0 else 0.0
     regret = max(_loss(second, x_a, x_b), 0.0)
     return Transfer(
-        drift=drift, squared_drift=drift**2, regret=regret, relative_regret=_relative(a, b, x_a, x_b),
-        uniform_regret=max(_loss(second, uniform_point(second, float(np.dot(second.amount, x_b))), x_b), 0.0), bound=bound,
-        sharp_bound=float(np.sum(each)), lipschitz=lipschitz, modulus=sigma, rank_correlation=spearman(*pair), source=a,
+        drift=drift,
+        squared_drift=drift**2,
+        regret=regret,
+        relative_regret=_relative(a, b, x_a, x_b),
+        uniform_regret=max(_loss(second, uniform_point(second, float(np.dot(second.amount, x_b))), x_b), 0.0),
+        bound=bound,
+        sharp_bound=float(np.sum(each)),
+        lipschitz=lipschitz,
+        modulus=sigma,
+        rank_correlation=spearman(*pair),
+        source=a,
         target=b,
-    )  # fmt: skip
+    )
 
 
 def _sensitivity(pair: tuple[Vector, Vector], size: Vector, exponent: float, exponent_on: str) -> float:

@@ -1,21 +1,27 @@
 r"""Utilities of capacity (concave phi) and penalties of pruning (convex psi), each with its inverse derivative.
 
-One object has ``value(x)``, ``derivative(x)`` and ``inverse(p)`` (the x at which the derivative is p), all vectorised, and
-``modulus(low, high)``, the smallest ``|second derivative|`` on an interval, from which transfer bounds are made.
-``linear(scale, amount)`` is given by the two functions of the paper, log and quadratic, for which capacity (or pruned
-parameters) is linear in one dual variable, so that the exact search of :mod:`layerbudget.solvers.dual` applies.
-Your own function needs the three methods only: :class:`Custom`.
+``UTILITIES["power"](0.3)`` is ``((1 + e)^0.3 - 1) / 0.3``. A function has ``value(x)``, ``derivative(x)`` and ``inverse(p)``,
+the x at which the derivative is p, all vectorised. ``modulus(low, high)``, the smallest ``|second derivative|`` on an interval,
+is what transfer bounds are made from. For the two functions of the paper, log and quadratic, capacity (or pruned parameters) is
+linear in one dual variable: ``amount x = t slope + offset``, given by ``linear``, so that the exact search of
+:mod:`layerbudget.solvers.dual` applies. Your own function is a :class:`Custom`, your own curves a :class:`CalibratedPenalty`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, LengthMismatch, UnknownBlock
 from .inputs import Vector, filled, number
+
+if TYPE_CHECKING:
+    from .separable import Program
+
+_AT_KNOT = 1e-12
 
 
 class Function(Protocol):
@@ -24,52 +30,47 @@ class Function(Protocol):
     name: str
 
     def value(self, x: Vector) -> Vector:
-        """Value at x, zero at zero."""
+        """Return the value at x, zero at zero."""
         ...
 
     def derivative(self, x: Vector) -> Vector:
-        """Positive derivative: decreasing for a utility, increasing for a penalty."""
+        """Return the positive derivative: decreasing for a utility, increasing for a penalty."""
         ...
 
     def inverse(self, p: Vector) -> Vector:
-        """The x with ``derivative(x) = p``; clipped by the caller."""
+        """Return the x with ``derivative(x) = p``; clipped by the caller."""
         ...
 
     def modulus(self, low: Vector, high: Vector) -> Vector:
-        """Smallest ``|second derivative|`` on ``[low, high]``: how strongly concave or convex the function is there."""
+        """Return the smallest ``|second derivative|`` on ``[low, high]``."""
         ...
 
 
-class Log:
-    """``phi(e) = log(1 + e)``, the paper's utility (section 4)."""
+class _Log:
+    """``phi(e) = log(1 + e)``, the paper's utility (section 4); with ``t = 1 / price``."""
 
-    name, concave, exact = "log", True, True
+    name, concave = "log", True
 
     def value(self, x: Vector) -> Vector:
-        """``log(1 + x)``."""
         return np.log1p(x)
 
     def derivative(self, x: Vector) -> Vector:
-        """``1 / (1 + x)``."""
         return 1.0 / (1.0 + x)
 
     def inverse(self, p: Vector) -> Vector:
-        """``1 / p - 1``."""
         return 1.0 / p - 1.0
 
     def modulus(self, low: Vector, high: Vector) -> Vector:
-        """``1 / (1 + high)^2``."""
         return (1.0 + high) ** -2.0
 
     def linear(self, scale: Vector, amount: Vector) -> tuple[Vector, Vector]:
-        """``amount * x = t scale - amount`` with ``t = 1 / price``."""
         return scale, -amount
 
 
-class Power:
+class _Power:
     """``phi(e) = ((1 + e)^r - 1) / r`` for ``r < 1``, ``r != 0`` (r near 0 is the log; smaller r is more equal)."""
 
-    concave, exact = True, False
+    concave = True
 
     def __init__(self, power: float = 0.5) -> None:
         if not (np.isfinite(power) and power < 1 and power != 0):
@@ -77,100 +78,83 @@ class Power:
         self.power, self.name = float(power), f"power({power:g})"
 
     def value(self, x: Vector) -> Vector:
-        """``((1 + x)^r - 1) / r``."""
         return np.expm1(self.power * np.log1p(x)) / self.power
 
     def derivative(self, x: Vector) -> Vector:
-        """``(1 + x)^(r - 1)``."""
         return np.exp((self.power - 1.0) * np.log1p(x))
 
     def inverse(self, p: Vector) -> Vector:
-        """``p^(1 / (r - 1)) - 1``."""
         return np.expm1(np.log(p) / (self.power - 1.0))
 
     def modulus(self, low: Vector, high: Vector) -> Vector:
-        """``(1 - r) (1 + high)^(r - 2)``."""
         return (1.0 - self.power) * (1.0 + high) ** (self.power - 2.0)
 
 
-class Saturating:
+class _Saturating:
     """``phi(e) = 1 - exp(-e / s)``: nothing is gained far beyond ``s`` units."""
 
-    concave, exact = True, False
+    concave = True
 
     def __init__(self, scale: float = 4.0) -> None:
         self.scale = number(scale, "scale of the saturating utility", positive=True)
         self.name = f"saturating({scale:g})"
 
     def value(self, x: Vector) -> Vector:
-        """``1 - exp(-x / s)``."""
         return -np.expm1(-x / self.scale)
 
     def derivative(self, x: Vector) -> Vector:
-        """``exp(-x / s) / s``."""
         return np.exp(-x / self.scale) / self.scale
 
     def inverse(self, p: Vector) -> Vector:
-        """``-s log(s p)``."""
         return -self.scale * np.log(self.scale * p)
 
     def modulus(self, low: Vector, high: Vector) -> Vector:
-        """``exp(-high / s) / s^2``."""
         return np.exp(-high / self.scale) / self.scale**2
 
 
-class Quadratic:
-    """``psi(rho) = rho^2``, the paper's penalty (section 5)."""
+class _Quadratic:
+    """``psi(rho) = rho^2``, the paper's penalty (section 5); with ``t = price``."""
 
-    name, concave, exact = "quadratic", False, True
+    name, concave = "quadratic", False
 
     def value(self, x: Vector) -> Vector:
-        """``x^2``."""
         return x * x
 
     def derivative(self, x: Vector) -> Vector:
-        """``2 x``."""
         return 2.0 * x
 
     def inverse(self, p: Vector) -> Vector:
-        """``p / 2``."""
         return 0.5 * p
 
     def modulus(self, low: Vector, high: Vector) -> Vector:
-        """2 everywhere."""
         return np.full(np.shape(high), 2.0)
 
     def linear(self, scale: Vector, amount: Vector) -> tuple[Vector, Vector]:
-        """``amount * x = t amount^2 / (2 scale)`` with ``t = price``."""
         return amount / scale * amount * 0.5, filled(amount.size, 0.0)
 
 
-class LogBarrier:
+class _LogBarrier:
     """``psi(rho) = -log(1 - rho)``: pruning a block to nothing costs infinitely much."""
 
-    name, concave, exact = "log-barrier", False, False
+    name, concave = "log-barrier", False
 
     def value(self, x: Vector) -> Vector:
-        """``-log(1 - x)``."""
         return -np.log1p(-x)
 
     def derivative(self, x: Vector) -> Vector:
-        """``1 / (1 - x)``."""
         return 1.0 / (1.0 - x)
 
     def inverse(self, p: Vector) -> Vector:
-        """``1 - 1 / p``."""
         return 1.0 - 1.0 / p
 
     def modulus(self, low: Vector, high: Vector) -> Vector:
-        """``1 / (1 - low)^2``."""
         return (1.0 - low) ** -2.0
 
 
-class PowerPenalty:
-    """``psi(rho) = rho^p``, ``p > 1``."""
+class _PowerPenalty:
+    """``psi(rho) = rho^p``, ``p > 1``; above 2 and without a floor its modulus is zero."""
 
-    concave, exact = False, False
+    concave = False
 
     def __init__(self, power: float = 3.0) -> None:
         if not (np.isfinite(power) and power > 1):
@@ -178,45 +162,37 @@ class PowerPenalty:
         self.power, self.name = float(power), f"power({power:g})"
 
     def value(self, x: Vector) -> Vector:
-        """``x^p``."""
         return x**self.power
 
     def derivative(self, x: Vector) -> Vector:
-        """``p x^(p - 1)``."""
         return self.power * x ** (self.power - 1.0)
 
     def inverse(self, p: Vector) -> Vector:
-        """``(q / p)^(1 / (p - 1))``."""
         return (p / self.power) ** (1.0 / (self.power - 1.0))
 
     def modulus(self, low: Vector, high: Vector) -> Vector:
-        """``p (p - 1) x^(p - 2)`` at ``low`` for ``p >= 2`` (zero at a floor of zero for ``p > 2``), at ``high`` below."""
         return self.power * (self.power - 1.0) * (low if self.power >= 2.0 else high) ** (self.power - 2.0)
 
 
-class Exponential:
+class _Exponential:
     """``psi(rho) = exp(a rho) - 1``: damage that grows by a constant factor per point of sparsity."""
 
-    concave, exact = False, False
+    concave = False
 
     def __init__(self, rate: float = 5.0) -> None:
         self.rate = number(rate, "rate of the exponential penalty", positive=True)
         self.name = f"exponential({rate:g})"
 
     def value(self, x: Vector) -> Vector:
-        """``exp(a x) - 1``."""
         return np.expm1(self.rate * x)
 
     def derivative(self, x: Vector) -> Vector:
-        """``a exp(a x)``."""
         return self.rate * np.exp(self.rate * x)
 
     def inverse(self, p: Vector) -> Vector:
-        """``log(p / a) / a``."""
         return np.log(p / self.rate) / self.rate
 
     def modulus(self, low: Vector, high: Vector) -> Vector:
-        """``a^2 exp(a low)``."""
         return self.rate**2 * np.exp(self.rate * low)
 
 
@@ -231,8 +207,6 @@ class Custom:
         name: Name for the record.
     """
 
-    exact = False
-
     def __init__(
         self,
         value: Callable[[Vector], Vector],
@@ -246,18 +220,18 @@ class Custom:
         self._modulus = modulus
         probe = np.linspace(0.05, 0.45, 5)
         with np.errstate(all="ignore"):
-            back = np.asarray(inverse(derivative(probe)))
+            slopes = np.asarray(derivative(probe))
+            back = np.asarray(inverse(slopes))
         if back.shape != probe.shape or not np.allclose(back, probe, rtol=1e-6):
             raise InvalidInput(
                 f"inverse(derivative(x)) of {name} is {back.tolist()} at {probe.tolist()}.",
                 "It must give x back.",
                 "Correct the inverse derivative.",
             )
-        slopes = np.asarray(derivative(probe))
         self.concave = bool(slopes[-1] < slopes[0])
 
     def modulus(self, low: Vector, high: Vector) -> Vector:
-        """The modulus that was given.
+        """Return the modulus that was given.
 
         Raises:
             InvalidInput: None was.
@@ -271,36 +245,202 @@ class Custom:
         return np.asarray(self._modulus(low, high), dtype=np.float64)
 
 
-UTILITIES: dict[str, Callable[[], Function]] = {"log": Log, "power": Power, "saturating": Saturating}
-PENALTIES: dict[str, Callable[[], Function]] = {
-    "quadratic": Quadratic,
-    "log-barrier": LogBarrier,
-    "power": PowerPenalty,
-    "exponential": Exponential,
+UTILITIES: dict[str, Callable[..., Function]] = {"log": _Log, "power": _Power, "saturating": _Saturating}
+PENALTIES: dict[str, Callable[..., Function]] = {
+    "quadratic": _Quadratic,
+    "log-barrier": _LogBarrier,
+    "power": _PowerPenalty,
+    "exponential": _Exponential,
 }
 
 
-_DEFAULTS: dict[tuple[str, bool], Function] = {}
-
-
 def resolve(function: str | Function, *, concave: bool) -> Function:
-    """Turn a name into a function, or check an object.
+    """Return the function of a name, or the object itself where its curvature is right.
 
     Raises:
         InvalidInput: An unknown name, or a convex function where a concave one is needed (or the reverse).
     """
     known = UTILITIES if concave else PENALTIES
     if isinstance(function, str):
-        found = _DEFAULTS.get((function, concave))
-        if found is None:
-            if function not in known:
-                kind = "utility" if concave else "penalty"
-                raise InvalidInput(
-                    f"There is no {kind} {function!r}.", f"Known: {', '.join(known)}.", f"Use {next(iter(known))!r}."
-                )
-            found = _DEFAULTS[function, concave] = known[function]()
-        return found
+        if function in known:
+            return known[function]()
+        kind = "utility" if concave else "penalty"
+        raise InvalidInput(f"There is no {kind} {function!r}.", f"Known: {', '.join(known)}.", f"Use {next(iter(known))!r}.")
     if getattr(function, "concave", concave) != concave:
         wanted = "concave (a utility)" if concave else "convex (a penalty)"
         raise InvalidInput(f"{getattr(function, 'name', function)} has the wrong curvature.", f"It must be {wanted}.", "")
     return function
+
+
+class CalibratedPenalty:
+    """Convex piecewise linear penalties, one per block.
+
+    Args:
+        ratios: Sparsities at which damage was measured, increasing, shape ``(M,)`` or ``(K, M)``; 0 (no damage) is added
+            where it is missing. The largest one is a cap: nothing is assumed beyond what was measured.
+        losses: Damage at those sparsities, shape ``(K, M)``, in any unit common to all blocks. Subtract the dense model's
+            loss first.
+
+    Attributes:
+        change: Largest distance between measured points and the convex curve per block, shape ``(K,)``.
+        knots: Sparsities of the hull's corners, shape ``(K, J)``, padded with the last one.
+        slopes: Damage per unit of sparsity between corners, shape ``(K, J - 1)``, padded with ``inf``.
+
+    Raises:
+        LengthMismatch: The shapes do not fit together.
+        InvalidInput: Ratios outside [0, 1], not increasing, or values that are not finite.
+
+    >>> curves = CalibratedPenalty([0.25, 0.5], [[1.0, 3.0], [2.0, 3.0]])
+    >>> curves.slopes.tolist(), curves.change.tolist()
+    ([[4.0, 8.0], [6.0, inf]], [0.0, 0.5])
+    """
+
+    name, concave = "calibrated", False
+
+    def __init__(self, ratios: ArrayLike, losses: ArrayLike) -> None:
+        damage = np.array(losses, dtype=np.float64)
+        x = np.array(ratios, dtype=np.float64)
+        if damage.ndim != 2 or x.shape not in ((damage.shape[1:]), damage.shape) or damage.size == 0:
+            raise LengthMismatch(
+                f"ratios have shape {x.shape} and losses {damage.shape}.",
+                "They need (M,) or (K, M), and (K, M).",
+                "Give one row of losses per block.",
+            )
+        x = np.broadcast_to(x, damage.shape)
+        if not (
+            np.isfinite(damage).all() and np.isfinite(x).all() and (np.diff(x) > 0).all() and x.min() >= 0 and x.max() <= 1
+        ):
+            raise InvalidInput(
+                "The measured curves hold values that are not finite, or ratios that do not increase within [0, 1].",
+                "Every block needs finite losses at increasing sparsities in [0, 1].",
+                "Measure again, or drop the faulty points.",
+            )
+        corners, values = _anchored(x, damage)
+        self.knots, self.values = _hulls(corners, values)
+        steps = np.diff(self.knots)
+        with np.errstate(all="ignore"):
+            self.slopes = np.where(steps > 0, np.diff(self.values) / steps, np.inf)
+        self.blocks = len(self.knots)
+        self.change = np.abs(np.array([self.value(v) for v in corners.T]) - values.T).max(0)
+
+    @classmethod
+    def from_curves(
+        cls, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], names: Sequence[str]
+    ) -> CalibratedPenalty:
+        """Return the curves of ``{block name: (ratios, losses)}``, in the order of ``names``, all with as many points.
+
+        Raises:
+            UnknownBlock: A block has no curve, or a curve names no block.
+            LengthMismatch: Curves with different numbers of points.
+        """
+        missing, unknown = [n for n in names if n not in curves], [n for n in curves if n not in names]
+        if missing or unknown:
+            raise UnknownBlock(
+                f"Curves are missing for {missing[:3]} and given for unknown blocks {unknown[:3]}.",
+                f"The {len(names)} blocks are {list(names[:3])}, ...",
+                "Measure one curve per block.",
+            )
+        points = {len(curves[n][i]) for n in names for i in (0, 1)}
+        if len(points) != 1:
+            raise LengthMismatch(
+                f"The curves have {sorted(points)} points.", "All need the same number.", "Measure the same ratios."
+            )
+        return cls([curves[n][0] for n in names], [curves[n][1] for n in names])
+
+    @property
+    def limit(self) -> Vector:
+        """Largest measured sparsity per block, shape ``(K,)``."""
+        return self.knots[:, -1]
+
+    def value(self, x: Vector) -> Vector:
+        """Return the damage at sparsity ``x_k`` of block k, shape ``(K,)``."""
+        rows = np.arange(self.blocks)
+        left = np.clip((self.knots <= np.asarray(x)[:, None]).sum(1) - 1, 0, max(self.slopes.shape[1] - 1, 0))
+        start, slope = self.knots[rows, left], self.slopes[rows, left] if self.slopes.shape[1] else np.zeros(self.blocks)
+        step = np.clip(x, self.knots[:, 0], self.knots[:, -1]) - start
+        return self.values[rows, left] + np.where(np.isfinite(slope), slope, 0.0) * step
+
+    def derivative(self, x: Vector) -> Vector:
+        """Return the slope to the right of ``x`` (to the left at the last knot)."""
+        left, right = self.subgradient(x)
+        return np.where(np.isfinite(right), right, left)
+
+    def subgradient(self, x: Vector) -> tuple[Vector, Vector]:
+        """Return the slopes to the left and right of ``x``, shape ``(K,)`` each; ``-inf`` and ``inf`` beyond the ends."""
+        rows = np.arange(self.blocks)
+        ends = np.full((self.blocks, 1), np.inf)
+        slopes = np.hstack((-ends, self.slopes, ends))
+        left = (self.knots < (x - _AT_KNOT)[:, None]).sum(1)
+        right = (self.knots <= (x + _AT_KNOT)[:, None]).sum(1)
+        return slopes[rows, left], slopes[rows, right]
+
+    def inverse(self, p: Vector) -> Vector:
+        """Return the knot at which slopes pass ``p_k``: everything cheaper is pruned, shape ``(K,)``."""
+        below = (self.slopes < np.asarray(p)[:, None]).sum(1)
+        return self.knots[np.arange(self.blocks), below]
+
+    def modulus(self, low: Vector, high: Vector) -> Vector:
+        """Return zero: a piecewise linear curve is nowhere strongly convex, and no finite transfer bound follows."""
+        return np.zeros(self.blocks)
+
+    def fill(self, program: Program) -> tuple[Vector, float, float, float]:
+        """Return ``(x, price, lowest price, highest price)``, the slopes of all blocks merged until the target is met.
+
+        Segments of equal slope are filled in proportion to their length, so that the answer does not depend on order.
+        """
+        n, scale = program.amount, program.scale
+        low, high = program.low[:, None], program.high[:, None]
+        length = (np.clip(self.knots[:, 1:], low, high) - np.clip(self.knots[:, :-1], low, high)) * n[:, None]
+        price = self.slopes * (scale / n)[:, None]
+        used = length > 0
+        prices, where = np.unique(price[used], return_inverse=True)
+        need = program.target - float(np.dot(n, program.low))
+        if not prices.size:
+            return program.low.copy(), 0.0, -np.inf, np.inf
+        filled = np.cumsum(np.bincount(where, weights=length[used], minlength=prices.size))
+        at = min(int(np.searchsorted(filled, need * (1 - 1e-15))), prices.size - 1)
+        before = float(filled[at - 1]) if at else 0.0
+        fraction = min(max((need - before) / (filled[at] - before), 0.0), 1.0)
+        partial = np.where((price == prices[at]) & used, length * fraction, np.where(price < prices[at], length, 0.0))
+        x = np.clip(program.low + partial.sum(1) / n, program.low, program.high)
+        ends = (float(prices[at]),) * 2
+        if fraction == 1.0:
+            ends = (float(prices[at]), float(prices[at + 1]) if at + 1 < prices.size else np.inf)
+        elif fraction == 0.0:
+            ends = (float(prices[at - 1]) if at else -np.inf, float(prices[at]))
+        return x, float(prices[at]), *ends
+
+
+def _anchored(ratios: Vector, losses: Vector) -> tuple[Vector, Vector]:
+    """Curves that begin at (0, 0), shape ``(K, M)`` or, where some began later, ``(K, 1 + M)``."""
+    begins = ratios[:, :1] == 0.0
+    losses = losses - np.where(begins, losses[:, :1], 0.0)
+    if begins.all():
+        return np.array(ratios), losses
+    zeros = np.zeros((len(ratios), 1))
+    return np.hstack((zeros, ratios)), np.hstack((zeros, losses))
+
+
+def _hulls(x: Vector, y: Vector) -> tuple[Vector, Vector]:
+    """Lower convex hulls of K curves with increasing x, collinear points dropped, padded with their last corner.
+
+    Andrew's chain with one stack per curve: a point is pushed after all corners above the chord to it are popped.
+    """
+    count, points = x.shape
+    stack = np.zeros((count, points), dtype=np.intp)
+    size = np.zeros(count, dtype=np.intp)
+    for i in range(points):
+        active = np.flatnonzero(size > 1)
+        while active.size:
+            a, b = stack[active, size[active] - 2], stack[active, size[active] - 1]
+            (xa, ya), (xb, yb) = ((x[active, c], y[active, c]) for c in (a, b))
+            above = (yb - ya) * (x[active, i] - xb) >= (y[active, i] - yb) * (xb - xa)
+            active = active[above]
+            size[active] -= 1
+            active = active[size[active] > 1]
+        stack[np.arange(count), size] = i
+        size += 1
+    width = int(size.max())
+    last = np.take_along_axis(stack, size[:, None] - 1, 1)
+    corners = np.where(np.arange(width) < size[:, None], stack[:, :width], last)
+    return np.take_along_axis(x, corners, 1), np.take_along_axis(y, corners, 1)

@@ -15,13 +15,11 @@ from ...planning.common import make_plan
 from ...planning.costs import parse_budget, unit_cost
 from ...planning.terms import Terms, smallest_sides
 from ...scores import Scores
-from ...solvers.allocation import allocate
-from ...solvers.calibrated import CalibratedPenalty
-from ...solvers.counts import round_parameters
 from ...solvers.inputs import Vector, bound_vector, choice
 from ...solvers.joint import JointSolution, solve_joint
-from ...solvers.rounding import Rounded, round_capacity
-from ...solvers.utilities import Function
+from ...solvers.programs import allocate
+from ...solvers.rounding import Rounded, round_capacity, round_parameters
+from ...solvers.utilities import CalibratedPenalty, Function
 from ..sparsity.plan import Curves
 
 

@@ -23,7 +23,7 @@ from ...planning.costs import parse_budget, rank_parameters
 from ...planning.terms import Terms, smallest_sides
 from ...scores import Scores
 from ...solvers.inputs import number
-from ...solvers.recipe import Recipe, mix_recipe
+from ...solvers.mixed import Recipe, mix_recipe
 from ..bits.program import Table, extra_of, plan_blocks
 from ..ranks.plan import increments_of
 

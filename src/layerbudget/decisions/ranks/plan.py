@@ -17,9 +17,8 @@ from ...planning.rule import Decision, Problem, rule, shuffled
 from ...planning.terms import Terms
 from ...records import Block
 from ...scores import Scores
-from ...solvers.increments import allocate_increments
 from ...solvers.inputs import Vector
-from ...solvers.rounding import Rounded
+from ...solvers.rounding import Rounded, allocate_increments
 from ...storage import reading
 
 ALPHA_POLICIES = ("constant-ratio", "constant-alpha", "rslora")

@@ -5,7 +5,7 @@ r"""The program of smaller shapes: what every layer may lose, and the best choic
 An alternative is a row ``(heads, mlp, zeros of the heads, zeros of the MLP, gone)``: units that go from both parts, the level
 of zeros in what remains of each (:mod:`layerbudget.decisions.shapes.parts`), and whether the whole layer goes. ``s`` is what it
 saves, ``f`` a model of the damage around the present plan, of any shape: the multiple-choice program
-(:mod:`layerbudget.solvers.counted`), exact for whole units and for at most N layers that go.
+(:mod:`layerbudget.solvers.mixed`), exact for whole units and for at most N layers that go.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...plan import Plan, PlanBlock
 from ...planning.costs import parse_budget
 from ...records import check_fraction, to_jsonable
 from ...solvers.choices import Choice
-from ...solvers.counted import choose_few
+from ...solvers.mixed import choose_few
 from .parts import KINDS, Part, Price
 
 HEADS, MLP, GONE = 0, 1, 4

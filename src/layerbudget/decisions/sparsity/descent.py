@@ -18,7 +18,7 @@ from ...progress import Progress, Steps, say
 from ...sensitivity.directional.journal import Journal, Trajectory
 from ...sensitivity.directional.point import PointEvaluation, Reference, TrustRegion
 from ...solvers import steps
-from ...solvers.counts import round_parameters
+from ...solvers.rounding import round_parameters
 from ...solvers.steps import Proposal, curves_at, damage_at, reach, step_within
 
 LENGTHS, LEAST_TRUST = (1.0, 0.5, 0.25), 0.01

@@ -15,9 +15,9 @@ from ...planning.rule import Decision, Problem, as_rule
 from ...planning.rules import maps as _maps  # noqa: F401 - registers the rules
 from ...records import Block, check_fraction
 from ...scores import Scores
-from ...solvers.counts import round_parameters
 from ...solvers.dual import piecewise_root
 from ...solvers.inputs import Vector, bound_vector
+from ...solvers.rounding import round_parameters
 from ...solvers.utilities import Function
 from . import rule as _rules  # noqa: F401 - registers the rules
 

@@ -11,8 +11,8 @@ import numpy as np
 from ...errors import InvalidInput
 from ...planning.options import constants_of
 from ...planning.rule import Decision, Problem, rule, shuffled
-from ...solvers.calibrated import CalibratedPenalty
-from ...solvers.sparsity import sparsify
+from ...solvers.programs import sparsify
+from ...solvers.utilities import CalibratedPenalty
 
 _CONSTANTS = ("spend", "bits", "eta", "units")
 _READS = ("exponent", "exponent_on", "damping", "smoothing", "penalty", *_CONSTANTS)

@@ -25,7 +25,7 @@ from ...records import check_fraction
 from ...sensitivity.directional.decisions import Decisions
 from ...sensitivity.directional.journal import Journal, Trajectory
 from ...sensitivity.directional.point import Reference, TrustRegion
-from ...solvers.counts import round_parameters
+from ...solvers.rounding import round_parameters
 from ...storage.parts import Parts
 from .descent import TERMS, Settings, descend
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...solvers.allocation import allocate
 from ...solvers.inputs import Vector
+from ...solvers.programs import allocate
 from ...solvers.rounding import round_capacity
 from ..options import constants_of
 from ..rule import Decision, Problem, rule

@@ -15,7 +15,7 @@ from ...compressors.treating import Found
 from ...execution.inputs import InputMoments
 from ...execution.processes import broadcast
 from ...records import digest
-from ...solvers.solution import Solution
+from ...solvers.separable import Solution
 from ...storage.parts import Parts
 
 

@@ -1,0 +1,246 @@
+r"""Two programs that the multiple-choice knapsack of :mod:`layerbudget.solvers.choices` solves.
+
+**At most N marked alternatives** (:func:`choose_few`).
+
+    minimise   sum_i d_i(j_i)      subject to   sum_i c_i(j_i) <= B,     #{i : j_i marked} <= N
+
+For every price ``mu >= 0`` of a marked alternative, the program with ``d_ij + mu [j marked]`` and no limit N has an optimum
+``P(mu)``, and no choice within both limits has less damage than ``P(mu) - mu N``. The largest such bound is where a choice with
+more than N marked ones and one with N or fewer cost the same: two such choices name the next ``mu``, until it finds none below
+their line. Where the bound is below the best choice found, an item that is marked in the first of the two and not in the second
+is settled both ways, the lowest bound first (branch and bound). No open branch below the best choice is a proof.
+
+**Formats and ranks under one budget of bytes** (:func:`mix_recipe`).
+
+    minimise    sum_i d_i(j_i)  -  x sum_k g_k(r_k)
+    subject to  sum_i c_i(j_i)  +  sum_k a_k r_k  <=  B,      j_i in J_i,   l_k <= r_k <= u_k,   c, a whole bytes
+
+``d_i(j)`` is what format j of matrix i costs the output and ``g_k(r)`` what rank r of matrix k is worth, both in nats per
+token. Nothing but the budget couples the two, and a rank is one of ``u_k - l_k + 1`` alternatives as a format is one of J: one
+multiple-choice knapsack. Pairs (format, rank) of one matrix need no row each, since objective and bytes are sums of the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import InfeasibleBudget, InvalidInput, LengthMismatch
+from .choices import Choice, choose
+from .inputs import number
+
+_BRANCHES, _PRICES = 400, 60
+_ROUNDING = 1e-12
+
+
+def choose_few(
+    damage: ArrayLike, size: ArrayLike, budget: int, marked: ArrayLike, most: int, *, branches: int = _BRANCHES
+) -> Choice:
+    """Give every item one alternative, with the least total damage within a budget and at most so many marked ones.
+
+    Args:
+        damage: ``(K, m)``; infinite where an item does not have that alternative.
+        size: Whole numbers, ``(K, m)``.
+        budget: For the sum of sizes.
+        marked: Which alternatives count, ``(K, m)``.
+        most: So many items may take one of them.
+        branches: After so many the search is cut and the status is ``bounded``.
+
+    Returns:
+        The choice; its ``lower_bound`` holds for all choices within both limits.
+
+    Raises:
+        InfeasibleBudget: No choice is within both limits.
+        InvalidInput: As :func:`choose`.
+
+    >>> found = choose_few([[4.0, 0.0], [5.0, 0.0]], [[1, 1], [1, 1]], 2, [[False, True], [False, True]], 1)
+    >>> found.chosen.tolist(), found.damage, found.status
+    ([0, 1], 4.0, 'optimal')
+    """
+    free, counted = choose(damage, size, budget), np.array(marked, dtype=bool, ndmin=2)
+    if counted[np.arange(len(counted)), free.chosen].sum() <= most:
+        return free
+    return _Branches(np.array(damage, dtype=np.float64, ndmin=2), size, budget, counted, most).run(branches)
+
+
+class _Branches:
+    """Open branches, and the best choice within both limits so far."""
+
+    def __init__(self, d: np.ndarray, size: ArrayLike, budget: int, marked: np.ndarray, most: int) -> None:
+        self.d, self.size, self.budget, self.marked, self.most = d, size, budget, marked, most
+        finite = d[np.isfinite(d)]
+        largest = float(np.abs(finite).max(initial=0.0))
+        self.tolerance = _ROUNDING * largest * len(d)
+        self.dear = len(d) * (float(np.ptp(finite)) + 1e-6 * largest)  # above any difference of two choices
+        self.best: Choice | None = None
+        self.heap: list[tuple[float, int, int, np.ndarray]] = []
+        self.lost, self.number = np.inf, itertools.count()
+
+    def _marks(self, found: Choice) -> np.ndarray:
+        return self.marked[np.arange(len(self.d)), found.chosen]
+
+    def _solve(self, d: np.ndarray, price: float = 0.0) -> tuple[Choice, int, float]:
+        """The best choice where a marked alternative costs a price, its marked ones and its damage."""
+        found = choose(d + price * self.marked, self.size, self.budget)
+        count, damage = int(self._marks(found).sum()), float(self.d[np.arange(len(self.d)), found.chosen].sum())
+        if count <= self.most and (self.best is None or damage < self.best.damage):
+            self.best = dataclasses.replace(found, damage=damage)
+        return found, count, damage
+
+    @property
+    def _limit(self) -> float:
+        return np.inf if self.best is None else self.best.damage - self.tolerance
+
+    def _bound(self, settled: np.ndarray) -> None:
+        """Bound a branch, keep what it shows, and leave it open where it may hold something better.
+
+        In ``settled`` 1 is an item that takes a marked alternative, -1 one that takes none, 0 is open.
+        """
+        if (settled == 1).sum() == self.most:
+            settled = np.where(settled == 1, 1, -1)
+        wrong = ((settled == 1)[:, None] & ~self.marked) | ((settled == -1)[:, None] & self.marked)
+        d = np.where(wrong, np.inf, self.d)
+        if not np.isfinite(d).any(axis=1).all():
+            return
+        try:
+            many, more, least = self._solve(d)
+        except InfeasibleBudget:
+            return
+        if more <= self.most:  # nothing better is in this branch than its program found
+            self.lost = min(self.lost, many.lower_bound)
+            return
+        few, less, damage = self._solve(d, self.dear)
+        if less > self.most:
+            return
+        bound = many.lower_bound
+        for _ in range(_PRICES):
+            price = max(0.0, (damage - least) / (more - less))
+            found, count, value = self._solve(d, price)
+            bound = max(bound, found.lower_bound - price * self.most)
+            if value + price * count >= least + price * more - self.tolerance:
+                break
+            if count > self.most:
+                many, more, least = found, count, value
+            else:
+                few, less, damage = found, count, value
+        if bound < self._limit:
+            item = int(np.argmax(self._marks(many) & ~self._marks(few)))
+            heapq.heappush(self.heap, (bound, next(self.number), item, settled))
+
+    def run(self, branches: int) -> Choice:
+        """Search until no open branch is below the best choice, or so many were bounded."""
+        self._bound(np.zeros(len(self.d), dtype=np.int64))
+        relaxed = self.heap[0][0] if self.heap else None
+        while self.heap and self.heap[0][0] < self._limit and next(self.number) < branches:
+            _, _, item, settled = heapq.heappop(self.heap)
+            for side in (1, -1):
+                self._bound(np.where(np.arange(len(self.d)) == item, side, settled))
+        if self.best is None:
+            raise InfeasibleBudget(
+                f"No choice within {self.budget} has at most {self.most} marked ones.", "", "Raise the budget, or allow more."
+            )
+        total = self.best.damage
+        bound = min([total, self.lost, *(row[0] for row in self.heap)])
+        proven = bound >= total - self.tolerance
+        return dataclasses.replace(
+            self.best,
+            status="optimal" if proven else "bounded",
+            lower_bound=total if proven else bound,
+            relaxed=total if relaxed is None else relaxed,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Recipe:
+    """Formats and ranks with the certificate of both.
+
+    Attributes:
+        chosen: Format of every matrix, ``(K,)``.
+        ranks: Rank of every adapter, ``(M,)``.
+        damage: ``sum_i d_i``, nats per token.
+        gain: ``sum_k g_k``.
+        choice: The program's own answer: status, bound, price of a byte.
+    """
+
+    chosen: np.ndarray
+    ranks: np.ndarray
+    damage: float
+    gain: float
+    choice: Choice
+
+
+def mix_recipe(
+    damage: ArrayLike,
+    size: ArrayLike,
+    increments: Sequence[ArrayLike],
+    cost: ArrayLike,
+    budget: int,
+    *,
+    lower: ArrayLike = 0,
+    upper: ArrayLike | None = None,
+    multiple: int = 1,
+    exchange: float = 1.0,
+) -> Recipe:
+    """Give every matrix a format and every adapter a rank.
+
+    Args:
+        damage: Of formats, ``(K, m)``; infinite where a matrix does not have one.
+        size: Bytes of formats, ``(K, m)``.
+        increments: Gain of the first, second, ... rank of every adapter, zero or more; M rows, whose lengths are caps too.
+        cost: Bytes of one rank, whole numbers, ``(M,)``.
+        budget: Bytes of everything.
+        lower: Smallest rank.
+        upper: Largest rank.
+        multiple: Ranks are multiples of this.
+        exchange: ``x``, what a nat gained by training is worth in nats of damage.
+
+    Raises:
+        InfeasibleBudget: The smallest recipe is larger.
+        InvalidInput: Negative gains, floors above caps, broken bytes, a multiple below one.
+        LengthMismatch: Rows and costs of different numbers.
+
+    >>> found = mix_recipe([[9.0, 1.0], [2.0, 1.0]], [[2, 4], [2, 4]], [[3.0, 0.5]], [2], 8)
+    >>> found.chosen.tolist(), found.ranks.tolist(), found.damage, found.gain, found.choice.status
+    ([1, 0], [1], 3.0, 3.0, 'optimal')
+    """
+    d, c = np.array(damage, dtype=np.float64, ndmin=2), np.array(size, ndmin=2)
+    worth = number(exchange, "exchange")
+    a, count = np.asarray(cost), len(increments)
+    if a.shape != (count,) or worth < 0:
+        raise LengthMismatch(f"{count} adapters, costs of shape {a.shape}, exchange {exchange}.", "One cost each.", "")
+    low, high = (
+        np.broadcast_to(np.asarray(x, dtype=np.float64), (count,)) for x in (lower, np.inf if upper is None else upper)
+    )
+    menu = [_ranks(k, row, int(low[k]), float(high[k]), multiple) for k, row in enumerate(increments)]
+    width = max(d.shape[1], *(len(r) for r, _ in menu)) if menu else d.shape[1]
+    both, bytes_ = np.full((len(d) + len(menu), width), np.inf), np.zeros((len(d) + len(menu), width))
+    both[: len(d), : d.shape[1]], bytes_[: len(d), : d.shape[1]] = d, c
+    for k, (ranks, gain) in enumerate(menu):
+        both[len(d) + k, : len(ranks)], bytes_[len(d) + k, : len(ranks)] = -worth * gain, a[k] * ranks
+    found = choose(both, bytes_, budget)
+    picked = [(ranks[j], gain[j]) for (ranks, gain), j in zip(menu, found.chosen[len(d) :], strict=True)]
+    return Recipe(
+        chosen=found.chosen[: len(d)],
+        ranks=np.array([r for r, _ in picked], dtype=np.int64),
+        damage=float(d[np.arange(len(d)), found.chosen[: len(d)]].sum()),
+        gain=float(sum(g for _, g in picked)),
+        choice=found,
+    )
+
+
+def _ranks(k: int, row: ArrayLike, low: int, high: float, multiple: int) -> tuple[np.ndarray, np.ndarray]:
+    gain = np.asarray(row, dtype=np.float64)
+    top = int(min(len(gain), high))
+    if multiple < 1 or not np.isfinite(gain).all() or (gain < 0).any():
+        raise InvalidInput(
+            f"The gains of adapter {k} are negative or not finite, or multiple is {multiple}.", "They are zero or more.", ""
+        )
+    ranks = np.arange(-(-low // multiple) * multiple, top + 1, multiple)
+    if low < 0 or not ranks.size:
+        raise InvalidInput(f"Adapter {k} needs at least {low} and may have at most {top}.", "", "Lower the floor.")
+    return ranks, np.concatenate(([0.0], np.cumsum(gain)))[ranks]

@@ -1,0 +1,284 @@
+r"""The two programs of the paper, solved exactly: capacity by water-filling, sparsity by water-filling from the other side.
+
+**Capacity** (paper section 4, Theorem 1; :doc:`/theory`, section 3), ``phi(e) = log(1 + e)``:
+
+    minimise   sum_k  alpha c_k e_k - gamma w_k phi(e_k)
+    subject to sum_k  c_k e_k <= B,    0 <= e_k <= u_k
+
+Stationarity gives ``e_k = clip(t w_k / c_k - 1, 0, u_k)`` with ``t = gamma / (alpha + lambda)``: a water level over the ground
+``c_k / w_k``. Spending is piecewise linear in t, so the level is found exactly.
+
+**Sparsity** (paper section 5; :doc:`/theory`, section 4), ``psi(rho) = rho^2``:
+
+    minimise   sum_k  b n_k (1 - rho_k) + eta w_k psi(rho_k)
+    subject to sum_k  n_k rho_k >= S,   rho_min_k <= rho_k <= rho_max_k
+
+Stationarity gives ``rho_k = clip(t n_k / (2 eta w_k), rho_min_k, rho_max_k)`` with ``t = b + lambda``; pruned parameters are
+piecewise linear in t, so t is found exactly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import DegenerateScores, InfeasibleBudget, InvalidInput, LengthMismatch
+from .inputs import Vector, bound_vector, choice, cost_vector, filled, is_constant, number, weight_vector
+from .separable import Program, Solution, solve
+from .utilities import CalibratedPenalty, Function, resolve
+
+_ROUNDING = 1e-12
+
+
+def allocate(
+    weights: ArrayLike,
+    cost: ArrayLike,
+    budget: float,
+    *,
+    exponent: float = 1.0,
+    exponent_on: str = "density",
+    alpha: float = 0.5,
+    gamma: float = 0.9,
+    base: ArrayLike = 0.0,
+    lower: ArrayLike = 0.0,
+    upper: ArrayLike | None = None,
+    utility: str | Function = "log",
+    spend: str = "at_most",
+    units: str = "relative",
+) -> Solution:
+    r"""Divide a budget over blocks so that the last unit is worth the same everywhere.
+
+    Minimises ``sum_k alpha c_k e_k - gamma w_k phi(e_k - base_k)`` subject to ``sum_k c_k e_k <= budget`` and
+    ``max(lower_k, base_k) <= e_k <= upper_k``.
+
+    Args:
+        weights: Layer weights ``q_k >= 0`` (any scale), shape ``(K,)``.
+        cost: Budget that one unit of capacity of block k takes, ``c_k > 0``, shape ``(K,)`` or a scalar.
+        budget: What may be spent, in the unit of ``cost``.
+        exponent: beta. ``exponent_on="density"`` uses ``w = c (q / c)^beta``, under which cutting a block in two changes
+            nothing; ``"block"`` is the paper's ``w = q^beta``. They agree at 1.
+        exponent_on: ``density`` or ``block``.
+        alpha: Price per unit of cost. It cancels when the budget binds, and so does ``gamma``.
+        gamma: Weight of the utility.
+        base: Capacity that every block has anyway; it is paid from the budget and earns no utility.
+        lower: Smallest capacity.
+        upper: Largest capacity (none by default).
+        utility: ``log``, ``power``, ``saturating`` or an object of :mod:`layerbudget.solvers.utilities`.
+        spend: ``at_most`` (the theorem, lambda >= 0) or ``exactly`` (spend all of it, lambda > -alpha).
+        units: ``relative`` measures costs and weights in units of their means, so that alpha and gamma have a meaning;
+            ``literal`` takes the numbers as they are, as the paper's text does.
+
+    Returns:
+        The solution, with its certificate.
+
+    Raises:
+        NotFinite, NegativeValue, LengthMismatch, InvalidCost: An input outside its domain.
+        DegenerateScores: All weights are zero.
+        InfeasibleBudget: The budget is below what base and floors cost, or (``exactly``) above what the caps can take.
+
+    >>> allocate([4.0, 2.0, 1.0], cost=1.0, budget=4.0, spend="exactly").value
+    array([3., 1., 0.])
+    """
+    q, smallest = weight_vector(weights)
+    c, total, k = cost_vector(cost, q.size), number(budget, "budget"), q.size
+    choice(spend, "spend", ("at_most", "exactly"))
+    choice(units, "units", ("relative", "literal"))
+    alpha, gamma = number(alpha, "alpha"), number(gamma, "gamma", positive=True)
+    f = resolve(utility, concave=True)
+    w = weigh(q, c, exponent, exponent_on, smallest, literal=units == "literal")
+    floor, low, high = capacity_bounds(base, lower, upper, k)
+    paid = 0.0 if is_constant(floor, 0.0) else float(np.dot(c, floor))
+    target = _capacity_target(c, total, paid, low, high, exactly=spend == "exactly")
+    if units == "relative":
+        alpha, gamma = alpha * k / float(np.add.reduce(c)), gamma * k / float(np.add.reduce(w))
+    program = Program(-1, f, w, c, alpha, low, high, floor, total, target, spend == "exactly", ("alpha", "gamma"), gamma)
+    return solve(program)
+
+
+def sparsify(
+    weights: ArrayLike,
+    numel: ArrayLike,
+    pruned_parameters: float | None = None,
+    *,
+    sparsity: float | None = None,
+    max_sparsity: ArrayLike = 0.55,
+    min_sparsity: ArrayLike = 0.0,
+    exponent: float = 1.0,
+    exponent_on: str = "density",
+    bits: float = 16.0,
+    eta: float = 2.0,
+    penalty: str | Function = "quadratic",
+    spend: str = "at_least",
+    units: str = "relative",
+) -> Solution:
+    r"""Choose each block's sparsity so that the last pruned parameter hurts the same everywhere.
+
+    Minimises ``sum_k b n_k (1 - rho_k) + eta w_k psi(rho_k)`` subject to ``sum_k n_k rho_k >= pruned_parameters`` and
+    ``min_sparsity_k <= rho_k <= max_sparsity_k``.
+
+    Args:
+        weights: Layer weights ``q_k >= 0`` (any scale), shape ``(K,)``.
+        numel: Prunable parameters ``n_k > 0``, shape ``(K,)`` or a scalar.
+        pruned_parameters: How many parameters must go, S. Either this or ``sparsity`` is given.
+        sparsity: The same as a fraction of ``sum(numel)``.
+        max_sparsity: Cap per block, a scalar or shape ``(K,)``, in [0, 1].
+        min_sparsity: Floor per block.
+        exponent: kappa. ``exponent_on="density"`` uses ``w = n (q / n)^kappa``; ``"block"`` is the paper's ``w = q^kappa``.
+        exponent_on: ``density`` or ``block``.
+        bits: b, description length saved per pruned parameter. It cancels when S binds, and so does ``eta``.
+        eta: Weight of the penalty.
+        penalty: ``quadratic``, ``log-barrier``, ``power``, ``exponential``, or an object of
+            :mod:`layerbudget.solvers.utilities`, such as measured curves.
+        spend: ``at_least`` (the theorem, lambda >= 0) or ``exactly`` (prune S and no more, lambda > -b).
+        units: ``relative`` measures sizes and weights in units of their means; ``literal`` takes them as they are.
+
+    Returns:
+        The solution, with its certificate. ``slack`` is what is pruned beyond S.
+
+    Raises:
+        NotFinite, NegativeValue, LengthMismatch, InvalidCost: An input outside its domain.
+        DegenerateScores: All weights are zero.
+        InfeasibleBudget: S is above what the caps allow, or (``exactly``) below what the floors demand.
+
+    >>> sparsify([1.0, 2.0], [100, 100], 75, max_sparsity=0.8, spend="exactly").value
+    array([0.5 , 0.25])
+    """
+    q, smallest = weight_vector(weights)
+    n, k = cost_vector(numel, q.size, "numel"), q.size
+    if (pruned_parameters is None) == (sparsity is None):
+        raise InvalidInput(
+            f"pruned_parameters is {pruned_parameters} and sparsity is {sparsity}.",
+            "Exactly one of them says how much is to go.",
+            "Give sparsity=0.5, for example.",
+        )
+    if sparsity is not None:
+        wanted = number(sparsity, "sparsity") * float(np.add.reduce(n))
+    else:
+        wanted = number(pruned_parameters, "pruned_parameters")
+    choice(spend, "spend", ("at_least", "exactly"))
+    choice(units, "units", ("relative", "literal"))
+    bits, eta = number(bits, "bits"), number(eta, "eta", positive=True)
+    f = resolve(penalty, concave=False)
+    low, high = sparsity_bounds(min_sparsity, max_sparsity, k, f)
+    target = _sparsity_target(n, wanted, low, high, exactly=spend == "exactly")
+    w = weigh(q, n, exponent, exponent_on, smallest, literal=units == "literal")
+    if units == "relative":
+        bits, eta = bits * k / float(np.add.reduce(n)), eta * k / float(np.add.reduce(w))
+    base = filled(k, 0.0)
+    return solve(Program(1, f, w, n, bits, low, high, base, target, target, spend == "exactly", ("bits", "eta"), eta))
+
+
+def weigh(q: Vector, size: Vector, exponent: float, exponent_on: str, smallest: float, *, literal: bool = False) -> Vector:
+    """Return the weights of the programs: ``n (q / n)^beta`` (density) or ``q^beta`` (block), positive, shape ``(K,)``.
+
+    A zero weight becomes the limit of a vanishing one, so that "spend all of it" stays solvable. Unless ``literal``, the
+    result is known up to one common factor only (which keeps large exponents in range).
+    """
+    exponent = number(exponent, "exponent")
+    choice(exponent_on, "exponent_on", ("density", "block"))
+    if exponent != 1.0:
+        d = q / size if exponent_on == "density" else q
+        if literal:
+            d = d**exponent
+        else:
+            d = (d / np.maximum.reduce(d)) ** exponent
+            d = np.where(d < 1e-260, 0.0, d)  # what comes near to underflow
+        q = size * d if exponent_on == "density" else d
+        smallest = float(np.minimum.reduce(q))
+    if smallest > 0.0:
+        return q
+    if not (q > 0.0).any():
+        raise DegenerateScores(
+            "No weight is left: scores, costs or the exponent are beyond what floating point counts.",
+            "",
+            "Use an exponent near 1, and costs in a larger unit.",
+        )
+    least = float(q[q > 0.0].min())
+    return np.where(q > 0.0, q, least * 2.0**-80 if least > 1e-280 else least)
+
+
+def capacity_bounds(base: ArrayLike, lower: ArrayLike, upper: ArrayLike | None, size: int) -> tuple[Vector, Vector, Vector]:
+    """Return the base, and the bounds of what comes on top of it.
+
+    Raises:
+        InfeasibleBudget: A floor above its cap.
+    """
+    floor, low = bound_vector(base, size, "base", 0.0), bound_vector(lower, size, "lower", 0.0)
+    high = bound_vector(upper, size, "upper", np.inf)
+    if not is_constant(floor, 0.0):
+        low, high = low - floor, high - floor
+    if not is_constant(low, 0.0):
+        low = np.maximum(low, 0.0)
+    if is_constant(high, np.inf) or np.logical_and.reduce(low <= high):
+        return floor, low, high
+    k = int(np.argmax(low > high))
+    raise InfeasibleBudget(
+        f"Block {k} needs at least {float((low + floor)[k]):g} and may have at most {float((high + floor)[k]):g}.",
+        "Every floor and base must lie below its cap.",
+        f"Raise the cap of block {k} or lower its floor.",
+    )
+
+
+def sparsity_bounds(low: ArrayLike, high: ArrayLike, size: int, penalty: Function) -> tuple[Vector, Vector]:
+    """Return floors and caps; measured curves are a cap too.
+
+    Raises:
+        InvalidInput: They are not ``0 <= floor <= cap <= 1``.
+        LengthMismatch: Another number of curves than blocks.
+    """
+    a, b = bound_vector(low, size, "min_sparsity", 0.0), bound_vector(high, size, "max_sparsity", 1.0)
+    if not (np.logical_and.reduce(a <= b) and np.maximum.reduce(b) <= 1.0):
+        k = int(np.argmax((a > b) | (b > 1.0)))
+        raise InvalidInput(
+            f"Block {k} has min_sparsity {a[k]:g} and max_sparsity {b[k]:g}.",
+            "They need 0 <= min_sparsity <= max_sparsity <= 1.",
+            f"Correct the bounds of block {k}.",
+        )
+    if not isinstance(penalty, CalibratedPenalty):
+        return a, b
+    if penalty.blocks != size:
+        raise LengthMismatch(
+            f"There are {penalty.blocks} calibrated curves for {size} blocks.",
+            "One curve per block is needed.",
+            "Measure again.",
+        )
+    return a, np.maximum(np.minimum(b, penalty.limit), a)
+
+
+def _capacity_target(c: Vector, total: float, paid: float, low: Vector, high: Vector, *, exactly: bool) -> float:
+    least = paid if is_constant(low, 0.0) else paid + float(np.dot(c, low))
+    if total < least * (1.0 - _ROUNDING):
+        raise InfeasibleBudget(
+            f"The budget {total:g} is below the {least:g} that base and floors cost.",
+            f"It must be at least {least:g}.",
+            "Raise the budget or lower the floors.",
+        )
+    if not exactly:
+        return max(total, least) - paid
+    most = paid + float(np.dot(c, high))
+    if total > most * (1.0 + _ROUNDING):
+        raise InfeasibleBudget(
+            f"The caps can take {most:g} and the budget {total:g} is to be spent exactly.",
+            f"Under spend='exactly' it must lie in [{least:g}, {most:g}].",
+            "Raise the caps, lower the budget, or spend at most the budget (at_most).",
+        )
+    return min(max(total, least), most) - paid
+
+
+def _sparsity_target(n: Vector, target: float, low: Vector, high: Vector, *, exactly: bool) -> float:
+    everything = float(np.add.reduce(n))
+    least, most = (float(v[0]) * everything if v.strides == (0,) else float(np.dot(n, v)) for v in (low, high))
+    if target > most * (1.0 + _ROUNDING):
+        raise InfeasibleBudget(
+            f"{target:g} parameters ({target / everything:.4g} of all) are to go and the caps allow {most:g} "
+            f"({most / everything:.4g}).",
+            f"The global sparsity must lie in [{least / everything:.4g}, {most / everything:.4g}].",
+            f"Raise max_sparsity to at least {target / everything:.4g}, or prune less.",
+        )
+    if exactly and target < least * (1.0 - _ROUNDING):
+        raise InfeasibleBudget(
+            f"{target:g} parameters are to go and the floors alone prune {least:g}.",
+            f"Under spend='exactly' the global sparsity must lie in [{least / everything:.4g}, {most / everything:.4g}].",
+            "Lower min_sparsity, or use spend='at_least'.",
+        )
+    return min(max(target, least), most) if exactly else min(target, most)
