@@ -48,7 +48,7 @@ from peft import get_peft_model
 from layerbudget.decisions.experts.method import add_experts
 from layerbudget.decisions.ranks.apply import add_ranks, to_lora_config
 from layerbudget.decisions.ranks.plan import plan_ranks
-from layerbudget.finetuning.initialise import initialise_from_gradients
+from layerbudget.finetuning.adapters import initialise_from_gradients
 from layerbudget.models.blocks import describe, partition
 from layerbudget.plan import Plan, PlanBlock
 from layerbudget.planning.rule import shuffled as order_of
@@ -262,7 +262,7 @@ def _setting(bench, form: str, rule: str, seed: int, options: argparse.Namespace
 
 def replan(bench, model, optimizer, form: str, seed: int, options: argparse.Namespace) -> list[int]:
     """Move capacity once, to where the optimiser's own moments see gain."""
-    from layerbudget.finetuning.replan import adapter_leaves, replanned, resize, tracked_gains
+    from layerbudget.finetuning.tracking import adapter_leaves, replanned, resize, tracked_gains
 
     plan = plan_for(bench, form, "uniform", seed, options, {})
     shapes = {n: (leaf["A"].in_features, leaf["B"].out_features) for n, leaf in adapter_leaves(model).items()}

@@ -4,7 +4,7 @@
 
 LoRA (rank 8, every Linear) on the calibration group of the standard library, or on text of one's own, with the Trainer of
 transformers. The cost is the CPU time spent inside the tracker's own methods over the CPU time of everything else in the
-same run; the main run is drawn as results/tracker.png.
+same run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import transformers
 from transformers import Trainer, TrainingArguments
 
 from layerbudget.data import stdlib
-from layerbudget.finetuning.tracker import GainTracker
+from layerbudget.finetuning.tracking import GainTracker
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -33,16 +33,10 @@ class Timed(GainTracker):
 
     spent = 0.0
 
-    def on_pre_optimizer_step(self, *arguments, **kwargs):
+    def on_step_end(self, *arguments, **kwargs):
         """Time the parent's work."""
         start = time.process_time()
-        super().on_pre_optimizer_step(*arguments, **kwargs)
-        self.spent += time.process_time() - start
-
-    def on_optimizer_step(self, *arguments, **kwargs):
-        """Time the parent's work."""
-        start = time.process_time()
-        super().on_optimizer_step(*arguments, **kwargs)
+        super().on_step_end(*arguments, **kwargs)
         self.spent += time.process_time() - start
 
 
@@ -80,7 +74,7 @@ def train(model, data, arguments, tracker: Timed, steps: int) -> dict:
         loss = trainer.train().training_loss
         total = time.process_time() - start
     return {
-        "steps": steps, "every": tracker.every, "source": tracker.source, "loss": loss,
+        "steps": steps, "every": tracker.every, "loss": loss,
         "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "step_seconds": (total - tracker.spent) / steps, "ratio": total / (total - tracker.spent),
         "update_milliseconds": 1e3 * tracker.spent / max(1, len(tracker.history)),
@@ -88,7 +82,7 @@ def train(model, data, arguments, tracker: Timed, steps: int) -> dict:
 
 
 def main() -> None:
-    """Run, print and write results/tracker.{json,md,png}."""
+    """Run, print and write results/tracker.{json,md}."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model")
     parser.add_argument("--tokenizer")
@@ -110,7 +104,6 @@ def main() -> None:
     for name, build, options in (
         ("LoRA, Adam's state, every 10 steps", lora, {"every": 10}),
         ("LoRA, Adam's state, every step", lora, {"every": 1}),
-        ("LoRA, own running means, every 10 steps", lora, {"every": 10, "source": "gradients"}),
         ("all weights, Adam's state, every 10 steps", lambda: load(arguments.model), {"every": 10}),
     ):
         main_run = not runs
@@ -119,8 +112,6 @@ def main() -> None:
         runs.append({"name": name, **result})
         print(json.dumps(runs[-1]), flush=True)
         if main_run:
-            RESULTS.mkdir(exist_ok=True)
-            tracker.plot(RESULTS / "tracker.png")
             history = tracker.history
     text = ", ".join(Path(f).name for f in arguments.text) if arguments.text else "standard library, calibration group"
     record = {
@@ -140,7 +131,7 @@ def main() -> None:
           f"| {r['update_milliseconds']:.1f} |" for r in runs),
         "", f"Main run ({history[0]['step']} to {history[-1]['step']} steps): regret of the plan made at the first update "
         f"{100 * history[-1]['relative_regret']:.1f} % at the end, {history[-1]['moved']} of 96 units would move, rank "
-        f"correlation with the first weights {history[-1]['rank_correlation']:.2f}.", "", "![run](tracker.png)", "",
+        f"correlation with the first weights {history[-1]['rank_correlation']:.2f}.", "",
         f"{record['environment']['processor']}, 1 thread, torch {torch.__version__}.", "",
     ]  # fmt: skip
     (RESULTS / "tracker.md").write_text("\n".join(lines))

@@ -24,7 +24,7 @@ ROOT = HERE.parent
 
 MERGE = """
 import layerbudget as lb
-from layerbudget.finetuning.loading import load_adapter
+from layerbudget.finetuning.adapters import load_adapter
 model = load_adapter(lb.load_model("demo"), "adapters/seed-0/adapter", merge=True)
 model.save_pretrained("merged"); lb.load_tokenizer("demo").save_pretrained("merged")
 rows = lb.load_tokenizer("merged")("def read(self, size):", return_tensors="pt")

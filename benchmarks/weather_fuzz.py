@@ -159,8 +159,8 @@ FILES = {
     "adapter config": (6, "adapter/adapter_config.json", "evaluate model --adapter adapter --perplexity text.txt --length 16 --windows 2 -o O"),
     "adapter": (4, "adapter/adapter_model.safetensors", "evaluate model --adapter adapter --perplexity text.txt --length 16 --windows 2 -o O"),
     "results": (4, "results/*", "report results -o O"),
-    "finetuned": (3, "tuned/*.json", "finetune model plan_ranks.json --task task.jsonl --train-rows 8 --epochs 1 --batch 8 --resume -o tuned"),
     "stage": (5, "stage/**/*", "score model --data text.txt --samples 4 --length 8 --resume stage -o O"),
+    "finetuned": (3, "kept/seed-0/*.json", "finetune model plan_ranks.json --task task.jsonl --train-rows 8 --epochs 1 --batch 8 --resume kept -o O"),
     "prune, resume": (5, "resume/*", "prune model plan.json --data text.txt --samples 4 --length 8 --resume resume -o O"),
 }  # fmt: skip
 RULES = ("uniform", "mdl", "owl", "alphapruning", "permuted", "linear", "nonsense")
@@ -182,7 +182,7 @@ def prepare(folder: Path) -> None:
         ["plan", "ranks", "scores.json", "--mean-rank", "2", "-o", "plan_ranks.json"],
         ["plan", "shapes", "model", *data, "--save", "10% flops", "--even", "-o", "smaller.json"],
         ["measure", "model", *data, "-o", "measured.json"],
-        ["finetune", "model", "plan_ranks.json", "--task", "task.jsonl", "--train-rows", "8", "--epochs", "1", "--batch", "8", "-o", "tuned"],
+        ["finetune", "model", "plan_ranks.json", "--task", "task.jsonl", "--train-rows", "8", "--epochs", "1", "--batch", "8", "--resume", "kept", "-o", "tuned"],
         ["evaluate", "model", "--perplexity", "text.txt", "--length", "16", "--windows", "2", "-o", "result.json"],
     ]  # fmt: skip
     for step in steps:

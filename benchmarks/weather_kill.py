@@ -45,6 +45,7 @@ class Verb:
 
 
 DEMO = {"SAMPLES": 6, "LENGTH": 24, "WINDOWS": 6, "MEASURED": 3, "PASSES": 8, "TARGETS": (0.5,)}
+KEPT = ["--resume", "parts"]
 PRUNE = ["prune", "model", "plan.json", "--method", "sparsegpt", *DATA, "--resume", "parts", "-o", "out"]
 VERBS = {
     "score": Verb(["score", "model", *DATA, "--resume", "stage", "-o", "out.json"], ["--overwrite"], "out.json", ("stage/notes",)),
@@ -71,8 +72,10 @@ VERBS = {
         (["prune", "model", "plan.json", "--method", "magnitude", "-o", "out"],),
     ),
     "prune, smaller": Verb(["prune", "model", "smaller.json", *DATA, "-o", "out"], ["--overwrite"], "out"),
-    "finetune": Verb(["finetune", "model", "ranks.json", *TUNE, "-o", "out"], ["--resume"], "out", ("out/notes",)),
-    "finetune, re-planning": Verb(["finetune", "model", "ranks.json", *TUNE, "--replan", "0.4", "-o", "out"], ["--resume"], "out"),
+    "finetune": Verb(["finetune", "model", "ranks.json", *TUNE, *KEPT, "-o", "out"], ["--overwrite"], "out", ("parts/notes",)),
+    "finetune, re-planning": Verb(
+        ["finetune", "model", "ranks.json", *TUNE, *KEPT, "--replan", "0.4", "-o", "out"], ["--overwrite"], "out"
+    ),
     "finetune, overwriting": Verb(
         ["finetune", "model", "ranks.json", *TUNE, "--overwrite", "-o", "out"], [], "out", ("out/notes", "out/seed-0/notes"),
         (["finetune", "model", "ranks.json", *TUNE, "--set", "lr=0.5", "-o", "out"],),

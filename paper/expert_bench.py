@@ -17,7 +17,7 @@ from layerbudget.comparison.bench import TaskBench
 from layerbudget.data.tasks import load_task
 from layerbudget.decisions.experts.plan import plan_experts
 from layerbudget.evaluation.statistics import compare_means
-from layerbudget.finetuning.base import classifier_loader
+from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.models.blocks import describe, partition
 from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan

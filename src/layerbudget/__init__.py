@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .doctor import diagnose as diagnose
     from .evaluation.perplexity import evaluation_set as evaluation_set
     from .evaluation.perplexity import perplexity as perplexity
-    from .finetuning.tracker import GainTracker as GainTracker
+    from .finetuning.tracking import GainTracker as GainTracker
     from .models.blocks import partition as partition
     from .models.configurations import blocks_from_config as blocks_from_config
     from .models.loading import load_model as load_model
@@ -96,7 +96,7 @@ _PUBLIC = {
     "import_scores": "sensitivity.importing",
     "direct_check": "sensitivity.certificate",
     "certify_ranking": "sensitivity.certificate",
-    "GainTracker": "finetuning.tracker",
+    "GainTracker": "finetuning.tracking",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -64,7 +64,7 @@ def test_numbers_of_the_protocol_and_the_base(setting, capsys):
     assert saved["lora_dropout"] == 0.1 and not saved["use_rslora"]
     ratios = {saved["alpha_pattern"][key] / rank for key, rank in saved["rank_pattern"].items()}
     assert ratios == {1.0} and saved["lora_alpha"] == saved["r"]
-    for wrong, said in (("lr", "NAME=VALUE"), ("droput=0.1", "no 'droput'"), ("dropout=2", "lies in")):
+    for wrong, said in (("lr", "NAME=VALUE"), ("droput=0.1", "no option droput"), ("dropout=2", "lies in")):
         assert main(command(setting, "--set", wrong, out="x")) == 2
         assert said in capsys.readouterr().err.replace("\n", " ")
     assert not (setting / "x").exists()

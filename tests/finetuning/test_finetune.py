@@ -12,14 +12,12 @@ import torch
 from safetensors.torch import load_file
 from tests import zoo
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from layerbudget.data.tasks import load_task
 from layerbudget.errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
-from layerbudget.finetuning.adapt import adapt, fit_names, started
-from layerbudget.finetuning.base import classifier_loader
-from layerbudget.finetuning.compare import compare
-from layerbudget.finetuning.finetune import finetune
+from layerbudget.finetuning.adapters import adapt, classifier_loader, fit_names, started
+from layerbudget.finetuning.finetune import compare, finetune
 from layerbudget.finetuning.protocol import PRESETS, Protocol
 from layerbudget.finetuning.rows import Rows
 
@@ -70,18 +68,13 @@ def test_a_head_learns_and_the_results_are_kept(encoder, tokenizer, task, tmp_pa
     assert np.mean(np.array(stored["predictions"]["held_out"]) == truth) == accuracy["by_seed"][0]
     assert (out / "seed-1" / "adapter" / "adapter_model.safetensors").is_file()
 
-    before = (out / "seed-0" / "result.json").stat().st_mtime_ns
-    again = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, out, protocol=QUICK, seeds=[0, 1], resume=True)
-    assert again["metrics"] == result["metrics"]
-    assert (out / "seed-0" / "result.json").stat().st_mtime_ns == before
-    with pytest.raises(AlreadyExists, match="--resume"):
+    with pytest.raises(AlreadyExists, match="--overwrite"):
         finetune(classifier_loader(encoder, 2), tokenizer, plan, task, out, protocol=QUICK)
-    other = zoo.linears(zoo.classifier(2), lambda n: 2 if "attention" in n else 0)
-    with pytest.raises(AlreadyExists, match="another plan"):
-        finetune(classifier_loader(encoder, 2), tokenizer, other, task, out, protocol=QUICK, resume=True)
 
     untrained = Protocol(lr=1e-9, epochs=1, batch=16)
-    finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "idle", protocol=untrained, seeds=[0, 1])
+    other = {"protocol": untrained, "seeds": [0, 1], "against": out}
+    idle = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "idle", **other)
+    assert idle["against"] == json.loads((tmp_path / "idle" / "against.json").read_text()) == compare(tmp_path / "idle", out)
     with pytest.raises(InvalidInput, match="shared seed"):
         finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "other", protocol=untrained, seeds=[7])
         compare(out, tmp_path / "other")
@@ -101,8 +94,6 @@ def test_the_protocol_sets_how_the_scale_follows_the_rank(encoder):
         scales = {m.r["default"]: m.scaling["default"] for m in layers}
         assert scales.keys() == {2, 8} and scales[2] / scales[8] == pytest.approx(quotient), policy
         assert scales[8] <= 3 <= scales[2]
-    with pytest.raises(InvalidInput, match="All experts have one rank"):
-        adapt(zoo.classifier(2), dataclasses.replace(plan, kind="experts"), Protocol(alpha_policy="rslora"))
     with pytest.raises(InvalidInput, match="one of constant-ratio"):
         Protocol(alpha_policy="linear")
 
@@ -132,10 +123,15 @@ def test_a_base_in_bfloat16_trains_in_float32_and_checkpointing_changes_nothing(
 def test_a_protocol_is_changed_by_name_and_type():
     assert Protocol().changed({"dropout": 0.1, "cutoff": 512, "ratio": 1}) == Protocol(dropout=0.1, cutoff=512, ratio=1)
     for values, message in (
-        ({"droput": 0.1}, "no 'droput'"), ({"cutoff": 12.5}, "of type int"), ({"dropout": "much"}, "of type float"),
-        ({"dropout": 1.0}, "lies in"), ({"on_prompt": 1}, "of type bool"), ({"warmup": -1}, "lies in"),
-        ({"clip": 0}, "positive"), ({"lr": float("inf")}, "positive"),
-    ):  # fmt: skip
+        ({"droput": 0.1}, "no option droput"),
+        ({"cutoff": 12.5}, "a whole number"),
+        ({"dropout": "much"}, "a number"),
+        ({"on_prompt": 1}, "true or false"),
+        ({"dropout": 1.0}, "lies in"),
+        ({"warmup": -1}, "lies in"),
+        ({"clip": 0}, "positive"),
+        ({"lr": float("inf")}, "positive"),
+    ):
         with pytest.raises(InvalidInput, match=message):
             Protocol().changed(values)
 
@@ -145,7 +141,7 @@ def test_where_and_how_the_base_is_held_is_checked(encoder, monkeypatch, tmp_pat
         with pytest.raises(InvalidInput, match="one of auto, cpu, cuda|float32 or bfloat16"):
             classifier_loader(encoder, 2, **options)
     if not torch.cuda.is_available():
-        with pytest.raises(InvalidInput, match="No CUDA device"):
+        with pytest.raises(InvalidInput, match="'cuda' cannot be used"):
             classifier_loader(encoder, 2, device="cuda")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InvalidInput, match="one of 2 processes"):
@@ -198,83 +194,137 @@ def test_a_start_in_the_gradients_directions(encoder, tokenizer, task):
     a = leaf.lora_A["default"].weight.detach()
     assert torch.allclose((a @ expected.T).abs(), torch.eye(4), atol=1e-3)
     assert not leaf.lora_B["default"].weight.any()
-    with pytest.raises(InvalidInput, match="experts must begin apart"):
+    with pytest.raises(InvalidInput, match="A plan of experts does not read start"):
         started(load(0), dataclasses.replace(plan, kind="experts"), protocol, rows, task)
     with pytest.raises(InvalidInput, match="one of default, gradients"):
         Protocol(start="svd")
 
 
-def test_overwriting_removes_earlier_results_and_nothing_else(encoder, tokenizer, task, tmp_path):
-    plan = zoo.linears(zoo.classifier(2), lambda n: 2 if "attention" in n else 0)
-    out = tmp_path / "out"
-    quick = {"protocol": Protocol(lr=1e-3, epochs=1, batch=32)}
-    load = classifier_loader(encoder, 2)
-    finetune(load, tokenizer, plan, task, out, seeds=[0, 1], **quick)
+SHORT = {"protocol": Protocol(lr=2e-2, epochs=3, batch=32, warmup=2, cutoff=48), "seeds": [0]}
+
+
+@pytest.fixture
+def arguments(encoder, tokenizer, task):
+    plan = zoo.linears(zoo.classifier(2), lambda n: 3 if "attention" in n else 0)
+    return classifier_loader(encoder, 2), tokenizer, plan, task
+
+
+@pytest.fixture
+def whole(arguments, tmp_path):
+    """A run that nothing disturbed."""
+    return finetune(*arguments, tmp_path / "whole", **SHORT)
+
+
+class Stop(TrainerCallback):
+    """Ends a run in the third epoch."""
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if state.epoch >= 3:
+            raise KeyboardInterrupt
+
+
+def cut(arguments, out, resume, **options):
+    """Checkpoints of a run that was stopped."""
+    with pytest.raises(KeyboardInterrupt):
+        finetune(*arguments, out, resume=resume, callbacks=[Stop()], **{**SHORT, **options})
+    assert not out.exists()
+    return sorted((resume / "seed-0" / "checkpoints").glob("checkpoint-*"), key=lambda f: int(f.name[11:]))
+
+
+def weights(out):
+    held = load_file(out / "seed-0" / "adapter" / "adapter_model.safetensors")
+    return {k: v.clone() for k, v in held.items()}  # they are mapped from a file that will be broken
+
+
+def same_weights(one, two):
+    one, two = weights(one), weights(two)
+    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_overwriting_removes_earlier_results_and_nothing_else(arguments, tmp_path):
+    out, quick = tmp_path / "out", {"protocol": Protocol(lr=1e-3, epochs=1, batch=32)}
+    finetune(*arguments, out, seeds=[0, 1], **quick)
     (out / "notes.txt").write_text("keep")
-    (out / "seed-of-doubt").mkdir()
-    with pytest.raises(InvalidInput, match="resume and overwrite"):
-        finetune(load, tokenizer, plan, task, out, seeds=[2], resume=True, overwrite=True, **quick)
-    finetune(load, tokenizer, plan, task, out, seeds=[2], overwrite=True, **quick)
-    before = (out / "seed-2" / "result.json").read_text()
+    before = (out / "seed-0" / "result.json").read_text()
 
     def broken(seed):
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):  # nothing is lost to a run that fails
-        finetune(broken, tokenizer, plan, task, out, seeds=[2, 3], overwrite=True, **quick)
-    assert (out / "seed-2" / "result.json").read_text() == before and (out / "result.json").is_file()
-    (out / ".replaced").mkdir()
-    with pytest.raises(AlreadyExists, match="killed"):
-        finetune(load, tokenizer, plan, task, out, seeds=[2], **quick)
-    left = sorted(f.name for f in out.iterdir() if not f.name.startswith("."))
-    assert left == ["labels.json", "manifest.json", "notes.txt", "plan.json", "result.json", "seed-2", "seed-of-doubt"]
+        finetune(broken, *arguments[1:], out, seeds=[2, 3], overwrite=True, **quick)
+    assert (out / "seed-0" / "result.json").read_text() == before and (out / "result.json").is_file()
+    finetune(*arguments, out, seeds=[2], overwrite=True, **quick)
+    left = sorted(f.relative_to(out).as_posix() for f in out.rglob("*") if f.is_file() and f.name != "README.md")
+    adapter = [f"seed-2/adapter/{name}" for name in ("adapter_config.json", "adapter_model.safetensors")]
+    assert left == ["labels.json", "manifest.json", "notes.txt", "plan.json", "result.json", *adapter, "seed-2/result.json"]
 
 
-def test_an_interrupted_seed_resumes_to_the_same_result(encoder, tokenizer, task, tmp_path):
-    """Training stopped at half leaves a checkpoint; resuming gives the predictions and weights of an undisturbed run."""
-    from transformers import TrainerCallback
+HARMS = {
+    "manifest": lambda f: (f / "manifest.json").unlink(),
+    "half": lambda f: (f / "optimizer.pt").write_bytes((f / "optimizer.pt").read_bytes()[:100]),
+    "flip": lambda f: (f / "adapter_model.safetensors").write_bytes(
+        (f / "adapter_model.safetensors").read_bytes()[:-1] + b"\x55"
+    ),
+}
 
-    class Stop(TrainerCallback):
-        def on_epoch_end(self, args, state, control, **kwargs):
-            if state.epoch >= 5:
-                raise KeyboardInterrupt
 
-        def on_save(self, args, state, control, **kwargs):
-            return control
-
-    plan = zoo.linears(zoo.classifier(2), lambda n: 4 if "attention" in n else 0)
-    settings = {"protocol": QUICK, "seeds": [0]}
-    whole = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "whole", **settings)
-    with pytest.raises(KeyboardInterrupt):
-        finetune(
-            classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "cut", callbacks=lambda: (Stop(),), **settings
-        )
-    assert list((tmp_path / "cut" / "seed-0" / "checkpoints").glob("checkpoint-*"))
-    resumed = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "cut", resume=True, **settings)
-    assert resumed["metrics"] == whole["metrics"]
+@pytest.mark.parametrize("harm", [None, *HARMS, "all"])
+def test_a_stopped_run_continues_to_the_same_result(arguments, whole, tmp_path, caplog, harm):
+    """From its last checkpoint, from the one before where that is broken, anew where all are."""
+    found = cut(arguments, tmp_path / "cut", tmp_path / "kept")
+    assert len(found) == 2
+    for checkpoint in found if harm == "all" else found[-1:]:
+        HARMS.get("half" if harm == "all" else harm, lambda f: None)(checkpoint)
+    resumed = finetune(*arguments, tmp_path / "cut", resume=tmp_path / "kept", **SHORT)
+    assert ("begins anew" in caplog.text) == (harm == "all") and ("half written or broken" in caplog.text) == bool(harm)
+    assert resumed["metrics"] == whole["metrics"] and same_weights(tmp_path / "whole", tmp_path / "cut")
     losses = [json.loads((tmp_path / d / "seed-0" / "result.json").read_text())["training_loss"] for d in ("whole", "cut")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)  # the Trainer's own mean is over the resumed steps, divided by all
-    from safetensors.torch import load_file
-
-    files = [load_file(tmp_path / d / "seed-0" / "adapter" / "adapter_model.safetensors") for d in ("whole", "cut")]
-    assert all(torch.equal(files[0][k], files[1][k]) for k in files[0])
 
 
-@pytest.mark.parametrize("change", ["dtype", "bf16", "unnamed"])
-def test_seeds_of_two_precisions_are_not_averaged(encoder, tokenizer, task, tmp_path, change):
-    plan = zoo.linears(zoo.classifier(2), lambda n: 2 if "attention" in n else 0)
-    quick = Protocol(lr=1e-3, epochs=1, batch=16)
-    load = classifier_loader(encoder, 2)
-    finetune(load, tokenizer, plan, task, tmp_path / "out", protocol=quick, seeds=[0])
-    if change == "dtype":
-        load = classifier_loader(encoder, 2, dtype="bfloat16")
-    if change == "unnamed":  # a function that says nothing of what it loads
-        half = classifier_loader(encoder, 2, dtype="bfloat16")
-        load = lambda seed: half(seed)  # noqa: E731
-    settings = {"protocol": quick, "seeds": [0, 1], "bf16": change == "bf16", "resume": True}
-    with pytest.raises(AlreadyExists, match="another bf16" if change == "bf16" else "another base"):
-        finetune(load, tokenizer, plan, task, tmp_path / "out", **settings)
-    assert not (tmp_path / "out" / "seed-1").exists()
+@pytest.mark.parametrize("name", ["adapter/adapter_model.safetensors", "result.json", "identity.json", "manifest.json"])
+def test_finished_seeds_are_kept_and_broken_ones_trained_again(arguments, tmp_path, caplog, name):
+    quick = {"protocol": Protocol(lr=2e-2, epochs=1, batch=120, warmup=2, cutoff=48), "resume": tmp_path / "kept"}
+    first = finetune(*arguments, tmp_path / "one", **quick)
+    kept = tmp_path / "kept" / "seed-0"
+    before = (kept / "result.json").stat().st_mtime_ns
+    two = finetune(*arguments, tmp_path / "two", seeds=[0, 1], **quick)
+    assert two["seeds"] == [0, 1] and (kept / "result.json").stat().st_mtime_ns == before
+    assert two["metrics"]["held_out"]["accuracy"]["by_seed"][0] == first["metrics"]["held_out"]["accuracy"]["value"]
+    for i, content in enumerate((None, b"", b"{")):
+        (kept / name).unlink() if content is None else (kept / name).write_bytes(content)
+        again = finetune(*arguments, tmp_path / f"again-{i}", **quick)
+        assert again["metrics"] == first["metrics"] and same_weights(tmp_path / "one", tmp_path / f"again-{i}")
+    assert "trained again" in caplog.text or name in ("result.json", "identity.json")
+
+
+def test_a_run_that_moved_its_ranks_continues_to_the_same_result(arguments, tmp_path):
+    whole = finetune(*arguments, tmp_path / "whole", replan=0.4, **SHORT)
+    last = cut(arguments, tmp_path / "cut", tmp_path / "kept", replan=0.4)[-1]
+    assert json.loads((last / "replan.json").read_text())["counts"]
+    resumed = finetune(*arguments, tmp_path / "cut", resume=tmp_path / "kept", replan=0.4, **SHORT)
+    assert resumed["metrics"] == whole["metrics"] and same_weights(tmp_path / "whole", tmp_path / "cut")
+    assert len({v.shape for v in weights(tmp_path / "whole").values()}) > 4
+
+
+def test_seeds_of_two_runs_are_not_averaged(arguments, encoder, tmp_path):
+    quick = {"protocol": Protocol(lr=1e-3, epochs=1, batch=120), "resume": tmp_path / "kept"}
+    finetune(*arguments, tmp_path / "out", **quick)
+    half = classifier_loader(encoder, 2, dtype="bfloat16")
+    other = zoo.linears(zoo.classifier(2), lambda n: 2 if "attention" in n else 0)
+    for given, changed, what in (
+        ((half, *arguments[1:]), {}, "base"),
+        ((lambda seed: half(seed), *arguments[1:]), {}, "base"),  # a function that says nothing of what it loads
+        ((*arguments[:2], other, arguments[3]), {}, "plan"),
+        (arguments, {"bf16": True}, "bf16"),
+        (arguments, {"replan": 0.6}, "replan"),
+        (arguments, {"protocol": Protocol(lr=1e-4, epochs=1)}, "protocol"),
+    ):
+        with pytest.raises(AlreadyExists, match=f"another {what}"):
+            finetune(*given, tmp_path / "other", **{**quick, **changed})
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(InvalidInput, match=r"seeds are \[0, 0\]"):
+        finetune(*arguments, tmp_path / "other", protocol=QUICK, seeds=[0, 0])
 
 
 def test_a_causal_lm_is_trained_with_experts_and_judged_by_likelihood(tokenizer, task, tmp_path):
@@ -346,26 +396,6 @@ def test_an_answer_as_long_as_the_cutoff_leaves_no_prompt(tokenizer, task, spare
     answered = sum(label != -100 for label in Rows(task, tokenizer, causal=True, cutoff=200).encode(task.train[0])["labels"])
     row = Rows(task, tokenizer, causal=True, cutoff=answered + spare).encode(task.train[0])
     assert len(row["input_ids"]) == answered + max(spare, 0)
-
-
-def test_repeated_seeds_and_an_unfinished_run_of_another_protocol_are_refused(encoder, tokenizer, task, tmp_path):
-    plan = zoo.linears(zoo.classifier(2), lambda n: 4 if "attention" in n else 0)
-    arguments = (classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "out")
-    with pytest.raises(InvalidInput, match=r"seeds are \[0, 0\]"):
-        finetune(*arguments, protocol=QUICK, seeds=[0, 0])
-
-    calls = []
-
-    def stop():
-        calls.append(1)
-        if len(calls) > 1:  # the first call asks what belongs to the identity
-            raise KeyboardInterrupt
-        return ()
-
-    with pytest.raises(KeyboardInterrupt):
-        finetune(*arguments, protocol=QUICK, callbacks=stop)
-    with pytest.raises(AlreadyExists, match="another protocol"):
-        finetune(*arguments, protocol=Protocol(lr=1e-3, epochs=1), resume=True)
 
 
 def test_a_folder_of_something_else_is_no_comparison(tmp_path):

@@ -21,7 +21,7 @@ from layerbudget.decisions.joint.adapters import base_of
 from layerbudget.decisions.joint.recipe import gains_of, plan_recipe, sentences, split_recipe
 from layerbudget.errors import InvalidInput, ModelMismatch
 from layerbudget.evaluation.perplexity import perplexity
-from layerbudget.finetuning.text_rows import TextRows
+from layerbudget.finetuning.rows import TextRows
 from layerbudget.models.blocks import partition
 from layerbudget.models.loading import unpacked
 from layerbudget.plan import Plan

@@ -7,13 +7,14 @@ import json
 import pytest
 import torch
 from tests import zoo
+from transformers import TrainerCallback
 
 from layerbudget.cli import main
 from layerbudget.data.text import read_texts
 from layerbudget.errors import InvalidInput, MissingDependency
-from layerbudget.finetuning import finetune as module
-from layerbudget.finetuning import sft
-from layerbudget.finetuning.base import NamedLoader
+from layerbudget.finetuning import training
+from layerbudget.finetuning.adapters import NamedLoader
+from layerbudget.finetuning.finetune import finetune
 from layerbudget.finetuning.protocol import Protocol
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -33,28 +34,31 @@ def plan_for(model):
 
 
 @pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_both_trainers_learn_the_same(packing, tokenizer, rows, tmp_path, monkeypatch):
+def test_both_trainers_learn_the_same(packing, tokenizer, rows, tmp_path):
     texts, plan = read_texts(rows, tokenizer, limit=64), plan_for(zoo.speaker("llama"))
-    loader, seen, made = NamedLoader(lambda seed: zoo.speaker("llama"), {}), {}, module._trainer
-    results = {}
-    for name in ("own", "trl"):
+    loader, seen, results = NamedLoader(lambda seed: zoo.speaker("llama"), {}), {}, {}
 
-        def watched(model, *more, name=name):
-            trainer = made(model, *more)
+    class Watcher(TrainerCallback):
+        """Keeps every batch and its loss."""
+
+        def __init__(self, name):
+            self.name = name
+
+        def attach(self, trainer):
             loss = trainer.compute_loss
 
             def compute(model, inputs, *a, **k):
                 found = loss(model, dict(inputs), *a, **k)
-                seen.setdefault(name, []).append(({k: v.clone() for k, v in inputs.items()}, float(found.detach())))
+                seen.setdefault(self.name, []).append(({k: v.clone() for k, v in inputs.items()}, float(found.detach())))
                 return found
 
             trainer.compute_loss = compute
-            seen[f"{name} trainer"] = type(trainer).__name__
-            return trainer
+            seen[f"{self.name} trainer"] = type(trainer).__name__
 
-        monkeypatch.setattr(module, "_trainer", watched)
+    for name in ("own", "trl"):
         protocol = Protocol(lr=1e-2, epochs=1, batch=4, warmup=2, cutoff=64, packing=packing, trainer=name)
-        results[name] = module.finetune(loader, tokenizer, plan, texts, tmp_path / name, protocol=protocol)
+        options = {"protocol": protocol, "callbacks": [Watcher(name)]}
+        results[name] = finetune(loader, tokenizer, plan, texts, tmp_path / name, **options)
     assert (seen["own trainer"], seen["trl trainer"]) == ("Trainer", "SFTTrainer")
     assert len(seen["own"]) == len(seen["trl"]) > (0 if packing else 4)
     for (ours, loss), (theirs, again) in zip(seen["own"], seen["trl"], strict=True):
@@ -72,22 +76,21 @@ def test_both_trainers_learn_the_same(packing, tokenizer, rows, tmp_path, monkey
 def test_what_it_does_not_take_is_refused_by_name(tokenizer, rows, tmp_path, monkeypatch):
     texts, plan = read_texts(rows, tokenizer, limit=64), plan_for(zoo.speaker("llama"))
     asked = Protocol(trainer="trl")
-    plain, packed = (NamedLoader(lambda seed: None, {"quantised": four}) for four in (False, True))
-    for load, moved, named in ((packed, [], "4 bits"), (plain, [{"fraction": 0.5}], "re-plan")):
+    for settings, replan, named in (({"quantised": True}, False, "4 bits"), ({}, True, "re-plan")):
         with pytest.raises(InvalidInput, match=named):
-            sft.check(asked, load, moved)
-        sft.check(Protocol(), load, moved)
+            training.check(asked, settings, replan=replan, bf16=False)
+        training.check(Protocol(), settings, replan=replan, bf16=False)
     with monkeypatch.context() as patched:
-        patched.setattr(sft, "process_group", lambda: object())
+        patched.setattr(training, "process_group", lambda: object())
         with pytest.raises(InvalidInput, match="several processes"):
-            sft.check(asked, plain)
+            training.check(asked, {}, replan=False, bf16=False)
     with pytest.raises(InvalidInput, match="A plan of experts does not read trainer"):
         asked.check("experts")
     with pytest.raises(InvalidInput, match="one of own, trl"):
         Protocol(trainer="lightning")
-    monkeypatch.setattr(sft.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match=r"layerbudget\[trl\]"):
-        module.finetune(NamedLoader(lambda seed: None, {}), tokenizer, plan, texts, tmp_path / "o", protocol=asked)
+        finetune(NamedLoader(lambda seed: None, {}), tokenizer, plan, texts, tmp_path / "o", protocol=asked)
     assert not (tmp_path / "o").exists()
 
 

@@ -13,11 +13,10 @@ from layerbudget.cli import main
 from layerbudget.data.encoding import IGNORE
 from layerbudget.data.text import read_texts
 from layerbudget.errors import InvalidInput, NotEnoughText
-from layerbudget.finetuning.base import NamedLoader
+from layerbudget.finetuning.adapters import NamedLoader, load_adapter
 from layerbudget.finetuning.finetune import finetune
-from layerbudget.finetuning.loading import load_adapter
 from layerbudget.finetuning.protocol import Protocol
-from layerbudget.finetuning.text_rows import TextRows, rows_of
+from layerbudget.finetuning.rows import TextRows, rows_of
 
 
 @pytest.fixture

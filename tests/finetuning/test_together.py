@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 import layerbudget as lb
 from layerbudget.cli import main
-from layerbudget.finetuning.together import Shares
+from layerbudget.finetuning.training import FilledOrder
 
 
 def command(folder, plan, out, *more):
@@ -88,15 +88,15 @@ def same(one, two, seeds=(0,)):
     return worst
 
 
-def continues(folder, out, rows, launch):
+def continues(folder, out, kept, rows, launch):
     """A run whose last checkpoint is half written, taken up by ``launch`` (or by this process), ends in the same adapter."""
     adapter = out / "seed-0" / "adapter" / "adapter_model.safetensors"
-    before = load_file(adapter)
+    before = {k: v.clone() for k, v in load_file(adapter).items()}
     for name in ("result.json", "manifest.json", "adapter/adapter_model.safetensors"):
-        (out / "seed-0" / name).unlink(missing_ok=True)
-    last = max((out / "seed-0" / "checkpoints").iterdir(), key=lambda f: int(f.name[11:]))
+        (kept / "seed-0" / name).unlink(missing_ok=True)
+    last = max((kept / "seed-0" / "checkpoints").iterdir(), key=lambda f: int(f.name[11:]))
     (last / "trainer_state.json").write_text("{")  # the one before it counts
-    words = command(folder, "ranks.json", out, *rows, "--resume")
+    words = command(folder, "ranks.json", out, *rows, "--resume", str(kept), "--overwrite")
     if launch:
         done = launch(["-m", "layerbudget", *words])
         assert done.returncode == 0, done.stderr[-3000:]
@@ -114,14 +114,14 @@ def both(folder, tmp_path, plan, *more):
     return done
 
 
-def test_every_row_of_a_pass_is_learned_once_and_in_the_order_of_one_process():
-    alone, shared = Shares(11, 4, 7, 0, 1), [Shares(11, 4, 7, rank, 4) for rank in range(4)]
+def test_an_epoch_is_the_order_of_one_process_and_then_rows_that_teach_nothing():
+    alone, shared = FilledOrder(11, 1, 7), FilledOrder(11, 4, 7)
     for epoch in (0, 1):
-        passes = [list(s) for s in (alone, *shared)]
-        for k, expected in enumerate(passes[0]):
-            parts = [found[k] for found in passes[1:]]
-            assert all(parts) and sorted(i for p in parts for i in p if i < 11) == sorted(expected), epoch
-    assert passes[1][2] != [11] and passes[4][2] == [11]  # three rows for four processes
+        for order in (alone, shared):
+            order.set_epoch(epoch)
+        expected = list(alone)
+        alone.set_epoch(epoch)
+        assert sorted(expected) == list(range(11)) and list(shared) == [*expected, 11] and len(shared) == 12
 
 
 def test_two_processes_train_the_adapter_of_one(speaker, tmp_path):
@@ -134,12 +134,12 @@ def test_two_processes_that_share_weights_train_the_adapter_of_one(speaker, tmp_
     """There is one batch of held-out rows, so one process runs it for the other's sake alone."""
     script = tmp_path / "shared.py"  # a process holds half of everything while it trains
     script.write_text(
-        "import sys\nfrom layerbudget.cli import main\nfrom layerbudget.finetuning import sharding\n"
-        "found, gather = [], sharding.trained\n"
+        "import sys\nfrom layerbudget.cli import main\nfrom layerbudget.finetuning import training\n"
+        "found, gather = [], training.trained\n"
         "def seen(model):\n"
         "    found.append(sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters()))\n"
         "    return gather(model)\n"
-        "sharding.trained = seen\ncode = main(sys.argv[1:])\nsys.exit(code or (not found or max(found) > 0.6))\n"
+        "training.trained = seen\ncode = main(sys.argv[1:])\nsys.exit(code or (not found or max(found) > 0.6))\n"
     )
     words = ("--data", str(speaker / "rows.jsonl"), "--seeds", "0", "1", "--epochs", "1")
     assert main(command(speaker, "ranks.json", tmp_path / "one", *words)) == 0
@@ -168,7 +168,7 @@ def test_what_processes_cannot_share_refuses_by_name(speaker, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     for sentence in (
         "A batch of 15 rows does not divide between 2 processes", "A re-plan (--replan) is not shared",
-        "A batch of 9 rows in 9 passes does not divide", "DeepSpeed is not shared", "gradients (--start) is not shared",
+        "A batch of 9 rows in 9 passes does not divide", "DeepSpeed is not shared", "gradients is not shared",
         "--batch 14", "FSDP's version is 1", "Add --fsdp_version 2", "--fsdp_offload_params is not read",
     ):  # fmt: skip
         assert sentence in said, sentence
@@ -177,16 +177,18 @@ def test_what_processes_cannot_share_refuses_by_name(speaker, tmp_path):
 
 def test_parts_train_some_seeds_each_and_a_run_puts_them_together(speaker, tmp_path, capsys):
     few = ("--data", str(speaker / "rows.jsonl"), "--train-rows", "16", "--epochs", "1", "--seeds", "0", "1")
-    out = tmp_path / "parts"
+    out, kept = tmp_path / "parts", tmp_path / "kept"
     for part in ("1/2", "2/2"):
-        assert main(command(speaker, "ranks.json", out, *few, "--part", part, "--resume")) == 0
-        assert not (out / "result.json").exists()
-    kept = {seed: (out / f"seed-{seed}" / "result.json").stat().st_mtime_ns for seed in (0, 1)}
-    assert main(command(speaker, "ranks.json", out, *few, "--resume")) == 0
-    assert kept == {seed: (out / f"seed-{seed}" / "result.json").stat().st_mtime_ns for seed in (0, 1)}
+        assert main(command(speaker, "ranks.json", out, *few, "--part", part, "--resume", str(kept))) == 0
+        assert not out.exists()
+    results = {seed: kept / f"seed-{seed}" / "result.json" for seed in (0, 1)}
+    before = {seed: file.stat().st_mtime_ns for seed, file in results.items()}
+    assert main(command(speaker, "ranks.json", out, *few, "--resume", str(kept))) == 0
+    assert before == {seed: file.stat().st_mtime_ns for seed, file in results.items()}
     assert json.loads((out / "result.json").read_text())["seeds"] == [0, 1]
     capsys.readouterr()
     for wrong, said in (
+        (("--part", "1/2"), "Add --resume DIR"),
         (("--part", "2/3"), "The part is 2/3 of 2 seeds"), (("--part", "x"), "not I/N"),
         (("--part", "1/2", "--overwrite"), "--overwrite has no meaning for a part"),
     ):  # fmt: skip
@@ -231,12 +233,14 @@ def test_labels_are_shared_by_a_head_and_by_a_language_model(encoder, speaker, t
 def test_resume_overwrite_and_accelerate(speaker, tmp_path):
     """Two processes continue what one began, and the other way round; `accelerate launch` starts them too."""
     rows = ("--data", str(speaker / "rows.jsonl"))
-    both(speaker, tmp_path, "ranks.json", *rows)
-    for out, launch in ((tmp_path / "one", launched), (tmp_path / "two", None)):
-        continues(speaker, out, rows, launch)
+    for name, run in (("one", None), ("two", launched)):
+        words = command(speaker, "ranks.json", tmp_path / name, *rows, "--resume", str(tmp_path / f"{name}-kept"))
+        assert (main(words) if run is None else run(["-m", "layerbudget", *words]).returncode) == 0
+    for name, launch in (("one", launched), ("two", None)):
+        continues(speaker, tmp_path / name, tmp_path / f"{name}-kept", rows, launch)
     words = ["-m", "layerbudget", *command(speaker, "ranks.json", tmp_path / "two", *rows)]
     refused = launched(words)
-    assert refused.returncode != 0 and "holds results already" in " ".join(refused.stderr.split())
+    assert refused.returncode != 0 and "exists already" in " ".join(refused.stderr.split())
     start = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     start += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", "1", "--main_process_port", "29613"]
     done = subprocess.run(
@@ -276,13 +280,14 @@ def test_one_process_continues_what_shared_weights_began_and_the_other_way_round
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "29614", "--use_fsdp"]
     environment = {k: v for k, v in os.environ.items() if "FSDP" not in k} | {"OMP_NUM_THREADS": "1"}
-    words = ["-m", "layerbudget", *command(speaker, "ranks.json", tmp_path / "two", *rows)]
+    kept = {name: tmp_path / f"{name}-kept" for name in ("one", "two")}
+    words = ["-m", "layerbudget", *command(speaker, "ranks.json", tmp_path / "two", *rows, "--resume", str(kept["two"]))]
     for version, code in (("1", 2), ("2", 0)):
         start = [*launch, "--fsdp_version", version, *words]
         done = subprocess.run(start, capture_output=True, text=True, env=environment, timeout=500)
         assert bool(done.returncode) == bool(code), done.stderr[-3000:]
         assert code == 0 or "FSDP's version is 1" in " ".join(done.stderr.split())
-    assert main(command(speaker, "ranks.json", tmp_path / "one", *rows)) == 0
+    assert main(command(speaker, "ranks.json", tmp_path / "one", *rows, "--resume", str(kept["one"]))) == 0
     assert same(tmp_path / "one", tmp_path / "two") < 1e-3
-    for out, launch in ((tmp_path / "one", launched), (tmp_path / "two", None)):
-        continues(speaker, out, rows, launch)
+    for name, launch in (("one", launched), ("two", None)):
+        continues(speaker, tmp_path / name, kept[name], rows, launch)

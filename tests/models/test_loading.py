@@ -8,7 +8,7 @@ from tests import zoo
 
 from layerbudget.cli import main
 from layerbudget.errors import InvalidInput
-from layerbudget.finetuning.base import classifier_loader
+from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.models.loading import describe_place, load_model
 
 

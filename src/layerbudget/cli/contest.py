@@ -134,7 +134,7 @@ def _text_bench(a: argparse.Namespace, kind: str) -> Any:
 def _task_bench(a: argparse.Namespace) -> Any:
     from ..comparison.bench import TaskBench
     from ..data.tasks import load_task
-    from ..finetuning.base import classifier_loader
+    from ..finetuning.adapters import classifier_loader
     from ..finetuning.protocol import Protocol
     from ..models.loading import load_tokenizer
 

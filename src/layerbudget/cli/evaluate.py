@@ -95,7 +95,7 @@ def _measured(arguments: argparse.Namespace, name: str, adapter: str | None, sou
     model = load_named(named, four_bit=arguments.four_bit)
     _expect(arguments, named, model, sets)
     if adapter:
-        from ..finetuning.loading import load_adapter
+        from ..finetuning.adapters import load_adapter
 
         model = load_adapter(model, adapter)
     result: dict[str, Any] = {"model": name, "adapter": adapter, "perplexity": {}, "tasks": {}}

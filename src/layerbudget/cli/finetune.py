@@ -68,9 +68,9 @@ def register(subparsers: Any) -> None:
         choices=ALPHA_POLICIES,
         help="scale of an update by its rank: one alpha/r everywhere (default), one alpha (alpha/r), or rsLoRA's alpha/sqrt(r)",
     )
-    parser.add_argument("--resume", action="store_true", help="keep finished seeds, continue unfinished ones")
+    parser.add_argument("--resume", metavar="DIR", help="keep finished seeds and checkpoints here; a stopped run goes on")
     parser.add_argument("--against", metavar="DIR", help="paired tests against another result folder (of a uniform plan, say)")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="train every N-th seed only: N processes share --out")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="train every N-th seed only: N processes share --resume")
     parser.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the adapters and results")
     parser.set_defaults(handler=handler)
 
@@ -79,16 +79,11 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, predict, summarise over seeds, and compare where asked."""
     from ..data.tasks import NAMES, load_task
     from ..data.text import read_texts
-    from ..execution.processes import is_main
-    from ..finetuning.base import classifier_loader
-    from ..finetuning.compare import compare, read_result
+    from ..finetuning.adapters import classifier_loader
     from ..finetuning.finetune import finetune
     from ..models.loading import load_tokenizer
-    from ..records import dumps, write_text
 
     part = _part(arguments)
-    if arguments.against:
-        read_result(arguments.against)  # before the training
     if arguments.task not in NAMES:
         refuse(arguments, ("data_dir",), "a task in a file of its own" if arguments.task else "--data")
     if arguments.task:
@@ -124,19 +119,15 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
             ),
             tokenizer, plan, task, arguments.out, protocol=protocol,
             checkpointing=arguments.gradient_checkpointing, seeds=arguments.seeds, resume=arguments.resume,
-            overwrite=arguments.overwrite, bf16=arguments.bf16, quiet=True,
-            callbacks=_callbacks(arguments, plan, progress), progress=None, part=part,
+            overwrite=arguments.overwrite, bf16=arguments.bf16, replan=arguments.replan, against=arguments.against,
+            progress=progress, part=part,
         )  # fmt: skip
     _show(arguments.console, result)
     if recipe is not None:
         result = {**result, "recipe": _recounted(arguments, recipe, result["seeds"][0])}
-    if arguments.against:
-        result["against"] = compare(arguments.out, arguments.against)
-        if is_main():
-            write_text(Path(arguments.out) / "against.json", dumps(result["against"]), overwrite=True)
-        for split, tests in result["against"].items():
-            arguments.console.print(f"{split}: {tests['verdict']}")
-            arguments.console.print(f"{split}, in detail: {tests['samples']['sentence']}")
+    for split, tests in result.get("against", {}).items():
+        arguments.console.print(f"{split}: {tests['verdict']}")
+        arguments.console.print(f"{split}, in detail: {tests['samples']['sentence']}")
     return {**result, "output": arguments.out}
 
 
@@ -228,22 +219,6 @@ def _validated_plan(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
         return recipe.ranks, base, recipe
     plan.validate(describe(base, arguments.model))
     return plan, base, None
-
-
-def _callbacks(arguments: argparse.Namespace, plan: Any, progress: Any) -> Any:
-    """What makes the callbacks of one seed: the steps for the bar, and a re-plan where asked."""
-    from ..finetuning.replan import Replan
-    from ..finetuning.steps import step_callback
-
-    seeds = iter(range(len(arguments.seeds) + 1))  # the first call, before any seed, asks what belongs to the identity
-
-    def made() -> list[Any]:
-        found: list[Any] = [] if arguments.replan is None else [Replan(plan, fraction=arguments.replan)]
-        if progress is not None:
-            found.append(step_callback(progress, f"seed {next(seeds)} of {len(arguments.seeds)}"))
-        return found
-
-    return made
 
 
 def _show(console: Any, result: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from ..decisions.bits.runtimes import find_runtime
 from ..decisions.bits.sensitivity import rounding_damage
 from ..errors import CoverageError, InvalidInput
 from ..evaluation.perplexity import perplexity, predicted
-from ..finetuning.base import Loader
+from ..finetuning.adapters import Loader
 from ..finetuning.finetune import finetune
 from ..finetuning.protocol import Protocol
 from ..finetuning.rows import Rows, is_causal
@@ -159,7 +159,6 @@ class TaskBench(Bench):
         protocol: Numbers of the training.
         samples: Training rows that scores are made from.
         by: Partition.
-        folder: Where runs are kept; a temporary one by default.
     """
 
     load: Loader
@@ -169,7 +168,6 @@ class TaskBench(Bench):
     protocol: Protocol = dataclasses.field(default_factory=Protocol)
     samples: int = 64
     by: str = "layer"
-    folder: Path | None = None
     unit: str = "mistakes per question"
 
     def __post_init__(self) -> None:
@@ -198,12 +196,10 @@ class TaskBench(Bench):
     def measure(self, plan: Plan, seed: int) -> dict[str, Any]:
         """``{values[questions] (1 where wrong), spent, passes, parameters}`` of the model that the plan trains."""
         with tempfile.TemporaryDirectory() as scratch:
-            out = Path(self.folder or scratch) / f"{plan.digest}-{seed}"
-            record = finetune(
-                self.load, self.tokenizer, plan, self.task, out, protocol=self.protocol, seeds=(seed,),
-                resume=self.folder is not None,
-            )  # fmt: skip
-            predicted = _predictions(out, seed)[str(self.split)]
+            out = Path(scratch) / "out"
+            record = finetune(self.load, self.tokenizer, plan, self.task, out, protocol=self.protocol, seeds=(seed,))
+            found = json.loads((out / f"seed-{seed}" / "result.json").read_text(encoding="utf-8"))
+        predicted = found["predictions"][str(self.split)]
         truth = [e.label for e in self.task.evaluation[str(self.split)]]
         wrong = [float(p != y) for p, y in zip(predicted, truth, strict=True)]
         steps = self.protocol.epochs * len(self.task.train)
@@ -211,10 +207,6 @@ class TaskBench(Bench):
             "values": wrong, "spent": plan.budget["spent"], "passes": {"forward": steps, "backward": steps},
             "parameters": record["trained_parameters"],
         }  # fmt: skip
-
-
-def _predictions(folder: Path, seed: int) -> dict[str, list[int]]:
-    return json.loads((folder / f"seed-{seed}" / "result.json").read_text(encoding="utf-8"))["predictions"]
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -1,165 +1,43 @@
-"""Fine-tune ranks or experts by a plan on a labelled task or on text, over seeds, and keep what paired tests need.
+"""Fine-tune ranks or experts by a plan on a labelled task or on text, over seeds, and compare two of them by paired tests.
 
-Every seed leaves a folder with the adapter, the predictions for every held-out row and its metrics; a run that was stopped
-continues where it was: finished seeds are kept, an unfinished one resumes from its last checkpoint.
+A result is a folder: of every seed the adapter, the predictions for every held-out row and its metrics; the summary over seeds,
+the plan, and what the held-out rows are. It appears whole, or not at all. Meanwhile ``resume`` keeps a checkpoint per epoch and
+every finished seed in a folder of its own, from which a run that was stopped continues.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
-import math
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-import torch
+import numpy as np
 from torch import nn
 
 from ..data.tasks import Task
 from ..data.text import Texts
 from ..decisions.ranks.apply import fold_scales
-from ..errors import InvalidInput
+from ..errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
 from ..evaluation import statistics
-from ..execution.processes import broadcast, is_main, process_group
+from ..execution.processes import broadcast, is_main
 from ..models.provenance import computation, versions
 from ..plan import Plan
-from ..records import dumps, made_by, write_text
+from ..records import dumps, made_by, read_json, write_text
+from ..storage import folders, reading
 from ..storage.writing import check_space, real, whole
-from . import seeds as seeds_of
-from . import sft, sharding
-from .adapt import started
-from .base import Loader, NamedLoader
+from . import training
+from .adapters import Loader, started
 from .protocol import Protocol
-from .rows import Rows
-from .steps import logging_before_saving, mean_loss
-from .text_rows import TextRows, answers_of, rows_of
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import Trainer, TrainingArguments
+from .rows import answers_of, rows_of
+from .tracking import Replan
 
 logger = logging.getLogger(__name__)
-
-
-def _arguments(
-    folder: Path, model: nn.Module, protocol: Protocol, seed: int, steps: int, *, cpu: bool, bf16: bool, checkpointing: bool,
-    quiet: bool,
-) -> TrainingArguments:  # fmt: skip
-    from transformers import TrainingArguments
-
-    options: dict[str, Any] = {}
-    together = process_group()
-    per_device = protocol.batch // protocol.accumulation // (together.size if together else 1)
-    if checkpointing:  # later releases of transformers renamed it
-        new = "activation_checkpointing" in {f.name for f in dataclasses.fields(TrainingArguments)}
-        name = "activation_checkpointing" if new else "gradient_checkpointing"
-        options = {name: True, f"{name}_kwargs": {"use_reentrant": False}}
-    options |= sharding.arguments(model)
-    arguments = TrainingArguments(
-        output_dir=str(folder / "checkpoints"), seed=seed, data_seed=seed, num_train_epochs=protocol.epochs,
-        per_device_train_batch_size=per_device, gradient_accumulation_steps=protocol.accumulation,
-        learning_rate=protocol.lr, lr_scheduler_type="linear", warmup_steps=min(protocol.warmup, steps // 2),
-        weight_decay=protocol.weight_decay, max_grad_norm=protocol.clip, optim="adamw_torch", bf16=bf16, use_cpu=cpu,
-        save_strategy="epoch", save_total_limit=2, logging_steps=10, report_to=[], remove_unused_columns=False,
-        disable_tqdm=quiet, dataloader_num_workers=0, **options,
-    )  # fmt: skip
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # several cards would be one DataParallel, with several times the batch
-    return arguments
-
-
-def train_one(
-    model: nn.Module, rows: Rows | TextRows, task: Task | Texts, protocol: Protocol, seed: int, folder: Path, *,
-    bf16: bool = False, checkpointing: bool = False, resume: bool = False, quiet: bool = True, callbacks: Sequence[Any] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """Train one seed and predict every held-out row.
-
-    Args:
-        model: An adapted model.
-        rows: The encoder of the task's rows.
-        task: The task.
-        protocol: Numbers of the run.
-        seed: Seed of the order of rows and of dropout.
-        folder: Where checkpoints and the adapter go.
-        bf16: Autocast in bfloat16; always on where the base is held in it.
-        checkpointing: Compute activations again in the backward pass instead of keeping them.
-        resume: Continue from the last checkpoint where there is one.
-        quiet: No progress bar.
-        callbacks: Further callbacks of the Trainer (a re-plan, for instance).
-
-    Returns:
-        ``metrics`` by split with ``predictions`` (of text: ``losses`` by row), and the training loss.
-    """
-    from transformers import PrinterCallback, set_seed
-
-    if not rows.causal and protocol.accumulation > 1:
-        raise InvalidInput(
-            f"accumulation is {protocol.accumulation} for a classification head.",
-            "It is 1 there: transformers drops the item count for such heads, and gradients grow with the accumulation.",
-            "Use a smaller batch, or accumulation 1.",
-        )
-    read = rows.training()
-    steps = math.ceil(len(read) / protocol.batch) * math.ceil(protocol.epochs)
-    device = sharding.place(next(model.parameters()).device)
-    half = bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters())
-    arguments = _arguments(
-        folder, model, protocol, seed, steps, cpu=device.type == "cpu", bf16=half, checkpointing=checkpointing, quiet=quiet
-    )
-    set_seed(seed)
-    checkpoint = broadcast(lambda: seeds_of.last_whole(folder)) if resume else None
-    for callback in callbacks:
-        if checkpoint is not None and hasattr(callback, "restore"):
-            callback.restore(model, checkpoint)
-    trainer = _trainer(model, arguments, read, rows, protocol, callbacks)
-    trainer.remove_callback(PrinterCallback)  # it writes to stdout, which belongs to --json
-    for callback in callbacks:
-        if hasattr(callback, "attach"):
-            callback.attach(trainer)
-    with whole(folder):
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if protocol.alpha_policy != "constant-ratio":
-        fold_scales(model, protocol.ratio)  # what is saved has one scale, as servers assume
-    state = sharding.trained(model) if sharding.wanted() else None
-    if is_main():
-        with whole(folder):
-            cast("PeftModel", model).save_pretrained(str(folder / "adapter"), state_dict=state)
-    result: dict[str, Any] = {
-        "seed": seed,
-        "training_loss": mean_loss(trainer.state.log_history),
-        "steps": trainer.state.global_step,
-    }
-    if (together := process_group()) is not None:
-        result["processes"] = together.size
-    with torch.autocast(device.type, torch.bfloat16, enabled=half and not bf16):
-        result |= rows.judge(model)
-    return result
-
-
-def _trainer(
-    model: nn.Module, arguments: TrainingArguments, read: Sequence[dict[str, Any]], rows: Rows | TextRows, protocol: Protocol,
-    callbacks: Sequence[Any],
-) -> Trainer:  # fmt: skip
-    """The Trainer of one process, or of several that share its passes."""
-    from transformers import Trainer
-
-    from ..decisions.experts.method import BalanceScale
-    from .together import SharedTrainer
-
-    options: dict[str, Any] = {
-        "model": model, "args": arguments, "data_collator": rows.collate,
-        "callbacks": [BalanceScale(), logging_before_saving()(), *callbacks, seeds_of.sealing()],
-    }  # fmt: skip
-    together = process_group()
-    if protocol.trainer == "trl":
-        return sft.sft_trainer(model, arguments, read, cast(TextRows, rows), options["callbacks"])
-    if together is None:
-        return Trainer(train_dataset=cast(Any, read), **options)
-    if sharding.wanted():
-        from .sharded import ShardedTrainer
-
-        return ShardedTrainer(together, read, protocol.batch // protocol.accumulation, causal=rows.causal, **options)
-    return SharedTrainer(together, read, protocol.batch // protocol.accumulation, causal=rows.causal, **options)
+_IDENTITY, _RESULT, _CHECKPOINTS = "identity.json", "result.json", "checkpoints"
 
 
 def finetune(
@@ -171,134 +49,213 @@ def finetune(
     *,
     protocol: Protocol,
     seeds: Sequence[int] = (0,),
-    resume: bool = False,
+    resume: Path | str | None = None,
     overwrite: bool = False,
     bf16: bool = False,
     checkpointing: bool = False,
-    quiet: bool = True,
-    callbacks: Callable[[], Sequence[Any]] = tuple,
-    progress: Callable[[int, int], None] | None = None,
+    replan: float | None = None,
+    against: Path | str | None = None,
+    callbacks: Sequence[Any] = (),
+    progress: Callable[[int, int, str], None] | None = None,
     part: tuple[int, int] = (1, 1),
 ) -> dict[str, Any]:
-    """Fine-tune a plan over seeds.
+    """Fine-tune a plan over seeds; return the record that is also written to ``result.json``.
 
     Args:
-        load: ``seed -> model``; see :func:`layerbudget.finetuning.base.classifier_loader`.
+        load: ``seed -> model``; see :func:`layerbudget.finetuning.adapters.classifier_loader`.
         tokenizer: The model's tokenizer.
         plan: A plan of ranks or experts.
         task: A labelled task, or rows of text (:func:`layerbudget.data.text.read_texts`) for a language model.
         out: Folder of the results; one sub-folder per seed.
         protocol: Numbers of the run.
         seeds: Seeds; each sets the head, the adapters' start and the order of rows.
-        resume: Keep finished seeds and continue unfinished ones.
-        overwrite: Replace the results of an earlier run in ``out`` (what its manifests name; files of yours stay). They are
-            set aside, removed when the new run is complete, and put back when it fails.
+        resume: Folder that keeps finished seeds, and a checkpoint per epoch of the others; a run continues with what is there.
+        overwrite: Replace the results of an earlier run in ``out`` when the new ones are complete.
         bf16: Autocast in bfloat16; always on where the base is held in it.
         checkpointing: Compute activations again in the backward pass instead of keeping them.
-        quiet: No progress bars of the Trainer.
-        callbacks: Makes the callbacks of one seed.
-        progress: Called with seeds done and in total.
-        part: ``(i, n)``: train every n-th seed only, beginning with the i-th (from 1), and write no summary.
+        replan: Plan again once, after this fraction of the training (:class:`layerbudget.finetuning.tracking.Replan`).
+        against: Another result folder, for paired tests.
+        callbacks: Further callbacks of the Trainer; they must not change numbers.
+        progress: Called with steps done, steps in total, and what is at work.
+        part: ``(i, n)``: train every n-th seed only, beginning with the i-th (from 1), into ``resume``, and write no results.
 
     Returns:
-        The record that is also written to ``result.json``: per split and metric the mean, the standard error and the
-        values by seed; trained parameters; the plan's and the task's digests.
+        Per split and metric the mean, the standard error and the values by seed; trained parameters; the plan's and the
+        task's digests; ``against``, see :func:`compare`.
 
     Raises:
-        AlreadyExists: ``out`` holds results and neither ``resume`` nor ``overwrite`` is set, or seeds of another plan, task,
-            protocol, precision or version.
-        InvalidInput: A seed is named twice, ``resume`` and ``overwrite`` together, a number of the protocol that the plan
-            does not read, or what several processes cannot share.
+        AlreadyExists: ``out`` holds something that is not replaced, or ``resume`` seeds of another plan, task, protocol,
+            precision or version.
+        InvalidInput: A seed is named twice, a part without ``resume``, a number of the protocol that the plan does not read,
+            or what several processes cannot share.
         CoverageError: The recount differs from the plan.
     """
-    from .together import check
-
-    out = real(out)
     if len(set(seeds)) < len(seeds) or not seeds:
         raise InvalidInput(
             f"The seeds are {list(seeds)}.", "At least one, each once: a repeated run is no sample.", "Drop some."
         )
+    if part[1] > 1 and resume is None:
+        raise InvalidInput("A part of the seeds was asked for without resume.", "It keeps them there.", "Add --resume DIR.")
     protocol.check(plan.kind)
-    if resume and overwrite:
-        raise InvalidInput("resume and overwrite were given together.", "One keeps what the other removes.", "Leave one out.")
-    moved = [c.describe() for c in callbacks() if hasattr(c, "describe")]
-    check(protocol, load, moved, bf16=bf16)
-    sharding.check()
-    sft.check(protocol, load, moved)
-    broadcast(lambda: seeds_of.check_free(out, resume=resume, overwrite=overwrite))
+    settings = getattr(load, "settings", None)
+    training.check(protocol, settings or {}, replan=replan is not None, bf16=bf16)
+    if replan is not None:
+        Replan(plan, fraction=replan)
+    if against is not None:
+        read_result(against)
+    broadcast(lambda: folders.check_folder(out, overwrite=overwrite))
     identity = {
-        "plan": plan.digest, "task": task.digest, "protocol": dataclasses.asdict(protocol), "bf16": bf16,
-        "base": dict(load.settings) if isinstance(load, NamedLoader) else computation(load(seeds[0])),
-        "versions": versions(("torch", "transformers", "peft", *sft.packages(protocol))),
-    }  # fmt: skip
-    if moved:  # they change numbers too
-        identity["callbacks"] = moved
-    with seeds_of.replacing(out) if overwrite and is_main() else contextlib.nullcontext():
-        return _over_seeds(
-            load, tokenizer, plan, task, out, protocol, seeds, identity, progress=progress, resume=resume, bf16=bf16,
-            callbacks=callbacks, checkpointing=checkpointing, quiet=quiet, part=part,
-        )  # fmt: skip
+        "plan": plan.digest,
+        "task": task.digest,
+        "protocol": dataclasses.asdict(protocol),
+        "bf16": bf16,
+        "base": computation(load(seeds[0])) if settings is None else dict(settings),
+        "versions": versions(("torch", "transformers", "peft", *(("trl",) if protocol.trainer == "trl" else ()))),
+        **({"replan": replan} if replan is not None else {}),
+    }
 
+    def seed_in(place: Path, seed: int, keep: bool, phase: str) -> dict[str, Any]:
+        """The record of a seed, which lies finished in a folder, or is trained into it."""
+        folder = place / f"seed-{seed}"
+        record = broadcast(lambda: _finished(folder, identity)) if keep else None
+        if record is not None:
+            return record
+        plain = load(seed)
+        rows = rows_of(task, tokenizer, plain, protocol)
+        model = started(plain, plan, protocol, rows, task)
+        check_space({folder: _room(model, keep)})
+        own = [*callbacks, *_callbacks(plan, replan)]
+        checkpoint = broadcast(lambda: _begin(folder, identity)) if keep else None
+        for callback in own if checkpoint is not None else ():
+            if hasattr(callback, "restore"):
+                callback.restore(model, checkpoint)
+        options: dict[str, Any] = {
+            "bf16": bf16,
+            "checkpointing": checkpointing,
+            "callbacks": own,
+            "progress": progress,
+            "phase": phase,
+        }
+        with whole(folder):
+            found = training.train(
+                model, rows, protocol, seed, folder / _CHECKPOINTS, keep=keep, checkpoint=checkpoint, **options
+            )
+            _save(model, folder, protocol)
+        record = {"seed": seed, **found, **training.judge(model, rows, bf16=bf16), "identity": identity}
+        record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if is_main():
+            write_text(folder / _RESULT, dumps(record), overwrite=True)
+            if keep:
+                folders.seal(folder, ("adapter", _RESULT))
+            else:
+                shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
+        return record
 
-def _over_seeds(
-    load: Loader, tokenizer: Any, plan: Plan, task: Task | Texts, out: Path, protocol: Protocol, seeds: Sequence[int],
-    identity: dict[str, Any], *, callbacks: Callable[[], Sequence[Any]], progress: Callable[[int, int], None] | None,
-    part: tuple[int, int], **options: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Train what is missing, seed by seed, and write the summary."""
-    results, trained = [], 0
-    seeds = seeds[part[0] - 1 :: part[1]]
-    for done, seed in enumerate(seeds):
-        folder = out / f"seed-{seed}"
-        record = broadcast(lambda folder=folder: seeds_of.kept(folder, identity))  # type: ignore[misc]
-        if record is None:
-            plain = load(seed)
-            rows = rows_of(task, tokenizer, plain, protocol)
-            protocol.check(plan.kind, causal=rows.causal)
-            model = started(plain, plan, protocol, rows, task)
-            check_space({folder: _room(model)})
-            if is_main():
-                seeds_of.begin(folder, identity)
-            record = train_one(model, rows, task, protocol, seed, folder, callbacks=list(callbacks()), **options)
-            record["identity"] = identity
-            record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            if is_main():
-                seeds_of.finish(folder, record)
-        results.append(record)
-        trained = record["trained_parameters"]
-        if progress:
-            progress(done + 1, len(seeds))
-    summary = {
-        "schema_version": 1, "task": task.name, "metric": task.metric, "rows": _counts(task), "kind": plan.kind,
-        "rule": plan.rule, "trained_parameters": trained, "seeds": list(seeds), "identity": identity,
-        "metrics": _summary(results), "one_class": _one_class(results),
-    }  # fmt: skip
-    if part[1] == 1:
-        broadcast(lambda: _write_summary(out, summary, task, plan))
+    with contextlib.ExitStack() as stack:
+        if part[1] == 1:
+            staging = broadcast(lambda: stack.enter_context(folders.new_folder(out, overwrite=overwrite)))
+        place = staging if resume is None else real(resume)
+        own = list(seeds[part[0] - 1 :: part[1]])
+        results = [seed_in(place, s, resume is not None, f"seed {i + 1} of {len(own)}") for i, s in enumerate(own)]
+        summary: dict[str, Any] = {
+            "schema_version": 1,
+            "task": task.name,
+            "metric": task.metric,
+            "rows": {"train": len(task.train), **{split: len(rows) for split, rows in task.evaluation.items()}},
+            "kind": plan.kind,
+            "rule": plan.rule,
+            "trained_parameters": results[-1]["trained_parameters"],
+            "seeds": own,
+            "identity": identity,
+            "metrics": _summary(results),
+            "one_class": {
+                split: [r["seed"] for r in results if r.get("one_class", {}).get(split) is not None]
+                for split in results[0]["metrics"]
+            },
+        }
+        if part[1] == 1 and is_main():
+            for seed in seeds if place != staging else ():
+                for name in ("adapter", _RESULT):
+                    source, target = place / f"seed-{seed}" / name, staging / f"seed-{seed}" / name
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copytree(source, target) if source.is_dir() else shutil.copyfile(source, target)
+            write_text(staging / _RESULT, dumps({**summary, "made_by": made_by()}))
+            write_text(staging / "labels.json", dumps(answers_of(task)))
+            plan.save(staging / "plan.json")
+            if against is not None:
+                summary["against"] = compare(staging, against, names=(Path(out).name, Path(against).name))
+                write_text(staging / "against.json", dumps(summary["against"]))
     return summary
 
 
-def _room(model: nn.Module) -> int:
+def _callbacks(plan: Plan, replan: float | None) -> list[Any]:
+    """What a seed's training needs beside the plan's adapters."""
+    found: list[Any] = [] if replan is None else [Replan(plan, fraction=replan)]
+    if plan.kind == "experts":
+        from ..decisions.experts.method import BalanceScale
+
+        found.append(BalanceScale())
+    return found
+
+
+def _room(model: nn.Module, keep: bool) -> int:
     """Bytes that one seed may take at once: the adapter, and three checkpoints of it with the moments of the optimiser."""
-    return sum(p.numel() * (4 + 3 * (p.element_size() + 8)) for p in model.parameters() if p.requires_grad)
+    checkpoints = 3 if keep else 0
+    return sum(p.numel() * (4 + checkpoints * (p.element_size() + 8)) for p in model.parameters() if p.requires_grad)
 
 
-def _write_summary(out: Path, summary: dict[str, Any], task: Task | Texts, plan: Plan) -> None:
-    write_text(out / "result.json", dumps({**summary, "made_by": made_by()}), overwrite=True)
-    write_text(out / "labels.json", dumps(answers_of(task)), overwrite=True)
-    seeds_of.seal_summary(out, plan)
+def _begin(folder: Path, identity: Mapping[str, Any]) -> Path | None:
+    """Say which run a seed's folder belongs to; its last checkpoint whose files are what was written. Others are removed."""
+    write_text(folder / _IDENTITY, dumps({"schema_version": 1, "identity": identity}), overwrite=True)
+    found = [f for f in (folder / _CHECKPOINTS).glob("checkpoint-*") if f.is_dir() and f.name[11:].isdigit()]
+    for checkpoint in sorted(found, key=lambda f: -int(f.name[11:])):
+        if folders.broken(checkpoint) == []:
+            return checkpoint
+        logger.warning("%s is half written or broken, and removed.", checkpoint)
+        shutil.rmtree(checkpoint)
+    if found:
+        logger.warning("%s has no whole checkpoint: the seed begins anew.", folder)
+    return None
 
 
-def _counts(task: Task | Texts) -> dict[str, int]:
-    """Rows that were trained on and held out."""
-    return {"train": len(task.train), **{split: len(rows) for split, rows in task.evaluation.items()}}
+def _finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Record of a finished seed; ``None`` where there is none, an unfinished one of the same run, or one that is broken."""
+    wanted = json.loads(dumps(identity))
+    found = {name: _record(folder / name) for name in (_IDENTITY, _RESULT)}
+    for record in found.values():
+        held = record.get("identity") if record else None
+        differing = [key for key in {**wanted, **held} if held.get(key) != wanted.get(key)] if isinstance(held, dict) else []
+        if differing:
+            raise AlreadyExists(
+                f"{folder} holds a run with another {' and '.join(differing)}.",
+                "Seeds are continued, and averaged, only with the same plan, task, protocol, base and versions.",
+                "Choose another folder for --resume.",
+            )
+    if not (folder / _RESULT).is_file():
+        return None
+    wrong = folders.broken(folder)
+    if found[_RESULT] is None or wrong is None or wrong:
+        logger.warning("%s is not whole (%s): the seed is trained again.", folder, ", ".join(wrong or [folders.MANIFEST]))
+        return None
+    return found[_RESULT]
 
 
-def _one_class(results: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
-    """Seeds, by split, whose model gave every row the same label: its accuracy is that label's share."""
-    return {
-        split: [r["seed"] for r in results if r.get("one_class", {}).get(split) is not None] for split in results[0]["metrics"]
-    }
+def _record(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        return reading.read(path, "finetune", as_type=dict[str, Any])
+    except CorruptFile:
+        logger.warning("%s is broken.", path)
+        return None
+
+
+def _save(model: Any, folder: Path, protocol: Protocol) -> None:
+    if protocol.alpha_policy != "constant-ratio":
+        fold_scales(model, protocol.ratio)  # what is saved has one scale, as servers assume
+    state = training.trained(model) if training.shares_weights() else None
+    if is_main():
+        model.save_pretrained(str(folder / "adapter"), state_dict=state)
 
 
 def _summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -310,3 +267,73 @@ def _summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
             mean, error = statistics.mean_and_error(values)
             summary[split][name] = {"value": mean, "stderr": error, "by_seed": values}
     return summary
+
+
+def read_result(folder: Path | str) -> dict[str, Any]:
+    """Return the summary of a fine-tuning folder.
+
+    Raises:
+        NotFound: It holds none.
+        CorruptFile: Its ``result.json`` is of something else.
+    """
+    path, remedy = Path(folder) / _RESULT, "Point to a folder that `layerbudget finetune` wrote."
+    if not path.is_file():
+        raise NotFound(f"{folder} has no {_RESULT}.", "", remedy)
+    record = read_json(path, "finetune") if path.stat().st_size else {}
+    lacking = [k for k in ("seeds", "identity", "task", "metric", "rule") if k not in record]
+    if lacking:
+        raise CorruptFile(f"{path} holds no fine-tuning ({', '.join(lacking)} missing).", "", remedy)
+    return record
+
+
+def compare(first: Path | str, second: Path | str, names: tuple[str, str] | None = None) -> dict[str, Any]:
+    """Return paired tests between two result folders of the same task.
+
+    Args:
+        first: Folder that :func:`finetune` wrote.
+        second: Another one, for example of a uniform plan.
+        names: What the two are called where their rules are the same; the folders' names by default.
+
+    Returns:
+        By split: ``seeds`` (paired t over shared seeds, the task's metric; null below two), ``samples`` (McNemar over all
+        questions of the first shared seed; for text a paired t over its held-out rows), each with a sentence, and ``verdict``:
+        whether another training would do the same, which only seeds can say.
+
+    Raises:
+        NotFound, CorruptFile: A folder without results of fine-tuning.
+        InvalidInput: Different tasks, or no shared seed.
+    """
+    places = [Path(first), Path(second)]
+    a, b = (read_result(folder) for folder in places)
+    shared = [s for s in a["seeds"] if s in b["seeds"]]
+    one, other = (a["rule"], b["rule"]) if a["rule"] != b["rule"] else names or (places[0].name, places[1].name)
+    if a["identity"]["task"] != b["identity"]["task"] or not shared:
+        raise InvalidInput(
+            f"{one} holds {a['task']} with seeds {a['seeds']}, {other} holds {b['task']} with seeds {b['seeds']}.",
+            "The same task and at least one shared seed are needed.",
+            "Run both with the same --task and --seeds.",
+        )
+    labels = json.loads((places[0] / "labels.json").read_text(encoding="utf-8"))
+    runs = [[json.loads((f / f"seed-{s}" / _RESULT).read_text(encoding="utf-8")) for s in shared] for f in places]
+    outcome: dict[str, Any] = {}
+    for split, truth in labels.items():
+        values = [[r["metrics"][split][a["metric"]] for r in side] for side in runs]
+        over_seeds = statistics.paired_t(*values) if len(shared) > 1 else None
+        lower = a["metric"] == "loss"
+        if lower:
+            mine, theirs = (side[0]["losses"][split] for side in runs)
+            over_samples = statistics.paired_t(mine, theirs, truth)
+        else:
+            right = [np.asarray(side[0]["predictions"][split]) == np.asarray(truth) for side in runs]
+            over_samples = statistics.mcnemar(*right)
+        size = over_samples.size(one, other, "nats per token" if lower else "accuracy")
+        samples = f"The trainings of seed {shared[0]} alone, over held-out rows: {size}. That says nothing of another training."
+        seeds = over_seeds and over_seeds.sentence(one, other, a["metric"], lower_is_better=lower)
+        single = "One training each: whether another would do the same cannot be said. Train both with two seeds or more."
+        outcome[split] = {
+            "metric": a["metric"],
+            "verdict": f"Over {len(shared)} trainings each: {seeds}" if seeds else single,
+            "seeds": {**vars(over_seeds), "sentence": seeds} if over_seeds else None,
+            "samples": {**vars(over_samples), "sentence": samples},
+        }
+    return outcome

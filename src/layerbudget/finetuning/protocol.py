@@ -37,7 +37,7 @@ class Protocol:
         weight_decay: AdamW's.
         clip: Largest gradient norm.
         start: ``default`` (PEFT's), or ``gradients``: ranks start in the top directions of the task's gradient.
-        trainer: ``own``, or ``trl``: TRL's SFTTrainer, for ranks on rows of text (:mod:`layerbudget.finetuning.sft`).
+        trainer: ``own``, or ``trl``: TRL's SFTTrainer, for ranks on rows of text.
     """
 
     lr: float = 1e-3

@@ -1,53 +1,83 @@
-"""Rows of a labelled task as tensors: pairs of sentences for an encoder's head, prompt and answer for a causal LM."""
+"""Rows as batches: labelled ones for a head or as prompt and answer, text for a language model, padded or packed.
+
+Packed rows stand one behind another in a sequence of at most ``cutoff`` tokens, positions starting anew with each; transformers
+masks attention by those positions. First-fit by falling length wastes little; whether the model keeps rows apart is tried on
+two of them before anything is trained.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..data.encoding import IGNORE, Encoded, pad_of
 from ..data.tasks import Example, Task
+from ..data.text import Texts
+from ..errors import InvalidInput
 from ..evaluation import statistics
+from ..execution.divergence import sequence_losses
 from ..execution.processes import rounds, total
+from .protocol import Protocol
 
-IGNORE = -100
+Row = dict[str, Any]
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether a model predicts next tokens (else it carries a classification head)."""
+    """Return whether a model predicts next tokens (else it carries a classification head)."""
     return "SequenceClassification" not in type(model).__name__
 
 
-def _collate(rows: Sequence[dict[str, Any]], pad: int) -> dict[str, torch.Tensor]:
-    longest = max(len(r["input_ids"]) for r in rows)
+class _Batches:
+    """Rows of one tokenizer as padded batches, and their sorted evaluation."""
 
-    def padded(values: Sequence[int], fill: int) -> list[int]:
-        return [*values, *[fill] * (longest - len(values))]
+    def __init__(self, tokenizer: Any, cutoff: int) -> None:
+        self.tokenizer, self.cutoff, self.pad = tokenizer, cutoff, pad_of(tokenizer)
 
-    batch = {
-        "input_ids": torch.tensor([padded(r["input_ids"], pad) for r in rows]),
-        "attention_mask": torch.tensor([padded([1] * len(r["input_ids"]), 0) for r in rows]),
-    }
-    if "token_type_ids" in rows[0]:
-        batch["token_type_ids"] = torch.tensor([padded(r["token_type_ids"], 0) for r in rows])
-    if isinstance(rows[0]["labels"], list):
-        batch["labels"] = torch.tensor([padded(r["labels"], IGNORE) for r in rows])
-    else:
-        batch["labels"] = torch.tensor([r["labels"] for r in rows])
-    return batch
+    def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Return rows padded behind their tokens to a batch; a pack has positions instead of a mask."""
+        length = max(len(r["input_ids"]) for r in rows)
+        fills = {"input_ids": self.pad, "token_type_ids": 0, "labels": IGNORE, "attention_mask": 0}
+
+        def filled(name: str, values: Any) -> Any:
+            if isinstance(values, int):
+                return values
+            rest = length - len(values)
+            return [*values, *(range(rest) if name == "position_ids" else [fills[name]] * rest)]
+
+        batch = {name: torch.tensor([filled(name, r[name]) for r in rows]) for name in rows[0]}
+        if "position_ids" not in rows[0]:
+            batch["attention_mask"] = torch.tensor([filled("attention_mask", [1] * len(r["input_ids"])) for r in rows])
+        return batch
+
+    @torch.no_grad()
+    def evaluated(
+        self, model: nn.Module, rows: Sequence[Row], measure: Callable[[Tensor, Tensor], Tensor], batch: int
+    ) -> np.ndarray:
+        """Return ``measure(logits, labels)`` of every row, shape ``(n,)``; processes share the batches, and all call it."""
+        model.eval()
+        device, found = next(model.parameters()).device, np.zeros(len(rows))
+        order = np.argsort([len(r["input_ids"]) for r in rows], kind="stable")
+        for start, counts in rounds(range(0, len(order), batch)):
+            part = order[start : start + batch]
+            inputs = {k: v.to(device) for k, v in self.collate([rows[i] for i in part]).items()}
+            labels = inputs.pop("labels")
+            values = measure(model(**inputs).logits, labels)
+            if counts:
+                found[part] = values.cpu().numpy()
+        return total(found)
 
 
-def metrics_of(labels: Sequence[int], predicted: statistics.Labels, classes: int) -> dict[str, float]:
-    """Accuracy and Matthews correlation, and F1 of the second label where there are two."""
-    values = {"accuracy": statistics.accuracy(labels, predicted), "matthews": statistics.matthews(labels, predicted)}
-    return {**values, "f1": statistics.f1(labels, predicted)} if classes == 2 else values
+def _sums(logits: Tensor, labels: Tensor) -> Tensor:
+    """Loss of every row, summed over its learned tokens."""
+    return sequence_losses(logits[:, :-1].float(), labels[:, 1:])
 
 
-class Rows:
-    """Encodes examples for one model and one tokenizer.
+class Rows(_Batches):
+    """Labelled examples for one model and one tokenizer.
 
     Args:
         task: The task.
@@ -58,87 +88,181 @@ class Rows:
     """
 
     def __init__(self, task: Task, tokenizer: Any, *, causal: bool, cutoff: int, on_prompt: bool = False) -> None:
-        self.task, self.tokenizer, self.causal = task, tokenizer, causal
-        self.cutoff, self.on_prompt = cutoff, on_prompt
-        pad = tokenizer.pad_token_id
-        self.pad = pad if pad is not None else (tokenizer.eos_token_id or 0)
+        super().__init__(tokenizer, cutoff)
+        self.task, self.causal, self.on_prompt = task, causal, on_prompt
 
-    def encode(self, example: Example) -> dict[str, Any]:
-        """Token ids and labels of one example."""
+    def encode(self, example: Example) -> Row:
+        """Return token ids and labels of one example."""
         if self.causal:
-            return self._answered(example, example.label)
+            return self._answered(example, example.label, self.on_prompt)
         coded = self.tokenizer(example.text, example.pair, truncation=True, max_length=self.cutoff)
-        kept = {k: v for k, v in coded.items() if k in ("input_ids", "token_type_ids")}
-        return {**kept, "labels": example.label}
+        return {**{k: v for k, v in coded.items() if k in ("input_ids", "token_type_ids")}, "labels": example.label}
 
-    def _answered(self, example: Example, answer: int) -> dict[str, Any]:
+    def _answered(self, example: Example, answer: int, on_prompt: bool) -> Row:
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         said = self.tokenizer(self.task.answers[answer], add_special_tokens=False)["input_ids"] + end
         prompt = self.tokenizer(example.prompt)["input_ids"]
         if end and prompt[-1:] == end:
             prompt = prompt[:-1]
         prompt = prompt[max(0, len(prompt) - max(0, self.cutoff - len(said))) :]
-        labels = [*(prompt if self.on_prompt else [IGNORE] * len(prompt)), *said]
-        return {"input_ids": prompt + said, "labels": labels}
+        return {"input_ids": prompt + said, "labels": [*(prompt if on_prompt else [IGNORE] * len(prompt)), *said]}
 
-    def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Pad rows to a batch."""
-        return _collate(rows, self.pad)
-
-    def encoded(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
-        """All examples, encoded once."""
+    def encoded(self, examples: Sequence[Example]) -> list[Row]:
+        """Return all examples, encoded."""
         return [self.encode(e) for e in examples]
 
-    def training(self) -> list[dict[str, Any]]:
-        """What the trainer reads."""
+    def training(self) -> list[Row]:
+        """Return what the trainer reads."""
         return self.encoded(self.task.train)
 
     def judge(self, model: nn.Module) -> dict[str, Any]:
-        """Predictions for every held-out row, what they are worth, and the label where all got the same."""
-        metrics, predictions, one = {}, {}, {}
+        """Return predictions for every held-out row, what they are worth, and the label where all got the same."""
+        metrics: dict[str, dict[str, float]] = {}
+        predictions, one = {}, {}
         for split, examples in self.task.evaluation.items():
-            predicted = self.predict(model, examples)
+            predicted, labels = self.predict(model, examples), [e.label for e in examples]
+            metrics[split] = {
+                "accuracy": statistics.accuracy(labels, predicted),
+                "matthews": statistics.matthews(labels, predicted),
+            }
+            if len(self.task.labels) == 2:
+                metrics[split]["f1"] = statistics.f1(labels, predicted)
             predictions[split] = predicted.tolist()
-            metrics[split] = metrics_of([e.label for e in examples], predicted, len(self.task.labels))
-            same = len(examples) > 1 and len(set(predicted.tolist())) == 1
-            one[split] = self.task.labels[int(predicted[0])] if same else None
+            same = len(examples) > 1 and len(set(predictions[split])) == 1
+            one[split] = self.task.labels[predictions[split][0]] if same else None
         return {"metrics": metrics, "predictions": predictions, "one_class": one}
 
-    @torch.no_grad()
     def predict(self, model: nn.Module, examples: Sequence[Example], batch: int = 32) -> np.ndarray:
-        """Predicted label of every example, shape ``(n,)``.
+        """Return the predicted label of every example, shape ``(n,)``.
 
         A head's largest logit; for a causal LM the possible answer with the largest likelihood given the prompt (summed
-        over its tokens, the end of sequence included), so that no free text has to be parsed. Several processes share the
-        batches, and all call it.
+        over its tokens, the end of sequence included), so that no free text has to be parsed.
         """
-        model.eval()
-        device = next(model.parameters()).device
         if not self.causal:
             rows = self.encoded(examples)
-            order = np.argsort([len(r["input_ids"]) for r in rows], kind="stable")
-            result = np.zeros(len(rows), dtype=np.int64)
-            for start, counts in rounds(range(0, len(rows), batch)):
-                part = order[start : start + batch]
-                inputs = {k: v.to(device) for k, v in self.collate([rows[i] for i in part]).items() if k != "labels"}
-                predicted = model(**inputs).logits.float().argmax(-1).cpu().numpy()
-                if counts:
-                    result[part] = predicted
-            return total(result).astype(np.int64)
-        scored = Rows(self.task, self.tokenizer, causal=True, cutoff=self.cutoff)
+            return self.evaluated(model, rows, lambda logits, _: logits.float().argmax(-1), batch).astype(np.int64)
         owners = [(i, answer) for i, e in enumerate(examples) for answer in range(e.choices)]
-        rows = [scored._answered(examples[i], answer) for i, answer in owners]
-        sums = np.zeros(len(rows))
-        order = np.argsort([len(r["input_ids"]) for r in rows], kind="stable")
-        for start, counts in rounds(range(0, len(rows), batch)):
-            part = order[start : start + batch]
-            inputs = {k: v.to(device) for k, v in self.collate([rows[i] for i in part]).items()}
-            labels = inputs.pop("labels")[:, 1:]
-            chances = model(**inputs).logits[:, :-1].float().log_softmax(-1)
-            taken = chances.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels != IGNORE)
-            if counts:
-                sums[part] = taken.sum(-1).cpu().numpy()
-        table = np.full((len(examples), len(self.task.answers)), -np.inf)
-        for owner, value in zip(owners, total(sums), strict=True):
-            table[owner] = value
-        return table.argmax(-1)
+        rows = [self._answered(examples[i], answer, False) for i, answer in owners]
+        losses = np.full((len(examples), len(self.task.answers)), np.inf)
+        for owner, loss in zip(owners, self.evaluated(model, rows, _sums, batch), strict=True):
+            losses[owner] = loss
+        return losses.argmin(-1)
+
+
+def _packs(rows: Sequence[Encoded], limit: int) -> list[list[int]]:
+    """Indices of the rows that share a sequence of at most ``limit`` tokens (first fit, longest first)."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(rows)), key=lambda i: (-len(rows[i].input_ids), i)):
+        size = len(rows[i].input_ids)
+        place = next((b for b, left in enumerate(room) if left >= size), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(limit)
+        bins[place].append(i)
+        room[place] -= size
+    return bins
+
+
+class TextRows(_Batches):
+    """Rows of text for one language model and its tokenizer.
+
+    Args:
+        task: The rows.
+        tokenizer: The model's tokenizer.
+        cutoff: Longest sequence in tokens.
+        packing: Several rows in one sequence.
+    """
+
+    causal = True
+
+    def __init__(self, task: Texts, tokenizer: Any, *, cutoff: int, packing: bool = False) -> None:
+        super().__init__(tokenizer, cutoff)
+        self.task, self.packing = task, packing
+
+    def encoded(self, examples: Sequence[Encoded]) -> list[Row]:
+        """Return one entry per row."""
+        return [{"input_ids": r.input_ids, "labels": r.labels} for r in examples]
+
+    def training(self) -> list[Row]:
+        """Return what the trainer reads: rows, or packs of them."""
+        examples = self.task.train
+        if not self.packing:
+            return self.encoded(examples)
+        return [self._pack([examples[i] for i in group]) for group in _packs(examples, self.cutoff)]
+
+    def _pack(self, rows: Sequence[Encoded]) -> Row:
+        ids = [i for r in rows for i in r.input_ids]
+        labels = [v for r in rows for v in (IGNORE, *r.labels[1:])]  # nothing before it predicts a row's first token
+        return {"input_ids": ids, "labels": labels, "position_ids": [p for r in rows for p in range(len(r.input_ids))]}
+
+    @torch.no_grad()
+    def check(self, model: nn.Module) -> None:
+        """Refuse packing for a model whose packed rows see one another.
+
+        Raises:
+            InvalidInput: The second of two packed rows has other logits than alone.
+        """
+        cast(Any, model).config.use_cache = False  # with a cache transformers does not look at where positions start anew
+        device, some = next(model.parameters()).device, [Encoded(r.input_ids[:32], r.labels[:32]) for r in self.task.train[:2]]
+        model.eval()
+        inputs = {k: v.to(device) for k, v in self.collate([self._pack(some)]).items() if k != "labels"}
+        together = model(**inputs).logits[0, -1].float()
+        alone = model(input_ids=torch.tensor([some[-1].input_ids], device=device)).logits[0, -1].float()
+        if float((together - alone).abs().max()) > 0.02 * float(alone.abs().max()) + 1e-4:
+            raise InvalidInput(
+                f"{type(model).__name__} lets packed rows see one another.",
+                "Packing needs attention that starts anew where positions do.",
+                "Leave packing out: rows are then padded.",
+            )
+
+    def losses(self, model: nn.Module, examples: Sequence[Encoded], batch: int = 16) -> np.ndarray:
+        """Return the loss of every row, nats per learned token, shape ``(n,)``."""
+        return self.evaluated(model, self.encoded(examples), _sums, batch) / self.learned(examples)
+
+    def judge(self, model: nn.Module) -> dict[str, Any]:
+        """Return the held-out loss with the adapter and, where it can be put aside, without it; losses by row too."""
+        metrics: dict[str, dict[str, float]] = {}
+        rows = {}
+        for split, examples in self.task.evaluation.items():
+            each, weight = self.losses(model, examples), self.learned(examples)
+            metrics[split], rows[split] = {"loss": float(each @ weight / weight.sum())}, each.tolist()
+            if hasattr(model, "disable_adapter"):
+                with cast(Any, model).disable_adapter():
+                    metrics[split]["loss_before"] = float(self.losses(model, examples) @ weight / weight.sum())
+        return {"metrics": metrics, "losses": rows, "one_class": {}}
+
+    @staticmethod
+    def learned(examples: Sequence[Encoded]) -> np.ndarray:
+        """Return the number of learned tokens of every row."""
+        return np.array([sum(v != IGNORE for v in r.labels[1:]) for r in examples], dtype=float)
+
+
+def rows_of(task: Task | Texts, tokenizer: Any, model: nn.Module, protocol: Protocol) -> Rows | TextRows:
+    """Return the batches of a task for a model.
+
+    Raises:
+        InvalidInput: Text for a model with a classification head, packed rows of labels, or packing that the model ignores.
+    """
+    if isinstance(task, Task):
+        for name, given in (("packing", protocol.packing), ("trainer", protocol.trainer != "own")):
+            if given:
+                raise InvalidInput(f"A labelled task does not read {name}.", "It is for rows of text.", "Leave it out.")
+        return Rows(task, tokenizer, causal=is_causal(model), cutoff=protocol.cutoff, on_prompt=protocol.on_prompt)
+    if not is_causal(model):
+        raise InvalidInput(
+            f"{type(model).__name__} is no language model: it cannot learn text.",
+            "Text trains causal language models.",
+            "Name a labelled task with --task.",
+        )
+    rows = TextRows(task, tokenizer, cutoff=protocol.cutoff, packing=protocol.packing)
+    if protocol.packing:
+        rows.check(model)
+    return rows
+
+
+def answers_of(task: Task | Texts) -> dict[str, list[int]]:
+    """Return what is kept beside the results: the label of every held-out row, or its number of learned tokens, by split."""
+    if isinstance(task, Task):
+        return {split: [e.label for e in rows] for split, rows in task.evaluation.items()}
+    return {split: TextRows.learned(rows).astype(int).tolist() for split, rows in task.evaluation.items()}

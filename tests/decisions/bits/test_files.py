@@ -25,7 +25,7 @@ from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
 from layerbudget.exports import EXPORTS
-from layerbudget.finetuning.base import classifier_loader
+from layerbudget.finetuning.adapters import classifier_loader
 from layerbudget.models.loading import describe_place
 from layerbudget.models.offload import mapped
 

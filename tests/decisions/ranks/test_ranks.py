@@ -17,7 +17,7 @@ from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.ranks.apply import adapted_ranks, add_ranks, fold_scales, to_lora_config
 from layerbudget.decisions.ranks.plan import serving_note
 from layerbudget.errors import CoverageError, InvalidInput, ModelMismatch, UnknownBlock
-from layerbudget.finetuning.initialise import initialise_from_gradients
+from layerbudget.finetuning.adapters import initialise_from_gradients
 from layerbudget.plans.explain import explain_plan
 from layerbudget.sensitivity.adapter_space import accumulated_gradients
 

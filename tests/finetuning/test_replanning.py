@@ -17,7 +17,7 @@ from layerbudget.decisions.experts.plan import plan_experts
 from layerbudget.decisions.ranks.apply import adapted_ranks, add_ranks
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
-from layerbudget.finetuning.replan import Replan, replanned, resize, tracked_gains
+from layerbudget.finetuning.tracking import Replan, replanned, resize, tracked_gains
 from layerbudget.scores import Scores
 
 

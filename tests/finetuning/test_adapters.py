@@ -11,9 +11,7 @@ from layerbudget.cli import main
 from layerbudget.decisions.experts.method import add_experts
 from layerbudget.decisions.ranks.apply import add_ranks
 from layerbudget.errors import BadModel, NotFound
-from layerbudget.finetuning.adapt import adapt
-from layerbudget.finetuning.base import classifier_loader
-from layerbudget.finetuning.loading import load_adapter
+from layerbudget.finetuning.adapters import adapt, classifier_loader, load_adapter
 from layerbudget.finetuning.protocol import Protocol
 
 

@@ -1,0 +1,422 @@
+r"""One training by transformers' Trainer: in one process, in several that share every step (DDP), or that share the weights too
+(FSDP2), or by TRL's ``SFTTrainer``.
+
+Every step learns the rows that one process would have learnt: a pass takes the next rows of one seeded order, process r the
+r-th part of them, and behind the last rows of an epoch stand rows of which nothing is learned. With ``l_i`` the loss of a
+learned token (of a row, under a head) and n their number in the whole step, over all processes and passes, the gradient is that
+of ``1 / n sum_i l_i``: that of one process, up to the order of sums.
+
+Under FSDP2 (``accelerate launch --use_fsdp --fsdp_version 2``) every process holds its part of the base and of the adapters,
+and a decoder layer is whole while it runs. What is written is what one process would write: adapters and the optimiser's
+moments are gathered and process 0 saves them, so a run that began under FSDP goes on under DDP or alone, or the other way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.data import Sampler
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+
+from ..data.encoding import IGNORE
+from ..errors import InvalidInput, MissingDependency
+from ..execution.processes import is_main, process_group
+from ..models.blocks import layers
+from ..storage import folders
+from .protocol import Protocol
+from .rows import Rows, TextRows
+
+_ENGINES = {  # of accelerate, by the variable that it sets for the processes it starts
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
+_UNREAD = {  # variables of the launcher that would change what is trained or written
+    "FSDP_OFFLOAD_PARAMS": ("--fsdp_offload_params", "Leave it out."),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("--fsdp_activation_checkpointing", "Use --gradient-checkpointing."),
+    "FSDP_FORWARD_PREFETCH": ("--fsdp_forward_prefetch", "Leave it out."),
+}
+_OPTIMIZER, _SCHEDULER, _WEIGHTS = "optimizer.pt", "scheduler.pt", "adapter_model.safetensors"
+
+
+def _set(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true")
+
+
+def shares_weights() -> bool:
+    """Return whether the launcher asked several processes to share weights (FSDP)."""
+    return _set("ACCELERATE_USE_FSDP") and process_group() is not None
+
+
+def check(protocol: Protocol, settings: Mapping[str, Any], *, replan: bool, bf16: bool) -> None:
+    """Refuse what a trainer or several processes do not do, before anything is loaded or written.
+
+    Args:
+        protocol: Numbers of the run.
+        settings: What the loader says of its base.
+        replan: Whether the plan is made again in mid-training.
+        bf16: Whether bfloat16 autocast was asked for.
+
+    Raises:
+        MissingDependency: TRL is asked for and not installed.
+        InvalidInput: Says what, and what to do.
+    """
+    found = process_group()
+    if protocol.trainer == "trl":
+        if importlib.util.find_spec("trl") is None:
+            remedy = "pip install 'layerbudget[trl]', or leave trainer out."
+            raise MissingDependency("The trainer trl needs TRL, which is not installed.", "", remedy)
+        for given, what in (
+            (found is not None, "several processes"),
+            (settings.get("quantised"), "a base in 4 bits"),
+            (replan, "a re-plan in mid-training"),
+        ):
+            if given:
+                feasible = "It trains ranks on rows of text in one process."
+                raise InvalidInput(f"The trainer trl does not take {what}.", feasible, "Leave trainer out.")
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if found is None:
+        if processes > 1:
+            raise InvalidInput(
+                f"This is one of {processes} processes, which have not joined.",
+                "They find one another before the model is loaded.",
+                "Start `torchrun -m layerbudget finetune ...`, or call layerbudget.execution.processes.join() first.",
+            )
+        return
+    parts = protocol.accumulation * found.size
+    if protocol.batch % parts:
+        passes = f" in {protocol.accumulation} passes" if protocol.accumulation > 1 else ""
+        raise InvalidInput(
+            f"A batch of {protocol.batch} rows{passes} does not divide between {found.size} processes.",
+            f"It is a multiple of {parts}: the batch of all processes together stays what it is with one.",
+            f"Use --batch {max(parts, protocol.batch // parts * parts)}, or another number of processes.",
+        )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    other = precision != "no" and not (precision == "bf16" and bf16)
+    for refused, what, remedy in (
+        (protocol.balance, "The balance loss", "Leave it out: it is a product of shares of a whole batch."),
+        (protocol.start != "default", "A start in the task's gradients", "Leave it out: PEFT's own start is shared."),
+        (replan, "A re-plan (--replan)", "Plan before, and leave --replan out: parameters take other shapes."),
+        (settings.get("quantised"), "A base in 4 bits (--four-bit)", "Use --dtype bfloat16."),
+        (other, f"Accelerate's mixed precision {precision}", "Say --bf16."),
+        *((_set(variable), engine, "Launch plain DDP, or FSDP.") for variable, engine in _ENGINES.items()),
+    ):
+        if refused:
+            raise InvalidInput(f"{what} is not shared between processes.", f"There are {found.size}.", remedy)
+    if shares_weights():
+        _check_fsdp()
+
+
+def _check_fsdp() -> None:
+    for variable, (option, remedy) in _UNREAD.items():
+        if _set(variable):
+            raise InvalidInput(f"{option} is not read by a fine-tuning under FSDP.", "It would be ignored.", remedy)
+    version = os.environ.get("FSDP_VERSION", "2")
+    policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
+    if version != "2":
+        raise InvalidInput(
+            f"FSDP's version is {version}.",
+            "It is 2: the first one cannot hold frozen weights beside trained ones.",
+            "Add --fsdp_version 2.",
+        )
+    if policy not in ("TRANSFORMER_BASED_WRAP", "NO_WRAP"):
+        raise InvalidInput(f"FSDP's policy is {policy}.", "Every decoder layer is one unit.", "Leave it out.")
+
+
+class FilledOrder(Sampler[int]):
+    """The Trainer's seeded order of the rows, and behind it the row that teaches nothing until the last pass is full.
+
+    Args:
+        rows: Number of rows; the one that teaches nothing stands behind them.
+        batch: Rows of one pass over all processes.
+        seed: Seed of the order.
+    """
+
+    def __init__(self, rows: int, batch: int, seed: int) -> None:
+        self.order, self.fill = SeedableRandomSampler(range(rows), data_seed=seed), [rows] * (-rows % batch)
+
+    def __len__(self) -> int:
+        return len(self.order) + len(self.fill)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order
+        yield from self.fill
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch."""
+        self.order.set_epoch(epoch)
+
+
+def _head_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    """Sum over this process's rows, divided by the rows of all."""
+    total = nn.functional.cross_entropy(outputs.logits, labels, reduction="sum", ignore_index=IGNORE)
+    return total / (labels != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else total / num_items_in_batch
+
+
+class _SharedTrainer(Trainer):
+    """A Trainer whose processes share every forward pass."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], batch: int, rank: int, **options: Any) -> None:
+        labels = rows[0]["labels"]
+        blank = {**rows[0], "labels": IGNORE if isinstance(labels, int) else [IGNORE] * len(labels)}
+        self.filled = FilledOrder(len(rows), batch, options["args"].seed)
+        loss = _head_loss if isinstance(labels, int) else None
+        super().__init__(train_dataset=cast(Any, [*rows, blank]), compute_loss_func=loss, **options)
+        torch.manual_seed(options["args"].seed + 1_000_003 * rank)  # dropout differs between processes
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        return self.filled
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor that was shared out, put together on the CPU; every process calls it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor, shared out as another one is."""
+    value = value.to(tensor.device, tensor.dtype)
+    if not isinstance(tensor, DTensor):
+        return value
+    return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """Return what is trained, whole, by name; every process calls it."""
+    return {name: _whole(p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+class _ShardedTrainer(_SharedTrainer):
+    """A Trainer whose processes share the weights too; its checkpoints are those of one process."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Share weights also where processes run on the CPU, which accelerate leaves out in silence."""
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            plugin = FullyShardedDataParallelPlugin(**cast("dict[str, Any]", self.args.fsdp_plugin_args))
+            if state.mixed_precision != "no":
+                plugin.set_mixed_precision(state.mixed_precision)
+            state.distributed_type, state.fsdp_plugin, self.is_fsdp_enabled = DistributedType.FSDP, plugin, True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Gather what is trained; process 0 writes it."""
+        state = trained(cast(nn.Module, self.model))
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer, scheduler = cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
+        held = optimizer.state_dict()
+        held["state"] = {k: {n: _whole(v) for n, v in row.items()} for k, row in held["state"].items()}
+        if self.args.should_save:
+            torch.save(held, Path(output_dir) / _OPTIMIZER)
+            torch.save(scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        own: Any = self.model
+        named = get_peft_model_state_dict(own, state_dict={name: p for name, p in own.named_parameters() if p.requires_grad})
+        with torch.no_grad():
+            for name, value in load_file(Path(resume_from_checkpoint) / _WEIGHTS).items():
+                named[name].copy_(_like(named[name], value))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        held = torch.load(Path(checkpoint) / _OPTIMIZER, map_location="cpu", weights_only=True)
+        optimizer, scheduler = cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
+        order = [p for group in optimizer.param_groups for p in group["params"]]
+        for k, row in held["state"].items():
+            held["state"][k] = {n: _like(order[k], v) if v.shape == order[k].shape else v for n, v in row.items()}
+        optimizer.load_state_dict(held)
+        scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+
+def _sft_trainer(rows: TextRows, arguments: TrainingArguments, read: Sequence[dict[str, Any]], options: Any) -> Trainer:
+    """TRL's trainer on the plan's adapters and the same tokens and mask: it prepares nothing, and its defaults do not apply."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    own = {name: value for name, value in arguments.to_dict().items() if not str(value).startswith("<")}  # hidden tokens
+    config = SFTConfig(**own, max_length=None, packing=False, dataset_kwargs={"skip_prepare_dataset": True})
+    config._n_gpu = min(config.n_gpu, 1)
+    if not rows.packing:  # its own collator pads
+        options.pop("data_collator")
+    return SFTTrainer(
+        args=config,
+        train_dataset=Dataset.from_list(list(read)),
+        processing_class=rows.tokenizer,
+        **options,
+    )
+
+
+class _Watch(TrainerCallback):
+    """Reports every step; logs the loss before a checkpoint is saved, for the run that resumes; seals every checkpoint."""
+
+    def __init__(self, progress: Callable[[int, int, str], None] | None, phase: str) -> None:
+        self.progress, self.phase = progress, phase
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.progress is not None:
+            self.progress(state.global_step, state.max_steps, self.phase)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.progress is None:
+            return
+        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        last = state.global_step == state.max_steps
+        now = "held-out rows" if last else f"loss {losses[-1]:.3f}" if losses else "training"
+        self.progress(state.global_step, state.max_steps, f"{self.phase}, {now}")
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        control.should_log = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        group = process_group()
+        if group is not None:
+            group.barrier()  # every process has its random state in it
+        if is_main():
+            folders.seal(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
+
+
+def mean_loss(history: Sequence[Mapping[str, Any]]) -> float:
+    """Return the mean loss over all steps from a Trainer's log, whose entries are means over the steps since the one before.
+
+    The Trainer's own figure counts only the steps since the last resume.
+
+    >>> mean_loss([{"loss": 4.0, "step": 10}, {"loss": 1.0, "step": 15}, {"train_loss": 9.0, "step": 15}])
+    3.0
+    """
+    total, before = 0.0, 0
+    for entry in history:
+        if "loss" in entry:
+            total += float(entry["loss"]) * (entry["step"] - before)
+            before = entry["step"]
+    return total / max(before, 1)
+
+
+def _arguments(
+    model: nn.Module, protocol: Protocol, seed: int, folder: Path, steps: int, device: torch.device, **options: Any
+) -> TrainingArguments:
+    group = process_group()
+    if options.pop("checkpointing"):  # later releases of transformers renamed it
+        new = "activation_checkpointing" in {f.name for f in dataclasses.fields(TrainingArguments)}
+        name = "activation_checkpointing" if new else "gradient_checkpointing"
+        options |= {name: True, f"{name}_kwargs": {"use_reentrant": False}}
+    if shares_weights():
+        options["fsdp"] = True
+        options["fsdp_config"] = {
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "cpu_ram_efficient_loading": False,
+            "state_dict_type": "FULL_STATE_DICT",
+            "reshard_after_forward": os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"),
+            "transformer_layer_cls_to_wrap": sorted({type(layer).__name__ for _, layer in layers(model)}),
+        }
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        seed=seed,
+        data_seed=seed,
+        num_train_epochs=protocol.epochs,
+        per_device_train_batch_size=protocol.batch // protocol.accumulation // (group.size if group else 1),
+        gradient_accumulation_steps=protocol.accumulation,
+        learning_rate=protocol.lr,
+        lr_scheduler_type="linear",
+        warmup_steps=min(protocol.warmup, steps // 2),
+        weight_decay=protocol.weight_decay,
+        max_grad_norm=protocol.clip,
+        optim="adamw_torch",
+        use_cpu=device.type == "cpu",
+        save_total_limit=2,
+        logging_steps=10,
+        report_to=[],
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+        **options,
+    )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # several cards would be one DataParallel, with several times the batch
+    return arguments
+
+
+def train(
+    model: nn.Module,
+    rows: Rows | TextRows,
+    protocol: Protocol,
+    seed: int,
+    folder: Path,
+    *,
+    keep: bool = False,
+    checkpoint: Path | None = None,
+    bf16: bool = False,
+    checkpointing: bool = False,
+    callbacks: Sequence[Any] = (),
+    progress: Callable[[int, int, str], None] | None = None,
+    phase: str = "training",
+) -> dict[str, Any]:
+    """Train an adapted model; return its mean training loss and the number of steps.
+
+    Args:
+        model: An adapted model.
+        rows: The encoder of the task's rows.
+        protocol: Numbers of the run.
+        seed: Seed of the order of rows and of dropout.
+        folder: Where checkpoints go.
+        keep: Keep a checkpoint per epoch.
+        checkpoint: Continue from this one.
+        bf16: Autocast in bfloat16; always on where the base is held in it.
+        checkpointing: Compute activations again in the backward pass instead of keeping them.
+        callbacks: Further callbacks of the Trainer; one with ``attach`` gets the Trainer.
+        progress: Called with steps done, steps in total, and the phase with the last loss.
+        phase: What is trained.
+    """
+    if not rows.causal and protocol.accumulation > 1:
+        raise InvalidInput(
+            f"accumulation is {protocol.accumulation} for a classification head.",
+            "It is 1 there: transformers drops the item count for such heads, and gradients grow with the accumulation.",
+            "Use a smaller batch, or accumulation 1.",
+        )
+    group, read = process_group(), rows.training()
+    steps = math.ceil(len(read) / protocol.batch) * math.ceil(protocol.epochs)
+    device = group.device if group is not None and shares_weights() else next(model.parameters()).device
+    half = bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters())
+    strategy = {"save_strategy": "epoch" if keep else "no", "bf16": half, "checkpointing": checkpointing}
+    arguments = _arguments(model, protocol, seed, folder, steps, device, **strategy)
+    set_seed(seed)
+    own = [*callbacks, _Watch(progress, phase)]
+    options: dict[str, Any] = {"model": model, "data_collator": rows.collate, "callbacks": own}
+    if protocol.trainer == "trl":
+        trainer = _sft_trainer(cast(TextRows, rows), arguments, read, options)
+    elif group is None:
+        trainer = Trainer(train_dataset=cast(Any, read), args=arguments, **options)
+    else:
+        kind = _ShardedTrainer if shares_weights() else _SharedTrainer
+        trainer = kind(read, protocol.batch // protocol.accumulation, group.rank, args=arguments, **options)
+    trainer.remove_callback(PrinterCallback)  # it writes to stdout, which belongs to --json
+    for callback in callbacks:
+        if hasattr(callback, "attach"):
+            callback.attach(trainer)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    found = {"training_loss": mean_loss(trainer.state.log_history), "steps": trainer.state.global_step}
+    return {**found, **({"processes": group.size} if group else {})}
+
+
+def judge(model: nn.Module, rows: Rows | TextRows, *, bf16: bool) -> dict[str, Any]:
+    """Return what a trained model does on the held-out rows, under autocast where its base is in bfloat16."""
+    half = any(p.dtype == torch.bfloat16 for p in model.parameters())
+    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=half and not bf16):
+        return rows.judge(model)
