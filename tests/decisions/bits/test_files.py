@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 import re
@@ -19,7 +20,7 @@ from layerbudget.cli import main
 from layerbudget.decisions.bits import apply as A
 from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
-from layerbudget.decisions.bits.export import dynamic, layer_config
+from layerbudget.decisions.bits.export import auto_round, gptq_model, llama_cpp
 from layerbudget.decisions.bits.gguf import GgufWriter
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
@@ -151,14 +152,17 @@ def test_llama_cpp_computes_the_same(tmp_path):
 
 
 def test_recipes_for_other_tools():
-    formats = {"model.layers.0.mlp.up_proj": "w4-g32", "model.layers.0.mlp.down_proj": "bf16"}
-    assert layer_config(formats)["model.layers.0.mlp.up_proj"]["group_size"] == 32
-    rules = dynamic(formats)
-    assert re.match(next(iter(rules))[2:], "model.layers.0.mlp.up_proj")
+    model = wide("llama")
+    plan = planned(model, "compressed-tensors", 4.2)
+    formats, made = plan.extra["formats"], json.loads(auto_round(plan))
+    assert {n: f"w{w['bits']}-g{w['group_size']}" for n, w in made.items()} == dict(formats)
+    with pytest.raises(InvalidInput, match="holds no gguf formats"):
+        llama_cpp(plan)
+    given = {n: "w4-g32" for n in formats} | {next(iter(formats)): "bf16"}
+    rules = json.loads(gptq_model(dataclasses.replace(plan, extra={**plan.extra, "formats": given})))
+    assert [next(r for r in rules if re.match(r[2:], n))[:2] for n in given] == ["-:", *["+:"] * (len(given) - 1)]
     with pytest.raises(InvalidInput, match="GPTQModel has no 5 bits"):
-        dynamic({"a": "w5-g32"})
-    with pytest.raises(InvalidInput, match="holds no compressed-tensors formats"):
-        dynamic({"a": "Q4_0"})
+        gptq_model(dataclasses.replace(plan, extra={**plan.extra, "formats": dict.fromkeys(formats, "w5-g32")}))
 
 
 def test_nothing_half_written(tmp_path, monkeypatch):
@@ -277,9 +281,8 @@ def test_a_packed_folder_serves_every_verb_and_refuses_by_name_what_it_cannot(tm
     out, small = tmp_path / "out", ("--samples", "2", "--length", "12", "--quiet")
     model = wide("llama")
     write_bits(model, planned(model, "compressed-tensors", 4.2), out, tokenizer=tokenizer)
-    assert main(["evaluate", str(out), "--windows", "2", "--length", "12", "--quiet"]) == 0
     assert main(["score", str(out), *small, "-o", str(tmp_path / "s.json")]) == 0
-    assert main(["measure", str(out), "--sparsity", "0.5", *small, "-o", str(tmp_path / "p.json")]) == 0
+    zoo.plan(lb.load_model(str(out))).save(tmp_path / "p.json")
     assert main(["prune", str(out), str(tmp_path / "p.json"), *small, "-o", str(tmp_path / "pruned")]) == 0
     capsys.readouterr()
     for option in ("--stream", "--four-bit"):

@@ -1,8 +1,7 @@
-"""Round a model by a plan of bits: in place, or into files, layer after layer.
+"""Round a model by a plan of bits: in place, or into files.
 
-A piece (what lies outside the layers, then every layer) is rounded, packed and handed to the writer of its family, which holds
-one file of limited size, before the next piece is looked at. This is the same for models in memory and in their files; of a
-streamed model one layer is at hand at a time and dropped when it has been written. Finished pieces can be kept, in the form in
+The model goes piece by piece: what lies outside the layers, then every layer. A piece is rounded, packed and written before
+the next one is looked at. Of a streamed model one layer is in memory at a time. Finished pieces can be kept in the form in
 which they go to the file, so that a run that was stopped continues; it writes the same bytes.
 """
 
@@ -48,18 +47,18 @@ _Writer = PackedWriter | GgufWriter
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantisationReceipt(Record):
-    """The record of one written model.
+    """The record of one written model, counted again from its files.
 
     Attributes:
         method: The quantiser.
         family: ``gguf`` or ``compressed-tensors``.
         plan_digest: Content hash of the plan.
         model: ``{id, revision, digest}`` before rounding.
-        modules: ``{name: {format, bytes}}``, counted from the file.
-        bytes: Of all planned matrices, counted.
+        modules: ``{name: {format, bytes}}``.
+        bytes: Of all planned matrices.
         planned: What the plan says; equal, or nothing is written.
-        tensors: Bytes of all tensors of the file.
-        file: Size of the file.
+        tensors: Bytes of all tensors.
+        file: Size of the files.
         bits: Bits per weight of the planned matrices.
         notes: Everything that deserves a sentence.
         versions: Of the packages.
@@ -130,10 +129,10 @@ def round_matrices(
     progress: Progress | None = None,
     **own: Any,
 ) -> list[str]:
-    """Round matrices in place; returns notes.
+    """Round matrices in place, those without a format stay; see :func:`apply_bits`. Returns notes.
 
     Embedding and head come first and are rounded to nearest; then the layers, each with the inputs that the rounded model
-    below it gives. Arguments are those of :func:`apply_bits`; matrices without a format stay as they are.
+    below it gives.
 
     Raises:
         InvalidInput: An unknown method or format, missing data, a shape that a format does not divide.
@@ -141,7 +140,7 @@ def round_matrices(
         MissingDependency: GGUF formats without the package gguf.
     """
     rounding = _Rounding(model, method, data, own)
-    rounding.run(_pieces(model, formats), data, batch_size, progress)
+    rounding.run(_pieces(model, formats), batch_size, progress)
     return rounding.notes
 
 
@@ -196,8 +195,11 @@ def write_bits(
     with new_folder(out_dir, overwrite=overwrite) as folder:
         gguf = plan.extra["family"] == GGUF
         rounding.writer = GgufWriter(model, tokenizer, formats, folder) if gguf else PackedWriter(model, formats, folder)
-        rounding.parts = _parts(resume, rounding, plan, data, batch_size)
-        rounding.run(pieces, data, batch_size, progress)
+        request: dict[str, Any] = {"plan": plan.digest, "method": rounding.quantiser.name, "options": dict(rounding.options)}
+        request |= request_of(model, computing=rounding.data is not None)
+        request |= {} if rounding.data is None else {"data": rounding.data.digest, "batch_size": batch_size}
+        rounding.parts = Parts(resume, request)
+        rounding.run(pieces, batch_size, progress)
         return _finish(folder, tokenizer, plan, rounding, rounding.writer)
 
 
@@ -235,6 +237,7 @@ class _Rounding(Treating):
         need_data(quantiser, data)
         super().__init__(model, quantiser, own)
         self.quantiser: Quantiser = quantiser
+        self.data = None if quantiser.statistic == "none" else data
         self.offloaded = mapped(model)
         self.writer: _Writer | None = None
         self.parts = Parts(None)
@@ -249,12 +252,10 @@ class _Rounding(Treating):
             self.rounded.setdefault(name, []).append(dataclasses.replace(done, weight=weight[:0]))
         return done.weight.to(weight.dtype)
 
-    def run(self, pieces: Sequence[_Piece], data: CalibrationSet | None, batch_size: int, progress: Progress | None) -> None:
+    def run(self, pieces: Sequence[_Piece], batch_size: int, progress: Progress | None) -> None:
         """Round all pieces, and write them; what was written into a streamed model leaves the memory after that."""
-        reads = self.quantiser.statistic != "none" and data is not None
-        walk = Walk(self.model, data, batch_size=batch_size) if reads and data is not None else None
-        offloaded = self.offloaded
-        tick = Steps(progress, len(pieces))
+        walk = None if self.data is None else Walk(self.model, self.data, batch_size=batch_size)
+        offloaded, tick = self.offloaded, Steps(progress, len(pieces))
         with inference(self.model):
             try:
                 for piece in pieces:
@@ -304,22 +305,12 @@ class _Rounding(Treating):
             self.parts.put(piece.part, "safetensors", lambda path: save_file(held, path, metadata=words))
 
 
-def _parts(folder: Path | str | None, rounding: _Rounding, plan: Plan, data: CalibrationSet | None, batch_size: int) -> Parts:
-    """Finished pieces of this very run: everything that changes a byte of them is its request."""
-    if folder is None:
-        return Parts(None)
-    model, offloaded = rounding.model, rounding.offloaded
-    request: dict[str, Any] = {
-        "plan": plan.digest,
-        "model": describe(model)["digest"],
-        "method": rounding.quantiser.name,
-        "options": dict(rounding.options),
-        "versions": versions(),
-        "precision": str(next(model.parameters()).dtype if offloaded is None else offloaded.dtype),
-    }
-    if rounding.quantiser.statistic != "none" and data is not None:
-        request |= {"data": data.digest, "batch_size": batch_size, "computation": computation(model)}
-    return Parts(folder, request)
+def request_of(model: nn.Module, *, computing: bool) -> dict[str, Any]:
+    """Return what numbers depend on beside text and options: the model and its precision, and what computes with it."""
+    offloaded = mapped(model)
+    dtype = next(model.parameters()).dtype if offloaded is None else offloaded.dtype
+    own = {"model": describe(model)["digest"], "versions": versions(), "precision": str(dtype)}
+    return {**own, "computation": computation(model)} if computing else own
 
 
 def _finish(folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, writer: _Writer) -> QuantisationReceipt:

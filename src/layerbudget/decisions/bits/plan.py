@@ -18,9 +18,7 @@ from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
-from ...models.blocks import describe
 from ...models.offload import mapped
-from ...models.provenance import computation, versions
 from ...plan import Plan
 from ...progress import Progress, say
 from ...records import Block, check_output, digest, to_jsonable
@@ -28,7 +26,7 @@ from ...registry import options_of
 from ...scores import Scores
 from ...sensitivity.directional.originals import Originals
 from ...storage.parts import Parts
-from .apply import round_matrices
+from .apply import request_of, round_matrices
 from .blocks import formats_table, modules_by_name
 from .program import check_bits, other_plan, plan_from_table
 from .sensitivity import DenseOutput, mean_and_error, rounding_damage
@@ -60,7 +58,9 @@ def plan_bits(
         check: Held-out tokens; without them nothing is checked.
         bits: Mean bits per weight of the blocks, scales and padding counted.
         budget: Bytes of all tensors of the file instead, such as ``"1.2 GiB"``.
-        rule: See :func:`~layerbudget.decisions.bits.program.plan_from_table`.
+        rule: ``choices`` (the exact program), ``uniform`` (one format for all, what is left is spread evenly), ``mix`` (as
+            llama.cpp's mixes: a better format for head, embedding, values and some down projections) or ``ends`` (a better
+            format for the first and last layers).
         batch_size: Sequences per forward.
         resume: Folder that keeps the damages and every plan's check as they are finished; other budgets may use it too.
         save_scores: File that keeps what was measured, for other budgets.
@@ -70,7 +70,8 @@ def plan_bits(
         **options: Other options of :func:`~layerbudget.decisions.bits.sensitivity.rounding_damage`.
 
     Returns:
-        The plan; ``extra["check"]`` has joint KL and perplexity of plan and baselines.
+        The plan. ``extra`` has the format of every matrix, the predicted damage with its error, near ties, what the rules
+        without a program would have given at the same budget, and the check.
 
     Raises:
         InfeasibleBudget: A budget below the smallest plan; said before anything is measured.
@@ -86,18 +87,16 @@ def plan_bits(
     if data is None:
         raise InvalidInput("A model is planned on calibration tokens.", "", "Pass data.")
     if check is not None and mapped(source) is not None:
-        raise CoverageError(
-            "The check puts whole plans into the model, and the weights of a streamed model stay in their files.",
-            "",
-            "Leave the check out (--check 0), or use --no-stream.",
-        )
+        told = "The check puts whole plans into the model, and the weights of a streamed model stay in their files."
+        raise CoverageError(told, "", "Leave the check out (--check 0), or use --no-stream.")
     check_bits(bits)
     if save_scores is not None:
         check_output(save_scores, overwrite=overwrite)
     options |= {"unwritten": unwritten}
     own = options_of(formats_table)
     formats_table(source, **{k: v for k, v in options.items() if k in own}).limit(bits, budget)
-    parts = _parts(resume, source, data, check, {"batch_size": batch_size, **options})
+    held = {"data": data.digest, "check": None if check is None else check.digest}
+    parts = Parts(resume, {**request_of(source, computing=True), **held, "options": {"batch_size": batch_size, **options}})
 
     def measure() -> Any:
         found = rounding_damage(source, data, batch_size=batch_size, progress=progress, **options)
@@ -113,25 +112,6 @@ def plan_bits(
     return check_plan(source, plan, scores, data, check, batch_size, parts)
 
 
-def _parts(
-    folder: Path | str | None, model: nn.Module, data: CalibrationSet, check: CalibrationSet | None, options: Mapping[str, Any]
-) -> Parts:
-    """The store of a run; everything but the budget belongs to its request."""
-    if folder is None:
-        return Parts(None)
-    offloaded = mapped(model)
-    request = {
-        "model": describe(model)["digest"],
-        "data": data.digest,
-        "check": check.digest if check is not None else None,
-        "options": dict(options),
-        "versions": versions(),
-        "computation": computation(model),
-        "streamed": None if offloaded is None else str(offloaded.dtype),
-    }
-    return Parts(folder, request)
-
-
 def check_plan(
     model: nn.Module,
     plan: Plan,
@@ -141,17 +121,7 @@ def check_plan(
     batch_size: int = 8,
     parts: Parts | None = None,
 ) -> Plan:
-    """Return a plan with the check of it as a whole, or the baseline that beat it, which then says so.
-
-    Args:
-        model: The dense model; left as it was.
-        plan: The plan.
-        scores: What it was made from.
-        data: Calibration tokens, for quantisers that read inputs.
-        check: Held-out tokens.
-        batch_size: Sequences per forward.
-        parts: The store of finished checks.
-    """
+    """Return a plan with the check of it as a whole on held-out tokens, or the baseline that beat it, which then says so."""
     parts = parts or Parts(None)
     plans = {plan.rule: plan} | {n: other_plan(plan, scores, n) for n in BESIDE if n != plan.rule}
     dense = DenseOutput(model, check, batch_size)

@@ -1,8 +1,6 @@
 """From the damage of every format to a plan of bits: the exact program, and what people do without one. No torch.
 
-A record of the estimator ``rounding`` holds the exact bytes of every block in every format and the damage with its standard
-error (:mod:`layerbudget.decisions.bits.sensitivity`). A plan gives every block one format: ``value`` is its bits per weight,
-everything counted, ``count`` its bytes.
+A plan gives every block one format: ``value`` is its bits per weight, everything counted, ``count`` its bytes.
 """
 
 from __future__ import annotations
@@ -155,7 +153,7 @@ def _bits_up(size: int, numel: int) -> float:
 
 
 def check_bits(bits: float | None) -> None:
-    """Refuse mean bits per weight that no plan can have; a budget below the smallest format is found with the table.
+    """Refuse mean bits per weight that no plan can have.
 
     Raises:
         InvalidInput: Not above 0, or above the largest format.
@@ -166,19 +164,7 @@ def check_bits(bits: float | None) -> None:
 
 
 def plan_from_table(scores: Scores, *, bits: float | None = None, budget: str | None = None, rule: str = "choices") -> Plan:
-    """Return the plan with the least total damage within a budget, from damages that are known.
-
-    Args:
-        scores: A record of the damage of every format.
-        bits: Mean bits per weight of the blocks, scales and padding counted.
-        budget: Bytes of all tensors of the file instead, such as ``"1.2 GiB"``.
-        rule: ``choices`` (the exact program), ``uniform`` (one format for all, what is left is spread evenly), ``mix`` (as
-            llama.cpp's mixes: a better format for head, embedding, values and some down projections) or ``ends`` (a better
-            format for the first and last layers).
-
-    Returns:
-        The plan. ``extra`` has the format of every matrix, the predicted damage with its error, near ties, and what the
-        rules without a program would have given at the same budget.
+    """Return a plan from damages that are known: :func:`~layerbudget.decisions.bits.plan.plan_bits` of scores.
 
     Raises:
         InfeasibleBudget: The smallest plan is larger.
