@@ -20,31 +20,28 @@ import torch
 from layerbudget.compressors.base import Level, find_quantiser, find_treatment
 from layerbudget.data.text import calibration
 from layerbudget.decisions.sparsity.apply import prune
-from layerbudget.decisions.sparsity.sequential import plan_directional
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.decisions.sparsity.treated import TreatedModel, Units
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.execution.loss import IGNORE, logits_of, sampled_targets, summed_loss, unlabelled
 from layerbudget.execution.sites import Collector
 from layerbudget.models.loading import load_model, load_tokenizer
-from layerbudget.sensitivity.directional.decisions import Decisions
-from layerbudget.sensitivity.directional.directional import fisher_along
-from layerbudget.sensitivity.directional.point import TrustRegion
+from layerbudget.sensitivity.directional.terms import fisher_along, quadratic_terms
 from layerbudget.solvers.rounding import round_parameters
 
 RESULTS = Path(__file__).parent / "results"
+EIGHT = {"passes": 27}  # eight steps
 ABLATION = {
-    "first term": {"steps": 8},
-    "second term only, 2 draws": {"steps": 8, "draws": 2, "terms": "second"},
-    "both, 1 draw": {"steps": 8, "draws": 1},
-    "both, 2 draws": {"steps": 8, "draws": 2},
-    "both, 4 draws": {"steps": 8, "draws": 4},
-    "both, 8 draws": {"steps": 8, "draws": 8},
-    "first term, trust 0.03": {"steps": 8, "trust": 0.03},
-    "first term, trust 0.12": {"steps": 8, "trust": 0.12},
-    "first term, cross-fitted": {"crossfit": True, "passes": 50},
-    "first term, cap 0.9": {"steps": 8, "max_sparsity": 0.9},
-    "rows, first term": {"steps": 8, "by": "rows:1"},
-    "rows, cross-fitted": {"crossfit": True, "passes": 50, "by": "rows:1"},
+    "first term": EIGHT,
+    "first term, trust 0.03": {**EIGHT, "trust": 0.03},
+    "first term, trust 0.12": {**EIGHT, "trust": 0.12},
+    "first term, cross-fitted": {"by": ["linear"], "passes": 50},
+    "first term, cap 0.9": {**EIGHT, "max_sparsity": 0.9},
+    "rows, first term": {**EIGHT, "by": "rows:1"},
+    "rows, cross-fitted": {"passes": 50, "by": ["rows:1"]},
 }
+# what was tried with an option that is gone
+RECORDED = ("second term only, 2 draws", "both, 1 draw", "both, 2 draws", "both, 4 draws", "both, 8 draws")
 
 
 def rows_of(path):
@@ -68,7 +65,7 @@ def ablation(a):
             if (what, seed, a.samples) in done:
                 continue
             started = time.process_time()
-            plan = plan_directional(model, data, sparsity=a.sparsity, **{"passes": 1e9, **ABLATION[what]})
+            plan = plan_sparsity(model, data, sparsity=a.sparsity, **ABLATION[what])
             seconds, pruned = time.process_time() - started, copy.deepcopy(model)
             receipt = prune(pruned, plan, data, "wanda")
             row = {"what": what, "seed": seed, "samples": a.samples, "sparsity": receipt.sparsity, "seconds": seconds}
@@ -83,7 +80,7 @@ def table_of_ablation(a, rows):
     lines += ["| plan | sequences | perplexity | forward equivalents | steps | measured nats | held-out nats | seeds |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for samples in sorted({r["samples"] for r in rows}):
-        for what in ABLATION:
+        for what in (*ABLATION, *RECORDED):
             found = [r for r in rows if r["what"] == what and r["samples"] == samples]
             if found:
                 mean = {k: np.mean([r[k] for r in found if r[k] is not None] or [np.nan]) for k in ("value", "passes", "steps")}
@@ -103,28 +100,31 @@ def scatter(a):
     path = RESULTS / f"{a.name}_scatter.jsonl"
     tokenizer, model = load_tokenizer(a.model), load_model(a.model)
     data = calibration(a.calibration, tokenizer, samples=a.samples, length=a.length)
-    decisions = Decisions.by(model, "linear")
-    point = TrustRegion(model, data, decisions, find_treatment("wanda"))
+    units = Units.by(model, "linear")
+    point = TreatedModel(model, data, units, find_treatment("wanda"))
     done = {(r["point"], r["level"]) for r in rows_of(path)}
     for where, steps in ((0.0, (0.3, 0.5, 0.7)), (0.5, (-0.1, 0.1)), (0.7, (-0.1, -0.03, 0.03, 0.1))):
         if all((where, step) in done for step in steps):
             continue
-        total = round(where * int(decisions.numel.sum()))
-        counts = round_parameters(np.full(len(decisions), where), decisions.numel, total)
+        total = round(where * int(units.numel.sum()))
+        counts = round_parameters(np.full(len(units), where), units.numel, total)
         point.move(counts, point.dense)
-        levels = np.tile(where + np.array(steps), (len(decisions), 1))
-        look = point.look(counts, point.dense, levels, draws=4)
+        levels = np.tile(where + np.array(steps), (len(units), 1))
+        look = quadratic_terms(
+            model, point.reference.data, units.first, point.directions(counts, point.dense, levels), levels.shape,
+            clean=point.reference.clean, draws=4, batch_size=point.batch_size,
+        )  # fmt: skip
         here = look.divergence
         for j, step in enumerate(steps):
             if (where, step) in done:
                 continue
             measured = []
-            for k in range(len(decisions)):
+            for k in range(len(units)):
                 moved = counts.copy()
-                moved[k] = round(levels[k, j] * decisions.numel[k])
+                moved[k] = round(levels[k, j] * units.numel[k])
                 point.move(moved, point.dense)
                 measured.append(point.reference.measure() - here)
-            first, second = look.forms.first[:, j].tolist(), look.forms.second[:, j].tolist()
+            first, second = look.first[:, j].tolist(), look.second[:, j].tolist()
             keep(path, {"point": where, "level": step, "measured": measured, "first": first, "second": second})
     point.restore()
     rounding(a, model, data, point, path, done)
@@ -144,7 +144,7 @@ def changes_of(model, names, name):
 
 def rounding(a, model, data, point, path, done):
     """The same for rounding, at the dense point."""
-    names = [m.name for m in point.decisions.modules]
+    names = [m.name for m in point.units.modules]
     for name in ("w2-g32", "w3-g32", "w4-g32"):
         if (name, 0.0) in done:
             continue
@@ -163,10 +163,10 @@ def rounding(a, model, data, point, path, done):
 
 def tokens_squared(model, data, level=0.3, draws=4):
     """The form with sequences' sums squared and with single tokens' terms squared, along Wanda's change at ``level``."""
-    decisions = Decisions.by(model, "linear")
-    point = TrustRegion(model, data, decisions, find_treatment("wanda"))
-    counts = np.rint(level * decisions.numel).astype(np.int64)
-    dense = {m.name: model.get_submodule(m.name).weight.detach().clone() for m in decisions.modules}
+    units = Units.by(model, "linear")
+    point = TreatedModel(model, data, units, find_treatment("wanda"))
+    counts = np.rint(level * units.numel).astype(np.int64)
+    dense = {m.name: model.get_submodule(m.name).weight.detach().clone() for m in units.modules}
     point.move(counts, point.dense)
     deltas = {name: model.get_submodule(name).weight.detach() - held for name, held in dense.items()}
     point.restore()
@@ -179,7 +179,7 @@ def tokens_squared(model, data, level=0.3, draws=4):
             sums[name][1] += float(each.square().sum())
 
     tokens = 0
-    with Collector(model, decisions.blocks, consume) as collector:
+    with Collector(model, units.blocks, consume) as collector:
         for batch in unlabelled(model, data, 8):
             logits = logits_of(model, batch)
             tokens += int((batch.targets != IGNORE).sum())

@@ -30,7 +30,6 @@ import peers_pruning
 from layerbudget.data.text import calibration
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.models.blocks import describe, partition
 from layerbudget.models.loading import load_model, load_tokenizer
@@ -68,7 +67,7 @@ def ratios(bench, a):
         run = peers_pruning.wanda_repository(a.path, method)
         for sparsity in a.sparsities:
             uniform = plan_sparsity(partition(model, "linear"), sparsity=sparsity, rule="uniform")
-            directional = plan_directional(model, data, sparsity=sparsity, method=method)
+            directional = plan_sparsity(model, data, sparsity=sparsity, method=method)
             for rule, plan in (("uniform", uniform), ("directional", directional)):
                 if bench.has(part="ratios", method=method, sparsity=sparsity, rule=rule):
                     continue
@@ -154,7 +153,7 @@ def search(bench, a):
     for method in a.methods:
         for sparsity in a.sparsities:
             started = time.process_time()
-            plan = plan_directional(bench.model, bench.data, sparsity=sparsity, method=method)
+            plan = plan_sparsity(bench.model, bench.data, sparsity=sparsity, method=method)
             seconds = time.process_time() - started
             ours = plan.extra["forward_passes"]
             if not bench.has(part="search", method=method, sparsity=sparsity, rule="directional"):

@@ -21,8 +21,8 @@ import torch
 
 from layerbudget.data.text import calibration
 from layerbudget.decisions.sparsity.apply import prune
+from layerbudget.decisions.sparsity.directional import PASSES
 from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.decisions.sparsity.sequential import PASSES, plan_directional
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.models.blocks import describe, partition
 from layerbudget.models.loading import load_model, load_tokenizer
@@ -91,10 +91,8 @@ class Bench:
         if rule in DIRECTIONAL:
             by, steps, options = DIRECTIONAL[rule]
             started = time.process_time()
-            plan = plan_directional(
-                self.model, self.calibration(seed), sparsity=sparsity, by=by, steps=steps, method=method,
-                **{"passes": 1e9 if steps else PASSES, **options},
-            )  # fmt: skip
+            options = {"passes": PASSES if steps is None else 3.0 + 3.0 * steps, **options}
+            plan = plan_sparsity(self.model, self.calibration(seed), sparsity=sparsity, by=by, method=method, **options)
             return plan, plan.extra["forward_passes"], time.process_time() - started
         estimator, by, how = SCORED[rule]
         if estimator is None:

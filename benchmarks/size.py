@@ -161,9 +161,9 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
     if name == "perplexity":
         return lambda: lb.perplexity(model, data, batch_size=batch_size)
     if name == "measure":
-        from layerbudget.decisions.sparsity.sequential import plan_directional
+        from layerbudget.decisions.sparsity.plan import plan_sparsity
 
-        return lambda: plan_directional(model, data, sparsity=0.5, batch_size=batch_size, passes=6)
+        return lambda: plan_sparsity(model, data, sparsity=0.5, batch_size=batch_size, passes=6)
     if name in BITS:
         return bits_task(name, model, data, batch_size, folder)
     by = "linear" if name == "rank-gain" else "layer"

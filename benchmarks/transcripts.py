@@ -58,7 +58,8 @@ def users(python: str, other: str | None) -> dict[str, tuple[str, list[str]]]:
             f"{lb} report adapters -o adapters.html && ls -l adapters.html",
         ]),
         "compression": ("A 2:4 model, a 3-bit model, the harness's own command on both, and our recipe in llm-compressor.", [
-            f"{lb} measure demo --pattern 2:4 --samples 16 --length 128 -o two-four.json",
+            f"{lb} score demo --samples 16 --length 128 -o scores.json",
+            f"{lb} plan sparsity scores.json --rule uniform --sparsity 0.5 -o two-four.json",
             f"{lb} prune demo two-four.json --pattern 2:4 --samples 16 --length 128 -o two-four",
             f"{lb} plan bits demo --bits 3.6 --samples 16 --length 128 -o bits.json",
             f"{lb} quantize demo bits.json --method gptq --samples 16 --length 128 -o three-bits",

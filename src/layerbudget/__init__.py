@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.sparsity.receipt import recount as recount
     from .decisions.sparsity.recovery import recover as recover
     from .decisions.sparsity.save import save_pruned as save_pruned
-    from .decisions.sparsity.sequential import plan_directional as plan_directional
     from .doctor import diagnose as diagnose
     from .evaluation.perplexity import evaluation_set as evaluation_set
     from .evaluation.perplexity import perplexity as perplexity
@@ -49,7 +48,7 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .scores import Scores as Scores
     from .sensitivity.certificate import certify_ranking as certify_ranking
     from .sensitivity.certificate import direct_check as direct_check
-    from .sensitivity.directional.directional import fisher_along as fisher_along
+    from .sensitivity.directional.terms import fisher_along as fisher_along
     from .sensitivity.gain import score as score
     from .sensitivity.importing import import_scores as import_scores
 
@@ -78,8 +77,7 @@ _PUBLIC = {
     "prune": "decisions.sparsity.apply",
     "recount": "decisions.sparsity.receipt",
     "save_pruned": "decisions.sparsity.save",
-    "plan_directional": "decisions.sparsity.sequential",
-    "fisher_along": "sensitivity.directional.directional",
+    "fisher_along": "sensitivity.directional.terms",
     "plan_depth": "decisions.shapes.depth",
     "plan_shapes": "decisions.shapes.plan",
     "apply_shapes": "decisions.shapes.apply",

@@ -160,7 +160,6 @@ def test_measure_steps_down_and_says_what_it_spent(saved_model, tmp_path, capsys
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--pattern", "2:4", "--passes", "20"), "--passes has no meaning for --pattern"),
         (("--passes", "2"), "needs 6"),
         (("--by", "rows:x"), "rows:G"),
     ],
@@ -188,23 +187,6 @@ def test_a_file_that_the_system_refuses_and_an_unknown_option_are_one_sentence(t
     assert "has no option drawz" in " ".join(capsys.readouterr().err.split())
     assert main(["score", "demo", "--import", str(tmp_path / "s.json"), "--excess", "-o", str(tmp_path / "t.json")]) == 2
     assert "--excess has no meaning" in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_pattern_is_measured_beside_the_same_share_and_pruned_by(saved_model, tmp_path, capsys):
-    folder = saved_model("llama")
-    plan = answer(capsys, "measure", folder, *SMALL, "--pattern", "2:4", "--json", "-o", tmp_path / "p.json")
-    assert plan["rule"] == "uniform" and {b["count"] / b["numel"] for b in plan["blocks"]} == {0.5}
-    assert plan["measured"]["pattern"] > 0 and plan["measured"]["pattern"] != plan["measured"]["unstructured"]
-    assert all(v > 0 for v in plan["predicted"].values())
-    words = ("prune", folder, tmp_path / "p.json", *SMALL, "--pattern", "2:4", "--json", "-o", tmp_path / "out")
-    assert answer(capsys, *words)["sparsity"] == 0.5
-    for flags, says in {
-        ("--pattern", "n:8"): "prune --pattern n:8", ("--pattern", "2:4", "--no-cross-fit"): "--cross-fit has no meaning",
-        ("--pattern", "2:4", "--sparsity", "0.5"): "--sparsity has no meaning", ("--pattern", "5:4"): "is not a pattern",
-        ("--pattern", "2:4", "--method", "n:m"): "a pattern of its own", ("--pattern", "2:5"): "do not split",
-        ("--pattern", "2:4", "--by", "rows:2"): "",
-    }.items():  # fmt: skip
-        assert says in answer(capsys, "measure", folder, *SMALL, *flags, "-o", tmp_path / "q.json", code=2)
 
 
 @pytest.mark.parametrize(

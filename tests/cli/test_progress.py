@@ -46,7 +46,7 @@ def check(seen, words):
     seen.told.clear()
 
 
-RARER = ("--pattern", "shapes", "compare")
+RARER = ("shapes", "compare")
 
 
 @pytest.mark.parametrize("rarer", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -58,7 +58,6 @@ def test_every_long_verb_knows_its_total_and_its_cost_from_the_start(rarer, save
     zoo.linears(zoo.speaker("llama"), lambda n: 2 if "mlp" in n else 0).save(kept / "ranks.json")
     for words in (
         ["measure", folder, *SMALL, "-o", sparsity],
-        ["measure", folder, "--pattern", "2:4", *SMALL, "-o", str(kept / "n.json")],
         ["prune", folder, sparsity, *SMALL, "-o", str(kept / "pruned")],
         ["evaluate", folder, "--length", "16", "--windows", "4"],
         ["plan", "shapes", folder, "--save", "20% flops", *SMALL, "--passes", "24"],
@@ -75,7 +74,7 @@ def test_every_long_verb_knows_its_total_and_its_cost_from_the_start(rarer, save
         said = capsys.readouterr()
         check(shown, words)
         check_costs(json.loads(said.out), said.err.splitlines())
-        if words[0] == "measure" and "--pattern" not in words:
+        if words[0] == "measure":
             assert "Predicted damage " in said.err and json.loads(said.out)["against_uniform"]["uniform"] > 0
 
 

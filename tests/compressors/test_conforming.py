@@ -15,7 +15,6 @@ from layerbudget.compressors.base import TREATMENTS, Level, Treatment, find_trea
 from layerbudget.compressors.conforming import check, treated
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.errors import CoverageError
 from layerbudget.models.blocks import partition
 
@@ -114,10 +113,10 @@ def test_a_pruner_that_does_something_else_is_refused_before_its_weights_are_tak
         if how not in ("pattern", "in place"):
             assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
             with pytest.raises(CoverageError, match=BROKEN[how][1]):
-                plan_directional(model, data, sparsity=0.5, method="broken", passes=12)
+                plan_sparsity(model, data, sparsity=0.5, method="broken", passes=12)
         if how in ("few", "many", "nan"):
             with pytest.raises(CoverageError, match=BROKEN[how][1]):
-                plan_directional(model, data, sparsity=0.5, by="rows:8", method="broken", passes=12)
+                plan_sparsity(model, data, sparsity=0.5, by="rows:8", method="broken", passes=12)
 
 
 def test_zeros_that_were_there_and_a_few_that_rounding_makes_are_not_the_pruners():

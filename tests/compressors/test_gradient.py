@@ -11,7 +11,7 @@ from tests import zoo
 
 import layerbudget as lb
 from layerbudget.compressors.base import find_treatment
-from layerbudget.decisions.sparsity.sequential import plan_directional
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InvalidInput
 
 
@@ -55,11 +55,11 @@ def test_prunes_the_counts_and_alpha_zero_is_wanda(mistral, data):
 
 @pytest.mark.parametrize("by", ["linear", "rows:2"])
 def test_a_plan_follows_its_order_and_says_what_it_cost(mistral, data, by):
-    plan = plan_directional(mistral, data, sparsity=0.5, by=by, method="gradient", steps=2, passes=100)
+    plan = plan_sparsity(mistral, data, sparsity=0.5, by=by, method="gradient", passes=15)
     pruned = copy.deepcopy(mistral)
     receipt = lb.prune(pruned, plan, data, "gradient")
     assert receipt.sparsity == pytest.approx(0.5, abs=1e-3) and np.ptp(plan.values) > 0
-    wanda = plan_directional(mistral, data, sparsity=0.5, by=by, method="wanda", steps=2, passes=100)
+    wanda = plan_sparsity(mistral, data, sparsity=0.5, by=by, method="wanda", passes=15)
     assert plan.extra["path"][0]["passes"] == wanda.extra["path"][0]["passes"] + 3  # its gradients
 
 

@@ -15,7 +15,7 @@ from layerbudget.errors import InvalidInput, NotEnoughText
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.execution.loss import targets_of
 from layerbudget.models.blocks import partition
-from layerbudget.sensitivity.directional.point import Reference
+from layerbudget.sensitivity.directional.trials import Reference
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 CHATML = TURNS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"

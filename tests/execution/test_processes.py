@@ -18,7 +18,6 @@ import numpy as np, torch
 from tests import zoo
 from tests.execution.test_backward import ESTIMATORS, data_for, numbers
 from layerbudget.models.blocks import partition
-from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.errors import LayerbudgetError
 from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.decisions.sparsity.plan import plan_sparsity
@@ -60,7 +59,7 @@ for name in ("llama-tied", "bert", "mixtral"):
         out[f"{{name}} refit damage"] = [float(p.abs().sum()) for p in smaller.parameters()]
     text = zoo.tokens(8, padded=True)
     for by in ("linear", "rows:4") if name == "llama-tied" else ("rows:4",):
-        plan = plan_directional(model, text, by=by, passes=8, batch_size=4, method="magnitude" if name == "bert" else "wanda")
+        plan = plan_sparsity(model, text, by=by, passes=8, batch_size=4, method="magnitude" if name == "bert" else "wanda")
         out[f"{{name}} {{by}} measure"] = [*plan.counts.tolist(), plan.extra["forward_passes"]]
         out[f"{{name}} {{by}} damage"] = [plan.extra["measured"], *(e["divergence"] for e in plan.extra["path"])]
     if name != "bert":

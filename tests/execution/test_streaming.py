@@ -15,10 +15,8 @@ from tests.execution.test_backward import ESTIMATORS, data_for, numbers
 
 import layerbudget as lb
 from layerbudget.decisions.sparsity.apply import prune
-from layerbudget.decisions.sparsity.patterned import plan_pattern
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.decisions.sparsity.save import save_pruned
-from layerbudget.decisions.sparsity.sequential import plan_directional
 from layerbudget.errors import BadModel, CorruptFile, CoverageError, InvalidInput, ModelMismatch
 from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.models.blocks import fingerprint, partition
@@ -114,16 +112,6 @@ def test_what_needs_the_whole_graph_refuses_a_streamed_model(folders):
             score(model, data, blocks, estimator)
 
 
-def test_what_writes_trials_refuses_layers_that_come_and_go(folders):
-    model = load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=True)
-    data = zoo.tokens()
-    with pytest.raises(CoverageError, match="lost|one at a time"):
-        plan_pattern(model, data, "2:4")
-    whole, streamed = (load_model(str(folders["llama-tied", "bfloat16"]), dtype="bfloat16", stream=s) for s in (False, True))
-    plans = [plan_pattern(m, data, "2:4").extra for m in (whole, streamed)]
-    assert plans[0]["measured"] == plans[1]["measured"] and plans[0]["predicted"] == plans[1]["predicted"]
-
-
 @pytest.mark.parametrize("name", (*MODELS, "mixtral"))
 @pytest.mark.parametrize("stored", ("float32", "bfloat16"))
 def test_plans_by_directional_damage_are_those_of_the_whole_model(folders, name, stored):
@@ -133,7 +121,7 @@ def test_plans_by_directional_damage_are_those_of_the_whole_model(folders, name,
         model = load_model(str(folders[name, stored]), dtype="float32", stream=stream)
         before = fingerprint(model)
         given = {"sparsity": 0.5, "passes": 10, "batch_size": 2, "method": "magnitude" if name == "bert" else "wanda"}
-        found.append([plan_directional(model, data, by=by, draws=by == "layer", **given) for by in ("layer", "rows:4")])
+        found.append([plan_sparsity(model, data, by=by, **given) for by in ("layer", "rows:4")])
         assert fingerprint(model) == before
         assert not any(module._forward_pre_hooks for module in model.modules()) or mapped(model).converts
     assert [p.digest for p in found[0]] == [p.digest for p in found[1]]
@@ -141,8 +129,8 @@ def test_plans_by_directional_damage_are_those_of_the_whole_model(folders, name,
 
 def test_half_of_the_text_judges_streamed_models_too(folders):
     models = [load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=s) for s in (False, True)]
-    given = {"by": ("layer", "linear"), "method": "sparsegpt", "passes": 18, "steps": 1, "batch_size": 4}
-    tried = [plan_directional(m, zoo.tokens(samples=6), **given).extra["tried"] for m in models]
+    given = {"by": ("layer", "linear"), "method": "sparsegpt", "passes": 18, "batch_size": 4}
+    tried = [plan_sparsity(m, zoo.tokens(samples=6), **given).extra["tried"] for m in models]
     assert tried[0].keys() == tried[1].keys()
     assert all(tried[0][by] == pytest.approx(tried[1][by], rel=1e-5) for by in tried[0])
 

@@ -13,9 +13,8 @@ from tests import zoo
 from layerbudget.errors import InvalidInput, LengthMismatch, UnknownBlock
 from layerbudget.execution import loss as L
 from layerbudget.models.blocks import weight_of
-from layerbudget.sensitivity.directional import directional as D
+from layerbudget.sensitivity.directional import terms as D
 from layerbudget.sensitivity.directional.directions import Nested, Written
-from layerbudget.sensitivity.directional.sums import Unit
 
 NAMES = {
     "mistral": ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.2.mlp.up_proj"],
@@ -52,6 +51,13 @@ def clean_of(model, data, size):
     with torch.no_grad():
         found = [torch.log_softmax(L.logits_of(held, b), -1) for b in L.unlabelled(held, data, size)]
     return lambda i: found[i]
+
+
+def terms(model, data, moves, *, together=False, **options):
+    """Both terms along written changes, each matrix a unit or all of them one."""
+    units = {n: 0 if together else i for i, n in enumerate(moves)}
+    shape = (1 if together else len(moves), len(next(iter(moves.values()))))
+    return D.quadratic_terms(model, data, units, lambda n: Written(moves[n]), shape, **options)
 
 
 def mean_divergence(model, data, clean, size=8):
@@ -129,8 +135,7 @@ def test_the_first_term_is_the_derivative_of_the_divergence():
     moves = deltas(model, "mistral", 2)
     for n, (delta, _) in deltas(model, "mistral", 2, seed=5).items():
         change(model, n, delta)
-    units = {n: Unit(directions=Written(d), first=i) for i, (n, d) in enumerate(moves.items())}
-    forms = D.forms_along(model, data, units, clean=clean, draws=0, batch_size=4)
+    forms = terms(model, data, moves, clean=clean, draws=0, batch_size=4)
     for i, (n, candidates) in enumerate(moves.items()):
         for j, delta in enumerate(candidates):
             values = []
@@ -140,7 +145,7 @@ def test_the_first_term_is_the_derivative_of_the_divergence():
                 values.append(mean_divergence(moved, data, clean, 4))
             assert forms.first[i, j] == pytest.approx((values[0] - values[1]) / 8e-3, rel=2e-3)  # norms run in float32
     assert not forms.second.any() and forms.passes == 3
-    dense = D.forms_along(zoo.dense("mistral"), data, units, clean=clean, draws=0, batch_size=4)
+    dense = terms(zoo.dense("mistral"), data, moves, clean=clean, draws=0, batch_size=4)
     assert np.abs(dense.first).max() < 1e-12
 
 
@@ -213,12 +218,10 @@ def test_matrices_of_one_unit_move_together():
     """The square of the sum, cross terms included; and groups of rows of one matrix one by one."""
     model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     moves = deltas(model, "mistral")
-    together = {n: Unit(directions=Written(d), first=0) for n, d in moves.items()}
-    apart = {n: Unit(directions=Written(d), first=i) for i, (n, d) in enumerate(moves.items())}
-    one, several = (D.forms_along(model, data, u, draws=3).second for u in (together, apart))
+    one, several = (terms(model, data, moves, together=t, draws=3).second for t in (True, False))
     assert one.shape == (1, 1) and abs(one[0, 0] - several.sum()) > 1e-3 * one[0, 0]
     name, (delta,) = next(iter(moves.items()))
-    rows = D.forms_along(model, data, {name: Unit(directions=Written([delta], 4), first=0)}, draws=3).second
+    rows = D.quadratic_terms(model, data, {name: 0}, lambda _: Written([delta], 4), (-(-len(delta) // 4), 1), draws=3).second
     for g in range(len(rows)):
         only = torch.zeros_like(delta)
         only[4 * g : 4 * g + 4] = delta[4 * g : 4 * g + 4]

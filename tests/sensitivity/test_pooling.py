@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from layerbudget.sensitivity.directional.pooling import pooled
+from layerbudget.sensitivity.directional.terms import pooled
 
 
 def table(noise, own, seed=0, shape=(60, 6)):

@@ -10,14 +10,12 @@ import torch
 from tests import zoo
 
 from layerbudget.compressors.base import find_treatment
-from layerbudget.decisions.sparsity import descent
 from layerbudget.decisions.sparsity.apply import prune
-from layerbudget.decisions.sparsity.sequential import plan_directional
+from layerbudget.decisions.sparsity.plan import plan_sparsity
+from layerbudget.decisions.sparsity.treated import TreatedModel, Units
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch
 from layerbudget.models.blocks import describe, weight_of
 from layerbudget.plan import Plan
-from layerbudget.sensitivity.directional.decisions import Decisions
-from layerbudget.sensitivity.directional.point import TrustRegion
 
 
 def kl(model, pruned, data):
@@ -48,7 +46,7 @@ def uneven(name="llama"):
 def test_a_plan_is_better_than_uniform_and_does_what_it_says(by, method):
     model, data = uneven(), zoo.tokens(samples=8)
     before = copy.deepcopy(model.state_dict())
-    plan = plan_directional(model, data, sparsity=0.5, by=by, method=method, passes=18, crossfit=False, batch_size=8)
+    plan = plan_sparsity(model, data, sparsity=0.5, by=by, method=method, passes=18, batch_size=8)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert plan.counts.sum() == round(0.5 * sum(b.numel for b in plan.blocks)) and plan.rule == "directional"
     pruned, even = copy.deepcopy(model), copy.deepcopy(model)
@@ -67,7 +65,7 @@ def test_a_plan_is_better_than_uniform_and_does_what_it_says(by, method):
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_transposed_weights_and_experts_are_decided_too(name):
     model, data = zoo.build(name), zoo.tokens()
-    plan = plan_directional(model, data, sparsity=0.5, by="linear", passes=12, batch_size=4)
+    plan = plan_sparsity(model, data, sparsity=0.5, by="linear", passes=12, batch_size=4)
     pruned = copy.deepcopy(model)
     assert prune(pruned, plan, data, "wanda", 1).sparsity == pytest.approx(0.5, abs=1e-4)
     assert kl(model, pruned, data) == pytest.approx(plan.extra["measured"], rel=2e-3)
@@ -79,17 +77,16 @@ def test_transposed_weights_and_experts_are_decided_too(name):
 def test_the_prediction_is_the_slope_along_the_pruners_own_change(method, by):
     """Finite differences of the divergence, at a treated point, towards what the pruner makes of single units."""
     model, data = zoo.build("llama"), zoo.tokens(samples=4)
-    decisions = Decisions.by(model, by)
-    point = TrustRegion(model, data, decisions, find_treatment(method), batch_size=4)
-    lines = np.array([8 if by != "linear" else m.d_out for m in decisions.modules for _ in range(decisions.groups[m.name])])
-    counts = lines * np.rint(0.4 * decisions.numel / lines).astype(int)
-    levels = np.stack([counts - 4 * lines, counts, counts + 4 * lines], 1) / decisions.numel[:, None]
-    point.move(counts, point.dense)
-    look = point.look(counts, point.dense, levels, draws=1)
-    assert look.forms.passes == 5 and abs(look.forms.first[:, 1]).max() < 1e-6
-    here = {m.name: weight_of(model, m.name)[1].detach().clone() for m in decisions.modules}
-    names = [m.name for m in decisions.modules for _ in range(decisions.groups[m.name])]
-    for k in range(0, len(decisions), max(1, len(decisions) // 5)):
+    units = Units.by(model, by)
+    point = TreatedModel(model, data, units, find_treatment(method), batch_size=4)
+    lines = np.array([8 if by != "linear" else m.d_out for m in units.modules for _ in range(units.groups[m.name])])
+    counts = lines * np.rint(0.4 * units.numel / lines).astype(int)
+    levels = np.stack([counts - 4 * lines, counts, counts + 4 * lines], 1) / units.numel[:, None]
+    seen = point.evaluate(counts, point.dense, levels)
+    assert seen.passes == 3 and abs(seen.first[:, 1]).max() < 1e-6
+    here = {m.name: weight_of(model, m.name)[1].detach().clone() for m in units.modules}
+    names = [m.name for m in units.modules for _ in range(units.groups[m.name])]
+    for k in range(0, len(units), max(1, len(units) // 5)):
         for side, sign in ((0, -1), (2, 1)):
             moved = counts.copy()
             moved[k] += sign * 4 * lines[k]
@@ -99,46 +96,39 @@ def test_the_prediction_is_the_slope_along_the_pruners_own_change(method, by):
             for scale in (0.05, -0.05):
                 point.move(counts, point.dense)
                 weight.add_(change, alpha=scale)
-                values.append(point.measure())
+                values.append(point.reference.measure())
             slope = (values[0] - values[1]) / 0.1
-            assert slope == pytest.approx(look.forms.first[k, side], rel=0.03, abs=1e-4), (names[k], side)
+            assert slope == pytest.approx(seen.first[k, side], rel=0.03, abs=1e-4), (names[k], side)
     point.restore()
 
 
 def test_padding_and_batches_change_nothing():
     model, data = uneven(), zoo.tokens(samples=6, padded=True)
-    plans = [plan_directional(model, data, by="linear", passes=15, batch_size=b) for b in (6, 2)]
+    plans = [plan_sparsity(model, data, by="linear", passes=15, batch_size=b) for b in (6, 2)]
     assert np.abs(plans[0].values - plans[1].values).max() < 0.01
     assert plans[0].extra["measured"] == pytest.approx(plans[1].extra["measured"], rel=1e-2)
 
 
 def test_half_of_the_text_judges_granularity_and_steps():
     model, data = uneven(), zoo.tokens(samples=8)
-    plan = plan_directional(model, data, by=("linear", "rows:1"), passes=60, batch_size=4)
+    plan = plan_sparsity(model, data, by=("linear", "rows:1"), passes=60, batch_size=4)
     tried = plan.extra["tried"]
     assert list(tried) == ["linear", "rows:1"] and plan.extra["forward_passes"] <= 63
     best = min(tried, key=lambda by: min(tried[by]))
     assert plan.hyperparameters["by"] == best and plan.extra["held_out"] == pytest.approx(min(tried[best]))
     assert len(plan.extra["path"]) - 1 <= int(np.argmin(tried[best]))
-    other = plan_directional(model, data, by="linear", passes=60, batch_size=4, crossfit=True).extra["tried"]["linear"]
+    other = plan_sparsity(model, data, by=["linear"], passes=60, batch_size=4).extra["tried"]["linear"]
     assert other[: len(tried["linear"])] == pytest.approx(tried["linear"][: len(other)], rel=1e-4)
-    assert plan_directional(model, data, by="linear", passes=12, batch_size=4).extra["held_out"] is None
-
-
-def test_second_order_is_spent_and_heard():
-    model, data = uneven(), zoo.tokens()
-    plans = {t: plan_directional(model, data, by="linear", passes=18, draws=2, terms=t) for t in descent.TERMS}
-    assert plans["both"].extra["path"][0]["passes"] == 1 + 7
-    assert len({tuple(p.counts) for p in plans.values()}) == 3
+    assert plan_sparsity(model, data, by="linear", passes=12, batch_size=4).extra["held_out"] is None
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, method):
     model, data = uneven(), zoo.tokens()
     before = copy.deepcopy(model.state_dict())
-    options = {"by": "rows:4", "passes": 19, "crossfit": False, "batch_size": 8, "method": method}
-    whole = plan_directional(model, data, **options)
-    look, calls = TrustRegion.look, []
+    options = {"by": "rows:4", "passes": 19, "batch_size": 8, "method": method}
+    whole = plan_sparsity(model, data, **options)
+    look, calls = TreatedModel.evaluate, []
 
     def stop(*arguments, **more):
         calls.append(1)
@@ -146,20 +136,20 @@ def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, me
             raise KeyboardInterrupt
         return look(*arguments, **more)
 
-    monkeypatch.setattr(TrustRegion, "look", stop)
+    monkeypatch.setattr(TreatedModel, "evaluate", stop)
     with pytest.raises(KeyboardInterrupt):
-        plan_directional(model, data, resume=str(tmp_path / "kept"), **options)
+        plan_sparsity(model, data, resume=str(tmp_path / "kept"), **options)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    monkeypatch.setattr(TrustRegion, "look", look)
-    again = plan_directional(model, data, resume=str(tmp_path / "kept"), **options)
+    monkeypatch.setattr(TreatedModel, "evaluate", look)
+    again = plan_sparsity(model, data, resume=str(tmp_path / "kept"), **options)
     assert again.digest == whole.digest and again.extra["rows"].digest == whole.extra["rows"].digest
     with pytest.raises(ModelMismatch):
-        plan_directional(model, data, resume=str(tmp_path / "kept"), **{**options, "sparsity": 0.6})
+        plan_sparsity(model, data, resume=str(tmp_path / "kept"), **{**options, "sparsity": 0.6})
 
 
 def test_a_plan_of_rows_is_saved_loaded_and_applied_exactly(tmp_path):
     model, data = uneven(), zoo.tokens()
-    plan = plan_directional(model, data, by="rows:3", passes=15, crossfit=False)
+    plan = plan_sparsity(model, data, by="rows:3", passes=15)
     plan.save(tmp_path / "plan.json")
     assert (tmp_path / "plan.json").stat().st_size < 40_000
     again = Plan.load(tmp_path / "plan.json")
@@ -174,8 +164,7 @@ def test_a_plan_of_rows_is_saved_loaded_and_applied_exactly(tmp_path):
     [
         ({"passes": 3}, "passes"),
         ({"by": "rows:0"}, "rows:G"),
-        ({"by": ("linear", "layer"), "crossfit": False}, "no judge"),
-        ({"terms": "both"}, "draws"),
+        ({"by": ()}, "by is empty"),
         ({"trust": 0.0}, "trust"),
         ({"sparsity": 0.6, "max_sparsity": 0.5}, "max_sparsity"),
         ({"method": "sparsegpt", "wrong": 1}, "wrong"),
@@ -183,4 +172,4 @@ def test_a_plan_of_rows_is_saved_loaded_and_applied_exactly(tmp_path):
 )
 def test_what_cannot_be_is_refused(options, says):
     with pytest.raises((InvalidInput, InfeasibleBudget), match=says):
-        plan_directional(zoo.build("llama"), zoo.tokens(), **options)
+        plan_sparsity(zoo.build("llama"), zoo.tokens(), **options)

@@ -9,7 +9,7 @@ from tests import zoo
 
 import layerbudget as lb
 from layerbudget.compressors.sparsegpt import _inverse
-from layerbudget.decisions.sparsity.sequential import plan_directional
+from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InvalidInput
 from layerbudget.execution.memory import zeros_in_file
 
@@ -39,8 +39,8 @@ def test_a_streamed_model_gets_the_plan_of_the_one_in_memory(tmp_path, monkeypat
     model.save_pretrained(tmp_path / "model")
     data = zoo.tokens(4, 12, vocabulary=61)
     spilled: list[tuple[int, ...]] = []
+    import layerbudget.decisions.sparsity.treated as point
     import layerbudget.execution.inputs as inputs
-    import layerbudget.sensitivity.directional.point as point
 
     for module in (point, inputs):
         monkeypatch.setattr(module, "zeros_in_file", lambda shape, folder, *more: (
@@ -48,12 +48,12 @@ def test_a_streamed_model_gets_the_plan_of_the_one_in_memory(tmp_path, monkeypat
     plans = []
     for stream in (False, True):
         there = lb.load_model(str(tmp_path / "model"), stream=stream)
-        plans.append(plan_directional(there, data, sparsity=0.5, by="linear", method="sparsegpt", passes=9))
+        plans.append(plan_sparsity(there, data, sparsity=0.5, by="linear", method="sparsegpt", passes=9))
         assert bool(spilled) == stream
     assert plans[0].counts.tolist() == plans[1].counts.tolist() and plans[0].extra["measured"] == plans[1].extra["measured"]
     monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda where: type("Disk", (), {"free": 10})())
     with pytest.raises(InvalidInput, match="will take about"):
-        plan_directional(there, data, sparsity=0.5, by="linear", method="sparsegpt", passes=9)
+        plan_sparsity(there, data, sparsity=0.5, by="linear", method="sparsegpt", passes=9)
 
 
 @pytest.mark.parametrize("n", [7, 1024, 1500])

@@ -6,11 +6,8 @@ import argparse
 from typing import Any
 
 from ..compressors.base import TREATMENTS
-from ..errors import InvalidInput
 from .progress import progress_bar
 from .shared import add_data_options, batch_of, load, say_share
-
-SEARCHING = ("passes", "steps", "cross_fit", "trust", "resume")
 
 
 def register(subparsers: Any) -> None:
@@ -19,23 +16,12 @@ def register(subparsers: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="demo, a local folder, or a hub id")
     add_data_options(parser, samples=16)
     parser.add_argument("--sparsity", type=float, help="pruned share of all weights (default 0.5)")
-    parser.add_argument(
-        "--pattern",
-        metavar="N:M",
-        help="what 2:4, say, costs beside the same share without a pattern; for prune --pattern",
-    )
     parser.add_argument("--max-sparsity", type=float, help="cap of every unit (default 0.95)")
     parser.add_argument("--method", choices=TREATMENTS.names(), default="wanda", help="the pruner (default %(default)s)")
     parser.add_argument(
         "--by", help="linear (default), layer, rows:G or a regular expression; linear,rows:16 lets half of the text choose"
     )
     parser.add_argument("--passes", type=float, help="forward equivalents to spend, a backward counts two (default 24)")
-    parser.add_argument("--steps", type=int, help="most steps (default: what the passes allow)")
-    parser.add_argument(
-        "--cross-fit", action=argparse.BooleanOptionalAction,
-        help="let half of the text judge when to stop (default: where several --by are given)",
-    )  # fmt: skip
-    parser.add_argument("--draws", type=int, help="draws of labels for the second order, two passes each (default 0)")
     parser.add_argument("--trust", type=float, help="largest change of one unit's sparsity in the first step (default 0.06)")
     parser.add_argument("--resume", metavar="DIR", help="keep finished steps here until the plan is saved")
     parser.add_argument(
@@ -51,8 +37,6 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..records import check_fraction, check_output
     from ..report.tables import path_table, plan_table
 
-    if arguments.pattern is not None:
-        return _pattern(arguments)
     arguments.sparsity = 0.5 if arguments.sparsity is None else arguments.sparsity
     check_fraction(arguments.sparsity, "sparsity")
     check_output(arguments.out, overwrite=arguments.overwrite)
@@ -79,39 +63,7 @@ def against_uniform(predicted: float, uniform: float, measured: float | None) ->
     return f"Predicted damage {predicted:.4f} nats per token, uniform {uniform:.4f}: {word}.{found}"
 
 
-def _pattern(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a pattern costs, and its plan."""
-    from ..decisions.sparsity.patterned import check_pattern, plan_pattern
-    from ..execution.processes import is_main
-    from ..records import check_output
-    from .files import show_table
-    from .shared import named_values
-
-    for name in ("sparsity", "max_sparsity", *sorted(SEARCHING)):
-        if getattr(arguments, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise InvalidInput(f"{flag} has no meaning for --pattern.", "The pattern decides the share.", "Leave it out.")
-    check_pattern(arguments.pattern, arguments.method, 2 if arguments.draws is None else arguments.draws)
-    check_output(arguments.out, overwrite=arguments.overwrite)
-    own = {**named_values(arguments.own), **({} if arguments.draws is None else {"draws": arguments.draws})}
-    model, _, data = load(arguments)
-    draws = 2 if arguments.draws is None else arguments.draws
-    _expect(arguments, model, data, "pattern", 2.0 * draws + 7.0)
-    with progress_bar(arguments, f"measuring {arguments.pattern}") as progress:
-        plan = plan_pattern(
-            model, data, arguments.pattern, by=arguments.by or "linear", method=arguments.method,
-            batch_size=batch_of(arguments, model, data), seed=arguments.seed or 0, progress=progress, **own,
-        )  # fmt: skip
-    if is_main():
-        plan.save(arguments.out, overwrite=arguments.overwrite)
-    rows = [(kind, plan.extra["predicted"][kind], plan.extra["measured"][kind]) for kind in plan.extra["measured"]]
-    title = f"damage at {plan.blocks[0].value:.0%}, nats per token, by {arguments.method}"
-    show_table(arguments, title, ("zeros", "predicted", "measured"), rows)
-    arguments.console.print(f"written to {arguments.out}; apply it by layerbudget prune with --pattern {arguments.pattern}")
-    return {**plan.to_dict(), "predicted": plan.extra["predicted"], "measured": plan.extra["measured"]}
-
-
-def _expect(arguments: argparse.Namespace, model: Any, data: Any, search: str, passes: float | None) -> None:
+def _expect(arguments: argparse.Namespace, model: Any, data: Any, passes: float | None) -> None:
     """Say what the search reaches and what it will cost."""
     from ..doctor.cost import searching
     from ..models.blocks import partition
@@ -120,29 +72,28 @@ def _expect(arguments: argparse.Namespace, model: Any, data: Any, search: str, p
     by = arguments.by or "linear"
     known = all(name in ("layer", "linear") or name.startswith("rows:") for name in by.split(","))
     say_share(arguments, model, partition(model, "linear" if known else by))
-    text, what = text_of(data, arguments), f"{arguments.method} ({search}) on {words_of(data)}"
+    text, what = text_of(data, arguments), f"{arguments.method} (directional) on {words_of(data)}"
     expect(arguments, what, model, lambda shape: searching(text, passes))
 
 
 def _directional(arguments: argparse.Namespace) -> Any:
-    from ..decisions.sparsity.sequential import plan_directional
+    from ..decisions.sparsity.plan import plan_sparsity
     from ..execution.processes import is_main
     from ..storage.parts import clear
     from .shared import named_values
 
-    options = {name: getattr(arguments, name) for name in ("passes", "steps", "draws", "trust", "resume", "max_sparsity")}
+    options = {name: getattr(arguments, name) for name in ("passes", "trust", "resume", "max_sparsity")}
     given = {name: value for name, value in options.items() if value is not None}
     arguments.by = by = arguments.by or "linear"
     several = by.split(",")
     known = all(name in ("layer", "linear") or name.startswith("rows:") for name in several)
     model, _, data = load(arguments)
-    _expect(arguments, model, data, "directional", arguments.passes)
+    _expect(arguments, model, data, arguments.passes)
     with progress_bar(arguments, f"stepping down, {arguments.method}") as progress:
-        plan = plan_directional(
-            model, data, sparsity=arguments.sparsity, by=several if known else by, method=arguments.method,
-            crossfit=arguments.cross_fit, batch_size=batch_of(arguments, model, data), seed=arguments.seed or 0,
-            progress=progress, **given, **named_values(arguments.own),
-        )  # fmt: skip
+        chosen = {**given, **named_values(arguments.own), "method": arguments.method}
+        chosen["by"] = several if known and len(several) > 1 else by
+        batch_size = batch_of(arguments, model, data)
+        plan = plan_sparsity(model, data, sparsity=arguments.sparsity, batch_size=batch_size, progress=progress, **chosen)
     if is_main():
         plan.save(arguments.out, overwrite=arguments.overwrite)
         if arguments.resume:

@@ -18,7 +18,6 @@ from ..data.text import calibration
 from ..decisions.sparsity.apply import prune
 from ..decisions.sparsity.plan import plan_sparsity
 from ..decisions.sparsity.save import save_pruned
-from ..decisions.sparsity.sequential import plan_directional
 from ..errors import AlreadyExists, MissingDependency
 from ..evaluation.perplexity import Evaluation, evaluation_set, perplexity
 from ..evaluation.statistics import ratio
@@ -154,7 +153,7 @@ class _Job:
     def cell(self, scores: Scores, target: float, rule: str) -> dict[str, Any]:
         """One plan and what the model pruned by it gives."""
         if rule == "directional":
-            plan = plan_directional(self.model, self.data.select(slice(0, MEASURED)), sparsity=target, passes=PASSES)
+            plan = plan_sparsity(self.model, self.data.select(slice(0, MEASURED)), sparsity=target, passes=PASSES)
         else:
             cap = min(1.0, target + MAX_SPARSITY_ABOVE_TARGET)
             seed = self.seed if rule == "permuted" else None

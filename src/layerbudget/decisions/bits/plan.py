@@ -24,7 +24,7 @@ from ...progress import Progress, say
 from ...records import Block, check_output, digest, to_jsonable
 from ...registry import options_of
 from ...scores import Scores
-from ...sensitivity.directional.originals import Originals
+from ...sensitivity.directional.trials import Originals
 from ...storage.parts import Parts
 from .apply import request_of, round_matrices
 from .blocks import formats_table, modules_by_name

@@ -4,9 +4,9 @@ For block i in format j, with ``Delta_ij`` what the format makes of its matrices
 
     d_ij = 1/2 (1/N) sum_s E_y [ (sum_t b_st(y)' Delta_ij a_st)^2 ],
 
-for all i and j from ``1 + 2 draws`` passes (:mod:`layerbudget.sensitivity.directional.directional`): rounding is so small a
+for all i and j from ``1 + 2 draws`` passes (:mod:`layerbudget.sensitivity.directional.terms`): rounding is so small a
 step that the dense point is enough. Predictions of one matrix are pooled over its formats
-(:mod:`layerbudget.sensitivity.directional.pooling`), since draws of labels are noise and a plan picks what is small by chance.
+(:mod:`layerbudget.sensitivity.directional.terms`), since draws of labels are noise and a plan picks what is small by chance.
 The rounding errors are those of the quantiser that will write the file. The damage of embedding and head is measured (mean KL
 from the dense output): they are few, and an embedding has no inputs. Standard errors are over sequences.
 """
@@ -35,11 +35,9 @@ from ...models.offload import Mapped, mapped
 from ...models.provenance import versions
 from ...progress import Progress, Steps
 from ...scores import Scores
-from ...sensitivity.directional.directional import forms_along
 from ...sensitivity.directional.directions import Directions, Written
-from ...sensitivity.directional.originals import Originals
-from ...sensitivity.directional.pooling import pooled
-from ...sensitivity.directional.sums import Unit
+from ...sensitivity.directional.terms import pooled, quadratic_terms
+from ...sensitivity.directional.trials import Originals
 from .blocks import formats_table, layer_index
 from .program import ESTIMATOR, Table
 
@@ -164,16 +162,18 @@ class _Directional:
         kept = 1.0
         with inference(self.model):
             self._measure_ends()
-            units = self._units(progress)
+            errors = self._rounding_errors(progress)
         inside = [i for i, layer in self.layer.items() if layer is not None]
         if inside:
             own: dict[str, Any] = {"draws": draws, "seed": seed, "batch_size": self.batch_size, "progress": progress}
-            forms = forms_along(self.model, self.data, units, apart=True, **own)
             has, blocks = self.table.has[inside], [self.table.blocks[i] for i in inside]
-            self.rest[inside] = np.where(has[..., None], forms.rest, 0.0)
-            norm = np.stack([sum(_norms(units[m.name].directions) for m in b.modules) for b in blocks])
-            self.damage[inside], kept = pooled(np.where(has, forms.second, np.inf), forms.error, norm)
-            self.passes += forms.passes
+            units = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
+            shape = (len(blocks), len(self.table.formats))
+            terms = quadratic_terms(self.model, self.data, units, errors.__getitem__, shape, per_sequence=True, **own)
+            self.rest[inside] = np.where(has[..., None], terms.rest, 0.0)
+            norm = np.stack([sum(_norms(errors[m.name]) for m in b.modules) for b in blocks])
+            self.damage[inside], kept = pooled(np.where(has, terms.second, np.inf), terms.error, norm)
+            self.passes += terms.passes
         error = np.linalg.norm(self.rest, axis=-1)
         return dataclasses.replace(self.table, damage=self.damage, error=error, rest=self.rest), self.passes, kept
 
@@ -193,13 +193,13 @@ class _Directional:
         if offloaded is not None:
             offloaded.leave()
 
-    def _units(self, progress: Progress | None) -> dict[str, Unit]:
+    def _rounding_errors(self, progress: Progress | None) -> dict[str, Directions]:
         """Rounding errors of all matrices inside the layers; a quantiser that reads inputs walks the dense model."""
         reads = self.quantiser.statistic != "none"
         walk = Walk(self.model, self.data, batch_size=self.batch_size) if reads else None
         layers = sorted({layer for layer in self.layer.values() if layer is not None})
         last = max(layers) + 1 if layers else 0
-        units: dict[str, Unit] = {}
+        errors: dict[str, Directions] = {}
         tick = Steps(progress, last, "rounding layers")
         inside = [i for i, layer in self.layer.items() if layer is not None]
         try:
@@ -211,8 +211,7 @@ class _Directional:
                 if walk is not None:
                     found = self.treating.collect(walk, [m for i in members for m in self.table.blocks[i].modules])
                 for i in members:
-                    directions = self._errors(i, {} if found is None else found.found)
-                    units |= {name: Unit(directions=d, first=inside.index(i)) for name, d in directions.items()}
+                    errors |= self._errors(i, {} if found is None else found.found)
                 if walk is not None and layer + 1 < last:
                     walk.advance()
                 tick()
@@ -220,7 +219,7 @@ class _Directional:
             if walk is not None:
                 self.passes += walk.forwards / (len(walk) * walk.batches)
                 walk.close()
-        return units
+        return errors
 
     def _errors(self, i: int, statistics: Found) -> dict[str, Directions]:
         """The rounding errors of a block's matrices in every format, none where it does not have one."""

@@ -1,7 +1,7 @@
 r"""Smaller shapes by directional damage: heads, MLP channels, whole layers and zeros, decided together.
 
 Everything that a layer may lose is a change of its matrices (:mod:`layerbudget.decisions.shapes.point`), so its damage is
-predicted as for any treatment (:mod:`layerbudget.sensitivity.directional.directional`): at the dense model by the second term,
+predicted as for any treatment (:mod:`layerbudget.sensitivity.directional.terms`): at the dense model by the second term,
 at treated points by both. The budget is approached in a few strides, each planned where the last one has put the model; then
 steps within a trust region go on while the measured divergence falls. Every one of them is an exact program over whole units
 (:mod:`layerbudget.decisions.shapes.program`). What comes out is applied as any such plan, layer after layer, compensation

@@ -8,7 +8,7 @@ to them become zero and those that stay are made again (:mod:`layerbudget.decisi
 A layer that goes gives nothing to the stream: both such matrices, and their biases, become zero. Zeros of what remains change
 the other matrices too. All changes of one layer belong together: their derivatives are summed over its matrices before they are
 squared, so that the Fisher form has what heads and MLP of a layer do to each other
-(:mod:`layerbudget.sensitivity.directional.directional`).
+(:mod:`layerbudget.sensitivity.directional.terms`).
 
 Every sequence is judged by a refit that has not seen it: for each fold of the text the model is moved with the second moments
 of the other folds, and the terms and the divergence of the folds are averaged. On its own text a refit looks better than it is,
@@ -33,11 +33,9 @@ from ...execution.inputs import InputMoments, InputStatistics
 from ...execution.loss import Batch
 from ...execution.sites import Site
 from ...models.blocks import partition, weight_of
-from ...sensitivity.directional.directional import forms_along
 from ...sensitivity.directional.directions import Directions, Written
-from ...sensitivity.directional.originals import Originals
-from ...sensitivity.directional.point import Reference
-from ...sensitivity.directional.sums import Candidates, QuadraticTerms
+from ...sensitivity.directional.terms import QuadraticTerms, quadratic_terms
+from ...sensitivity.directional.trials import Originals, Reference
 from .compensation import REMAKES
 from .layouts import Where
 from .parts import Part
@@ -228,10 +226,12 @@ class ShapePoint:
                 gathered.setdefault(name, shared)
             shared.add(rows)
 
-        forms = forms_along(
+        forms = quadratic_terms(
             self.model,
             reference.data,
-            Candidates({n: m.layer for n, m in self.matrices.items()}, make, *alternatives.shape[:2]),
+            {n: m.layer for n, m in self.matrices.items()},
+            make,
+            (alternatives.shape[0], alternatives.shape[1]),
             clean=None if dense else reference.clean,
             draws=draws,
             seed=seed,

@@ -1,9 +1,10 @@
-"""From scores to a sparsity per block."""
+"""Plans of sparsity, and the rules that decide them from scores: the program of the paper, measured curves, and controls."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,22 +12,57 @@ from numpy.typing import ArrayLike
 from ...errors import InvalidInput
 from ...plan import Plan
 from ...planning.common import blocks_of, make_plan, matching, record_of, recorded
-from ...planning.rule import Decision, Problem, as_rule
+from ...planning.options import constants_of
+from ...planning.rule import Decision, Problem, as_rule, rule, shuffled
 from ...planning.rules import maps as _maps  # noqa: F401 - registers the rules
 from ...records import Block, check_fraction
 from ...scores import Scores
 from ...solvers.dual import piecewise_root
 from ...solvers.inputs import Vector, bound_vector
+from ...solvers.programs import sparsify
 from ...solvers.rounding import round_parameters
-from ...solvers.utilities import Function
-from . import rule as _rules  # noqa: F401 - registers the rules
+from ...solvers.utilities import CalibratedPenalty, Function
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...data.calibration import CalibrationSet
 
 Curves: TypeAlias = "Mapping[str, tuple[Sequence[float], Sequence[float]]]"
 _BY_CURVES = {"mdl": "calibrated", "permuted": "calibrated-permuted"}
+_CONSTANTS = ("spend", "bits", "eta", "units")
+_READS = ("exponent", "exponent_on", "damping", "smoothing", "penalty", *_CONSTANTS)
+
+
+def plan_sparsity(
+    source: Scores | Sequence[Block] | nn.Module, data: CalibrationSet | None = None, *, sparsity: float = 0.5, **options: Any
+) -> Plan:
+    """Return a plan of a sparsity for every block, with which the whole model reaches ``sparsity`` exactly.
+
+    Args:
+        source: Scores, or blocks where the rule reads no scores: decided by the paper's program, see :func:`plan_by_scores`. A
+            model: decided by the damage that the pruner itself does to its output, see
+            :func:`layerbudget.decisions.sparsity.directional.plan_by_damage`.
+        data: Calibration tokens, with a model.
+        sparsity: Pruned parameters over prunable parameters of all blocks.
+        **options: Of the function that decides.
+
+    Raises:
+        InvalidInput: A model without data, scores with data, or an option that is not read.
+    """
+    if isinstance(source, (Scores, Sequence)):
+        if data is not None:
+            raise InvalidInput("Scores and data were given.", "A plan from scores reads no text.", "Give scores, or a model.")
+        return plan_by_scores(source, sparsity=sparsity, **options)
+    if data is None:
+        raise InvalidInput("A model was given without data.", "The pruner's damage is measured on text.", "Give data.")
+    from .directional import plan_by_damage
+
+    return plan_by_damage(source, data, sparsity=sparsity, **options)
 
 
 def default_cap(sparsity: float) -> float:
-    """Largest sparsity of one block where none is named: 0.7, and always room above the target.
+    """Return the largest sparsity of one block where none is named: 0.7, and always room above the target.
 
     >>> default_cap(0.5), default_cap(0.7), default_cap(0.9)
     (0.7, 0.85, 0.95)
@@ -34,30 +70,19 @@ def default_cap(sparsity: float) -> float:
     return max(0.7, round(min(sparsity + 0.2, (1.0 + sparsity) / 2.0), 12))
 
 
-def plan_sparsity(
+def plan_by_scores(
     scores: Scores | Sequence[Block],
     *,
     sparsity: float = 0.5,
     max_sparsity: ArrayLike | None = None,
     min_sparsity: ArrayLike = 0.0,
-    exponent: float | None = None,
-    exponent_on: str | None = None,
     rule: str | Callable[..., Any] = "mdl",
     penalty: str | Function | Curves | None = None,
-    damping: float | None = None,
-    smoothing: float | None = None,
-    spend: str | None = None,
-    bits: float | None = None,
-    eta: float | None = None,
-    units: str | None = None,
-    seed: int | None = None,
-    width: float | None = None,
-    parity: bool = False,
     fixed: Mapping[str, float] | None = None,
     exclude: str | None = None,
-    **own: Any,
+    **options: Any,
 ) -> Plan:
-    """Choose a sparsity for every block so that the whole model reaches ``sparsity`` exactly.
+    """Return a plan of a sparsity for every block, decided by a rule from scores.
 
     An option that the rule does not read is refused; what is left out has the rule's own default.
 
@@ -66,8 +91,6 @@ def plan_sparsity(
         sparsity: Pruned parameters over prunable parameters of all blocks, fixed and excluded ones included.
         max_sparsity: Cap per block (a scalar or one value per block); :func:`default_cap` by default.
         min_sparsity: Floor per block.
-        exponent: kappa, see :func:`layerbudget.solvers.sparsify`; 1 by default.
-        exponent_on: ``density`` (default) or ``block``.
         rule: ``mdl`` (the program), ``permuted`` (the program on shuffled scores), ``uniform``, ``size``, ``layerif``,
             ``alphapruning``, ``owl``, a rule of your own (:mod:`layerbudget.planning.rule`), or a function of a
             problem that returns one value per block.
@@ -75,18 +98,10 @@ def plan_sparsity(
             ``{block name: (ratios, losses)}``, which replace the scores (damage is measured, not predicted) and cap every block
             at its last ratio: the rule is then ``calibrated``. How far they were from convex is in
             ``plan.extra["convexified"]``.
-        damping: Which row of the scores; the middle one by default.
-        smoothing: Added to every score, in units of the mean score; 0 by default.
-        spend: ``exactly`` (default), or ``at_least``: the theorem, under which bits alone may prune more than asked for.
-        bits: b of the program, bits saved per pruned parameter; 16 by default. Inert where the target binds.
-        eta: Weight of its penalty; 2 by default. Inert where the target binds.
-        units: ``relative`` (default), or ``literal``: sizes and weights as they are, as the paper's text has it.
-        seed: Seed of ``permuted``; 0 by default.
-        width: Width of the maps of ``layerif``, ``alphapruning`` (0.3) and ``owl`` (0.08).
-        parity: The published behaviour of those maps, see :mod:`layerbudget.solvers.rules`.
         fixed: Sparsity of some blocks, by name or regular expression.
         exclude: Regular expression: blocks that must stay dense.
-        **own: Options of a rule of your own.
+        **options: Of the rule, see :doc:`/options`: ``exponent``, ``exponent_on``, ``damping``, ``smoothing``, ``spend``,
+            ``bits``, ``eta``, ``units``, ``seed``, ``width``, ``parity``, or its own.
 
     Returns:
         A plan of kind ``sparsity``. ``count`` is the whole number of parameters to prune per block; the counts sum to
@@ -100,14 +115,12 @@ def plan_sparsity(
     """
     blocks = blocks_of(scores)
     check_fraction(sparsity, "sparsity")
-    given: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "penalty": penalty, "damping": damping}
-    given |= {"spend": spend, "bits": bits, "eta": eta, "units": units}
-    given |= {"smoothing": smoothing, "seed": seed, "width": width, "parity": parity, **own}
+    given = {"penalty": penalty, **options}
     if isinstance(penalty, Mapping):
         rule = _BY_CURVES.get(rule, rule) if isinstance(rule, str) else rule
         given |= {"penalty": None, "curves": penalty}
     chosen = as_rule("sparsity", rule)
-    options = chosen.resolve_options(given)
+    read = chosen.resolve_options(given)
     cap = default_cap(sparsity) if max_sparsity is None else max_sparsity
     numel = np.array([b.numel for b in blocks], dtype=np.float64)
     low, high, held = _bounds(blocks, min_sparsity, cap, fixed, exclude)
@@ -116,7 +129,7 @@ def plan_sparsity(
         kind="sparsity", blocks=blocks, scores=record_of(scores), amount=numel, target=float(total), low=low, high=high,
         held=held,
     )  # fmt: skip
-    decision = chosen.decide(problem, options)
+    decision = chosen.decide(problem, read)
     value = decision.value
     if decision.target is not None:
         total, high = decision.target, np.maximum(high, value)
@@ -124,19 +137,10 @@ def plan_sparsity(
         value = _fitted(problem, decision)
     counts = round_parameters(value, numel, total, high)
     budget = {"unit": "parameters", "limit": total, "spent": int(counts.sum())}
-    hyper: dict[str, Any] = {
-        "sparsity": sparsity,
-        "max_sparsity": cap,
-        "min_sparsity": min_sparsity,
-        **recorded(_told(options)),
-    }
+    hyper: dict[str, Any] = {"sparsity": sparsity, "max_sparsity": cap, "min_sparsity": min_sparsity}
+    hyper |= recorded({k: v for k, v in read.items() if (k, v) != ("spend", "exactly")})
     hyper |= {"fixed": dict(fixed or {}), "exclude": exclude}
     return make_plan(scores, "sparsity", chosen.name, value, counts, budget, hyper, decision.solution, decision.extra)
-
-
-def _told(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options to record: how the target is met is said where it is not met exactly."""
-    return {k: v for k, v in options.items() if (k, v) != ("spend", "exactly")}
 
 
 def _total(sparsity: float, numel: Vector, low: Vector, high: Vector) -> int:
@@ -167,11 +171,7 @@ def _fitted(problem: Problem, decision: Decision) -> Vector:
 def _bounds(
     blocks: Sequence[Block], least: ArrayLike, most: ArrayLike, fixed: Mapping[str, float] | None, exclude: str | None
 ) -> tuple[Vector, Vector, np.ndarray]:
-    """Bounds with held blocks pinned, and the mask of those.
-
-    Raises:
-        InvalidInput: A cap above one, or below the floor.
-    """
+    """Bounds with held blocks pinned, and the mask of those."""
     size = len(blocks)
     low = np.full(size, 1.0) * bound_vector(least, size, "min_sparsity", 0.0)
     high = np.full(size, 1.0) * bound_vector(most, size, "max_sparsity", 1.0)
@@ -188,3 +188,41 @@ def _bounds(
             "Correct the bounds.",
         )
     return low, high, held
+
+
+def _solve(problem: Problem, weights: Any, spend: str = "exactly", **options: Any) -> Decision:
+    solution = sparsify(
+        weights, problem.amount, problem.target, max_sparsity=problem.high, min_sparsity=problem.low, spend=spend, **options
+    )
+    more = None if spend == "exactly" else max(int(round(solution.spent)), int(round(problem.target)))
+    return Decision(value=solution.value, solution=solution, target=more)
+
+
+@rule("sparsity", "permuted", reads=(*_READS, "seed"), summary="the same on shuffled scores: a control")
+@rule("sparsity", "mdl", reads=_READS, summary="the program of the paper on the scores")
+def _by_program(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    chosen = {name: options[name] for name in ("exponent", "exponent_on", "penalty", "spend")}
+    return _solve(problem, problem.weights(options), **chosen, **constants_of(options))
+
+
+@rule(
+    "sparsity",
+    "calibrated-permuted",
+    reads=("seed", *_CONSTANTS),
+    summary="the same on shuffled curves: a control",
+    curves=None,
+)
+@rule(
+    "sparsity", "calibrated", reads=_CONSTANTS, summary="the program on measured curves, which replace the scores", curves=None
+)
+def _by_curves(problem: Problem, options: Mapping[str, Any]) -> Decision:
+    given, names = options["curves"], [b.name for b in problem.blocks]
+    if not isinstance(given, Mapping):
+        raise InvalidInput("The rule calibrated needs measured curves.", "", "Give them: plan sparsity --curves FILE.")
+    if "seed" in options:
+        order = shuffled(len(names), options["seed"])
+        given = {n: given[names[i]] for n, i in zip(names, order, strict=True)}
+    penalty = CalibratedPenalty.from_curves(given, names)
+    decision = _solve(problem, np.ones(len(names)), penalty=penalty, spend=options["spend"], **constants_of(options))
+    bent = {name: float(v) for name, v in zip(names, penalty.change, strict=True) if v > 0}
+    return dataclasses.replace(decision, extra={"convexified": bent})

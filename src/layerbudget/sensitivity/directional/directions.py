@@ -44,17 +44,12 @@ class Directions(abc.ABC):
         """
 
 
-def grouped(rows: int, size: int | None) -> int:
-    """How many groups of ``size`` rows there are (the last may be smaller); one where ``size`` is None.
-
-    >>> grouped(10, 4), grouped(10, None)
-    (3, 1)
-    """
+def _groups(rows: int, size: int | None) -> int:
     return 1 if size is None else -(-rows // size)
 
 
-def sum_groups(x: torch.Tensor, size: int | None) -> torch.Tensor:
-    """Sum rows into groups: ``(B, rows, n) -> (B, groups, n)``."""
+def _sum_groups(x: torch.Tensor, size: int | None) -> torch.Tensor:
+    """Sum rows into groups: ``(B, rows, n) -> (B, groups, n)``; the last group may be smaller."""
     if size is None:
         return x.sum(1, keepdim=True)
     short = -x.shape[1] % size
@@ -81,12 +76,12 @@ class Written(Directions):
                 "Give treated minus present weights, (d_out, d_in) each.",
             )  # fmt: skip
         self.deltas, self.rows, self.levels = list(deltas), rows, len(deltas)
-        self.groups = grouped(deltas[0].shape[0], rows)
+        self.groups = _groups(deltas[0].shape[0], rows)
 
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.along`."""
         each = [torch.einsum("boi,oi->bo", gradient, d.to(gradient)).double() for d in self.deltas]
-        return sum_groups(torch.stack(each, -1), self.rows)
+        return _sum_groups(torch.stack(each, -1), self.rows)
 
 
 class Nested(Directions):
@@ -111,7 +106,7 @@ class Nested(Directions):
     ) -> None:  # fmt: skip
         d_out, d_in = weight.shape
         self.rows, self.by_row, self.shape = rows, by_row, (d_out, d_in)
-        self.groups, self.levels = grouped(d_out, rows), counts.shape[1]
+        self.groups, self.levels = _groups(d_out, rows), counts.shape[1]
         size = d_out if rows is None else rows
         self.line = d_in if by_row else size * d_in  # entries that compete
         self.lines = d_out if by_row else self.groups
@@ -146,7 +141,7 @@ class Nested(Directions):
         share = self.edges - down
         at = sums.gather(2, down.expand(len(flat), -1, -1)) * (1 - share) + sums.gather(2, up.expand(len(flat), -1, -1)) * share
         change = at[:, :, :1] - at[:, :, 1:]
-        return sum_groups(change, self.rows) if self.by_row else change
+        return _sum_groups(change, self.rows) if self.by_row else change
 
 
 def _lines(flat: torch.Tensor, pad: int, line: int, fill: float = 0.0) -> torch.Tensor:

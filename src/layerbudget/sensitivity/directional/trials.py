@@ -1,4 +1,4 @@
-"""A model that stands at a treated point, and the way back: copies of its weights, or treatments made when a layer runs.
+"""The dense model's output to compare with, and the way from the dense weights to a treated point and back.
 
 Weights in memory are copied once and overwritten by every trial. Weights that stay in their files would become memory by that,
 all of them; there the *plan* is kept, and a layer is treated when its forward begins and dense again when another one's does.
@@ -7,7 +7,6 @@ The masks of one trial are then made as often as its layers are run, and no more
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,17 +15,93 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...compressors.treating import Found, Job, Treating
-from ...execution.loss import Batch
-from ...execution.replay import unwalkable
+from ...data.calibration import CalibrationSet
+from ...errors import CoverageError
+from ...execution.divergence import Meter, kl_sum, mean
+from ...execution.inputs import InputStatistics, share_statistics
+from ...execution.loss import pad_right
+from ...execution.modes import inference
+from ...execution.processes import shard
 from ...execution.walk import Walk
 from ...models.blocks import weight_of
 from ...models.offload import Mapped, mapped
-from .decisions import Decisions
-from .originals import Originals
+from ...records import Block
 
 
-class Trials(abc.ABC):
-    """Where a model's treated weights are.
+class Reference:
+    """The dense model's output on some text, kept to compare with.
+
+    Args:
+        model: The dense model, at the moment of making this.
+        data: The text; padding is moved behind the tokens, several processes share the sequences.
+        batch_size: Sequences per forward.
+        listen: Statistics to gather from the same forward.
+    """
+
+    def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int, listen: InputStatistics | None = None) -> None:
+        padded = pad_right(data)
+        self.data = padded if isinstance(padded, CalibrationSet) else data
+        with inference(model):
+            self.walk = Walk(model, shard(self.data), batch_size=batch_size)
+            self.walk.capture()
+            during = (lambda i: listen.listening(self.walk.token_mask(i))) if listen is not None else None
+            self.meter = Meter(self.walk, "kl", during=during)
+            if listen is not None:
+                share_statistics(listen.found)
+
+    def clean(self, batch: int) -> torch.Tensor:
+        """Log-probabilities of a batch."""
+        return self.meter.clean(batch)
+
+    def measure(self) -> float:
+        """Mean divergence of the model as it is now, in nats per token; one forward."""
+        total = tokens = 0.0
+        with inference(self.walk.model):
+            if mapped(self.walk.model) is not None:  # every layer comes once, for all batches
+                self.walk.capture()
+                while self.walk.position < len(self.walk):
+                    self.walk.advance()
+                return self.meter.reached()
+            for batch in range(self.walk.batches):
+                logits = self.walk.model(**self.walk.inputs(batch)).logits
+                each, count = kl_sum(logits, self.clean(batch), self.meter.counted(batch))
+                total, tokens = total + each, tokens + count
+        return mean(total, tokens)
+
+
+class Originals:
+    """Copies of the weights of some blocks, to go back to.
+
+    Raises:
+        CoverageError: Layers come to the device one at a time.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
+        self.model = model
+        files, names = mapped(model), [m.name for b in blocks for m in b.modules]
+        if files is not None and any(files.comes(weight_of(model, name)[1]) for name in names):
+            raise CoverageError(
+                "What is tried on a layer would be lost when the next one takes its place on the device.",
+                "Trials need weights that stay: in memory, or mapped in the checkpoint's own precision.",
+                "Use --dtype auto on the processor, or load without --stream.",
+            )
+        self.held = {name: self._copy(weight_of(model, name)[1]) for name in names}
+
+    def _copy(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy; where weights are mapped, the file is one."""
+        files = mapped(self.model)
+        found = None if files is None else files.again(parameter)
+        same = found is not None and (found.dtype, found.device) == (parameter.dtype, parameter.device)
+        return found if found is not None and same else parameter.detach().clone()
+
+    def restore(self, names: Sequence[str] | None = None) -> None:
+        """Put weights back; all of them by default."""
+        for name in self.held if names is None else names:
+            weight_of(self.model, name)[1].data.copy_(self.held[name])
+
+
+class Trials:
+    """Treatments that are written over the weights of some blocks, and taken back from copies.
 
     Attributes:
         walk: How gradients at a treated point are to be had, see :func:`layerbudget.execution.backward.feed`.
@@ -34,58 +109,38 @@ class Trials(abc.ABC):
 
     walk = "auto"
 
-    @abc.abstractmethod
+    def __init__(self, treating: Treating, blocks: Sequence[Block]) -> None:
+        self.treating, self.originals = treating, Originals(treating.model, blocks)
+
     def move(self, jobs: Sequence[Job], found: Found) -> None:
         """Treat the dense model, with statistics that were gathered before."""
-
-    @abc.abstractmethod
-    def layer(self, walk: Walk, jobs: Sequence[Job]) -> None:
-        """Treat the walk's current layer as the pruner does, and go on to the next one."""
-
-    @abc.abstractmethod
-    def dense(self, name: str) -> torch.Tensor:
-        """A matrix before it was treated."""
-
-    @abc.abstractmethod
-    def restore(self) -> None:
-        """Put the dense weights back."""
-
-
-class Copies(Trials):
-    """Trials that are written over the weights."""
-
-    def __init__(self, treating: Treating, decisions: Decisions) -> None:
-        self.treating, self.held = treating, Originals(treating.model, decisions.blocks)
-
-    def move(self, jobs: Sequence[Job], found: Found) -> None:
-        """See :meth:`Trials.move`."""
         self.restore()
         self.treating.jobs(jobs, found)
 
     def layer(self, walk: Walk, jobs: Sequence[Job]) -> None:
-        """See :meth:`Trials.layer`."""
+        """Treat the walk's current layer as the pruner does, and go on to the next one."""
         self.treating.layer(walk, jobs)
         walk.advance()
 
     def dense(self, name: str) -> torch.Tensor:
-        """See :meth:`Trials.dense`."""
-        return self.held.held[name]
+        """A matrix before it was treated."""
+        return self.originals.held[name]
 
     def restore(self) -> None:
-        """See :meth:`Trials.restore`."""
-        self.held.restore()
+        """Put the dense weights back."""
+        self.originals.restore()
 
 
-class Arriving(Trials):
-    """Trials on weights that stay in their files: layers are treated when they arrive."""
+class StreamedTrials(Trials):
+    """Treatments of weights that stay in their files, made when a layer arrives."""
 
     walk = "layers"
 
-    def __init__(self, treating: Treating, lies: Mapped) -> None:
-        self.treating, self.lies = treating, lies
-        self.jobs: dict[int, list[Job]] = {}
-        self.found: Found = {}
-        self.current = -1
+    def __init__(self, treating: Treating, files: Mapped) -> None:
+        self.treating, self.files = treating, files
+        self._jobs: dict[int, list[Job]] = {}
+        self._found: Found = {}
+        self._current = -1
         self._held: dict[str, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -96,37 +151,37 @@ class Arriving(Trials):
 
     def _expect(self, jobs: Sequence[Job], found: Found) -> None:
         self._leave()
-        for _, layer in () if self._handles else self.lies.layers:
+        for _, layer in () if self._handles else self.files.layers:
             self._handles.append(layer.register_forward_pre_hook(self._arrive))
-        self.found = found
-        self.jobs = {i: [j for j in jobs if j.module.name.startswith(f"{n}.")] for i, (n, _) in enumerate(self.lies.layers)}
+        self._found = found
+        layers = enumerate(self.files.layers)
+        self._jobs = {i: [j for j in jobs if j.module.name.startswith(f"{name}.")] for i, (name, _) in layers}
 
     def _arrive(self, layer: nn.Module, given: Any) -> None:
-        """Treat a layer whose forward begins."""
-        index = next(i for i, (_, own) in enumerate(self.lies.layers) if own is layer)
-        if index == self.current or getattr(layer.forward, "skips", False):
+        index = next(i for i, (_, own) in enumerate(self.files.layers) if own is layer)
+        if index == self._current or getattr(layer.forward, "skips", False):
             return
         self._leave()
-        self.current = index
+        self._current = index
         with torch.no_grad():
-            for job in self.jobs.get(index, ()):
+            for job in self._jobs.get(index, ()):
                 parameter = weight_of(self.treating.model, job.module.name)[1]
                 self._held[job.module.name] = parameter.data
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
-            self.treating.jobs(self.jobs.get(index, ()), self.found)
+            self.treating.jobs(self._jobs.get(index, ()), self._found)
 
     def _leave(self) -> None:
         """Make the treated layer dense again; one that was brought to the device is gone from there when the next one comes."""
         for name, tensor in self._held.items():
             parameter = weight_of(self.treating.model, name)[1]
-            if not self.lies.comes(parameter) or self.lies.at_hand(self.current):
+            if not self.files.comes(parameter) or self.files.at_hand(self._current):
                 parameter.data = tensor
-        self._held, self.current = {}, -1
+        self._held, self._current = {}, -1
 
     def layer(self, walk: Walk, jobs: Sequence[Job]) -> None:
         """See :meth:`Trials.layer`."""
         self._leave()
-        self.jobs = {}
+        self._jobs = {}
         statistics = self.treating.collect(walk, [j.module for j in jobs])
         self._expect(jobs, {} if statistics is None else statistics.found)
         walk.advance()
@@ -135,31 +190,12 @@ class Arriving(Trials):
         """See :meth:`Trials.dense`."""
         if name in self._held:
             return self._held[name]
-        return self.lies.computed(weight_of(self.treating.model, name)[1])
+        return self.files.computed(weight_of(self.treating.model, name)[1])
 
     def restore(self) -> None:
         """See :meth:`Trials.restore`."""
         self._leave()
-        self.jobs, self.found = {}, {}
+        self._jobs, self._found = {}, {}
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def trials(treating: Treating, decisions: Decisions, batch: Batch, *, spanning: bool) -> Trials:
-    """Layers treated as they arrive where weights stay in files and the model can be walked; else copies.
-
-    Args:
-        treating: The treatment.
-        decisions: What is decided.
-        batch: What the model will run on.
-        spanning: Whether the whole graph is needed (draws along units that span layers).
-
-    Raises:
-        CoverageError: Neither can be: layers come and go, and are needed all together.
-    """
-    lies = mapped(treating.model)
-    names = [m.name for m in decisions.modules]
-    if lies is None or spanning or unwalkable(treating.model, names, [batch]):
-        return Copies(treating, decisions)
-    return Arriving(treating, lies)

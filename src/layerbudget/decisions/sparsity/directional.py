@@ -1,0 +1,321 @@
+r"""Plans of sparsity by directional damage: predict along the pruner's own change, solve exactly, go there, look again.
+
+From the plan that gives every unit the same sparsity, the trust-region loop (:func:`layerbudget.solvers.steps.descend`) goes
+down the measured divergence. At every point the damage of all units at levels within reach is predicted to first order
+(:mod:`layerbudget.sensitivity.directional.terms`); proposed are the best plan within reach, by an exact program, then half and
+a quarter of the way to it. The last step is measured by the pruner itself, and taken where that is better.
+
+Half of the text may decide and the other half judge (cross-fitting): a descent on the first half is measured on the second at
+every step, which says how fine the units may be and when to stop; then all of the text decides, that far.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...compressors.base import Treatment, find_treatment
+from ...compressors.treating import Found
+from ...data.calibration import CalibrationSet
+from ...errors import InvalidInput
+from ...execution.inputs import InputMoments
+from ...execution.processes import broadcast, is_main
+from ...models.blocks import check_finite, describe
+from ...models.provenance import computation, versions
+from ...plan import Plan
+from ...progress import Progress, Steps, say
+from ...records import check_fraction, digest
+from ...sensitivity.directional.trials import Reference
+from ...solvers import steps as loop
+from ...solvers.rounding import round_parameters
+from ...solvers.separable import Solution
+from ...storage.parts import Parts
+from .treated import Point, TreatedModel, Units
+
+PASSES = 24.0
+PRICE, APPLYING = 3.0, 2.0  # forward equivalents of a step, and of a plan treated by the pruner itself
+LENGTHS, LEAST_TRUST = (1.0, 0.5, 0.25), 0.01
+NESTED_LEVELS, WRITTEN_LEVELS = 17, 7
+
+
+def plan_by_damage(
+    model: nn.Module,
+    data: CalibrationSet,
+    *,
+    sparsity: float = 0.5,
+    max_sparsity: float = 0.95,
+    by: str | Sequence[str] = "linear",
+    method: str = "wanda",
+    passes: float = PASSES,
+    trust: float = 0.06,
+    batch_size: int = 8,
+    resume: Path | str | None = None,
+    progress: Progress | None = None,
+    **own: Any,
+) -> Plan:
+    """Return a plan of the sparsity of every layer, matrix or group of rows, by directional damage.
+
+    Args:
+        model: The dense model; left as it was.
+        data: Calibration tokens.
+        sparsity: Target.
+        max_sparsity: Cap of one unit.
+        by: ``layer``, ``linear``, ``rows:G``, or a regular expression. Several of them, in a list, are tried on one half of the
+            text and judged on the other, which also says when to stop; that takes more than half of the passes.
+        method: Pruner.
+        passes: Most forward equivalents of the whole text (forward 1, backward 2) that may be spent, judging and the last
+            measurement included; two more are where the last step is measured by the pruner itself and refused.
+        trust: Largest change of one unit's sparsity in the first step.
+        batch_size: Sequences per forward.
+        resume: Folder that keeps finished steps; an interrupted run continues from it.
+        progress: Called with (steps done, most steps).
+        **own: Options of the method.
+
+    Returns:
+        A plan of rule ``directional``; ``extra`` has the ``path``, ``forward_passes``, ``predicted`` and ``measured`` damage in
+        nats per token (by the pruner itself), ``held_out`` (of the plan that half the text made, on the other half), and
+        ``rows`` where they are decided.
+
+    Raises:
+        CoverageError: Layers of a streamed model that come and go.
+        InvalidInput: An option outside its domain, or passes that allow no step.
+        InfeasibleBudget: Caps below the target.
+    """
+    check_fraction(sparsity, "sparsity")
+    check_fraction(max_sparsity, "max_sparsity", low=sparsity)
+    check_finite(model)
+    names = [by] if isinstance(by, str) else list(by)
+    trials = 0 if isinstance(by, str) else len(names)
+    _check(names, trials, data, trust, passes)
+    identity, treatment = describe(model), find_treatment(method)
+    key = {"method": method, "own": own, "passes": passes, "batch_size": batch_size, "max_sparsity": max_sparsity}
+    key |= {"sparsity": sparsity, "trust": trust, "by": names}
+    request = {
+        **key,
+        "model": identity["digest"],
+        "data": data.digest,
+        "versions": versions(),
+        "computation": computation(model),
+    }
+    search = _Search(
+        model=model, treatment=treatment, own=own, batch_size=batch_size, sparsity=sparsity, cap=max_sparsity, trust=trust,
+        parts=Parts(resume if is_main() else None, request), progress=progress,
+    )  # fmt: skip
+    judged = search.judge(names, data, passes) if trials else None
+    chosen, extra, spent, steps = judged or (names[0], {"held_out": None}, 0.0, None)
+    left = passes - APPLYING - spent
+    steps = max(1, int((left - 1.0) / PRICE)) if steps is None else steps
+    treated, path = search.descend(chosen, data, "all", left, steps)
+    try:
+        measured = _last_step(treated, path)
+    finally:
+        treated.restore()
+    return _plan(identity, treated, path, {**key, "by": chosen}, {**extra, "measured": measured}, spent)
+
+
+def _check(names: Sequence[str], trials: int, data: CalibrationSet, trust: float, passes: float) -> None:
+    if not 0 < trust <= 1:
+        raise InvalidInput(f"trust is {trust}.", "It lies in (0, 1].", "Use trust=0.06.")
+    if not names:
+        raise InvalidInput("by is empty.", "It names what is decided.", "Use by='linear'.")
+    if trials and data.samples < 2:
+        raise InvalidInput("One sequence cannot both decide and judge.", "Cross-fitting needs two.", "Give more text.")
+    least = 1.0 + PRICE + APPLYING + trials * (PRICE + 2.5)  # dense forward, start, last measurement; the same on half the text
+    if passes < least:
+        raise InvalidInput(
+            f"passes is {passes:g}.", f"One step of this kind needs {least:g} forward equivalents.", f"Use passes={least:g}."
+        )
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Path:
+    """Where a descent went: accepted plans, a record of each, and what the model at the last one wants.
+
+    Attributes:
+        goal: The plan that it wants, not visited; None where it wants nothing, or no step is left.
+        promise: What that would change, by the model.
+    """
+
+    counts: list[np.ndarray]
+    log: list[dict[str, Any]]
+    solution: Solution | None = None
+    goal: np.ndarray | None = None
+    promise: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Search:
+    """Descents of one model and pruner."""
+
+    model: nn.Module
+    treatment: Treatment
+    own: Mapping[str, Any]
+    batch_size: int
+    sparsity: float
+    cap: float
+    trust: float
+    parts: Parts
+    progress: Progress | None
+
+    def judge(self, names: Sequence[str], data: CalibrationSet, passes: float) -> tuple[str, dict[str, Any], float, int]:
+        """Descend on one half of the text by every granularity, and judge on the other: the best, records, passes and steps."""
+        trials = len(names)
+        halves = [data.select(list(range(i, data.samples, 2))) for i in (0, 1)]
+        judge = Reference(self.model, halves[1], self.batch_size)
+        # as many steps are left for the whole text: a trial's step costs half, and half a judgement
+        spare = passes - 1.0 - APPLYING - 0.5 - trials * (PRICE + 2.0) / 2.0
+        most = max(1, int(spare / (PRICE + trials * (PRICE + 1.0) / 2.0)))
+        tried: dict[str, list[float]] = {}
+        spent = judged = 0.0
+        for by in names:
+            treated, path = self.descend(by, halves[0], "half", 1.0 + (most + 1.0) * PRICE, most, judge)
+            treated.restore()
+            tried[by] = [float(entry["held_out"]) for entry in path.log]
+            spent, judged = spent + treated.passes, judged + len(path.log)
+        best = min(tried, key=lambda by: min(tried[by]))
+        spent = (spent * halves[0].samples + (1.0 + judged) * halves[1].samples) / data.samples
+        return best, {"held_out": min(tried[best]), "tried": tried}, spent, int(np.argmin(tried[best]))
+
+    def descend(
+        self, by: str, data: CalibrationSet, name: str, passes: float, steps: int, judge: Reference | None = None
+    ) -> tuple[TreatedModel, _Path]:
+        """A descent until nothing is gained, or steps or passes are spent; the model is left wherever it was last.
+
+        With a judge its divergence is logged at every accepted point, and decides nothing. Without one the last of the steps is
+        left to the caller, who measures it in a way of his own.
+        """
+        units = Units.by(self.model, by)
+        treated = TreatedModel(self.model, data, units, self.treatment, self.own, batch_size=self.batch_size)
+        try:
+            return treated, self._descend(treated, f"path-{digest(f'{name} {by}')}", passes, steps, judge)
+        except BaseException:
+            treated.restore()
+            raise
+
+    def _descend(self, treated: TreatedModel, part: str, passes: float, steps: int, judge: Reference | None) -> _Path:
+        numel = treated.units.numel
+        total = round(self.sparsity * int(numel.sum()))
+        count = NESTED_LEVELS if treated.treatment.nested else WRITTEN_LEVELS
+        tick = Steps(self.progress, steps)
+
+        def levels_at(counts: np.ndarray, trust: float) -> np.ndarray:
+            return loop.reach(counts / numel, trust, self.cap, count)
+
+        def evaluate(point: Point, proposal: loop.Proposal) -> Point:
+            return treated.evaluate(proposal.state, point.moments, levels_at(proposal.state, proposal.trust))
+
+        def proposals(point: Point, trust: float) -> Iterator[loop.Proposal]:
+            levels = levels_at(point.counts, trust)
+            damage = loop.curves_at(point.levels, point.first, levels)
+            goal, path.solution = loop.step_within(levels, damage, numel, total)
+            if (goal == point.counts).all() or loop.damage_at(levels, damage, goal / numel) >= 0:
+                return
+            for length in LENGTHS:
+                way = ((1 - length) * point.counts + length * goal) / numel
+                counts = goal if length == 1.0 else round_parameters(way, numel, total)
+                promise = loop.damage_at(levels, damage, counts / numel)
+                yield loop.Proposal(state=counts, promise=promise, trust=trust * length, length=length)
+
+        def affords() -> bool:
+            return len(path.log) <= steps - (judge is None) and treated.passes + PRICE <= passes
+
+        def record(point: Point, **more: Any) -> None:
+            entry = {"step": len(path.log), "divergence": point.divergence, "passes": treated.passes}
+            entry |= {} if judge is None else {"held_out": judge.measure()}
+            path.counts.append(point.counts)
+            path.log.append({**entry, **more})
+            _keep(self.parts, part, path, point, trust)
+
+        held = broadcast(lambda: _kept(self.parts, part, self.treatment.statistic))
+        path, given, trust = held or (_Path(counts=[], log=[]), treated.dense, self.trust)
+        start = path.counts[-1] if held else round_parameters(np.full(len(numel), self.sparsity), numel, total, self.cap)
+        reached = path.log[-1].get("trust", self.trust) if held else self.trust
+        point = treated.evaluate(start, given, levels_at(start, reached))
+        if held:
+            treated.passes = path.log[-1]["passes"]
+        else:
+            record(point)
+        for step in loop.descend(point, trust, proposals, evaluate, affords, least=LEAST_TRUST):
+            moved = float(np.abs(step.point.counts - point.counts).sum() / numel.sum())
+            point, trust, done = step.point, step.trust, step.proposal
+            record(point, length=done.length, trust=done.trust, moved=moved, predicted=done.promise, measured=step.change)
+            say(self.progress, f"damage {point.divergence:.3g}")
+            tick(len(path.log) - 1 - tick.done)
+        if judge is None and len(path.log) <= steps:
+            for last in proposals(point, trust):
+                path.goal, path.promise = last.state, last.promise
+                break
+        return path
+
+
+def _keep(parts: Parts, name: str, path: _Path, point: Point, trust: float) -> None:
+    """Keep the accepted steps, and the statistics with which the last one was treated, in the place of those before."""
+    if parts.folder is None:
+        return
+    from safetensors.torch import save_file
+
+    tensors = {f"counts.{i}": torch.from_numpy(np.ascontiguousarray(c)) for i, c in enumerate(path.counts)}
+    for matrix, moments in point.given.items():
+        tensors |= {f"{i}@{matrix}": m.value.clone() for i, m in enumerate(moments) if m.value is not None}
+    copies = {matrix: len(moments) for matrix, moments in point.given.items()}
+    record = json.dumps({"log": path.log, "trust": trust, "copies": copies})
+    step = len(path.log) - 1
+    parts.put(f"{name}-{step}", "safetensors", lambda file: save_file(tensors, file, {"record": record}))
+    before = parts.find(f"{name}-{step - 1}")
+    if before is not None:
+        before.unlink()
+
+
+def _kept(parts: Parts, name: str, statistic: str) -> tuple[_Path, Found, float] | None:
+    """The path, the statistics of its last point, and the trust there; None where no whole part is left."""
+    steps = sorted((int(n.rpartition("-")[2]) for n in parts.names() if n.startswith(f"{name}-")), reverse=True)
+    file = next((f for f in (parts.find(f"{name}-{step}") for step in steps) if f is not None), None)
+    if file is None:
+        return None
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as f:
+        record, held = json.loads(f.metadata()["record"]), {key: f.get_tensor(key) for key in f.keys()}
+    path = _Path(counts=[held[f"counts.{i}"].numpy() for i in range(len(record["log"]))], log=record["log"])
+    given = {
+        matrix: [InputMoments(statistic, value=held.get(f"{i}@{matrix}")) for i in range(copies)]
+        for matrix, copies in record["copies"].items()
+    }
+    return path, given, record["trust"]
+
+
+def _last_step(treated: TreatedModel, path: _Path) -> float:
+    """Take the last step if the pruner itself finds it better; the divergence of the plan as it applies it."""
+    if path.goal is None:
+        return treated.apply(path.counts[-1])
+    measured, last = treated.apply(path.goal), path.log[-1]
+    if measured >= last["divergence"]:
+        return treated.apply(path.counts[-1])
+    moved = float(np.abs(path.goal - path.counts[-1]).sum() / treated.units.numel.sum())
+    entry = {"step": last["step"] + 1, "divergence": measured, "passes": treated.passes, "length": 1.0, "moved": moved}
+    path.counts.append(path.goal)
+    path.log.append({**entry, "predicted": path.promise, "measured": measured - last["divergence"]})
+    return measured
+
+
+def _plan(
+    identity: Mapping[str, Any], treated: TreatedModel, path: _Path, hyper: Mapping[str, Any], extra: dict[str, Any],
+    spent: float,
+) -> Plan:  # fmt: skip
+    counts, log = path.counts[-1], path.log
+    total, (blocks, rows) = int(counts.sum()), treated.units.planned(counts)
+    predicted = log[max(len(log) - 2, 0)]["divergence"] + log[-1].get("predicted", 0.0)
+    extra = {"forward_passes": treated.passes + spent, "predicted": predicted, "path": log, **extra}
+    return Plan(
+        kind="sparsity", rule="directional", model=dict(identity), blocks=blocks, hyperparameters=dict(hyper),
+        budget={"unit": "parameters", "limit": total, "spent": total},
+        certificate=path.solution.certificate() if path.solution is not None else {},
+        extra=extra if rows is None else {**extra, "rows": rows},
+    )  # fmt: skip

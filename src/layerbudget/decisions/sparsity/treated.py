@@ -1,0 +1,316 @@
+"""A model that moves between treated points: how far its output is from the dense model's, and what a change there would do.
+
+One forward per point serves everything: the divergence, the graph of the backward, and the statistics by which the *next* point
+is treated. So a point costs what its passes cost, and the pruner sees the inputs that the treated model gives, one point late;
+at the plan that comes out, :meth:`TreatedModel.apply` treats the model as the pruner itself does, layer after layer.
+
+A batch becomes a number by four classes: :class:`TreatedModel` runs it, ``Directions`` have what every level would change in a
+matrix, ``DirectionalSums`` adds up derivatives along them (:mod:`layerbudget.sensitivity.directional`), and :class:`Point` is
+what comes out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...compressors.base import Level, Treatment
+from ...compressors.conforming import treated
+from ...compressors.select import share
+from ...compressors.treating import Found, Job, Treating, matrices
+from ...data.calibration import CalibrationSet
+from ...errors import InvalidInput
+from ...execution.inputs import InputMoments, InputStatistics, share_statistics
+from ...execution.loss import Batch, unlabelled
+from ...execution.memory import zeros_in_file
+from ...execution.modes import inference
+from ...execution.replay import unwalkable
+from ...execution.sites import Site
+from ...models.blocks import partition, weight_of
+from ...models.offload import mapped
+from ...plan import PlanBlock, RowGroups, members
+from ...records import Block, Module
+from ...sensitivity.directional.directions import Directions, Nested, Written
+from ...sensitivity.directional.terms import QuadraticTerms, quadratic_terms
+from ...sensitivity.directional.trials import Reference, StreamedTrials, Trials
+from ...storage.writing import check_space
+
+
+class Units:
+    """What is decided one by one over the matrices of a model: blocks, or groups of their rows.
+
+    Args:
+        blocks: Blocks; one matrix each where rows are decided.
+        rows: Rows of a group; None where whole blocks are decided.
+
+    Attributes:
+        modules: Matrices in order.
+        numel: Prunable parameters of every unit, shape ``(K,)``.
+        first: First unit of every matrix; a matrix has ``groups`` of them.
+
+    Raises:
+        InvalidInput: Experts whose rows do not split into groups.
+    """
+
+    def __init__(self, blocks: Sequence[Block], rows: int | None = None) -> None:
+        self.blocks, self.rows = tuple(blocks), rows
+        self.modules = [m for b in self.blocks for m in b.modules]
+        self.first: dict[str, int] = {}
+        self.groups: dict[str, int] = {}
+        sizes: list[np.ndarray] = []
+        units = 0
+        for block in self.blocks:
+            if rows is None:
+                sizes.append(np.array([block.numel]))
+            for m in block.modules:
+                if rows is not None:
+                    if m.copies > 1 and m.d_out % rows:
+                        raise InvalidInput(
+                            f"The experts of {m.name} have {m.d_out} rows, which do not split into groups of {rows}.",
+                            "",
+                            "Choose a divisor, or decide by linear.",
+                        )
+                    sizes.append(np.tile(members(m.d_out, rows) * m.d_in, m.copies))
+                self.first[m.name], self.groups[m.name] = units, len(sizes[-1])
+            units += len(sizes[-1])
+        self.numel = np.concatenate(sizes).astype(np.int64)
+
+    @classmethod
+    def by(cls, model: nn.Module, by: str) -> Units:
+        """Units by name: ``layer``, ``linear``, ``rows:G``, or a regular expression over matrices.
+
+        Raises:
+            InvalidInput: ``rows:`` without a whole number.
+        """
+        if not by.startswith("rows"):
+            return cls(partition(model, by))
+        found = re.fullmatch(r"rows:([1-9]\d*)", by)
+        if not found:
+            raise InvalidInput(f"by is {by!r}.", "Groups of rows are rows:G with G at least 1.", "Use rows:1 or rows:16.")
+        return cls(partition(model, "linear"), int(found.group(1)))
+
+    def __len__(self) -> int:
+        return len(self.numel)
+
+    def of(self, name: str) -> slice:
+        """Units of a matrix."""
+        return slice(self.first[name], self.first[name] + self.groups[name])
+
+    def _per_block(self, counts: np.ndarray) -> list[int]:
+        if self.rows is None:
+            return [int(c) for c in counts]
+        return [int(counts[self.of(b.modules[0].name)].sum()) for b in self.blocks]
+
+    def jobs(self, counts: np.ndarray, within: str = "") -> list[Job]:
+        """What matrices become, those below a layer or all."""
+        found = []
+        for block, count in zip(self.blocks, self._per_block(counts), strict=True):
+            for m, zeros in zip(block.modules, share(count, [m.numel for m in block.modules]), strict=True):
+                if m.name.startswith(within):
+                    rows = None if self.rows is None else (self.rows, counts[self.of(m.name)])
+                    found.append(Job(module=m, level=Level(zeros=zeros, rows=rows)))
+        return found
+
+    def planned(self, counts: np.ndarray) -> tuple[tuple[PlanBlock, ...], RowGroups | None]:
+        """What a plan says of blocks, and of rows where they are decided."""
+        pairs = zip(self.blocks, self._per_block(counts), strict=True)
+        blocks = tuple(PlanBlock.of(b, c / b.numel, c) for b, c in pairs)
+        if self.rows is None:
+            return blocks, None
+        return blocks, RowGroups(size=self.rows, counts={m.name: counts[self.of(m.name)] for m in self.modules})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Point(QuadraticTerms):
+    """What was seen where a plan had put the model.
+
+    Attributes:
+        counts: The plan: pruned entries of every unit.
+        given: Statistics with which the model was treated.
+        levels: Sparsities of every unit along which the terms were taken, ``(K, L)``.
+        moments: Statistics of the inputs here.
+    """
+
+    counts: np.ndarray
+    given: Found
+    levels: np.ndarray
+    moments: Found
+
+
+class TreatedModel:
+    """A model on its way between treated points; :meth:`restore` brings it back.
+
+    Args:
+        model: The dense model.
+        data: The text that decides.
+        units: What is decided.
+        treatment: The pruner.
+        options: Its options.
+        batch_size: Sequences per forward.
+
+    Attributes:
+        passes: Forward equivalents of this text so far: forward 1, backward 2.
+        dense: Statistics of the dense model's inputs.
+    """
+
+    def __init__(
+        self, model: nn.Module, data: CalibrationSet, units: Units, treatment: Treatment,
+        options: Mapping[str, Any] | None = None, *, batch_size: int = 8,
+    ) -> None:  # fmt: skip
+        self.model, self.units, self.treatment = model, units, treatment
+        self.treating = Treating(model, treatment, options)
+        self.treating.begin(data, batch_size)
+        self.fused = any(m.copies > 1 for m in units.modules)
+        self.batch_size = 1 if self.fused else batch_size
+        files, first = mapped(model), next(unlabelled(model, data, 1))
+        streamed = files is not None and not unwalkable(model, [m.name for m in units.modules], [first])
+        self.trials = StreamedTrials(self.treating, files) if streamed and files else Trials(self.treating, units.blocks)
+        self.folder = self._gram_folder()
+        listen = self._statistics() if treatment.statistic != "none" else None
+        self.reference = Reference(model, data, self.batch_size, listen)
+        self.dense: Found = {} if listen is None else listen.found
+        self.passes = 1.0 + treatment.price
+
+    def _gram_folder(self) -> Path | None:
+        """Where Gram matrices and the changes made from them lie as files: only one layer of a streamed model is in memory."""
+        if self.treatment.statistic != "gram" or mapped(self.model) is None:
+            return None
+        folder = Path(tempfile.gettempdir())
+        check_space({folder: 12.0 * sum(m.d_in**2 * m.copies for m in self.units.modules)})  # of three points
+        return folder
+
+    def _statistics(self) -> InputStatistics:
+        return InputStatistics(self.model, self.units.modules, self.treatment.statistic, folder=self.folder)
+
+    def restore(self) -> None:
+        """Put the dense weights back."""
+        self.trials.restore()
+
+    @torch.no_grad()
+    def move(self, counts: np.ndarray, given: Found) -> None:
+        """Treat the dense model by a plan, with statistics that were gathered before."""
+        self.trials.move(self.units.jobs(counts), given)
+
+    def evaluate(self, counts: np.ndarray, given: Found, levels: np.ndarray) -> Point:
+        """Go to a plan and look around: three forward equivalents, one more for fused experts.
+
+        Args:
+            counts: The plan.
+            given: The statistics with which the model is treated.
+            levels: Sparsities of every unit along which derivatives are wanted, ``(K, L)``.
+        """
+        self.move(counts, given)
+        gathered: dict[str, list[InputMoments]] = {}
+        reads = self.treatment.statistic != "none"
+        terms = quadratic_terms(
+            self.model, self.reference.data, self.units.first, self.directions(counts, given, levels), levels.shape,
+            clean=self.reference.clean, draws=0, batch_size=self.batch_size, walk=self.trials.walk,
+            listen=self._gathering(gathered) if reads and not self.fused else None,
+        )  # fmt: skip
+        self.passes += terms.passes
+        if reads and self.fused:  # their inputs are formed inside their module
+            gathered = self._again().found
+            self.passes += 1.0
+        elif reads:
+            share_statistics(gathered)
+        return Point(**vars(terms), counts=counts, given=given, levels=levels, moments=gathered)
+
+    def _gathering(self, found: dict[str, list[InputMoments]]) -> Callable[[Site, Batch], None]:
+        """Sum the second moments of what matrices are given, real tokens only; matrices of one site share theirs."""
+
+        def listen(site: Site, batch: Batch) -> None:
+            mask, x = batch.kwargs.get("attention_mask"), site.a
+            rows = x.flatten(0, 1) if mask is None or mask.shape != x.shape[:2] else x[mask.bool()]
+            shared = found.get(site.names[0]) or [InputMoments(self.treatment.statistic, folder=self.folder)]
+            for name in site.names:
+                found.setdefault(name, shared)
+            shared[0].add(rows)
+
+        return listen
+
+    def _again(self) -> InputStatistics:
+        """Statistics of the model's inputs as it is now, by a forward of its own."""
+        found, walk = self._statistics(), self.reference.walk
+        with inference(self.model):
+            walk.capture()
+            walk.finals(during=lambda i: found.listening(walk.token_mask(i)))
+            share_statistics(found.found)
+        return found
+
+    def apply(self, counts: np.ndarray) -> float:
+        """Divergence of a plan as the pruner itself applies it, each layer seeing what the treated ones below it give."""
+        walk = self.reference.walk
+        self.restore()
+        with inference(self.model):
+            walk.forwards = 0
+            walk.capture()
+            for i, (name, _) in enumerate(walk.layers):
+                walk.position = i
+                self.trials.layer(walk, self.units.jobs(counts, f"{name}."))
+            found = self.reference.meter.reached()
+        self.passes += walk.forwards / (len(walk) * walk.batches)
+        return found
+
+    def directions(self, counts: np.ndarray, given: Found, levels: np.ndarray) -> Callable[[str], Directions]:
+        """The changes that lead from a plan to some levels, each matrix's made when its gradient is there."""
+        made: dict[InputMoments, Any] = {}
+        zeros = {job.module.name: job.level.zeros for job in self.units.jobs(counts)}
+        modules = {m.name: m for m in self.units.modules}
+
+        @torch.no_grad()
+        def make(name: str) -> Directions:
+            statistics, units = given.get(name), self.units.of(name)
+            if statistics and statistics[0] not in made:
+                made.clear()  # what was prepared for the matrices of another input
+            numel, whole = self.units.numel[units], self.units.rows is None
+            wanted = levels[units] * (numel * (modules[name].numel / numel if whole else 1.0))[:, None]
+            present = np.array([zeros[name]]) if whole else counts[units]
+            return self._directions(modules[name], statistics, present, wanted, made)
+
+        return make
+
+    def _directions(
+        self, m: Module, statistics: list[InputMoments] | None, present: np.ndarray, wanted: np.ndarray,
+        made: dict[InputMoments, Any],
+    ) -> Directions:  # fmt: skip
+        """The changes of one matrix with ``present`` entries gone to ``wanted`` ones, ``(groups, levels)``."""
+        owner, parameter = weight_of(self.model, m.name)
+        dense = matrices(owner, nn.Parameter(self.trials.dense(m.name), requires_grad=False))
+        prepared = [self.treating.prepared(s, made) for s in statistics] if statistics else [None] * len(dense)
+        prepared = [self.treatment.of(m.name, i, p) for i, p in enumerate(prepared)]
+        if self.treatment.nested and (self.treatment.by_row or m.copies == 1):
+            order = _stacked([self.treatment.order(w, p) for w, p in zip(dense, prepared, strict=True)])
+            return Nested(
+                _stacked(dense), order, torch.from_numpy(present).to(order.device), torch.from_numpy(wanted).to(order.device),
+                rows=self.units.rows, by_row=self.treatment.by_row,
+            )  # fmt: skip
+        now = torch.cat([w.detach() for w in matrices(owner, parameter)])
+        changes = []
+        for zeros in wanted.T:
+            change = self._become(dense, prepared, np.rint(zeros).astype(np.int64)) - now
+            changes.append(
+                change if self.folder is None else zeros_in_file(change.shape, self.folder, change.dtype).copy_(change)
+            )
+        return Written(changes, self.units.rows)
+
+    def _become(self, dense: list[torch.Tensor], prepared: list[Any], zeros: np.ndarray) -> torch.Tensor:
+        """A matrix with so many zeros in every group."""
+        size, options = self.units.rows, self.treating.options
+        if size is None:
+            wanted = [Level(zeros=c) for c in share(int(zeros[0]), [w.numel() for w in dense])]
+        else:
+            wanted = [Level(zeros=int(z.sum()), rows=(size, z)) for z in np.split(zeros, len(dense))]
+        return torch.cat([treated(self.treatment, w, p, v, options) for w, p, v in zip(dense, prepared, wanted, strict=True)])
+
+
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Copies below each other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,389 @@
+r"""Directional damage: what the output loses when weights move along the change that a treatment really makes.
+
+``D(theta)`` is the mean over tokens of ``KL(p_0 || p_theta)``, ``p_0`` the dense model's distribution. Treating the matrices of
+a unit (a matrix, a layer, a group of rows) changes ``theta`` by ``Delta``; to second order, with the curvature of D taken as
+its generalised Gauss-Newton form,
+
+    D(theta + Delta) - D(theta)  ~  <dD/dtheta, Delta> + 1/2 (1/N) sum_s E_y [ ( sum_{t in s} b_st(y)' Delta a_st )^2 ],
+
+with inputs ``a`` and output gradients ``b`` of the matrix, sequences s, tokens t, N tokens in all, and labels ``y`` drawn from
+``p_theta`` itself. The Hessian of a KL divergence with respect to the logits of its second argument is ``diag(p) - pp'``
+whatever the first argument is, and that is the covariance of the gradient of ``-log p(y)``; scores of different tokens are
+uncorrelated, so the squared *sum* over a sequence has the exact Gauss-Newton form as its mean. It is a number per direction: no
+factor, no assumption of independence, and nothing of size ``d^2`` kept. Dropped are the second derivatives of the network
+itself, which do not count at the dense point, and products between units, which the gradient at the next point brings in.
+
+A forward costs one pass, a backward two: ``3 + 2 draws`` with the first term, ``1 + 2 draws`` without (:doc:`/theory`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...errors import InvalidInput, LengthMismatch, UnknownBlock
+from ...execution.backward import Accumulator, Loss, SampledLoss, feed
+from ...execution.loss import IGNORE, Batch, Data, unlabelled
+from ...execution.processes import process_group, shard, total
+from ...execution.sites import Site, tracked
+from ...models.blocks import layer_lists, partition
+from ...progress import Progress, Steps
+from ...records import Block
+from .directions import Directions, Written
+
+Clean = Callable[[int], torch.Tensor]
+Listen = Callable[[Site, Batch], None]
+_CHUNK = 64 << 20  # entries of the gradients of single sequences at a time
+_SWEEPS = 50
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class QuadraticTerms:
+    """Predicted damage of every unit at every level, in nats per token; zero for no change.
+
+    Attributes:
+        first: ``<dD/dtheta, Delta>``, shape ``(units, levels)``; zero at the dense point.
+        second: Half the Fisher form, the same shape.
+        error: Standard error of ``second`` over sequences (draws included), the same shape.
+        tokens: N.
+        passes: Forward equivalents spent: forward 1, backward 2.
+        rest: What every sequence adds to ``second`` beside its share, ``(units, levels, sequences)``, of norm ``error``: a sum
+            of units has the norm of the sum as its error. Empty where sequences were not kept apart.
+        divergence: D at the present point, in nats per token; zero at the dense one.
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+    error: np.ndarray
+    tokens: int
+    passes: float
+    rest: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0, 0)))
+    divergence: float = 0.0
+
+    @property
+    def total(self) -> np.ndarray:
+        """Both terms, ``(units, levels)``."""
+        return self.first + self.second
+
+
+class DirectionalSums(Accumulator):
+    """Derivatives along directions, added up batch by batch from the inputs and output gradients of every matrix.
+
+    The first ``gradients`` losses are divergences, whose gradient is the first term. The others are draws of labels: their
+    derivatives are squared, sequence by sequence.
+
+    Args:
+        units: Index of the first unit of every matrix.
+        directions: Changes of a matrix; asked for when its gradient is there, and dropped behind its layer.
+        shape: Units and levels.
+        losses: See :class:`~layerbudget.execution.feeding.Accumulator`.
+        gradients: How many of them are divergences, 0 or 1.
+        listen: Called with every site and batch once.
+        places: Which of all sequences this process has.
+        sequences: Keep so many sequences apart.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, int],
+        directions: Callable[[str], Directions],
+        shape: tuple[int, int],
+        losses: Sequence[Loss],
+        *,
+        gradients: int = 0,
+        listen: Listen | None = None,
+        places: Sequence[int] = (),
+        sequences: int = 0,
+    ) -> None:
+        self.units, self.make, self.losses, self.gradients = units, directions, losses, gradients
+        self.listen, self.places = listen, places
+        self.sums = np.zeros((3, *shape))  # first derivatives, squares of draws, their squares
+        self.rows = np.zeros((sequences, *shape))
+        self._directions: dict[str, Directions] = {}
+        self._held: dict[int, torch.Tensor] = {}  # (B, groups, levels) by first unit: calls and matrices of one unit add up
+        self._draws: list[dict[int, torch.Tensor]] = []
+        self._batch: Batch | None = None
+        self._loss = 0
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        """See :meth:`Accumulator.begin`."""
+        self._batch, self._loss = batch, loss
+
+    def update(self, site: Site) -> None:
+        """See :meth:`Accumulator.update`."""
+        a = site.a
+        for name, b in site.b.items():
+            if name not in self.units:
+                continue
+            if self._loss < self.gradients:
+                self._add(name, self._along(name, (b.flatten(0, 1).T @ a.flatten(0, 1))[None]))
+                continue
+            size = max(1, _CHUNK // (a.shape[2] * b.shape[2]))
+            found = [self._along(name, b[i : i + size].mT @ a[i : i + size]) for i in range(0, len(a), size)]
+            self._add(name, torch.cat(found))
+        if self.listen is not None and self._loss == 0 and self._batch is not None:
+            self.listen(site, self._batch)
+
+    def direct(self, name: str, gradient: torch.Tensor) -> None:
+        """See :meth:`Accumulator.direct`: experts below each other, one sequence per batch."""
+        self._add(name, self._along(name, gradient.flatten(0, 1)[None]))
+
+    def _along(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        if name not in self._directions:
+            made = self._directions[name] = self.make(name)
+            if made.levels != self.sums.shape[2]:
+                raise LengthMismatch(
+                    f"{name} has {made.levels} candidates.",
+                    f"Every matrix needs {self.sums.shape[2]}.",
+                    "Repeat a candidate where one has less.",
+                )
+        return self._directions[name].along(gradient)
+
+    def _add(self, name: str, along: torch.Tensor) -> None:
+        first = self.units[name]
+        held = self._held.get(first)
+        self._held[first] = along if held is None else held + along
+
+    def finish(self, batch: Batch, loss: int) -> None:
+        """See :meth:`Accumulator.finish`."""
+        if loss < self.gradients:
+            for first, along in self._held.items():
+                self.sums[0, first : first + along.shape[1]] += along.sum(0).cpu().numpy()
+        else:
+            self._draws.append({first: along.square() for first, along in self._held.items()})
+        self._held.clear()
+        if loss == len(self.losses) - 1:
+            self._end(self.places[batch.rows])
+
+    def _end(self, sequences: Sequence[int]) -> None:
+        for first in self._draws[0] if self._draws else ():
+            mean = torch.stack([draw[first] for draw in self._draws]).mean(0)
+            units = slice(first, first + mean.shape[1])
+            self.sums[1, units] += mean.sum(0).cpu().numpy()
+            self.sums[2, units] += mean.square().sum(0).cpu().numpy()
+            if len(self.rows):
+                self.rows[list(sequences), units] += mean.cpu().numpy()
+        self._draws.clear()
+
+    def finalize(self, names: Sequence[str]) -> bool:
+        """See :meth:`Accumulator.finalize`."""
+        for name in names:
+            self._directions.pop(name, None)
+        return False
+
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        """See :meth:`Accumulator.bytes`: places and values of the entries within reach."""
+        return 12 * sum(b.numel for b in blocks)
+
+
+def quadratic_terms(
+    model: nn.Module,
+    data: Data,
+    units: Mapping[str, int],
+    directions: Callable[[str], Directions],
+    shape: tuple[int, int],
+    *,
+    clean: Clean | None = None,
+    draws: int = 2,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+    listen: Listen | None = None,
+    walk: str = "auto",
+    per_sequence: bool = False,
+) -> QuadraticTerms:
+    """Both terms of the damage along all directions, from one forward and ``[1 +] draws`` backwards.
+
+    Args:
+        model: The model at the point where the terms are wanted.
+        data: The text; several processes share its sequences.
+        units: Index of the first unit of every matrix, by its full name. Groups of rows of one matrix follow each other.
+            Matrices with the same index are treated together: the sum of their changes is squared.
+        directions: Changes of a matrix. They are made when its gradient is there, and dropped behind its layer.
+        shape: Number of units, and of levels of each.
+        clean: ``batch -> (B, T, V)`` log-probabilities of the dense model on this process's sequences, padding behind the
+            tokens; None at the dense point, where the first term vanishes.
+        draws: Draws of labels for the second term; 0 leaves it out.
+        seed: Of the draws. Every sequence draws by its own content, so order, padding and batch size change nothing.
+        batch_size: Sequences per pass.
+        progress: Called with (sequences done, sequences).
+        listen: Called with every site and batch once, for statistics of the same forward.
+        walk: ``whole``, ``layers`` or ``auto``, see :func:`layerbudget.execution.backward.feed`; draws along units that
+            span layers need the whole graph.
+        per_sequence: Keep sequences apart, for errors of sums over units.
+
+    Raises:
+        InvalidInput: Neither term is wanted, or an option outside its domain.
+        LengthMismatch: A matrix with another number of levels.
+        CoverageError: A matrix that never ran.
+        CurvatureFailure: A divergence that is not finite.
+    """
+    if draws < 0 or batch_size < 1 or (draws == 0 and clean is None):
+        raise InvalidInput(
+            f"draws is {draws} and batch_size {batch_size}.",
+            "Draws are 1 or more at the dense point, 0 or more elsewhere; batch_size 1 or more.",
+            "Use draws=2, batch_size=8.",
+        )
+    blocks = _blocks(model, units)
+    size = 1 if tracked(model, blocks)[1] else batch_size
+    losses: list[Loss] = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
+    if clean is not None:
+        losses.insert(0, _divergence_from(clean, size))
+    own, together, samples = shard(data), process_group(), data.samples
+    batches = list(unlabelled(model, own, size))
+    places = range(samples) if together is None else together.shard(range(samples))
+    sums = DirectionalSums(
+        units, directions, shape, losses, gradients=int(clean is not None), listen=listen, places=places,
+        sequences=samples if per_sequence else 0,
+    )  # fmt: skip
+    way = "whole" if draws and _spanning(model, units) else walk
+    fed = feed(model, batches, blocks, sums, walk=way, tick=Steps(progress, own.samples, "gradients"), alone=True)
+    counts = np.zeros(samples)
+    for batch in batches:
+        counts[list(places[batch.rows])] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().numpy()
+    found = total(sums.sums)
+    loss, *each = total(np.array([fed.loss, *counts])).tolist()
+    tokens = round(sum(each))
+    first, second = found[0] / tokens, found[1] / (2 * tokens)
+    n, rest = max(samples, 1), np.zeros((0, 0, 0))
+    if per_sequence:
+        rest = (total(sums.rows).T / 2).transpose(1, 0, 2) - second[..., None] * np.array(each)
+        rest *= np.sqrt(n / max(n - 1, 1)) / tokens
+        error = np.linalg.norm(rest, axis=-1)
+    else:
+        error = np.sqrt(np.maximum(found[2] - found[1] ** 2 / n, 0.0) * (n / max(n - 1, 1))) / (2 * tokens)
+    return QuadraticTerms(
+        first=first, second=second, error=error, tokens=tokens, passes=1.0 + 2.0 * len(losses), rest=rest,
+        divergence=loss / sum(each) if clean is not None else 0.0,
+    )  # fmt: skip
+
+
+def divergence(logits: torch.Tensor, clean: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """``sum_t KL(p_0t || p_t)`` over the tokens whose target is not -100, differentiable in the logits."""
+    now = torch.log_softmax(logits, dim=-1)
+    clean = clean.to(now)
+    each = (clean.exp() * (clean - now)).sum(-1)
+    return (each * (targets.reshape(each.shape) != IGNORE)).sum()
+
+
+def _divergence_from(clean: Clean, size: int) -> Loss:
+    def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            dense = clean(batch.rows.start // size)
+        return divergence(logits, dense, batch.targets)
+
+    return loss
+
+
+def _blocks(model: nn.Module, names: Mapping[str, int]) -> list[Block]:
+    """One block per matrix."""
+    known = {m.name: m for b in partition(model, "linear") for m in b.modules}
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise UnknownBlock(f"The model has no matrix {missing[0]!r}.", f"It has {', '.join(list(known)[:3])}, ...", "")
+    return [Block(name=name, modules=(known[name],)) for name in names]
+
+
+def _spanning(model: nn.Module, units: Mapping[str, int]) -> bool:
+    """Whether matrices of several layers are treated together: whether they have the same first unit."""
+    stacks = [name for name, _ in layer_lists(model)]
+    where: dict[int, set[str]] = {}
+    for name, first in units.items():
+        layer = next((".".join((s, name[len(s) + 1 :].split(".")[0])) for s in stacks if name.startswith(f"{s}.")), "")
+        where.setdefault(first, set()).add(layer)
+    return any(len(found) > 1 for found in where.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Along:
+    """Predicted damage of some changes of one matrix.
+
+    Attributes:
+        damage: Nats per token, shape ``(candidates,)``.
+        error: Standard errors over sequences, the same shape.
+    """
+
+    damage: np.ndarray
+    error: np.ndarray
+
+
+def fisher_along(
+    model: nn.Module,
+    data: Data,
+    deltas: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    *,
+    draws: int = 4,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+    walk: str = "auto",
+) -> dict[str, Along]:
+    """What changes of single matrices cost a model's own output: half the Fisher form along each, at the present weights.
+
+    For a rounding error at the dense point this is the damage to within a few percent; for changes as large as pruning most of
+    a matrix it is not (:doc:`/theory`, section 7).
+
+    Args:
+        model: The dense model; left as it was.
+        data: The text.
+        deltas: New minus present weights by full name of the matrix: ``(d_out, d_in)`` (experts below each other,
+            ``(copies * d_out, d_in)``), one tensor or several candidates; as many for every matrix.
+        draws: Draws of labels; the standard error falls with their root until that of the text is left.
+        seed: Of the draws.
+        batch_size: Sequences per pass.
+        progress: Called with (sequences done, sequences).
+        walk: See :func:`quadratic_terms`.
+
+    Returns:
+        Damage and standard errors by matrix. It took ``1 + 2 draws`` forward equivalents.
+
+    Raises:
+        UnknownBlock: A matrix that the model does not have.
+        LengthMismatch: Candidates of different shapes or numbers.
+        InvalidInput: No draws.
+    """
+    written = {name: Written([d] if isinstance(d, torch.Tensor) else list(d)) for name, d in deltas.items()}
+    shape = (len(written), max((w.levels for w in written.values()), default=0))
+    units = {name: i for i, name in enumerate(written)}
+    found = quadratic_terms(
+        model, data, units, written.__getitem__, shape, draws=draws, seed=seed, batch_size=batch_size, progress=progress,
+        walk=walk,
+    )  # fmt: skip
+    return {name: Along(damage=found.second[i], error=found.error[i]) for name, i in units.items()}
+
+
+def pooled(damage: np.ndarray, error: np.ndarray, norm: np.ndarray) -> tuple[np.ndarray, float]:
+    r"""Predicted damages of matrices in several formats, made steadier by what the formats share.
+
+    Draws of labels are noise, and nearly independent along the rounding errors of different formats: a plan picks what is small
+    by chance. But rounding errors of one matrix are nearly random directions of the same space, so its damage per squared error
+    is nearly the same number in every format, ``log d_ij = log ||Delta_ij||^2 + level_i + format_j + rest_ij``. The additive
+    part is fitted by least squares; of the rest, which is noise and what is peculiar to a format, the share
+    ``w = max(0, 1 - noise / scatter)`` is kept (empirical Bayes: noise from the standard errors, scatter as it is found).
+
+    Args:
+        damage: Nats per token, ``(K, m)``; infinite or zero entries stay as they are.
+        error: Standard errors.
+        norm: ``||Delta_ij||^2``.
+
+    Returns:
+        Damages, ``(K, m)``, and the share ``w`` that was kept of what the formats do not share.
+    """
+    there = np.isfinite(damage) & (damage > 0) & (norm > 0)
+    free = int(there.sum() - there.any(1).sum() - there.any(0).sum() + 1)
+    if free < 1:
+        return damage, 1.0
+    safe = np.where(there, damage, 1.0)
+    rest = np.where(there, np.log(safe / np.where(there, norm, 1.0)), 0.0)
+    for _ in range(_SWEEPS):  # alternating means: what rows and columns leave of a table with gaps
+        for axis in (1, 0):
+            mean = rest.sum(axis, keepdims=True) / np.maximum(there.sum(axis, keepdims=True), 1)
+            rest = np.where(there, rest - mean, 0.0)
+    scatter = float((rest[there] ** 2).sum() / free)
+    noise = float(np.mean((error[there] / damage[there]) ** 2))
+    kept = max(0.0, 1.0 - noise / scatter) if scatter > 0 else 1.0
+    return np.where(there, safe * np.exp((kept - 1.0) * rest), damage), kept
