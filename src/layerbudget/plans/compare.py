@@ -50,11 +50,12 @@ class SweepRow(Result):
     """One plan of a sweep.
 
     Attributes:
-        budget: What was asked for.  exponent: Of the weights.  spent: Of the budget, in its unit.
+        budget: What was asked for; spent: what was used of it.
+        exponent: Of the weights.
         value: Predicted penalty (kinds that harm) or utility, under one yardstick: the scores themselves, exponent 1; under
             the rule ``by-rank`` the measured gain of the ranks that are bought; of bits the damage in nats.
-        status: Of the program.  shadow_price: Utility per unit of budget.
-        smallest, largest, spread: Of the values.
+        status, shadow_price: Of the program.
+        smallest, largest, spread: Of the values of the blocks.
         front: Whether no other row beats it in both spending and value.
     """
 
@@ -72,12 +73,7 @@ class SweepRow(Result):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sweep(Result):
-    """A grid of plans.
-
-    Attributes:
-        kind: Of the plans.  budgets, exponents: The grid.
-        rows: One per plan.
-    """
+    """A grid of plans, one row per plan."""
 
     kind: str
     budgets: Sequence[float]
