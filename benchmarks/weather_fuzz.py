@@ -210,7 +210,7 @@ def _columns(folder: Path) -> None:
     from layerbudget.decisions.sparsity.plan import plan_sparsity
     from layerbudget.plan import Plan
     from layerbudget.scores import Scores
-    from layerbudget.sensitivity.with_shapes import COLUMNS
+    from layerbudget.sensitivity.importing import COLUMNS
 
     rows = [(f"layers.{i}", 1.0 + i, 8 + i, 16) for i in range(6)]
     (folder / "shapes.csv").write_text("\n".join(",".join(map(str, r)) for r in [COLUMNS, *rows]) + "\n")

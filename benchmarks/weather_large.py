@@ -22,7 +22,7 @@ import numpy as np
 
 from layerbudget.plan import Plan
 from layerbudget.records import digest
-from layerbudget.sensitivity.with_shapes import COLUMNS, scores_with_shapes
+from layerbudget.sensitivity.importing import COLUMNS, scores_with_shapes
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S, LIMIT_MB = 10.0, 1024.0

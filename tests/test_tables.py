@@ -11,7 +11,7 @@ from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CorruptFile, InvalidInput
 from layerbudget.records import Block, Module
 from layerbudget.scores import Scores
-from layerbudget.sensitivity.with_shapes import COLUMNS, scores_with_shapes
+from layerbudget.sensitivity.importing import COLUMNS, scores_with_shapes
 
 K = 60
 

@@ -20,10 +20,10 @@ from layerbudget.sensitivity.rank_gain import largest_squared, whitened
 
 ESTIMATORS = {
     "gradient-norm": {}, "fisher-diagonal": {}, "fisher-gram": {}, "fisher-gram sketch": {"sketch": 8}, "fisher-mc": {},
-    "kfac": {}, "ekfac": {}, "adapter": {"rank": 4}, "rank-gain": {}, "rank-gain plain": {"curvature": "none"}, "layerif": {},
+    "kfac": {}, "ekfac": {}, "adapter": {"rank": 4}, "rank-gain": {}, "layerif": {},
     "fisher-trace": {},
 }  # fmt: skip
-DENSE_ONLY = ("kfac", "ekfac", "adapter", "rank-gain", "rank-gain plain")
+DENSE_ONLY = ("kfac", "ekfac", "adapter", "rank-gain")
 MODELS = ("llama-tied", "gemma2", "gpt2", "phi3", "bert")
 
 

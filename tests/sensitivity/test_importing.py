@@ -26,9 +26,9 @@ def test_every_form_gives_the_same_record(tmp_path, blocks):
     (tmp_path / "a.json").write_text(json.dumps(shuffled))
     (tmp_path / "b.json").write_text(json.dumps({"scores": shuffled}))
     (tmp_path / "c.json").write_text(json.dumps([{"name": k, "score": v} for k, v in shuffled.items()]))
-    (tmp_path / "d.csv").write_text("layer,mine\n" + "".join(f"{k},{v}\n" for k, v in shuffled.items()))
+    (tmp_path / "d.csv").write_text("layer,value,other\n" + "".join(f"{k},{v},x\n" for k, v in shuffled.items()))
     np.save(tmp_path / "e.npy", np.array(list(shuffled.values())))
-    for name, options in (("a.json", {}), ("b.json", {}), ("c.json", {}), ("d.csv", {"column": "mine"}),
+    for name, options in (("a.json", {}), ("b.json", {}), ("c.json", {}), ("d.csv", {}),
                           ("e.npy", {"names": list(shuffled)})):  # fmt: skip
         scores = import_scores(tmp_path / name, blocks, orientation="redundancy", **options)
         assert scores.values().tolist() == [1.5, 2.5, 3.5] and scores.orientation == "redundancy"

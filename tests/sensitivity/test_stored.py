@@ -64,7 +64,6 @@ def test_a_crash_costs_one_batch(case, tmp_path):
         ("kfac", {"damping": 0.1, "damping_unit": "absolute", "walk": "whole"}),
         ("ekfac", {"walk": "layers"}),
         ("rank-gain", {"walk": "layers"}),
-        ("rank-gain", {"curvature": "none", "walk": "whole"}),
     ],
 )
 def test_a_stopped_run_settles_only_what_is_left(case, tmp_path, monkeypatch, estimator, options):

@@ -11,7 +11,7 @@ from ..errors import CorruptFile, InvalidInput
 from ..models.configurations import blocks_from_config
 from ..records import Block
 from ..scores import Scores
-from ..sensitivity.with_shapes import scores_with_shapes
+from ..sensitivity.importing import scores_with_shapes
 from ..storage import reading
 
 

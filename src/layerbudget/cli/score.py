@@ -114,7 +114,7 @@ def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[st
     if data is not None and type(model).__name__.endswith("ForMaskedLM"):
         data = _masked(data, tokenizer, data.seed)
     blocks = partition(model, arguments.by, include=arguments.include, exclude=arguments.exclude)
-    if "seed" in chosen.options and arguments.seed is not None and _sampling(chosen, options):
+    if "seed" in chosen.options and arguments.seed is not None and options.get("labels") != "data":
         named["seed"] = arguments.seed  # it always seeds the draw of the text
     say_share(arguments, model, blocks)
     what = f"{chosen.name} on {words_of(data)}" if data is not None else chosen.name
@@ -127,13 +127,6 @@ def _measured(arguments: argparse.Namespace, chosen: Estimator, options: dict[st
             **{k: v for k, v in named.items() if v is not None}, **options,
         )  # fmt: skip
     return subtract_floor(scores) if arguments.excess else scores
-
-
-def _sampling(chosen: Estimator, options: dict[str, Any]) -> bool:
-    """Whether anything is random in the estimator under these options of its own."""
-    quiet = {"labels": "data", "curvature": "none"}
-    sketched = chosen.name != "layerif" or options.get("sketch") is not None
-    return sketched and all(options.get(name) != value for name, value in quiet.items())
 
 
 def _masked(data: Any, tokenizer: Any, seed: int) -> Any:

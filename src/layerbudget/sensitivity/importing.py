@@ -1,4 +1,4 @@
-"""Bring a user's own layer scores into the record: JSON, CSV or npy, with names of blocks or numbers of layers."""
+"""Scores that someone else computed, from JSON, CSV or npy: for the blocks of a model, or with their own shapes. No torch."""
 
 from __future__ import annotations
 
@@ -12,62 +12,147 @@ from typing import Any
 import numpy as np
 
 from ..errors import CorruptFile, InvalidInput, NotFound
-from ..records import Block
+from ..records import Block, Module
 from ..scores import Scores
 from ..storage import reading
 
-_NAME_KEYS = ("name", "block", "layer", "module")
+COLUMNS = ("name", "score", "d_in", "d_out")
+_NAMES, _SCORES = ("name", "block", "layer", "module"), ("score", "gain", "value")
 _LAYER = re.compile(r"\.(\d+)(?:\.|$)")
-_VALUE_KEYS = ("score", "gain", "value")
 
 
-def _number(value: Any, name: str, path: Path) -> float:
+def import_scores(
+    path: Path | str,
+    blocks: Sequence[Block],
+    *,
+    names: Sequence[str] | None = None,
+    orientation: str = "gain",
+    estimator: str = "imported",
+    model: Mapping[str, Any] | None = None,
+) -> Scores:
+    """Scores that someone else computed for the blocks of a model.
+
+    Args:
+        path: ``.json`` (``{name: value}``, also below a key ``scores``, or a list of ``{name, score}``; or a scores file
+            of this package), ``.csv`` (columns ``name`` and ``score``) or ``.npy`` (numbers; needs ``names``).
+        blocks: The blocks they are meant for. Scores for every single matrix are averaged over each block.
+        names: Block or matrix names, or numbers of layers, in the order of an npy file.
+        orientation: ``gain`` (larger = deserves more capacity) or ``redundancy`` (larger = prune more).
+        estimator: What to call them.
+        model: ``{id, revision, digest}`` of the model they belong to, where known.
+
+    Raises:
+        NotFound: No such file.
+        CorruptFile: It does not parse.
+        InvalidInput: Another file type, names missing, doubled or unknown, or values that are not finite.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise NotFound(f"There is no scores file at {path}.", "", "Check the path.")
+    if path.suffix.lower() == ".json" and '"schema_version"' in path.read_text(encoding="utf-8", errors="replace"):
+        return _of_these(Scores.load(path), blocks, path)
+    pairs = _from_npy(path, names) if path.suffix.lower() == ".npy" else _pairs(_rows(path), path)
+    name, times = max(Counter(name for name, _ in pairs).items(), key=lambda item: item[1], default=("", 0))
+    if times > 1:
+        raise InvalidInput(f"{path} scores {name} {times} times.", "", "Give one score per name.")
+    values = _by_layer({name: _number(value, f"score of {name}", path) for name, value in pairs}, blocks, path)
+    if set(values) == {m.name for b in blocks for m in b.modules} != {b.name for b in blocks}:  # as AlphaPruning averages
+        values = {b.name: float(np.mean([values[m.name] for m in b.modules])) for b in blocks}
+    return Scores.from_values(
+        blocks,
+        values,
+        estimator=estimator,
+        orientation=orientation,
+        unit="arbitrary",
+        model=dict(model or {}),
+        extra={"file": path.name},
+    )
+
+
+def scores_with_shapes(path: Path | str) -> Scores:
+    """Scores of weight matrices that come with their shapes, each a block of its own, so that no model is needed.
+
+    Args:
+        path: ``.csv`` with the columns ``name, score, d_in, d_out`` (others are left out), ``.npy`` with an array of these four
+            fields (names as text), or ``.json``: a list of ``{name, score, d_in, d_out}`` or one object of four lists.
+
+    Returns:
+        Scores, larger = deserves more capacity, in arbitrary units. They name no model, so plans from them are not checked
+        against one.
+
+    Raises:
+        NotFound: No such file.
+        CorruptFile: It does not parse, or a column is missing.
+        InvalidInput: A name that comes twice, a score that is not finite, or a size that is no whole number of at least 1.
+    """
+    path = Path(path)
+    reading.check_ordinary(path, "scores")
+    if path.suffix.lower() == ".npy":
+        table = reading.read_array(path, "scores")
+        columns: dict[str, list[Any]] = {n: table[n].reshape(-1).tolist() for n in table.dtype.names or ()}
+        columns |= {"name": [n.decode("utf-8", "replace") if isinstance(n, bytes) else n for n in columns.get("name", [])]}
+    else:
+        found = _rows(path)
+        if isinstance(found, Mapping):
+            columns = {str(n): values for n, values in found.items() if isinstance(values, list)}
+        else:
+            columns = {n: [row.get(n) for row in found] for n in found[0]}
+    missing = [name for name in COLUMNS if not columns.get(name)]
+    if missing:
+        raise CorruptFile(
+            f"{path} has no column {', '.join(missing)} ({', '.join(columns) or 'none at all'}).",
+            f"Without a model, scores come with shapes: {', '.join(COLUMNS)}.",
+            "Add it, or bring the scores to a model: layerbudget score MODEL --import FILE.",
+        )
+    lengths = {len(columns[name]) for name in COLUMNS}
+    if len(lengths) != 1:
+        raise CorruptFile(f"{path} has columns of {sorted(lengths)} rows.", "Each has the same number.", "Repair it.")
+    gain, blocks = [], []
+    for name, score, *sides in zip(*(columns[n] for n in COLUMNS), strict=True):
+        if not name or not isinstance(name, str):
+            raise InvalidInput(f"{path} has a row without a name.", "Every matrix has one.", "Name it.")
+        gain.append(_number(score, f"score of {name}", path))
+        d_in, d_out = (_size(value, f"{side} of {name}", path) for side, value in zip(COLUMNS[2:], sides, strict=True))
+        blocks.append(Block(name=name, modules=(Module(name=name, d_in=d_in, d_out=d_out),)))
+    return Scores(estimator="imported", unit="arbitrary", gain=(tuple(gain),), extra={"file": path.name}, blocks=tuple(blocks))
+
+
+def _number(value: Any, what: str, path: Path) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError) as error:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not np.isfinite(number):
+        raise InvalidInput(f"The {what} in {path} is {value!r}.", "Scores are finite numbers.", "Correct it.")
+    return number
+
+
+def _size(value: Any, what: str, path: Path) -> int:
+    size = _number(value, what, path)
+    if not 1 <= size <= 1 << 31 or size != int(size):
+        raise InvalidInput(f"The {what} in {path} is {value}.", "A size is a whole number from 1.", "Correct it.")
+    return int(size)
+
+
+def _rows(path: Path) -> Any:
+    """Rows of a CSV file as mappings, or what a JSON file holds."""
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        content = reading.read_bytes(path, "scores").removeprefix(b"\xef\xbb\xbf")  # editors put a byte order mark first
+        found = reading.parse(content, str(path), "scores", remedy="Repair it.")
+        if isinstance(found, Mapping) and isinstance(found.get("scores"), (Mapping, list)):
+            found = found["scores"]
+        if isinstance(found, Mapping) or (isinstance(found, list) and found and all(isinstance(r, Mapping) for r in found)):
+            return found
         raise InvalidInput(
-            f"The score of {name} in {path} is {value!r}.", "Scores are finite numbers.", "Correct it."
-        ) from error
-
-
-def _collect(pairs: Sequence[tuple[str, Any]], path: Path) -> dict[str, float]:
-    times = Counter(name for name, _ in pairs)
-    twice = min((name for name, count in times.items() if count > 1), default=None)
-    if twice is not None:
-        raise InvalidInput(f"{path} scores {twice} {times[twice]} times.", "", "Give one score per name.")
-    return {name: _number(value, name, path) for name, value in pairs}
-
-
-def _pick(record: Mapping[str, Any], keys: Sequence[str], what: str, path: Path) -> str:
-    for key in keys:
-        if key in record:
-            return key
-    raise InvalidInput(
-        f"{path} has no {what} among {', '.join(map(str, record))}.",
-        f"It is called {', '.join(keys)}.",
-        "Name it with column=.",
-    )
-
-
-def _from_json(path: Path, column: str | None) -> dict[str, float]:
-    content = reading.read_bytes(path, "scores").removeprefix(b"\xef\xbb\xbf")  # editors put a byte order mark first
-    record = reading.parse(content, str(path), "scores", remedy="Repair it.")
-    if isinstance(record, Mapping) and isinstance(record.get("scores"), (Mapping, list)):
-        record = record["scores"]
-    if isinstance(record, Mapping):
-        return _collect(list(record.items()), path)
-    if isinstance(record, list) and record and all(isinstance(row, Mapping) for row in record):
-        name = _pick(record[0], _NAME_KEYS, "name", path)
-        value = column or _pick(record[0], _VALUE_KEYS, "score", path)
-        return _collect([(str(row.get(name)), row.get(value)) for row in record], path)
-    raise InvalidInput(
-        f"{path} holds a {type(record).__name__} without names.",
-        'Scores are {"name": value, ...} or [{"name": ..., "score": ...}, ...].',
-        "Add the block names.",
-    )
-
-
-def _from_csv(path: Path, column: str | None) -> dict[str, float]:
+            f"{path} holds a {type(found).__name__} without names.",
+            'Scores are {"name": value, ...} or [{"name": ..., "score": ...}, ...].',
+            "Add the block names.",
+        )
+    if suffix != ".csv":
+        raise InvalidInput(
+            f"{path} ends with {suffix!r}.", "Scores come as .json, .csv or .npy.", "Convert it to one of these."
+        )
     try:
         with path.open(newline="", encoding="utf-8-sig") as handle:  # spreadsheets put a byte order mark first
             rows = list(csv.DictReader(handle))
@@ -75,14 +160,26 @@ def _from_csv(path: Path, column: str | None) -> dict[str, float]:
         raise CorruptFile(f"{path} does not read as CSV ({error}).", "", "Save it as UTF-8 CSV.") from error
     if not rows:
         raise CorruptFile(f"{path} has no rows below its header.", "", "Give a header and one row per block.")
-    name = _pick(rows[0], _NAME_KEYS, "name column", path)
-    value = column or _pick(rows[0], _VALUE_KEYS, "score column", path)
-    if value not in rows[0]:
-        raise InvalidInput(f"{path} has no column {value!r}.", f"It has {', '.join(rows[0])}.", "Choose one of those.")
-    return _collect([(row[name], row[value]) for row in rows], path)
+    return rows
 
 
-def _from_npy(path: Path, names: Sequence[str] | None) -> dict[str, float]:
+def _pairs(found: Any, path: Path) -> list[tuple[str, Any]]:
+    if isinstance(found, Mapping):
+        return list(found.items())
+    keys = []
+    for what, known in (("name", _NAMES), ("score", _SCORES)):
+        key = next((k for k in known if k in found[0]), None)
+        if key is None:
+            raise InvalidInput(
+                f"{path} has no {what} column among {', '.join(map(str, found[0]))}.",
+                f"It is called {', '.join(known)}.",
+                "Rename it.",
+            )
+        keys.append(key)
+    return [(str(row.get(keys[0])), row.get(keys[1])) for row in found]
+
+
+def _from_npy(path: Path, names: Sequence[str] | None) -> list[tuple[str, Any]]:
     values = reading.read_array(path, "scores")
     if names is None:
         raise InvalidInput(
@@ -92,11 +189,10 @@ def _from_npy(path: Path, names: Sequence[str] | None) -> dict[str, float]:
         )
     if values.size != len(names):
         raise InvalidInput(f"{path} holds {values.size} numbers for {len(names)} names.", "", "Give one name per number.")
-    return _collect(list(zip(names, values.reshape(-1).tolist(), strict=True)), path)
+    return list(zip(names, values.reshape(-1).tolist(), strict=True))
 
 
 def _of_these(scores: Scores, blocks: Sequence[Block], path: Path) -> Scores:
-    """A scores file of this package, if it is for these blocks."""
     if scores.names != [b.name for b in blocks]:
         raise InvalidInput(
             f"{path} scores {len(scores.names)} blocks ({scores.names[0]}, ...), the model has {len(blocks)} "
@@ -107,12 +203,8 @@ def _of_these(scores: Scores, blocks: Sequence[Block], path: Path) -> Scores:
     return scores
 
 
-def _named(values: dict[str, float], blocks: Sequence[Block], path: Path) -> dict[str, float]:
-    """Numbers of layers as names of blocks: ``3`` is the block whose layer has that number.
-
-    Raises:
-        InvalidInput: A number that no block has, or that several have.
-    """
+def _by_layer(values: dict[str, float], blocks: Sequence[Block], path: Path) -> dict[str, float]:
+    """Numbers of layers as names of blocks: ``3`` is the block whose layer has that number."""
     if not values or not all(name.strip().isdigit() for name in values):
         return values
     places: dict[int, list[str]] = {}
@@ -131,67 +223,3 @@ def _named(values: dict[str, float], blocks: Sequence[Block], path: Path) -> dic
             )
         named[owners[0]] = value
     return named
-
-
-def _by_block(values: dict[str, float], blocks: Sequence[Block]) -> dict[str, float]:
-    """Average scores given per matrix over each block (as AlphaPruning's ``block_wise`` does)."""
-    modules = {m.name for b in blocks for m in b.modules}
-    if set(values) != modules or set(values) == {b.name for b in blocks}:
-        return values
-    return {b.name: float(np.mean([values[m.name] for m in b.modules])) for b in blocks}
-
-
-def import_scores(
-    path: Path | str,
-    blocks: Sequence[Block],
-    *,
-    names: Sequence[str] | None = None,
-    column: str | None = None,
-    orientation: str = "gain",
-    estimator: str = "imported",
-    unit: str = "arbitrary",
-    model: Mapping[str, Any] | None = None,
-) -> Scores:
-    """Read scores that someone else computed.
-
-    Args:
-        path: ``.json`` (``{name: value}``, also below a key ``scores``, or a list of ``{name, score}``; or a scores file
-            of this package), ``.csv`` (columns ``name`` and ``score``) or ``.npy`` (numbers; needs ``names``).
-        blocks: The blocks they are meant for. Scores for every single matrix are averaged over each block.
-        names: Block or matrix names, or numbers of layers, in the order of an npy file.
-        column: Name of the value column or key, where it is not ``score``, ``gain`` or ``value``.
-        orientation: ``gain`` (larger = deserves more capacity) or ``redundancy`` (larger = prune more).
-        estimator: What to call them.
-        unit: Their unit.
-        model: ``{id, revision, digest}`` of the model they belong to, where known.
-
-    Raises:
-        NotFound: No such file.
-        CorruptFile: It does not parse.
-        InvalidInput: Another file type, names missing, doubled or unknown, or values that are not finite.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise NotFound(f"There is no scores file at {path}.", "", "Check the path.")
-    suffix = path.suffix.lower()
-    if suffix == ".json":
-        if '"schema_version"' in path.read_text(encoding="utf-8", errors="replace"):
-            return _of_these(Scores.load(path), blocks, path)
-        values = _from_json(path, column)
-    elif suffix == ".csv":
-        values = _from_csv(path, column)
-    elif suffix == ".npy":
-        values = _from_npy(path, names)
-    else:
-        raise InvalidInput(
-            f"{path} ends with {suffix!r}.", "Scores come as .json, .csv or .npy.", "Convert it to one of these."
-        )
-    return Scores.from_values(
-        blocks,
-        _by_block(_named(values, blocks, path), blocks),
-        estimator=estimator,
-        orientation=orientation,
-        unit=unit,
-        model=dict(model or {}),
-        extra={"file": path.name},
-    )

@@ -8,8 +8,7 @@ with damped factors. The best update of rank r lowers the quadratic model of the
 (Eckart-Young in the whitened coordinates, which keep ranks). ``zeta^2(full rank)`` is ``g' ((A + a I) (x) (S + s I))^-1 g``:
 the gain of the paper under Kronecker-factored curvature whose damping is factored too (``kfac`` damps by ``tau I``), resolved
 by rank. The increments ``sigma_i^2`` fall with i, so they make an exactly solvable program
-(:func:`layerbudget.solvers.allocate_increments`) whose answer needs no surrogate utility. Without curvature ``zeta(r)`` is what
-the linearised loss loses per unit of norm.
+(:func:`layerbudget.solvers.allocate_increments`) whose answer needs no surrogate utility.
 
 The singular values are those of ``L_S^-1 G L_A^-T`` with Cholesky factors ``S + s I = L_S L_S'`` and ``A + a I = L_A L_A'``:
 n^3/3 instead of the 10 n^3 of an eigendecomposition. From m tokens fewer than the matrix is wide, with ``G = B'X``,
@@ -29,7 +28,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -62,36 +60,33 @@ def score_rank_gain(
     *,
     damping: common.Damping = None,
     batch_size: int = 8,
-    seed: int | None = None,
+    seed: int = 0,
     progress: Progress | None = None,
     largest: int = 64,
-    curvature: Literal["none", "kfac"] = "kfac",
     walk: str = "auto",
     finished: Finished | None = None,
 ) -> Scores:
-    """Squared singular values of every gradient, plain or whitened by K-FAC; partition by ``linear`` for ranks per matrix.
+    """Squared singular values of every gradient, whitened by K-FAC; partition by ``linear`` for ranks per matrix.
 
-    The noise floor comes from two halves of the data, whose shares in ``G = G_1 + G_2`` have nearly the same expectation:
-    ``|G_1 - G_2|^2``, in the whitened space.
+    A block of several matrices gives every one of them the same rank; increments add up. The noise floor comes from two halves
+    of the data, whose shares in ``G = G_1 + G_2`` have nearly the same expectation: ``|G_1 - G_2|^2``, in the whitened space.
 
     Args:
         model: The model.
         data: The calibration set, two sequences or more.
-        blocks: K blocks. A block of several matrices gives every one of them the same rank; increments add up.
-        damping: With ``kfac`` only: a and s in units of :func:`damping_scale`, the median over matrices of the factors' mean
-            eigenvalues, 1 by default.
+        blocks: K blocks.
+        damping: a and s in units of :func:`damping_scale`, 1 by default.
         batch_size: Sequences per pass.
-        seed: Of the sampled labels of K-FAC; 0 by default.
+        seed: Of the sampled labels.
         progress: Called with sequences done and in total.
         largest: How many ranks per matrix are kept.
-        curvature: ``kfac`` or ``none``.
         walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits. By layers, one layer's factors exist at a time.
         finished: Blocks that an earlier run has finished.
 
     Returns:
         ``gain`` sums all ranks; ``extra['increments']`` has, per damping and block, the gain of the first, second, ... rank;
-        ``extra['increments_floor']`` the same of ``G_1 - G_2``, which is noise: what noise alone gives each rank;
-        ``extra['loss']`` the mean loss, which no training can gain more than.
+        ``extra['increments_floor']`` the same of ``G_1 - G_2``: what noise alone gives each rank; ``extra['loss']`` the mean
+        loss, which no training can gain more than.
 
     Raises:
         CoverageError: Fused experts, or a matrix that was never seen.
@@ -101,46 +96,29 @@ def score_rank_gain(
         raise InvalidInput(
             f"largest is {largest}, with {data.samples} sequences.", "One rank and two sequences at least.", "Give more text."
         )
-    if curvature == "none" and (damping is not None or seed is not None):
-        name = "seed" if damping is None else "damping"
-        raise InvalidInput(f"{name} was given with curvature='none'.", "K-FAC alone reads it.", "Leave it out.")
     refuse_direct(model, blocks, "no adapter goes there", routers=True)
-    seed = seed or 0
-    values = (0.0,) if curvature == "none" else common.check_damping(damping, "absolute") or (1.0,)
+    values = common.check_damping(damping, "absolute") or (1.0,)
     work = _Spectra(blocks, values, largest, finished)
-    tick = Steps(progress, data.samples)
-    if curvature == "none":
-        halves = _Halves(model, data, work)
-        fed = feed(model, data, blocks, halves, batch_size=batch_size, walk=walk, tick=tick)
-        scale = None
-    else:
-        scale = damping_scale(model, data, blocks, batch_size=batch_size, seed=seed, walk=walk)
-        factors = factors_of(
-            model, data, blocks, lambda name, found: work.add(name, found, scale), seed=seed, groups=2, interleaved=True
-        )
-        factors.after, factors.done, factors.closed = work.merge, work.done, work.settle
-        factors.workers = torch.get_num_threads() if next(model.parameters()).device.type == "cpu" else 1
-        fed = collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=tick)
-    extra = {
-        "curvature": "none" if curvature == "none" else "K-FAC, sampled labels",
-        "tokens": token_count(model, data),
-        **({"loss": fed.loss / token_count(model, data)} if fed.loss > 0 else {}),  # an earlier run saw it
-        "increments": work.increments(0),
-        "increments_floor": work.increments(1),
-        "excess": (work.gain[0] - work.gain[1]).tolist(),
-        **({} if scale is None else {"damping_scale": {"inputs": scale[0], "outputs": scale[1]}}),
-    }
-    return common.record(
-        blocks,
-        "rank-gain",
-        gain=work.gain[0],
-        noise_floor=work.gain[1],
-        damping=values,
-        seed=seed,
-        extra=extra,
-        damping_unit="none" if curvature == "none" else "median",
-        unit="(nats per parameter)^2" if curvature == "none" else "nats of average loss",
+    scale = damping_scale(model, data, blocks, batch_size=batch_size, seed=seed, walk=walk)
+    factors = factors_of(
+        model, data, blocks, lambda name, found: work.add(name, found, scale), seed=seed, groups=2, interleaved=True
     )
+    factors.after, factors.done, factors.closed = work.merge, work.done, work.settle
+    factors.workers = torch.get_num_threads() if next(model.parameters()).device.type == "cpu" else 1
+    fed = collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
+    tokens = token_count(model, data)
+    increments, floor = ([[rank.tolist() for rank in row] for row in side] for side in work.ranks)
+    extra = {
+        "curvature": "K-FAC, sampled labels",
+        "tokens": tokens,
+        **({"loss": fed.loss / tokens} if fed.loss > 0 else {}),  # an earlier run saw it
+        "increments": increments,
+        "increments_floor": floor,
+        "excess": (work.gain[0] - work.gain[1]).tolist(),
+        "damping_scale": {"inputs": scale[0], "outputs": scale[1]},
+    }
+    fields = {"gain": work.gain[0], "noise_floor": work.gain[1], "damping": values, "damping_unit": "median", "seed": seed}
+    return common.record(blocks, "rank-gain", **fields, unit="nats of average loss", extra=extra)
 
 
 class _Spectra:
@@ -183,41 +161,6 @@ class _Spectra:
         self.settle()
         self.gain = group.sum(self.gain)
         self.ranks = [[[group.sum(rank) for rank in row] for row in side] for side in self.ranks]
-
-    def increments(self, side: int) -> list[list[list[float]]]:
-        return [[rank.tolist() for rank in row] for row in self.ranks[side]]
-
-
-class _Halves(Accumulator):
-    def __init__(self, model: nn.Module, data: Data, work: _Spectra) -> None:
-        self.dtype = common.real_type(model)[0]
-        self.tokens, self.work = token_count(model, data), work
-        self.sums: dict[str, torch.Tensor] = {}
-        self.first = 0
-
-    def bytes(self, blocks: Sequence[Block]) -> int:
-        return 2 * sum(b.numel for b in blocks) * self.dtype.itemsize
-
-    def begin(self, batch: Batch, loss: int) -> None:
-        self.first = batch.rows.start
-
-    def update(self, site: Site) -> None:
-        for name in (n for n in site.names if n not in self.work.done):
-            for half in (0, 1):
-                rows = slice((self.first + half) % 2, None, 2)
-                b, a = (x[rows].to(self.dtype).flatten(0, 1) for x in (site.b[name], site.a))
-                if name not in self.sums:
-                    self.sums[name] = torch.zeros(2, b.shape[1], a.shape[1], dtype=self.dtype, device=b.device)
-                self.sums[name][half] += b.T @ a
-
-    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
-        group.reduce([self.sums[n] for n in names])
-
-    def finalize(self, names: Sequence[str]) -> bool:
-        for name in [n for n in names if n in self.sums]:
-            even, odd = self.sums.pop(name).double() / self.tokens
-            self.work.put(name, 0, of_halves([even, odd], self.work.size[self.work.place[name]]))
-        return False
 
 
 class _Traces(Accumulator):
@@ -299,11 +242,6 @@ def whitened(found: Sums | Tokens, a: float, s: float, count: int) -> tuple[Spec
         right = found.cache[f"cholesky {a}"] = _cholesky(found.a, a)
     for j, inner in enumerate(halves):
         halves[j] = torch.linalg.solve_triangular(right, inner.T, upper=False).T
-    return of_halves(halves, count)
-
-
-def of_halves(halves: list[torch.Tensor], count: int) -> tuple[Spectrum, Spectrum]:
-    """Sums and largest squared singular values of ``H_1 + H_2`` and ``H_1 - H_2``."""
     return _spectrum(halves[0] + halves[1], count), _spectrum(halves[0] - halves[1], count)
 
 
