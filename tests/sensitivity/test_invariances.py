@@ -1,17 +1,22 @@
-"""What may not change a score: batch size, padding side, order of samples and blocks, checkpointing, kernels, dtype."""
+"""What may not change a score: padding tokens, checkpointing, kernels, dtype, and where matrices are shared or fused."""
 
+import copy
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tests import zoo
+from transformers import MixtralConfig, MixtralForCausalLM
 
-from layerbudget.data.calibration import CalibrationSet
+from layerbudget.errors import CoverageError
+from layerbudget.execution.loss import FeatureSet
+from layerbudget.models.blocks import partition, weight_of
+from layerbudget.sensitivity.curvature import gram
 from layerbudget.sensitivity.gain import score
 
-ESTIMATORS = ("gradient-norm", "fisher-diagonal", "fisher-gram", "fisher-mc", "kfac", "ekfac", "ggn", "adapter", "rank-gain")
-OPTIONS = {"fisher-gram": {"replicates": 3}, "ggn": {"tolerance": 1e-6}, "adapter": {"replicates": 3}}
+OPTIONS = {"fisher-gram": {"replicates": 3}, "ggn": {"tolerance": 1e-6}}
 
 
 def values(name, model, data, blocks, **more):
@@ -27,26 +32,7 @@ def case():
 
 @pytest.fixture(scope="module")
 def reference(case):
-    return {name: values(name, *case) for name in ESTIMATORS}
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_batch_size_order_and_padding_side_do_not_matter(case, reference, name):
-    model, data, blocks = case
-    assert np.allclose(values(name, model, data, blocks, batch_size=2), reference[name], rtol=1e-6)
-    assert np.allclose(values(name, model, data.select([3, 0, 5, 1, 4, 2]), blocks), reference[name], rtol=1e-6)
-    ids, mask = data.input_ids.clone(), data.attention_mask.clone()
-    for i, n in enumerate(mask.sum(1).tolist()):
-        ids[i], mask[i] = data.input_ids[i].roll(-n), data.attention_mask[i].roll(-n)
-    assert not torch.equal(mask, data.attention_mask)
-    left = CalibrationSet(input_ids=ids, attention_mask=mask)
-    assert np.allclose(values(name, model, left, blocks), reference[name], rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_block_order_does_not_matter(case, reference, name):
-    model, data, blocks = case
-    assert np.allclose(values(name, model, data, blocks[::-1])[:, ::-1], reference[name], rtol=1e-8)
+    return {name: values(name, *case) for name in ("fisher-gram", "fisher-diagonal", "kfac", "ggn")}
 
 
 @pytest.mark.parametrize("name", ("fisher-gram", "kfac", "ggn"))
@@ -101,9 +87,6 @@ def test_training_mode_and_dropout_do_not_matter():
 
 
 def test_linear_blocks_add_up_to_the_layer_gram(case):
-    from layerbudget.models.blocks import partition
-    from layerbudget.sensitivity.curvature import gram
-
     model, data, blocks = case
     linear = partition(model, by="linear")
     whole, _ = gram.gram_matrices(model, data, blocks)
@@ -118,8 +101,6 @@ def test_a_weight_shared_by_two_layers_gets_both_gradients():
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     blocks = zoo.partition(model, "mistral")
     assert len(blocks[2].modules) == len(blocks[0].modules) - 1
-    from layerbudget.sensitivity.curvature import gram
-
     found, _ = gram.gram_matrices(model, data, blocks)
     for k, s in enumerate(zoo.rows(model, data, blocks)):
         assert np.allclose(found[k], (s @ s.T).numpy(), rtol=1e-6)
@@ -127,3 +108,65 @@ def test_a_weight_shared_by_two_layers_gets_both_gradients():
     s, n = zoo.rows(model, data, blocks[:1])[0], float(data.attention_mask[:, 1:].sum())
     g, d = s.sum(0) / n, s.square().sum(0) / n
     assert scores.gain[0][0] == pytest.approx(float((g**2 / (d + 0.1 * d.max())).sum()), rel=1e-6)
+
+
+SIGNALS = ("fisher-trace", "outlier-ratio", "spectral-tail", "ablation", "block-influence", "layerif", "reconstruction")
+
+
+def signal(model, data, name, blocks=None):
+    return score(model, data, blocks or partition(model), name).values()
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_half_precision_keeps_the_values_within_a_few_percent(mistral, padded, name):
+    exact, half = signal(mistral, padded, name), signal(copy.deepcopy(mistral).bfloat16(), padded, name)
+    scale = np.abs(exact).max()
+    tolerance = {"ablation": 0.2, "layerif": 0.2, "spectral-tail": 0.15}.get(name, 0.05)  # the best threshold may be another
+    assert np.abs(half - exact).max() / scale < tolerance
+
+
+@pytest.fixture
+def mixtral():
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32, initializer_range=0.15,
+    )  # fmt: skip
+    return MixtralForCausalLM(config).eval()
+
+
+def test_fused_experts(mixtral, data):
+    """The trace equals a loop over sequences; LayerIF and the spectra cover the experts; OWL says that it cannot."""
+    blocks = partition(mixtral)
+    assert any(m.copies > 1 for m in blocks[0].modules)
+    parameters = [[weight_of(mixtral, m.name)[1] for m in b.modules] for b in blocks]
+    expected = np.zeros(2)
+    for ids in data.input_ids:
+        loss = F.cross_entropy(mixtral(ids[None]).logits[0, :-1], ids[1:], reduction="sum")
+        for k, group in enumerate(parameters):
+            g = torch.autograd.grad(loss, group, retain_graph=True)
+            expected[k] += sum(x.square().sum().item() for x in g) / (6 * 9)
+    assert signal(mixtral, data, "fisher-trace") == pytest.approx(expected, rel=1e-4)
+    assert np.isfinite(signal(mixtral, data, "layerif")).all()
+    assert np.isfinite(signal(mixtral, data, "spectral-tail")).all()
+    with pytest.raises(CoverageError, match="inputs of"):
+        signal(mixtral, data, "outlier-ratio")
+
+
+def test_plain_classifier():
+    """An MLP on features, one block per Linear: ablation zeroes a layer's output, bias included."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3)
+    )
+    data = FeatureSet(inputs=torch.randn(12, 5), labels=torch.arange(12) % 3)
+    blocks = partition(model, by="linear")
+    for name in SIGNALS[:4]:
+        assert np.isfinite(signal(model, data, name, blocks)).all()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[2].weight.zero_()
+        other[2].bias.zero_()
+        change = F.cross_entropy(other(data.inputs), data.labels) - F.cross_entropy(model(data.inputs), data.labels)
+    assert signal(model, data, "ablation", blocks)[1] == pytest.approx(change.item(), abs=1e-6)
+    assert np.isfinite(signal(model, data, "layerif", blocks)).all()
