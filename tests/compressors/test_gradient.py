@@ -28,8 +28,8 @@ def gradients(model, data, name):
 
 def test_scores_are_weight_times_both_norms(mistral, data):
     name = "model.layers.1.mlp.down_proj"
-    treatment = find_treatment("gradient")
-    treatment.begin(mistral, data, batch_size=3, alpha=0.5)
+    treatment = find_treatment("gradient").with_options({"alpha": 0.5})
+    treatment.begin(mistral, data, batch_size=3)
     wanted = gradients(mistral, data, name)
     assert torch.allclose(treatment.norms[name][0].double(), wanted, rtol=1e-3, atol=1e-5 * float(wanted.max()))
     weight, moment = mistral.get_submodule(name).weight.detach(), torch.rand(mistral.get_submodule(name).weight.shape[1])

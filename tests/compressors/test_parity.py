@@ -6,9 +6,9 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.compressors.magnitude import magnitude_mask
+from layerbudget.compressors.base import Level
+from layerbudget.compressors.pruners import Magnitude, Wanda
 from layerbudget.compressors.sparsegpt import inverse_factor, reference_factor, sparsegpt_update
-from layerbudget.compressors.wanda import wanda_mask
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.errors import CurvatureFailure
 from layerbudget.models.blocks import weight_of
@@ -72,7 +72,7 @@ def test_compensation_beats_masking_and_hopeless_moments_are_refused():
     x = torch.randn(200, 40, generator=g) + torch.randn(200, 1, generator=g)
     weight, gram = torch.randn(16, 40, generator=g), x.T @ x
     found = sparsegpt_update(weight, *inverse_factor(gram), 320)
-    masked = weight.masked_fill(wanda_mask(weight, gram.diagonal(), 320), 0)
+    masked = Wanda().apply(weight, gram.diagonal(), Level(zeros=320))
     error = [float(((w - weight) @ gram * (w - weight)).sum()) for w in (found, masked)]
     assert error[0] < error[1]
     with pytest.raises(CurvatureFailure, match="positive definite"):
@@ -81,11 +81,10 @@ def test_compensation_beats_masking_and_hopeless_moments_are_refused():
 
 def test_reference_rules_are_off_by_one_and_take_ties():
     weight = torch.tensor([[1.0, -1.0, 2.0, 3.0], [1.0, 4.0, 5.0, 6.0]])
-    assert int(magnitude_mask(weight, 2).sum()) == 2
-    assert int(magnitude_mask(weight, 2, ratio=0.25).sum()) == 3
-    assert int(magnitude_mask(weight, 0, ratio=0.0).sum()) == 3
-    assert wanda_mask(weight, torch.ones(4), 0, ratio=0.3).sum(1).tolist() == [1, 1]
-    assert int(wanda_mask(weight, torch.ones(4), 0, ratio=0.0).sum()) == 0
+    for level, count in ((Level(zeros=2), 2), (Level(zeros=2, ratio=0.25), 3), (Level(ratio=0.0), 3)):
+        assert int((Magnitude().apply(weight, None, level) == 0).sum()) == count
+    for ratio, counts in ((0.3, [1, 1]), (0.0, [0, 0])):
+        assert (Wanda().apply(weight, torch.ones(4), Level(ratio=ratio)) == 0).sum(1).tolist() == counts
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])

@@ -8,8 +8,7 @@ import torch
 from layerbudget.compressors import base
 from layerbudget.compressors.base import QUANTISERS, TREATMENTS, Level, find_quantiser, find_treatment
 from layerbudget.compressors.formats import TYPES, find_format, formats_of
-from layerbudget.compressors.grid import grid_of, grouped
-from layerbudget.compressors.rounding import Quantiser, through_gguf
+from layerbudget.compressors.quantisers import Quantiser, grid_of, grouped, through_gguf
 from layerbudget.compressors.sparsegpt import inverse_factor
 from layerbudget.errors import InvalidInput
 
@@ -36,7 +35,7 @@ def inputs(columns=96, tokens=300, seed=1):
 
 def prepared_for(quantiser, x):
     moment = {"none": None, "diagonal": (x**2).sum(0), "gram": x.T @ x}[quantiser.statistic]
-    return None if moment is None else quantiser.prepare(moment, **quantiser.options)
+    return None if moment is None else quantiser.prepare(moment)
 
 
 def scheme(form):
@@ -58,7 +57,7 @@ def test_the_writer_of_ggml_finds_the_same_grid_again(method, name):
     """What is planned is what is written: encoding a quantised matrix with the package changes nothing."""
     quantiser, x = find_quantiser(method), inputs()
     for seed in range(3):
-        got = quantiser.apply(weight(seed=seed), prepared_for(quantiser, x), Level(format=name), **quantiser.options)
+        got = quantiser.apply(weight(seed=seed), prepared_for(quantiser, x), Level(format=name))
         assert torch.equal(through_gguf(got, find_format(name)), got)
 
 
@@ -90,7 +89,7 @@ def test_round_to_nearest_is_what_compressed_tensors_does(name):
 @pytest.mark.parametrize("name", PACKED)
 def test_what_compressed_tensors_unpacks_is_what_was_planned(method, name):
     form, quantiser, x = find_format(name), find_quantiser(method), inputs()
-    rounded = quantiser.quantise(weight(), prepared_for(quantiser, x), Level(format=name), **quantiser.options)
+    rounded = quantiser.quantise(weight(), prepared_for(quantiser, x), Level(format=name))
     stored = pack(rounded, form)
     assert sum(t.nbytes for t in stored.values()) == form.bytes(24, 96)
     stored["weight_scale"] = stored["weight_scale"].float()  # products in float32, as transformers computes them on loading
@@ -102,7 +101,7 @@ def test_what_compressed_tensors_unpacks_is_what_was_planned(method, name):
 def test_knowing_the_inputs_helps(name):
     """On the objective of each: the weighted error falls by weighted ranges, the output error by GPTQ."""
     x, w, level = inputs(), weight(), Level(format=name)
-    got = {m: (q := find_quantiser(m)).apply(w, prepared_for(q, x), level, **q.options) for m in QUANTISERS.names()}
+    got = {m: (q := find_quantiser(m)).apply(w, prepared_for(q, x), level) for m in QUANTISERS.names()}
     error = {m: ((g - w) ** 2 * (x**2).sum(0)).sum() for m, g in got.items()}
     output = {m: ((x @ (g - w).T) ** 2).sum() for m, g in got.items()}
     assert error["weighted"] <= error["rtn"] * 1.0001
@@ -126,7 +125,7 @@ def test_gptq_is_the_reference_column_by_column():
 
 def test_searching_ranges_does_not_hurt_where_few_bits_are_left():
     x, w, q = inputs(), weight(64), find_quantiser("gptq")
-    out = [q.apply(w, prepared_for(q, x), Level(format="w2-g32"), search=s) for s in (False, True)]
+    out = [q.with_options({"search": s}).apply(w, prepared_for(q, x), Level(format="w2-g32")) for s in (False, True)]
     plain, searched = (((x @ (g - w).T) ** 2).sum() for g in out)
     assert searched < plain
 
@@ -143,8 +142,8 @@ def test_formats_know_their_bytes_and_refuse_what_they_cannot_store():
     assert [f.name for f in formats_of("gguf")] == [*GGML, "F16"]
     assert formats_of("compressed-tensors", [192, 320])[1].name == "w3-g64"
     assert formats_of("compressed-tensors", [256], group=32)[0].name == "w2-g32"
-    assert find_format("w3-g32").bits_per_weight(1024, 1024) == pytest.approx(3.5, abs=1e-3)
-    assert find_format("q8_0").bits_per_weight(64, 64) == 8.5
+    assert find_format("w3-g32").bytes(1024, 1024) * 8 == pytest.approx(3.5 * 1024**2, rel=1e-3)
+    assert find_format("q8_0").bytes(64, 64) * 8 == 8.5 * 64 * 64
     with pytest.raises(InvalidInput, match="48 inputs, which Q4_0 cannot store"):
         find_format("Q4_0").check("lm_head", 48)
     with pytest.raises(InvalidInput, match="no format 'w9-g32'"):
@@ -165,7 +164,7 @@ def test_quantisers_and_pruners_keep_their_tables():
 
         @base.treatment("sign", summary="one bit")
         class Sign(Quantiser):
-            def onto(self, weight, prepared, form, **options):
+            def onto(self, weight, prepared, form):
                 return weight
 
         assert "sign" in QUANTISERS.names() and "sign" not in TREATMENTS.names()

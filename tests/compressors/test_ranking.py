@@ -5,9 +5,8 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.compressors import ranking
-from layerbudget.compressors.ranking import ranked, smallest_evenly, zeroed
-from layerbudget.compressors.select import row_counts, smallest_per_row
+from layerbudget.compressors import select
+from layerbudget.compressors.select import ranked, row_counts, smallest_evenly, smallest_per_row, zeroed
 from layerbudget.models.blocks import partition
 from layerbudget.models.machine import in_threads
 from layerbudget.sensitivity.gain import score
@@ -43,7 +42,7 @@ def test_threads_change_nothing_and_their_errors_are_heard(monkeypatch):
     scores, low = torch.rand(64, 50), torch.full((64,), 7)
     own = torch.get_num_threads()
     expected = ranked(scores, low, 9), smallest_evenly(lambda part: scores[part], (64, 50), 1234)
-    monkeypatch.setattr(ranking, "CHUNK", 200)
+    monkeypatch.setattr(select, "CHUNK", 200)
     try:
         torch.set_num_threads(2)
         assert torch.equal(ranked(scores, low, 9), expected[0])

@@ -1,4 +1,4 @@
-"""What a treatment is: what it needs to know of a matrix's inputs, and what the matrix becomes at a level. No torch here.
+"""What one weight matrix can become: what a treatment must know of its inputs, and what it makes at a level. No torch here.
 
 A treatment of one's own is a class with one method::
 
@@ -8,10 +8,11 @@ A treatment of one's own is a class with one method::
 
     @treatment("random", summary="any weights go")
     class Random(Treatment):
-        options = {"seed": 0}
+        def __init__(self, *, seed: int = 0):
+            self.seed = seed
 
-        def apply(self, weight, prepared, level, *, seed=0):
-            order = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
+        def apply(self, weight, prepared, level):
+            order = torch.rand(weight.shape, generator=torch.Generator().manual_seed(self.seed))
             mask = smallest_per_group(order, *level.pattern) if level.pattern else smallest(order, level.zeros)
             return weight.masked_fill(mask, 0)
 
@@ -26,6 +27,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
+from typing_extensions import Self
 
 from ..errors import InvalidInput
 from ..registry import Registry, options_of, resolve_options
@@ -59,19 +61,18 @@ class Level:
 
     @property
     def idle(self) -> bool:
-        """Nothing to do (the references prune one weight even at ratio zero, parity keeps that)."""
+        """Whether nothing is to do (the references prune one weight even at ratio zero, parity keeps that)."""
         return self.zeros == 0 and self.ratio is None and self.format is None
 
 
 class Treatment(abc.ABC):
-    """What one matrix can become.
+    """What one matrix can become. Options are the keyword-only parameters of ``__init__``.
 
     Attributes:
         name: What users write (set by the registry).
         summary: A line for the help.
         statistic: What it must know of the inputs ``x`` of a matrix: ``none``, ``diagonal`` (``sum x_j^2``) or ``gram``
             (``sum x x'``, upper triangle).
-        options: Options that it reads, with their defaults; others are refused.
         modifier: Name of the modifier of llm-compressor that does the same, where there is one.
         changes: What a level of it says: ``zeros`` (pruners) or the ``format`` (quantisers). It decides which table it joins.
         unseen: What happens to a matrix that no token reached, in a sentence.
@@ -82,55 +83,45 @@ class Treatment(abc.ABC):
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
-    statistic: ClassVar[str] = "none"
-    options: ClassVar[Mapping[str, Any]] = {}
+    statistic: str = "none"
     modifier: ClassVar[str | None] = None
     changes: ClassVar[str] = "zeros"
     nested: ClassVar[bool] = False
     unseen: ClassVar[str] = "its weights were ranked by magnitude"
     by_row: ClassVar[bool] = True
-    price: ClassVar[float] = 0.0
+    price: float = 0.0
 
-    def begin(self, model: nn.Module, data: CalibrationSet, *, batch_size: int = 8, **options: Any) -> None:
-        """Gather what the dense model says of single entries, before anything is treated. Nothing, by default.
-
-        Args:
-            model: The dense model; left as it was.
-            data: Calibration tokens.
-            batch_size: Sequences per pass.
-            **options: Of the treatment.
-        """
+    def begin(self, model: nn.Module, data: CalibrationSet, *, batch_size: int = 8) -> None:
+        """Gather what the dense model says of single entries, before anything is treated. Nothing, by default."""
         return None
 
     def of(self, name: str, copy: int, prepared: Any) -> Any:
         """What :meth:`apply` gets of one copy of a matrix: what was prepared, and what :meth:`begin` gathered of it."""
         return prepared
 
-    def prepare(self, moment: torch.Tensor, *, parity: bool = False, **options: Any) -> Any:
+    def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> Any:
         """What :meth:`apply` needs of the statistic, made once for all matrices that read the same input.
 
         Args:
             moment: ``(d_in,)`` or ``(d_in, d_in)``, see ``statistic``.
             parity: As a reference implementation makes it, bit for bit.
-            **options: Of the treatment.
         """
         return moment
 
     @abc.abstractmethod
-    def apply(self, weight: torch.Tensor, prepared: Any, level: Level, **options: Any) -> torch.Tensor:
+    def apply(self, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
         """The matrix after the treatment.
 
         Args:
             weight: ``(d_out, d_in)``; not changed.
             prepared: From :meth:`prepare`; None where no token reached the matrix, or none is needed.
             level: How far: exactly ``level.zeros`` entries, and where it has a ``pattern`` so many of every group.
-            **options: Of the treatment.
 
         Returns:
-            ``(d_out, d_in)``, finite. The caller checks it (:mod:`layerbudget.compressors.conforming`).
+            ``(d_out, d_in)``, finite. The caller checks it (:func:`layerbudget.compressors.treating.treated`).
         """
 
-    def apply_rows(self, weight: torch.Tensor, prepared: Any, size: int, zeros: np.ndarray, **options: Any) -> torch.Tensor:
+    def apply_rows(self, weight: torch.Tensor, prepared: Any, size: int, zeros: np.ndarray) -> torch.Tensor:
         """The matrix after the treatment of every group of ``size`` rows by itself.
 
         Args:
@@ -138,32 +129,30 @@ class Treatment(abc.ABC):
             prepared: See :meth:`apply`.
             size: Rows of a group; the last one may be smaller.
             zeros: Entries that become zero in every group.
-            **options: Of the treatment.
         """
         out = weight.clone()
         for start, count in zip(range(0, weight.shape[0], size), zeros.tolist(), strict=True):
             if count:
                 part = slice(start, start + size)
-                out[part] = self.apply(weight[part], prepared, Level(zeros=count), **options).to(out.dtype)
+                out[part] = self.apply(weight[part], prepared, Level(zeros=count)).to(out.dtype)
         return out
 
     def order(self, weight: torch.Tensor, prepared: Any) -> torch.Tensor:
         """Scores of the entries, ``(d_out, d_in)``: the smallest of a row (or matrix) go first. For nested treatments."""
         raise NotImplementedError(f"{self.name} does not rank entries")
 
-    def size(self, numel: int, level: Level, *, itemsize: int = 2) -> int:
-        """Bytes of the treated matrix as it is stored: a bit mask and the values that are left, or densely where less.
-
-        Args:
-            numel: Entries of the matrix.
-            level: How far.
-            itemsize: Bytes of one value.
-        """
-        return min(numel * itemsize, -(-numel // 8) + (numel - level.zeros) * itemsize)
-
-    def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def resolve_options(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """All options, see :func:`layerbudget.registry.resolve_options`."""
-        return resolve_options(f"The method {self.name}", options_of(self.options), given)
+        return resolve_options(f"The method {cls.name}", options_of(cls), given)
+
+    def with_options(self, given: Mapping[str, Any]) -> Self:
+        """The same treatment with other options; itself where none are given.
+
+        Raises:
+            InvalidInput: An option that it does not have, or another type of value.
+        """
+        return type(self)(**self.resolve_options(given)) if given else self
 
 
 TREATMENTS: Registry[type[Treatment]] = Registry(
@@ -171,20 +160,20 @@ TREATMENTS: Registry[type[Treatment]] = Registry(
     group="layerbudget.compressors",
     home=__package__,
     own={
-        "magnitude": ".magnitude:Magnitude",
-        "wanda": ".wanda:Wanda",
+        "magnitude": ".pruners:Magnitude",
+        "wanda": ".pruners:Wanda",
         "sparsegpt": ".sparsegpt:SparseGPT",
-        "gradient": ".gradient:GradientWeighted",
-        "n:m": ".n_of_m:NofM",
+        "gradient": ".pruners:GradientWeighted",
+        "n:m": ".pruners:NofM",
     },
 )
 QUANTISERS: Registry[type[Treatment]] = Registry(
     "quantiser",
     group="layerbudget.compressors",
     home=__package__,
-    own={"rtn": ".rounding:Nearest", "weighted": ".rounding:Weighted", "gptq": ".gptq:GPTQ"},
+    own={"rtn": ".quantisers:Nearest", "weighted": ".quantisers:Weighted", "gptq": ".quantisers:GPTQ"},
 )
-TABLES: Mapping[str, Registry[type[Treatment]]] = {"zeros": TREATMENTS, "format": QUANTISERS}
+_TABLES: Mapping[str, Registry[type[Treatment]]] = {"zeros": TREATMENTS, "format": QUANTISERS}
 Some = TypeVar("Some", bound=type[Treatment])
 
 
@@ -196,22 +185,18 @@ def treatment(name: str, *, summary: str = "") -> Callable[[Some], Some]:
     """
 
     def add(made: Some) -> Some:
-        """Put the class into the table of what it changes."""
         if made.statistic not in STATISTICS:
-            raise InvalidInput(
-                f"{name} needs the statistic {made.statistic!r}.",
-                f"Statistics are {', '.join(STATISTICS)}.",
-                "Use one of those.",
-            )
+            known = f"Statistics are {', '.join(STATISTICS)}."
+            raise InvalidInput(f"{name} needs the statistic {made.statistic!r}.", known, "Use one of those.")
         made.name, made.summary = name, summary or made.summary
-        TABLES[made.changes].add(name, made)
+        _TABLES[made.changes].add(name, made)
         return made
 
     return add
 
 
 def find_treatment(name: str) -> Treatment:
-    """A treatment by name.
+    """Return a pruner by name, with its default options.
 
     Raises:
         InvalidInput: There is none of that name.
@@ -220,7 +205,7 @@ def find_treatment(name: str) -> Treatment:
 
 
 def find_quantiser(name: str) -> Treatment:
-    """A quantiser by name.
+    """Return a quantiser by name, with its default options.
 
     Raises:
         InvalidInput: There is none of that name.

@@ -8,23 +8,25 @@ Every format stores groups of consecutive inputs of a row on an even grid ``base
   point of 3 bits per group; ``w3-channel`` has one group per row. Integers are packed without a gap into words of 32 bits
   per row (zero points per group, down the rows), scales take 16 bits, the shape 16 bytes. ``bf16`` is what is left out.
 
->>> find_format("Q4_0").bytes(64, 96), find_format("w3-g32").bytes(64, 96), find_format("w3-g32").bits_per_weight(64, 96)
-(3456, 2704, 3.5208333333333335)
+>>> find_format("Q4_0").bytes(64, 96), find_format("w3-g32").bytes(64, 96)
+(3456, 2704)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Sequence
+from typing import Any
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, MissingDependency
 
 GGUF, PACKED = "gguf", "compressed-tensors"
 FAMILIES = (GGUF, PACKED)
 ALIGNMENT = 32
 BLOCK = 32
-GROUPS = (128, 64, 32)
+_GROUPS = (128, 64, 32)
 _NAME = re.compile(r"w([2-8])-(?:g(\d+)|(channel))(-asym)?")
 
 
@@ -60,7 +62,7 @@ class Format:
 
     def fits(self, d_in: int) -> bool:
         """Whether rows of so many inputs can be stored."""
-        return self.plain or self.group is None or d_in % self.group == 0
+        return not self.group or d_in % self.group == 0
 
     def groups(self, d_in: int) -> int:
         """Groups of a row."""
@@ -94,10 +96,6 @@ class Format:
         groups = self.groups(d_in)
         zeros = 0 if self.symmetric else 4 * -(-d_out * self.bits // 32) * groups
         return copies * (4 * d_out * -(-d_in * self.bits // 32) + 2 * d_out * groups + zeros + 16)
-
-    def bits_per_weight(self, d_out: int, d_in: int) -> float:
-        """Bits per weight, everything counted."""
-        return 8 * self.bytes(d_out, d_in) / (d_out * d_in)
 
 
 def _gguf(name: str, bits: int, block_bytes: int) -> Format:
@@ -155,5 +153,32 @@ def formats_of(family: str, widths: Sequence[int] = (), *, group: int | None = N
         if group is not None:
             raise InvalidInput(f"GGUF has blocks of {BLOCK}; a group size has no meaning.", "", "Leave it out.")
         return (*TYPES, plain)
-    size = group if group is not None else next((g for g in GROUPS if all(w % g == 0 for w in widths)), GROUPS[-1])
+    size = group if group is not None else next((g for g in _GROUPS if all(w % g == 0 for w in widths)), _GROUPS[-1])
     return (*(find_format(f"w{b}-g{size}") for b in (2, 3, 4, 5, 6, 8)), plain)
+
+
+def need_gguf() -> Any:
+    """Return the package ``gguf``.
+
+    Raises:
+        MissingDependency: It is not installed.
+    """
+    return _need("gguf", "GGUF formats need the package gguf.", "use compressed-tensors")
+
+
+def need_packing() -> tuple[Any, Any]:
+    """Return the packer of compressed-tensors and its scheme.
+
+    Raises:
+        MissingDependency: It is not installed.
+    """
+    what, other = "Writing these formats needs the package compressed-tensors.", "plan for gguf"
+    packer = _need("compressed_tensors.compressors.pack_quantized.base", what, other)
+    return packer.PackedQuantizationCompressor, _need("compressed_tensors.quantization", what, other).QuantizationScheme
+
+
+def _need(module: str, what: str, other: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependency(what, "", f"Install layerbudget[bits], or {other}.") from error

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import numpy as np
 import torch
 
 from ..errors import CurvatureFailure
 from .base import Level, Treatment
-from .magnitude import Magnitude
+from .pruners import Magnitude
 from .select import share, smallest_per_group, smallest_per_group_of_rows, threshold_inclusive
 
 COLUMNS = 128
@@ -78,9 +76,10 @@ def reference_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.T
         return torch.linalg.cholesky(inverse, upper=True), dead
     except torch.linalg.LinAlgError as error:
         raise CurvatureFailure(
-            f"The second moments of {len(gram)} inputs are not positive definite at damping {damping:g}.", "",
+            f"The second moments of {len(gram)} inputs are not positive definite at damping {damping:g}.",
+            "",
             "Leave parity mode, which raises the damping, or use more calibration samples.",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def sparsegpt_update(
@@ -175,29 +174,32 @@ def _compensate(
 
 
 class SparseGPT(Treatment):
-    """Weights go block by block of columns, and the later columns make up for them."""
+    """Weights go block by block of columns, and the later columns make up for them; by magnitude where no token was seen.
+
+    Args:
+        damping: Relative to the mean of the second moments' diagonal.
+    """
 
     name, summary, statistic = "sparsegpt", "the others make up for what goes, by second moments of the inputs", "gram"
-    options: ClassVar = {"damping": 0.01}
     modifier = "SparseGPTModifier"
 
-    def prepare(self, moment: torch.Tensor, *, parity: bool = False, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factor of the damped inverse, and the inputs that were never active."""
-        return (reference_factor if parity else inverse_factor)(moment, options.get("damping", SparseGPT.options["damping"]))
+    def __init__(self, *, damping: float = 0.01) -> None:
+        self.damping = damping
 
-    def apply(
-        self, weight: torch.Tensor, prepared: tuple[torch.Tensor, torch.Tensor] | None, level: Level, **options: Any
-    ) -> torch.Tensor:
-        """See :meth:`Treatment.apply`; by magnitude where no token was seen."""
+    def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factor of the damped inverse, and the inputs that were never active."""
+        return (reference_factor if parity else inverse_factor)(moment, self.damping)
+
+    def apply(self, weight: torch.Tensor, prepared: tuple[torch.Tensor, torch.Tensor] | None, level: Level) -> torch.Tensor:
+        """See :meth:`Treatment.apply`."""
         if prepared is None:
             return Magnitude().apply(weight, None, level)
         return sparsegpt_update(weight, *prepared, level.zeros, ratio=level.ratio, pattern=level.pattern)
 
     def apply_rows(
-        self, weight: torch.Tensor, prepared: tuple[torch.Tensor, torch.Tensor] | None, size: int, zeros: np.ndarray,
-        **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """See :meth:`Treatment.apply_rows`; by magnitude where no token was seen."""
+        self, weight: torch.Tensor, prepared: tuple[torch.Tensor, torch.Tensor] | None, size: int, zeros: np.ndarray
+    ) -> torch.Tensor:
+        """See :meth:`Treatment.apply_rows`."""
         if prepared is None:
             return Magnitude().apply_rows(weight, None, size, zeros)
         return sparsegpt_update(weight, *prepared, zeros, rows=size)

@@ -1,4 +1,7 @@
-"""Apply a treatment to a model's matrices, layer after layer, each with the inputs that the treated layers below it give."""
+"""Apply a treatment to a model's matrices, layer after layer, each with the inputs that the treated layers below it give.
+
+Its caller looks at every matrix that a treatment returns: shape, count of zeros, pattern, finite values, whoever wrote it.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ import torch
 from torch import nn
 
 from ..data.calibration import CalibrationSet
+from ..errors import CoverageError
 from ..execution.inputs import InputMoments, InputStatistics
 from ..execution.walk import Walk
 from ..models.blocks import is_conv1d, transposed, weight_of
 from ..records import Module
 from .base import Level, Treatment
-from .conforming import treated
-from .select import share
+from .select import by_groups, share
 
 Found = Mapping[str, list[InputMoments]]
+_ROUNDING = 10_000  # an update of 45 million weights in float32 ends at an exact zero about twice: one in so many may
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,26 +43,28 @@ def matrices(owner: nn.Module, parameter: nn.Parameter) -> list[torch.Tensor]:
 
 
 class Treating:
-    """One treatment with its options.
+    """One treatment on a model.
 
     Args:
         model: The model; changed in place.
         treatment: What its matrices become.
-        options: Options of the treatment.
         parity: Statistics and order of operations of the reference implementations.
         true_sequential: Collect inputs again for every group of matrices that share one.
     """
 
     def __init__(
-        self, model: nn.Module, treatment: Treatment, options: Mapping[str, Any] | None = None, *, parity: bool = False,
+        self,
+        model: nn.Module,
+        treatment: Treatment,
+        *,
+        parity: bool = False,
         true_sequential: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.treatment, self.parity, self.true_sequential = model, treatment, parity, true_sequential
-        self.options = treatment.resolve_options(options or {})
 
     def begin(self, data: CalibrationSet, batch_size: int) -> None:
         """Let the treatment look at the dense model before anything is treated."""
-        self.treatment.begin(self.model, data, batch_size=batch_size, **self.options)
+        self.treatment.begin(self.model, data, batch_size=batch_size)
 
     def collect(self, walk: Walk, modules: Sequence[Module]) -> InputStatistics | None:
         """Statistics of the inputs of some matrices of the walk's current layer; None where none are needed."""
@@ -122,9 +128,82 @@ class Treating:
         if found is None or found.value is None:
             return None
         if found not in made:
-            made[found] = self.treatment.prepare(found.value, parity=self.parity, **self.options)
+            made[found] = self.treatment.prepare(found.value, parity=self.parity)
         return made[found]
 
     def become(self, name: str, copy: int, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
         """What one copy of a matrix becomes."""
-        return treated(self.treatment, weight, prepared, level, self.options)
+        return treated(self.treatment, weight, prepared, level)
+
+
+def treated(treatment: Treatment, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
+    """What a matrix becomes, looked at before it is used.
+
+    Args:
+        treatment: Any.
+        weight: ``(d_out, d_in)``.
+        prepared: What the treatment prepared, see :meth:`Treatment.apply`.
+        level: How far; with ``rows`` every group of rows goes its own way.
+
+    Raises:
+        CoverageError: Another shape, values that are not finite, another count of zeros, or a pattern that is not kept.
+    """
+    version = _version(weight)
+    if level.rows is None:
+        made = treatment.apply(weight, prepared, level)
+    else:
+        made = treatment.apply_rows(weight, prepared, *level.rows)
+    if _version(weight) != version:
+        what = "wrote into the matrix that it was given."
+        raise _broken(treatment, what, "It returns a new one.", "Begin with weight.clone().")
+    check(treatment, weight, made, level)
+    return made
+
+
+def check(treatment: Treatment, weight: torch.Tensor, made: Any, level: Level) -> None:
+    """Refuse what a treatment made of a matrix where it is not what the level says; see :func:`treated`."""
+    if not isinstance(made, torch.Tensor) or made.shape != weight.shape:
+        seen = tuple(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
+        raise _broken(treatment, f"made {seen} of a matrix {tuple(weight.shape)}.", "The shape stays.", "Return (d_out, d_in).")
+    if not bool(torch.isfinite(made.to(weight.dtype)).all()):
+        what = f"made values that are not finite in {weight.dtype}."
+        remedy = "Divide by no zero; of the package's own: use more calibration text, more damping, or float32."
+        raise _broken(treatment, what, "Weights are finite.", remedy)
+    if level.format is not None or level.ratio is not None:
+        return  # formats make zeros where they round to them; the references' counts are off by ties
+    gone = made == 0
+    if level.pattern is not None:
+        zeroed, group = level.pattern
+        short = int((gone.reshape(-1, group).sum(1) < zeroed).sum())
+        if short:
+            raise _broken(
+                treatment,
+                f"left {short} of {gone.numel() // group} groups of {group} inputs with fewer than {zeroed} zeros.",
+                f"The pattern {zeroed}:{group} is level.pattern of apply.",
+                "Mark them with compressors.select.smallest_per_group(scores, *level.pattern), or leave the pattern out.",
+            )
+    if level.rows is not None:
+        size, wanted = level.rows
+        held = by_groups(gone.sum(1)[:, None], size, 0).sum(1).cpu().numpy()
+        if (held < wanted).any():
+            g = int((held < wanted).argmax())
+            raise _count(treatment, int(held[g]), int(wanted[g]), f"the {size} rows from {g * size}")
+    found, most = int(gone.sum()), level.zeros + 1 + weight.numel() // _ROUNDING
+    many = level.pattern is None and found > most and int((gone & (weight != 0)).sum()) > most
+    if found < level.zeros or many:
+        raise _count(treatment, found, level.zeros, "a matrix")
+
+
+def _count(treatment: Treatment, found: int, wanted: int, where: str) -> CoverageError:
+    told = f"left {found} zeros in {where}, {wanted} were asked for."
+    what = "exactly level.zeros entries" if where == "a matrix" else "exactly zeros[g] entries of group g"
+    return _broken(treatment, told, "The count is exact.", f"Zero {what}, no others.")
+
+
+def _broken(treatment: Treatment, what: str, feasible: str, remedy: str) -> CoverageError:
+    return CoverageError(f"The method {treatment.name} {what}", feasible, remedy)
+
+
+def _version(weight: torch.Tensor) -> int:
+    """Counts what was written into a tensor, where torch counts it."""
+    return 0 if weight.is_inference() else weight._version

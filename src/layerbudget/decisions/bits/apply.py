@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from ...compressors.base import Level
-from ...compressors.conforming import check
 from ...compressors.formats import GGUF, find_format
-from ...compressors.rounding import Quantiser, Rounded
-from ...compressors.treating import Job, Treating
+from ...compressors.quantisers import Rounded
+from ...compressors.treating import Job, Treating, check
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
 from ...execution.modes import inference
@@ -233,10 +232,10 @@ class _Rounding(Treating):
     """Rounds piece after piece, and writes each where there is a writer."""
 
     def __init__(self, model: nn.Module, method: str, data: CalibrationSet | None, own: Mapping[str, Any]) -> None:
-        quantiser = quantiser_of(method)
+        quantiser = quantiser_of(method).with_options(own)
         need_data(quantiser, data)
-        super().__init__(model, quantiser, own)
-        self.quantiser: Quantiser = quantiser
+        super().__init__(model, quantiser)
+        self.quantiser, self.options = quantiser, quantiser.resolve_options(own)
         self.data = None if quantiser.statistic == "none" else data
         self.offloaded = mapped(model)
         self.writer: _Writer | None = None
@@ -246,7 +245,7 @@ class _Rounding(Treating):
 
     def become(self, name: str, copy: int, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
         """See :meth:`Treating.become`; scales and zero points are kept until they are written."""
-        done = self.quantiser.quantise(weight, prepared, level, **self.options)
+        done = self.quantiser.quantise(weight, prepared, level)
         check(self.quantiser, weight, done.weight, level)
         if self.writer is not None:
             self.rounded.setdefault(name, []).append(dataclasses.replace(done, weight=weight[:0]))

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...compressors.formats import ALIGNMENT, GGUF, PACKED, find_format
-from ...compressors.rounding_packages import need_gguf
+from ...compressors.formats import ALIGNMENT, GGUF, PACKED, find_format, need_gguf
 from ...errors import InvalidInput, UnknownBlock
 from ...models.blocks import config_of, layers, partition, pretrained, weight_of
 from ...records import Block, Module, natural_key

@@ -6,8 +6,7 @@ import json
 import re
 from typing import Any
 
-from ...compressors.formats import GGUF, PACKED, Format, find_format
-from ...compressors.rounding_packages import need_gguf
+from ...compressors.formats import GGUF, PACKED, Format, find_format, need_gguf
 from ...errors import InvalidInput
 from ...plan import Plan
 from .program import formats_of_plan

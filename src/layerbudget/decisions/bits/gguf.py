@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...compressors.formats import find_format
-from ...compressors.rounding import Rounded
-from ...compressors.rounding_packages import need_gguf
+from ...compressors.formats import find_format, need_gguf
+from ...compressors.quantisers import Rounded
 from ...errors import CoverageError, InvalidInput
 from ...models.blocks import config_of, layers
 from ...models.offload import mapped

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compressors.formats import Format, find_format
-from ...compressors.rounding import Rounded
-from ...compressors.rounding_packages import need_packing
+from ...compressors.formats import Format, find_format, need_packing
+from ...compressors.quantisers import Rounded
 from ...errors import BadModel, CorruptFile, CoverageError, InvalidInput
 from ...models.blocks import config_of, layers, matrix_of, pretrained, weight_of
 from ...models.loading import load_model

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ...compressors.base import Level, find_quantiser
-from ...compressors.rounding import Quantiser
+from ...compressors.quantisers import Quantiser
 from ...compressors.treating import Found, Job, Treating, matrices
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput

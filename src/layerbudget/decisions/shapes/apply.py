@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ...compressors.base import Level
+from ...compressors.pruners import Wanda
 from ...compressors.select import share
 from ...compressors.treating import Job, Treating, matrices
-from ...compressors.wanda import Wanda
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput, UnknownBlock, UnknownStructure
 from ...execution.divergence import kl_sum, mean

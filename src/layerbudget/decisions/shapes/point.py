@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from ...compressors.base import Level
+from ...compressors.pruners import Wanda
 from ...compressors.treating import matrices
-from ...compressors.wanda import Wanda
 from ...data.calibration import CalibrationSet
 from ...execution.inputs import InputMoments, InputStatistics
 from ...execution.loss import Batch

@@ -84,7 +84,7 @@ def prune(
         CurvatureFailure: Second moments that cannot be factorised.
     """
     method, own = method_of(plan, method, own)
-    treatment = find_treatment(method)
+    treatment = find_treatment(method).with_options(own)
     _check_read(treatment, true_sequential=true_sequential, autocast=autocast, resume=resume)
     options = Options(
         treatment=treatment, own=treatment.resolve_options(own),
@@ -97,7 +97,7 @@ def prune(
     _check(plan, data, treatment, identity)
     check_finite(model)
     jobs = plan_jobs(model, plan, options)
-    treating = Treating(model, treatment, options.own, parity=parity, true_sequential=true_sequential)
+    treating = Treating(model, treatment, parity=parity, true_sequential=true_sequential)
     started = time.monotonic()
     if data is not None:
         treating.begin(data, options.batch_size)

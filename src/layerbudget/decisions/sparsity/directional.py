@@ -94,7 +94,7 @@ def plan_by_damage(
     names = [by] if isinstance(by, str) else list(by)
     trials = 0 if isinstance(by, str) else len(names)
     _check(names, trials, data, trust, passes)
-    identity, treatment = describe(model), find_treatment(method)
+    identity, treatment = describe(model), find_treatment(method).with_options(own)
     key = {"method": method, "own": own, "passes": passes, "batch_size": batch_size, "max_sparsity": max_sparsity}
     key |= {"sparsity": sparsity, "trust": trust, "by": names}
     request = {
@@ -105,7 +105,7 @@ def plan_by_damage(
         "computation": computation(model),
     }
     search = _Search(
-        model=model, treatment=treatment, own=own, batch_size=batch_size, sparsity=sparsity, cap=max_sparsity, trust=trust,
+        model=model, treatment=treatment, batch_size=batch_size, sparsity=sparsity, cap=max_sparsity, trust=trust,
         parts=Parts(resume if is_main() else None, request), progress=progress,
     )  # fmt: skip
     judged = search.judge(names, data, passes) if trials else None
@@ -156,7 +156,6 @@ class _Search:
 
     model: nn.Module
     treatment: Treatment
-    own: Mapping[str, Any]
     batch_size: int
     sparsity: float
     cap: float
@@ -192,7 +191,7 @@ class _Search:
         left to the caller, who measures it in a way of his own.
         """
         units = Units.by(self.model, by)
-        treated = TreatedModel(self.model, data, units, self.treatment, self.own, batch_size=self.batch_size)
+        treated = TreatedModel(self.model, data, units, self.treatment, batch_size=self.batch_size)
         try:
             return treated, self._descend(treated, f"path-{digest(f'{name} {by}')}", passes, steps, judge)
         except BaseException:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ import torch
 from torch import nn
 
 from ...compressors.base import Level, Treatment
-from ...compressors.conforming import treated
 from ...compressors.select import share
-from ...compressors.treating import Found, Job, Treating, matrices
+from ...compressors.treating import Found, Job, Treating, matrices, treated
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
 from ...execution.inputs import InputMoments, InputStatistics, share_statistics
@@ -153,7 +152,6 @@ class TreatedModel:
         data: The text that decides.
         units: What is decided.
         treatment: The pruner.
-        options: Its options.
         batch_size: Sequences per forward.
 
     Attributes:
@@ -163,10 +161,10 @@ class TreatedModel:
 
     def __init__(
         self, model: nn.Module, data: CalibrationSet, units: Units, treatment: Treatment,
-        options: Mapping[str, Any] | None = None, *, batch_size: int = 8,
+        *, batch_size: int = 8,
     ) -> None:  # fmt: skip
         self.model, self.units, self.treatment = model, units, treatment
-        self.treating = Treating(model, treatment, options)
+        self.treating = Treating(model, treatment)
         self.treating.begin(data, batch_size)
         self.fused = any(m.copies > 1 for m in units.modules)
         self.batch_size = 1 if self.fused else batch_size
@@ -303,12 +301,12 @@ class TreatedModel:
 
     def _become(self, dense: list[torch.Tensor], prepared: list[Any], zeros: np.ndarray) -> torch.Tensor:
         """A matrix with so many zeros in every group."""
-        size, options = self.units.rows, self.treating.options
+        size = self.units.rows
         if size is None:
             wanted = [Level(zeros=c) for c in share(int(zeros[0]), [w.numel() for w in dense])]
         else:
             wanted = [Level(zeros=int(z.sum()), rows=(size, z)) for z in np.split(zeros, len(dense))]
-        return torch.cat([treated(self.treatment, w, p, v, options) for w, p, v in zip(dense, prepared, wanted, strict=True)])
+        return torch.cat([treated(self.treatment, w, p, v) for w, p, v in zip(dense, prepared, wanted, strict=True)])
 
 
 def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...compressors.ranking import ranked
+from ...compressors.select import ranked
 from ...errors import LengthMismatch
 
 

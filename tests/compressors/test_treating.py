@@ -12,7 +12,7 @@ from tests import zoo
 
 from layerbudget.compressors import base
 from layerbudget.compressors.base import TREATMENTS, Level, Treatment, find_treatment
-from layerbudget.compressors.conforming import check, treated
+from layerbudget.compressors.treating import check, treated
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CoverageError
@@ -45,7 +45,7 @@ def test_every_pruner_keeps_shape_count_pattern_and_finite_values(method, dtype,
         if method == "n:m" and (level.rows is not None or level.zeros % 40):
             continue  # its levels are n of 4
         before = weight.clone()
-        made = treated(treatment, weight, prepared, level, treatment.resolve_options({}))
+        made = treated(treatment, weight, prepared, level)
         assert torch.equal(weight, before)
         gone = made == 0
         assert int(gone.sum()) == level.zeros
@@ -64,7 +64,7 @@ def test_a_matrix_of_one_row_is_left_as_it_was(method):
     moment = {"none": None, "diagonal": x.square().sum(0), "gram": x.T @ x}[treatment.statistic]
     prepared = treatment.of("m", 0, None if moment is None else treatment.prepare(moment))
     before = weight.clone()
-    treated(treatment, weight, prepared, Level(zeros=8), treatment.resolve_options({}))
+    treated(treatment, weight, prepared, Level(zeros=8))
     assert torch.equal(weight, before)
 
 
@@ -96,7 +96,7 @@ def broken(how):
     class Broken(Treatment):
         name = "broken"
 
-        def apply(self, weight, prepared, level, **options):
+        def apply(self, weight, prepared, level):
             return BROKEN[how][0](weight, level)
 
     return Broken
@@ -147,4 +147,4 @@ def test_the_example_of_the_docstring_runs():
         exec(code, {})
         weight, _ = matrix()
         for level in LEVELS:
-            treated(find_treatment("random"), weight, None, level, {"seed": 1})
+            treated(find_treatment("random").with_options({"seed": 1}), weight, None, level)

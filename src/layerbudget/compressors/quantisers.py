@@ -1,0 +1,297 @@
+r"""Quantisers: round a matrix onto the grid of a format, plainly, for the inputs that matter, or column by column.
+
+The grid of every group of inputs is even, ``base + d q``, with ``d`` and ``base`` exactly as the file holds them. Multiplied
+out in float32 they are exact: ``d`` has at most 11 bits, ``q`` at most 8. So a weight on the grid is what a runtime reads back.
+
+* **rtn** is what the runtimes' own writers do without data: GGUF types through the package ``gguf`` itself, compressed-tensors
+  on the range of every group.
+* **weighted** minimises ``sum_j h_j (w_j - Q(w_j))^2`` over ranges, with ``h_j = sum x_j^2`` of the calibration text (the
+  "importance matrix" of llama.cpp).
+* **gptq** (Frantar et al., arXiv 2210.17323) minimises ``|| (W - Q) X ||^2`` over grids, greedily: with
+  ``U' U = (X X' + damping)^-1`` (the factor of SparseGPT), column j is rounded, its error divided by ``U_jj`` and taken from
+  the columns behind it in proportion to ``U_j,:``. The grid of a group is fixed when its first column comes, from the weights
+  as they then are. GGUF keeps no grid beside the integers: there the entries that span a group's grid keep their ends, so that
+  the format's own writer finds the same grid again.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import InvalidInput
+from .base import Level, Treatment
+from .formats import GGUF, Format, find_format, need_gguf
+from .sparsegpt import COLUMNS, inverse_factor
+
+_SHRINK = tuple(1.0 - 0.02 * i for i in range(26))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Grids of some groups, all of shape ``(..., 1)`` over the inputs of the group.
+
+    Attributes:
+        d: Step; its sign is that of GGUF's (the largest entry may be on the side that has one level more).
+        base: Value of ``q = 0``.
+        top: Largest ``q``.
+        zero: Zero point as compressed-tensors keeps it, int8; None for GGUF.
+    """
+
+    d: torch.Tensor
+    base: torch.Tensor
+    top: int
+    zero: torch.Tensor | None = None
+
+    def nearest(self, weight: torch.Tensor) -> torch.Tensor:
+        """The nearest ``q``, as float."""
+        step = torch.where(self.d == 0, torch.ones_like(self.d), self.d)
+        return (weight - self.base).div_(step).round_().clamp_(0, self.top)
+
+    def round(self, weight: torch.Tensor) -> torch.Tensor:
+        """The nearest points of the grid."""
+        return self.nearest(weight).mul_(self.d).add_(self.base)
+
+
+def grouped(weight: torch.Tensor, form: Format) -> torch.Tensor:
+    """``(d_out, groups, inputs of a group)``, float32."""
+    return weight.to(torch.float32).reshape(weight.shape[0], form.groups(weight.shape[1]), -1)
+
+
+def grid_of(groups: torch.Tensor, form: Format, shrink: float | torch.Tensor = 1.0) -> Grid:
+    """The grid that the format gives to groups of weights.
+
+    Args:
+        groups: ``(..., inputs)``, float32.
+        form: A format with a grid.
+        shrink: The range of the weights is made smaller by this factor first (at most 1; what is outside is clipped).
+    """
+    return (_gguf_grid if form.family == GGUF else _packed_grid)(groups, form, shrink)
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float16).to(torch.float32)
+
+
+def _gguf_grid(groups: torch.Tensor, form: Format, shrink: float | torch.Tensor) -> Grid:
+    """As ggml: the entry of largest size spans the grid of ``_0``, smallest and largest entry that of ``_1``."""
+    top = form.levels - 1
+    if not form.symmetric:
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        middle, half = (low + high) / 2, (high - low) / 2 * shrink
+        return Grid(d=_half(2 * half / top), base=_half(middle - half), top=top)
+    if form.name == "Q8_0":
+        d = _half(groups.abs().amax(-1, keepdim=True) * shrink / 127)
+        return Grid(d=d, base=-127 * d, top=top)
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    offset = form.levels // 2
+    d = _half(extreme * shrink / -offset)
+    return Grid(d=d, base=-offset * d, top=top)
+
+
+def _packed_grid(groups: torch.Tensor, form: Format, shrink: float | torch.Tensor) -> Grid:
+    """As compressed-tensors: zero is a point of the grid; scales are kept in bfloat16, zero points in int8."""
+    low = groups.amin(-1, keepdim=True).clamp(max=0) * shrink
+    high = groups.amax(-1, keepdim=True).clamp(min=0) * shrink
+    span, least = form.levels - 1, -(1 << (form.bits - 1))
+    raw = torch.maximum(-low, high) * 2 / span if form.symmetric else (high - low) / span
+    raw = torch.where(raw == 0, torch.full_like(raw, torch.finfo(torch.float32).eps), raw)
+    zero = torch.zeros_like(raw) if form.symmetric else torch.round((least - low / raw).clamp(least, least + span))
+    d = raw.to(torch.bfloat16).to(torch.float32)
+    return Grid(d=d, base=(least - zero) * d, top=form.levels - 1, zero=zero.to(torch.int8))
+
+
+def _pinned(groups: torch.Tensor, form: Format) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Entries that must keep their end of the grid, so that ggml finds this very grid in the rounded weights again.
+
+    Args:
+        groups: ``(rows, inputs)``: one group of every row.
+        form: Its format.
+
+    Returns:
+        ``(input, q)`` of every row; nothing for formats that store their grid beside the integers.
+    """
+    if form.family != GGUF:
+        return []
+    low, high = torch.zeros(len(groups)), torch.full((len(groups),), float(form.levels - 1))
+    if not form.symmetric:
+        return [(groups.argmin(-1), low.to(groups)), (groups.argmax(-1), high.to(groups))]
+    extreme = groups.abs().argmax(-1)
+    if form.name != "Q8_0":
+        return [(extreme, low.to(groups))]
+    above = groups.gather(-1, extreme[:, None])[:, 0] > 0
+    return [(extreme, torch.where(above, high.to(groups), low.to(groups)))]
+
+
+def _best_grid(groups: torch.Tensor, form: Format, importance: torch.Tensor) -> Grid:
+    """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among 26 ranges from the whole to half of it."""
+    least, shrink = None, torch.ones_like(groups[..., :1])
+    for factor in _SHRINK:
+        error = (grid_of(groups, form, factor).round(groups) - groups) ** 2
+        total = (error * importance).sum(-1, keepdim=True)
+        better = torch.ones_like(total, dtype=torch.bool) if least is None else total < least
+        least = total if least is None else torch.where(better, total, least)
+        shrink = torch.where(better, torch.full_like(shrink, factor), shrink)
+    return grid_of(groups, form, shrink)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Rounded:
+    """A matrix on the grid of its format.
+
+    Attributes:
+        weight: ``(d_out, d_in)``, float32: exactly what a runtime reads back.
+        scale, zero: Of compressed-tensors, ``(d_out, groups)``, bfloat16 and int8; None for others, which need none beside it.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+
+
+class Quantiser(Treatment):
+    """A treatment whose level is a format."""
+
+    changes: ClassVar[str] = "format"
+    unseen: ClassVar[str] = "it was rounded to nearest"
+
+    def apply(self, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
+        """See :meth:`Treatment.apply`."""
+        return self.quantise(weight, prepared, level).weight.to(weight.dtype)
+
+    def quantise(self, weight: torch.Tensor, prepared: Any, level: Level) -> Rounded:
+        """The matrix in a format, with what the file needs beside the integers.
+
+        Args:
+            weight: ``(d_out, d_in)``.
+            prepared: From :meth:`prepare`; None where no token reached the matrix: then to nearest.
+            level: Its ``format``.
+
+        Raises:
+            InvalidInput: A level without a format, or a shape that the format does not divide.
+        """
+        if level.format is None:
+            what = f"{self.name} rounds to formats and removes nothing."
+            raise InvalidInput(what, "Levels of it have a format.", "Use quantize.")
+        form = find_format(level.format)
+        form.check("The matrix", weight.shape[1])
+        if form.plain:
+            half = torch.float16 if form.family == GGUF else torch.bfloat16
+            return Rounded(weight=weight.to(half).to(torch.float32))
+        if prepared is None and self.statistic != "none":
+            return Nearest().onto(weight, None, form)
+        return self.onto(weight, prepared, form)
+
+    @abc.abstractmethod
+    def onto(self, weight: torch.Tensor, prepared: Any, form: Format) -> Rounded:
+        """The matrix on the grid of a format that is none of plain numbers and divides it."""
+
+
+def _on_grid(groups: torch.Tensor, grid: Grid, shape: torch.Size) -> Rounded:
+    weight = grid.round(groups).reshape(shape)
+    if grid.zero is None:
+        return Rounded(weight=weight)
+    return Rounded(weight=weight, scale=grid.d[..., 0].to(torch.bfloat16), zero=grid.zero[..., 0])
+
+
+def through_gguf(weight: torch.Tensor, form: Format) -> torch.Tensor:
+    """Quantised and read back by the package ``gguf``, float32.
+
+    Raises:
+        MissingDependency: It is not installed.
+    """
+    gguf = need_gguf()
+    kind = gguf.GGMLQuantizationType[form.name]
+    data = weight.detach().to(torch.float32).cpu().contiguous().numpy()
+    return torch.from_numpy(gguf.dequantize(gguf.quantize(data, kind), kind)).to(weight.device)
+
+
+class Nearest(Quantiser):
+    """Round to nearest, as the format's own writer does."""
+
+    name, summary = "rtn", "round to nearest as the format does it; needs no data"
+
+    def onto(self, weight: torch.Tensor, prepared: Any, form: Format) -> Rounded:
+        """See :meth:`Quantiser.onto`."""
+        if form.family == GGUF:
+            return Rounded(weight=through_gguf(weight, form))
+        groups = grouped(weight, form)
+        return _on_grid(groups, grid_of(groups, form), weight.shape)
+
+
+class Weighted(Quantiser):
+    """Round to nearest on the range that loses least, weighted by the inputs."""
+
+    name, summary = "weighted", "round to nearest, ranges chosen by the second moments of the inputs"
+    statistic = "diagonal"
+
+    def onto(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format) -> Rounded:
+        """See :meth:`Quantiser.onto`."""
+        groups = grouped(weight, form)
+        importance = prepared.to(torch.float32).reshape(1, groups.shape[1], -1)
+        return _on_grid(groups, _best_grid(groups, form, importance), weight.shape)
+
+
+class GPTQ(Quantiser):
+    """Column by column, and the later columns make up for the errors.
+
+    Args:
+        damping: Relative to the mean of the second moments' diagonal.
+        search: Take the range of least error for every group, instead of the whole range.
+    """
+
+    name, summary = "gptq", "later columns make up for the rounding of earlier ones, by second moments of the inputs"
+    statistic = "gram"
+
+    def __init__(self, *, damping: float = 0.01, search: bool = False) -> None:
+        self.damping, self.search = damping, search
+
+    def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> torch.Tensor:
+        """The factor of the damped inverse."""
+        return inverse_factor(moment, self.damping)[0]
+
+    def onto(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format) -> Rounded:
+        """See :meth:`Quantiser.onto`."""
+        work = torch.empty(weight.shape[::-1], dtype=torch.float32, device=weight.device).copy_(weight.detach().T)
+        size = form.group or work.shape[0]
+        columns = max(size, COLUMNS // size * size)
+        out, grids = torch.empty_like(work), []
+        for start in range(0, work.shape[0], columns):
+            stop = min(start + columns, work.shape[0])
+            upper, errors = prepared[start:stop, start:stop], torch.empty_like(work[start:stop])
+            for low in range(0, stop - start, size):
+                grids.append(self._round_group(work[start:stop], out[start:stop], upper, errors, low, low + size, form))
+            if stop < work.shape[0]:
+                work[stop:] -= prepared[start:stop, stop:].T @ errors
+        if grids[0].zero is None:
+            return Rounded(weight=out.T.contiguous())
+        scale = torch.cat([g.d for g in grids], 1).to(torch.bfloat16)
+        return Rounded(weight=out.T.contiguous(), scale=scale, zero=torch.cat([g.zero for g in grids if g.zero is not None], 1))
+
+    def _round_group(
+        self,
+        block: torch.Tensor,
+        out: torch.Tensor,
+        upper: torch.Tensor,
+        errors: torch.Tensor,
+        low: int,
+        high: int,
+        form: Format,
+    ) -> Grid:
+        """Round the columns (rows of ``block``) of one group; errors go into the rest of the block."""
+        groups = block[low:high].T.contiguous()
+        importance = upper.diagonal()[low:high].square().reciprocal()[None]
+        grid = _best_grid(groups, form, importance) if self.search else grid_of(groups, form)
+        held = _pinned(groups, form)
+        for j in range(low, high):
+            q = grid.nearest(block[j][:, None])[:, 0]
+            for column, end in held:
+                q = torch.where(column == j - low, end, q)
+            out[j] = (grid.base + grid.d * q[:, None])[:, 0]
+            torch.sub(block[j], out[j], out=errors[j]).div_(upper[j, j])
+            if j + 1 < block.shape[0]:
+                block[j + 1 :].addr_(upper[j, j + 1 :], errors[j], alpha=-1)
+        return grid
