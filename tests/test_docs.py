@@ -14,7 +14,7 @@ import torch
 import layerbudget as lb
 from layerbudget.compressors import TREATMENTS
 from layerbudget.compressors.base import QUANTISERS
-from layerbudget.decisions.rules import rules_of
+from layerbudget.decisions.apply import rules_of
 from layerbudget.kinds import KINDS
 from layerbudget.planning.rule import RULES
 from layerbudget.sensitivity.estimators import ESTIMATORS

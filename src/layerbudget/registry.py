@@ -70,7 +70,8 @@ class Option:
     @property
     def says(self) -> str:
         """Its type in words: ``a number or a list of numbers``."""
-        parts = typing.get_args(self.type) if isinstance(self.type, types.UnionType) else (self.type,)
+        either = typing.get_origin(self.type) in (types.UnionType, typing.Union)
+        parts = typing.get_args(self.type) if either else (self.type,)
         return " or ".join(_spoken(t) for t in parts if t is not type(None))
 
 

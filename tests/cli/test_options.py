@@ -19,7 +19,7 @@ from rich.console import Console
 
 from layerbudget.cli import plan as cli_plan
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.decisions.rules import rules_of
+from layerbudget.decisions.apply import rules_of
 from layerbudget.errors import InfeasibleBudget, InvalidInput
 from layerbudget.models.blocks import partition
 from layerbudget.models.configurations import blocks_from_config

@@ -12,8 +12,8 @@ from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch
 from layerbudget.models.configurations import blocks_from_config
+from layerbudget.planning.capacity import smallest_sides
 from layerbudget.planning.costs import rank_parameters
-from layerbudget.planning.terms import smallest_sides
 from layerbudget.plans.again import plan_again
 from layerbudget.scores import Scores
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from layerbudget.decisions.apply import rules_of
 from layerbudget.decisions.experts.plan import plan_experts
 from layerbudget.decisions.joint.plan import plan_joint, split_joint
 from layerbudget.decisions.ranks.plan import plan_ranks
-from layerbudget.decisions.rules import rules_of
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.models.configurations import blocks_from_config

@@ -8,7 +8,7 @@ from tests import zoo
 
 import layerbudget as lb
 from layerbudget.errors import InvalidInput, ModelMismatch
-from layerbudget.planning.codelength import codelengths
+from layerbudget.plans.explain import codelengths
 from layerbudget.solvers import allocate, sparsify
 from layerbudget.solvers.joint import solve_joint
 from layerbudget.solvers.utilities import CalibratedPenalty

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tests import zoo
 
+from layerbudget.decisions.apply import find_rule, rules_of
 from layerbudget.decisions.experts.plan import plan_experts
 from layerbudget.decisions.ranks.plan import plan_ranks
-from layerbudget.decisions.rules import find_rule, rules_of
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import partition
@@ -31,13 +31,13 @@ def own():
 
 
 def test_a_rule_of_ones_own(own):
-    @rule("sparsity", "later", summary="grows with depth", slope=0.2)
-    def later(problem, options):
-        return Decision(value=problem.share + options["slope"] * np.linspace(-1, 1, len(problem.blocks)))
+    @rule("sparsity", "later", summary="grows with depth")
+    def later(problem, *, slope=0.2):
+        return Decision(value=problem.share + slope * np.linspace(-1, 1, len(problem.blocks)))
 
-    @rule("ranks", "first-only", reads=("damping",))
-    def first(problem, options):
-        return Decision(value=(np.arange(len(problem.blocks)) == 0) * 8.0, extra={"said": options["damping"]})
+    @rule("ranks", "first-only")
+    def first(problem, *, damping=None):
+        return (np.arange(len(problem.blocks)) == 0) * 8.0
 
     assert "later" in rules_of("sparsity") and "later" not in rules_of("ranks")
     scores = zoo.scores([3, 2, 1, 1])
@@ -54,8 +54,8 @@ def test_a_rule_of_ones_own(own):
         plan_sparsity(scores, sparsity=0.5, rule="later", slop=0.1)
     ranks = plan_ranks(scores, mean_rank=4, rule="first-only")
     assert ranks.counts[0] == ranks.counts.max() and ranks.budget["spent"] <= ranks.budget["limit"]
-    with pytest.raises(InvalidInput, match="cannot be read"):
-        rule("sparsity", "x", reads=("slope",))
+    with pytest.raises(InvalidInput, match="spend of the rule mdl is 'maybe'. It is exactly, at_most, at_least."):
+        plan_sparsity(scores, spend="maybe")
     with pytest.raises(InvalidInput, match="It is one of"):
         find_rule("sparsity", "x")
 

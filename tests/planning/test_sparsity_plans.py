@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests import zoo
 
-from layerbudget.decisions.rules import rules_of
+from layerbudget.decisions.apply import rules_of
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownBlock
 from layerbudget.plan import Plan

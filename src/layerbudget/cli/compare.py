@@ -69,8 +69,7 @@ def run_diff(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_explain(a: argparse.Namespace) -> dict[str, Any]:
     """``plan explain``."""
-    from ..planning.codelength import codelengths
-    from ..plans.explain import explain_plan
+    from ..plans.explain import codelengths, explain_plan
 
     if a.tokens is not None and a.scores is None:
         raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")

@@ -12,18 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..decisions.rules import rules_of
+from ..decisions.apply import rules_of
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..planning.costs import rank_parameters
-from ..planning.options import OPTIONS
+from ..planning.rule import OPTIONS
 from ..records import to_jsonable
 from ..scores import Scores
 from . import bits, compare, structured
 from .files import ROWS, Leaves, load_scores, need_scores, read_any, read_curves, read_fixed, read_latency, say, show_table
 from .shared import add_out, named_values, refuse
 
-_TYPES = {"number": float, "whole": int, "word": str}
 _WEIGHTS = ("exponent", "exponent_on", "damping", "smoothing")
 
 
@@ -74,10 +73,11 @@ def add_option(p: argparse.ArgumentParser, name: str, who: str = "") -> None:
     """A flag for a shared option of rules; what is not given is not passed on."""
     option, flag = OPTIONS[name], _FLAGS.get(name, f"--{name.replace('_', '-')}")
     text = "; ".join(filter(None, (option.help, f"default: {option.default}" if option.default else "", who)))
-    if option.value == "flag":
+    if option.type is bool:
         p.add_argument(flag, action="store_true", help=text)
     else:
-        p.add_argument(flag, dest=name, type=_TYPES[option.value], choices=option.choices or None, help=text)
+        reads = str if option.choices else int if option.type is int else float
+        p.add_argument(flag, dest=name, type=reads, choices=option.choices or None, help=text)
 
 
 def _register_sparsity(verbs: Any) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..decisions.apply import maker
+from ..decisions.apply import find_rule, maker, rules_of
 from ..decisions.bits.program import RULES as BITS
-from ..decisions.rules import as_rule, rules_of
 from ..errors import InvalidInput, LayerbudgetError
 from ..kinds import KINDS
 from ..plan import Plan
@@ -110,7 +109,7 @@ def find(kind: str, rule: str | Any) -> Rule | Named:
         InvalidInput: There is none, or a function for a kind that decides by formats.
     """
     if kind != "bits":
-        return as_rule(kind, rule)
+        return find_rule(kind, rule)
     if rule not in BITS:
         raise InvalidInput(f"rule is {rule!r}.", f"Of bits it is one of {', '.join(BITS)}.", "Use 'choices'.")
     return Named(rule)

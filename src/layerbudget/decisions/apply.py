@@ -1,4 +1,4 @@
-"""How plans of every kind are made from scores, and how a model is given them."""
+"""How plans of every kind are made from scores, by which rules, and how a model is given them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..kinds import KINDS
+from ..planning.rule import find_rule, rules_of
 from ..registry import load_function
+from .experts import plan as _experts  # noqa: F401 - registers its rules
+from .ranks import plan as _ranks  # noqa: F401 - registers its rules
+from .sparsity import plan as _sparsity  # noqa: F401 - registers its rules
+
+__all__ = ["applier", "apply_plan", "find_rule", "maker", "makers", "rules_of"]
 
 # Functions of this package by kind of plan, imported when they are used: many need torch or PEFT.
 _MAKE = {

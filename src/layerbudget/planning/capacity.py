@@ -1,62 +1,219 @@
-"""From scores to whole capacities per block, in the user's unit: what plans of experts and of ranks share."""
+"""From scores to a plan: what binds it whatever the rule, the rules that ranks and experts share, and the plan. No torch."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from ..errors import InvalidInput
-from ..plan import Plan
-from ..records import Block
+from ..errors import InvalidInput, UnknownBlock
+from ..plan import Plan, PlanBlock
+from ..records import Block, to_jsonable
 from ..scores import Scores
-from .common import make_plan, recorded
-from .costs import Budget, parse_budget
-from .rule import Decision, as_rule
-from .rules.capacity import in_proportion
-from .terms import Terms
+from ..solvers.inputs import Vector, bound_vector, number
+from ..solvers.programs import allocate
+from ..solvers.rounding import round_capacity
+from ..solvers.separable import Solution
+from .costs import Budget, amount_of, parse_budget, unit_cost
+from .rule import Decision, Problem, find_rule, rule
+
+# Constants of the programs, which have defaults of their own: recorded where they were given.
+_CONSTANTS = ("alpha", "gamma", "bits", "eta", "units")
+# Options of the price, and the units of budgets that read them.
+_PRICING: Mapping[str, tuple[str, ...]] = {
+    "latency": ("latency",),
+    "bytes_per_parameter": ("bytes",),
+    "router": ("params", "bytes", "flops"),
+}
+# Names under which users give the fields of the terms, and plans record them.
+_NAMES: Mapping[str, Mapping[str, str]] = {
+    "experts": {"base": "min_experts", "floor": "lower", "cap": "max_experts", "expert_rank": "expert_rank"},
+    "ranks": {"multiple": "multiple", "floor": "min_rank", "cap": "max_rank"},
+}
 
 
-def decide(
-    scores: Scores | Sequence[Block], terms: Terms, wanted: Budget, rule: str | Callable[..., Any], given: Mapping[str, Any],
-    record: Mapping[str, Any] | None = None,
-) -> Plan:  # fmt: skip
-    """Let a rule decide under terms and a budget, and bind its decision into a plan.
+def blocks_of(scores: Scores | Sequence[Block]) -> Sequence[Block]:
+    """Return the blocks of a score record, or the blocks themselves."""
+    return scores.blocks if isinstance(scores, Scores) else tuple(scores)
 
-    Args:
-        scores: Scores, or blocks alone for rules that need none.
-        terms: What binds the plan.
-        wanted: The budget.
-        rule: Name of the rule, or a function.
-        given: Options for it; None means not given.
-        record: What the plan shall record beside terms and options.
+
+def record_of(scores: Scores | Sequence[Block]) -> Scores | None:
+    """Return the score record, where there is one."""
+    return scores if isinstance(scores, Scores) else None
+
+
+def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
+    """Return the indices of the blocks with this name, or of those whose name the regular expression matches (``re.search``).
 
     Raises:
-        InvalidInput: An option that the rule does not read, or a decision that is none.
-        InfeasibleBudget: The budget is below the floors, or cannot be spent under the caps.
+        UnknownBlock: None does.
+        InvalidInput: The expression does not compile.
     """
-    chosen = as_rule(terms.kind, rule)
-    options = chosen.resolve_options(given)
-    problem = terms.problem(scores, wanted)
-    decision: Decision = chosen.decide(problem, options)
-    if decision.counts is None:
-        value = np.asarray(decision.value, dtype=np.float64)
-        if value.shape != problem.amount.shape or not np.isfinite(value).all():
+    names = [b.name for b in blocks]
+    try:
+        found = [i for i, n in enumerate(names) if n == pattern] or [i for i, n in enumerate(names) if re.search(pattern, n)]
+    except re.error as error:
+        raise InvalidInput(f"{pattern!r} is not a regular expression ({error}).", "", "Correct it.") from error
+    if not found:
+        raise UnknownBlock(f"No block matches {pattern!r}.", f"The blocks are {', '.join(names[:3])}, ...", "Correct the name.")
+    return found
+
+
+def make_plan(
+    scores: Scores | Sequence[Block],
+    kind: str,
+    rule: str,
+    value: Vector,
+    counts: np.ndarray,
+    budget: Mapping[str, Any],
+    hyperparameters: Mapping[str, Any],
+    solution: Solution | None,
+    extra: Mapping[str, Any],
+) -> Plan:
+    """Return the plan of a decision."""
+    record = record_of(scores)
+    return Plan(
+        kind=kind,
+        rule=rule,
+        model=dict(record.model) if record is not None else {},
+        blocks=tuple(PlanBlock.of(b, v, c) for b, v, c in zip(blocks_of(scores), value, counts, strict=True)),
+        budget=dict(budget),
+        hyperparameters=to_jsonable(dict(hyperparameters)),
+        certificate=to_jsonable(solution.certificate()) if solution is not None else {},
+        scores_digest=record.digest if record is not None else None,
+        extra=to_jsonable(dict(extra)),
+    )
+
+
+def constants_of(**named: Any) -> dict[str, Any]:
+    """Return the constants of a program that were given; the program has the defaults of the others."""
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as a plan records them: functions by their name, constants of the programs where they were given."""
+    silent = {"curves", *(name for name in _CONSTANTS if options.get(name) is None)}
+    return {k: getattr(v, "name", v) for k, v in options.items() if k not in silent}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Terms:
+    """What binds a plan of capacity whatever the rule: floors, caps, multiples, fixed blocks, and what a unit costs.
+
+    Attributes:
+        kind: ``experts`` or ``ranks``.
+        floor: Smallest count, a scalar or shape ``(K,)``.
+        cap: Largest count; None for none.
+        base: Experts that every block has anyway and that earn nothing.
+        multiple: Counts are multiples of this.
+        fixed: Counts of some blocks, by name or regular expression.
+        expert_rank: Rank of one expert.
+        router: Whether router outputs are counted in the price.
+        bytes_per_parameter: For prices in bytes; 2 where it is None.
+        latency: Seconds per unit by block.
+    """
+
+    kind: str
+    floor: ArrayLike = 0.0
+    cap: ArrayLike | None = None
+    base: ArrayLike = 0.0
+    multiple: int = 1
+    fixed: Mapping[str, int] | None = None
+    expert_rank: int = 8
+    router: bool = False
+    bytes_per_parameter: float | None = None
+    latency: Mapping[str, float] | None = None
+
+    @classmethod
+    def of(cls, plan: Plan) -> Terms:
+        """Return the terms that a plan records."""
+        held = plan.hyperparameters
+        names = {**_NAMES[plan.kind], **{name: name for name in ("fixed", *_PRICING)}}
+        return cls(kind=plan.kind, **{field: held[name] for field, name in names.items() if held.get(name) is not None})
+
+    def record(self) -> dict[str, Any]:
+        """Return the terms as a plan records them."""
+        named = {name: getattr(self, field) for field, name in _NAMES[self.kind].items()}
+        return {**named, **self._pricing(), "fixed": dict(self.fixed or {})}
+
+    def _pricing(self) -> dict[str, Any]:
+        """Options of the price that were given."""
+        held = {name: getattr(self, name) for name in _PRICING}
+        return {name: value for name, value in held.items() if value is not None and value is not False}
+
+    def _priced(self, blocks: Sequence[Block], wanted: Budget) -> tuple[Vector, float]:
+        """Cost per unit of every block, and the budget, in its unit."""
+        pricing = self._pricing()
+        for name in pricing:
+            if wanted.unit not in _PRICING[name]:
+                raise InvalidInput(
+                    f"{name} has no meaning for a budget in {wanted.unit}.",
+                    f"Budgets in {' or '.join(_PRICING[name])} read it.",
+                    f"Leave {name} out, or state the budget in another unit.",
+                )
+        size: dict[str, Any] = {"capacity": "experts", "expert_rank": self.expert_rank} if self.kind == "experts" else {}
+        scale = {"bytes_per_parameter": self.bytes_per_parameter} if "bytes_per_parameter" in pricing else {}
+        amount = amount_of(wanted, blocks, **scale) if wanted.relative else wanted.amount
+        return unit_cost(blocks, wanted.unit, **size, **pricing), number(amount, "budget")
+
+    def problem(self, scores: Scores | Sequence[Block], wanted: Budget) -> Problem:
+        """Return what a rule is to decide.
+
+        Raises:
+            InvalidInput: A price that the unit does not read, or a fixed count that is none.
+            UnknownBlock: ``fixed`` matches nothing.
+        """
+        blocks, words = blocks_of(scores), _NAMES[self.kind]
+        k = len(blocks)
+        cost, limit = self._priced(blocks, wanted)
+        sides = smallest_sides(blocks) if self.kind == "ranks" else np.full(k, np.inf)
+        base = np.array(bound_vector(self.base, k, words.get("base", "base"), 0.0))
+        low = np.minimum(sides, np.maximum(base, bound_vector(self.floor, k, words["floor"], 0.0)))
+        high = np.minimum(sides, bound_vector(self.cap, k, words["cap"], np.inf))
+        held = _pin(blocks, low, high, self.fixed, sides)
+        base[held] = np.minimum(base, low)[held]
+        return Problem(
+            kind=self.kind,
+            blocks=blocks,
+            scores=record_of(scores),
+            amount=cost,
+            target=limit,
+            low=low,
+            high=high,
+            held=held,
+            base=base if self.kind == "experts" else None,
+            multiple=self.multiple,
+        )
+
+
+def smallest_sides(blocks: Sequence[Block]) -> Vector:
+    """Return the largest rank that makes sense per block: the smallest side of its matrices, shape ``(K,)``."""
+    return np.array([min(min(m.d_in, m.d_out) for m in b.modules) for b in blocks], dtype=np.float64)
+
+
+def _pin(blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str, int] | None, sides: Vector) -> np.ndarray:
+    """Pin fixed blocks between equal bounds, in place; return the mask of them."""
+    held = np.zeros(len(blocks), dtype=bool)
+    for pattern, value in (fixed or {}).items():
+        found = matching(blocks, pattern)
+        if number(value, f"the fixed count of {pattern}") != int(value):
+            raise InvalidInput(f"{pattern} is fixed at {value}.", "Ranks and experts are counted.", "Give a whole number.")
+        if (sides[found] < value).any():
+            k = found[int(np.argmin(sides[found]))]
             raise InvalidInput(
-                f"The rule {chosen.name} gave values of shape {value.shape}.",
-                f"It must give {problem.amount.size} finite ones.",
-                "Correct it.",
+                f"{blocks[k].name} is fixed at rank {value}; its smallest side is {sides[k]:g}.", "", "Fix a smaller rank."
             )
-        decision = in_proportion(problem, value)
-    counts = np.asarray(decision.counts)
-    budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
-    hyper = {**(record or {}), **terms.record(), **recorded(options)}
-    return make_plan(scores, terms.kind, chosen.name, decision.value, counts, budget, hyper, decision.solution, decision.extra)
+        low[found] = high[found] = float(value)
+        held[found] = True
+    return held
 
 
 def one_budget(given: Mapping[str, Any], default: str) -> Budget:
-    """The one budget that was given.
+    """Return the one budget that was given.
 
     Raises:
         InvalidInput: None was, or several.
@@ -72,3 +229,101 @@ def one_budget(given: Mapping[str, Any], default: str) -> Budget:
     if name == "flops_fraction":
         return Budget(amount=float(value), unit="flops", relative=True, text=f"{float(value):.4%} flops")
     return parse_budget(value, default=default)
+
+
+def decide(
+    scores: Scores | Sequence[Block],
+    terms: Terms,
+    wanted: Budget,
+    rule: str | Callable[..., Any],
+    given: Mapping[str, Any],
+    record: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Return the plan of experts or ranks that a rule makes under terms and a budget.
+
+    Args:
+        scores: Scores, or blocks alone for rules that need none.
+        terms: What binds the plan.
+        wanted: The budget.
+        rule: Name of the rule, or a function.
+        given: Options for it; None means not given.
+        record: What the plan shall record beside terms and options.
+
+    Raises:
+        InvalidInput: An option that the rule does not have, or a decision that is none.
+        InfeasibleBudget: The budget is below the floors, or cannot be spent under the caps.
+    """
+    chosen = find_rule(terms.kind, rule)
+    options = chosen.resolve_options(given)
+    problem = terms.problem(scores, wanted)
+    decision = chosen.decide(problem, options)
+    if decision.counts is None:
+        value = np.asarray(decision.value, dtype=np.float64)
+        if value.shape != problem.amount.shape or not np.isfinite(value).all():
+            raise InvalidInput(
+                f"The rule {chosen.name} gave values of shape {value.shape}.",
+                f"It must give {problem.amount.size} finite ones.",
+                "Correct it.",
+            )
+        decision = _in_proportion(problem, value)
+    counts = np.asarray(decision.counts)
+    budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
+    hyper = {**(record or {}), **terms.record(), **recorded(options)}
+    return make_plan(scores, terms.kind, chosen.name, decision.value, counts, budget, hyper, decision.solution, decision.extra)
+
+
+def _allocated(problem: Problem, weights: Vector, *, method: str = "auto", spend: str = "exactly", **options: Any) -> Decision:
+    """Solve the program of the paper and round."""
+    base = 0.0 if problem.base is None else problem.base
+    solution = allocate(
+        weights, problem.amount, problem.target, spend=spend, base=base, lower=problem.low, upper=problem.high, **options
+    )
+    rounded = round_capacity(solution, method=method, multiple=problem.multiple)
+    return Decision(value=solution.value, counts=rounded.counts, solution=solution, extra={"rounding": rounded.to_dict()})
+
+
+def _in_proportion(problem: Problem, value: Vector, *, method: str = "auto") -> Decision:
+    """Whole capacities nearest to a wish that may cost more or less than the budget.
+
+    With the log utility and weights ``w = c (1 + value)`` the optimum is ``t (1 + value) - 1``: the wish itself where it
+    costs the budget, else the wish scaled. There is no certificate: no program was asked.
+    """
+    decision = _allocated(problem, problem.amount * (1.0 + np.maximum(value, 0.0)), method=method)
+    return dataclasses.replace(decision, solution=None)
+
+
+@rule("experts", "permuted", control=True, summary="the same on shuffled scores: a control")
+@rule("experts", "mdl", summary="the program of the paper on the scores")
+@rule("ranks", "permuted", control=True, summary="the same on shuffled scores: a control")
+@rule("ranks", "mdl", summary="the program of the paper on the scores")
+def _by_scores(
+    problem: Problem,
+    *,
+    exponent: float = 1.0,
+    exponent_on: str = "density",
+    damping: float | None = None,
+    smoothing: float = 0.0,
+    utility: Any = "log",
+    spend: str = "exactly",
+    method: str = "auto",
+    alpha: float | None = None,
+    gamma: float | None = None,
+    units: str | None = None,
+) -> Decision:
+    """Water-filling with the scores as weights (:func:`layerbudget.solvers.allocate`), rounded with a proven gap."""
+    chosen = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend, "method": method}
+    return _allocated(
+        problem, problem.weights(damping, smoothing), **chosen, **constants_of(alpha=alpha, gamma=gamma, units=units)
+    )
+
+
+@rule("ranks", "uniform", summary="the same rank everywhere, as far as the bounds allow")
+def _uniform(problem: Problem, *, method: str = "auto") -> Decision:
+    return _in_proportion(problem, np.zeros(len(problem.blocks)), method=method)
+
+
+@rule("ranks", "size", summary="ranks that grow with the size of the block")
+def _size(problem: Problem, *, method: str = "auto") -> Decision:
+    """Ranks in proportion to ``n``: with ``w = c n`` the water level is the same per parameter."""
+    numel = np.array([b.numel for b in problem.blocks], dtype=np.float64)
+    return dataclasses.replace(_allocated(problem, problem.amount * numel, method=method), solution=None)

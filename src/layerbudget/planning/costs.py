@@ -16,18 +16,16 @@ import numpy as np
 
 from ..errors import UnknownUnit
 from ..records import Block
-
-Vector = np.ndarray
+from ..solvers.inputs import Vector
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
-_BYTES |= {"byte": 1.0, "bytes": 1.0}
-_WORDS = {"param": "params", "params": "params", "parameters": "params", "parameter": "params"}
-_WORDS |= {"flop": "flops", "flops": "flops", "flops/token": "flops", "expert": "experts", "experts": "experts"}
-_WORDS |= {"rank": "ranks", "ranks": "ranks"}
-_NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|[\d_]*)(\.\d+)?(e[-+]?\d+)?")
-_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 UNITS = ("experts", "ranks", "params", "bytes", "flops", "latency")
+_WORDS = {**{word: word for word in UNITS}, "param": "params", "parameter": "params", "parameters": "params"}
+_WORDS |= {"flop": "flops", "flops/token": "flops", "expert": "experts", "rank": "ranks", "byte": "bytes"}
+_TEXT = re.compile(r"\s*([-+]?[\d_.,]*\d(?:e[-+]?\d+)?)\s*(%?)\s*([a-z/]*)\s*([a-z/]*)\s*")
+_NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|[\d_]*)(\.\d+)?(e[-+]?\d+)?")  # "1,5" may mean 1.5 or 15: it is refused
 _EXAMPLES = "'160 experts', '512 ranks', '64M params', '1.2 GiB', '400M flops', '3% flops', '3% params', '0.5 ms'"
 
 
@@ -49,14 +47,11 @@ class Budget:
 
 
 def parse_budget(text: str | float | int, *, default: str = "params") -> Budget:
-    """Read a budget such as ``"64M params"``, ``"1.2 GiB"``, ``"-2GiB"``, ``"3% flops"`` or a plain number.
+    """Return the budget of a text such as ``"64M params"``, ``"1.2 GiB"``, ``"-2GiB"``, ``"3% flops"``, in base units.
 
     Args:
         text: The budget. A number, or a text with no unit, is in the ``default`` unit.
         default: Unit of plain numbers.
-
-    Returns:
-        The budget in base units.
 
     Raises:
         UnknownUnit: The text does not parse or names no known unit. Commas may only separate groups of three digits.
@@ -66,62 +61,50 @@ def parse_budget(text: str | float | int, *, default: str = "params") -> Budget:
     """
     if isinstance(text, (int, float)):
         return Budget(amount=float(text), unit=default, text=str(text))
-    found = re.fullmatch(r"\s*([-+]?[\d_.,]*\d(?:e[-+]?\d+)?)\s*(%?)\s*([a-z/]*)\s*([a-z/]*)\s*", text.lower())
-    if not found:
-        raise _unknown(text)
-    digits, percent, first, second = found.groups()
-    if not _NUMBER.fullmatch(digits):  # "1,5" may mean 1.5 or 15: ask instead of guessing
-        raise _unknown(text)
-    amount = float(digits.replace("_", "").replace(",", ""))
-    if percent:
-        unit = _unit(second or first or default)
-        if unit is None or (first and second):
-            raise _unknown(text)
-        return Budget(amount=amount / 100.0, unit=unit, relative=True, text=text)
-    scale, unit = _scaled_unit(first, second, default)
-    if unit is None:
-        raise _unknown(text)
-    return Budget(amount=amount * scale, unit=unit, text=text)
-
-
-def _scaled_unit(first: str, second: str, default: str) -> tuple[float, str | None]:
-    if not second:
-        if first in _BYTES and (len(first) > 1 or default == "bytes"):
-            return _BYTES[first], "bytes"
-        if first in _TIMES:
-            return _TIMES[first], "latency"
-        if _unit(first):
-            return 1.0, _unit(first)
-        if first in _SCALES:
-            return _SCALES[first], default
-        if first[:1] in _SCALES and _unit(first[1:]):
-            return _SCALES[first[0]], _unit(first[1:])
-        return 1.0, None
-    return _SCALES.get(first, 0.0), _unit(second) if first in _SCALES else None
-
-
-def _unit(word: str) -> str | None:
-    return "bytes" if word in ("bytes", "byte") else _WORDS.get(word, word if word in UNITS else None)
-
-
-def _unknown(text: str) -> UnknownUnit:
-    return UnknownUnit(
+    found = _TEXT.fullmatch(text.lower())
+    if found and _NUMBER.fullmatch(found[1]):
+        digits, percent, first, second = found.groups()
+        unit: str | None
+        if percent:
+            scale, unit = 0.01, None if first and second else _WORDS.get(second or first or default)
+        else:
+            scale, unit = _scaled_unit(first, second, default)
+        amount = float(digits.replace("_", "").replace(",", ""))
+        if unit is not None:
+            amount = amount / 100.0 if percent else amount * scale
+            return Budget(amount=amount, unit=unit, relative=bool(percent), text=text)
+    raise UnknownUnit(
         f"The budget {text!r} is in no known unit.", f"Known units: {', '.join(UNITS)}.", f"Write it like {_EXAMPLES}."
     )
 
 
+def _scaled_unit(first: str, second: str, default: str) -> tuple[float, str | None]:
+    """``64M params`` has two words, ``1.2 GiB``, ``64Mparams``, ``20M`` and ``3 flops`` have one."""
+    if second:
+        return _SCALES.get(first, 0.0), _WORDS.get(second) if first in _SCALES else None
+    if first in _BYTES and (len(first) > 1 or default == "bytes"):
+        return _BYTES[first], "bytes"
+    if first in _SECONDS:
+        return _SECONDS[first], "latency"
+    if first in _WORDS:
+        return 1.0, _WORDS[first]
+    if first in _SCALES:
+        return _SCALES[first], default
+    return _SCALES.get(first[:1], 0.0), _WORDS.get(first[1:]) if first[:1] in _SCALES else None
+
+
 def rank_parameters(blocks: Sequence[Block]) -> Vector:
-    """Parameters of one LoRA rank in every matrix of a block, ``sum (d_in + d_out)``, shape ``(K,)``."""
+    """Return the parameters of one LoRA rank in every matrix of a block, ``sum (d_in + d_out)``, shape ``(K,)``."""
     return np.array([sum((m.d_in + m.d_out) * m.copies for m in b.modules) for b in blocks], dtype=np.float64)
 
 
 def rank_flops(blocks: Sequence[Block]) -> Vector:
-    """FLOPs per token of one LoRA rank in every matrix of a block, shape ``(K,)``."""
+    """Return the FLOPs per token of one LoRA rank in every matrix of a block, shape ``(K,)``."""
     return np.array([sum(2 * (m.d_in + m.d_out) * m.active for m in b.modules) for b in blocks], dtype=np.float64)
 
 
 def router_parameters(blocks: Sequence[Block]) -> Vector:
-    """Router parameters (one output per matrix) that one more expert needs, ``sum d_in``, shape ``(K,)``."""
+    """Return the router parameters (one output per matrix) that one more expert needs, ``sum d_in``, shape ``(K,)``."""
     return np.array([sum(m.d_in for m in b.modules) for b in blocks], dtype=np.float64)
 
 
@@ -135,7 +118,7 @@ def unit_cost(
     bytes_per_parameter: float = 2.0,
     latency: Mapping[str, float] | None = None,
 ) -> Vector:
-    """Price of one unit of capacity per block, shape ``(K,)``.
+    """Return the price of one unit of capacity per block, in the unit, shape ``(K,)``.
 
     Args:
         blocks: The blocks.
@@ -145,9 +128,6 @@ def unit_cost(
         router: Count one router output per expert and matrix.
         bytes_per_parameter: 2 for bf16.
         latency: Seconds that one unit of capacity adds, by block name.
-
-    Returns:
-        Costs in the unit.
 
     Raises:
         UnknownUnit: Not a unit, or one that these blocks are not priced in.
@@ -160,30 +140,28 @@ def unit_cost(
     extra = router_parameters(blocks) if router and capacity == "experts" else 0.0
     if unit == capacity:
         return np.ones(len(blocks))
-    if unit == "params":
-        return rank_parameters(blocks) * size + extra
-    if unit == "bytes":
-        return (rank_parameters(blocks) * size + extra) * bytes_per_parameter
+    if unit in ("params", "bytes"):
+        return (rank_parameters(blocks) * size + extra) * (bytes_per_parameter if unit == "bytes" else 1.0)
     if unit == "flops":
         return rank_flops(blocks) * size + 2 * extra
-    if unit == "latency":
-        missing = [b.name for b in blocks if b.name not in (latency or {})]
-        if not missing:
-            return np.array([float((latency or {})[b.name]) for b in blocks])
+    if unit != "latency":
+        raise UnknownUnit(
+            f"{capacity} are not priced in {unit!r}.",
+            f"Units: {capacity}, params, bytes, flops, latency.",
+            f"Write the budget like {_EXAMPLES}.",
+        )
+    known = latency or {}
+    if missing := [b.name for b in blocks if b.name not in known]:
         raise UnknownUnit(
             f"{len(missing)} blocks have no latency ({', '.join(missing[:3])}, ...).",
             "A latency budget needs seconds per unit of capacity for every block.",
             "Give latency={block name: seconds}, or use params, bytes or flops.",
         )
-    raise UnknownUnit(
-        f"{capacity} are not priced in {unit!r}.",
-        f"Units: {capacity}, params, bytes, flops, latency.",
-        f"Write the budget like {_EXAMPLES}.",
-    )
+    return np.array([float(known[b.name]) for b in blocks])
 
 
 def base_amount(blocks: Sequence[Block], unit: str, *, bytes_per_parameter: float = 2.0) -> float:
-    """What the base model's blocks themselves amount to: parameters, bytes, or FLOPs per token.
+    """Return what the base model's blocks themselves amount to: parameters, bytes, or FLOPs per token.
 
     Raises:
         UnknownUnit: The unit has no base amount.
@@ -198,5 +176,5 @@ def base_amount(blocks: Sequence[Block], unit: str, *, bytes_per_parameter: floa
 
 
 def amount_of(budget: Budget, blocks: Sequence[Block], **options: Any) -> float:
-    """A budget as an absolute amount for these blocks."""
+    """Return a budget as an absolute amount for these blocks."""
     return budget.amount * base_amount(blocks, budget.unit, **options) if budget.relative else budget.amount

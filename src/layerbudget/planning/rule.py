@@ -1,14 +1,15 @@
-"""What a rule is: a name, the options that it reads, and a function from a problem to a decision.
+"""What a rule is: a name, its options, and a function from a problem to a decision.
 
-An option that a rule does not read is refused, never ignored and never recorded. Budgets, floors, caps and fixed blocks bind
-every rule of their kind and are part of the problem. A rule of one's own is one function::
+An option that a rule does not have is refused, never ignored and never recorded. Budgets, floors, caps and fixed blocks bind
+every rule of their kind and are part of the problem. A rule of one's own is one function, whose keyword-only parameters are its
+options::
 
     from layerbudget.planning.rule import Decision, rule
 
-    @rule("sparsity", "later-is-cheaper", summary="sparsity that grows with depth", slope=0.2)
-    def later_is_cheaper(problem, options):
+    @rule("sparsity", "later-is-cheaper", summary="sparsity that grows with depth")
+    def later_is_cheaper(problem, *, slope: float = 0.2):
         depth = np.linspace(-1, 1, len(problem.blocks))
-        return Decision(value=problem.share + options["slope"] * depth)
+        return Decision(value=problem.share + slope * depth)
 
 The decorator registers it; so does an entry point of the group ``layerbudget.rules`` that names its module.
 """
@@ -16,20 +17,51 @@ The decorator registers it; so does an entry point of the group ``layerbudget.ru
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from ..errors import InvalidInput
 from ..records import Block
-from ..registry import Registry, options_of, resolve_options
+from ..registry import Option, Registry, options_of, resolve_options
 from ..scores import Scores
 from ..solvers.inputs import Vector
+from ..solvers.rounding import METHODS
 from ..solvers.separable import Solution
-from .options import DEFAULTS
+from ..solvers.utilities import PENALTIES, UTILITIES
+
+
+def _shared(
+    *,
+    exponent: Annotated[float, "exponent of the weights (paper: beta, kappa)"] = 1.0,
+    exponent_on: Annotated[Literal["density", "block"], "what the exponent is applied to"] = "density",
+    penalty: Annotated[Literal[tuple(PENALTIES)] | Any, "penalty of a sparsity"] = "quadratic",  # type: ignore[valid-type]
+    utility: Annotated[Literal[tuple(UTILITIES)] | Any, "utility of capacity"] = "log",  # type: ignore[valid-type]
+    spend: Annotated[
+        Literal["exactly", "at_most", "at_least"],
+        "how much of the budget is spent: at_most for capacity, at_least for sparsity (the theorems), or exactly",
+    ] = "exactly",
+    alpha: Annotated[float | None, "price of capacity; inert where the budget binds (0.5)"] = None,
+    gamma: Annotated[float | None, "weight of the utility; inert where the budget binds (0.9)"] = None,
+    bits: Annotated[float | None, "b, bits saved per pruned parameter; inert where the target binds (16)"] = None,
+    eta: Annotated[float | None, "weight of the penalty; inert where the target binds (2)"] = None,
+    units: Annotated[
+        Literal["relative", "literal"] | None,
+        "literal: costs, sizes and weights as they are, as the paper's text has it (relative)",
+    ] = None,
+    method: Annotated[Literal[METHODS], "how counts are rounded"] = "auto",  # type: ignore[valid-type]
+    damping: Annotated[float | None, "row of the scores; the middle one"] = None,
+    smoothing: Annotated[float, "added to every score, in units of the mean score"] = 0.0,
+    seed: Annotated[int, "of the controls"] = 0,
+    width: Annotated[float | None, "width of the published maps"] = None,
+    parity: Annotated[bool, "published rules exactly as published"] = False,
+) -> None: ...
+
+
+# Options that several rules share: a rule names them, their type and help are here.
+OPTIONS: Mapping[str, Option] = options_of(_shared)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,6 +79,7 @@ class Problem:
         held: Mask of the fixed blocks.
         base: Capacity that every block has anyway and that earns nothing, shape ``(K,)`` (experts).
         multiple: Counts are multiples of this.
+        order: For a control, the order in which it puts measured values on the wrong blocks.
     """
 
     kind: str
@@ -59,6 +92,7 @@ class Problem:
     held: np.ndarray
     base: Vector | None = None
     multiple: int = 1
+    order: np.ndarray | None = None
 
     @property
     def share(self) -> float:
@@ -68,7 +102,7 @@ class Problem:
         return left / float(self.amount[free].sum()) if free.any() else 0.0
 
     def need_scores(self) -> Scores:
-        """The score record.
+        """Return the score record.
 
         Raises:
             InvalidInput: Blocks without scores were given.
@@ -77,19 +111,19 @@ class Problem:
             return self.scores
         raise InvalidInput("This rule needs scores and only blocks were given.", "", "Score first, or use rule='uniform'.")
 
-    def oriented(self, damping: float | None) -> Vector:
-        """Scores with larger = deserves more capacity, shape ``(K,)``."""
+    def oriented(self, damping: float | None = None) -> Vector:
+        """Return scores with larger = deserves more capacity, shape ``(K,)``."""
         record = self.need_scores()
         return record.values(damping) if record.orientation == "gain" else -record.values(damping)
 
-    def weights(self, options: Mapping[str, Any]) -> Vector:
-        """Normalised weights of the scores; shuffled where the rule reads a seed."""
-        q = self.need_scores().weights(options["damping"], smoothing=options["smoothing"])
-        return q[shuffled(q.size, options["seed"])] if "seed" in options else q
+    def weights(self, damping: float | None = None, smoothing: float = 0.0) -> Vector:
+        """Return the normalised weights of the scores, on the wrong blocks for a control."""
+        q = self.need_scores().weights(damping, smoothing=smoothing)
+        return q if self.order is None else q[self.order]
 
 
 def shuffled(size: int, seed: int) -> np.ndarray:
-    """The order in which a control puts values on the wrong blocks.
+    """Return the order in which a control puts values on the wrong blocks.
 
     Raises:
         InvalidInput: A seed below zero.
@@ -119,9 +153,6 @@ class Decision:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-Decide = Callable[[Problem, Mapping[str, Any]], Decision]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rule:
     """One rule of one kind of plan.
@@ -129,105 +160,91 @@ class Rule:
     Attributes:
         kind: Kind of plan.
         name: What users write.
-        decide: ``(problem, options) -> decision``.
-        reads: Shared options that it reads.
-        own: Options that only this rule has, with their defaults.
+        function: From a problem and options, as keywords, to a decision or to one value per block.
         summary: A line for the help and the docs.
-        pattern: Regular expression of all names, for a family (``mola-2468``, ``mola-8642``, ...); the name is in
-            ``options["rule"]``.
+        pattern: Regular expression of all names, for a family (``mola-2468``, ``mola-8642``, ...); the function gets the name
+            as its option ``rule``.
+        control: Whether it decides on shuffled values: it then has the option ``seed``.
     """
 
     kind: str
     name: str
-    decide: Decide
-    reads: tuple[str, ...] = ()
-    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    function: Callable[..., Any]
     summary: str = ""
     pattern: str | None = None
+    control: bool = False
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Every option that it reads, with its default."""
-        return {**{name: DEFAULTS[name] for name in self.reads}, **self.own}
+    def options(self) -> dict[str, Option]:
+        """Every option that it has; of a shared one the default is its own."""
+        own = options_of(self.function, without=("rule",))
+        known = {n: dataclasses.replace(OPTIONS[n], default=o.default) if n in OPTIONS else o for n, o in own.items()}
+        return {**known, **({"seed": OPTIONS["seed"]} if self.control else {})}
 
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All options, see :func:`layerbudget.registry.resolve_options`."""
-        return resolve_options(f"The rule {self.name}", options_of(self.options), given)
+        """Return all options, see :func:`layerbudget.registry.resolve_options`."""
+        return resolve_options(f"The rule {self.name}", self.options, given)
+
+    def decide(self, problem: Problem, options: Mapping[str, Any]) -> Decision:
+        """Return the decision under resolved options."""
+        given = dict(options)
+        if self.control:
+            problem = dataclasses.replace(problem, order=shuffled(len(problem.blocks), given.pop("seed")))
+        if self.pattern is not None:
+            given["rule"] = self.name
+        made = self.function(problem, **given)
+        return made if isinstance(made, Decision) else Decision(value=np.asarray(made, dtype=np.float64))
 
 
 # One table per kind of plan; a kind of one's own gets a table with its first rule.
 RULES: dict[str, Registry[Rule]] = {}
+Function = Callable[..., Decision]
 
 
 def rule(
-    kind: str, name: str, *, reads: Sequence[str] = (), summary: str = "", pattern: str | None = None, **own: Any
-) -> Callable[[Decide], Decide]:
-    """Register a function as a rule.
+    kind: str, name: str, *, summary: str = "", pattern: str | None = None, control: bool = False
+) -> Callable[[Function], Function]:
+    """Register a function of a :class:`Problem` as a rule; its keyword-only parameters are its options.
 
     Args:
         kind: ``sparsity``, ``experts`` or ``ranks``.
         name: What users write; a name that is taken is replaced.
-        reads: Shared options that it reads, see ``OPTIONS``.
         summary: A line for the help.
         pattern: See :class:`Rule`.
-        **own: Options of its own, with their defaults; a shared one among them gets another default.
-
-    Raises:
-        InvalidInput: A shared option that does not exist.
+        control: See :class:`Rule`.
     """
-    wrong = [n for n in reads if n not in DEFAULTS]
-    if wrong:
-        raise InvalidInput(
-            f"{wrong[0]!r} cannot be read by {name}.", f"Shared options are {', '.join(DEFAULTS)}.", "Give it a default."
-        )
 
-    def add(decide: Decide) -> Decide:
-        made = Rule(kind=kind, name=name, decide=decide, reads=tuple(reads), own=own, summary=summary, pattern=pattern)
+    def add(function: Function) -> Function:
+        made = Rule(kind=kind, name=name, function=function, summary=summary, pattern=pattern, control=control)
         RULES.setdefault(kind, Registry("rule", group="layerbudget.rules")).add(name, made)
-        return decide
+        return function
 
     return add
 
 
 def rules_of(kind: str) -> dict[str, Rule]:
-    """Rules of a kind of plan by name, the default (``mdl``) first."""
+    """Return the rules of a kind of plan by name, the default (``mdl``) first."""
     known = RULES[kind].all() if kind in RULES else {}
     return {name: known[name] for name in sorted(known, key=lambda name: name != "mdl")}
 
 
-def as_rule(kind: str, rule: str | Callable[..., Any]) -> Rule:
-    """A rule by its name, or a function of one's own as a rule.
+def find_rule(kind: str, rule: str | Callable[..., Any]) -> Rule:
+    """Return a rule by its name, or a function of one's own as a rule.
 
     Args:
         kind: Kind of plan.
-        rule: A name, or a function of a :class:`Problem` (and of the options, where it takes two arguments) that returns one
-            value per block, or a :class:`Decision`. Values that miss the budget or the bounds are fitted.
+        rule: A name (``my.py:name`` runs that file first), or a function of a :class:`Problem` that returns one value per
+            block, or a :class:`Decision`. Values that miss the budget or the bounds are fitted.
 
     Raises:
-        InvalidInput: No such rule.
+        InvalidInput: There is no such rule.
     """
-    if isinstance(rule, str):
-        return find_rule(kind, rule)
-    function = rule
-    two = len(inspect.signature(function).parameters) > 1
-
-    def decide(problem: Problem, options: Mapping[str, Any]) -> Decision:
-        made = function(problem, options) if two else function(problem)
-        return made if isinstance(made, Decision) else Decision(value=np.asarray(made, dtype=np.float64))
-
-    return Rule(kind=kind, name=getattr(function, "__name__", type(function).__name__), decide=decide)
-
-
-def find_rule(kind: str, name: str) -> Rule:
-    """The rule of that name.
-
-    Raises:
-        InvalidInput: There is none.
-    """
+    if not isinstance(rule, str):
+        return Rule(kind=kind, name=getattr(rule, "__name__", type(rule).__name__), function=rule)
     known = rules_of(kind)
-    if name in known:
-        return known[name]
+    if rule in known or (".py:" in rule and kind in RULES):
+        return RULES[kind].find(rule)
     for family in known.values():
-        if family.pattern is not None and re.fullmatch(family.pattern, name):
-            return dataclasses.replace(family, name=name, own={**family.own, "rule": name})
-    raise InvalidInput(f"rule is {name!r}.", f"It is one of {', '.join(known)}.", f"Use rule={next(iter(known))!r}.")
+        if family.pattern is not None and re.fullmatch(family.pattern, rule):
+            return dataclasses.replace(family, name=rule)
+    raise InvalidInput(f"rule is {rule!r}.", f"It is one of {', '.join(known)}.", f"Use rule={next(iter(known))!r}.")

@@ -12,10 +12,9 @@ from numpy.typing import ArrayLike
 from ..decisions.sparsity.plan import default_cap
 from ..errors import InvalidInput, ModelMismatch
 from ..plan import Plan
-from ..planning.capacity import decide
+from ..planning.capacity import Terms, decide
 from ..planning.costs import UNITS, Budget, amount_of, parse_budget, rank_parameters, unit_cost
 from ..planning.rule import find_rule
-from ..planning.terms import Terms
 from ..scores import Scores
 from ..solvers.inputs import choice
 from ..solvers.transfer import Transfer, transfer_allocation, transfer_sparsity

@@ -10,9 +10,8 @@ from numpy.typing import ArrayLike
 
 from ...errors import InfeasibleBudget
 from ...plan import Plan
-from ...planning.capacity import decide, one_budget
+from ...planning.capacity import Terms, decide, one_budget
 from ...planning.rule import Decision, Problem, rule
-from ...planning.terms import Terms
 from ...records import Block
 from ...scores import Scores
 from ...solvers import rules as published
@@ -55,7 +54,7 @@ def plan_experts(
         bytes_per_parameter: For budgets in bytes; 2 (bf16) by default.
         latency: Seconds per expert by block name, for latency budgets.
         fixed: Experts of some blocks, by name or regular expression; a published rule then divides the rest over the others.
-        **options: Options of the rule: ``exponent``, ``damping``, ``parity``, ... (:mod:`layerbudget.planning.options`), or
+        **options: Options of the rule: ``exponent``, ``damping``, ``parity``, ... (:mod:`layerbudget.planning.rule`), or
             its own. One that the rule does not read is refused; the rule has a default for each that is left out.
 
     Returns:
@@ -82,47 +81,41 @@ def plan_experts(
 
 
 @rule("experts", "uniform", summary="the same number everywhere")
-def _uniform(problem: Problem, options: Mapping[str, Any]) -> Decision:
+def _uniform(problem: Problem) -> Decision:
     free = ~problem.held
     return _largest(problem, "uniform", lambda total: published.apportion(np.ones(free.sum()), total, minimum=_least(problem)))
 
 
 @rule("experts", "size", summary="experts in proportion to a block's size")
-def _size(problem: Problem, options: Mapping[str, Any]) -> Decision:
+def _size(problem: Problem) -> Decision:
     numel = np.array([b.numel for b in problem.blocks], dtype=np.float64)[~problem.held]
     return _largest(problem, "size", lambda total: published.apportion(numel, total, minimum=_least(problem)))
 
 
-@rule("experts", "layerif", reads=("damping",), exponent=2.0, summary="LayerIF's heuristic: one each, the rest by influence")
-def _layerif(problem: Problem, options: Mapping[str, Any]) -> Decision:
-    values, exponent = -problem.oriented(options["damping"])[~problem.held], options["exponent"]
+@rule("experts", "layerif", summary="LayerIF's heuristic: one each, the rest by influence")
+def _layerif(problem: Problem, *, damping: float | None = None, exponent: float = 2.0) -> Decision:
+    values = -problem.oriented(damping)[~problem.held]
     return _largest(problem, "layerif", lambda total: published.layerif_experts(values, total, exponent=exponent))
 
 
-@rule(
-    "experts",
-    "alphalora",
-    reads=("damping", "parity"),
-    exponent=2.5,
-    summary="AlphaLoRA: the lighter the tail, the more experts",
-)
-def _alphalora(problem: Problem, options: Mapping[str, Any]) -> Decision:
+@rule("experts", "alphalora", summary="AlphaLoRA: the lighter the tail, the more experts")
+def _alphalora(problem: Problem, *, damping: float | None = None, parity: bool = False, exponent: float = 2.5) -> Decision:
     """The values as they are, whatever their orientation."""
-    alpha = problem.need_scores().values(options["damping"])[~problem.held]
-    given = {name: options[name] for name in ("exponent", "parity")}
-    return _largest(
-        problem, "alphalora", lambda total: published.alphalora_experts(alpha, total, **given), parity=options["parity"]
-    )
+    alpha = problem.need_scores().values(damping)[~problem.held]
+
+    def make(total: int) -> Vector:
+        return published.alphalora_experts(alpha, total, exponent=exponent, parity=parity)
+
+    return _largest(problem, "alphalora", make, parity=parity)
 
 
-def _shapes(problem: Problem, options: Mapping[str, Any]) -> Decision:
+@rule("experts", "mola-8642", summary="MoLA's shape (any digits)", pattern=r"mola-.+")
+@rule("experts", "mola-2468", summary="MoLA's shape (any digits)", pattern=r"mola-.+")
+@rule("experts", "mola-5555", summary="MoLA's shape (any digits)", pattern=r"mola-.+")
+def _shapes(problem: Problem, *, rule: str) -> Decision:
     """The digits are experts per group of neighbouring layers."""
-    free, name = int((~problem.held).sum()), str(options["rule"])
-    return _largest(problem, name, lambda total: published.mola_experts(free, name[5:], total))
-
-
-for _name in ("mola-5555", "mola-2468", "mola-8642"):
-    rule("experts", _name, summary="MoLA's shape (any digits)", pattern=r"mola-.+", rule=_name)(_shapes)
+    free = int((~problem.held).sum())
+    return _largest(problem, rule, lambda total: published.mola_experts(free, rule[5:], total))
 
 
 def _least(problem: Problem) -> int:

@@ -11,9 +11,8 @@ from numpy.typing import ArrayLike
 
 from ...errors import InvalidInput, UnknownUnit
 from ...plan import Plan
-from ...planning.common import make_plan
+from ...planning.capacity import Terms, make_plan, smallest_sides
 from ...planning.costs import parse_budget, unit_cost
-from ...planning.terms import Terms, smallest_sides
 from ...scores import Scores
 from ...solvers.inputs import Vector, bound_vector, choice
 from ...solvers.joint import JointSolution, solve_joint

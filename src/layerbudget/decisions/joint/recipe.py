@@ -19,8 +19,8 @@ from numpy.typing import ArrayLike
 
 from ...errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from ...plan import Plan, PlanBlock
+from ...planning.capacity import Terms, smallest_sides
 from ...planning.costs import parse_budget, rank_parameters
-from ...planning.terms import Terms, smallest_sides
 from ...scores import Scores
 from ...solvers.inputs import number
 from ...solvers.mixed import Recipe, mix_recipe

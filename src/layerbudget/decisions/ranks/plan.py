@@ -10,11 +10,9 @@ from numpy.typing import ArrayLike
 
 from ...errors import InfeasibleBudget, InvalidInput
 from ...plan import Plan
-from ...planning.capacity import decide, one_budget
-from ...planning.common import blocks_of
+from ...planning.capacity import Terms, blocks_of, decide, one_budget
 from ...planning.costs import Budget, rank_parameters
-from ...planning.rule import Decision, Problem, rule, shuffled
-from ...planning.terms import Terms
+from ...planning.rule import Decision, Problem, rule
 from ...records import Block
 from ...scores import Scores
 from ...solvers.inputs import Vector
@@ -55,7 +53,7 @@ def plan_ranks(
         bytes_per_parameter: For budgets in bytes; 2 (bf16) by default.
         latency: Seconds per rank by block name, for latency budgets.
         fixed: Rank of some blocks, by name or regular expression.
-        **options: Options of the rule: ``exponent``, ``damping``, ``utility``, ... (:mod:`layerbudget.planning.options`), or
+        **options: Options of the rule: ``exponent``, ``damping``, ``utility``, ... (:mod:`layerbudget.planning.rule`), or
             its own. One that the rule does not read is refused; the rule has a default for each that is left out.
 
     Returns:
@@ -109,13 +107,13 @@ def increments_of(scores: Scores, damping: float | None) -> list[list[float]]:
     return rows[scores.index(damping)]
 
 
-@rule("ranks", "by-rank-permuted", reads=("damping", "seed"), summary="the same with the blocks' curves shuffled: a control")
-@rule("ranks", "by-rank", reads=("damping",), summary="the exact program of the gain of every further rank (rank-gain scores)")
-def _by_rank(problem: Problem, options: Mapping[str, Any]) -> Decision:
+@rule("ranks", "by-rank-permuted", control=True, summary="the same with the blocks' curves shuffled: a control")
+@rule("ranks", "by-rank", summary="the exact program of the gain of every further rank (rank-gain scores)")
+def _by_rank(problem: Problem, *, damping: float | None = None) -> Decision:
     """The program of increments, without a surrogate utility between the measurement and the decision."""
-    rows: Sequence[Sequence[float]] = increments_of(problem.need_scores(), options["damping"])
-    if "seed" in options:
-        rows = [rows[int(i)] for i in shuffled(len(rows), options["seed"])]
+    rows: Sequence[Sequence[float]] = increments_of(problem.need_scores(), damping)
+    if problem.order is not None:
+        rows = [rows[int(i)] for i in problem.order]
     rounded = _allocated(problem, rows, problem.high)
     for block, row, count, cap in zip(problem.blocks, rows, rounded.counts, problem.high, strict=True):
         if len(row) <= count < cap and row[-1] > 0:
@@ -125,8 +123,8 @@ def _by_rank(problem: Problem, options: Mapping[str, Any]) -> Decision:
                 f"Score with --set largest={2 * len(row)}, plan with --max-rank {len(row)}, or lower the budget.",
             )
     extra: dict[str, Any] = {"rounding": rounded.to_dict()}
-    extra["uniform_share"] = _uniform_share(problem, rows, rounded.value) if "seed" not in options else None
-    extra["smaller_reserve"] = _smaller_reserve(problem, rows, rounded) if "seed" not in options else None
+    extra["uniform_share"] = _uniform_share(problem, rows, rounded.value) if problem.order is None else None
+    extra["smaller_reserve"] = _smaller_reserve(problem, rows, rounded) if problem.order is None else None
     return Decision(value=rounded.counts.astype(float), counts=rounded.counts, extra=extra)
 
 

@@ -11,10 +11,9 @@ from numpy.typing import ArrayLike
 
 from ...errors import InvalidInput
 from ...plan import Plan
-from ...planning.common import blocks_of, make_plan, matching, record_of, recorded
-from ...planning.options import constants_of
-from ...planning.rule import Decision, Problem, as_rule, rule, shuffled
-from ...planning.rules import maps as _maps  # noqa: F401 - registers the rules
+from ...planning import maps as _maps  # noqa: F401 - registers the rules
+from ...planning.capacity import blocks_of, constants_of, make_plan, matching, record_of, recorded
+from ...planning.rule import Decision, Problem, find_rule, rule
 from ...records import Block, check_fraction
 from ...scores import Scores
 from ...solvers.dual import piecewise_root
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 Curves: TypeAlias = "Mapping[str, tuple[Sequence[float], Sequence[float]]]"
 _BY_CURVES = {"mdl": "calibrated", "permuted": "calibrated-permuted"}
-_CONSTANTS = ("spend", "bits", "eta", "units")
-_READS = ("exponent", "exponent_on", "damping", "smoothing", "penalty", *_CONSTANTS)
 
 
 def plan_sparsity(
@@ -119,7 +116,7 @@ def plan_by_scores(
     if isinstance(penalty, Mapping):
         rule = _BY_CURVES.get(rule, rule) if isinstance(rule, str) else rule
         given |= {"penalty": None, "curves": penalty}
-    chosen = as_rule("sparsity", rule)
+    chosen = find_rule("sparsity", rule)
     read = chosen.resolve_options(given)
     cap = default_cap(sparsity) if max_sparsity is None else max_sparsity
     numel = np.array([b.numel for b in blocks], dtype=np.float64)
@@ -198,31 +195,42 @@ def _solve(problem: Problem, weights: Any, spend: str = "exactly", **options: An
     return Decision(value=solution.value, solution=solution, target=more)
 
 
-@rule("sparsity", "permuted", reads=(*_READS, "seed"), summary="the same on shuffled scores: a control")
-@rule("sparsity", "mdl", reads=_READS, summary="the program of the paper on the scores")
-def _by_program(problem: Problem, options: Mapping[str, Any]) -> Decision:
-    chosen = {name: options[name] for name in ("exponent", "exponent_on", "penalty", "spend")}
-    return _solve(problem, problem.weights(options), **chosen, **constants_of(options))
+@rule("sparsity", "permuted", control=True, summary="the same on shuffled scores: a control")
+@rule("sparsity", "mdl", summary="the program of the paper on the scores")
+def _by_program(
+    problem: Problem,
+    *,
+    exponent: float = 1.0,
+    exponent_on: str = "density",
+    damping: float | None = None,
+    smoothing: float = 0.0,
+    penalty: Any = "quadratic",
+    spend: str = "exactly",
+    bits: float | None = None,
+    eta: float | None = None,
+    units: str | None = None,
+) -> Decision:
+    chosen = {"exponent": exponent, "exponent_on": exponent_on, "penalty": penalty, "spend": spend}
+    return _solve(problem, problem.weights(damping, smoothing), **chosen, **constants_of(bits=bits, eta=eta, units=units))
 
 
-@rule(
-    "sparsity",
-    "calibrated-permuted",
-    reads=("seed", *_CONSTANTS),
-    summary="the same on shuffled curves: a control",
-    curves=None,
-)
-@rule(
-    "sparsity", "calibrated", reads=_CONSTANTS, summary="the program on measured curves, which replace the scores", curves=None
-)
-def _by_curves(problem: Problem, options: Mapping[str, Any]) -> Decision:
-    given, names = options["curves"], [b.name for b in problem.blocks]
-    if not isinstance(given, Mapping):
+@rule("sparsity", "calibrated-permuted", control=True, summary="the same on shuffled curves: a control")
+@rule("sparsity", "calibrated", summary="the program on measured curves, which replace the scores")
+def _by_curves(
+    problem: Problem,
+    *,
+    spend: str = "exactly",
+    bits: float | None = None,
+    eta: float | None = None,
+    units: str | None = None,
+    curves: Any = None,
+) -> Decision:
+    names = [b.name for b in problem.blocks]
+    if not isinstance(curves, Mapping):
         raise InvalidInput("The rule calibrated needs measured curves.", "", "Give them: plan sparsity --curves FILE.")
-    if "seed" in options:
-        order = shuffled(len(names), options["seed"])
-        given = {n: given[names[i]] for n, i in zip(names, order, strict=True)}
-    penalty = CalibratedPenalty.from_curves(given, names)
-    decision = _solve(problem, np.ones(len(names)), penalty=penalty, spend=options["spend"], **constants_of(options))
+    if problem.order is not None:
+        curves = {n: curves[names[i]] for n, i in zip(names, problem.order, strict=True)}
+    penalty = CalibratedPenalty.from_curves(curves, names)
+    decision = _solve(problem, np.ones(len(names)), spend, penalty=penalty, **constants_of(bits=bits, eta=eta, units=units))
     bent = {name: float(v) for name, v in zip(names, penalty.change, strict=True) if v > 0}
     return dataclasses.replace(decision, extra={"convexified": bent})
