@@ -311,7 +311,8 @@ def _by_scores(
     units: str | None = None,
 ) -> Decision:
     """Water-filling with the scores as weights (:func:`layerbudget.solvers.allocate`), rounded with a proven gap."""
-    chosen = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility, "spend": spend, "method": method}
+    chosen: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility}
+    chosen |= {"spend": spend, "method": method, **constants_of(alpha=alpha, gamma=gamma, units=units)}
     return _allocated(
         problem, problem.weights(damping, smoothing), **chosen, **constants_of(alpha=alpha, gamma=gamma, units=units)
     )
