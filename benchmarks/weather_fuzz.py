@@ -319,7 +319,7 @@ def value(action: argparse.Action, flag: str, rng: random.Random) -> str:
 def one_flags(number: int, sound: Path, work: Path):
     """Draw a command with its flags, run it."""
     rng = random.Random(f"flags/{number}")
-    refill(sound, work, {p.name for p in sound.iterdir()} - {"stage", "resume", "tuned"})
+    refill(sound, work, {p.name for p in sound.iterdir()} - {"stage", "resume", "kept"})
     (work / "folder").mkdir()
     (work / "elsewhere").mkdir()
     os.symlink(work / "elsewhere", work / "link")

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from tests import zoo
-from transformers import TrainerCallback
+from transformers import Trainer
 
 from layerbudget.cli import main
 from layerbudget.data.text import read_texts
@@ -17,7 +17,7 @@ from layerbudget.finetuning.adapters import NamedLoader
 from layerbudget.finetuning.finetune import finetune
 from layerbudget.finetuning.protocol import Protocol
 
-pytest.importorskip("trl", reason="TRL is not installed")
+SFTTrainer = pytest.importorskip("trl", reason="TRL is not installed").SFTTrainer
 
 
 @pytest.fixture
@@ -34,32 +34,26 @@ def plan_for(model):
 
 
 @pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_both_trainers_learn_the_same(packing, tokenizer, rows, tmp_path):
+def test_both_trainers_learn_the_same(packing, tokenizer, rows, tmp_path, monkeypatch):
     texts, plan = read_texts(rows, tokenizer, limit=64), plan_for(zoo.speaker("llama"))
     loader, seen, results = NamedLoader(lambda seed: zoo.speaker("llama"), {}), {}, {}
+    train = Trainer.train
 
-    class Watcher(TrainerCallback):
-        """Keeps every batch and its loss."""
+    def watched(trainer, *a, **k):
+        name, loss = ("trl" if isinstance(trainer, SFTTrainer) else "own"), trainer.compute_loss
 
-        def __init__(self, name):
-            self.name = name
+        def compute(model, inputs, *a, **k):
+            found = loss(model, dict(inputs), *a, **k)
+            seen.setdefault(name, []).append(({k: v.clone() for k, v in inputs.items()}, float(found.detach())))
+            return found
 
-        def attach(self, trainer):
-            loss = trainer.compute_loss
+        trainer.compute_loss = compute
+        return train(trainer, *a, **k)
 
-            def compute(model, inputs, *a, **k):
-                found = loss(model, dict(inputs), *a, **k)
-                seen.setdefault(self.name, []).append(({k: v.clone() for k, v in inputs.items()}, float(found.detach())))
-                return found
-
-            trainer.compute_loss = compute
-            seen[f"{self.name} trainer"] = type(trainer).__name__
-
+    monkeypatch.setattr(Trainer, "train", watched)
     for name in ("own", "trl"):
         protocol = Protocol(lr=1e-2, epochs=1, batch=4, warmup=2, cutoff=64, packing=packing, trainer=name)
-        options = {"protocol": protocol, "callbacks": [Watcher(name)]}
-        results[name] = finetune(loader, tokenizer, plan, texts, tmp_path / name, **options)
-    assert (seen["own trainer"], seen["trl trainer"]) == ("Trainer", "SFTTrainer")
+        results[name] = finetune(loader, tokenizer, plan, texts, tmp_path / name, protocol=protocol)
     assert len(seen["own"]) == len(seen["trl"]) > (0 if packing else 4)
     for (ours, loss), (theirs, again) in zip(seen["own"], seen["trl"], strict=True):
         for column in ("input_ids", "labels"):

@@ -124,11 +124,12 @@ def finetune(
         rows = rows_of(task, tokenizer, plain, protocol)
         model = started(plain, plan, protocol, rows, task)
         check_space({folder: _room(model, keep)})
-        own = [*callbacks, *_callbacks(plan, replan)]
         checkpoint = broadcast(lambda: _begin(folder, identity)) if keep else None
-        for callback in own if checkpoint is not None else ():
-            if hasattr(callback, "restore"):
-                callback.restore(model, checkpoint)
+        own = list(callbacks)
+        if replan is not None:
+            own.append(Replan(plan, fraction=replan))
+            if checkpoint is not None:
+                own[-1].restore(model, checkpoint)
         options: dict[str, Any] = {
             "bf16": bf16,
             "checkpointing": checkpointing,
@@ -186,16 +187,6 @@ def finetune(
                 summary["against"] = compare(staging, against, names=(Path(out).name, Path(against).name))
                 write_text(staging / "against.json", dumps(summary["against"]))
     return summary
-
-
-def _callbacks(plan: Plan, replan: float | None) -> list[Any]:
-    """What a seed's training needs beside the plan's adapters."""
-    found: list[Any] = [] if replan is None else [Replan(plan, fraction=replan)]
-    if plan.kind == "experts":
-        from ..decisions.experts.method import BalanceScale
-
-        found.append(BalanceScale())
-    return found
 
 
 def _room(model: nn.Module, keep: bool) -> int:

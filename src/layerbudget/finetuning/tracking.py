@@ -375,34 +375,33 @@ class _Planned(msgspec.Struct):
     """What a checkpoint keeps of a re-plan."""
 
     counts: dict[str, reading.Count]
-    gains: dict[str, tuple[float, float]] | None
 
 
 class Replan(TrainerCallback):
-    """Callback of the Trainer: re-plan once after a fraction of the steps.
+    """Callback of the Trainer, in one process: re-plan once after a fraction of the steps.
 
     Args:
         plan: The plan in force.
         fraction: When, as a fraction of all steps, in (0, 1).
-        damping: Relative damping of the tracked gain.
+
+    Attributes:
+        counts: Rank or experts by module of the model at hand; None before.
 
     Raises:
-        InvalidInput: A fraction outside (0, 1), or training in several processes, when it begins.
+        InvalidInput: A fraction outside (0, 1).
     """
 
-    def __init__(self, plan: Plan, *, fraction: float = 0.3, damping: float = 1e-2) -> None:
+    def __init__(self, plan: Plan, *, fraction: float = 0.3) -> None:
         if not 0.0 < fraction < 1.0:
             raise InvalidInput(f"The re-plan fraction is {fraction}.", "It lies strictly between 0 and 1.", "Try 0.3.")
-        self.plan, self.fraction, self.damping = plan, fraction, damping
-        self.trainer: Any = None
-        self.gains: dict[str, tuple[float, float]] | None = None
+        self.plan, self.fraction = plan, fraction
         self.counts: dict[str, int] | None = None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep with a checkpoint what was planned before it: its tensors have those shapes."""
         if self.counts is not None:
             place = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / _STATE_FILE
-            write_text(place, dumps({"schema_version": 1, "counts": self.counts, "gains": self.gains}), overwrite=True)
+            write_text(place, dumps({"schema_version": 1, "counts": self.counts}), overwrite=True)
 
     def restore(self, model: nn.Module, checkpoint: Path) -> None:
         """Give a fresh model the shapes that a checkpoint after the re-plan has.
@@ -410,40 +409,22 @@ class Replan(TrainerCallback):
         Raises:
             CorruptFile: The checkpoint's record of them does not read.
         """
-        if not (checkpoint / _STATE_FILE).is_file():
-            return
-        found = reading.read(checkpoint / _STATE_FILE, "re-plan", as_type=_Planned)
-        self.counts, self.gains = found.counts, found.gains
-        trained = [p for p in model.parameters() if p.requires_grad]
-        resize(model, torch.optim.AdamW(trained), found.counts)  # the Trainer makes its own optimiser and loads its state
+        if (checkpoint / _STATE_FILE).is_file():
+            self.counts = reading.read(checkpoint / _STATE_FILE, "re-plan", as_type=_Planned).counts
+            trained = [p for p in model.parameters() if p.requires_grad]
+            resize(model, torch.optim.AdamW(trained), self.counts)  # the Trainer makes its own optimiser and loads its state
 
-    def attach(self, trainer: Any) -> None:
-        """Remember the trainer, whose optimiser is resized."""
-        self.trainer = trainer
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Refuse several processes: parameters that take another shape leave the reducer of the others waiting."""
-        if args.world_size > 1:
-            raise InvalidInput(
-                f"Training runs in {args.world_size} processes.",
-                "Capacity moves in place in one process only.",
-                "Train in one process, or plan before and leave --replan out.",
-            )
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Re-plan when the fraction is reached."""
         if self.counts is not None or state.global_step < self.fraction * state.max_steps:
             return
-        plain = getattr(model, "module", model)
-        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
-        fitted = fit_names(self.plan, plain.get_base_model())  # an encoder with a head has a prefix more
+        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        fitted = fit_names(self.plan, model.get_base_model())  # an encoder with a head has a prefix more
         pairs = [zip(a.modules, b.modules, strict=True) for a, b in zip(self.plan.blocks, fitted.blocks, strict=True)]
         own = {here: name for pair in pairs for name, here in pair}
-        leaves = {own[n]: part for n, part in adapter_leaves(plain).items()}
+        leaves = {own[n]: part for n, part in adapter_leaves(model).items()}
         shapes = {n: (part["A"].in_features, part["B"].out_features) for n, part in leaves.items()}
-        self.gains = {own[n]: gain for n, gain in tracked_gains(plain, optimizer, damping=self.damping).items()}
-        counts = replanned(self.plan, self.gains, shapes, 1 if self.plan.kind == "ranks" else 2)
+        gains = {own[n]: gain for n, gain in tracked_gains(model, optimizer).items()}
+        counts = replanned(self.plan, gains, shapes, 1 if self.plan.kind == "ranks" else 2)
         self.counts = {here: counts[name] for here, name in own.items() if name in counts}
-        resize(plain, optimizer, self.counts)
+        resize(model, optimizer, self.counts)

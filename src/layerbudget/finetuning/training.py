@@ -380,7 +380,7 @@ def train(
         checkpoint: Continue from this one.
         bf16: Autocast in bfloat16; always on where the base is held in it.
         checkpointing: Compute activations again in the backward pass instead of keeping them.
-        callbacks: Further callbacks of the Trainer; one with ``attach`` gets the Trainer.
+        callbacks: Further callbacks of the Trainer.
         progress: Called with steps done, steps in total, and the phase with the last loss.
         phase: What is trained.
     """
@@ -397,7 +397,7 @@ def train(
     strategy = {"save_strategy": "epoch" if keep else "no", "bf16": half, "checkpointing": checkpointing}
     arguments = _arguments(model, protocol, seed, folder, steps, device, **strategy)
     set_seed(seed)
-    own = [*callbacks, _Watch(progress, phase)]
+    own = [*callbacks, *_balance(protocol), _Watch(progress, phase)]
     options: dict[str, Any] = {"model": model, "data_collator": rows.collate, "callbacks": own}
     if protocol.trainer == "trl":
         trainer = _sft_trainer(cast(TextRows, rows), arguments, read, options)
@@ -407,12 +407,18 @@ def train(
         kind = _ShardedTrainer if shares_weights() else _SharedTrainer
         trainer = kind(read, protocol.batch // protocol.accumulation, group.rank, args=arguments, **options)
     trainer.remove_callback(PrinterCallback)  # it writes to stdout, which belongs to --json
-    for callback in callbacks:
-        if hasattr(callback, "attach"):
-            callback.attach(trainer)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     found = {"training_loss": mean_loss(trainer.state.log_history), "steps": trainer.state.global_step}
     return {**found, **({"processes": group.size} if group else {})}
+
+
+def _balance(protocol: Protocol) -> list[TrainerCallback]:
+    """What scales the balance loss of experts, where there is one."""
+    if not protocol.balance:
+        return []
+    from ..decisions.experts.method import BalanceScale
+
+    return [BalanceScale()]
 
 
 def judge(model: nn.Module, rows: Rows | TextRows, *, bf16: bool) -> dict[str, Any]:

@@ -12,8 +12,8 @@ alpha follows it. The policies:
 - ``rslora``: one alpha, scale ``alpha / sqrt(r)`` (Kalajdzievski 2023).
 - ``constant-alpha``: one alpha; scale ``alpha / r`` falls with rank (what a bare ``rank_pattern`` does).
 
-Unless an alpha is given, it is the one for which a module of the plan's mean rank has the scale ``ratio``: a uniform plan then
-trains alike under all three, and a learning rate tuned for it serves each. With a common scale the first steps of Adam grow
+A module of the plan's mean rank has the scale ``ratio``: a uniform plan trains alike under all three, and a learning rate tuned
+for it serves each. With a common scale the first steps of Adam grow
 with the rank (every rank adds a step of its own), with ``rslora`` by its root, with ``constant-alpha`` not at all.
 """
 
@@ -40,7 +40,6 @@ def to_lora_config(
     *,
     alpha_policy: str = "constant-ratio",
     ratio: float = 2.0,
-    alpha: float | None = None,
     dropout: float = 0.0,
     **options: Any,
 ) -> LoraConfig:
@@ -53,7 +52,6 @@ def to_lora_config(
         plan: A plan of kind ``ranks``.
         alpha_policy: ``constant-ratio``, ``constant-alpha`` or ``rslora`` (see the module's text).
         ratio: Scale of a module of mean rank; of every module under ``constant-ratio``.
-        alpha: Alpha under the other two policies, instead of the one that ``ratio`` implies.
         dropout: LoRA dropout.
         options: Passed on to ``LoraConfig`` (``task_type``, ``modules_to_save``, ``init_lora_weights``, ...).
 
@@ -72,8 +70,7 @@ def to_lora_config(
     if not adapted:
         raise InvalidInput("Every rank of this plan is zero.", "", "Plan with a larger budget.")
     mean, largest = sum(adapted.values()) / len(adapted), max(adapted.values())
-    implied = ratio * (math.sqrt(mean) if alpha_policy == "rslora" else mean)
-    common = implied if alpha is None else alpha
+    common = ratio * (math.sqrt(mean) if alpha_policy == "rslora" else mean)
     scale = (lambda r: ratio * r) if alpha_policy == "constant-ratio" else (lambda r: common)
     settings = {
         "r": largest,
@@ -107,7 +104,7 @@ def add_ranks(
         CoverageError: A fused or tied module, or a recount that differs from the plan; names the module.
     """
     ranks = counts_by_module(plan, "ranks")
-    shapes = check_modules(model, plan, ranks, validate=validate)
+    check_modules(model, plan, ranks, validate=validate)
     lost = [n for n in adaptable(model, partition(model, "linear"))[1] if ranks.get(n)]
     if lost:
         endings = "|".join(sorted({n.rpartition(".")[2] for n in lost}))
@@ -116,18 +113,7 @@ def add_ranks(
             "It refuses outputs of state space mixers, and takes plain gate, up and down beside fused experts for the experts.",
             f"Score with --exclude and a regular expression of those ('[.]({endings})$'), and plan again.",
         )
-    adapted = attach(model, config or to_lora_config(plan, **options), ranks, adapted_ranks, "rank", adapter_name)
-    planned = sum(ranks[m] * (d_in + d_out) for m, (d_in, d_out) in shapes.items())
-    saved, counted = f".modules_to_save.{adapter_name}.", ("lora_A.", "lora_B.")  # DoRA trains magnitudes beside them
-    adapters = [p for n, p in adapted.named_parameters() if saved not in n and any(part in n for part in counted)]
-    trained = sum(p.numel() for p in adapters if p.requires_grad)
-    if trained != planned:
-        raise CoverageError(
-            f"{trained:,} adapter parameters are trained; the plan's ranks make {planned:,}.",
-            "",
-            "Use the plan's own configuration.",
-        )
-    return adapted
+    return attach(model, config or to_lora_config(plan, **options), ranks, adapted_ranks, "rank", adapter_name)
 
 
 def lora_layers(model: nn.Module, adapter_name: str = "default") -> dict[str, Any]:
@@ -202,10 +188,8 @@ def adapter_config(model: nn.Module, adapter: str) -> Any:
     return cast(Any, model).peft_config[adapter]
 
 
-def check_modules(
-    model: nn.Module, plan: Plan, counts: Mapping[str, int], *, validate: bool = True
-) -> dict[str, tuple[int, int]]:
-    """Return ``(d_in, d_out)`` of every module that gets capacity, in the plan's order.
+def check_modules(model: nn.Module, plan: Plan, counts: Mapping[str, int], *, validate: bool = True) -> None:
+    """Refuse a model that does not have the modules that get capacity, before it is adapted.
 
     Args:
         model: The model before any adapter.
@@ -226,7 +210,6 @@ def check_modules(
     for name, module in modules.items():
         if isinstance(getattr(module, "weight", None), nn.Parameter):
             owners.setdefault(id(module.weight), []).append(name)
-    shapes: dict[str, tuple[int, int]] = {}
     for name in (n for n, count in counts.items() if count):
         if name not in modules:
             raise _missing(name, modules)
@@ -244,12 +227,6 @@ def check_modules(
                 "A plan adapts modules that own their weight.",
                 f"Exclude {name} from the plan (--exclude), or untie the model first.",
             )
-        if isinstance(module, nn.Linear):
-            shapes[name] = (module.in_features, module.out_features)
-        else:
-            d_in, d_out = module.weight.shape
-            shapes[name] = (d_in, d_out)
-    return shapes
 
 
 def attach(
