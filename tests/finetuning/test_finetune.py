@@ -24,7 +24,7 @@ from layerbudget.finetuning.rows import Rows
 WORDS = ("good", "bad", "the", "a", "film", "was", "is", "very", "so", "Answer", ":", "yes", "no", "one", "of", ".", ",")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokenizer():
     vocabulary = {w: i for i, w in enumerate(["<pad>", "<unk>", "</s>", *WORDS])}
     tok = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -32,8 +32,8 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<pad>", unk_token="<unk>", eos_token="</s>")
 
 
-@pytest.fixture
-def task(tmp_path):
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
     """Sentences whose label is one word of theirs."""
     rng = np.random.default_rng(0)
     rows = []
@@ -41,7 +41,7 @@ def task(tmp_path):
         word = ("bad", "good")[i % 2]
         filler = " ".join(rng.choice(["the", "a", "film", "was", "is", "very", "so"], size=4))
         rows.append({"text": f"{filler} {word} , {i}", "label": "yes" if word == "good" else "no"})
-    path = tmp_path / "words.jsonl"
+    path = tmp_path_factory.mktemp("task") / "words.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     return load_task(str(path))
 
@@ -49,11 +49,12 @@ def task(tmp_path):
 QUICK = Protocol(lr=2e-2, epochs=10, batch=16, warmup=2, cutoff=48)
 
 
-@pytest.fixture
-def encoder(tokenizer, tmp_path):
-    zoo.classifier(2).save_pretrained(tmp_path / "bert")
-    tokenizer.save_pretrained(tmp_path / "bert")
-    return str(tmp_path / "bert")
+@pytest.fixture(scope="module")
+def encoder(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("encoder") / "bert"
+    zoo.classifier(2).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 def test_a_head_learns_and_the_results_are_kept(encoder, tokenizer, task, tmp_path):
@@ -203,16 +204,17 @@ def test_a_start_in_the_gradients_directions(encoder, tokenizer, task):
 SHORT = {"protocol": Protocol(lr=2e-2, epochs=3, batch=32, warmup=2, cutoff=48), "seeds": [0]}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def arguments(encoder, tokenizer, task):
     plan = zoo.linears(zoo.classifier(2), lambda n: 3 if "attention" in n else 0)
     return classifier_loader(encoder, 2), tokenizer, plan, task
 
 
-@pytest.fixture
-def whole(arguments, tmp_path):
-    """A run that nothing disturbed."""
-    return finetune(*arguments, tmp_path / "whole", **SHORT)
+@pytest.fixture(scope="module")
+def whole(arguments, tmp_path_factory):
+    """Folder and result of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    return folder, finetune(*arguments, folder, **SHORT)
 
 
 class Stop(TrainerCallback):
@@ -277,13 +279,13 @@ def test_a_stopped_run_continues_to_the_same_result(arguments, whole, tmp_path, 
         HARMS.get("half" if harm == "all" else harm, lambda f: None)(checkpoint)
     resumed = finetune(*arguments, tmp_path / "cut", resume=tmp_path / "kept", **SHORT)
     assert ("begins anew" in caplog.text) == (harm == "all") and ("half written or broken" in caplog.text) == bool(harm)
-    assert resumed["metrics"] == whole["metrics"] and same_weights(tmp_path / "whole", tmp_path / "cut")
-    losses = [json.loads((tmp_path / d / "seed-0" / "result.json").read_text())["training_loss"] for d in ("whole", "cut")]
+    folder, expected = whole
+    assert resumed["metrics"] == expected["metrics"] and same_weights(folder, tmp_path / "cut")
+    losses = [json.loads((d / "seed-0" / "result.json").read_text())["training_loss"] for d in (folder, tmp_path / "cut")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)  # the Trainer's own mean is over the resumed steps, divided by all
 
 
-@pytest.mark.parametrize("name", ["adapter/adapter_model.safetensors", "result.json", "identity.json", "manifest.json"])
-def test_finished_seeds_are_kept_and_broken_ones_trained_again(arguments, tmp_path, caplog, name):
+def test_finished_seeds_are_kept_and_broken_ones_trained_again(arguments, tmp_path, caplog):
     quick = {"protocol": Protocol(lr=2e-2, epochs=1, batch=120, warmup=2, cutoff=48), "resume": tmp_path / "kept"}
     first = finetune(*arguments, tmp_path / "one", **quick)
     kept = tmp_path / "kept" / "seed-0"
@@ -291,11 +293,13 @@ def test_finished_seeds_are_kept_and_broken_ones_trained_again(arguments, tmp_pa
     two = finetune(*arguments, tmp_path / "two", seeds=[0, 1], **quick)
     assert two["seeds"] == [0, 1] and (kept / "result.json").stat().st_mtime_ns == before
     assert two["metrics"]["held_out"]["accuracy"]["by_seed"][0] == first["metrics"]["held_out"]["accuracy"]["value"]
-    for i, content in enumerate((None, b"", b"{")):
+    harms = {"adapter/adapter_model.safetensors": b"{", "identity.json": b"", "manifest.json": None, "result.json": b"{"}
+    for i, (name, content) in enumerate(harms.items()):
         (kept / name).unlink() if content is None else (kept / name).write_bytes(content)
+        caplog.clear()
         again = finetune(*arguments, tmp_path / f"again-{i}", **quick)
         assert again["metrics"] == first["metrics"] and same_weights(tmp_path / "one", tmp_path / f"again-{i}")
-    assert "trained again" in caplog.text or name in ("result.json", "identity.json")
+        assert "trained again" in caplog.text or (name, "broken" in caplog.text) == ("identity.json", True)
 
 
 def test_a_run_that_moved_its_ranks_continues_to_the_same_result(arguments, tmp_path):

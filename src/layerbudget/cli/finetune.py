@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -183,7 +182,7 @@ def _protocol(arguments: argparse.Namespace, base: Any) -> Any:
         settings["cutoff"] = min(LONGEST, getattr(base.config, "max_position_embeddings", None) or LONGEST)
     if arguments.packing:
         given["packing"] = True
-    return dataclasses.replace(PRESETS[arguments.preset].changed(settings), **given)
+    return PRESETS[arguments.preset].changed({**settings, **given})
 
 
 def _recounted(arguments: argparse.Namespace, recipe: Any, seed: int) -> dict[str, int]:

@@ -124,8 +124,41 @@ def test_an_epoch_is_the_order_of_one_process_and_then_rows_that_teach_nothing()
         assert sorted(expected) == list(range(11)) and list(shared) == [*expected, 11] and len(shared) == 12
 
 
-def test_two_processes_train_the_adapter_of_one(speaker, tmp_path):
-    done = both(speaker, tmp_path, "ranks.json", "--data", str(speaker / "rows.jsonl"), "--json")
+def test_two_processes_train_the_adapter_of_one_and_refuse_what_they_cannot_share(speaker, tmp_path):
+    """The refusals and the training in one start."""
+    rows = ("--data", str(speaker / "rows.jsonl"))
+    assert main(command(speaker, "ranks.json", tmp_path / "one", *rows)) == 0
+    words = command(speaker, "ranks.json", tmp_path / "two", *rows, "--json")
+    script = tmp_path / "all.py"
+    script.write_text(
+        "import os, sys\nfrom layerbudget.cli import main\n"
+        f"words = {words!r}\n"
+        "wrong = (['--batch', '15'], ['--batch', '9', '--set', 'accumulation=9'], ['--replan', '0.5'],"
+        " ['--set', 'start=gradients'])\n"
+        "codes = [main([*words, *more]) for more in wrong]\n"
+        "os.environ['ACCELERATE_USE_DEEPSPEED'] = 'true'\ncodes.append(main(words))\n"
+        "os.environ |= {'ACCELERATE_USE_DEEPSPEED': 'false', 'ACCELERATE_USE_FSDP': 'true', 'FSDP_VERSION': '1'}\n"
+        "codes.append(main(words))\n"
+        "os.environ |= {'FSDP_VERSION': '2', 'FSDP_OFFLOAD_PARAMS': 'true'}\ncodes.append(main(words))\n"
+        f"made = os.path.exists({str(tmp_path / 'two')!r})\n"
+        "for name in ('ACCELERATE_USE_FSDP', 'FSDP_VERSION', 'FSDP_OFFLOAD_PARAMS'):\n    del os.environ[name]\n"
+        "sys.exit(0 if codes == [2] * 7 and not made and main(words) == 0 else 1)\n"
+    )
+    done = launched([str(script)])
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 0, done.stderr[-3000:]
+    for sentence in (
+        "A batch of 15 rows does not divide between 2 processes",
+        "A re-plan (--replan) is not shared",
+        "A batch of 9 rows in 9 passes does not divide",
+        "DeepSpeed is not shared",
+        "gradients is not shared",
+        "--batch 14",
+        "FSDP's version is 1",
+        "Add --fsdp_version 2",
+        "--fsdp_offload_params is not read",
+    ):
+        assert sentence in said, sentence
     assert json.loads(done.stdout)["metrics"]["held_out"]["loss"]["value"] > 0  # one document, of process 0
     assert same(tmp_path / "one", tmp_path / "two") < 1e-3
 
@@ -146,33 +179,6 @@ def test_two_processes_that_share_weights_train_the_adapter_of_one(speaker, tmp_
     done = launched([str(script), *command(speaker, "ranks.json", tmp_path / "two", *words)])
     assert done.returncode == 0, done.stderr[-3000:]
     assert same(tmp_path / "one", tmp_path / "two", (0, 1)) < 1e-3
-
-
-def test_what_processes_cannot_share_refuses_by_name(speaker, tmp_path):
-    words = command(speaker, "ranks.json", tmp_path / "no", "--data", str(speaker / "rows.jsonl"))
-    script = tmp_path / "all.py"  # several refusals in one start
-    script.write_text(
-        "import os, sys\nfrom layerbudget.cli import main\n"
-        f"words = {words!r}\n"
-        "wrong = (['--batch', '15'], ['--batch', '9', '--accumulation', '9'], ['--replan', '0.5'],"
-        " ['--set', 'start=gradients'])\n"
-        "codes = [main([*words, *more]) for more in wrong]\n"
-        "os.environ['ACCELERATE_USE_DEEPSPEED'] = 'true'\ncodes.append(main(words))\n"
-        "os.environ |= {'ACCELERATE_USE_DEEPSPEED': 'false', 'ACCELERATE_USE_FSDP': 'true', 'FSDP_VERSION': '1'}\n"
-        "codes.append(main(words))\n"
-        "os.environ |= {'FSDP_VERSION': '2', 'FSDP_OFFLOAD_PARAMS': 'true'}\ncodes.append(main(words))\n"
-        "sys.exit(0 if codes == [2] * 7 else 1)\n"
-    )
-    done = launched([str(script)])
-    said = " ".join(done.stderr.split())
-    assert done.returncode == 0, done.stderr[-3000:]
-    for sentence in (
-        "A batch of 15 rows does not divide between 2 processes", "A re-plan (--replan) is not shared",
-        "A batch of 9 rows in 9 passes does not divide", "DeepSpeed is not shared", "gradients is not shared",
-        "--batch 14", "FSDP's version is 1", "Add --fsdp_version 2", "--fsdp_offload_params is not read",
-    ):  # fmt: skip
-        assert sentence in said, sentence
-    assert not (tmp_path / "no").exists()
 
 
 def test_parts_train_some_seeds_each_and_a_run_puts_them_together(speaker, tmp_path, capsys):
