@@ -23,9 +23,20 @@ from layerbudget.finetuning.training import FilledOrder
 def command(folder, plan, out, *more):
     """Two epochs of 54 rows in batches of 16: the last step of an epoch has 6."""
     return [
-        "finetune", str(folder / "model"), str(folder / plan), "-o", str(out), "--epochs", "2", "--batch", "16", "--device",
-        "cpu", "--quiet", *more,
-    ]  # fmt: skip
+        "finetune",
+        str(folder / "model"),
+        str(folder / plan),
+        "-o",
+        str(out),
+        "--epochs",
+        "2",
+        "--batch",
+        "16",
+        "--device",
+        "cpu",
+        "--quiet",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +206,10 @@ def test_parts_train_some_seeds_each_and_a_run_puts_them_together(speaker, tmp_p
     capsys.readouterr()
     for wrong, said in (
         (("--part", "1/2"), "Add --resume DIR"),
-        (("--part", "2/3"), "The part is 2/3 of 2 seeds"), (("--part", "x"), "not I/N"),
+        (("--part", "2/3"), "The part is 2/3 of 2 seeds"),
+        (("--part", "x"), "not I/N"),
         (("--part", "1/2", "--overwrite"), "--overwrite has no meaning for a part"),
-    ):  # fmt: skip
+    ):
         assert main(command(speaker, "ranks.json", tmp_path / "x", *few, *wrong)) == 2
         assert said in " ".join(capsys.readouterr().err.split()), said
 

@@ -117,10 +117,12 @@ def test_a_recipe_says_what_it_is_and_what_it_cannot_be(place, limit, capsys):
         base_of(reads, place / "model", model)
     words = ["plan", "joint", str(place / "ranks.json"), "--formats", str(place / "formats.json"), "--bytes"]
     for more, sentence in (
-        (["900 bytes"], "smallest recipe takes"), (["3M params"], "not in bytes"),
+        (["900 bytes"], "smallest recipe takes"),
+        (["3M params"], "not in bytes"),
         ([str(limit), "--eta", "2"], "has no meaning"),
-        ([f"{limit}", "--bytes-per-parameter", "0.3"], "whole bytes"), ([f"{limit}", "--gain", "-1"], "gain is -1"),
-    ):  # fmt: skip
+        ([f"{limit}", "--bytes-per-parameter", "0.3"], "whole bytes"),
+        ([f"{limit}", "--gain", "-1"], "gain is -1"),
+    ):
         assert main([*words, *more, "-o", str(place / "bad.json")]) == 2
         assert sentence in " ".join(capsys.readouterr().err.split()) and not (place / "bad.json").exists()
 

@@ -136,9 +136,15 @@ def test_the_callback_replans_once_inside_the_trainer(tmp_path):
     adapted = add_ranks(model, plan)
     callback = Replan(plan, fraction=0.4)
     arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=10, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], use_cpu=True,
-        save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=10,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     rows = [{"input_ids": row, "labels": row} for row in ids()]
     trainer = Trainer(model=adapted, args=arguments, train_dataset=rows, callbacks=[callback])
     trainer.train()

@@ -21,9 +21,18 @@ pytest.importorskip("accelerate")
 def train(model, data, tmp_path, tracker, steps=6, **options):
     rows = [{"input_ids": ids, "labels": ids} for ids in data.input_ids]
     arguments = TrainingArguments(
-        output_dir=str(tmp_path / "run"), max_steps=steps, per_device_train_batch_size=2, report_to=[], save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, use_cpu=True, learning_rate=1e-2, seed=0, **options,
-    )  # fmt: skip
+        output_dir=str(tmp_path / "run"),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        learning_rate=1e-2,
+        seed=0,
+        **options,
+    )
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[tracker])
     trainer.train()
     return trainer
@@ -91,9 +100,17 @@ def test_training_is_not_changed(data, tmp_path):
     train(models[0], data, tmp_path, tracker)
     rows = [{"input_ids": ids, "labels": ids} for ids in data.input_ids]
     arguments = TrainingArguments(
-        output_dir=str(tmp_path / "run"), max_steps=6, per_device_train_batch_size=2, report_to=[], save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, use_cpu=True, learning_rate=1e-2, seed=0,
-    )  # fmt: skip
+        output_dir=str(tmp_path / "run"),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        learning_rate=1e-2,
+        seed=0,
+    )
     Trainer(model=models[1], args=arguments, train_dataset=rows).train()
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
     assert [h["step"] for h in tracker.history] == [1, 2, 3, 4, 5, 6]

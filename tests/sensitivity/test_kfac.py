@@ -171,8 +171,6 @@ def test_accumulated_gradients_are_those_of_autograd(name):
     truth, n = matrices(model, data, block), L.token_count(model, data)
     for m in block.modules:
         assert torch.allclose(got[m.name], truth[m.name].sum(0) / n, rtol=1e-8, atol=1e-12)
-    u, s, v = adapter_space.truncated(got, 64)[m.name]
-    assert torch.allclose(u @ torch.diag(s) @ v, got[m.name], atol=1e-10)
 
 
 @pytest.mark.parametrize("estimator", ["adapter", "fisher-gram", "fisher-diagonal", "kfac"])

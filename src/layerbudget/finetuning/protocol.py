@@ -86,8 +86,9 @@ class Protocol:
             InvalidInput: Names the first one that differs from its default.
         """
         by_kind: dict[str, tuple[str, ...]] = {
-            "ranks": ("alpha", "top_k", "balance"), "experts": ("ratio", "alpha_policy", "start", "trainer"),
-        }  # fmt: skip
+            "ranks": ("alpha", "top_k", "balance"),
+            "experts": ("ratio", "alpha_policy", "start", "trainer"),
+        }
         unread = (*by_kind.get(kind, ()), *(() if causal in (None, True) else ("on_prompt",)))
         own = {f.name: f.default for f in dataclasses.fields(self)}
         for name in unread:
@@ -96,7 +97,7 @@ class Protocol:
                 raise InvalidInput(f"{who} does not read {name}.", "It would have no effect.", "Leave it out.")
 
     def changed(self, values: Mapping[str, Any]) -> Protocol:
-        """Another protocol with these numbers.
+        """Return another protocol with these numbers.
 
         Raises:
             InvalidInput: An unknown name, a value of another type, or one outside its range.

@@ -18,12 +18,15 @@ from ..errors import CoverageError, InvalidInput
 from ..execution.backward import Accumulator, feed
 from ..execution.loss import Data, token_count
 from ..execution.sites import Site, refuse_direct
+from ..models.blocks import is_conv1d, weight_of
 from ..progress import Progress, Steps
-from ..records import Block
+from ..records import Block, Module
 from ..scores import Scores
 from .curvature import common, fisher
 from .curvature.common import real_type
 from .curvature.gram import InnerProducts
+
+_NO_PLACE = "no adapter goes there"
 
 
 class _Started(InnerProducts):
@@ -41,7 +44,7 @@ class _Started(InnerProducts):
 
 
 def start_matrix(name: str, d_in: int, rank: int, seed: int) -> torch.Tensor:
-    """``(min(rank, d_in), d_in)`` start of A: uniform on ``+-1/sqrt(d_in)`` as in PEFT, seeded by module name."""
+    """Return a start of A, ``(min(rank, d_in), d_in)``: uniform on ``+-1/sqrt(d_in)`` as in PEFT, seeded by module name."""
     digest = hashlib.sha256(f"{seed}.{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return (2 * torch.rand(min(rank, d_in), d_in, generator=generator, dtype=torch.float64) - 1) / d_in**0.5
@@ -62,7 +65,7 @@ def score_adapter(
     replicates: int = 50,
     walk: str = "auto",
 ) -> Scores:
-    """Gain of adding a rank-r LoRA adapter at every matrix of a block, empirical Fisher in the space of B.
+    """Return the gain of adding a rank-r LoRA adapter at every matrix of a block, empirical Fisher in the space of B.
 
     Args:
         model: The model.
@@ -88,7 +91,7 @@ def score_adapter(
     """
     if rank < 1 or data.samples < 2:
         raise InvalidInput(f"rank={rank} with {data.samples} sequences.", "At least rank 1 and two sequences.", "Use rank=8.")
-    _refuse_direct(model, blocks)
+    refuse_direct(model, blocks, _NO_PLACE, routers=True)
     dtype, device = real_type(model)
     starts = {m.name: start_matrix(m.name, m.d_in, rank, seed).to(device, dtype) for b in blocks for m in b.modules}
     rows = _Started(blocks, data.samples, data.length, dtype=dtype, device=device, starts=starts, rank=rank)
@@ -129,21 +132,15 @@ class _Sums(Accumulator):
 
 
 def accumulated_gradients(
-    model: nn.Module,
-    data: Data,
-    modules: Sequence[str] | Sequence[Block],
-    *,
-    batch_size: int = 8,
-    progress: Progress | None = None,
+    model: nn.Module, data: Data, modules: Sequence[str], *, batch_size: int = 8
 ) -> dict[str, torch.Tensor]:
-    """Gradient of the mean token loss of every named weight matrix, as ``(d_out, d_in)`` (also for Conv1D).
+    """Return the gradient of the mean token loss of every named weight matrix, as ``(d_out, d_in)`` (also for Conv1D).
 
     Args:
         model: The model.
         data: The calibration set.
-        modules: Full names of weight matrices, or blocks.
+        modules: Full names of weight matrices.
         batch_size: Sequences per pass.
-        progress: Called with sequences done and in total.
 
     Returns:
         ``{name: (d_out, d_in)}`` in float32 (float64 for a float64 model), on the model's device.
@@ -153,40 +150,20 @@ def accumulated_gradients(
         UnknownBlock: The model has no such matrix.
     """
     common.check_inputs(batch_size)
-    blocks = [m if isinstance(m, Block) else _as_block(model, m) for m in modules]
+    blocks = [_as_block(model, name) for name in modules]
     dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
-    _refuse_direct(model, blocks)
+    refuse_direct(model, blocks, _NO_PLACE, routers=True)
     sums = _Sums(dtype)
-    feed(model, data, blocks, sums, batch_size=batch_size, tick=Steps(progress, data.samples))
+    feed(model, data, blocks, sums, batch_size=batch_size)
     n = token_count(model, data)
     return {m.name: sums.found[m.name] / n for b in blocks for m in b.modules}
 
 
-def truncated(gradients: dict[str, torch.Tensor], rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Best rank-r factors ``(U (d_out, r), S (r,), V' (r, d_in))`` of every gradient."""
-    out = {}
-    for name, gradient in gradients.items():
-        u, s, v = torch.linalg.svd(gradient.double(), full_matrices=False)
-        r = min(rank, len(s))
-        out[name] = (u[:, :r].to(gradient), s[:r].to(gradient), v[:r].to(gradient))
-    return out
-
-
 def _as_block(model: nn.Module, name: str) -> Block:
-    from ..models.blocks import is_conv1d, weight_of
-    from ..records import Module
-
     owner, parameter = weight_of(model, name, packed=True)
     shape = tuple(parameter.shape[::-1] if is_conv1d(owner) else parameter.shape)
     if isinstance(owner, nn.Linear):
         shape = (owner.out_features, owner.in_features)  # which a quantised parameter does not have
     if len(shape) != 2:
-        raise CoverageError(f"{name} is not a Linear: no adapter goes there.", "", "Linear and Conv1D matrices have adapters.")
+        raise CoverageError(f"{name} is not a Linear: {_NO_PLACE}.", "", "Linear and Conv1D matrices have adapters.")
     return Block(name=name, modules=(Module(name=name, d_out=shape[0], d_in=shape[1]),))
-
-
-def _refuse_direct(model: nn.Module, blocks: Sequence[Block]) -> None:
-    refuse_direct(model, blocks, "no adapter goes there", routers=True)
-
-
-__all__ = ["accumulated_gradients", "score_adapter", "start_matrix", "truncated"]

@@ -36,10 +36,21 @@ def trainer(folder, steps, accumulation=1, batch=4, rate=1e-2, callbacks=(), **o
     model = get_peft_model(zoo.adaptable(2), experts_for(zoo.adaptable(2), [3, 2], **options))
     zoo.perturb(model, scale=0.1)
     arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=batch, learning_rate=rate, report_to=[],
-        gradient_accumulation_steps=accumulation, save_steps=2, logging_steps=1, seed=3, use_cpu=True, disable_tqdm=True,
-        lr_scheduler_type="constant", max_grad_norm=0.0, optim="sgd" if rate > 1 else "adamw_torch",
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=batch,
+        learning_rate=rate,
+        report_to=[],
+        gradient_accumulation_steps=accumulation,
+        save_steps=2,
+        logging_steps=1,
+        seed=3,
+        use_cpu=True,
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        optim="sgd" if rate > 1 else "adamw_torch",
+    )
     return Trainer(model=model, args=arguments, train_dataset=Rows(), callbacks=list(callbacks))
 
 
@@ -67,9 +78,14 @@ def test_accumulation_leaves_the_balance_weight_as_it_is(tmp_path):
         moved = []
         for coefficient in (0.0, 50.0):
             run = trainer(
-                tmp_path / f"{accumulation}{coefficient}{len(callbacks)}", 1, accumulation, 8 // accumulation, 2.0,
-                callbacks, balance_coefficient=coefficient,
-            )  # fmt: skip
+                tmp_path / f"{accumulation}{coefficient}{len(callbacks)}",
+                1,
+                accumulation,
+                8 // accumulation,
+                2.0,
+                callbacks,
+                balance_coefficient=coefficient,
+            )
             start = weights(run.model)
             run.train()
             moved.append({n: p - start[n] for n, p in weights(run.model).items() if "router" in n})

@@ -144,9 +144,12 @@ def test_a_fused_projection_is_refused_with_the_name():
     )
     name = "gpt_neox.layers.0.attention.q_proj"
     plan = Plan(
-        kind="ranks", rule="by-hand", model={}, budget={},
+        kind="ranks",
+        rule="by-hand",
+        model={},
+        budget={},
         blocks=(PlanBlock(name=name, value=2.0, count=2, numel=256, modules=(name,)),),
-    )  # fmt: skip
+    )
     with pytest.raises(UnknownBlock, match=r"q_proj'; it holds that projection fused in .*query_key_value"):
         add_ranks(model, plan)
 
@@ -156,10 +159,16 @@ def test_fused_experts_are_refused_with_the_name():
 
     model = MixtralForCausalLM(
         MixtralConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, num_local_experts=2, head_dim=8,
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=2,
+            head_dim=8,
         )
-    )  # fmt: skip
+    )
     with pytest.raises(CoverageError, match=r"layers\.0\.mlp\.experts\.\w+ is a parameter .* several experts"):
         add_ranks(model, zoo.linears(model, 2))
 
@@ -169,9 +178,12 @@ def test_a_tied_module_is_refused_with_the_name():
 
     model = zoo.adaptable(tie_word_embeddings=True)
     plan = Plan(
-        kind="ranks", rule="by-hand", model={}, budget={},
+        kind="ranks",
+        rule="by-hand",
+        model={},
+        budget={},
         blocks=(PlanBlock(name="lm_head", value=2.0, count=2, numel=1, modules=("lm_head",)),),
-    )  # fmt: skip
+    )
     with pytest.raises(CoverageError, match=r"lm_head shares its weight with model\.embed_tokens"):
         add_ranks(model, plan)
 
@@ -269,9 +281,14 @@ def test_plain_mlps_beside_fused_experts_are_left_out_as_peft_takes_their_names_
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     experts = {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-    }  # fmt: skip
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    }
     config = transformers.Glm4MoeConfig(vocab_size=96, num_hidden_layers=2, **ids, **sizes, **experts)
     torch.manual_seed(0)
     model = transformers.Glm4MoeForCausalLM(config)
