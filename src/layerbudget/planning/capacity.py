@@ -313,9 +313,7 @@ def _by_scores(
     """Water-filling with the scores as weights (:func:`layerbudget.solvers.allocate`), rounded with a proven gap."""
     chosen: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility}
     chosen |= {"spend": spend, "method": method, **constants_of(alpha=alpha, gamma=gamma, units=units)}
-    return _allocated(
-        problem, problem.weights(damping, smoothing), **chosen, **constants_of(alpha=alpha, gamma=gamma, units=units)
-    )
+    return _allocated(problem, problem.weights(damping, smoothing), **chosen)
 
 
 @rule("ranks", "uniform", summary="the same rank everywhere, as far as the bounds allow")
