@@ -29,7 +29,6 @@ from layerbudget.decisions.shapes.plan import plan_shapes
 from layerbudget.decisions.shapes.save import save_smaller
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
-from layerbudget.decisions.sparsity.recovery import recover
 from layerbudget.errors import UnknownStructure
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.models.blocks import layers, partition
@@ -143,7 +142,7 @@ def parse():
     parser.add_argument("--label")
     parser.add_argument("--data", default="stdlib")
     for name, default in (
-        ("samples", 16), ("length", 128), ("windows", 32), ("rounds", 7), ("remove", 3), ("steps", 0), ("multiple", 8),
+        ("samples", 16), ("length", 128), ("windows", 32), ("rounds", 7), ("remove", 3), ("multiple", 8),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--fraction", type=float, default=0.25)
@@ -160,11 +159,6 @@ def main():
     data = calibration(a.data, tokenizer, samples=a.samples, length=a.length)
     held_out = evaluation_set(a.data, tokenizer, length=a.length, windows=a.windows)
     models, plans = smaller_models(model, data, a)
-    if a.steps:
-        for name in list(models)[1:]:
-            recovered = copy.deepcopy(models[name])
-            recover(recovered, calibration(a.data, tokenizer, samples=8 * a.steps // 2, length=a.length, seed=1), steps=a.steps)
-            models[f"{name}, {a.steps} steps of masked LoRA recovery"] = recovered
     times = seconds(models, data.input_ids, a.rounds)
     rows = []
     for name, m in models.items():

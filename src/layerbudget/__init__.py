@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.sparsity.apply import prune as prune
     from .decisions.sparsity.plan import plan_sparsity as plan_sparsity
     from .decisions.sparsity.receipt import recount as recount
-    from .decisions.sparsity.recovery import recover as recover
     from .decisions.sparsity.save import save_pruned as save_pruned
     from .doctor import diagnose as diagnose
     from .evaluation.perplexity import evaluation_set as evaluation_set
@@ -84,7 +83,6 @@ _PUBLIC = {
     "apply_plan": "decisions.apply",
     "write_bits": "decisions.bits.apply",
     "remove_units": "decisions.shapes.apply",
-    "recover": "decisions.sparsity.recovery",
     "to_lora_config": "decisions.ranks.apply",
     "add_ranks": "decisions.ranks.apply",
     "add_experts": "decisions.experts.method",

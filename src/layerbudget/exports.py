@@ -147,7 +147,7 @@ def llm_compressor(plan: Plan, *, method: str | None = None, pattern: str | None
         levels: At most so many distinct ratios, the total kept.
     """
     from .decisions.sparsity.apply import method_of, other_pruner
-    from .decisions.sparsity.export import recipe
+    from .decisions.sparsity.save import recipe
 
     method, _ = method_of(plan, method, {})
     lines = [f"# {note}" for note in other_pruner(plan, method)]

@@ -11,7 +11,7 @@ from tests import zoo
 
 from layerbudget.compressors.base import Treatment, find_treatment
 from layerbudget.decisions.sparsity.apply import prune
-from layerbudget.decisions.sparsity.export import recipe
+from layerbudget.decisions.sparsity.save import recipe
 from layerbudget.errors import CorruptFile, InvalidInput, NotFound
 from layerbudget.plan import Plan, RowGroups, beside
 from layerbudget.records import dumps

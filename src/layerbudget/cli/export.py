@@ -52,13 +52,13 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _packed(arguments: argparse.Namespace) -> dict[str, Any]:
-    from ..decisions.sparsity.export import pack
+    from ..decisions.sparsity.save import pack
 
     refuse(arguments, (*_OPTIONS, "own"), "packed")
     out = arguments.out or "packed.safetensors"
     sizes = pack(arguments.plan, out)
     arguments.console.print(
         f"{sizes['dense']:,} bytes packed into {sizes['packed']:,} ({sizes['packed'] / sizes['dense']:.0%}): {out}. For "
-        "storage only: no runtime reads it; layerbudget.decisions.sparsity.export.unpack gives every tensor back."
+        "storage only: no runtime reads it; layerbudget.decisions.sparsity.save.unpack gives every tensor back."
     )
     return {"format": "packed", **sizes, "output": str(out)}

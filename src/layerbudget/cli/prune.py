@@ -35,13 +35,13 @@ def register(subparsers: Any) -> None:
 def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prune, recount, save, and say what is smaller and what is not."""
     from ..decisions.sparsity.apply import method_of, other_pruner, prune
-    from ..decisions.sparsity.resume import clear_checkpoints
-    from ..decisions.sparsity.room import check_room
-    from ..decisions.sparsity.save import check_output, save_pruned
+    from ..decisions.sparsity.save import check_room, save_pruned
     from ..execution.processes import is_main
     from ..kinds import check_kind
     from ..plan import Plan
     from ..report.page import runtime_box
+    from ..storage.folders import check_folder
+    from ..storage.parts import clear
 
     plan = Plan.load(arguments.plan)
     check_kind(plan.kind, ("sparsity", *SMALLER), "cannot be pruned")
@@ -49,7 +49,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     if plan.kind not in SMALLER:
         arguments.method, own = method_of(plan, arguments.method, own)
     _refuse_unread(arguments, plan.kind)
-    check_output(arguments.out, overwrite=arguments.overwrite)
+    check_folder(arguments.out, overwrite=arguments.overwrite)
     model, tokenizer, data = _load(arguments, plan.kind)
     check_room(model, arguments.out, resume=arguments.resume, plan=plan)
     _expect(arguments, plan, model, data)
@@ -68,7 +68,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     if is_main():
         out = save_pruned(model, tokenizer, plan, receipt, arguments.out, overwrite=arguments.overwrite)
         if arguments.resume:
-            clear_checkpoints(arguments.resume)
+            clear(arguments.resume)
     arguments.console.print(
         f"Recounted sparsity {receipt.sparsity:.6f} (planned {receipt.planned:.6f}) in {receipt.seconds:.1f} s; saved to {out}."
     )

@@ -29,16 +29,16 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..decisions.bits.apply import write_bits
     from ..decisions.bits.program import formats_of_plan
     from ..decisions.joint.recipe import bits_of
-    from ..decisions.sparsity.save import check_output
     from ..doctor.cost import treating
     from ..plan import Plan
+    from ..storage.folders import check_folder
     from ..storage.parts import clear
     from ..storage.writing import check_space
     from .shared import load
 
     plan = bits_of(Plan.load(arguments.plan))
     formats_of_plan(plan)
-    check_output(arguments.out, overwrite=arguments.overwrite)
+    check_folder(arguments.out, overwrite=arguments.overwrite)
     method = arguments.method or str(plan.extra["method"])
     blind = find_quantiser(method).statistic == "none"
     if blind:
@@ -70,7 +70,7 @@ def handler(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _size(model: Any, plan: Any) -> int:
     """Bytes of what will be written: what the plan counted, the rest of the model in two bytes each, and a tokenizer."""
-    from ..decisions.sparsity.room import BESIDE
+    from ..decisions.sparsity.save import BESIDE
 
     total = sum(p.numel() for p in model.parameters())
     return BESIDE + int(plan.counts.sum()) + 2 * max(0, total - int(plan.numel.sum()))

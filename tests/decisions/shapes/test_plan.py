@@ -20,7 +20,7 @@ from layerbudget.decisions.shapes.parts import ZEROS, Price
 from layerbudget.decisions.shapes.plan import plan_shapes
 from layerbudget.decisions.shapes.save import check_exportable, save_smaller
 from layerbudget.decisions.shapes.units import find_parts
-from layerbudget.decisions.sparsity.export import pack
+from layerbudget.decisions.sparsity.save import pack
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownStructure
 from layerbudget.execution.divergence import kl_sum
 from layerbudget.models.blocks import layers, partition, weight_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests import zoo
 
-from layerbudget.decisions.sparsity.export import recipe
+from layerbudget.decisions.sparsity.save import recipe
 from layerbudget.models.blocks import weight_of
 
 

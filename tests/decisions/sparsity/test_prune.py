@@ -13,12 +13,12 @@ from tests import zoo
 
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.receipt import Receipt, recount
-from layerbudget.decisions.sparsity.resume import clear_checkpoints
 from layerbudget.decisions.sparsity.save import read_metadata, save_pruned
 from layerbudget.errors import AlreadyExists, InvalidInput, ModelMismatch
 from layerbudget.execution.walk import Walk
 from layerbudget.models.blocks import weight_of
 from layerbudget.plan import Plan
+from layerbudget.storage.parts import clear
 
 
 def state(model):
@@ -109,7 +109,7 @@ def test_an_interrupted_run_continues(tmp_path):
     once_more = zoo.build("llama")  # saving failed, say: nothing is computed twice
     prune(once_more, plan, zoo.tokens(), "sparsegpt", 4, resume=tmp_path / "state")
     assert same(state(whole), state(once_more))
-    clear_checkpoints(tmp_path / "state")
+    clear(tmp_path / "state")
     assert not (tmp_path / "state").exists()
 
 
@@ -228,5 +228,5 @@ def test_clearing_removes_the_checkpoints_and_nothing_of_the_users(tmp_path):
     model = zoo.build("llama")
     prune(model, zoo.plan(model), zoo.tokens(), "wanda", 4, resume=tmp_path)
     assert len(list(tmp_path.glob("block-*"))) > 1  # they wait until the caller has saved
-    clear_checkpoints(tmp_path)
+    clear(tmp_path)
     assert [f.name for f in tmp_path.iterdir()] == ["thesis.tex"]

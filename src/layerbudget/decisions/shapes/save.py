@@ -17,7 +17,8 @@ from ...models.blocks import config_of, describe, layers, pretrained
 from ...models.provenance import versions
 from ...plan import Plan
 from ...records import SCHEMA_VERSION, dumps, write_text
-from ..sparsity.save import add_metadata, new_folder
+from ...storage.folders import new_folder
+from ..sparsity.save import add_metadata
 from .layouts import FIND, Attention, Where, described, undescribed
 
 

@@ -1,1 +1,1 @@
-"""Apply a sparsity plan to a model: magnitude, Wanda, SparseGPT; recovery; export."""
+"""How sparse every block becomes: plan, apply, files."""

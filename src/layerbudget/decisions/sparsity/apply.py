@@ -1,4 +1,4 @@
-"""Prune a model in place under a plan."""
+"""Prune a model in place under a plan, layer after layer, each with the inputs that the pruned layers below it give."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
-from ...compressors.base import Treatment, find_treatment
+from ...compressors.base import Level, Treatment, find_treatment
+from ...compressors.select import check_group, parse_pattern, share
 from ...compressors.treating import Job, Treating
 from ...data.calibration import CalibrationSet
-from ...errors import InvalidInput
+from ...errors import InvalidInput, ModelMismatch, UnknownBlock
 from ...execution.modes import inference
-from ...execution.processes import process_group
+from ...execution.processes import broadcast, is_main, process_group, shard
 from ...execution.walk import Walk, check_autocast
 from ...kinds import check_kind
-from ...models.blocks import check_finite, describe, layers
+from ...models.blocks import check_finite, describe, layers, partition, weight_of
 from ...models.offload import mapped
 from ...models.provenance import computation, versions
-from ...plan import Plan
+from ...plan import Plan, PlanBlock, members
 from ...progress import Progress, Steps
-from .jobs import Options, plan_jobs
+from ...records import Module
+from ...storage.parts import Parts
 from .receipt import Receipt, check_recount, recount, recount_rows
-from .resume import Resume
 
 
 def prune(
@@ -47,7 +49,7 @@ def prune(
     autocast: str | None = None,
     **own: Any,
 ) -> Receipt:
-    """Prune a model in place.
+    """Prune a model in place under a plan, and return the receipt.
 
     By default every block loses exactly the planned number of weights, split over its matrices in proportion to their
     size. One statistics pass per block with the dense block, one propagation pass with the pruned block.
@@ -68,7 +70,7 @@ def prune(
         store: Where activations live: ``device`` (default), ``cpu`` or ``disk``.
         folder: Where ``disk`` puts its temporary files.
         resume: Folder for per-block checkpoints; a run that was interrupted continues from it. They stay there until
-            :func:`~layerbudget.decisions.sparsity.resume.clear_checkpoints`, to be called once the pruned model is saved.
+            :func:`layerbudget.storage.parts.clear`, to be called once the pruned model is saved.
         autocast: ``bfloat16`` or ``float16``: run the calibration forwards in that precision. Statistics, factorisations and
             weights stay in their own; entries near the threshold may change places. Several times faster on CPUs with AMX.
         **own: Options of the method; of SparseGPT ``damping`` (relative to the mean of its Hessian's diagonal, 0.01).
@@ -86,32 +88,60 @@ def prune(
     method, own = method_of(plan, method, own)
     treatment = find_treatment(method).with_options(own)
     _check_read(treatment, true_sequential=true_sequential, autocast=autocast, resume=resume)
-    options = Options(
-        treatment=treatment, own=treatment.resolve_options(own),
-        batch_size=1 if parity else 8 if batch_size is None else batch_size,
-        parity=parity, pattern=pattern, store=store or "device", true_sequential=true_sequential,
-        folder=None if folder is None else Path(folder), autocast=autocast,
-    )  # fmt: skip
-    _check_precision(options)
-    identity = describe(model)
-    _check(plan, data, treatment, identity)
-    check_finite(model)
-    jobs = plan_jobs(model, plan, options)
+    batch_size = 1 if parity else 8 if batch_size is None else batch_size
     treating = Treating(model, treatment, parity=parity, true_sequential=true_sequential)
+    check_autocast(autocast)
+    if autocast and parity:
+        raise InvalidInput("parity and autocast exclude each other.", "The references run in the model's own precision.", "")
+    check_kind(plan.kind, ("sparsity",), "cannot be pruned")
+    if data is None and treatment.statistic != "none":
+        raise InvalidInput(f"{treatment.name} needs calibration data.", "", "Pass data, or use method magnitude.")
+    identity = describe(model)
+    plan.validate(identity)
+    check_finite(model)
+    jobs = _jobs(model, plan, parity, pattern)
+    settings = {"method": treatment.name, "batch_size": batch_size, "parity": parity, "pattern": pattern}
+    settings |= {"true_sequential": true_sequential, "autocast": autocast, **treatment.resolve_options(own)}
     started = time.monotonic()
     if data is not None:
-        treating.begin(data, options.batch_size)
-    with _kept(model, resume, folder) as kept:
+        treating.begin(data, batch_size)
+    with _parts_folder(model, resume, folder) as kept:
         if treatment.statistic == "none" or data is None:
-            forwards, notes = _without_data(treating, jobs, Resume(kept, {}), progress)
+            forwards, notes = _without_data(treating, jobs, _Checkpoints(kept, {}), progress)
         else:
-            key = {"plan": plan.digest, "model": identity["digest"], "data": data.digest, **options.settings()}
-            key.pop("store")  # where activations live changes no number
-            checkpoint = Resume(kept, {**key, "computation": computation(model), "versions": versions()})
-            forwards, notes = _over_layers(treating, jobs, _share(data), options, checkpoint, progress)
+            request = {"plan": plan.digest, "model": identity["digest"], "data": data.digest, **settings}
+            request |= {"computation": computation(model), "versions": versions()}
+            with inference(model):
+                walk = Walk(
+                    model, shard(data), batch_size=batch_size, store=store or "device", folder=folder, autocast=autocast
+                )
+                try:
+                    notes = _over_layers(treating, jobs, walk, _Checkpoints(kept, request), progress)
+                finally:
+                    walk.close()
+            forwards = walk.forwards
     seconds = time.monotonic() - started
     notes += other_pruner(plan, method)
-    return _receipt(model, plan, data, jobs, options, identity=identity, forwards=forwards, seconds=seconds, notes=notes)
+    found = recount(model, plan.blocks)
+    planned = {b.name: sum(jobs[m].level.zeros for m in b.modules) for b in plan.blocks}
+    if not parity:
+        notes += check_recount(found, {name: t.level.zeros for name, t in jobs.items()})
+    return Receipt(
+        method=treatment.name,
+        settings={**settings, "store": store or "device"},
+        plan_digest=plan.digest,
+        model={**identity, "computation": computation(model)},
+        data=data.describe() if data is not None and treatment.statistic != "none" else {},
+        blocks={name: {**block, "planned": planned[name]} for name, block in found["blocks"].items()},
+        modules=found["modules"],
+        sparsity=found["sparsity"],
+        planned=sum(planned.values()) / found["numel"],
+        forwards=forwards,
+        seconds=seconds,
+        notes=notes,
+        versions=versions(),
+        rows=recount_rows(model, plan),
+    )
 
 
 def method_of(plan: Plan, method: str | None, own: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -131,39 +161,8 @@ def other_pruner(plan: Plan, method: str) -> tuple[str, ...]:
     )
 
 
-def _receipt(
-    model: nn.Module, plan: Plan, data: CalibrationSet | None, jobs: Mapping[str, Job], options: Options, *,
-    notes: tuple[str, ...], **record: Any,
-) -> Receipt:  # fmt: skip
-    """Recount, compare with the plan, and write down what was done."""
-    found = recount(model, plan.blocks)
-    planned = {b.name: sum(jobs[m].level.zeros for m in b.modules) for b in plan.blocks}
-    if not options.parity:
-        notes += check_recount(found, {name: t.level.zeros for name, t in jobs.items()})
-    return Receipt(
-        method=options.treatment.name,
-        settings=options.settings(),
-        plan_digest=plan.digest,
-        model={**record["identity"], "computation": computation(model)},
-        data=data.describe() if data is not None and options.treatment.statistic != "none" else {},
-        blocks={name: {**block, "planned": planned[name]} for name, block in found["blocks"].items()},
-        modules=found["modules"],
-        sparsity=found["sparsity"],
-        planned=sum(planned.values()) / found["numel"],
-        forwards=record["forwards"],
-        seconds=record["seconds"],
-        notes=notes,
-        versions=versions(),
-        rows=recount_rows(model, plan),
-    )
-
-
 def _check_read(treatment: Treatment, **given: Any) -> None:
-    """Refuse options of the passes over data where the method makes none.
-
-    Raises:
-        InvalidInput: Names the option.
-    """
+    """Refuse options of the passes over data where the method makes none."""
     for name, value in given.items():
         if treatment.statistic == "none" and value is not None and value is not False:
             raise InvalidInput(
@@ -171,27 +170,8 @@ def _check_read(treatment: Treatment, **given: Any) -> None:
             )
 
 
-def _check(plan: Plan, data: CalibrationSet | None, treatment: Treatment, identity: Mapping[str, Any]) -> None:
-    check_kind(plan.kind, ("sparsity",), "cannot be pruned")
-    if data is None and treatment.statistic != "none":
-        raise InvalidInput(f"{treatment.name} needs calibration data.", "", "Pass data, or use method magnitude.")
-    plan.validate(identity)
-
-
-def _check_precision(options: Options) -> None:
-    check_autocast(options.autocast)
-    if options.autocast and options.parity:
-        raise InvalidInput("parity and autocast exclude each other.", "The references run in the model's own precision.", "")
-
-
-def _share(data: CalibrationSet) -> CalibrationSet:
-    """The sequences of this process, where there are several."""
-    together = process_group()
-    return data if together is None else data.select(together.shard(range(data.samples)))
-
-
 @contextlib.contextmanager
-def _kept(model: nn.Module, resume: Path | str | None, folder: Path | str | None) -> Iterator[Path | str | None]:
+def _parts_folder(model: nn.Module, resume: Path | str | None, folder: Path | str | None) -> Iterator[Path | str | None]:
     """Where finished layers are kept: weights that lie in files go to new ones, which vanish when nothing maps them."""
     if resume is not None or mapped(model) is None:
         yield resume
@@ -210,51 +190,172 @@ def _kept(model: nn.Module, resume: Path | str | None, folder: Path | str | None
             shutil.rmtree(shared, ignore_errors=True)
 
 
+class _Checkpoints:
+    """The pruned weights of every finished layer, as parts of a run."""
+
+    def __init__(self, folder: Path | str | None, request: Mapping[str, Any]) -> None:
+        self.parts, self.off = Parts(folder if is_main() else None, request), folder is None
+
+    def _find(self, index: int) -> Path | None:
+        return None if self.off else broadcast(lambda: self.parts.find(f"block-{index}"))
+
+    def load(self, model: nn.Module, index: int, names: Sequence[str]) -> bool:
+        """Put back the weights of a finished layer; false when it is not finished, or broken."""
+        file = self._find(index)
+        if file is None:
+            return False
+        from safetensors.torch import load_file
+
+        if self._remap(model, file, names):
+            return True
+        held = load_file(file)
+        for name in names:
+            weight_of(model, name)[1].data.copy_(held[name])
+        return True
+
+    def save(self, model: nn.Module, index: int, names: Sequence[str]) -> None:
+        """Keep the weights of a finished layer, and let them lie there where the model's weights lie in files."""
+        from safetensors.torch import save_file
+
+        if self.parts.folder is not None:
+            tensors = {n: weight_of(model, n)[1].detach().cpu().contiguous() for n in names}
+            self.parts.put(f"block-{index}", "safetensors", lambda path: save_file(tensors, path))
+        file = None if mapped(model) is None else self._find(index)
+        if file is not None:
+            self._remap(model, file, names)
+
+    def _remap(self, model: nn.Module, file: Path, names: Sequence[str]) -> bool:
+        files = mapped(model)
+        if files is not None:
+            files.remap({name: weight_of(model, name)[1] for name in names}, file)
+        return files is not None
+
+
 def _without_data(
-    treating: Treating, jobs: Mapping[str, Job], kept: Resume, progress: Progress | None
+    treating: Treating, jobs: Mapping[str, Job], checkpoints: _Checkpoints, progress: Progress | None
 ) -> tuple[int, tuple[str, ...]]:
     """Every matrix by itself."""
     active = [t for t in jobs.values() if not t.level.idle]
     tick = Steps(progress, len(active))
     for done, job in enumerate(active, 1):
         treating.jobs([job], {})
-        kept.save(treating.model, done, [job.module.name])
-        kept.settle(treating.model, done, [job.module.name])
+        checkpoints.save(treating.model, done, [job.module.name])
         tick()
     return 0, ()
 
 
 def _over_layers(
-    treating: Treating,
-    jobs: Mapping[str, Job],
-    data: CalibrationSet,
-    options: Options,
-    checkpoint: Resume,
-    progress: Progress | None,
-) -> tuple[int, tuple[str, ...]]:
-    """Layer after layer, each with the inputs that the pruned layers below it give."""
-    model = treating.model
+    treating: Treating, jobs: Mapping[str, Job], walk: Walk, checkpoints: _Checkpoints, progress: Progress | None
+) -> tuple[str, ...]:
     active = [t for t in jobs.values() if not t.level.idle]
-    by_layer = [[t for t in active if t.module.name.startswith(f"{name}.")] for name, _ in layers(model)]
+    by_layer = [[t for t in active if t.module.name.startswith(f"{name}.")] for name, _ in layers(treating.model)]
     last = max((i for i, work in enumerate(by_layer) if work), default=-1)
     notes: list[str] = []
-    with inference(model):
-        walk = Walk(
-            model, data, batch_size=options.batch_size, store=options.store, folder=options.folder, autocast=options.autocast
-        )
-        try:
-            tick = Steps(progress, last + 1)
-            if last >= 0:
-                walk.capture()
-            for i in range(last + 1):
-                names = [t.module.name for t in by_layer[i]]
-                if not checkpoint.load(model, i, names):
-                    notes += treating.layer(walk, by_layer[i])
-                    checkpoint.save(model, i, names)
-                    checkpoint.settle(model, i, names)
-                if i < last:
-                    walk.advance()
-                tick()
-        finally:
-            walk.close()
-    return walk.forwards, tuple(notes)
+    tick = Steps(progress, last + 1)
+    if last >= 0:
+        walk.capture()
+    for i in range(last + 1):
+        names = [t.module.name for t in by_layer[i]]
+        if not checkpoints.load(treating.model, i, names):
+            notes += treating.layer(walk, by_layer[i])
+            checkpoints.save(treating.model, i, names)
+        if i < last:
+            walk.advance()
+        tick()
+    return tuple(notes)
+
+
+def _jobs(model: nn.Module, plan: Plan, parity: bool, pattern: str | None) -> dict[str, Job]:
+    """What each weight matrix loses: the plan split over the model's matrices."""
+    known = {m.name: m for b in partition(model, "linear") for m in b.modules}
+    _check_rows(plan, parity=parity, pattern=pattern)
+    zeroed, group = parse_pattern(pattern) if pattern else (None, 0)
+    per_block = _zeroed_per_block(plan, zeroed, group) if group else {}
+    jobs: dict[str, Job] = {}
+    for block in plan.blocks:
+        missing = [m for m in block.modules if m not in known]
+        if missing:
+            raise UnknownBlock(
+                f"The plan's {block.name} names {missing[0]!r}, which the model does not have.", "", "Plan again."
+            )
+        modules = [known[m] for m in block.modules]
+        if sum(m.numel for m in modules) != block.numel:
+            raise ModelMismatch(
+                f"{block.name} has {block.numel} weights in the plan and {sum(m.numel for m in modules)} in the model.", "",
+                "Plan this model.",
+            )  # fmt: skip
+        if group:
+            for m in modules:
+                check_group(m.d_in, group, m.name)
+            n = per_block[block.name]
+            counts = [m.numel // group * n for m in modules]
+        else:
+            counts = share(block.count, [m.numel for m in modules])
+        for m, count in zip(modules, counts, strict=True):
+            level = Level(
+                zeros=count,
+                ratio=block.value if parity and not group else None,
+                pattern=(per_block[block.name], group) if group else None,
+                rows=_rows_of(plan, m, count),
+            )
+            jobs[m.name] = Job(module=m, level=level)
+    return jobs
+
+
+def _check_rows(plan: Plan, **given: Any) -> None:
+    if plan.rows is None:
+        return
+    plan.rows.require()
+    for name, value in given.items():
+        if value:
+            raise InvalidInput(
+                f"The plan decides groups of {plan.rows.size} rows, and {name} was given.",
+                "It fixes every group's count.",
+                "Leave it out, or plan by linear.",
+            )
+
+
+def _rows_of(plan: Plan, module: Module, count: int) -> tuple[int, np.ndarray] | None:
+    """What every group of rows of a matrix loses, where the plan says so."""
+    if plan.rows is None:
+        return None
+    size, zeros = plan.rows.size, plan.rows.counts.get(module.name)
+    if zeros is None:
+        raise UnknownBlock(f"The plan has no counts for the rows of {module.name}.", "", "Plan again.")
+    room = np.tile(members(module.d_out, size) * module.d_in, module.copies)
+    groups = room.size
+    if zeros.shape != (groups,) or (zeros < 0).any() or (zeros > room).any() or int(zeros.sum()) != count:
+        raise InvalidInput(
+            f"The counts of the rows of {module.name} do not fit: {zeros.size} groups, {int(zeros.sum())} entries.",
+            f"It has {groups} groups of {size} rows and loses {count} entries.", "Plan again.",
+        )  # fmt: skip
+    return size, zeros
+
+
+def _zeroed_per_block(plan: Plan, zeroed: int | None, group: int) -> dict[str, int]:
+    """N of every block: given, or the nearest to the plan with the total kept as near as whole numbers allow."""
+    if zeroed is not None:
+        off = [b for b in plan.blocks if abs(b.count / b.numel - zeroed / group) > 0.5 / group]
+        if off:
+            raise InvalidInput(
+                f"The plan asks {off[0].name} for {off[0].count / off[0].numel:.3f}, the pattern gives {zeroed / group:.3f}.",
+                f"With {zeroed}:{group} every block is pruned to {zeroed / group:.3f}.",
+                f"Plan uniformly at {zeroed / group:g}, or use the pattern n:{group} to follow the plan.",
+            )
+        return {b.name: zeroed for b in plan.blocks}
+    chosen = {b.name: b.count * group // b.numel for b in plan.blocks}
+    missing = sum(b.count for b in plan.blocks) - sum(chosen[b.name] * b.numel / group for b in plan.blocks)
+    order = sorted(plan.blocks, key=lambda b: -(b.count * group / b.numel % 1))
+    for block in _raised(order, missing, group):
+        chosen[block.name] += 1
+    return chosen
+
+
+def _raised(order: list[PlanBlock], missing: float, group: int) -> list[PlanBlock]:
+    raised = []
+    for block in order:
+        step = block.numel / group
+        if missing >= step / 2 and block.count * group % block.numel:
+            raised.append(block)
+            missing -= step
+    return raised
