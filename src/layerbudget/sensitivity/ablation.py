@@ -86,13 +86,6 @@ def ablation(
     cost about K/2 forward passes (K where the model has no single stack of layers). A negative score says that the loss is
     lower without the block.
 
-    Args:
-        model: The model.
-        data: Calibration set.
-        blocks: Blocks to score.
-        batch_size: Sequences per forward pass; the result does not depend on it.
-        progress: Called with sequences done and in total.
-
     Returns:
         A record with orientation ``gain`` and standard errors over sequences.
 
@@ -136,12 +129,7 @@ def block_influence(
 
     A layer that hardly turns its hidden states is the first to go; orientation ``gain``. One forward pass in all.
 
-    Args:
-        model: The model.
-        data: Calibration set; padding is left out.
-        blocks: Blocks that are whole layers (``partition(model, by="layer")``).
-        batch_size: Sequences per forward pass; the result does not depend on it.
-        progress: Called with sequences done and in total.
+    Blocks are whole layers (``partition(model, by="layer")``); padding is left out.
 
     Raises:
         InvalidInput: A block is not a whole layer.

@@ -116,13 +116,7 @@ def outlier_ratio(
     ``A = |W| * sqrt(sum over tokens x^2)``; the matrices of a block are pooled, the comparison is strict. A common factor of
     the activation statistic (the number of sequences) cancels. More outliers: protect more (orientation ``gain``).
 
-    Args:
-        model: The dense model.
-        data: Calibration set; padding is left out.
-        blocks: Blocks to score.
-        multiple: ``M`` of the source, which uses 3 by default and recommends 5 for LLaMA-7B (the default here).
-        batch_size: Sequences per forward pass; the result does not depend on it.
-        progress: Called with sequences done and in total.
+    ``multiple`` is ``M`` of the source, which uses 3 by default and recommends 5 for LLaMA-7B (the default here).
 
     Raises:
         CoverageError: A matrix whose input cannot be seen (fused experts), or that no token reached.
@@ -147,13 +141,6 @@ def mean_metric(
     """DLP's importance ``1 - s_i / sum s``, ``s_i`` the mean of ``|W| sqrt(mean x^2)`` over a block (arXiv 2505.23807).
 
     Activations grow with depth and with them the metric: later blocks count as less important.
-
-    Args:
-        model: The dense model.
-        data: Calibration set; padding is left out.
-        blocks: Blocks to score.
-        batch_size: Sequences per forward pass; the result does not depend on it.
-        progress: Called with sequences done and in total.
 
     Raises:
         CoverageError: A matrix whose input cannot be seen (fused experts), or that no token reached.
@@ -224,14 +211,8 @@ def reconstruction(
 ) -> Scores:
     """LSA's importance ``1 - s_k / sum s``, s_k the mean over a block's matrices of :func:`removal_error`, on the dense model.
 
-    Args:
-        model: The dense model; walked layer by layer, one layer's second moments at a time.
-        data: Calibration tokens; padding is left out.
-        blocks: Layers, or single matrices.
-        share: Fraction that goes; the published default is a half.
-        width: Inputs of a block.
-        batch_size: Sequences per forward.
-        progress: Called with (layers done, layers).
+    The model is walked layer by layer, one layer's second moments at a time. Blocks are layers, or single matrices.
+    ``share`` of every ``width`` inputs goes; the published default is a half.
 
     Raises:
         InvalidInput: Data that are not tokens, or an option outside its domain.
@@ -379,12 +360,7 @@ def spectral_tail(
 ) -> Scores:
     """Mean power-law exponent of each block's weight spectra, unweighted over matrices; fused copies are averaged.
 
-    Args:
-        model: The dense model.
-        data: Not read: the score is of the weights only.
-        blocks: Blocks to score.
-        method: ``peak`` (:func:`alpha_peak`, the default of both sources) or ``mid``, above the median eigenvalue.
-        progress: Called with blocks done and in total.
+    ``method`` is ``peak`` (:func:`alpha_peak`, the default of both sources) or ``mid``, above the median eigenvalue.
 
     Returns:
         A record with orientation ``redundancy``; ``extra["modules"]`` holds the exponent of each matrix.

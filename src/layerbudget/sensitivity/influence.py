@@ -211,16 +211,8 @@ def score_layerif(
 ) -> Scores:
     """Aggregated training-to-validation influence of every block; orientation ``gain``.
 
-    Args:
-        model: The base model.
-        data: Training samples; without ``validation`` the last seventh of them is held out (the paper's 300 : 50).
-        blocks: Blocks to score.
-        validation: Validation samples.
-        mode: ``clean`` or ``parity``, see :func:`influence`.
-        aggregation: ``all`` or ``positive``, see :func:`aggregate`. The other one is kept in ``extra``.
-        batch_size: Samples per pass; the result does not depend on it.
-        walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits.
-        progress: Called with sequences done and in total.
+    Without ``validation`` the last seventh of the data is held out (the paper's 300 : 50). ``mode`` is that of
+    :func:`influence`, ``aggregation`` that of :func:`aggregate`; the other one is kept in ``extra``.
 
     Returns:
         A record; the standard error (for ``all``) is that of a sum over independent validation samples, the training

@@ -71,17 +71,8 @@ def score_rank_gain(
     A block of several matrices gives every one of them the same rank; increments add up. The noise floor comes from two halves
     of the data, whose shares in ``G = G_1 + G_2`` have nearly the same expectation: ``|G_1 - G_2|^2``, in the whitened space.
 
-    Args:
-        model: The model.
-        data: The calibration set, two sequences or more.
-        blocks: K blocks.
-        damping: a and s in units of :func:`damping_scale`, 1 by default.
-        batch_size: Sequences per pass.
-        seed: Of the sampled labels.
-        progress: Called with sequences done and in total.
-        largest: How many ranks per matrix are kept.
-        walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits. By layers, one layer's factors exist at a time.
-        finished: Blocks that an earlier run has finished.
+    ``damping`` is a and s in units of :func:`damping_scale`, 1 by default; ``largest`` ranks per matrix are kept; labels are
+    sampled by ``seed``. By layers, one layer's factors exist at a time.
 
     Returns:
         ``gain`` sums all ranks; ``extra['increments']`` has, per damping and block, the gain of the first, second, ... rank;

@@ -118,17 +118,9 @@ def score_hessian(
 ) -> Scores:
     """``zeta^2 = g'(H + tau I)^-1 g``, null where ``H + tau I`` is indefinite.
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: K blocks.
-        damping: One or several; ``None`` for the default sweep.
-        damping_unit: ``max`` (times the largest ``|Ritz value|``) or ``absolute``.
-        batch_size: Sequences per pass.
-        progress: Called with blocks done and in total.
-        steps: Largest number of products per block; with fewer than 10 a negative eigenvalue may be missed.
-        tolerance: Relative change of the gains over the last two products at which to stop (after 10).
-        absolute: Use ``|H|``.
+    ``damping_unit`` is ``max`` (times the largest ``|Ritz value|``) or ``absolute``; ``absolute=True`` uses ``|H|``. At
+    most ``steps`` products per block are taken (with fewer than 10 a negative eigenvalue may be missed), until the gains
+    change by less than ``tolerance`` (relative) over the last two, after 10.
 
     Returns:
         Gains. Null where a Ritz value shows that there is none, with a status such as ``negative curvature -0.4 in

@@ -45,19 +45,9 @@ def score_gram(
 ) -> Scores:
     """Gain under the empirical Fisher, ``zeta^2 = g'(S'S/N + tau I)^-1 g``, with floor, errors and verdict.
 
-    Args:
-        model: The model.
-        data: n sequences.
-        blocks: K blocks.
-        damping: One or several; ``None`` for the default sweep.
-        damping_unit: ``max``, ``mean`` (of each block's eigenvalues), ``median`` or ``absolute``.
-        batch_size: Sequences per pass; the result does not depend on it beyond rounding.
-        seed: Of the bootstrap, the halves and the sketch.
-        progress: Called with sequences done and in total.
-        sketch: ``r`` or ``(r_out, r_in)``: Kronecker sketch, for models whose gradients do not fit.
-        replicates: Bootstrap replicates.
-        walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits (:mod:`layerbudget.execution.backward`).
-        resume: Folder that keeps the rows of every sequence; only sequences that it lacks are computed.
+    ``sketch`` is ``r`` or ``(r_out, r_in)``: a Kronecker sketch, for models whose gradients do not fit. ``replicates`` are
+    of the bootstrap; ``seed`` is that of the bootstrap, the halves and the sketch. Under ``resume`` the rows of every
+    sequence are kept, and only those that the folder lacks are computed.
 
     Returns:
         Gains (bounded by n/N), standard errors and floors ``d_eff/N``; ``extra`` holds excess, z, centred gain, cross-fit

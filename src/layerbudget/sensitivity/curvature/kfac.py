@@ -162,21 +162,10 @@ def score_kfac(
     ``sum_j (g_j - g)'(C + tau I)^-1 (g_j - g) / (J(J-1))`` over their mean gradients, the standard error a jackknife over them,
     both with the curvature held fixed.
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        blocks: K blocks.
-        damping: One or several; ``None`` for the default sweep.
-        damping_unit: ``max`` (of a block's largest Kronecker eigenvalue), ``mean``, ``median`` or ``absolute``.
-        batch_size: Sequences per pass.
-        seed: Of the sampled labels, which depend on a sequence's content and not on its place; 0 by default.
-        progress: Called with sequences done and in total.
-        labels: ``sampled`` from the model (the Fisher), or the ``data``'s own (the empirical Fisher).
-        draws: Draws of sampled labels per token, 1 by default.
-        walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits. By layers one layer's factors exist at a time
-            (all of them with ``damping_unit='median'`` or the absolute default sweep, which wait for the last block).
-        finished: Blocks that an earlier run has finished.
-        corrected: EK-FAC: eigenvalues are replaced by exact second moments.
+    Labels are ``sampled`` from the model (the Fisher; ``draws`` per token, 1 by default, from the content of a sequence and
+    ``seed``), or the ``data``'s own (the empirical Fisher). By layers one layer's factors exist at a time, all of them with
+    dampings that wait for the last block (``median``, or the absolute default sweep). ``finished`` holds blocks that an
+    earlier run has finished.
 
     Returns:
         Gains per block; ``extra['by_module']`` has them per weight matrix.
