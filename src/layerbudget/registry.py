@@ -72,7 +72,7 @@ class Option:
         """Its type in words: ``a number or a list of numbers``."""
         either = typing.get_origin(self.type) in (types.UnionType, typing.Union)
         parts = typing.get_args(self.type) if either else (self.type,)
-        return " or ".join(_spoken(t) for t in parts if t is not type(None))
+        return " or ".join(_spoken(t) for t in parts if t not in (type(None), Any))
 
 
 def _spoken(declared: Any) -> str:
