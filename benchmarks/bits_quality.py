@@ -21,7 +21,7 @@ import torch
 
 import layerbudget as lb
 from layerbudget.compressors.base import Level, find_quantiser
-from layerbudget.decisions.bits.plan import describe_rows, plan_bits, rows_of
+from layerbudget.decisions.bits.plan import describe_rows, plan_bits
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error, rounding_damage
 from layerbudget.execution.divergence import next_tokens, sequence_losses
 from layerbudget.models.blocks import weight_of
@@ -59,7 +59,7 @@ def measured(model, data, scores: Scores) -> Scores:
     held, dense, damage = scores.extra["choices"], DenseOutput(model, data), []
     for b, row in zip(scores.blocks, held["damage"], strict=True):
         formats = [None if d is None else {m.name: f for m in b.modules} for f, d in zip(held["formats"], row, strict=True)]
-        rows = [None if f is None else rows_of(model, f, dense, data, held["method"]) for f in formats]
+        rows = [None if f is None else dense.rows_of(model, f, data, held["method"]) for f in formats]
         damage.append([None if r is None else mean_and_error(r[:, :2])[0] for r in rows])
     passes = 1.0 + sum(d is not None for row in damage for d in row)
     return dataclasses.replace(scores, extra={"choices": {**held, "damage": damage, "passes": passes, "measure": "measured"}})
@@ -106,7 +106,7 @@ class Bench:
         """One plan, in the model as a whole."""
         scores = self.damages(rule, method)
         plan = plan_bits(scores, budget=budget_of(scores, bits), rule=rule if rule in ("uniform", "ends", "mix") else "choices")
-        rows = rows_of(self.model, plan.extra["formats"], self.joint, self.fit, method)
+        rows = self.joint.rows_of(self.model, plan.extra["formats"], self.fit, method)
         blind = rule in ("uniform", "ends", "mix")
         spent = {"passes": 0.0 if blind else scores.extra["choices"]["passes"], "bytes": plan.budget["spent"]}
         return {"bits": bits, "method": method, "rule": rule, "exact_bits": plan.extra["bits"], **spent,

@@ -274,7 +274,7 @@ def test_a_plan_of_bits_continues_with_the_damages_that_it_had(tmp_path, monkeyp
     given = (model, data.select(slice(0, 4)), data.select(slice(4, 6)))
     options = {"bits": 4.5, "group": 32, "draws": 1}
     whole = lb.plan_bits(*given, **options)
-    monkeypatch.setattr(planning, "rows_of", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(planning.DenseOutput, "rows_of", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lb.plan_bits(*given, resume=tmp_path / "kept", **options)
     monkeypatch.undo()

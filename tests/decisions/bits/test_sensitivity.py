@@ -13,7 +13,7 @@ from layerbudget.compressors.base import Level, find_quantiser
 from layerbudget.decisions.bits import sensitivity as R
 from layerbudget.decisions.bits.apply import apply_bits
 from layerbudget.decisions.bits.blocks import blocks_of, end_modules
-from layerbudget.decisions.bits.plan import check_plan, plan_bits, rows_of
+from layerbudget.decisions.bits.plan import check_plan, plan_bits
 from layerbudget.decisions.bits.program import Table
 from layerbudget.decisions.bits.runtimes import RUNTIMES
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error, mean_and_rest, rounding_damage
@@ -50,7 +50,7 @@ def answers(data):
 def measured(model, data, table, i, j):
     """Damage of one block in one format, all else dense, with the quantiser of the table."""
     formats = {m.name: table.formats[j] for m in table.blocks[i].modules}
-    return mean_and_error(rows_of(model, formats, DenseOutput(model, data), data, table.method)[:, :2])[0]
+    return mean_and_error(DenseOutput(model, data).rows_of(model, formats, data, table.method)[:, :2])[0]
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])

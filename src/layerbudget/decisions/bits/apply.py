@@ -12,14 +12,14 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 
-from ...compressors.base import Level
+from ...compressors.base import Level, find_quantiser
 from ...compressors.formats import GGUF, find_format
-from ...compressors.quantisers import Rounded
+from ...compressors.quantisers import Quantiser, Rounded
 from ...compressors.treating import Job, Treating, check
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
@@ -33,13 +33,12 @@ from ...progress import Progress, Steps
 from ...records import Record, write_text
 from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
-from .blocks import check_writable, modules_by_name
+from .blocks import check_writable, layers_of, modules_by_name
 from .export import auto_round, gptq_model, llama_cpp
 from .gguf import GGUF_FILE, GgufWriter, recount_gguf
 from .packed import ZERO_POINTS, PackedWriter, check_loads, recount_safetensors
 from .program import formats_of_plan
 from .runtimes import find_runtime
-from .sensitivity import need_data, quantiser_of
 
 _Writer = PackedWriter | GgufWriter
 
@@ -80,6 +79,25 @@ class QuantisationReceipt(Record):
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     made_by: str = ""
+
+
+def quantiser_of(method: str) -> Quantiser:
+    """Return a quantiser by name.
+
+    Raises:
+        InvalidInput: There is none.
+    """
+    return cast(Quantiser, find_quantiser(method))
+
+
+def need_data(quantiser: Quantiser, data: CalibrationSet | None) -> None:
+    """Refuse a quantiser without the data that it needs.
+
+    Raises:
+        InvalidInput: It has none.
+    """
+    if quantiser.statistic != "none" and data is None:
+        raise InvalidInput(f"{quantiser.name} needs calibration data.", "", "Pass data, or use method rtn.")
 
 
 def apply_bits(
@@ -202,30 +220,15 @@ def write_bits(
         return _finish(folder, tokenizer, plan, rounding, rounding.writer)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """What is rounded, and written, together: a layer, or all that lies outside the layers (its name is empty then)."""
-
-    name: str
-    index: int
-    jobs: tuple[Job, ...]
-
-    @property
-    def part(self) -> str:
-        return "outside" if self.index < 0 else f"layer-{self.index}"
-
-
-def _pieces(model: nn.Module, formats: Mapping[str, str]) -> list[_Piece]:
-    """The model in the order in which it is rounded."""
-    modules = modules_by_name(model, formats)
-    for name, module in modules.items():
-        find_format(formats[name]).check(name, module.d_in)
-    names = [name for name, _ in layers(model)]
-    jobs: dict[str, list[Job]] = {name: [] for name in ("", *names)}
-    for name, module in modules.items():
-        layer = next((n for n in names if name.startswith(f"{n}.")), "")
-        jobs[layer].append(Job(module=module, level=Level(format=formats[name])))
-    return [_Piece(name=n, index=i, jobs=tuple(j)) for i, (n, j) in enumerate(jobs.items(), -1)]
+def _pieces(model: nn.Module, formats: Mapping[str, str]) -> dict[str, list[Job]]:
+    """What matrices become, by layer, in the order in which they are rounded: those outside the layers (``""``) first."""
+    modules, names = modules_by_name(model, formats), [name for name, _ in layers(model)]
+    pieces: dict[str, list[Job]] = {name: [] for name in ("", *names)}
+    for name, layer in layers_of(model, modules).items():
+        find_format(formats[name]).check(name, modules[name].d_in)
+        job = Job(module=modules[name], level=Level(format=formats[name]))
+        pieces["" if layer is None else names[layer]].append(job)
+    return pieces
 
 
 class _Rounding(Treating):
@@ -251,57 +254,53 @@ class _Rounding(Treating):
             self.rounded.setdefault(name, []).append(dataclasses.replace(done, weight=weight[:0]))
         return done.weight.to(weight.dtype)
 
-    def run(self, pieces: Sequence[_Piece], batch_size: int, progress: Progress | None) -> None:
+    def run(self, pieces: Mapping[str, Sequence[Job]], batch_size: int, progress: Progress | None) -> None:
         """Round all pieces, and write them; what was written into a streamed model leaves the memory after that."""
         walk = None if self.data is None else Walk(self.model, self.data, batch_size=batch_size)
         offloaded, tick = self.offloaded, Steps(progress, len(pieces))
         with inference(self.model):
             try:
-                for piece in pieces:
-                    inside = piece.index >= 0
-                    if offloaded is not None and offloaded.converts and inside:
-                        offloaded.bring(piece.name)
-                    self._piece(piece, walk)
-                    if walk is not None and not inside:
+                for index, (layer, jobs) in enumerate(pieces.items(), -1):
+                    if not jobs and walk is None and self.writer is None:
+                        continue
+                    if offloaded is not None and offloaded.converts and layer:
+                        offloaded.bring(layer)
+                    self._piece(layer, index, jobs, walk)
+                    if walk is not None and not layer:
                         walk.capture()
-                    elif walk is not None and piece.index + 2 < len(pieces):
+                    elif walk is not None and index + 2 < len(pieces):
                         walk.advance()
-                    if offloaded is not None and self.writer is not None and inside:
+                    if offloaded is not None and self.writer is not None and layer:
                         offloaded.leave()
-                        offloaded.fresh([job.module.name + ".weight" for job in piece.jobs])
+                        offloaded.fresh([job.module.name + ".weight" for job in jobs])
                     tick()
             finally:
                 if walk is not None:
                     walk.close()
 
-    def _piece(self, piece: _Piece, walk: Walk | None) -> None:
+    def _piece(self, layer: str, index: int, jobs: Sequence[Job], walk: Walk | None) -> None:
         """Round and write a piece, or take it as it was kept; its weights are needed where later inputs depend on them."""
-        kept = self.parts.find(piece.part)
-        if kept is not None and self.writer is not None:
-            from safetensors import safe_open
+        from safetensors import safe_open
+        from safetensors.torch import save_file
 
+        part = f"layer-{index}" if layer else "outside"
+        kept = self.parts.find(part)
+        if kept is not None and self.writer is not None:
             with safe_open(kept, "pt") as handle:
                 tensors = {n: handle.get_tensor(n) for n in handle.metadata()["order"].split("\n")}
                 self.notes += json.loads(handle.metadata()["notes"])
             if walk is not None:
-                self.writer.restore([job.module.name for job in piece.jobs], tensors)
+                self.writer.restore([job.module.name for job in jobs], tensors)
             self.writer.add(tensors)
             return
-        notes = self.jobs(piece.jobs, {}) if walk is None or piece.index < 0 else self.layer(walk, piece.jobs)
+        notes = self.jobs(jobs, {}) if walk is None or not layer else self.layer(walk, jobs)
         self.notes += notes
         if self.writer is not None:
-            tensors = self.writer.tensors(piece.name, self.rounded)
-            self._keep(piece, tensors, notes)
+            tensors = {n: t.contiguous() for n, t in self.writer.tensors(layer, self.rounded).items()}
+            words = {"order": "\n".join(tensors), "notes": json.dumps(notes)}
+            self.parts.put(part, "safetensors", lambda path: save_file(tensors, path, metadata=words))
             self.writer.add(tensors)
             self.rounded.clear()
-
-    def _keep(self, piece: _Piece, tensors: Mapping[str, torch.Tensor], notes: Sequence[str]) -> None:
-        if self.parts.folder is not None:
-            from safetensors.torch import save_file
-
-            words = {"order": "\n".join(tensors), "notes": json.dumps(list(notes))}
-            held = {n: t.contiguous() for n, t in tensors.items()}
-            self.parts.put(piece.part, "safetensors", lambda path: save_file(held, path, metadata=words))
 
 
 def request_of(model: nn.Module, *, computing: bool) -> dict[str, Any]:

@@ -131,19 +131,10 @@ def modules_by_name(model: nn.Module, names: Iterable[str]) -> dict[str, Module]
     return {name: known[name] for name in names}
 
 
-def layer_index(model: nn.Module, block: Block) -> int | None:
-    """Return the layer that a block lies in; None for embedding and head.
-
-    Raises:
-        InvalidInput: It spans layers.
-    """
-    for i, (name, _) in enumerate(layers(model)):
-        inside = [m.name.startswith(f"{name}.") for m in block.modules]
-        if all(inside):
-            return i
-        if any(inside):
-            raise InvalidInput(f"{block.name} spans layers.", "A block lies in one layer.", "Partition by linear or by layer.")
-    return None
+def layers_of(model: nn.Module, matrices: Iterable[str]) -> dict[str, int | None]:
+    """Return the layer that every matrix lies in; None for embedding and head."""
+    prefixes = {f"{name}.": i for i, (name, _) in enumerate(layers(model))}
+    return {name: next((i for p, i in prefixes.items() if name.startswith(p)), None) for name in matrices}
 
 
 def _fixed_bytes(model: nn.Module, blocks: Iterable[Block], family: str) -> int:

@@ -21,13 +21,12 @@ from ...errors import CoverageError, InvalidInput
 from ...models.offload import mapped
 from ...plan import Plan
 from ...progress import Progress, say
-from ...records import Block, check_output, digest, to_jsonable
+from ...records import check_output, digest, to_jsonable
 from ...registry import options_of
 from ...scores import Scores
-from ...sensitivity.directional.trials import Originals
 from ...storage.parts import Parts
-from .apply import request_of, round_matrices
-from .blocks import formats_table, modules_by_name
+from .apply import request_of
+from .blocks import formats_table
 from .program import check_bits, other_plan, plan_from_table
 from .sensitivity import DenseOutput, mean_and_error, rounding_damage
 
@@ -130,7 +129,7 @@ def check_plan(
     def measure(formats: Mapping[str, str]) -> np.ndarray:
         key = f"check-{digest(formats)}"
         if key not in measured:
-            found = parts.json(key, lambda: rows_of(model, formats, dense, data, str(plan.extra["method"])).tolist())
+            found = parts.json(key, lambda: dense.rows_of(model, formats, data, str(plan.extra["method"])).tolist())
             measured[key] = np.array(found, dtype=np.float64)
         return measured[key]
 
@@ -145,18 +144,6 @@ def check_plan(
     record["verdict"] = _verdict(plan.rule, best, table)
     chosen = plans[best]
     return dataclasses.replace(chosen, extra={**chosen.extra, "check": record, "asked": plan.rule})
-
-
-def rows_of(
-    model: nn.Module, formats: Mapping[str, str], dense: DenseOutput, data: CalibrationSet | None, method: str
-) -> np.ndarray:
-    """See :meth:`DenseOutput.rows`, of a plan as a whole; the model is afterwards as it was."""
-    held = Originals(model, [Block(name="all", modules=tuple(modules_by_name(model, formats).values()))])
-    try:
-        round_matrices(model, formats, data, method=method, batch_size=dense.batch_size)
-        return dense.rows(model)
-    finally:
-        held.restore()
 
 
 def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[str, Any]:

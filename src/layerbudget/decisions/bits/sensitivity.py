@@ -14,14 +14,14 @@ from the dense output): they are few, and an embedding has no inputs. Standard e
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from ...compressors.base import Level, find_quantiser
+from ...compressors.base import Level
 from ...compressors.quantisers import Quantiser
 from ...compressors.treating import Found, Job, Treating, matrices
 from ...data.calibration import CalibrationSet
@@ -34,11 +34,13 @@ from ...models.blocks import describe, weight_of
 from ...models.offload import Mapped, mapped
 from ...models.provenance import versions
 from ...progress import Progress, Steps
+from ...records import Block
 from ...scores import Scores
 from ...sensitivity.directional.directions import Directions, Written
 from ...sensitivity.directional.terms import pooled, quadratic_terms
 from ...sensitivity.directional.trials import Originals
-from .blocks import formats_table, layer_index
+from .apply import need_data, quantiser_of, round_matrices
+from .blocks import formats_table, layers_of, modules_by_name
 from .program import ESTIMATOR, Table
 
 KEEP_BYTES = 1 << 30  # rounding errors of larger models are made again whenever they are needed
@@ -111,25 +113,6 @@ def rounding_damage(
     )
 
 
-def quantiser_of(method: str) -> Quantiser:
-    """Return a quantiser by name.
-
-    Raises:
-        InvalidInput: There is none.
-    """
-    return cast(Quantiser, find_quantiser(method))
-
-
-def need_data(quantiser: Quantiser, data: CalibrationSet | None) -> None:
-    """Refuse a quantiser without the data that it needs.
-
-    Raises:
-        InvalidInput: It has none.
-    """
-    if quantiser.statistic != "none" and data is None:
-        raise InvalidInput(f"{quantiser.name} needs calibration data.", "", "Pass data, or use method rtn.")
-
-
 def _relative(model: nn.Module, table: Table) -> Table:
     """Squared rounding errors to nearest over the squared weights."""
     damage = table.damage.copy()
@@ -153,7 +136,9 @@ class _Directional:
         need_data(self.quantiser, data)
         self.treating = Treating(model, self.quantiser)
         decided = [i for i, b in enumerate(table.blocks) if not all(m.name in table.unwritten for m in b.modules)]
-        self.layer = {i: layer_index(model, table.blocks[i]) for i in decided}
+        first = {i: table.blocks[i].modules[0].name for i in decided}
+        where = layers_of(model, first.values())
+        self.layer = {i: where[name] for i, name in first.items()}
         self.damage, self.rest = table.damage.copy(), np.zeros((*table.damage.shape, data.samples))
         self.passes = 0.0
 
@@ -185,10 +170,11 @@ class _Directional:
         dense = DenseOutput(self.model, self.data, self.batch_size)
         self.passes += 1.0
         for i in ends:
-            for j, changed in self._trials(i, {}):
-                rows = dense.rows(self.model)[:, :2] if changed else np.array([[0.0, 1.0]])
-                self.damage[i, j], self.rest[i, j] = mean_and_rest(rows)
-                self.passes += changed
+            names = [m.name for m in self.table.blocks[i].modules]
+            for j in np.flatnonzero(self.table.has[i]):
+                rows = dense.rows_of(self.model, dict.fromkeys(names, self.table.formats[j]))
+                self.damage[i, j], self.rest[i, j] = mean_and_rest(rows[:, :2])
+                self.passes += 1.0
         offloaded = mapped(self.model)
         if offloaded is not None:
             offloaded.leave()
@@ -233,23 +219,15 @@ class _Directional:
             return {n: Written(e.all()) if keep else e for n, e in again.items()}
         dense = {name: torch.cat([v.detach() for v in held]).clone() for name, held in views.items()}
         deltas = {name: [torch.zeros_like(w) for _ in names] for name, w in dense.items()}
-        for j, changed in self._trials(i, statistics):
-            for name, held in views.items() if changed else ():
+        originals, made = Originals(self.model, [self.table.blocks[i]]), dict[Any, Any]()
+        for j in np.flatnonzero(self.table.has[i]):
+            originals.restore()
+            level = Level(format=self.table.formats[j])
+            self.treating.jobs([Job(module=m, level=level) for m in self.table.blocks[i].modules], statistics, made)
+            for name, held in views.items():
                 deltas[name][j] = torch.cat([v.detach() for v in held]) - dense[name]
+        originals.restore()
         return {name: Written(d) for name, d in deltas.items()}
-
-    def _trials(self, i: int, statistics: Found) -> Iterator[tuple[int, bool]]:
-        """Put a block into every format that it has, one after the other: ``(format, whether anything changed)``."""
-        block, made = self.table.blocks[i], dict[Any, Any]()
-        held = Originals(self.model, [block])
-        try:
-            for j in np.flatnonzero(self.table.has[i]):
-                held.restore()
-                level = Level(format=self.table.formats[j])
-                self.treating.jobs([Job(module=m, level=level) for m in block.modules], statistics, made)
-                yield int(j), any(not torch.equal(weight_of(self.model, n)[1], w) for n, w in held.held.items())
-        finally:
-            held.restore()
 
 
 class RoundingErrors(Directions):
@@ -352,6 +330,17 @@ class DenseOutput:
                 columns = (each * compared).double().sum(1), compared.sum(1), losses, (target != IGNORE).sum(1)
                 out.append(torch.stack([c.double() for c in columns], 1).cpu().numpy())
         return np.concatenate(out)
+
+    def rows_of(
+        self, model: nn.Module, formats: Mapping[str, str], data: CalibrationSet | None = None, method: str = "rtn"
+    ) -> np.ndarray:
+        """The same of the dense model with some matrices in formats; it is afterwards as it was."""
+        held = Originals(model, [Block(name="all", modules=tuple(modules_by_name(model, formats).values()))])
+        try:
+            round_matrices(model, formats, data, method=method, batch_size=self.batch_size)
+            return self.rows(model)
+        finally:
+            held.restore()
 
 
 def mean_and_rest(rows: np.ndarray) -> tuple[float, np.ndarray]:
