@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from layerbudget.execution import loss as L
-from layerbudget.models.provenance import versions
+from layerbudget.models.machine import versions
 from layerbudget.sensitivity.gain import score
 
 HERE = Path(__file__).resolve().parent

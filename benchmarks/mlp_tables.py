@@ -9,7 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
-from layerbudget.models.provenance import versions
+from layerbudget.models.machine import versions
 from layerbudget.records import to_jsonable
 from paper import mlp
 

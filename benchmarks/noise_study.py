@@ -21,7 +21,7 @@ import torch
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.models import blocks as model_blocks
-from layerbudget.models.provenance import versions
+from layerbudget.models.machine import versions
 from layerbudget.records import to_jsonable
 from layerbudget.sensitivity import noise
 from layerbudget.sensitivity.curvature import common, gram

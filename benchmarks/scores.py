@@ -25,7 +25,7 @@ from torch import nn
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.execution import loss as L
 from layerbudget.models import blocks as model_blocks
-from layerbudget.models.provenance import versions
+from layerbudget.models.machine import versions
 from layerbudget.sensitivity.curvature import gram, kronecker, products
 from layerbudget.sensitivity.gain import score
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from layerbudget.errors import AlreadyExists
-from layerbudget.models.provenance import versions
+from layerbudget.models.machine import versions
 from layerbudget.records import check_writable, dumps, write_text
 
 RESULT, TABLE, FIGURE = "result.json", "table.csv", "figure.png"

@@ -14,7 +14,7 @@ from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import ModelMismatch
 from layerbudget.models.blocks import partition
 from layerbudget.models.loading import load_model
-from layerbudget.models.provenance import computation, versions
+from layerbudget.models.machine import computation, versions
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.estimators import estimators
 from layerbudget.sensitivity.gain import score

@@ -182,7 +182,7 @@ def _parts(arguments: argparse.Namespace, model: Any, name: str) -> Any:
     if arguments.resume is None:
         return Parts(None)
     from ..models.blocks import fingerprint
-    from ..models.provenance import PACKAGES, computation, versions
+    from ..models.machine import PACKAGES, computation, versions
     from ..records import digest
 
     rows = sorted(f for f in Path(arguments.data_dir).rglob("*") if f.is_file()) if arguments.data_dir else []

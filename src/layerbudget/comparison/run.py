@@ -13,7 +13,7 @@ import numpy as np
 from ..decisions.bits.program import ESTIMATOR
 from ..errors import InvalidInput
 from ..evaluation.statistics import corrected, difference, holm, ranking
-from ..models.provenance import versions
+from ..models.machine import versions
 from ..plan import Plan
 from ..progress import Progress, Steps
 from ..records import Result, digest, dumps, made_by, write_text

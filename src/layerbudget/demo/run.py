@@ -23,7 +23,7 @@ from ..evaluation.perplexity import Evaluation, evaluation_set, perplexity
 from ..evaluation.statistics import ratio
 from ..models.blocks import fingerprint, partition
 from ..models.loading import load_model, load_tokenizer
-from ..models.provenance import computation, versions
+from ..models.machine import computation, versions
 from ..plan import Plan
 from ..progress import Progress, Steps, say
 from ..records import dumps, made_by, to_jsonable, write_text

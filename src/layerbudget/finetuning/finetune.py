@@ -25,7 +25,7 @@ from ..decisions.ranks.apply import fold_scales
 from ..errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
 from ..evaluation import statistics
 from ..execution.processes import broadcast, is_main
-from ..models.provenance import computation, versions
+from ..models.machine import computation, versions
 from ..plan import Plan
 from ..records import dumps, made_by, read_json, write_text
 from ..storage import folders, reading

@@ -174,7 +174,9 @@ def weight_of(model: nn.Module, name: str, *, packed: bool = False) -> tuple[nn.
 def partition(
     model: nn.Module, by: str = "layer", *, include: str | None = None, exclude: str | None = None
 ) -> tuple[Block, ...]:
-    """Cut a model into blocks.
+    """Blocks of a model, in natural order.
+
+    A tied weight is counted once, in the first block that holds it; a matrix tied to the input embedding is left out.
 
     Args:
         model: Any transformers causal LM or encoder, or any module when ``by`` is ``linear`` or a pattern.
@@ -183,10 +185,6 @@ def partition(
             (its first group where it has one).
         include: Keep only matrices whose full name matches this regular expression (``re.search``).
         exclude: Drop matrices whose full name matches.
-
-    Returns:
-        Blocks in natural order. A tied weight is counted once, in the first block that holds it; a matrix tied to
-        the input embedding is left out.
 
     Raises:
         UnknownStructure: No layers were found (the message lists what was).
@@ -198,13 +196,9 @@ def partition(
     seen: set[int] = {id(p) for p in _embedding_weights(model)}
     for block_name, root in _roots(model, by):
         for name, _, parameter, record in _weights(root, block_name):
-            if id(parameter) in seen:
-                continue
-            if "include" in patterns and not patterns["include"].search(name):
-                continue
-            if "exclude" in patterns and patterns["exclude"].search(name):
-                continue
-            key = _group(name, block_name, by)
+            wanted = "include" not in patterns or patterns["include"].search(name)
+            unwanted = id(parameter) in seen or ("exclude" in patterns and patterns["exclude"].search(name))
+            key = _group(name, block_name, by) if wanted and not unwanted else None
             if key is not None:
                 seen.add(id(parameter))
                 groups.setdefault(key, []).append(record)
@@ -232,8 +226,6 @@ def left_out(model: nn.Module, blocks: Sequence[Any]) -> dict[str, int]:
 
 
 ENOUGH = 0.99  # of the matrices' weights; where blocks hold less, it is said
-
-
 # Mixers of state space models use these weights inside a fused kernel, where an adapter's output would be lost: PEFT refuses.
 _MIXERS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _FUSED = ("out_proj", "conv1d")
@@ -242,9 +234,7 @@ _FUSED = ("out_proj", "conv1d")
 def adaptable(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[Block], list[str]]:
     """Blocks without the matrices on which no adapter can go, and the names of those matrices.
 
-    Args:
-        model: The model.
-        blocks: Some of its blocks; one that loses all its matrices is left out.
+    A block that loses all its matrices is left out.
     """
     names = [m.name for b in blocks for m in b.modules]
     lost = _renamed(model, names)
@@ -286,11 +276,11 @@ def _compile(pattern: str, name: str) -> re.Pattern[str]:
 
 
 def _roots(model: nn.Module, by: str) -> list[tuple[str, nn.Module]]:
-    if by == "layer":
-        return layers(model)
     try:
         return layers(model)
     except UnknownStructure:
+        if by == "layer":
+            raise
         return [("", model)]
 
 
@@ -318,12 +308,8 @@ def _sample(tensor: torch.Tensor) -> bytes:
 
 def quantised(model: nn.Module) -> list[str]:
     """Full names of weights that are held as packed integers (bitsandbytes and its like)."""
-    found = []
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, nn.Linear) and weight is not None and not weight.is_floating_point():
-            found.append(f"{name}.weight")
-    return found
+    linear = [(name, m.weight) for name, m in model.named_modules() if isinstance(m, nn.Linear) and hasattr(m, "weight")]
+    return [f"{name}.weight" for name, weight in linear if weight is not None and not weight.is_floating_point()]
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -14,7 +14,7 @@ from ..storage import reading
 
 
 def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "layer") -> tuple[Block, ...]:
-    """Blocks of a decoder from its ``config.json``: plans without weights.
+    """Blocks of a decoder from its ``config.json``, in order of depth: plans without weights.
 
     Covers the Llama family (Llama, Mistral, Gemma, Qwen, Phi-3's sizes, OLMo, SmolLM, ...): q, k, v, o and gate, up, down per
     layer, with grouped-query attention and explicit head sizes; mixtures with ``num_local_experts`` have fused experts.
@@ -22,9 +22,6 @@ def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "lay
     Args:
         config: The configuration, or the path of the file or its folder.
         by: ``layer`` or ``linear``.
-
-    Returns:
-        Blocks in order of depth.
 
     Raises:
         NotFound, CorruptFile: No such file, or not JSON.
@@ -41,7 +38,10 @@ def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "lay
     record = _read_config(config)
     inner = record.get("text_config")
     record = {**record, **(inner if isinstance(inner, Mapping) else {})}
-    _check_types(record)
+    try:
+        reading.converted(record, _Sizes)
+    except ValueError as error:
+        raise CorruptFile(f"The configuration does not read: {error}.", "", "Download it again.") from error
     _check_family(record)
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [n for n in needed if not isinstance(record.get(n), int)]
@@ -53,16 +53,12 @@ def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "lay
         )
     hidden, heads = record["hidden_size"], record["num_attention_heads"]
     head = record.get("head_dim") or hidden // heads
-    shapes = {
-        "self_attn.q_proj": (hidden, heads * head),
-        "self_attn.k_proj": (hidden, (record.get("num_key_value_heads") or heads) * head),
-        "self_attn.v_proj": (hidden, (record.get("num_key_value_heads") or heads) * head),
-        "self_attn.o_proj": (heads * head, hidden),
-    }
+    keys = (hidden, (record.get("num_key_value_heads") or heads) * head)
+    shapes = {"q_proj": (hidden, heads * head), "k_proj": keys, "v_proj": keys, "o_proj": (heads * head, hidden)}
     blocks = []
     for i in range(record["num_hidden_layers"]):
         prefix = f"model.layers.{i}"
-        modules = [Module(name=f"{prefix}.{n}", d_in=a, d_out=b) for n, (a, b) in shapes.items()]
+        modules = [Module(name=f"{prefix}.self_attn.{n}", d_in=a, d_out=b) for n, (a, b) in shapes.items()]
         modules += _mlp(prefix, record)
         groups = [(m.name, (m,)) for m in modules] if by == "linear" else [(prefix, tuple(modules))]
         blocks += [Block(name=n, modules=group) for n, group in groups]
@@ -72,8 +68,6 @@ def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "lay
 
 
 class _Sizes(msgspec.Struct):
-    """What is read of a configuration."""
-
     hidden_size: reading.Size | None = None
     intermediate_size: reading.Size | None = None
     num_hidden_layers: Annotated[int, msgspec.Meta(ge=1, le=10**7)] | None = None
@@ -87,32 +81,16 @@ class _Sizes(msgspec.Struct):
     is_encoder_decoder: bool | None = None
 
 
-def _check_types(record: Mapping[str, Any]) -> None:
-    """Refuse sizes that are none.
-
-    Raises:
-        CorruptFile: Says which.
-    """
-    try:
-        reading.converted(record, _Sizes)
-    except ValueError as error:
-        raise CorruptFile(f"The configuration does not read: {error}.", "", "Download it again.") from error
-
-
 # Configurations with the same keys whose layers hold other matrices (encoders, no gate, fused projections).
 _OTHERS = (
-    "bert", "roberta", "xlm-roberta", "electra", "deberta", "deberta-v2", "albert", "modernbert", "camembert", "vit",
-    "gpt_neox", "opt", "phi", "falcon", "starcoder2", "nemotron", "gptj", "codegen", "bloom", "mpt",
-)  # fmt: skip
+    "bert roberta xlm-roberta electra deberta deberta-v2 albert modernbert camembert vit "
+    "gpt_neox opt phi falcon starcoder2 nemotron gptj codegen bloom mpt"
+).split()
 _MIXTURES = ("num_experts", "n_routed_experts", "moe_intermediate_size", "kv_lora_rank")
 
 
 def _check_family(record: Mapping[str, Any]) -> None:
-    """Refuse a configuration whose sizes would be misread.
-
-    Raises:
-        UnknownStructure: An encoder, a decoder with other matrices, or a mixture with sizes of its own.
-    """
+    """Refuse an encoder, a decoder with other matrices, and a mixture with sizes of its own: they would be misread."""
     kind = record.get("model_type")
     masked = any("MaskedLM" in str(a) for a in record.get("architectures") or ())
     keys = [k for k in _MIXTURES if record.get(k)]

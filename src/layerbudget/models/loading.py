@@ -19,7 +19,7 @@ from torch import nn
 
 from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound, UnknownStructure
 from ..storage import reading
-from .blocks import check_finite, known_finite, pretrained
+from .blocks import check_finite, known_finite, pretrained, text_config
 from .machine import SHARE, free_bytes
 from .offload import load_mapped, mapped
 
@@ -90,7 +90,7 @@ def check_id(name: str, kind: str, *, file: str | None = None, revision: str | N
 
 
 def resolve(name: str, revision: str | None = None) -> str:
-    """Turn ``demo`` into the packaged folder, check local folders, and leave hub ids alone.
+    """The packaged folder for ``demo``, a local folder that was checked, or the hub id as it is.
 
     Raises:
         NotFound: The name looks like a path and nothing is there, or the folder holds no model.
@@ -118,11 +118,7 @@ def resolve(name: str, revision: str | None = None) -> str:
 
 @contextlib.contextmanager
 def foreign(what: str, feasible: str, remedy: str) -> Iterator[None]:
-    """Say what a library's loader says of a broken file, whatever it says it with: tokenizers raise bare ``Exception``.
-
-    Raises:
-        BadModel: With the library's own first line; its error is the cause.
-    """
+    """Say as :class:`BadModel` what a library's loader says of a broken file, also with a bare ``Exception``."""
     try:
         yield
     except LayerbudgetError:
@@ -137,11 +133,7 @@ _LAYERS = 100_000  # more than any model has, and few enough to be refused in se
 
 
 def _check_config(folder: Path) -> None:
-    """Refuse a configuration that would keep transformers busy for ever, or fill the memory, before it begins.
-
-    Raises:
-        CorruptFile: Not JSON, or numbers beyond reason.
-    """
+    """Refuse a configuration that would keep transformers busy for ever, or fill the memory, before it begins."""
     record = reading.read(folder / "config.json", "configuration", limit=1 << 26, remedy="Download it again.")
     inner = record.get("text_config") if isinstance(record, dict) else None
     for part in (record, inner):
@@ -153,16 +145,12 @@ def _check_config(folder: Path) -> None:
                 )
 
 
-def _architecture(config: Any) -> str:
-    return (getattr(config, "architectures", None) or [""])[0]
-
-
 def auto_class(config: Any) -> Any:
     """The class of transformers that loads such a checkpoint with its head."""
     import transformers
 
-    name = _architecture(config)
-    _check_text(config, name)
+    name = (getattr(config, "architectures", None) or [""])[0]
+    _check_text(config, name or type(config).__name__)
     for ending, auto in (
         ("ForSequenceClassification", transformers.AutoModelForSequenceClassification),
         ("ForMaskedLM", transformers.AutoModelForMaskedLM),
@@ -177,23 +165,14 @@ def auto_class(config: Any) -> Any:
 
 
 def _check_text(config: Any, name: str) -> None:
-    """Refuse what reads no text, or two texts, before any weight is read.
-
-    Raises:
-        UnknownStructure: Names the architecture.
-    """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    what = name or type(config).__name__
+    """Refuse what reads no text, or two texts, before any weight is read."""
+    remedy = "Take one of those: no option makes this one work."
     if getattr(config, "is_encoder_decoder", False):
-        raise UnknownStructure(
-            f"{what} is an encoder-decoder.", "Every verb works with decoders and encoders that read one text.",
-            "Take one of those: no option makes this one work.",
-        )  # fmt: skip
-    if getattr(text, "vocab_size", None) is None:
-        raise UnknownStructure(
-            f"{what} reads no text: its configuration has no vocabulary.", "Every verb works with models that read text.",
-            "Take one of those: no option makes this one work.",
-        )  # fmt: skip
+        feasible = "Every verb works with decoders and encoders that read one text."
+        raise UnknownStructure(f"{name} is an encoder-decoder.", feasible, remedy)
+    if getattr(text_config(config), "vocab_size", None) is None:
+        feasible = "Every verb works with models that read text."
+        raise UnknownStructure(f"{name} reads no text: its configuration has no vocabulary.", feasible, remedy)
 
 
 def find_device(name: str) -> torch.device:
@@ -212,10 +191,9 @@ def find_device(name: str) -> torch.device:
 
 
 def four_bit_config(compute: torch.dtype) -> Any:
-    """Hold the matrices of a base in 4 bits (NF4), as QLoRA does; heads and poolers, which are trained whole, stay as they are.
+    """Configuration of a base in 4 bits (NF4) whose products are computed in a type, as QLoRA does.
 
-    Args:
-        compute: Type in which products are computed.
+    Heads and poolers, which are trained whole, stay as they are.
 
     Raises:
         MissingDependency: bitsandbytes is not installed.
@@ -251,17 +229,12 @@ def describe_place(model: nn.Module) -> str:
     return f"{count / 1e6:,.1f} M parameters in {' and '.join(kinds)} on {first.device}, {held:.3g} {unit}"
 
 
-def packed(model: nn.Module) -> list[str]:
-    """Names of the matrices that a compressed-tensors folder left as packed integers: they have no weight yet."""
-    return [name for name, module in model.named_modules() if "weight_packed" in module._parameters]
-
-
 def unpacked(model: nn.Module) -> nn.Module:
     """The same model with its packed matrices as plain ``nn.Linear``: every verb finds weights, and no forward rounds again.
 
     transformers makes the numbers at the first forward. That forward is run here, so that nothing depends on who runs it.
     """
-    names = packed(model)
+    names = [name for name, module in model.named_modules() if "weight_packed" in module._parameters]
     if not names:
         return model
     with torch.no_grad():
@@ -276,11 +249,6 @@ def unpacked(model: nn.Module) -> nn.Module:
 
 
 def _check_stream(stream: bool | None, where: str, four_bit: bool) -> None:
-    """Refuse to stream what cannot be.
-
-    Raises:
-        InvalidInput: A base in 4 bits, or no local safetensors files.
-    """
     if stream and (four_bit or not any(Path(where).glob("*.safetensors"))):
         raise InvalidInput(
             "A base in 4 bits cannot be streamed." if four_bit else f"{where} holds no safetensors files to stream from.",
@@ -297,9 +265,10 @@ def check_quantised(name: str, config: Any, stream: bool | None, four_bit: bool)
     """
     if getattr(config, "quantization_config", None) and (stream or four_bit):
         raise InvalidInput(
-            f"The files of {name} hold packed integers.", "They become numbers when the model is loaded, all of them at once.",
+            f"The files of {name} hold packed integers.",
+            "They become numbers when the model is loaded, all of them at once.",
             f"Leave {'--stream' if stream else '--four-bit'} out.",
-        )  # fmt: skip
+        )
 
 
 def _streams(stream: bool | None, where: str, dtype: torch.dtype, place: torch.device, four_bit: bool) -> bool:
@@ -324,7 +293,7 @@ def load_model(
     four_bit: bool = False,
     stream: bool | None = False,
 ) -> nn.Module:
-    """Load a model in evaluation mode with finite weights.
+    """A model in evaluation mode with finite weights.
 
     The class follows the checkpoint: causal LM, masked LM, sequence classification, or the bare encoder.
 
@@ -382,7 +351,7 @@ def load_model(
 
 
 def load_tokenizer(name: str, *, revision: str | None = None) -> Any:
-    """Load the tokenizer that belongs to a model.
+    """The tokenizer that belongs to a model.
 
     Raises:
         NotFound: No such folder.

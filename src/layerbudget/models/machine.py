@@ -1,17 +1,23 @@
-"""What the machine has: bytes that are free, on a device or beside it."""
+"""What the machine has, free bytes and threads, and what numbers depend on beside weights: precision, kernels, versions."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
+import platform
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
+
+from .blocks import quantised
 
 T = TypeVar("T")
+PACKAGES = ("torch", "transformers", "numpy")
 SHARE = 0.5  # of the free memory may be planned for; the rest is left to what estimates do not know
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -65,3 +71,33 @@ def free_bytes(device: torch.device | str = "cpu") -> int:
     if limit.isdigit():
         free = min(free, max(int(limit) - int(psutil.Process().memory_info().rss), 0))
     return free
+
+
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Versions of Python and of what computed the numbers; packages that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def computation(model: nn.Module) -> dict[str, Any]:
+    """Precision and kernels in which a model computes: two runs that differ here are two measurements.
+
+    ``attention`` and ``experts`` are implementations that transformers was told to use, ``matmul`` is torch's precision. The
+    device itself is left out: kernels of one precision differ by rounding, as batch sizes do.
+    """
+    config, first = getattr(model, "config", None), next(model.parameters(), None)
+    device = "cpu" if first is None else first.device.type
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    return {
+        "dtype": "+".join(kinds),
+        "quantised": bool(quantised(model)),
+        "attention": getattr(config, "_attn_implementation", None),
+        "experts": getattr(config, "_experts_implementation", None),
+        "autocast": str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else None,
+        "matmul": torch.get_float32_matmul_precision(),
+    }

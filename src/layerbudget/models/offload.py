@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import BadModel, CorruptFile, CoverageError, UnknownStructure
+from ..errors import BadModel, CorruptFile, CoverageError
 from .blocks import layer_lists
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Mapped] = weakref.WeakKeyDictionary()
@@ -46,16 +46,11 @@ def need_settled(model: nn.Module, what: str) -> None:
             f"Layers come one at a time and are dropped again, and with them what {what} writes into them.",
             "Weights that are mapped as they are (a CPU, the checkpoint's own precision) keep it.",
             "Use --dtype auto --device cpu, or --no-stream.",
-        )  # fmt: skip
+        )
 
 
-def tensor_files(folder: Path | str) -> dict[str, Path]:
-    """File of every tensor of a safetensors checkpoint.
-
-    Raises:
-        BadModel: The folder holds no safetensors files.
-        CorruptFile: One that cannot be read.
-    """
+def _tensor_files(folder: Path | str) -> dict[str, Path]:
+    """File of every tensor of a safetensors checkpoint."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(Path(folder).glob("*.safetensors"))
@@ -75,7 +70,7 @@ def tensor_files(folder: Path | str) -> dict[str, Path]:
     return found
 
 
-def open_tensors(files: Mapping[str, Path]) -> dict[str, torch.Tensor]:
+def _open_tensors(files: Mapping[str, Path]) -> dict[str, torch.Tensor]:
     """Tensors as views of newly mapped files."""
     from safetensors import safe_open
 
@@ -86,7 +81,7 @@ def open_tensors(files: Mapping[str, Path]) -> dict[str, torch.Tensor]:
     return found
 
 
-def stored_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+def _stored_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
     """The floating type that most of the weights are stored in."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
@@ -107,7 +102,6 @@ class Mapped:
 
     Attributes:
         places: ``{parameter name: (file, tensor name)}`` of the parameters that are mapped.
-        loaded: Layers brought to the device so far.
     """
 
     def __init__(
@@ -126,8 +120,7 @@ class Mapped:
         self.places = {
             name: (files[at[p.data_ptr()]], at[p.data_ptr()]) for name, p in self.parameters.items() if p.data_ptr() in at
         }
-        self.loaded = 0
-        self.layers = [(name, layer) for stack in _stack(model) for name, layer in stack]
+        self.layers = [(f"{name}.{i}", layer) for name, stack in layer_lists(model) for i, layer in enumerate(stack)]
         self._own = {name: [f"{name}.{own}" for own, _ in layer.named_parameters()] for name, layer in self.layers}
         self._held: dict[str, torch.Tensor] = {}
         self._current, self._ahead_of = -1, -1
@@ -158,11 +151,7 @@ class Mapped:
             self._bring(index)
 
     def bring(self, name: str) -> None:
-        """Have a layer at hand without running it, in the precision and place where layers compute.
-
-        Args:
-            name: Full name of the layer.
-        """
+        """Have the layer of that full name at hand without running it, in the precision and place where layers compute."""
         if self.converts:
             self._bring([n for n, _ in self.layers].index(name))
 
@@ -176,23 +165,16 @@ class Mapped:
         for own in self._own[name]:
             self._held[own] = self.parameters[own].data
             self.parameters[own].data = ready[own]
-        self._current, self.loaded = index, self.loaded + 1
-        following = index + step
-        self._ahead, self._ahead_of = None, following
-        if 0 <= following < len(self.layers):
-            self._ahead = self._worker.submit(self._convert, following)
+        self._current, self._ahead, self._ahead_of = index, None, index + step
+        if 0 <= index + step < len(self.layers):
+            self._ahead = self._worker.submit(self._convert, index + step)
 
     def _convert(self, index: int) -> dict[str, torch.Tensor]:
-        return {
-            own: p.data.to(self.device, self.dtype if p.is_floating_point() else p.dtype)
-            for own in self._own[self.layers[index][0]]
-            for p in [self.parameters[own]]
-        }
+        return {own: self.computed(self.parameters[own]) for own in self._own[self.layers[index][0]]}
 
     def comes(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is dropped again when its layer has run."""
-        name = self.names.get(id(parameter))
-        return self.converts and any(name in own for own in self._own.values())
+        return self.converts and self.names.get(id(parameter)) in self._inside
 
     def at_hand(self, index: int) -> bool:
         """Whether a layer is on the device now."""
@@ -208,29 +190,24 @@ class Mapped:
             self.parameters[own].data = tensor
         self._held, self._current = {}, -1
 
-    def layer_of(self, index: int) -> list[str]:
-        """Names of the parameters of a layer."""
-        return self._own[self.layers[index][0]]
-
     def fresh(self, names: Sequence[str]) -> None:
         """Map parameters again: what was written into them is gone, and with it the memory that it took."""
         wanted = {name: self.places[name] for name in names if name in self.places}
-        tensors = {
-            file: open_tensors({key: file for own, key in wanted.values() if own == file}) for file, _ in wanted.values()
-        }
+        files = {file for file, _ in wanted.values()}
+        tensors = {file: _open_tensors({key: file for own, key in wanted.values() if own == file}) for file in files}
         for name, (file, key) in wanted.items():
             tensor = tensors[file][key]
             if name in self._held:
                 self._held[name] = tensor
-            elif name in self._inside:
+            else:
                 self.parameters[name].data = tensor
-            else:  # as it was settled
-                self.parameters[name].data = tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+                if name not in self._inside:  # as it was settled
+                    self.parameters[name].data = self.computed(self.parameters[name])
 
     def again(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A parameter as its file has it, in a mapping of its own; None where it is not mapped."""
         place = self.places.get(self.names.get(id(parameter), ""))
-        return None if place is None else open_tensors({place[1]: place[0]})[place[1]]
+        return None if place is None else _open_tensors({place[1]: place[0]})[place[1]]
 
     def remap(self, keys: Mapping[str, nn.Parameter], file: Path) -> None:
         """Take parameters from the tensors of a file from now on: what was written into them leaves the memory."""
@@ -242,18 +219,10 @@ class Mapped:
         self.fresh([*names, *(name for name, (own, _) in self.places.items() if own in left and name not in names)])
 
 
-def _stack(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
-    """The lists of layers with names, or nothing where there is none."""
-    try:
-        return [[(f"{name}.{i}", layer) for i, layer in enumerate(stack)] for name, stack in layer_lists(model)]
-    except UnknownStructure:
-        return []
-
-
 def load_mapped(
     model_class: Any, config: Any, folder: Path | str, *, dtype: torch.dtype | None, device: torch.device
 ) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Make a model of a class from the files of a folder, without copying them.
+    """A model made from the files of a folder without copying them, and what transformers reports of its loading.
 
     Args:
         model_class: A class of transformers, or one of its automatic ones.
@@ -262,12 +231,12 @@ def load_mapped(
         dtype: In which layers compute; the checkpoint's own where it is None.
         device: Where layers compute.
 
-    Returns:
-        The model, and what transformers reports of its loading.
+    Raises:
+        BadModel, CorruptFile: The folder holds no safetensors files, or one that cannot be read.
     """
-    files = tensor_files(folder)
-    tensors = open_tensors(files)
-    stored = stored_dtype(tensors.values())
+    files = _tensor_files(folder)
+    tensors = _open_tensors(files)
+    stored = _stored_dtype(tensors.values())
     mapping = getattr(model_class, "_model_mapping", None)
     chosen = model_class if mapping is None else mapping[type(config)]
     chosen = chosen[0] if isinstance(chosen, tuple | list) else chosen

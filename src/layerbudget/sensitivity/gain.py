@@ -18,7 +18,7 @@ from ..errors import InvalidInput
 from ..execution.loss import Data
 from ..execution.processes import process_group
 from ..models import blocks as model_blocks
-from ..models.provenance import computation, versions
+from ..models.machine import computation, versions
 from ..progress import Progress
 from ..records import Block
 from ..scores import Scores

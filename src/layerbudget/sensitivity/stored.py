@@ -22,7 +22,7 @@ from torch import nn
 from ..errors import InvalidInput
 from ..execution.loss import Data, FeatureSet
 from ..models import blocks as model_blocks
-from ..models.provenance import computation, versions
+from ..models.machine import computation, versions
 from ..progress import Progress, Steps
 from ..records import Block, digest, dumps
 from ..scores import Scores

@@ -26,8 +26,8 @@ from ...errors import CoverageError, InvalidInput
 from ...execution.modes import inference
 from ...execution.walk import Walk
 from ...models.blocks import check_finite, describe, layers
+from ...models.machine import computation, versions
 from ...models.offload import mapped
-from ...models.provenance import computation, versions
 from ...plan import Plan
 from ...progress import Progress, Steps
 from ...records import Record, write_text

@@ -31,8 +31,8 @@ from ...execution.loss import IGNORE, pad_right, unlabelled
 from ...execution.modes import inference
 from ...execution.walk import Walk
 from ...models.blocks import describe, weight_of
+from ...models.machine import versions
 from ...models.offload import Mapped, mapped
-from ...models.provenance import versions
 from ...progress import Progress, Steps
 from ...records import Block
 from ...scores import Scores

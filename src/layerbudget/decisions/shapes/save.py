@@ -14,7 +14,7 @@ from torch import nn
 
 from ...errors import UnknownStructure
 from ...models.blocks import config_of, describe, layers, pretrained
-from ...models.provenance import versions
+from ...models.machine import versions
 from ...plan import Plan
 from ...records import SCHEMA_VERSION, dumps, write_text
 from ...storage.folders import new_folder

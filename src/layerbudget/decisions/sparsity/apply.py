@@ -23,8 +23,8 @@ from ...execution.processes import broadcast, is_main, process_group, shard
 from ...execution.walk import Walk, check_autocast
 from ...kinds import check_kind
 from ...models.blocks import check_finite, describe, layers, partition, weight_of
+from ...models.machine import computation, versions
 from ...models.offload import mapped
-from ...models.provenance import computation, versions
 from ...plan import Plan, PlanBlock, members
 from ...progress import Progress, Steps
 from ...records import Module

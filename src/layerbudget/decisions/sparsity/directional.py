@@ -28,7 +28,7 @@ from ...errors import InvalidInput
 from ...execution.inputs import InputMoments
 from ...execution.processes import broadcast, is_main
 from ...models.blocks import check_finite, describe
-from ...models.provenance import computation, versions
+from ...models.machine import computation, versions
 from ...plan import Plan
 from ...progress import Progress, Steps, say
 from ...records import check_fraction, digest
