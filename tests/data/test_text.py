@@ -4,13 +4,18 @@ import math
 import numpy as np
 import pytest
 import torch
+import transformers
 from tests import zoo
 
 from layerbudget.data import stdlib
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.data.text import calibration, column_rows, read_documents, token_stream
-from layerbudget.errors import InvalidInput, NotEnoughText, NotFound
+from layerbudget.doctor.cost import shape_in_memory
+from layerbudget.errors import InvalidInput, NotEnoughText, NotFound, UnknownStructure
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
+from layerbudget.execution.loss import head_of
+from layerbudget.execution.walk import Walk
+from layerbudget.sensitivity.gain import score
 
 
 def test_stdlib_groups_are_disjoint_by_name_and_by_content():
@@ -150,3 +155,32 @@ def test_perplexity_refuses_padding():
     mask[1, 5:] = 0
     with pytest.raises(InvalidInput, match="padding"):
         perplexity(zoo.speaker("llama"), CalibrationSet(input_ids=ids, attention_mask=mask))
+
+
+@pytest.mark.parametrize("length, token, match", [(65, 1, "positions for 64"), (8, 97, "embeddings for tokens below 97")])
+def test_tokens_that_a_model_cannot_read_are_refused_before_anything_is_computed(length, token, match):
+    model, data = zoo.build("llama"), CalibrationSet(input_ids=torch.full((2, length), token))
+    for read in (
+        lambda: perplexity(model, data),
+        lambda: Walk(model, data),
+        lambda: score(model, data, zoo.B.partition(model)),
+    ):
+        with pytest.raises(InvalidInput, match=match):
+            read()
+
+
+def test_a_model_of_images_is_refused_in_one_sentence():
+    """Not by ``'NoneType' object has no attribute 'dtype'`` from inside its forward."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=16, patch_size=8)).eval()
+    data = CalibrationSet(input_ids=torch.full((2, 4), 1))
+    for read in (
+        lambda: perplexity(model, data),
+        lambda: Walk(model, data),
+        lambda: score(model, data, zoo.B.partition(model)),
+        lambda: shape_in_memory(model),
+        lambda: head_of(model),
+    ):
+        with pytest.raises(UnknownStructure, match="ViTForImageClassification reads pixel_values, no tokens"):
+            read()

@@ -25,6 +25,7 @@ from layerbudget.models.offload import mapped
 from layerbudget.sensitivity.gain import score
 
 MODELS = ("llama-tied", "gemma2", "gpt2", "phi3", "bert")
+PAIRS = [*(("bfloat16", name) for name in MODELS), ("float32", "llama-tied"), ("float32", "gpt2")]
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,7 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("stored", ("float32", "bfloat16"))
+@pytest.mark.parametrize("stored, name", PAIRS)
 def test_scores_masks_and_perplexity_are_those_of_the_whole_model(folders, name, stored, tmp_path):
     """Stored in bfloat16 and computed in float32, every layer comes and goes; stored in float32, it is mapped."""
     folder = str(folders[name, stored])
@@ -112,8 +112,7 @@ def test_what_needs_the_whole_graph_refuses_a_streamed_model(folders):
             score(model, data, blocks, estimator)
 
 
-@pytest.mark.parametrize("name", (*MODELS, "mixtral"))
-@pytest.mark.parametrize("stored", ("float32", "bfloat16"))
+@pytest.mark.parametrize("stored, name", [*PAIRS, ("bfloat16", "mixtral"), ("float32", "mixtral")])
 def test_plans_by_directional_damage_are_those_of_the_whole_model(folders, name, stored):
     """Layers are treated when they come: mapped ones are dense again behind it, converted ones are dropped."""
     data, found = zoo.tokens(samples=5, padded=True), []
