@@ -114,27 +114,42 @@ def shards(tmp_path_factory):
     return folder
 
 
+COMMANDS = """
+import json, os, sys
+from layerbudget.cli import main
+codes = [main(words) for words in json.loads(sys.argv[1])]
+if os.environ["RANK"] == "0":
+    open(sys.argv[2], "w").write(json.dumps(codes))
+"""
+
+
+def commands(folder, *jobs):
+    """Exit codes of commands in two processes, one after the other, and what they said."""
+    (folder / "commands.py").write_text(COMMANDS)
+    words = json.dumps([[str(w) for w in job] for job in jobs])
+    done = launched([str(folder / "commands.py"), words, str(folder / "codes")])
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads((folder / "codes").read_text()), done
+
+
 def test_the_command_line_is_shared_by_torchrun(shards, tmp_path):
     from layerbudget.cli import main
 
-    few = ["--samples", "6", "--length", "32", "--device", "cpu"]
-    for way, run in (("one", None), ("two", launched)):
+    few = ["--samples", 6, "--length", 32, "--device", "cpu", "--quiet"]
+    plan = tmp_path / "one" / "plan.json"
+    for way in ("one", "two"):
         out = tmp_path / way
         out.mkdir()
         jobs = [
             ["score", shards, *few, "--estimator", "fisher-gram", "--stream", "-o", out / "scores.json"],
-            ["prune", shards, tmp_path / "one" / "plan.json", *few, "--stream", "-o", out / "pruned"],
-            ["evaluate", out / "pruned", "--windows", 6, "--length", 32, "--device", "cpu", "-o", out / "result.json"],
+            ["plan", "sparsity", out / "scores.json", "--sparsity", 0.5, "--quiet", "-o", plan],
+            ["prune", shards, plan, *few, "--stream", "-o", out / "pruned"],
+            ["evaluate", out / "pruned", "--windows", 6, *few[2:], "-o", out / "result.json"],
         ]
-        for job in ([str(w) for w in job] for job in jobs):
-            if job[0] == "prune" and way == "one":
-                plan = ["plan", "sparsity", out / "scores.json", "--sparsity", 0.5, "--quiet", "-o", out / "plan.json"]
-                assert main([str(w) for w in plan]) == 0
-            if run is None:
-                assert main([*job, "--quiet"]) == 0
-            else:
-                done = run(["-m", "layerbudget", *job])
-                assert done.returncode == 0, done.stderr[-2000:]
+        if way == "one":
+            assert all(main([str(w) for w in job]) == 0 for job in jobs)
+        else:
+            assert commands(tmp_path, jobs[0], *jobs[2:])[0] == [0, 0, 0]
     records = [json.loads((tmp_path / way / "scores.json").read_text()) for way in ("one", "two")]
     assert np.allclose(records[0]["gain"], records[1]["gain"], rtol=1e-4)
     results = [json.loads((tmp_path / way / "result.json").read_text())["perplexity"]["stdlib"] for way in ("one", "two")]
@@ -148,15 +163,12 @@ def test_the_command_line_is_shared_by_torchrun(shards, tmp_path):
 
 
 def test_what_cannot_be_shared_refuses_in_a_sentence(shards, tmp_path):
-    done = launched(["-m", "layerbudget", "plan", "bits", str(shards), "--bits", "4", "-o", str(tmp_path / "plan.json")])
-    assert (
-        done.returncode != 0
-        and "plan bits runs in one process" in done.stderr
-        and "Traceback (most recent call last):\n  File" not in done.stdout
+    few = ["--samples", 1, "--length", 16, "--device", "cpu"]
+    codes, done = commands(
+        tmp_path,
+        ["plan", "bits", shards, "--bits", 4, "-o", tmp_path / "plan.json"],
+        ["score", shards, *few, "--estimator", "fisher-trace", "-o", tmp_path / "s.json"],
     )
-    few = ["--samples", "1", "--length", "16", "--device", "cpu"]
-    done = launched(
-        ["-m", "layerbudget", "score", str(shards), *few, "--estimator", "fisher-trace", "-o", str(tmp_path / "s.json")]
-    )
-    assert done.returncode != 0 and "cannot be shared between 2 processes" in done.stderr
+    assert 0 not in codes and "Traceback (most recent call last):\n  File" not in done.stdout
+    assert "plan bits runs in one process" in done.stderr and "cannot be shared between 2 processes" in done.stderr
     assert not list(tmp_path.glob("*.json"))
