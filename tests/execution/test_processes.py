@@ -117,7 +117,11 @@ def shards(tmp_path_factory):
 COMMANDS = """
 import json, os, sys
 from layerbudget.cli import main
-codes = [main(words) for words in json.loads(sys.argv[1])]
+from layerbudget.execution.processes import join
+codes = []
+for words in json.loads(sys.argv[1]):
+    codes.append(main(words))
+    join("cpu").barrier()  # the next command reads what the main process has written
 if os.environ["RANK"] == "0":
     open(sys.argv[2], "w").write(json.dumps(codes))
 """
