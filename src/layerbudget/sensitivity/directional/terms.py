@@ -80,7 +80,7 @@ class DirectionalSums(Accumulator):
         units: Index of the first unit of every matrix.
         directions: Changes of a matrix; asked for when its gradient is there, and dropped behind its layer.
         shape: Units and levels.
-        losses: See :class:`~layerbudget.execution.feeding.Accumulator`.
+        losses: See :class:`~layerbudget.execution.backward.Accumulator`.
         gradients: How many of them are divergences, 0 or 1.
         listen: Called with every site and batch once.
         places: Which of all sequences this process has.
