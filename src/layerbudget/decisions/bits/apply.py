@@ -82,20 +82,12 @@ class QuantisationReceipt(Record):
 
 
 def quantiser_of(method: str) -> Quantiser:
-    """Return a quantiser by name.
-
-    Raises:
-        InvalidInput: There is none.
-    """
+    """Return a quantiser by name."""
     return cast(Quantiser, find_quantiser(method))
 
 
 def need_data(quantiser: Quantiser, data: CalibrationSet | None) -> None:
-    """Refuse a quantiser without the data that it needs.
-
-    Raises:
-        InvalidInput: It has none.
-    """
+    """Refuse a quantiser without the data that it needs."""
     if quantiser.statistic != "none" and data is None:
         raise InvalidInput(f"{quantiser.name} needs calibration data.", "", "Pass data, or use method rtn.")
 

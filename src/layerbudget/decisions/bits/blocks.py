@@ -101,12 +101,7 @@ def end_modules(model: nn.Module) -> list[Module]:
 
 
 def blocks_of(model: nn.Module, runtime: Runtime, by: str = "linear") -> tuple[Block, ...]:
-    """Return the blocks that get one format each, by ``linear`` or by ``layer``.
-
-    Raises:
-        InvalidInput: Another partition.
-        UnknownStructure: The model has no list of layers.
-    """
+    """Return the blocks that get one format each, by ``linear`` or by ``layer``."""
     if by not in ("linear", "layer"):
         raise InvalidInput(f"by is {by!r}.", "Formats are planned by linear or by layer.", "Use linear.")
     groups: dict[str, list[Module]] = {}
@@ -119,11 +114,7 @@ def blocks_of(model: nn.Module, runtime: Runtime, by: str = "linear") -> tuple[B
 
 
 def modules_by_name(model: nn.Module, names: Iterable[str]) -> dict[str, Module]:
-    """Return the matrices of some names, with their shapes.
-
-    Raises:
-        UnknownBlock: The model has none of that name.
-    """
+    """Return the matrices of some names, with their shapes."""
     known = {m.name: m for b in partition(model, "linear") for m in b.modules} | {m.name: m for m in end_modules(model)}
     for name in names:
         if name not in known:
@@ -153,11 +144,7 @@ def _fixed_bytes(model: nn.Module, blocks: Iterable[Block], family: str) -> int:
 
 
 def unwritable(model: nn.Module, names: Sequence[str], target: Runtime) -> dict[str, str]:
-    """Return the matrices that no file for a runtime holds in fewer than 16 bits, with the reason.
-
-    Raises:
-        MissingDependency: GGUF without the package gguf.
-    """
+    """Return the matrices that no file for a runtime holds in fewer than 16 bits, with the reason."""
     if target.family == GGUF:
         config, parameters = config_of(model), [n for n, _ in model.named_parameters()]
         try:
@@ -202,11 +189,7 @@ def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str
 
 
 def check_writable(model: nn.Module, formats: Mapping[str, str], target: Runtime) -> None:
-    """Refuse a plan that gives formats to matrices which no file holds in them.
-
-    Raises:
-        InvalidInput: There are some; such plans are for other tools.
-    """
+    """Refuse a plan that gives formats to matrices which no file holds in them."""
     small = [n for n, form in formats.items() if not find_format(form).plain]
     reasons = unwritable(model, small, target)
     if reasons:

@@ -16,33 +16,20 @@ _GPTQ_BITS = (2, 3, 4, 8)
 
 
 def llama_cpp(plan: Plan) -> str:
-    """Return lines ``regular expression=type``, for ``llama-quantize --tensor-type-file``.
-
-    Raises:
-        InvalidInput: Formats of another family, or matrices that no architecture of GGUF has.
-        MissingDependency: Without the package gguf.
-    """
+    """Return lines ``regular expression=type``, for ``llama-quantize --tensor-type-file``."""
     found = _formats(plan, GGUF)
     names = _gguf_names(list(found))
     return "".join(f"^{re.escape(names[n])}\\.weight={f.name.lower()}\n" for n, f in found.items())
 
 
 def auto_round(plan: Plan) -> str:
-    """Return ``{module: {bits, group_size, sym, data_type}}`` as JSON, for ``AutoRound(layer_config=...)``.
-
-    Raises:
-        InvalidInput: Formats of another family.
-    """
+    """Return ``{module: {bits, group_size, sym, data_type}}`` as JSON, for ``AutoRound(layer_config=...)``."""
     plain = {"bits": 16, "data_type": "float"}
     return _json({n: plain if f.plain else {**_words(f), "data_type": "int"} for n, f in _formats(plan, PACKED).items()})
 
 
 def gptq_model(plan: Plan) -> str:
-    """Return ``{"+:regex": {bits, group_size, sym}}``, ``"-:regex"`` for what stays, for ``QuantizeConfig(dynamic=...)``.
-
-    Raises:
-        InvalidInput: Formats of another family, or a width that its kernels do not have.
-    """
+    """Return ``{"+:regex": {bits, group_size, sym}}``, ``"-:regex"`` for what stays, for ``QuantizeConfig(dynamic=...)``."""
     out: dict[str, dict[str, Any]] = {}
     for name, form in _formats(plan, PACKED).items():
         if not form.plain and form.bits not in _GPTQ_BITS:

@@ -48,11 +48,7 @@ def architecture(config: Any) -> str:
 
 
 def tensor_names(gguf: Any, arch: str, layers: int, names: Sequence[str]) -> dict[str, str]:
-    """Return the names in the file by full parameter name.
-
-    Raises:
-        InvalidInput: A parameter that the architecture has no place for.
-    """
+    """Return the names in the file by full parameter name."""
     known = gguf.get_tensor_name_map({name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch], layers)
     found: dict[str, str] = {}
     for name in names:
@@ -140,11 +136,7 @@ class GgufWriter:
         return kinds[find_format(form).name]
 
     def tensors(self, piece: str, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
-        """Return what the file holds of a layer (outside the layers: of ``""``) whose weights are at hand.
-
-        Raises:
-            CoverageError: A tensor that reads back as other weights.
-        """
+        """Return what the file holds of a layer (outside the layers: of ``""``) whose weights are at hand."""
         return {self.stored[n]: torch.from_numpy(self._data(n)) for n in self.pieces[piece]}
 
     def _data(self, name: str) -> np.ndarray:
@@ -232,11 +224,7 @@ def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> list[str]:
 
 
 def recount_gguf(file: Path) -> dict[str, int]:
-    """Return the bytes of every tensor of a file, padding included: from one tensor's place to the next one's.
-
-    Raises:
-        MissingDependency: Without the package gguf.
-    """
+    """Return the bytes of every tensor of a file, padding included: from one tensor's place to the next one's."""
     tensors = sorted(need_gguf().GGUFReader(file).tensors, key=lambda t: t.data_offset)
     stops = [t.data_offset for t in tensors[1:]] + [file.stat().st_size]
     return {t.name: int(stop - t.data_offset) for t, stop in zip(tensors, stops, strict=True)}

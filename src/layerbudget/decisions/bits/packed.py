@@ -68,11 +68,7 @@ class PackedWriter:
             file.unlink()
 
     def tensors(self, piece: str, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
-        """Return what the file holds of a layer (outside the layers: of ``""``) whose weights are at hand.
-
-        Raises:
-            CoverageError: A tensor that reads back as other weights.
-        """
+        """Return what the file holds of a layer (outside the layers: of ``""``) whose weights are at hand."""
 
         def inside(name: str) -> bool:
             return name.startswith(f"{piece}.") if piece else not name.startswith(self.layers)
@@ -224,11 +220,7 @@ def _quiet() -> Iterator[None]:
 
 
 def check_loads(folder: Path, runtime: str) -> list[str]:
-    """Load what was written, as a user will; returns notes: why it was not loaded, or that only vLLM may read it.
-
-    Raises:
-        CoverageError: transformers does not load it, and it was planned for that.
-    """
+    """Load what was written, as a user will; returns notes: why it was not loaded, or that only vLLM may read it."""
     size, free = sum(f.stat().st_size for f in folder.glob("*.safetensors")), free_bytes("cpu")
     if size > SHARE * free:
         return [f"It was not loaded again: {size / 2**30:.3g} GiB of {free / 2**30:.3g} free are more than is risked."]
@@ -248,11 +240,7 @@ def check_loads(folder: Path, runtime: str) -> list[str]:
 
 
 def recount_safetensors(folder: Path) -> dict[str, int]:
-    """Return the bytes of every tensor of a folder's safetensors files, from their headers.
-
-    Raises:
-        CorruptFile: One does not parse.
-    """
+    """Return the bytes of every tensor of a folder's safetensors files, from their headers."""
     found: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with open(file, "rb") as f:

@@ -61,11 +61,7 @@ class Table:
 
     @classmethod
     def of(cls, scores: Scores) -> Table:
-        """Return the table in a record.
-
-        Raises:
-            InvalidInput: The record holds none.
-        """
+        """Return the table in a record."""
         held = scores.extra.get("choices") if isinstance(scores, Scores) else None
         if not isinstance(held, Mapping):
             raise InvalidInput(
@@ -153,11 +149,7 @@ def _bits_up(size: int, numel: int) -> float:
 
 
 def check_bits(bits: float | None) -> None:
-    """Refuse mean bits per weight that no plan can have.
-
-    Raises:
-        InvalidInput: Not above 0, or above the largest format.
-    """
+    """Refuse mean bits per weight that no plan can have."""
     if bits is not None and not 0 < bits <= _LARGEST:
         why = f"Bits per weight are above 0 and at most {_LARGEST:g}, the largest format."
         raise InvalidInput(f"bits is {bits:g}.", why, "Use for example 5.5.")
@@ -252,11 +244,7 @@ def _ties(table: Table, found: Choice) -> list[dict[str, Any]]:
 
 
 def formats_of_plan(plan: Plan) -> Mapping[str, str]:
-    """Return the format of every matrix.
-
-    Raises:
-        InvalidInput: A plan of another kind, or one that names no formats.
-    """
+    """Return the format of every matrix."""
     formats = plan.extra.get("formats")
     check_kind(plan.kind, ("bits",), "gives no formats")
     if not isinstance(formats, Mapping) or set(formats) != set(plan.by_module()):

@@ -52,11 +52,7 @@ class Runtime:
         return (not self.bits or form.bits in self.bits) and (not self.groups or form.group in self.groups)
 
     def check(self, form: Format) -> Format:
-        """Return a format that it can run.
-
-        Raises:
-            InvalidInput: It cannot.
-        """
+        """Return a format that it can run."""
         if self.reads(form):
             return form
         bits = f" of {' and '.join(map(str, self.bits))} bits" if self.bits else ""
@@ -100,11 +96,7 @@ _USUAL = {GGUF: "llama.cpp", PACKED: "transformers"}
 
 
 def find_runtime(name: str | None, family: str = PACKED) -> Runtime:
-    """Return a runtime by name, or the usual one of a family.
-
-    Raises:
-        InvalidInput: There is none of that name, or it reads another family.
-    """
+    """Return a runtime by name, or the usual one of a family."""
     if family not in _USUAL:
         raise InvalidInput(f"There is no format {family!r}.", f"There are {' and '.join(_USUAL)}.", "Use one of those.")
     name = name or _USUAL[family]
