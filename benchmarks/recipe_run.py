@@ -30,9 +30,9 @@ def prepare(folder: Path, sparsity: float, method: str) -> None:
     plan = folder / "plan.json"
     flags = ["--sparsity", str(sparsity), "--method", method, "--samples", "16", "--length", "128", "--by", "linear"]
     for arguments in (
-        ["measure", "demo", *flags, "-o", str(plan)],
-        ["export", str(plan), "--to", "recipe", "--method", method, "-o", str(folder / "recipe.yaml")],
-        ["prune", "demo", str(plan), "--method", method, "--samples", "16", "--length", "128", "-o", str(folder / "ours")],
+        ["plan", "sparsity", "demo", *flags, "-o", str(plan)],
+        ["export", str(plan), "--to", "recipe", "--set", f"method={method}", "-o", str(folder / "recipe.yaml")],
+        ["apply", "demo", str(plan), "--method", method, "--samples", "16", "--length", "128", "-o", str(folder / "ours")],
     ):
         if main([*arguments, "--overwrite", "--quiet"]):
             raise SystemExit(f"layerbudget {' '.join(arguments)} failed")

@@ -48,11 +48,11 @@ def users(python: str, other: str | None) -> dict[str, tuple[str, list[str]]]:
         "fine-tuning": ("300 rows of chat, ranks under a budget, an adapter beside uniform's, merged and served.", [
             f"{python} {ROOT / 'examples' / 'chat_rows.py'} chat.jsonl; wc -l chat.jsonl",
             f"{lb} score demo --data chat.jsonl --estimator rank-gain --by linear --samples 64 -o scores.json",
-            f"{lb} plan ranks scores.json --params 180k -o ranks.json",
-            f"{lb} plan ranks scores.json --params 180k --rule uniform -o uniform.json",
+            f"{lb} plan ranks scores.json --budget '180k params' -o ranks.json",
+            f"{lb} plan ranks scores.json --budget '180k params' --rule uniform -o uniform.json",
             f"{lb} finetune demo uniform.json --data chat.jsonl --epochs 2 --lr 0.006 -o adapters-uniform",
             f"{lb} finetune demo ranks.json --data chat.jsonl --epochs 2 --lr 0.006 --against adapters-uniform -o adapters",
-            f"{lb} plan explain ranks.json",
+            f"{lb} explain ranks.json",
             f"{python} merge.py",
             f"{lb} export ranks.json -o lora.json && head -c 400 lora.json",
             f"{lb} report adapters -o adapters.html && ls -l adapters.html",
@@ -60,9 +60,9 @@ def users(python: str, other: str | None) -> dict[str, tuple[str, list[str]]]:
         "compression": ("A 2:4 model, a 3-bit model, the harness's own command on both, and our recipe in llm-compressor.", [
             f"{lb} score demo --samples 16 --length 128 -o scores.json",
             f"{lb} plan sparsity scores.json --rule uniform --sparsity 0.5 -o two-four.json",
-            f"{lb} prune demo two-four.json --pattern 2:4 --samples 16 --length 128 -o two-four",
+            f"{lb} apply demo two-four.json --pattern 2:4 --samples 16 --length 128 -o two-four",
             f"{lb} plan bits demo --bits 3.6 --samples 16 --length 128 -o bits.json",
-            f"{lb} quantize demo bits.json --method gptq --samples 16 --length 128 -o three-bits",
+            f"{lb} apply demo bits.json --method gptq --samples 16 --length 128 -o three-bits",
             *(f"{lb} evaluate {m} {held}" for m in ("demo", "two-four", "three-bits")),
             *(f"{python} -m lm_eval --model hf --model_args pretrained={m},dtype=float32,max_length=512 --include_path stock"
               " --device cpu --tasks stock_arc_easy --batch_size 8 --limit 60 | tail -6" for m in ("two-four", "three-bits")),
@@ -75,15 +75,15 @@ def users(python: str, other: str | None) -> dict[str, tuple[str, list[str]]]:
             f"{python} own.py && head -4 own.csv",
             f"{lb} compare demo --scores gain,owl,own.csv --rules mdl,owl --sparsity 0.5 --samples 16 --length 128"
             " --windows 48 --seeds 0 1 -o comparison",
-            f"{lb} transfer gain.json other.json --program sparsity",
+            f"{lb} explain transfer gain.json other.json --program sparsity",
             f"{lb} report comparison -o comparison.html && ls -l comparison.html",
         ]),
         "teaching": ("Water poured over ten layers, then over a model's.", [
             f"{python} {ROOT / 'examples' / 'water_filling.py'} --budget 24",
             f"{lb} score demo --samples 16 --length 128 -o gain.json",
             f"{lb} plan experts gain.json --total 60 -o experts.json",
-            f"{lb} plan sweep gain.json --kind experts --budgets 36 60 120",
-            f"{lb} plan explain experts.json",
+            f"{lb} explain sweep gain.json --kind experts --budgets 36 60 120",
+            f"{lb} explain experts.json",
         ]),
     }  # fmt: skip
 

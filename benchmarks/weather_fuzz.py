@@ -128,40 +128,40 @@ FILES = {
     "scores, experts": (6, "scores.json", "plan experts scores.json --total 9 -o O"),
     "scores, ranks": (8, "ranks.json", "plan ranks ranks.json --mean-rank 4 -o O"),
     "scores, by rank": (8, "ranks.json", "plan ranks ranks.json --mean-rank 4 --rule by-rank -o O"),
-    "scores, joint": (4, "scores.json", "plan joint scores.json --bytes=-1kB -o O"),
-    "scores, sweep": (5, "scores.json", "plan sweep scores.json --budgets 0.3 0.5"),
-    "scores, transfer": (4, "scores.json", "transfer scores.json scores.json"),
+    "scores, joint": (4, "scores.json", "plan joint scores.json --budget=-1kB -o O"),
+    "scores, sweep": (5, "scores.json", "explain sweep scores.json --budgets 0.3 0.5"),
+    "scores, transfer": (4, "scores.json", "explain transfer scores.json scores.json"),
     "scores, import": (4, "own.json", "score model --import own.json -o O"),
     "scores with shapes, csv": (3, "shapes.csv", "plan ranks shapes.csv --mean-rank 2 -o O"),
     "scores with shapes, json": (3, "shapes.json", "plan sparsity shapes.json -o O"),
     "scores with shapes, npy": (3, "shapes.npy", "plan sparsity shapes.npy -o O"),
     "scores, columns": (5, "large.json", "plan sparsity large.json -o O"),
-    "plan, columns": (5, "large_plan.json", "plan explain large_plan.json"),
+    "plan, columns": (5, "large_plan.json", "explain large_plan.json"),
     "scores, import csv": (3, "own.csv", "score model --import own.csv -o O"),
     "curves": (6, "curves.json", "plan sparsity scores.json --curves curves.json -o O"),
     "latency": (4, "latency.json", "plan ranks scores.json --mean-rank 2 --latency latency.json -o O"),
     "config, plan": (10, "model/config.json", "plan sparsity model --rule uniform -o O"),
     "config, ranks": (5, "model/config.json", "plan ranks model --mean-rank 2 --rule uniform -o O"),
-    "config, model": (6, "model/config.json", "prune model plan.json --method magnitude -o O"),
-    "weights": (6, "model/model.safetensors", "prune model plan.json --method magnitude -o O"),
-    "generation": (2, "model/generation_config.json", "prune model plan.json --method magnitude -o O"),
+    "config, model": (6, "model/config.json", "apply model plan.json --method magnitude -o O"),
+    "weights": (6, "model/model.safetensors", "apply model plan.json --method magnitude -o O"),
+    "generation": (2, "model/generation_config.json", "apply model plan.json --method magnitude -o O"),
     "tokenizer": (5, "model/tokenizer.json", "evaluate model --perplexity text.txt --length 16 --windows 2 -o O"),
     "tokenizer config": (5, "model/tokenizer_config.json", "evaluate model --perplexity text.txt --length 16 --windows 2 -o O"),
     "text": (2, "text.txt", "evaluate model --perplexity text.txt --length 16 --windows 2 -o O"),
     "text, json lines": (3, "text.jsonl", "evaluate model --perplexity text.jsonl --length 16 --windows 2 -o O"),
-    "plan, explain": (10, "plan.json", "plan explain plan.json"),
-    "plan, ranks, explain": (4, "plan_ranks.json", "plan explain plan_ranks.json"),
-    "plan, diff": (6, "plan.json", "plan diff plan.json other.json"),
-    "plan, prune": (8, "plan.json", "prune model plan.json --method magnitude -o O"),
-    "plan, smaller": (4, "smaller.json", "prune model smaller.json --data text.txt --samples 4 --length 8 -o O"),
-    "plan, finetune": (3, "plan_ranks.json", "finetune model plan_ranks.json --task task.jsonl --train-rows 8 --epochs 1 --batch 8 -o O"),
-    "task": (2, "task.jsonl", "finetune model plan_ranks.json --task task.jsonl --train-rows 8 --epochs 1 --batch 8 -o O"),
+    "plan, explain": (10, "plan.json", "explain plan.json"),
+    "plan, ranks, explain": (4, "plan_ranks.json", "explain plan_ranks.json"),
+    "plan, diff": (6, "plan.json", "explain diff plan.json other.json"),
+    "plan, prune": (8, "plan.json", "apply model plan.json --method magnitude -o O"),
+    "plan, smaller": (4, "smaller.json", "apply model smaller.json --data text.txt --samples 4 --length 8 -o O"),
+    "plan, finetune": (3, "plan_ranks.json", "finetune model plan_ranks.json --task task.jsonl --set train_rows=8 --epochs 1 --batch 8 -o O"),
+    "task": (2, "task.jsonl", "finetune model plan_ranks.json --task task.jsonl --set train_rows=8 --epochs 1 --batch 8 -o O"),
     "adapter config": (6, "adapter/adapter_config.json", "evaluate model --adapter adapter --perplexity text.txt --length 16 --windows 2 -o O"),
     "adapter": (4, "adapter/adapter_model.safetensors", "evaluate model --adapter adapter --perplexity text.txt --length 16 --windows 2 -o O"),
     "results": (4, "results/*", "report results -o O"),
     "stage": (5, "stage/**/*", "score model --data text.txt --samples 4 --length 8 --resume stage -o O"),
-    "finetuned": (3, "kept/seed-0/*.json", "finetune model plan_ranks.json --task task.jsonl --train-rows 8 --epochs 1 --batch 8 --resume kept -o O"),
-    "prune, resume": (5, "resume/*", "prune model plan.json --data text.txt --samples 4 --length 8 --resume resume -o O"),
+    "finetuned": (3, "kept/seed-0/*.json", "finetune model plan_ranks.json --task task.jsonl --set train_rows=8 --epochs 1 --batch 8 --resume kept -o O"),
+    "prune, resume": (5, "resume/*", "apply model plan.json --data text.txt --samples 4 --length 8 --resume resume -o O"),
 }  # fmt: skip
 RULES = ("uniform", "mdl", "owl", "alphapruning", "permuted", "linear", "nonsense")
 
@@ -181,8 +181,8 @@ def prepare(folder: Path) -> None:
         ["plan", "sparsity", "scores.json", "--rule", "uniform", "-o", "other.json"],
         ["plan", "ranks", "scores.json", "--mean-rank", "2", "-o", "plan_ranks.json"],
         ["plan", "shapes", "model", *data, "--save", "10% flops", "--even", "-o", "smaller.json"],
-        ["measure", "model", *data, "-o", "measured.json"],
-        ["finetune", "model", "plan_ranks.json", "--task", "task.jsonl", "--train-rows", "8", "--epochs", "1", "--batch", "8", "--resume", "kept", "-o", "tuned"],
+        ["plan", "sparsity", "model", *data, "-o", "measured.json"],
+        ["finetune", "model", "plan_ranks.json", "--task", "task.jsonl", "--set", "train_rows=8", "--epochs", "1", "--batch", "8", "--resume", "kept", "-o", "tuned"],
         ["evaluate", "model", "--perplexity", "text.txt", "--length", "16", "--windows", "2", "-o", "result.json"],
     ]  # fmt: skip
     for step in steps:
@@ -230,7 +230,7 @@ def _half_pruned(folder: Path, data: list[str]) -> None:
         raise OSError(28, "No space left on device")
 
     held, save.save_pruned = save.save_pruned, refuse
-    run(["prune", "model", "plan.json", *data, "--resume", "resume", "-o", "nothing", "--quiet"], 300)
+    run(["apply", "model", "plan.json", *data, "--resume", "resume", "-o", "nothing", "--quiet"], 300)
     save.save_pruned = held
     if not list((folder / "resume").glob("block-*")):
         raise SystemExit("no parts of a pruning run were kept")
@@ -280,8 +280,8 @@ SMALL = {"--samples": ["1", "2", "4", "0", "-1", "x", "99999999999999999999"], "
          "--data": ["text.txt", "text.jsonl", "missing.txt", "stdlib:x", "folder", "", "pipe", "scores.json"]}  # fmt: skip
 LEAST = {"--samples": "2", "--length": "8", "--data": "text.txt"}
 VERBS = [
-    ("score",), ("measure",), ("plan", "sparsity"), ("plan", "experts"), ("plan", "ranks"), ("plan", "joint"), ("plan", "shapes"),
-    ("plan", "diff"), ("plan", "explain"), ("plan", "sweep"), ("transfer",), ("prune",), ("finetune",), ("evaluate",), ("report",),
+    ("score",), ("plan", "sparsity"), ("plan", "experts"), ("plan", "ranks"), ("plan", "joint"), ("plan", "shapes"),
+    ("explain", "diff"), ("explain", "plan"), ("explain", "sweep"), ("explain", "transfer"), ("apply",), ("finetune",), ("evaluate",), ("report",),
 ]  # fmt: skip
 POSITIONAL = {"model": ["model"] * 6 + ["missing", "folder", "scores.json", "", "no/such", "pipe"],
               "plan": ["plan.json"] * 5 + ["plan_ranks.json", "smaller.json", "scores.json", "missing.json", "pipe", "folder"],
@@ -340,8 +340,8 @@ def one_flags(number: int, sound: Path, work: Path):
             if action.nargs != 0:
                 words += [value(action, flag, rng) for _ in range(rng.choice((1, 2)) if action.nargs == "+" else 1)]
     if verb == ("finetune",) and "--train-rows" not in words:
-        words += ["--train-rows", "8"]
-    if not {"-o", "--out"} & set(words) and verb[0] in ("score", "measure"):
+        words += ["--set", "train_rows=8"]
+    if not {"-o", "--out"} & set(words) and verb[0] == "score":
         words += ["-o", "O"]
     before = {p.name for p in work.iterdir()}
     outcome = run([*words, "--quiet"], LIMIT)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.killing import count_changes  # noqa: E402
 
 DATA = ["--data", "text.txt", "--samples", "8", "--length", "16", "--batch-size", "2", "--quiet"]
-TUNE = ["--task", "task.jsonl", "--train-rows", "16", "--epochs", "3", "--batch", "8", "--quiet"]
+TUNE = ["--task", "task.jsonl", "--set", "train_rows=16", "--epochs", "3", "--batch", "8", "--quiet"]
 STRAY = 1 << 20  # bytes of what may lie around after the next run
 
 
@@ -46,19 +46,19 @@ class Verb:
 
 DEMO = {"SAMPLES": 6, "LENGTH": 24, "WINDOWS": 6, "MEASURED": 3, "PASSES": 8, "TARGETS": (0.5,)}
 KEPT = ["--resume", "parts"]
-PRUNE = ["prune", "model", "plan.json", "--method", "sparsegpt", *DATA, "--resume", "parts", "-o", "out"]
+PRUNE = ["apply", "model", "plan.json", "--method", "sparsegpt", *DATA, "--resume", "parts", "-o", "out"]
 VERBS = {
     "score": Verb(["score", "model", *DATA, "--resume", "stage", "-o", "out.json"], ["--overwrite"], "out.json", ("stage/notes",)),
     "score, kfac": Verb(
         ["score", "model", *DATA, "--estimator", "kfac", "--set", "walk=layers", "--resume", "stage", "-o", "out.json"],
         ["--overwrite"], "out.json", ("stage/notes",),
     ),
-    "measure": Verb(["measure", "model", *DATA, "--resume", "parts", "-o", "out.json"], ["--overwrite"], "out.json", ("parts/notes",)),
+    "measure": Verb(["plan", "sparsity", "model", *DATA, "--resume", "parts", "-o", "out.json"], ["--overwrite"], "out.json", ("parts/notes",)),
     "plan shapes": Verb(
         ["plan", "shapes", "model", *DATA, "--save", "10% flops", "--even", "-o", "out.json"], ["--overwrite"], "out.json",
     ),
     "quantize": Verb(
-        ["quantize", "model", "bits.json", "--quiet", "--resume", "parts", "-o", "out"], ["--overwrite"], "out", ("parts/notes",)
+        ["apply", "model", "bits.json", "--quiet", "--resume", "parts", "-o", "out"], ["--overwrite"], "out", ("parts/notes",)
     ),
     "compare": Verb(
         ["compare", "model", "--scores", "fisher-gram,gradient-norm", "--sparsity", "0.5", "--data", "text.txt", "--samples", "4", "--length",
@@ -69,9 +69,9 @@ VERBS = {
     "prune": Verb(PRUNE, ["--overwrite"], "out", ("parts/notes",)),
     "prune, overwriting": Verb(
         [*PRUNE, "--overwrite"], [], "out", ("parts/notes", "out/notes", "out/sub/notes"),
-        (["prune", "model", "plan.json", "--method", "magnitude", "-o", "out"],),
+        (["apply", "model", "plan.json", "--method", "magnitude", "-o", "out"],),
     ),
-    "prune, smaller": Verb(["prune", "model", "smaller.json", *DATA, "-o", "out"], ["--overwrite"], "out"),
+    "prune, smaller": Verb(["apply", "model", "smaller.json", *DATA, "-o", "out"], ["--overwrite"], "out"),
     "finetune": Verb(["finetune", "model", "ranks.json", *TUNE, *KEPT, "-o", "out"], ["--overwrite"], "out", ("parts/notes",)),
     "finetune, re-planning": Verb(
         ["finetune", "model", "ranks.json", *TUNE, *KEPT, "--replan", "0.4", "-o", "out"], ["--overwrite"], "out"
@@ -95,7 +95,22 @@ def prepare(folder: Path) -> None:
         ["plan", "sparsity", "scores.json", "-o", "plan.json"],
         ["plan", "ranks", "scores.json", "--mean-rank", "3", "-o", "ranks.json"],
         ["plan", "shapes", "model", *DATA, "--save", "10% flops", "--even", "-o", "smaller.json"],
-        ["plan", "bits", "model", *DATA, "--bits", "5", "--group", "16", "--draws", "1", "--check", "2", "-o", "bits.json"],
+        [
+            "plan",
+            "bits",
+            "model",
+            *DATA,
+            "--bits",
+            "5",
+            "--set",
+            "group=16",
+            "--set",
+            "draws=1",
+            "--set",
+            "check=2",
+            "-o",
+            "bits.json",
+        ],
     ):
         if child(words, folder, None)[0] != 0:
             raise SystemExit(f"{' '.join(words)} failed")

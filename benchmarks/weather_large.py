@@ -84,8 +84,8 @@ def commands(inputs: dict[str, Path], folder: Path) -> dict[str, list[str]]:
             found[f"plan {kind} {name} --json -o plan.json"] = ["plan", kind, str(path), *budget, "--json", "-o", plan]
     found["plan sparsity scores.csv (a table for the terminal)"] = ["plan", "sparsity", str(inputs["scores.csv"])]
     plans = [str(folder / f"sparsity-{name}.plan.json") for name in ("scores.csv", "scores.json")]
-    found["plan explain plan.json --json"] = ["plan", "explain", plans[0], "--json"]
-    found["plan diff plan.json plan.json"] = ["plan", "diff", *plans]
+    found["explain plan.json --json"] = ["explain", plans[0], "--json"]
+    found["explain diff plan.json plan.json"] = ["explain", "diff", *plans]
     found["export plan.json --to csv"] = ["export", plans[0], "--to", "csv", "-o", str(folder / "plan.csv")]
     return found
 

@@ -26,7 +26,7 @@ ELSEWHERE = {
     "torchrun -m layerbudget": "starts several processes: tests/execution and tests/finetuning do",
     "torchrun --nproc-per-node 4 -m layerbudget score MODEL --estimator rank-gain --by linear -o scores.json": "four processes",
     "torchrun --nproc-per-node 4 -m layerbudget finetune MODEL ranks.json --data my.jsonl -o planned": "four processes",
-    "accelerate launch -m layerbudget prune MODEL plan.json -o pruned": "needs a configured launcher",
+    "accelerate launch -m layerbudget apply MODEL plan.json -o pruned": "needs a configured launcher",
     "accelerate launch --num_processes 4 --mixed_precision no -m layerbudget finetune MODEL ranks.json "
     "--data my.jsonl -o planned": "four processes",
     "accelerate launch --num_processes 4 --use_fsdp --fsdp_version 2 --mixed_precision no -m layerbudget finetune MODEL "

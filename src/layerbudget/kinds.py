@@ -57,16 +57,16 @@ class Kind:
 KINDS: Registry[Kind] = Registry("kind of plan", group="layerbudget.kinds")
 _PRUNED, _REMOVED = "pruned parameters", "removed parameters"
 for _kind in (
-    Kind("sparsity", "sparsity", _PRUNED, "a sparsity for every block", harms=True, budget="sparsity", command="prune"),
+    Kind("sparsity", "sparsity", _PRUNED, "a sparsity for every block", harms=True, budget="sparsity", command="apply"),
     Kind(
         "shapes",
         "removed parameters",
         _REMOVED,
         "heads, MLP widths and layers to remove: smaller matrices",
         harms=True,
-        command="prune",
+        command="apply",
     ),
-    Kind("depth", "removal", _REMOVED, "whole layers to remove", harms=True, command="prune"),
+    Kind("depth", "removal", _REMOVED, "whole layers to remove", harms=True, command="apply"),
     Kind("experts", "experts", "experts of every matrix", "LoRA experts for every block", budget="total", command="finetune"),
     Kind("ranks", "rank", "rank of every matrix", "a LoRA rank for every block", budget="mean_rank", command="finetune"),
     Kind(
@@ -76,14 +76,14 @@ for _kind in (
         "a format for every weight matrix, in whole bytes",
         budget="bits",
         predicts=True,
-        command="quantize",
+        command="apply",
     ),
     Kind(
         "recipe",
         "bits per weight",
         "bytes",
         "a format for every matrix and a LoRA rank for every adapter, in whole bytes; "
-        "quantize writes its base, finetune trains its ranks on that, split_recipe gives the two plans",
+        "apply writes its base, finetune trains its ranks on that, split_recipe gives the two plans",
         predicts=True,
         command="finetune",
     ),

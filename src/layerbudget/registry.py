@@ -104,8 +104,8 @@ def _option(parameter: inspect.Parameter, module: types.ModuleType | None) -> Op
     if isinstance(declared, str):
         try:
             declared = eval(declared, vars(module) if module else {})  # an annotation, as inspect evaluates it
-        except NameError:
-            declared = Any  # imported for type checkers only
+        except (NameError, TypeError):
+            declared = Any  # imported for type checkers only, or an alias that is text
     if declared is parameter.empty:
         declared = _type_of(default)
     if typing.get_origin(declared) is typing.Annotated:

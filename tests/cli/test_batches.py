@@ -9,7 +9,7 @@ from tests import zoo
 
 import layerbudget as lb
 from layerbudget.cli import main
-from layerbudget.cli.shared import batch_of
+from layerbudget.cli.options import batch_of
 from layerbudget.execution import memory
 from layerbudget.plan import Plan
 
@@ -53,8 +53,8 @@ def test_verbs_give_the_same_in_little_memory(tmp_path, scarce, capsys):
         chosen = scarce() if way == "none" else []
         jobs = (
             ["score", "demo", *FEW, "--estimator", "fisher-gram", "-o", str(out / "scores.json")],
-            ["measure", "demo", *FEW, "--passes", "6", "--sparsity", "0.5", "-o", str(out / "plan.json")],
-            ["prune", "demo", str(plan), *FEW, "-o", str(out / "pruned")],
+            ["plan", "sparsity", "demo", *FEW, "--passes", "6", "--sparsity", "0.5", "-o", str(out / "plan.json")],
+            ["apply", "demo", str(plan), *FEW, "-o", str(out / "pruned")],
             ["evaluate", str(out / "pruned"), "--windows", "6", "--length", "24", "--quiet", "--json"],
         )
         for job in jobs:

@@ -21,7 +21,18 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plan(folder):
-    words = ["--bits", "4.0", "--group", "32", "--draws", "1", "--check", "2", "--save-scores", str(folder / "scores.json")]
+    words = [
+        "--bits",
+        "4.0",
+        "--set",
+        "group=32",
+        "--set",
+        "draws=1",
+        "--set",
+        "check=2",
+        "--save-scores",
+        str(folder / "scores.json"),
+    ]
     assert main(["plan", "bits", "demo", *words, *SMALL, "-o", str(folder / "bits.json")]) == 0
     return folder / "bits.json"
 
@@ -37,14 +48,14 @@ def sentence(capsys, *words):
 
 
 def test_plan_write_count_and_measure(folder, plan, capsys):
-    done = document(capsys, "quantize", "demo", plan, "-o", folder / "written", "--quiet")
+    done = document(capsys, "apply", "demo", plan, "-o", folder / "written", "--quiet")
     made = json.loads(plan.read_text())
     assert done["bytes"] == done["planned"] == made["budget"]["spent"] <= made["budget"]["limit"]
     assert done["tensors"] == made["budget"]["file"]
     assert sum(f.stat().st_size for f in (folder / "written").glob("*.safetensors")) == done["file"]
     result = document(capsys, "evaluate", folder / "written", "--windows", 4, "--length", 64, "--quiet")
     assert result["perplexity"]["stdlib"]["value"] < 60
-    told = document(capsys, "plan", "explain", plan)
+    told = document(capsys, "explain", plan)
     assert made["extra"]["check"]["verdict"] in told["sentences"]
     main(["report", str(folder), "-o", str(folder / "page.html")])
     assert "bits by" in (folder / "page.html").read_text()
@@ -53,12 +64,12 @@ def test_plan_write_count_and_measure(folder, plan, capsys):
 def test_a_file_that_would_not_fit_on_the_disk_is_not_made(folder, plan, capsys, monkeypatch):
     sound = shutil.disk_usage
     monkeypatch.setattr("layerbudget.storage.writing.shutil.disk_usage", lambda path: sound(path)._replace(free=20_000))
-    assert "are free" in sentence(capsys, "quantize", "demo", plan, "-o", folder / "nowhere", "--quiet")
+    assert "are free" in sentence(capsys, "apply", "demo", plan, "-o", folder / "nowhere", "--quiet")
     assert not (folder / "nowhere").exists()
 
 
 def test_gptq_reads_its_data(folder, plan, capsys):
-    done = document(capsys, "quantize", "demo", plan, "--method", "gptq", "--set", "damping=0.1", *SMALL, "-o", folder / "gptq")
+    done = document(capsys, "apply", "demo", plan, "--method", "gptq", "--set", "damping=0.1", *SMALL, "-o", folder / "gptq")
     assert done["method"] == "gptq" and done["bytes"] == done["planned"]
 
 
@@ -66,9 +77,9 @@ def test_what_was_measured_serves_other_budgets(folder, plan, capsys):
     scores = folder / "scores.json"
     again = document(capsys, "plan", "bits", scores, "--bits", "4.0", "-o", folder / "again.json")
     assert again["blocks"] == json.loads(plan.read_text())["blocks"] or json.loads(plan.read_text())["rule"] != "choices"
-    rows = document(capsys, "plan", "sweep", scores, "--kind", "bits", "--budgets", 3, 4, 5)["rows"]
+    rows = document(capsys, "explain", "sweep", scores, "--kind", "bits", "--budgets", 3, 4, 5)["rows"]
     assert [r["front"] for r in rows] == [1, 1, 1]
-    assert document(capsys, "plan", "diff", plan, folder / "again.json")["kind"] == "bits"
+    assert document(capsys, "explain", "diff", plan, folder / "again.json")["kind"] == "bits"
 
 
 def test_exports_are_what_other_tools_read(folder, plan, capsys):
@@ -82,15 +93,15 @@ def test_exports_are_what_other_tools_read(folder, plan, capsys):
 
 def test_options_without_meaning_are_refused(folder, plan, capsys):
     scores = folder / "scores.json"
-    flags = {"--runtime": "vllm", "--formats": "w4-g32", "--group": 64, "--by": "layer", "--method": "gptq", "--draws": 2,
-             "--format": "gguf", "--check": 3, "--samples": 3, "--save-scores": "x"}  # fmt: skip
+    flags = {"--runtime": "vllm", "--formats": "w4-g32", "--by": "layer", "--method": "gptq", "--set": "group=64",
+             "--format": "gguf", "--samples": 3, "--save-scores": "x", "--resume": "x"}  # fmt: skip
     for flag, value in flags.items():
-        assert "has no meaning for scores" in sentence(capsys, "plan", "bits", scores, "--bits", 4, flag, value)
+        assert f"{flag} has no meaning for scores" in sentence(capsys, "plan", "bits", scores, "--bits", 4, flag, value)
     assert "--samples has no meaning for the method rtn" in sentence(
-        capsys, "quantize", "demo", plan, "--samples", 3, "-o", folder / "no"
+        capsys, "apply", "demo", plan, "--samples", 3, "-o", folder / "no"
     )
     assert "rtn has no option damping" in sentence(
-        capsys, "quantize", "demo", plan, "--set", "damping=1", "-o", folder / "no", "--quiet"
+        capsys, "apply", "demo", plan, "--set", "damping=1", "-o", folder / "no", "--quiet"
     )
     assert not (folder / "no").exists()
 
@@ -101,16 +112,13 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(folder, plan, capsys):
     assert "not in bytes" in sentence(capsys, "plan", "bits", scores, "--budget", "3M params", "-o", out)
     assert "cannot store" in sentence(capsys, "plan", "bits", "demo", "--bits", 4, "--formats", "w4-g128", *SMALL, "-o", out)
     assert "no format 'q3_k'" in sentence(capsys, "plan", "bits", "demo", "--bits", 4, "--formats", "q3_k", *SMALL, "-o", out)
-    assert "--check is -1" in sentence(capsys, "plan", "bits", "demo", "--bits", 4, "--check", -1, *SMALL, "-o", out)
+    assert "check is -1" in sentence(capsys, "plan", "bits", "demo", "--bits", 4, "--set", "check=-1", *SMALL, "-o", out)
     assert "exists already" in sentence(capsys, "plan", "bits", scores, "--bits", 4, "-o", plan)
     assert not out.exists()
-    sparse = folder / "sparse.json"
-    main(["plan", "sparsity", str(_config(folder)), "--rule", "uniform", "-o", str(sparse)])
-    assert "gives no formats" in sentence(capsys, "quantize", "demo", sparse, "-o", folder / "none")
-    assert "cannot be pruned" in sentence(capsys, "prune", "demo", plan, "-o", folder / "none", *SMALL[:2])
-    assert "layerbudget quantize, or make another: layerbudget plan sparsity" in sentence(
-        capsys, "prune", "demo", plan, "-o", folder / "none"
-    )
+    ranks = folder / "ranks.json"
+    main(["plan", "ranks", str(_config(folder)), "--rule", "uniform", "--mean-rank", "4", "-o", str(ranks)])
+    assert "layerbudget finetune, or make another" in sentence(capsys, "apply", "demo", ranks, "-o", folder / "none")
+    assert "--pattern has no meaning" in sentence(capsys, "apply", "demo", plan, "--pattern", "2:4", "-o", folder / "none")
     assert not (folder / "none").exists()
 
 

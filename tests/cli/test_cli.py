@@ -40,7 +40,7 @@ def test_score_plan_prune_evaluate_on_other_architectures(saved_model, tmp_path,
     )
     assert plan["kind"] == "sparsity" and plan["certificate"]["status"]
     pruned = json.loads(
-        run("prune", folder, tmp_path / "p.json", "--method", "wanda", *SMALL, "--json", "-o", tmp_path / "out").stdout
+        run("apply", folder, tmp_path / "p.json", "--method", "wanda", *SMALL, "--json", "-o", tmp_path / "out").stdout
     )
     total = sum(b["numel"] for b in plan["blocks"])
     assert pruned["sparsity"] == pytest.approx(sum(b["count"] for b in plan["blocks"]) / total, abs=1e-12)
@@ -80,8 +80,8 @@ def test_mistakes_are_one_sentence_and_leave_nothing(saved_model, tmp_path):
     assert "1.2" in text and "[0, 1]" in text
     run("plan", "sparsity", tmp_path / "s.json", "--sparsity", "0.5", "-o", tmp_path / "p.json")
     other = saved_model("gemma")
-    assert "was made for" in sentence("prune", other, tmp_path / "p.json", *SMALL, "-o", work / "out", cwd=work)
-    assert "not a plan file" in sentence("prune", folder, tmp_path / "s.json", *SMALL, "-o", work / "out", cwd=work)
+    assert "was made for" in sentence("apply", other, tmp_path / "p.json", *SMALL, "-o", work / "out", cwd=work)
+    assert "not a plan file" in sentence("apply", folder, tmp_path / "s.json", *SMALL, "-o", work / "out", cwd=work)
     assert "exists already" in sentence("score", folder, *SMALL, "-o", tmp_path / "s.json", cwd=work)
     assert list(work.iterdir()) == []
 
@@ -123,7 +123,7 @@ def test_ranks_by_the_gain_of_every_further_rank(saved_model, tmp_path, capsys):
     assert written["rule"] == "by-rank" and written["extra"]["rounding"]["price"] > 0
     assert len({b["count"] for b in written["blocks"]}) > 1
     capsys.readouterr()
-    assert main(["plan", "sweep", scores, "--kind", "ranks", "--budgets", "2", "4", "--rule", "by-rank", "--json"]) == 0
+    assert main(["explain", "sweep", scores, "--kind", "ranks", "--budgets", "2", "4", "--rule", "by-rank", "--json"]) == 0
     swept = json.loads(capsys.readouterr().out)["rows"]
     assert swept[1]["value"] == pytest.approx(written["extra"]["rounding"]["value"])
     assert swept[1]["value"] > swept[0]["value"] and {row["status"] for row in swept} == {"binding"}
@@ -141,7 +141,7 @@ def answer(capsys, *argv, code=0):
 
 def test_measure_steps_down_and_says_what_it_spent(saved_model, tmp_path, capsys):
     folder = saved_model("llama")
-    options = ("measure", folder, *SMALL, "--sparsity", "0.6", "--json")
+    options = ("plan", "sparsity", folder, *SMALL, "--sparsity", "0.6", "--json")
     plan = answer(capsys, *options, "--passes", "12", "-o", tmp_path / "p.json", "--resume", tmp_path / "kept")
     assert plan["rule"] == "directional" and plan["forward_passes"] <= 14 and plan["held_out"] is None
     path = plan["extra"]["path"]
@@ -151,7 +151,7 @@ def test_measure_steps_down_and_says_what_it_spent(saved_model, tmp_path, capsys
     assert plan["held_out"] == min(min(v) for v in plan["extra"]["tried"].values())
     plan = answer(capsys, *options, "--by", "rows:2", "-o", tmp_path / "s.json")
     assert (tmp_path / "s.rows.safetensors").exists() and plan["extra"]["rows"]["size"] == 2
-    done = answer(capsys, "prune", folder, tmp_path / "s.json", *SMALL, "--json", "-o", tmp_path / "out")
+    done = answer(capsys, "apply", folder, tmp_path / "s.json", *SMALL, "--json", "-o", tmp_path / "out")
     assert abs(done["sparsity"] - 0.6) < 1e-3
     receipt = json.loads((tmp_path / "out" / "receipt.json").read_text())
     assert receipt["rows"]["exact"] == receipt["rows"]["groups"] and (tmp_path / "out" / "plan.rows.safetensors").exists()
@@ -165,7 +165,7 @@ def test_measure_steps_down_and_says_what_it_spent(saved_model, tmp_path, capsys
     ],
 )
 def test_what_measure_would_ignore_is_refused(saved_model, tmp_path, capsys, options, says):
-    assert says in answer(capsys, "measure", saved_model("llama"), *SMALL, *options, "-o", tmp_path / "p.json", code=2)
+    assert says in answer(capsys, "plan", "sparsity", saved_model("llama"), *SMALL, *options, "-o", tmp_path / "p.json", code=2)
 
 
 def test_outputs_that_cannot_be_written_are_refused_before_the_work(saved_model, tmp_path):
@@ -189,12 +189,29 @@ def test_a_file_that_the_system_refuses_and_an_unknown_option_are_one_sentence(t
     assert "--excess has no meaning" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_pattern_is_measured_beside_the_same_share_and_pruned_by(saved_model, tmp_path, capsys):
+    folder = saved_model("llama")
+    plan = answer(capsys, "plan", "sparsity", folder, *SMALL, "--pattern", "2:4", "--json", "-o", tmp_path / "p.json")
+    assert plan["rule"] == "uniform" and {b["count"] / b["numel"] for b in plan["blocks"]} == {0.5}
+    assert plan["measured"]["pattern"] > 0 and plan["measured"]["pattern"] != plan["measured"]["unstructured"]
+    assert all(v > 0 for v in plan["predicted"].values())
+    words = ("apply", folder, tmp_path / "p.json", *SMALL, "--pattern", "2:4", "--json", "-o", tmp_path / "out")
+    assert answer(capsys, *words)["sparsity"] == 0.5
+    for flags, says in {
+        ("--pattern", "n:8"): "--pattern n:8", ("--pattern", "2:4", "--set", "crossfit=true"): "no option crossfit",
+        ("--pattern", "2:4", "--sparsity", "0.5"): "--sparsity has no meaning", ("--pattern", "5:4"): "is not a pattern",
+        ("--pattern", "2:4", "--method", "n:m"): "a pattern of its own", ("--pattern", "2:5"): "do not split",
+        ("--pattern", "2:4", "--by", "rows:2"): "",
+    }.items():  # fmt: skip
+        assert says in answer(capsys, "plan", "sparsity", folder, *SMALL, *flags, "-o", tmp_path / "q.json", code=2)
+
+
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
         (["plan", "sparsity", "s.json", "--sparcity", ".5"], "--sparsity"),
         (["plan", "bits", "demo", "--bit-s=4"], "--bits"),
-        (["prune", "demo", "p.json", "--metod", "wanda", "-o", "out"], "--method"),
+        (["apply", "demo", "p.json", "--metod", "wanda", "-o", "out"], "--method"),
         (["score", "demo", "--zzz"], None),
     ],
 )

@@ -8,27 +8,27 @@ import pytest
 from tests.documented import shrink
 from tests.furniture import furnish
 
-from layerbudget.cli import COMMANDS, main, outlook
+from layerbudget.cli import COMMANDS, display, main
 
 VOLATILE = {"seconds", "took", "expected", "started", "created", "elapsed", "words", "command"}
 LINES = (
     "score MODEL --estimator rank-gain --by linear -o scores.json",
     "score MODEL -o gains.json",
-    "certify MODEL -o certificate.json",
+    "explain certify MODEL -o certificate.json",
     "plan sparsity gains.json --sparsity 0.5 -o zeros.json",
     "plan ranks scores.json --mean-rank 2 -o ranks.json",
-    "plan explain zeros.json",
-    "transfer gains.json gains.json --sparsity 0.5",
-    "measure MODEL --sparsity 0.5 --passes 6 -o plan.json",
-    "prune MODEL plan.json -o pruned",
+    "explain zeros.json",
+    "explain transfer gains.json gains.json --sparsity 0.5",
+    "plan sparsity MODEL --sparsity 0.5 --passes 6 -o plan.json",
+    "apply MODEL plan.json -o pruned",
     "evaluate pruned -o evaluated.json",
-    "plan bits MODEL --bits 4.5 --group 32 --draws 1 -o bits.json",
-    "quantize MODEL bits.json -o OUT",
+    "plan bits MODEL --bits 4.5 --set group=32 --set draws=1 -o bits.json",
+    "apply MODEL bits.json -o OUT",
     "evaluate OUT --against MODEL",
     "plan shapes MODEL --save 20%flops --even -o shapes.json",
     "finetune MODEL ranks.json --data my.jsonl -o adapters",
     "export ranks.json",
-    "compare MODEL --scores owl --sparsity 0.5 --no-controls -o grid",
+    "compare MODEL --scores owl --sparsity 0.5 --set controls=false -o grid",
     "doctor MODEL",
     "report pruned -o page.html",
 )
@@ -59,7 +59,7 @@ def named(path):
 def test_the_display_changes_no_result(tmp_path, monkeypatch, capsys, shown):
     assert {line.split()[0] for line in LINES} == set(COMMANDS) - {"demo"}  # which is the verbs above, one after the other
     undo, found = shrink(), {}
-    monkeypatch.setattr(outlook, "conclude", lambda arguments, result: found.setdefault("last", result))  # times left out
+    monkeypatch.setattr(display, "conclude", lambda arguments, result: found.setdefault("last", result))  # times left out
     results, files = {}, {}
     try:
         for name, more in (("quiet", ["--quiet"]), ("shown", shown)):

@@ -40,7 +40,7 @@ def test_trains_reports_and_compares(setting, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["seeds"] == [0, 1] and result["kind"] == "ranks"
     assert set(result["metrics"]["held_out"]) == {"accuracy", "matthews", "f1"}
-    assert main(command(setting, "--start", "gradients", "--overwrite", "--json")) == 0
+    assert main(command(setting, "--set", "start=gradients", "--overwrite", "--json")) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["seeds"] == [0] and again["identity"]["protocol"]["start"] == "gradients"
     assert main(command(setting, "--seeds", "0", "1", "--overwrite")) == 0
@@ -55,7 +55,7 @@ def test_a_progress_bar_lasts_for_all_seeds(setting, capsys):
 
 
 def test_numbers_of_the_protocol_and_the_base(setting, capsys):
-    words = ["--set", "dropout=0.1", "--set", "ratio=1", "--alpha-policy", "rslora", "--dtype", "bfloat16"]
+    words = ["--set", "dropout=0.1", "--set", "ratio=1", "--set", "alpha_policy=rslora", "--dtype", "bfloat16"]
     words += ["--gradient-checkpointing"]
     assert main(command(setting, *words, "--device", "cpu", "--json")) == 0
     protocol = json.loads(capsys.readouterr().out)["identity"]["protocol"]

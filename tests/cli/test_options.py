@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import json
 import os
 from pathlib import Path
@@ -15,14 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
+from tests.cli.helpers import command_result
 
-from layerbudget.cli import plan as cli_plan
+from layerbudget.cli import build_parser
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.apply import rules_of
 from layerbudget.errors import InfeasibleBudget, InvalidInput
 from layerbudget.models.blocks import partition
 from layerbudget.models.configurations import blocks_from_config
+from layerbudget.planning.rule import OPTIONS
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.estimators import SHARED, estimators
 from layerbudget.sensitivity.gain import score
@@ -45,19 +45,19 @@ SPARSITY = {
     "--smoothing": ([], ["--smoothing", 0.5]), "--penalty": ([], ["--penalty", "exponential"]),
     "--curves": ([], ["--curves", "curves.json"]), "--seed": (["--seed", 1], ["--seed", 2]), "--width": ([], ["--width", 0.05]),
     "--parity": (["--max-sparsity", 0.505], ["--max-sparsity", 0.505, "--parity"]), "--exclude": ([], ["--exclude", "q_proj"]),
-    "--fix": ([], ["--fix", "k_proj=0.3"]), "--set": ([], ["--set", "own=1"]), "--bits": ([], ["--bits", 4]),
+    "--fix": ([], ["--fix", "k_proj=0.3"]), "strange": ([], ["strange", 1]), "--bits": ([], ["--bits", 4]),
     "--eta": ([], ["--eta", 5]), "--units": ([], ["--units", "literal"]), "--spend": ([], ["--spend", "at_least"]),
 }  # fmt: skip
 CAPACITY = {
     "--exponent": ([], ["--exponent", 3]), "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]),
     "--damping": ([], ["--damping", 1.0]), "--smoothing": ([], ["--smoothing", 3]),
     "--utility": ([], ["--utility", "saturating"]), "--spend": ([], ["--spend", "at_most"]),
-    "--rounding": ([], ["--rounding", "floor"]), "--seed": (["--seed", 1], ["--seed", 2]), "--fix": ([], ["--fix", "k_proj=2"]),
-    "--set": ([], ["--set", "own=1"]), "--alpha": ([], ["--alpha", 2]), "--gamma": ([], ["--gamma", 3]),
+    "--method": ([], ["--method", "floor"]), "--seed": (["--seed", 1], ["--seed", 2]), "--fix": ([], ["--fix", "k_proj=2"]),
+    "strange": ([], ["strange", 1]), "--alpha": ([], ["--alpha", 2]), "--gamma": ([], ["--gamma", 3]),
     "--units": ([], ["--units", "literal"]),
 }  # fmt: skip
 EXPERTS = {
-    "--total": (["--total", 61], ["--total", 71]), "--flops-fraction": (["--total", 61], ["--flops-fraction", 2.0]),
+    "--total": (["--total", 61], ["--total", 71]),
     "--budget": (["--total", 61], ["--budget", "90k params"]), "--min-experts": ([], ["--min-experts", 3]),
     "--max-experts": ([], ["--max-experts", 5]),
     "--router": (["--budget", "90k params"], ["--budget", "90k params", "--router"]),
@@ -69,16 +69,16 @@ EXPERTS = {
     ),  # with one price for all the two are the same
 }  # fmt: skip
 RANKS = {
-    "--mean-rank": (["--mean-rank", 6.3], ["--mean-rank", 7.1]), "--params": (["--mean-rank", 6.3], ["--params", "11k"]),
+    "--mean-rank": (["--mean-rank", 6.3], ["--mean-rank", 7.1]), 
     "--budget": (["--mean-rank", 6.3], ["--budget", "23 KB"]), "--multiple": ([], ["--multiple", 4]),
     "--min-rank": ([], ["--min-rank", 5]), "--max-rank": ([], ["--max-rank", 6]),
     "--latency": (["--mean-rank", 6.3], ["--budget", "0.08 s", "--latency", "latency.json"]), **CAPACITY,
 }  # fmt: skip
 JOINT = {
-    "--bytes": (["--bytes=-8KiB"], ["--bytes=-6KiB"]), "--capacity": ([], ["--capacity", "experts"]),
+    "--budget": (["--budget=-8KiB"], ["--budget=-6KiB"]), "--capacity": ([], ["--capacity", "experts"]),
     "--expert-rank": (["--capacity", "experts"], ["--capacity", "experts", "--expert-rank", 2]),
     "--max-sparsity": ([], ["--max-sparsity", 0.5]), "--gamma": ([], ["--gamma", 5]), "--eta": ([], ["--eta", 20]),
-    "--spend": (["--bytes", "20KiB"], ["--bytes", "20KiB", "--spend", "at_most"]), "--exponent": ([], ["--exponent", 3]),
+    "--spend": (["--budget", "20KiB"], ["--budget", "20KiB", "--spend", "at_most"]), "--exponent": ([], ["--exponent", 3]),
     "--exponent-on": (["--exponent", 2], ["--exponent", 2, "--exponent-on", "block"]), "--damping": ([], ["--damping", 1.0]),
     "--smoothing": ([], ["--smoothing", 0.5]), "--alpha": ([], ["--alpha", 3]), "--utility": ([], ["--utility", "power"]),
     "--penalty": ([], ["--penalty", "exponential"]), "--prune-exponent": ([], ["--prune-exponent", 2]),
@@ -88,8 +88,8 @@ JOINT = {
     "--exchange": ([], ["--exchange", 2]), "--multiple": ([], ["--multiple", 2]), "--gain": ([], ["--gain", 2]),
 }  # fmt: skip
 RECIPE = {
-    "--bytes": (["--bytes=20KiB"], ["--bytes=22KiB"]),
-    "--min-capacity": (["--bytes=24KiB"], ["--bytes=24KiB", "--min-capacity", 2]),
+    "--budget": (["--budget=20KiB"], ["--budget=22KiB"]),
+    "--min-capacity": (["--budget=24KiB"], ["--budget=24KiB", "--min-capacity", 2]),
     "--exchange": ([], ["--exchange", 0.001]),
     "--gain": ([], ["--gain", 0.001]),
     "--bytes-per-parameter": ([], ["--bytes-per-parameter", 2]),
@@ -116,7 +116,7 @@ TIGHT = {
     "--min-rank": 30,
     "--max-rank": 2,
 }
-ALWAYS = {"sparsity": [], "experts": ["--total", 61], "ranks": ["--mean-rank", 6.3], "joint": ["--bytes=-8KiB"]}
+ALWAYS = {"sparsity": [], "experts": ["--total", 61], "ranks": ["--mean-rank", 6.3], "joint": ["--budget=-8KiB"]}
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,8 @@ def files(tmp_path_factory):
     held = {
         "formats": ["w2-g32", "w4-g32", "bf16"], "size": size.tolist(),
         "damage": (1e4 / size**1.0 * rng.random((len(blocks), 1))).tolist(),
-        "error": (0 * size).tolist(), "fixed": 0, "family": "compressed-tensors", "runtime": "transformers", "method": "rtn",
+        "error": (0 * size).tolist(), "fixed": 0, "rest": np.zeros((*size.shape, 2)).tolist(),
+        "family": "compressed-tensors", "runtime": "transformers", "method": "rtn",
     }  # fmt: skip
     Scores(estimator="rounding", blocks=blocks, gain=gain[:1], extra={"choices": held}).save(folder / "formats.json")
     measured = {b.name: [[0.2, 0.4, 0.6, 0.8], np.cumsum(np.sort(rng.random(4))).tolist()] for b in blocks}
@@ -144,16 +145,34 @@ def files(tmp_path_factory):
     return folder
 
 
+def leaf_of(command):
+    """The parser of a command."""
+    parser = build_parser(command[0])
+    for word in command:
+        parser = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[word]
+    return parser
+
+
+def spelt(command, words):
+    """Words in which every option that the command has no flag for is given by ``--set``."""
+    flags, found, i = leaf_of(command)._option_string_actions, [], 0
+    while i < len(words):
+        word = str(words[i])
+        if not word.startswith("--") and word != "strange" or word.partition("=")[0] in flags:
+            found, i = [*found, word], i + 1
+            continue
+        value = words[i + 1] if i + 1 < len(words) and not str(words[i + 1]).startswith("--") else True
+        found += ["--set", f"{word.removeprefix('--').replace('-', '_')}={json.dumps(value)}"]
+        i += 1 if value is True else 2
+    return found
+
+
 @pytest.fixture(scope="module")
 def run(files):
-    parser = argparse.ArgumentParser()
-    cli_plan.register(parser.add_subparsers(required=True))
-
     def call(*words):
-        words = [str(files / w) if str(w).endswith(".json") else str(w) for w in words]
-        arguments = parser.parse_args(words)
-        arguments.console = Console(file=io.StringIO(), width=160)
-        return arguments.handler(arguments)
+        command = words[:2]
+        words = [str(files / w) if str(w).endswith(".json") else w for w in words[2:]]
+        return command_result(*command, *spelt(command, words))[0]
 
     return call
 
@@ -163,10 +182,10 @@ def cell(run, command, always, without, with_it) -> str:
 
     def words(own):
         flags = {str(w).split("=")[0] for w in own}
-        budget = {"--total", "--mean-rank", "--budget", "--params", "--flops-fraction"}
+        budget = {"--total", "--mean-rank", "--budget"}
         pairs = list(zip(always[::2], always[1::2], strict=True)) if "=" not in "".join(map(str, always)) else []
         kept = [w for k, v in pairs if k not in flags and not (k in budget and budget & flags) for w in (k, v)]
-        kept += [w for w in always if str(w).startswith("--bytes=") and "--bytes" not in flags]
+        kept += [w for w in always if str(w).startswith("--budget=") and "--budget" not in flags]
         return [*command, *kept, *own]
 
     first = run(*words(without))
@@ -233,17 +252,22 @@ def tables(run):
         else cell(
             run,
             ["plan", "joint", "scores.json", "--formats", "formats.json"],
-            ["--bytes=20KiB"],
+            ["--budget=20KiB"],
             *(RECIPE[f] if f in RECIPE else ([], alone(f, p[1]))),
         )
         for f, p in JOINT.items()
     }
     found["sweep"] = {
-        "sparsity": {f: cell(run, ["plan", "sweep", "scores.json"], ["--budgets", 0.3], *p) for f, p in SWEEP.items()}
+        "sparsity": {f: cell(run, ["explain", "sweep", "scores.json"], ["--budgets", 0.3], *p) for f, p in SWEEP.items()}
     }
     found["transfer"] = {
         program: {
-            f: cell(run, ["transfer", "scores.json", "other.json", "--program", program], [], *([*priced, *w] for w in pair))
+            f: cell(
+                run,
+                ["explain", "transfer", "scores.json", "other.json", "--program", program],
+                [],
+                *([*priced, *w] for w in pair),
+            )
             for f, pair in TRANSFER.items()
             for priced in [["--budget", "90k params"] if (program, f) == ("experts", "--exponent-on") else []]
         }
@@ -252,35 +276,38 @@ def tables(run):
     return found
 
 
-def flags_of(command) -> set[str]:
-    """Flags that the parser of a command has, beside those of input and output."""
-    parser = argparse.ArgumentParser()
-    cli_plan.register(parser.add_subparsers())
-    for word in command:
-        parser = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[word]
-    own = {a.option_strings[-1] for a in parser._actions if a.option_strings and a.help != argparse.SUPPRESS}
-    return own - {"--help", "--out", "--output", "--overwrite", "--rule", "--program"}
+MEASURED = {"--by", "--method", "--passes", "--pattern", "--resume", "--data", "--samples", "--length", "--skip-bad-rows"}
+MEASURED |= {"--batch-size", "--dtype", "--device", "--no-stream"}
+
+
+def options_of_command(command, kind=None) -> set[str]:
+    """Options of a command on scores, beside those of input and output, and what rules of its kind read by ``--set``."""
+    flags = {a.option_strings[-1] for a in leaf_of(command)._actions if a.option_strings}
+    read = {f"--{n.replace('_', '-')}" for r in rules_of(kind).values() for n in r.options if n in OPTIONS} if kind else set()
+    return (flags | read) - {"--help", "--out", "--rule", "--program", "--set"} - (MEASURED if kind == "sparsity" else set())
 
 
 @pytest.mark.parametrize("kind", ["sparsity", "experts", "ranks", "joint", "sweep"])
 def test_every_flag_of_plan_has_a_cell_under_every_rule(tables, kind):
+    ruled = kind if kind in ("sparsity", "experts", "ranks") else None
+    command = ["explain" if kind == "sweep" else "plan", kind]
     for rule, row in tables[kind].items():
         extra = {"--rule"} if kind == "sweep" else set()
-        assert set(row) == flags_of(["plan", kind]) | extra, rule
+        assert set(row) >= options_of_command(command, ruled) | extra, rule
         assert set(row.values()) <= {"heard", "refused"}
 
 
 def test_every_flag_of_transfer_has_a_cell(tables):
     for row in tables["transfer"].values():
-        assert set(row) == flags_of(["transfer"]) - {"--program"}
+        assert set(row) >= options_of_command(["explain", "transfer"])
 
 
 def test_the_rules_that_read_nothing_refuse_everything(tables):
     for kind, rule, heard in (
         ("sparsity", "uniform", {"--sparsity", "--max-sparsity", "--min-sparsity", "--exclude", "--fix"}),
-        ("experts", "mola-2468", {"--total", "--flops-fraction", "--budget", "--min-experts", "--max-experts", "--router",
+        ("experts", "mola-2468", {"--total", "--budget", "--min-experts", "--max-experts", "--router",
                                   "--expert-rank", "--latency", "--fix"}),
-        ("ranks", "by-rank", {"--mean-rank", "--params", "--budget", "--multiple", "--min-rank", "--max-rank", "--latency",
+        ("ranks", "by-rank", {"--mean-rank", "--budget", "--multiple", "--min-rank", "--max-rank", "--latency",
                               "--fix", "--damping"}),
     ):  # fmt: skip
         assert {f for f, what in tables[kind][rule].items() if what == "heard"} == heard
@@ -414,11 +441,10 @@ def test_options_that_another_one_silences_are_refused(tiny, name, options):
 
 SCORE_FLAGS = {
     "--data": ("--data", "more.txt"), "--samples": ("--samples", "5"), "--length": ("--length", "7"), "--seed": ("--seed", "4"),
-    "--dtype": ("--dtype", "bfloat16"), "--revision": ("--revision", "x"), "--device": ("--device", "nowhere"),
+    "--dtype": ("--dtype", "bfloat16"), "--device": ("--device", "nowhere"),
     "--by": ("--by", "linear"), "--include": ("--include", "mlp"), "--exclude": ("--exclude", "mlp"),
-    "--validation": ("--validation", "more.txt"), "--resume": ("--resume", "stage"), "--import": ("--import", "own.csv"),
-    "--orientation": ("--orientation", "redundancy"),
-    "--names": ("--names", "names.txt"), "--set": ("--set", "nothing=1"), "--four-bit": ("--four-bit",),
+    "validation": ("--set", "validation=MORE"), "--resume": ("--resume", "stage"), "--import": ("--import", "own.csv"),
+    "orientation": ("--set", "orientation=redundancy"), "nothing": ("--set", "nothing=1"), "--four-bit": ("--four-bit",),
 }  # fmt: skip
 COLUMNS = {"gradient-norm": ("--estimator", "gradient-norm"), "layerif": ("--estimator", "layerif"),
            "spectral-tail": ("--estimator", "spectral-tail"), "--import": ("--import", "own.csv")}  # fmt: skip
@@ -435,14 +461,15 @@ def flag_table(tiny, tokenizer, tmp_path_factory):
     for name, shift in (("text", 0), ("more", 3)):
         (folder / f"{name}.txt").write_text("".join(chr(33 + (7 * i * i + shift * i) % 80) for i in range(900)))
     (folder / "own.csv").write_text("name,score\n" + "".join(f"{b.name},{i + 1}\n" for i, b in enumerate(partition(model))))
-    np.save(folder / "own.npy", np.arange(7.0, 7.0 + len(partition(model))))
-    (folder / "names.txt").write_text("".join(f"{b.name}\n" for b in partition(model)))
     (folder / "linear.csv").write_text("name,score\n" + "".join(f"{b.name},1\n" for b in partition(model, "linear")))
 
     def run(*words):
         out = folder / "scores.json"
         out.unlink(missing_ok=True)
-        words = [str(folder / w) if (folder / w).exists() or w == "stage" else w for w in words]
+        words = [
+            str(folder / w) if (folder / w).exists() or w == "stage" else w.replace("MORE", str(folder / "more.txt"))
+            for w in words
+        ]
         rc = main(["score", str(folder / "model"), *words, "-o", str(out), "--quiet"])
         if rc:
             return rc
@@ -466,8 +493,6 @@ def flag_table(tiny, tokenizer, tmp_path_factory):
                 continue
             if (flag, column) == ("--by", "--import"):
                 own, words = own, ("--import", "linear.csv")
-            if (flag, column) == ("--names", "--import"):
-                words = ("--import", "own.npy")  # a table has names already
             found = run(*words, *text(column, *own), *own)
             if flag == "--resume" and found != 2:
                 assert found == plain and list((folder / "stage").iterdir())
@@ -481,11 +506,11 @@ def flag_table(tiny, tokenizer, tmp_path_factory):
 
 def test_flags_of_score_are_heard_or_refused(flag_table, capsys):
     refused = {column: {f for f, what in row.items() if what == "refused"} for column, row in flag_table.items()}
-    local = {"--revision", "--device", "--four-bit", "--set"}  # no hub here, no such device, no bitsandbytes, no such option
-    own = {"--orientation", "--import", "--names"}
-    assert refused["gradient-norm"] == local | own | {"--validation"}
+    local = {"--device", "--four-bit", "nothing"}  # no such device, no bitsandbytes, no such option
+    own = {"orientation", "--import"}
+    assert refused["gradient-norm"] == local | own | {"validation"}
     assert refused["layerif"] == local | own
-    text = {"--data", "--samples", "--length", "--seed", "--validation"}
+    text = {"--data", "--samples", "--length", "--seed", "validation"}
     assert refused["spectral-tail"] == local | text | own
     assert refused["--import"] == local | text | {"--resume", "--dtype"}
 
@@ -496,16 +521,16 @@ def render(tables, score_tables, flag_table) -> str:
         "# Options, heard or refused", "",
         "Every option under every rule and estimator: **heard** (a test shows that it changes the result or makes it "
         "impossible, or for batch sizes and memory the number of passes) or *refused* with a sentence. This page is written by "
-        "`tests/test_options.py`.", "",
+        "`tests/cli/test_options.py`.", "",
     ]  # fmt: skip
     for kind, rows in tables.items():
-        title = {"sweep": "plan sweep --kind", "transfer": "transfer --program"}.get(kind, f"plan {kind} --rule")
+        title = {"sweep": "explain sweep --kind", "transfer": "explain transfer --program"}.get(kind, f"plan {kind} --rule")
         lines += [f"## `{title}`", "", *_grid(rows), ""]
     shared = {n: {o: w for o, w in r.items() if o in (*SHARED, "excess")} for n, r in score_tables.items()}
     lines += ["## `score --estimator`", "", *_grid(shared, "--"), ""]
     lines += [
         "On the command line `--seed` also draws the text. Flags beside those of estimators, for an estimator of text, one "
-        "with validation text, one that reads weights, and imported scores (`--revision`, `--device`, `--four-bit`: of a "
+        "with validation text, one that reads weights, and imported scores (`--device`, `--four-bit`: of a "
         "local folder, a device that is not there, without bitsandbytes):", "", *_grid(flag_table), "",
     ]  # fmt: skip
     lines += ["Options of one estimator only (`--set NAME=VALUE`), all of them heard:", ""]

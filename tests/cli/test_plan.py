@@ -1,35 +1,14 @@
 """The commands of the decision core, run as the command line runs them."""
 
-import argparse
-import io
 import json
 
 import numpy as np
 import pytest
-from rich.console import Console
 from tests import zoo
+from tests.cli.helpers import command_result as run
 
-from layerbudget.cli import plan as cli_plan
 from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
 from layerbudget.plan import Plan
-
-
-@pytest.fixture
-def run():
-    parser = argparse.ArgumentParser()
-    sub = parser.add_subparsers(required=True)
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true")
-    cli_plan.register(sub, parents=[common])
-
-    def call(*words):
-        arguments = parser.parse_args([str(w) for w in words])
-        arguments.console = Console(file=io.StringIO(), width=160)
-        result = arguments.handler(arguments)
-        json.dumps(result, allow_nan=False)
-        return result, arguments.console.file.getvalue()
-
-    return call
 
 
 @pytest.fixture
@@ -41,7 +20,7 @@ def files(rng, tmp_path):
     return tmp_path
 
 
-def test_sparsity_writes_the_plan_that_it_prints(run, files):
+def test_sparsity_writes_the_plan_that_it_prints(files):
     result, shown = run("plan", "sparsity", files / "a.json", "--sparsity", 0.5, "-o", files / "plan.json")
     plan = Plan.load(files / "plan.json")
     assert result["kind"] == "sparsity" and sum(b["count"] for b in result["blocks"]) == plan.counts.sum() == 8 * 64 * 64 // 2
@@ -53,14 +32,15 @@ def test_sparsity_writes_the_plan_that_it_prints(run, files):
 @pytest.mark.parametrize(
     "words",
     [
-        ("experts", "--total", 40), ("experts", "--flops-fraction", 0.9),
+        ("experts", "--total", 40), ("experts", "--budget", "90% flops"),
         ("experts", "--budget", "50k params", "--rule", "size"),
-        ("experts", "--total", 40, "--rule", "mola-2468"), ("ranks", "--mean-rank", 4), ("ranks", "--params", "4k"),
-        ("ranks", "--budget", "16 KiB", "--multiple", 2, "--min-rank", 0), ("joint", "--bytes=-8KiB"),
-        ("sparsity", "--rule", "owl", "--width", 0.05), ("sparsity", "--fix", "model.layers.0=0.1", "--exclude", r"layers\.7$"),
+        ("experts", "--total", 40, "--rule", "mola-2468"), ("ranks", "--mean-rank", 4), ("ranks", "--budget", "4k params"),
+        ("ranks", "--budget", "16 KiB", "--set", "multiple=2", "--set", "min_rank=0"), ("joint", "--budget=-8KiB"),
+        ("sparsity", "--rule", "owl", "--set", "width=0.05"),
+        ("sparsity", "--fix", "model.layers.0=0.1", "--exclude", r"layers\.7$"),
     ],
 )  # fmt: skip
-def test_every_kind_stays_within_its_budget(run, files, words):
+def test_every_kind_stays_within_its_budget(files, words):
     result, shown = run("plan", words[0], files / "a.json", *words[1:])
     assert result["budget"]["spent"] <= result["budget"]["limit"] * (1 + 1e-12) or result["budget"]["limit"] < 0
     if result["budget"]["limit"] < 0:
@@ -68,14 +48,14 @@ def test_every_kind_stays_within_its_budget(run, files, words):
     assert shown
 
 
-def test_rules_without_scores_need_only_a_configuration(run, files):
+def test_rules_without_scores_need_only_a_configuration(files):
     result, _ = run("plan", "ranks", files / "config.json", "--mean-rank", 8, "--rule", "uniform")
     assert {b["count"] for b in result["blocks"]} == {8}
     with pytest.raises(InvalidInput, match="needs scores"):
         run("plan", "ranks", files / "config.json", "--mean-rank", 8)
 
 
-def test_curves_replace_scores(run, files):
+def test_curves_replace_scores(files):
     curves = {f"model.layers.{i}": [[0.3, 0.6], [0.1 * (i + 1), 0.5 * (i + 1)]] for i in range(8)}
     (files / "curves.json").write_text(json.dumps({"curves": curves}))
     result, _ = run("plan", "sparsity", files / "a.json", "--sparsity", 0.4, "--curves", files / "curves.json")
@@ -86,36 +66,36 @@ def test_curves_replace_scores(run, files):
         run("plan", "sparsity", files / "a.json", "--curves", files / "curves.json")
 
 
-def test_diff_explain_sweep_transfer(run, files):
+def test_diff_explain_sweep_transfer(files):
     for name, rule in (("one", "mdl"), ("two", "uniform")):
         run("plan", "sparsity", files / "a.json", "--rule", rule, "-o", files / f"{name}.json")
-    result, _ = run("plan", "diff", files / "one.json", files / "two.json")
+    result, _ = run("explain", "diff", files / "one.json", files / "two.json")
     assert not result["same"] and result["moved"] > 0
-    same, _ = run("plan", "diff", files / "one.json", files / "one.json")
+    same, _ = run("explain", "diff", files / "one.json", files / "one.json")
     assert same["same"] and same["moved"] == 0
-    result, shown = run("plan", "explain", files / "one.json")
+    result, shown = run("explain", files / "one.json")
     assert any("bits, eta" in s for s in result["sentences"]) and "One percent" in shown
-    result, _ = run("plan", "sweep", files / "a.json", "--budgets", 0.3, 0.5, "--exponents", 1, 2)
+    result, _ = run("explain", "sweep", files / "a.json", "--budgets", 0.3, 0.5, "--exponents", 1, 2)
     front = [r for r in result["rows"] if r["front"]]
     assert len(result["rows"]) == 4 and {r["exponent"] for r in front} == {1.0}
-    result, _ = run("plan", "sweep", files / "a.json", "--kind", "experts", "--budgets", 16, 40)
+    result, _ = run("explain", "sweep", files / "a.json", "--kind", "experts", "--budgets", 16, 40)
     assert [r["spent"] for r in result["rows"]] == [16, 40]
     for program, own in (("sparsity", ()), ("experts", ("--budget", "40 experts"))):
-        result, _ = run("transfer", files / "a.json", files / "b.json", "--program", program, *own)
+        result, _ = run("explain", "transfer", files / "a.json", files / "b.json", "--program", program, *own)
         assert 0 < result["regret"] <= result["sharp_bound"] <= result["bound"]
         assert result["squared_drift"] == pytest.approx(result["drift"] ** 2)  # the paper's table has the square
-        nothing, _ = run("transfer", files / "a.json", files / "a.json", "--program", program, *own)
+        nothing, _ = run("explain", "transfer", files / "a.json", files / "a.json", "--program", program, *own)
         assert nothing["regret"] == nothing["bound"] == 0.0
 
 
-def test_mistakes(run, files):
+def test_mistakes(files):
     zoo.scores(np.ones(3)).save(files / "other.json")
     for words, kind in (
-        (("plan", "explain", files / "nothing.json"), NotFound),
+        (("explain", files / "nothing.json"), NotFound),
         (("plan", "sparsity", files / "a.json", "--fix", "x"), InvalidInput),
         (("plan", "experts", files / "a.json", "--total", 40, "--fix", "layers.0=2.5"), InvalidInput),
         (("plan", "experts", files / "a.json", "--budget", "1 ms", "--latency", files / "a.json"), CorruptFile),
-        (("transfer", files / "a.json", files / "other.json"), ModelMismatch),
+        (("explain", "transfer", files / "a.json", files / "other.json"), ModelMismatch),
     ):
         with pytest.raises(kind):
             run(*words)

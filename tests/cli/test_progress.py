@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from tests import zoo
 
-from layerbudget.cli import main, progress
-from layerbudget.cli.progress import Lines, Notes, progress_bar
+from layerbudget.cli import display, main
+from layerbudget.cli.display import Progress, progress_bar
 from layerbudget.progress import Steps, say
 from layerbudget.sensitivity.estimators import estimators
 
@@ -28,9 +28,9 @@ def shown(monkeypatch):
         seen.told.append((self.title, self.done, self.total, self.count, self.left))
         drawn(self)
 
-    drawn = progress.Bar.show
-    monkeypatch.setattr(progress.Bar, "show", show)
-    monkeypatch.setattr(progress, "progress_console", lambda: Console(file=seen.screen, force_terminal=True, width=100))
+    drawn = Progress.show
+    monkeypatch.setattr(Progress, "show", show)
+    monkeypatch.setattr(display, "progress_console", lambda: Console(file=seen.screen, force_terminal=True, width=100))
     return seen
 
 
@@ -39,9 +39,7 @@ def check(seen, words):
     assert seen.told, words
     title, done, total, count, left = seen.told[0]
     assert done == 0 and total > 0 and count == f"0/{total}" and left, (words, seen.told[0])
-    assert all(total > 0 for _, _, total, _, _ in seen.told) and seen.told[-1][1] == seen.told[-1][2] or "measure" in words, (
-        words
-    )
+    assert all(total > 0 for _, _, total, _, _ in seen.told) and seen.told[-1][1] == seen.told[-1][2] or "plan" in words, words
     assert "/?" not in seen.screen.getvalue() and "-:--" not in seen.screen.getvalue()
     seen.told.clear()
 
@@ -57,14 +55,16 @@ def test_every_long_verb_knows_its_total_and_its_cost_from_the_start(rarer, save
     (kept / "rows.jsonl").write_text("\n".join(json.dumps({"text": f"a row of text, number {i}"}) for i in range(12)))
     zoo.linears(zoo.speaker("llama"), lambda n: 2 if "mlp" in n else 0).save(kept / "ranks.json")
     for words in (
-        ["measure", folder, *SMALL, "-o", sparsity],
-        ["prune", folder, sparsity, *SMALL, "-o", str(kept / "pruned")],
+        ["plan", "sparsity", folder, *SMALL, "-o", sparsity],
+        ["plan", "sparsity", folder, "--pattern", "2:4", *SMALL, "-o", str(kept / "n.json")],
+        ["apply", folder, sparsity, *SMALL, "-o", str(kept / "pruned")],
         ["evaluate", folder, "--length", "16", "--windows", "4"],
-        ["plan", "shapes", folder, "--save", "20% flops", *SMALL, "--passes", "24"],
-        ["plan", "bits", folder, "--bits", "6", "--group", "16", *SMALL, "--check", "4", "--draws", "1", "-o", bits],
-        ["quantize", folder, bits, "-o", str(kept / "rounded")],
+        ["plan", "shapes", folder, "--save", "20% flops", *SMALL, "-o", str(kept / "s.json")],
+        ["plan", "bits", folder, "--bits", "6", "--set", "group=16", *SMALL, "--set", "check=4", "--set",
+         "draws=1", "-o", bits],
+        ["apply", folder, bits, "-o", str(kept / "rounded")],
         ["compare", folder, "--scores", "fisher-gram", "--sparsity", "0.5", "--samples", "4", "--length", "16", "--windows",
-         "4", "--no-controls", "-o", str(kept / "compared")],
+         "4", "--set", "controls=false", "-o", str(kept / "compared")],
         ["finetune", folder, str(kept / "ranks.json"), "--data", str(kept / "rows.jsonl"), "--epochs", "1", "-o",
          str(kept / "tuned")],
     ):  # fmt: skip
@@ -74,7 +74,7 @@ def test_every_long_verb_knows_its_total_and_its_cost_from_the_start(rarer, save
         said = capsys.readouterr()
         check(shown, words)
         check_costs(json.loads(said.out), said.err.splitlines())
-        if words[0] == "measure":
+        if words[:2] == ["plan", "sparsity"] and "--pattern" not in words:
             assert "Predicted damage " in said.err and json.loads(said.out)["against_uniform"]["uniform"] > 0
 
 
@@ -102,7 +102,7 @@ def test_every_estimator_knows_its_total_from_the_start(name, saved_model, tmp_p
 
 
 def test_a_second_pass_is_named_and_a_plain_function_stays_at_the_total():
-    told, seen = Notes("kfac"), []
+    told, seen = Progress("kfac"), []
     for callback in (told, lambda done, total: seen.append((done, total))):
         tick = Steps(callback, 4, "gradients")
         for _ in range(3):
@@ -114,8 +114,8 @@ def test_a_second_pass_is_named_and_a_plain_function_stays_at_the_total():
 
 def test_time_left_is_what_was_expected_and_then_what_the_steps_took(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    told = Notes("score", expected=100.0)
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    told = Progress("score", expected=100.0)
     told(0, 10)
     now[0] = 30.0
     assert told.left == "1:10" and told.count == "0/10"
@@ -129,8 +129,8 @@ def test_time_left_is_what_was_expected_and_then_what_the_steps_took(monkeypatch
 
 def test_a_pipe_gets_a_line_every_half_minute_and_quiet_gets_none(monkeypatch, capsys):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    lines = Lines("score by kfac", expected=100.0)
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    lines = Progress("score by kfac", expected=100.0)
     for done in range(1, 11):
         now[0] += 10.0
         lines(done, 10)
@@ -138,6 +138,6 @@ def test_a_pipe_gets_a_line_every_half_minute_and_quiet_gets_none(monkeypatch, c
     assert said == [f"score by kfac: {n}/10, {clock} left" for n, clock in ((3, "1:10"), (6, "0:40"), (9, "0:10"))]
     with progress_bar(argparse.Namespace(quiet=True), "x") as bar:
         assert bar is None
-    with progress_bar(argparse.Namespace(), "x") as bar:
-        assert isinstance(bar, Lines)
+    with progress_bar(argparse.Namespace(quiet=False), "x") as bar:
+        assert isinstance(bar, Progress)
     assert not re.search("x", capsys.readouterr().err)

@@ -29,7 +29,7 @@ def saved(folder):
 def run(saved, *more):
     text = () if "magnitude" in more else ("--data", str(saved / "text.txt"), "--samples", "4", "--length", "16")
     return main(
-        ["prune", str(saved / "model"), str(saved / "plan.json"), *text, "-o", str(saved / "out"), "--quiet", "--json", *more]
+        ["apply", str(saved / "model"), str(saved / "plan.json"), *text, "-o", str(saved / "out"), "--quiet", "--json", *more]
     )
 
 
@@ -71,12 +71,11 @@ def test_a_plan_of_another_kind_is_refused_before_anything_is_said_or_loaded(sav
     scores.save(saved / "scores.json")
     plan_ranks(scores, mean_rank=4).save(saved / "ranks.json")
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
-    for verb, file, wanted in (
-        ("prune", "ranks.json", "kind ranks cannot be pruned.*finetune, or make another: layerbudget plan sparsity"),
-        ("quantize", "ranks.json", "kind ranks gives no formats.*finetune, or make another: layerbudget plan bits"),
-        ("prune", "scores.json", "not a plan file: it holds scores.*layerbudget plan sparsity FILE"),
+    for file, wanted in (
+        ("ranks.json", "kind ranks does not change.*finetune, or make another: layerbudget plan sparsity"),
+        ("scores.json", "not a plan file: it holds scores.*layerbudget plan sparsity FILE"),
     ):
-        assert main([verb, str(saved / "model"), str(saved / file), "-o", str(saved / "none")]) == 2
+        assert main(["apply", str(saved / "model"), str(saved / file), "-o", str(saved / "none")]) == 2
         said = " ".join(capsys.readouterr().err.split())
         assert re.search(wanted, said) and "samples" not in said and "zeros" not in said
     assert main(["plan", "sparsity", str(saved / "ranks.json"), "--sparsity", "0.5"]) == 2
@@ -101,7 +100,7 @@ def test_a_plan_knows_its_pruner(saved_model, tmp_path, capsys):
     """prune and export take the method and the options that were measured; another method is taken, and it is said."""
     folder, small = saved_model("llama"), ("--samples", "2", "--length", "12", "--quiet")
     plan, curves = tmp_path / "p.json", tmp_path / "c.json"
-    measured = ["measure", str(folder), "--sparsity", "0.5", "--method", "sparsegpt"]
+    measured = ["plan", "sparsity", str(folder), "--sparsity", "0.5", "--method", "sparsegpt"]
     assert main([*measured, "--set", "damping=0.2", "--passes", "6", *small, "-o", str(plan)]) == 0
     names = [b.name for b in partition(zoo.build("llama"))]
     table = {n: [[0.0, 0.4, 0.8], [0.0, 0.1 * i, 0.5 * i]] for i, n in enumerate(names, 1)}
@@ -113,9 +112,20 @@ def test_a_plan_knows_its_pruner(saved_model, tmp_path, capsys):
     said = {}
     for name, more in (("own", ()), ("other", ("--method", "wanda")), ("weaker", ("--set", "damping=0.3"))):
         capsys.readouterr()
-        assert main(["prune", str(folder), str(plan), *more, *small, "-o", str(tmp_path / name)]) == 0
+        assert main(["apply", str(folder), str(plan), *more, *small, "-o", str(tmp_path / name)]) == 0
         said[name] = " ".join(capsys.readouterr().out.split())
-        assert main(["export", str(plan), *(more if name == "other" else ()), "-o", str(tmp_path / f"{name}.yaml")]) == 0
+        assert (
+            main(
+                [
+                    "export",
+                    str(plan),
+                    *(("--set", "method=wanda") if name == "other" else ()),
+                    "-o",
+                    str(tmp_path / f"{name}.yaml"),
+                ]
+            )
+            == 0
+        )
     receipts = {name: json.loads((tmp_path / name / "receipt.json").read_text()) for name in said}
     assert [receipts[n]["method"] for n in said] == ["sparsegpt", "wanda", "sparsegpt"]
     assert [receipts[n]["settings"].get("damping") for n in ("own", "weaker")] == [0.2, 0.3]

@@ -8,7 +8,7 @@ from rich.console import Console
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.cli.terminal import Terminal, wrapped
+from layerbudget.cli.display import Terminal, wrapped
 from layerbudget.report.tables import plan_grid
 
 

@@ -60,7 +60,7 @@ def test_odd_flags(folder, capsys, flags, word):
 @pytest.mark.parametrize("budget", ["nan", "inf"])
 def test_budgets_are_finite(tmp_path, capsys, budget):
     zoo.scores([1.0, 2.0], [10, 20]).save(tmp_path / "scores.json")
-    assert "finite" in refused(capsys, "plan", "sweep", tmp_path / "scores.json", "--budgets", budget)
+    assert "finite" in refused(capsys, "explain", "sweep", tmp_path / "scores.json", "--budgets", budget)
 
 
 @pytest.mark.parametrize("field", ["budget", "certificate"])
@@ -70,9 +70,9 @@ def test_a_plan_without_its_budget_or_half_a_certificate(folder, capsys, field, 
     record = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**record, field: content}))
     if field == "certificate" and content == {}:
-        assert main(["plan", "explain", str(folder / "plan.json")]) == 0
+        assert main(["explain", str(folder / "plan.json")]) == 0
     else:
-        assert "layerbudget:" in refused(capsys, "plan", "explain", folder / "plan.json")
+        assert "layerbudget:" in refused(capsys, "explain", folder / "plan.json")
 
 
 def test_an_evaluation_goes_on_with_the_texts_that_were_done(folder, capsys, monkeypatch):
@@ -116,7 +116,7 @@ def test_curves_that_overflow_are_refused(tmp_path, capsys, damage):
     assert "beyond 1e+100" in said.replace("\n", " ")
 
 
-@pytest.mark.parametrize("verb", ["prune", "prune --resume", "prune, smaller", "finetune"])
+@pytest.mark.parametrize("verb", ["apply", "prune --resume", "prune, smaller", "finetune"])
 def test_a_model_that_would_not_fit_on_the_disk_is_not_made(folder, capsys, monkeypatch, verb):
     model, out = str(folder / "model"), folder / "out"
     data = ["--data", str(folder / "text.txt"), "--samples", "2", "--length", "8", "--quiet"]
@@ -131,10 +131,10 @@ def test_a_model_that_would_not_fit_on_the_disk_is_not_made(folder, capsys, monk
     elif verb == "prune, smaller":
         command = ["plan", "shapes", model, *data, "--save", "10% flops", "--even", "-o", str(folder / "plan.json")]
         assert main(command) == 0
-        command = ["prune", model, folder / "plan.json", *data]
+        command = ["apply", model, folder / "plan.json", *data]
     else:
         zoo.plan(load_model(model)).save(folder / "plan.json")
-        command = ["prune", model, folder / "plan.json", *data]
+        command = ["apply", model, folder / "plan.json", *data]
         command += ["--resume", folder / "parts"] if "resume" in verb else []
     capsys.readouterr()
     sound = shutil.disk_usage

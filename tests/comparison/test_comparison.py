@@ -230,7 +230,7 @@ def test_a_score_weighs_relative_rounding_errors(formats):
 def test_bits_are_compared_from_the_command_line(tmp_path, capsys):
     out = tmp_path / "bits"
     flags = ["--by", "layer", "--bits", "4.5", "--scores", "owl", "--samples", "2", "--length", "32", "--windows", "2"]
-    assert main(["compare", "demo", *flags, "--no-controls", "-o", str(out), "--json"]) == 0
+    assert main(["compare", "demo", *flags, "--set", "controls=false", "-o", str(out), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["kind"] == "bits" and {r["name"] for r in record["budgets"][0]["rows"]} == {"uniform", "choices(owl)"}
     assert (out / "comparison.png").is_file()
@@ -244,12 +244,12 @@ def test_parts_fill_one_folder(tmp_path, capsys):
     out = tmp_path / "grid"
     for _ in range(2):  # scores first, then what is planned from them
         for part in ("1/2", "2/2"):
-            assert main([*GRID, "--no-controls", "--cells-only", "--part", part, "-o", str(out)]) == 0
+            assert main([*GRID, "--set", "controls=false", "--cells-only", "--part", part, "-o", str(out)]) == 0
     capsys.readouterr()
-    assert main([*GRID, "--no-controls", "-o", str(out), "--json"]) == 0
+    assert main([*GRID, "--set", "controls=false", "-o", str(out), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     alone = tmp_path / "alone"
-    assert main([*GRID, "--no-controls", "-o", str(alone), "--json"]) == 0
+    assert main([*GRID, "--set", "controls=false", "-o", str(alone), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["budgets"] == record["budgets"]
     assert "3 cells found again" in record["sentences"][-1]
 

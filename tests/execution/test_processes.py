@@ -147,7 +147,7 @@ def test_the_command_line_is_shared_by_torchrun(shards, tmp_path):
         jobs = [
             ["score", shards, *few, "--estimator", "fisher-gram", "--stream", "-o", out / "scores.json"],
             ["plan", "sparsity", out / "scores.json", "--sparsity", 0.5, "--quiet", "-o", plan],
-            ["prune", shards, plan, *few, "--stream", "-o", out / "pruned"],
+            ["apply", shards, plan, *few, "--stream", "-o", out / "pruned"],
             ["evaluate", out / "pruned", "--windows", 6, *few[2:], "-o", out / "result.json"],
         ]
         if way == "one":

@@ -235,7 +235,20 @@ def test_plans_of_bits_are_those_of_the_whole_model(demo_shards, tmp_path, dtype
     from layerbudget.cli import main
 
     pytest.importorskip("compressed_tensors")
-    given = ["plan", "bits", str(demo_shards), "--bits", "4.5", "--group", "32", "--draws", "1", "--check", "0", "--quiet"]
+    given = [
+        "plan",
+        "bits",
+        str(demo_shards),
+        "--bits",
+        "4.5",
+        "--set",
+        "group=32",
+        "--set",
+        "draws=1",
+        "--set",
+        "check=0",
+        "--quiet",
+    ]
     given += ["--samples", "4", "--length", "32", "--dtype", dtype]
     found = []
     for way in ("--stream", "--no-stream"):
@@ -253,15 +266,15 @@ def test_what_bits_can_do_with_streamed_weights_and_what_is_refused(demo_shards,
     from layerbudget.cli import main
 
     pytest.importorskip("compressed_tensors")
-    small = ["--samples", "4", "--length", "32", "--group", "32", "--quiet", "-o", str(tmp_path / "p.json")]
+    small = ["--samples", "4", "--length", "32", "--set", "group=32", "--quiet", "-o", str(tmp_path / "p.json")]
     given = ["plan", "bits", str(demo_shards), "--bits", "4.5", *small]
     for flags, says in {
-        ("--method", "gptq"): "rounding errors of gptq", ("--check", "2"): "The check puts whole plans",
+        ("--method", "gptq"): "rounding errors of gptq", ("--set", "check=2"): "The check puts whole plans",
     }.items():  # fmt: skip
         assert main([*given, *flags, "--stream"]) == 2
         assert says in " ".join(capsys.readouterr().err.split())
-    assert main([*given, "--draws", "1", "--check", "0"]) == 0
-    assert main(["quantize", str(demo_shards), str(tmp_path / "p.json"), "--stream", "-o", str(tmp_path / "out")]) == 0
+    assert main([*given, "--set", "draws=1", "--set", "check=0"]) == 0
+    assert main(["apply", str(demo_shards), str(tmp_path / "p.json"), "--stream", "-o", str(tmp_path / "out")]) == 0
     assert any((tmp_path / "out").glob("*.safetensors"))
 
 

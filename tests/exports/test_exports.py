@@ -134,7 +134,7 @@ def test_a_pruned_folder_is_packed(saved_model, tmp_path, capsys):
     model = zoo.speaker("llama")
     zoo.plan(model).save(tmp_path / "plan.json")
     folder = saved_model("llama")
-    assert main(["prune", str(folder), str(tmp_path / "plan.json"), "--method", "magnitude", "-o", str(tmp_path / "out")]) == 0
+    assert main(["apply", str(folder), str(tmp_path / "plan.json"), "--method", "magnitude", "-o", str(tmp_path / "out")]) == 0
     assert "layerbudget export DIR --to packed" in " ".join(capsys.readouterr().out.split())
     assert main(["export", str(tmp_path / "out"), "--to", "packed", "-o", str(tmp_path / "p.safetensors"), "--json"]) == 0
     sizes = json.loads(capsys.readouterr().out)

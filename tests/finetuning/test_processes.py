@@ -193,7 +193,7 @@ def test_two_processes_that_share_weights_train_the_adapter_of_one(speaker, tmp_
 
 
 def test_parts_train_some_seeds_each_and_a_run_puts_them_together(speaker, tmp_path, capsys):
-    few = ("--data", str(speaker / "rows.jsonl"), "--train-rows", "16", "--epochs", "1", "--seeds", "0", "1")
+    few = ("--data", str(speaker / "rows.jsonl"), "--set", "train_rows=16", "--epochs", "1", "--seeds", "0", "1")
     out, kept = tmp_path / "parts", tmp_path / "kept"
     for part in ("1/2", "2/2"):
         assert main(command(speaker, "ranks.json", out, *few, "--part", part, "--resume", str(kept))) == 0
@@ -218,8 +218,11 @@ def test_parts_train_some_seeds_each_and_a_run_puts_them_together(speaker, tmp_p
 @pytest.mark.parametrize(
     "plan, more",
     [
-        ("ranks.json", ("--accumulation", "2", "--seeds", "0", "1", "--alpha-policy", "rslora", "--gradient-checkpointing")),
-        ("ranks.json", ("--packing", "--set", "cutoff=32")),
+        (
+            "ranks.json",
+            ("--set", "accumulation=2", "--seeds", "0", "1", "--set", "alpha_policy=rslora", "--gradient-checkpointing"),
+        ),
+        ("ranks.json", ("--set", "packing=true", "--set", "cutoff=32")),
     ],
 )
 def test_every_way_of_training_text_is_shared(speaker, tmp_path, plan, more):
@@ -232,7 +235,7 @@ def test_experts_are_as_near_as_one_process_is_to_itself_in_two_passes(speaker, 
     """Choices of experts turn on rounding, so the yardstick is the same sum in another order within one process."""
     rows = ("--data", str(speaker / "rows.jsonl"))
     both(speaker, tmp_path, "experts.json", *rows)
-    assert main(command(speaker, "experts.json", tmp_path / "passes", *rows, "--accumulation", "2")) == 0
+    assert main(command(speaker, "experts.json", tmp_path / "passes", *rows, "--set", "accumulation=2")) == 0
     a, b = (load_file(tmp_path / o / "seed-0" / "adapter" / "adapter_model.safetensors") for o in ("one", "passes"))
     largest = max(float(v.abs().max()) for v in a.values())
     yardstick = max(float((v - b[k]).abs().max()) / largest for k, v in a.items())
@@ -276,8 +279,8 @@ def test_every_way_of_training_shares_weights(speaker, encoder, tmp_path, fsdp, 
     folder = encoder if way == "head" else speaker
     learned = ("--task", str(folder / "labels.jsonl")) if way in ("head", "labels") else ("--data", str(folder / "rows.jsonl"))
     more = {
-        "accumulation": ("--accumulation", "2", "--alpha-policy", "rslora", "--gradient-checkpointing"),
-        "packing": ("--packing", "--set", "cutoff=32"),
+        "accumulation": ("--set", "accumulation=2", "--set", "alpha_policy=rslora", "--gradient-checkpointing"),
+        "packing": ("--set", "packing=true", "--set", "cutoff=32"),
     }.get(way, ())
     for name in ("fsdp", "ddp"):
         words = command(folder, "experts.json" if way == "experts" else "ranks.json", tmp_path / name, *learned, *more)

@@ -61,9 +61,9 @@ def test_one_limit_a_written_base_and_an_adapter_that_loads_again(place, limit, 
     words = ("plan", "joint", place / "ranks.json", "--formats", place / "formats.json", "--bytes", f"{limit} bytes")
     plan = command(capsys, *words, "--max-capacity", 6, "--exchange", 0.02, "-o", place / "recipe.json")
     assert plan["kind"] == "recipe" and plan["budget"]["spent"] <= limit
-    told = command(capsys, "plan", "explain", place / "recipe.json")["sentences"]
+    told = command(capsys, "explain", place / "recipe.json")["sentences"]
     assert any("bits per weight for the base" in s for s in told)
-    done = command(capsys, "quantize", place / "model", place / "recipe.json", "-o", place / "base", "--quiet")
+    done = command(capsys, "apply", place / "model", place / "recipe.json", "-o", place / "base", "--quiet")
     assert done["tensors"] == plan["budget"]["base"]
     train = ("--data", place / "rows.jsonl", "--epochs", 1, "--batch", 36, "--lr", 1e-2, "--dtype", "float32", "--quiet")
     results = {}

@@ -96,7 +96,7 @@ def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_p
     assert main(["finetune", str(folder), str(tmp_path / "one.json"), *words, "-o", str(tmp_path / "one")]) == 0
     said = capsys.readouterr()
     assert "6 rows held out" in said.out
-    more = ["--against", str(tmp_path / "one"), "--packing", "--start", "gradients", "--json"]
+    more = ["--against", str(tmp_path / "one"), "--set", "packing=true", "--start", "gradients", "--json"]
     assert main(["finetune", str(folder), str(tmp_path / "four.json"), *words, *more, "-o", str(tmp_path / "four")]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["rows"] == {"train": 54, "held_out": 6} and result["metric"] == "loss"
@@ -110,7 +110,7 @@ def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_p
     assert tests["samples"]["difference"] == pytest.approx(apart[0] - apart[1])
     better = result["metrics"]["held_out"]["loss"]["value"] < result["metrics"]["held_out"]["loss_before"]["value"]
     assert better and tests["seeds"]["difference"] != 0
-    assert main(["finetune", str(folder), str(tmp_path / "one.json"), "--task", rows, "--packing", "-o", "x"]) == 2
+    assert main(["finetune", str(folder), str(tmp_path / "one.json"), "--task", rows, "--set", "packing=true", "-o", "x"]) == 2
     assert "--packing has no meaning" in capsys.readouterr().err
 
 

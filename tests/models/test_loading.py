@@ -39,7 +39,7 @@ def test_the_precision_of_auto_is_in_the_record_and_the_pruned_checkpoint_keeps_
     assert any("bfloat16" in json.dumps(record) for record in found), "the identity of a stage names the precision"
     assert main(["plan", "sparsity", str(tmp_path / "s.json"), "--sparsity", "0.7", "--max-sparsity", "0.7", "-o",
                  str(tmp_path / "p.json")]) == 0  # fmt: skip
-    assert main(["prune", half, str(tmp_path / "p.json"), *words, "-o", str(tmp_path / "out")]) == 0
+    assert main(["apply", half, str(tmp_path / "p.json"), *words, "-o", str(tmp_path / "out")]) == 0
     assert load_model(str(tmp_path / "out"), dtype="auto").dtype == torch.bfloat16
     assert main(["evaluate", str(tmp_path / "out"), "--length", "16", "--windows", "3"]) == 0
     assert "in bfloat16 on cpu" in capsys.readouterr().err
@@ -78,12 +78,12 @@ def test_the_language_model_of_a_model_that_sees_images_is_scored_and_pruned_and
     ]
     assert main(["plan", "sparsity", scores, "--sparsity", "0.5", "-o", plan]) == 0
     capsys.readouterr()
-    assert main(["prune", model, plan, *text, "-o", str(seeing / "pruned")]) == 0
+    assert main(["apply", model, plan, *text, "-o", str(seeing / "pruned")]) == 0
     assert "The blocks hold 54.2%" in capsys.readouterr().out
     before, after = (load_model(str(seeing / name)).state_dict() for name in ("model", "pruned"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all("language_model.layers" in name for name in changed)
-    assert main(["measure", model, *text, "--passes", "6", "-o", str(seeing / "measured.json")]) == 0
+    assert main(["plan", "sparsity", model, *text, "--passes", "6", "-o", str(seeing / "measured.json")]) == 0
     assert "The blocks hold 54.2%" in capsys.readouterr().out
 
 

@@ -39,7 +39,7 @@ def test_a_stage_of_bfloat16_does_not_answer_float32(saved, tmp_path, estimator)
     found = {}
     for dtype in ("bfloat16", "float32", "bfloat16"):
         again = scored(
-            saved, tmp_path / f"{dtype}-{len(found)}.json", "--dtype", dtype, "--stage", str(tmp_path / "stage"),
+            saved, tmp_path / f"{dtype}-{len(found)}.json", "--dtype", dtype, "--resume", str(tmp_path / "stage"),
             "--estimator", estimator,
         )  # fmt: skip
         alone = scored(saved, tmp_path / f"alone-{dtype}-{len(found)}.json", "--dtype", dtype, "--estimator", estimator)
@@ -52,7 +52,7 @@ def test_a_stage_of_bfloat16_does_not_answer_float32(saved, tmp_path, estimator)
 def test_rows_of_another_precision_are_refused(saved, tmp_path, capsys):
     """``fisher-gram`` keeps parts of its work; it cannot go on from those of another precision."""
     model, text = saved
-    stage = ["--stage", str(tmp_path / "stage")]
+    stage = ["--resume", str(tmp_path / "stage")]
     scored(saved, tmp_path / "a.json", "--dtype", "bfloat16", *stage)
     assert main(["score", model, *text, *stage, "-o", str(tmp_path / "b.json")]) == 2
     assert "another computation" in capsys.readouterr().err and not (tmp_path / "b.json").exists()
@@ -108,7 +108,7 @@ def test_a_pruning_is_not_resumed_in_another_precision(saved, tmp_path, capsys):
     model, text = saved
     scores = scored(saved, tmp_path / "s.json")
     plan_sparsity(scores, sparsity=0.5).save(tmp_path / "plan.json")
-    command = ["prune", model, str(tmp_path / "plan.json"), *text, "--resume", str(tmp_path / "kept")]
+    command = ["apply", model, str(tmp_path / "plan.json"), *text, "--resume", str(tmp_path / "kept")]
     stop = load_model(model)
     plan = plan_sparsity(scores, sparsity=0.5)
     data = CalibrationSet(input_ids=torch.randint(3, 90, (4, 12)))

@@ -91,7 +91,7 @@ def pruned(saved_model, tmp_path):
 
     zoo.plan(zoo.speaker("llama")).save(tmp_path / "p.json")
     out = tmp_path / "made"
-    assert main(["prune", str(saved_model("llama")), str(tmp_path / "p.json"), "--method", "magnitude", "-o", str(out)]) == 0
+    assert main(["apply", str(saved_model("llama")), str(tmp_path / "p.json"), "--method", "magnitude", "-o", str(out)]) == 0
     return out
 
 

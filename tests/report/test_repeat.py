@@ -21,11 +21,12 @@ SCORE = ["score", "demo", *TEXT, "--seed", "5", "--damping", "0.3", "0.1", "--se
 FOLDERS = {
     "scores": ([[*SCORE, "--exclude", "down_proj"]], "scores.json"),
     "plan": ([["score", "demo", "--estimator", "mean-metric", *TEXT],
-              ["plan", "sparsity", "scores.json", "--sparsity", "0.4", "--exponent", "2", "--fix", "model.layers.1=0.3",
+              ["plan", "sparsity", "scores.json", "--sparsity", "0.4", "--set", "exponent=2", "--fix", "model.layers.1=0.3",
                "--exclude", "layers.2$", "-o", "plan.json"]], "plan.json"),
-    "measured": ([["measure", "demo", *TEXT, "--method", "magnitude", "--passes", "9", "--by", "layer", "--trust", "0.1"]],
+    "measured": ([["plan", "sparsity", "demo", *TEXT, "--method", "magnitude", "--passes", "9", "--by",
+                  "layer", "--set", "trust=0.1"]],
                  "plan.json"),
-    "imported": ([["score", "demo", "--import", "mine.csv", "--orientation", "redundancy"]], "scores.json"),
+    "imported": ([["score", "demo", "--import", "mine.csv", "--set", "orientation=redundancy"]], "scores.json"),
 }  # fmt: skip
 
 
@@ -70,9 +71,9 @@ def test_a_pruned_folder_and_a_quantised_one_are_repeated(tmp_path, monkeypatch)
     pytest.importorskip("compressed_tensors")
     commands = [
         ["plan", "sparsity", "config.json", "--rule", "uniform", "--sparsity", "0.5", "-o", "plan.json"],
-        ["prune", "demo", "plan.json", *TEXT, "--pattern", "2:4", "--method", "wanda", "-o", "pruned"],
-        ["plan", "bits", "demo", *TEXT, "--bits", "4.6", "--check", "0", "--draws", "1", "-o", "bits.json"],
-        ["quantize", "demo", "bits.json", *TEXT, "--method", "gptq", "-o", "quantised"],
+        ["apply", "demo", "plan.json", *TEXT, "--pattern", "2:4", "--method", "wanda", "-o", "pruned"],
+        ["plan", "bits", "demo", *TEXT, "--bits", "4.6", "--set", "check=0", "--set", "draws=1", "-o", "bits.json"],
+        ["apply", "demo", "bits.json", *TEXT, "--method", "gptq", "-o", "quantised"],
     ]
     from layerbudget.models.loading import load_model
 
@@ -88,7 +89,7 @@ def test_a_pruned_folder_and_a_quantised_one_are_repeated(tmp_path, monkeypatch)
     for words in commands:
         assert main([*words, "--quiet"]) == 0, words
     lines = [line for made in ("pruned", "quantised") for line in printed(tmp_path / "first" / made)]
-    assert [shlex.split(line)[1] for line in lines] == ["plan", "prune", "plan", "quantize"]
+    assert [shlex.split(line)[1] for line in lines] == ["plan", "apply", "plan", "apply"]
     fresh("again")
     for line in lines:
         assert main([*shlex.split(line)[1:], "--quiet"]) == 0, line
@@ -100,8 +101,30 @@ def test_a_pruned_folder_and_a_quantised_one_are_repeated(tmp_path, monkeypatch)
 
 
 def test_a_comparison_is_repeated(tmp_path, monkeypatch):
-    words = ["compare", "demo", "--scores", "gradient-norm", "--rules", "mdl", "--sparsity", "0.5", "--seeds", "1", "--samples",
-             "3", "--length", "24", "--windows", "3", "--method", "magnitude", "--no-controls", "-o", "out"]  # fmt: skip
+    words = [
+        "compare",
+        "demo",
+        "--scores",
+        "gradient-norm",
+        "--rules",
+        "mdl",
+        "--sparsity",
+        "0.5",
+        "--seeds",
+        "1",
+        "--samples",
+        "3",
+        "--length",
+        "24",
+        "--windows",
+        "3",
+        "--method",
+        "magnitude",
+        "--set",
+        "controls=false",
+        "-o",
+        "out",
+    ]
     ran(tmp_path / "first", [words], monkeypatch)
     (line,) = printed(tmp_path / "first" / "out")
     ran(tmp_path / "again", [shlex.split(line)[1:]], monkeypatch)

@@ -1,110 +1,168 @@
-"""``plan diff``, ``plan explain``, ``plan sweep`` and ``transfer``."""
+"""``layerbudget compare``: every score under every rule, measured at equal budgets."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-from ..decisions.apply import makers
 from ..errors import InvalidInput
-from ..plan import Plan
-from ..records import to_jsonable
-from ..solvers.utilities import PENALTIES, UTILITIES
-from .files import need_scores, say, show_table
+from .display import begin, expect, progress_bar, say, show_table
+from .options import add_model, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings
+
+_KINDS = ("sparsity", "bits", "ranks", "experts")  # the first two are applied and measured on text, the others are trained
+_TEXT = ("data", "evaluate", "windows", "length", "method", "device")
+_TASK = ("task", "data_dir", "epochs", "lr")
+_OWN = {"controls": True, "train_rows": None, "test_rows": None, "split": None}  # by --set, beside the options of rules
 
 
-def register(verbs: Any) -> None:
-    """Add ``plan diff``, ``plan explain`` and ``plan sweep``."""
-    p = verbs.add_parser("diff", help="what differs between two plans")
-    p.add_argument("first", metavar="PLAN")
-    p.add_argument("second", metavar="PLAN")
-    p.set_defaults(handler=run_diff)
-    p = verbs.add_parser("explain", help="say what a plan does and what it rests on")
-    p.add_argument("plan", metavar="PLAN")
-    p.add_argument("--scores", metavar="SCORES", help="the scores that it was made from: says their gains in bits")
-    p.add_argument("--tokens", type=int, help="predicted tokens n of n zeta^2 / (2 ln 2) (default: the calibration set's)")
-    p.set_defaults(handler=run_explain)
-    p = verbs.add_parser("sweep", help="a grid of budgets and exponents in one call")
-    p.add_argument("scores", metavar="SCORES", help="scores.json")
-    p.add_argument("--kind", choices=tuple(makers()), default="sparsity")
-    p.add_argument("--budgets", type=float, nargs="+", required=True, help="sparsities, totals, mean ranks or bits")
-    p.add_argument("--exponents", type=float, nargs="+", help="exponents of the weights (default: the rule's)")
-    p.add_argument("--rule", help="a rule of that kind of plan, such as by-rank (default: mdl; of bits: choices)")
-    p.add_argument("--max-sparsity", type=float, default=None)
-    p.add_argument("--damping", type=float, default=None)
-    p.add_argument("--smoothing", type=float)
-    p.set_defaults(handler=run_sweep)
-
-
-def register_transfer(subparsers: Any) -> None:
-    """Add ``transfer``."""
-    p = subparsers.add_parser("transfer", help="what a plan made on one task costs on another")
-    p.add_argument("source", metavar="SOURCE", help="scores.json that the plan is made from")
-    p.add_argument("target", metavar="TARGET", help="scores.json of the task that it is used on")
-    p.add_argument("--program", choices=("sparsity", "experts"), default="sparsity")
-    p.add_argument("--sparsity", type=float, help="global sparsity of the sparsity program (default: 0.5)")
-    p.add_argument("--max-sparsity", type=float, help="its cap (default: 0.7, and always room above the target)")
-    p.add_argument("--budget", help="budget of the experts program (default: 160 experts)")
-    p.add_argument("--exponent", type=float, default=1.0)
-    p.add_argument("--exponent-on", choices=("density", "block"), default="density")
-    p.add_argument("--damping", type=float, default=None)
-    p.add_argument("--smoothing", type=float, default=0.0)
-    p.add_argument("--utility", choices=tuple(UTILITIES), help="utility of the experts program (default: log)")
-    p.add_argument("--penalty", choices=tuple(PENALTIES), help="penalty of the sparsity program (default: quadratic)")
-    p.set_defaults(handler=run_transfer)
-
-
-def run_diff(a: argparse.Namespace) -> dict[str, Any]:
-    """``plan diff``."""
-    from ..plans.compare import diff_plans
-
-    result = diff_plans(Plan.load(a.first), Plan.load(a.second))
-    rows = [(r["name"], r["first"], r["second"], r["difference"], r["count_difference"]) for r in result["blocks"]]
-    show_table(
-        a, f"{result['rules'][0]} against {result['rules'][1]}", ("block", "first", "second", "difference", "count"), rows
+def register(subparsers: Any) -> None:
+    """Add the parser of ``compare``."""
+    p = add_verb(subparsers, "compare", handler)
+    add_model(p)
+    p.add_argument("-o", "--out", required=True, metavar="DIR", help="cells (kept, resumed), table, LaTeX and figure")
+    p.add_argument("--scores", required=True, help="comma-separated: estimators, gain, owl, alphapruning, or .csv/.json files")
+    p.add_argument("--rules", help="comma-separated rules of that kind of plan (default: mdl; of bits: choices)")
+    budget = p.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--sparsity", type=float, nargs="+", help="global sparsities")
+    budget.add_argument(
+        "--bits", type=float, nargs="+", help="mean bits per weight, scales counted (score rounding: its damage)"
     )
-    say(a, [f"{result['moved']:g} units change hands; rank correlation {result['rank_correlation']:.3f}."])
-    return to_jsonable(result)
+    budget.add_argument("--ranks", type=float, nargs="+", help="mean ranks of LoRA adapters, trained on --task")
+    budget.add_argument("--experts", type=int, nargs="+", help="totals of LoRA experts, trained on --task")
+    p.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the calibration draw or the training (default: 0)")
+    p.add_argument("--by", default="layer", help="blocks: layer, linear, or a regular expression (default: layer)")
+    p.add_argument("--samples", type=int, default=64, help="calibration sequences, or training rows scored (default: 64)")
+    text = p.add_argument_group("sparsity and bits, measured on text")
+    text.add_argument("--data", help="calibration text (default: stdlib)")
+    text.add_argument("--evaluate", metavar="DATA", help="held-out text (default: the evaluation part of --data)")
+    text.add_argument("--windows", type=int, help="held-out windows (default: 96)")
+    text.add_argument("--length", type=int, help="tokens per sequence and window (default: 256)")
+    text.add_argument("--method", help="pruner (default: wanda) or quantiser (default: rtn)")
+    text.add_argument("--device", help="cpu, cuda, ...; auto (default): the accelerator where there is one")
+    task = p.add_argument_group("ranks and experts, trained on a task")
+    task.add_argument("--task", help="cola, mrpc, rte, commonsenseqa, openbookqa, scienceqa, or a file")
+    task.add_argument("--data-dir", metavar="DIR", help="folder with the task's original files")
+    task.add_argument("--epochs", type=float, help="passes over the training rows (default: 3)")
+    task.add_argument("--lr", type=float, help="peak learning rate (default: 0.001)")
+    advanced = p.add_argument_group("advanced")
+    add_set(
+        advanced,
+        "an option of rules (exponent, max_sparsity, ...; rules that do not read it go without), controls=false to leave the "
+        "permuted controls out, train_rows, test_rows, or the split of held-out rows that counts",
+    )
+    advanced.add_argument(
+        "--part", default="1/1", metavar="I/N", help="make every N-th missing cell and no table: N processes share --out"
+    )
 
 
-def run_explain(a: argparse.Namespace) -> dict[str, Any]:
-    """``plan explain``."""
-    from ..plans.explain import codelengths, explain_plan
+def handler(a: argparse.Namespace) -> dict[str, Any]:
+    """Compare, show the ranking and the sentences, leave the files."""
+    from ..comparison.run import compare_scores, flat, leave
+    from ..records import check_output
+    from ..storage.parts import parse_part
 
-    if a.tokens is not None and a.scores is None:
-        raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")
-    plan, scores = Plan.load(a.plan), None if a.scores is None else need_scores(a.scores)
-    result = explain_plan(plan, scores, tokens=a.tokens)
-    say(a, result["sentences"])
-    bits = {} if scores is None else {"bits": codelengths(plan, scores, a.tokens)}
-    return to_jsonable({**result, **bits})
+    kind = next(k for k in _KINDS if getattr(a, k) is not None)
+    part = parse_part(a.part)
+    check_output(f"{a.out}/comparison.json", overwrite=a.overwrite)
+    own = {**_OWN, **settings(a)}
+    controls, *rows, split = (own.pop(name) for name in _OWN)
+    if kind in ("ranks", "experts"):
+        bench = _task_bench(a, rows, split)
+    else:
+        bench = _text_bench(a, kind)
+    rules = a.rules or ("choices" if kind == "bits" else "mdl")
+    names, rules = ([w.strip() for w in text.split(",") if w.strip()] for text in (a.scores, rules))
+    _expect(a, bench, kind, names, rules, controls)
+    with progress_bar(a, "compare") as progress:
+        result = compare_scores(
+            bench,
+            names,
+            rules,
+            getattr(a, kind),
+            kind=kind,
+            seeds=a.seeds,
+            controls=controls,
+            options=own,
+            folder=a.out,
+            part=part,
+            progress=progress,
+        )
+    if not result.complete or part[1] > 1:
+        say(a, result.sentences)
+        return {**result}
+    head = ("budget", "place", "plan", result.unit, "against uniform", "Holm p", "places", "first")
+    show_table(a, f"{kind}, {len(result.seeds)} seeds, {result.held_out} held-out items", head, map(_row, flat(result)))
+    files = leave(result, a.out, overwrite=a.overwrite)
+    say(a, [*result.sentences, f"Written to {a.out}: {', '.join(sorted(files))}."])
+    return {**result, "files": files}
 
 
-def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
-    """``plan sweep``."""
-    from ..plans.compare import sweep
-
-    options: dict[str, Any] = {"damping": a.damping, "smoothing": a.smoothing} | ({"rule": a.rule} if a.rule else {})
-    if a.kind != "sparsity" and a.max_sparsity is not None:
-        raise InvalidInput(f"--max-sparsity has no meaning for --kind {a.kind}.", "", "Leave it out.")
-    if a.kind == "sparsity" and a.max_sparsity is not None:
-        options["max_sparsity"] = a.max_sparsity
-    budgets = [int(b) for b in a.budgets] if a.kind == "experts" else a.budgets
-    result = sweep(need_scores(a.scores), kind=a.kind, budgets=budgets, exponents=a.exponents, **options)
-    names = ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")
-    show_table(a, f"{a.kind}: predicted value by budget and exponent", names, [[r[n] for n in names] for r in result["rows"]])
-    return to_jsonable(result)
+def _row(r: dict[str, Any]) -> tuple[str, ...]:
+    against = "-" if r["difference"] is None else f"{r['difference']:+.4f} [{r['low']:+.4f}, {r['high']:+.4f}]"
+    holm = "-" if r["holm"] is None else f"{r['holm']:.3f}"
+    places = f"{r['rank_low']:.0f}-{r['rank_high']:.0f}"
+    return f"{r['budget']:g}", str(r["place"]), r["name"], f"{r['mean']:.4f}", against, holm, places, f"{r['first']:.0%}"
 
 
-def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
-    """``transfer``."""
-    from ..plans.again import transfer_scores
+def _expect(a: argparse.Namespace, bench: Any, kind: str, names: Sequence[str], rules: Sequence[str], controls: bool) -> None:
+    """Say what the cells of a comparison on text will cost; trainings are said by the number of plans alone."""
+    from ..comparison.run import ALIASES
+    from ..doctor.cost import Text, comparing
 
-    found = transfer_scores(
-        need_scores(a.source), need_scores(a.target), program=a.program, sparsity=a.sparsity, max_sparsity=a.max_sparsity,
-        budget=a.budget, exponent=a.exponent, exponent_on=a.exponent_on, damping=a.damping, smoothing=a.smoothing,
-        utility=a.utility, penalty=a.penalty,
-    )  # fmt: skip
-    result = {"program": a.program, **found.to_dict()}
-    show_table(a, "transfer", ("quantity", "value"), [(k, v) for k, v in result.items() if k != "program"])
-    return to_jsonable(result)
+    count = len(getattr(a, kind)) * len(a.seeds)
+    what = f"{kind} by {', '.join(names)} under {', '.join(rules)}, {count} budgets and seeds"
+    if kind in ("ranks", "experts"):
+        begin(a, f"{a.model}: {what}, {len(bench.task.train)} rows to train on each", None)
+        return
+    text = Text(samples=bench.samples, length=bench.length, batch=bench.batch_size)
+    held = Text(samples=bench.windows.samples, length=bench.windows.length, batch=bench.batch_size)
+    found: dict[str, Any] = {"rules": len(rules), "budgets": len(getattr(a, kind)), "seeds": len(a.seeds)}
+    found |= {"method": bench.method, "controls": controls}
+    scores = [ALIASES.get(name, name) for name in names]
+    expect(a, what, bench.model, lambda shape: comparing(text, held, shape, scores, **found))
+
+
+def _text_bench(a: argparse.Namespace, kind: str) -> Any:
+    from ..comparison.bench import FormatBench, TextBench
+    from ..evaluation.perplexity import evaluation_set
+
+    refuse(a, _TASK, f"a comparison of {kind}, which is measured on text")
+    a.read = {"data": a.data or "stdlib", "length": a.length or 256, "windows": a.windows or 96, "rules": a.rules}
+    source, length = a.read["data"], a.read["length"]
+    tokenizer = load_tokenizer(a)
+    windows = evaluation_set(a.evaluate or source, tokenizer, length=length, windows=a.windows or 96)
+    return (FormatBench if kind == "bits" else TextBench)(
+        model=load_model(a, dtype="float32", stream=None),
+        tokenizer=tokenizer,
+        source=source,
+        windows=windows,
+        samples=a.samples,
+        length=length,
+        by=a.by,
+        **given(a, "method"),
+    )
+
+
+def _task_bench(a: argparse.Namespace, rows: Sequence[int | None], split: str | None) -> Any:
+    from ..comparison.bench import TaskBench
+    from ..data.tasks import load_task
+    from ..finetuning.adapters import classifier_loader
+    from ..finetuning.protocol import Protocol
+
+    if not a.task:
+        raise InvalidInput("Ranks and experts are compared by training them.", "They need a --task.", "Name one.")
+    refuse(a, _TEXT, "a comparison on a task")
+    task = load_task(a.task, a.data_dir).limited(*rows)
+    if split is not None and split not in task.evaluation:
+        raise InvalidInput(f"{a.task} has no split {split!r}.", f"It has {', '.join(task.evaluation)}.", "Name one of those.")
+    return TaskBench(
+        load=classifier_loader(a.model, len(task.labels)),
+        tokenizer=load_tokenizer(a),
+        task=task,
+        split=split,
+        samples=a.samples,
+        by=a.by,
+        protocol=dataclasses.replace(Protocol(), **given(a, "epochs", "lr")),
+    )

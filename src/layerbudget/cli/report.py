@@ -1,23 +1,91 @@
-"""``layerbudget report``."""
+"""``layerbudget demo``, ``export`` and ``report``: what is left in a folder for people and for other tools."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
+
+from .display import expect, progress_bar
+from .options import add_resume, add_set, add_verb, refuse, settings
 
 
 def register(subparsers: Any) -> None:
-    """Add the parser of ``report``."""
-    parser = subparsers.add_parser("report")
-    parser.add_argument("folder", metavar="DIR", help="folder with scores.json, plan.json, result.json, figures")
-    parser.add_argument("-o", "--out", default="report.html")
-    parser.set_defaults(handler=handler)
+    """Add the parsers of ``demo``, ``export`` and ``report``."""
+    from ..exports import EXPORTS
+
+    p = add_verb(subparsers, "demo", run_demo)
+    p.add_argument("-o", "--out", default="layerbudget-demo", help="folder of the results (default: layerbudget-demo)")
+    p.add_argument("--seed", type=int, default=0, help="seed of the draw of the text (default: 0)")
+    add_resume(p, "scores and measured models' figures")
+    p = add_verb(subparsers, "export", run_export)
+    p.add_argument("plan", metavar="PLAN|DIR", help="plan.json, or the folder of a result that holds one")
+    known = "; ".join(f"{e.name}: {e.summary}" for e in EXPORTS.all().values())
+    packed = "packed: the checkpoint of DIR with its zeros left out"
+    p.add_argument("--to", metavar="FORMAT", help=f"{known}; {packed} (default: by the plan's kind)")
+    add_set(p, "an option of the format: method, pattern or levels of a recipe, alpha_policy or dropout of lora")
+    p.add_argument("-o", "--out", metavar="FILE", help="file to write (default: the format's usual name)")
+    p = add_verb(subparsers, "report", run_report)
+    p.add_argument("folder", metavar="DIR", help="folder with scores.json, plan.json, result.json, figures")
+    p.add_argument("-o", "--out", default="report.html", help="file to write (default: report.html)")
 
 
-def handler(arguments: argparse.Namespace) -> dict[str, Any]:
+def run_demo(a: argparse.Namespace) -> dict[str, Any]:
+    """Run the main job and say where the results are."""
+    from ..demo import run
+    from ..doctor.cost import demonstrating
+    from ..models.loading import load_model
+    from ..models.machine import keep_freed
+    from ..report.tables import demo_table
+
+    keep_freed()
+    a.model = "demo"
+    expect(a, "four plans at two targets, pruned and measured", load_model("demo"), demonstrating)
+    with progress_bar(a, "demo") as progress:
+        result = run.run_demo(Path(a.out), seed=a.seed, overwrite=a.overwrite, resume=a.resume, progress=progress)
+    a.console.print(demo_table(result))
+    a.console.print(result["verdict"])
+    a.console.print(
+        f"{result['seconds']:.0f} s, {result['peak_memory_mib']:.0f} MiB. Results are in {a.out}: scores.json, "
+        f"plan.json (the {result['saved']['model']} at {result['saved']['target']:.0%}, the best of the table), pruned/ "
+        "(its model, a transformers checkpoint), result.json, overview.png."
+    )
+    return result
+
+
+def run_export(a: argparse.Namespace) -> dict[str, Any]:
+    """Write the file and say how it is used."""
+    from ..exports import EXPORTS, find_plan, format_for
+    from ..records import check_output, write_text
+
+    if a.to == "packed":
+        return _packed(a)
+    plan = find_plan(a.plan)
+    chosen = EXPORTS.find(a.to or format_for(plan.kind))
+    out = a.out or chosen.file
+    check_output(out, overwrite=a.overwrite)
+    path = write_text(out, chosen.text(plan, settings(a)), overwrite=a.overwrite)
+    a.console.print(f"{plan.kind} by {plan.rule} written to {path}. {chosen.use.format(file=path)}".strip())
+    return {"format": chosen.name, "kind": plan.kind, "output": str(path)}
+
+
+def _packed(a: argparse.Namespace) -> dict[str, Any]:
+    from ..decisions.sparsity.save import pack
+
+    refuse(a, ("set",), "packed")
+    out = a.out or "packed.safetensors"
+    sizes = pack(a.plan, out)
+    a.console.print(
+        f"{sizes['dense']:,} bytes packed into {sizes['packed']:,} ({sizes['packed'] / sizes['dense']:.0%}): {out}. For "
+        "storage only: no runtime reads it; layerbudget.decisions.sparsity.save.unpack gives every tensor back."
+    )
+    return {"format": "packed", **sizes, "output": str(out)}
+
+
+def run_report(a: argparse.Namespace) -> dict[str, Any]:
     """Write the page and say where it is."""
     from ..report.page import write_page
 
-    path = write_page(arguments.folder, arguments.out, overwrite=arguments.overwrite)
-    arguments.console.print(f"written to {path}")
+    path = write_page(a.folder, a.out, overwrite=a.overwrite)
+    a.console.print(f"written to {path}")
     return {"output": str(path)}

@@ -175,7 +175,7 @@ class Quantiser(Treatment):
         """
         if level.format is None:
             what = f"{self.name} rounds to formats and removes nothing."
-            raise InvalidInput(what, "Levels of it have a format.", "Use quantize.")
+            raise InvalidInput(what, "Levels of it have a format.", "Use a plan of bits.")
         form = find_format(level.format)
         form.check("The matrix", weight.shape[1])
         if form.plain:

@@ -139,7 +139,7 @@ def _on_decision(plan: Plan) -> list[str]:
     if plan.rule == "mdl" and len(plan.blocks) > 1 and spread < NEARLY_UNIFORM:
         said.append(
             f"This is nearly uniform (the values differ by {spread:.1%} of their mean). Gains damped relative to each block's "
-            "own curvature are often so: one damping for all blocks (score with --damping-unit median) tells them apart."
+            "own curvature are often so: one damping for all blocks (score with --set damping_unit=median) tells them apart."
         )
     return said
 

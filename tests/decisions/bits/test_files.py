@@ -283,7 +283,7 @@ def test_a_packed_folder_serves_every_verb_and_refuses_by_name_what_it_cannot(tm
     write_bits(model, planned(model, "compressed-tensors", 4.2), out, tokenizer=tokenizer)
     assert main(["score", str(out), *small, "-o", str(tmp_path / "s.json")]) == 0
     zoo.plan(lb.load_model(str(out))).save(tmp_path / "p.json")
-    assert main(["prune", str(out), str(tmp_path / "p.json"), *small, "-o", str(tmp_path / "pruned")]) == 0
+    assert main(["apply", str(out), str(tmp_path / "p.json"), *small, "-o", str(tmp_path / "pruned")]) == 0
     capsys.readouterr()
     for option in ("--stream", "--four-bit"):
         assert main(["evaluate", str(out), option, "--quiet"]) == 2

@@ -115,6 +115,6 @@ def test_a_plan_that_no_checkpoint_can_hold_is_refused_before_the_model_runs(tmp
     tokenizer.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(type(model), "forward", lambda *a, **k: pytest.fail("it ran"))
     words = ["--data", str(tmp_path / "text.txt"), "--samples", "2", "--length", "16", "--quiet"]
-    assert main(["prune", str(tmp_path / "model"), str(tmp_path / "plan.json"), *words, "-o", str(tmp_path / "out")]) == 2
+    assert main(["apply", str(tmp_path / "model"), str(tmp_path / "plan.json"), *words, "-o", str(tmp_path / "out")]) == 2
     assert "BloomConfig has no field for the width of its MLPs" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()

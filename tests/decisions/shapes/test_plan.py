@@ -225,13 +225,13 @@ def test_command_line(folder, capsys):
     model, plan, out = (str(folder / n) for n in ("model", "plan.json", "out"))
 
     def plan_it(*more):
-        width = [] if "heads" in more else ["--multiple", "4"]
+        width = [] if "heads" in more else ["--set", "multiple=4"]
         return main(["plan", "shapes", model, *width, "--passes", "32", "-o", plan, *text, *more])
 
     assert plan_it("--save", "25% flops", "--even") == 0
     made = json.loads(capsys.readouterr().out)
     assert made["kind"] == "shapes" and made["budget"]["spent"] >= made["budget"]["limit"]
-    assert main(["prune", model, plan, "-o", out, *text]) == 0
+    assert main(["apply", model, plan, "-o", out, *text]) == 0
     done = json.loads(capsys.readouterr().out)
     assert done["saved"] == done["planned"] == made["budget"]["spent"]
     smaller = load_model(out)
@@ -240,13 +240,13 @@ def test_command_line(folder, capsys):
         (["--save", "25% flops"], "exists already"),
         (["--save", "95% flops", "--overwrite"], "save at most"),
         (["--save", "25% flops", "--overwrite", "--kinds", "tails"], "Kinds are heads, mlp"),
-        (["--save", "12% flops", "--overwrite", "--kinds", "heads", "--multiple", "4"], "--multiple has no meaning"),
+        (["--save", "12% flops", "--overwrite", "--kinds", "heads", "--set", "multiple=4"], "--multiple has no meaning"),
     ):
         assert plan_it(*words) == 2
         assert said in " ".join(capsys.readouterr().err.split())
     assert plan_it("--save", "4% flops", "--overwrite", "--kinds", "heads", "--heads", "queries") == 0
     capsys.readouterr()
-    assert main(["prune", model, plan, "-o", str(folder / "uneven"), *text]) == 2
+    assert main(["apply", model, plan, "-o", str(folder / "uneven"), *text]) == 2
     assert "even=True" in capsys.readouterr().err
     assert not (folder / "uneven").exists()
 
@@ -254,6 +254,6 @@ def test_command_line(folder, capsys):
 def test_depth_plans_really_remove_layers_from_the_command_line(folder, capsys):
     model, plan, out = (str(folder / n) for n in ("model", "depth.json", "out"))
     plan_depth(load_model(model), zoo.tokens(), remove=1).save(plan)
-    assert main(["prune", model, plan, "-o", out, "--quiet", "--json"]) == 0
+    assert main(["apply", model, plan, "-o", out, "--quiet", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["saved"] > 0
     assert load_model(out).config.num_hidden_layers == 2

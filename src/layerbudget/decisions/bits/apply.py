@@ -64,7 +64,7 @@ class QuantisationReceipt(Record):
     """
 
     what: ClassVar[str] = "receipt"
-    command: ClassVar[str] = "quantize"
+    command: ClassVar[str] = "apply"
 
     method: str
     family: str

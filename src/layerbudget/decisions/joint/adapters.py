@@ -1,4 +1,4 @@
-"""The base of a recipe: a model in the planned formats, rounded when it is loaded or written by ``quantize`` before."""
+"""The base of a recipe: a model in the planned formats, rounded when it is loaded or written by ``apply`` before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Base:
     Attributes:
         bits: The plan of its formats.
         ranks: The plan of the adapters.
-        written: Whether the model comes from a folder that ``quantize`` wrote by this recipe.
+        written: Whether the model comes from a folder that ``apply`` wrote by this recipe.
         limit: Bytes of file and adapter.
     """
 
@@ -87,7 +87,7 @@ def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
     if each != _WRITTEN:
         raise InvalidInput(
             f"The recipe counts {each:g} bytes per parameter of the adapter.", f"It is trained and written in {_WRITTEN}.",
-            f"Plan it again: layerbudget plan joint ... --bytes-per-parameter {_WRITTEN}.",
+            f"Plan it again: layerbudget plan joint ... --set bytes_per_parameter={_WRITTEN}.",
         )  # fmt: skip
     receipt = Path(folder) / "receipt.json"
     if (Path(folder) / "plan.json").is_file() and receipt.is_file():
@@ -99,7 +99,7 @@ def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
     if find_quantiser(method).statistic != "none":
         raise InvalidInput(
             f"The recipe rounds by {method}, which reads text.", "Its base is written first.",
-            "Write it: layerbudget quantize MODEL RECIPE -o BASE, and finetune BASE.",
+            "Write it: layerbudget apply MODEL RECIPE -o BASE, and finetune BASE.",
         )  # fmt: skip
     return Base(bits=bits, ranks=ranks, written=False, limit=int(plan.budget["limit"]))
 
@@ -108,7 +108,7 @@ def _written(bits: Plan, ranks: Plan, held: Plan, receipt: QuantisationReceipt, 
     if held.digest != bits.digest:
         raise ModelMismatch(
             "This folder was written by another plan than this recipe.", "Adapters belong on the base of their recipe.",
-            "Write it: layerbudget quantize MODEL RECIPE -o BASE.",
+            "Write it: layerbudget apply MODEL RECIPE -o BASE.",
         )  # fmt: skip
     if receipt.tensors != bits.budget["file"]:
         raise CoverageError(

@@ -74,7 +74,7 @@ def _check_described(model: nn.Module, now: Where, wanted: Where) -> None:
         raise UnknownStructure(
             f"The model has {has}: {why}.",
             "The model works in memory; transformers could not load the checkpoint.",
-            other if heads else "Prune its weights instead: layerbudget measure, then prune.",
+            other if heads else "Prune its weights instead: layerbudget plan sparsity MODEL, then apply.",
         )
 
 

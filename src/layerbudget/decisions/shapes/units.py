@@ -27,7 +27,7 @@ from .layouts import FIND, Attention, Where, find_attention, per_unit, undescrib
 from .parts import KINDS, Part
 
 CRITERIA = ("obs", "wanda")
-_WEIGHTS = "Prune its weights instead: layerbudget measure, then prune."
+_WEIGHTS = "Prune its weights instead: layerbudget plan sparsity MODEL, then apply."
 UNITS = ("auto", "groups", "queries")
 Remake = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (W, H, S) -> (d_out, kept)
 

@@ -41,7 +41,7 @@ class Receipt(Record):
     """
 
     what: ClassVar[str] = "receipt"
-    command: ClassVar[str] = "prune"
+    command: ClassVar[str] = "apply"
 
     method: str
     settings: Mapping[str, Any]

@@ -1,0 +1,180 @@
+"""``layerbudget apply``: give a model what a plan of any kind says, write it, and recount."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from ..compressors.base import QUANTISERS, TREATMENTS, find_quantiser, find_treatment
+from .display import expect, progress_bar, say, say_share, text_of, words_of
+from .options import DATA, add_data, add_model, add_resume, add_set, add_verb, batch_of, load, one_process, own_of, refuse
+
+
+def register(subparsers: Any) -> None:
+    """Add the parser of ``apply``."""
+    p = add_verb(subparsers, "apply", handler)
+    add_model(p)
+    p.add_argument("plan", metavar="PLAN", help="plan.json of sparsity, bits or shapes, or a recipe, made for this model")
+    p.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the written model")
+    names = tuple(dict.fromkeys((*TREATMENTS.names(), *QUANTISERS.names())))
+    p.add_argument("--method", choices=names, help="pruner or quantiser (default: what the plan was measured with; else wanda)")
+    p.add_argument("--pattern", metavar="N:M", help="zero n of every m inputs; n:8 with a literal n lets each block differ")
+    add_data(p)
+    advanced = p.add_argument_group("advanced")
+    add_set(
+        advanced,
+        "an option of the method, as in damping=0.1; of pruning true_sequential, parity, autocast (precision of forwards) or "
+        "store (where activations live: device, cpu, disk)",
+    )
+    add_resume(advanced, "finished layers")
+
+
+def handler(a: argparse.Namespace) -> dict[str, Any]:
+    """Apply a plan of weights; name the command of any other."""
+    from ..kinds import check_kind
+    from ..plan import Plan
+    from ..storage.folders import check_folder
+    from ..storage.parts import clear
+
+    plan = Plan.load(a.plan)
+    check_kind(plan.kind, tuple(_WRITERS), "does not change a model's weights")
+    check_folder(a.out, overwrite=a.overwrite)
+    result = _WRITERS[plan.kind](a, plan)
+    if a.resume:
+        clear(a.resume)
+    return result
+
+
+def _prune(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
+    from ..decisions.sparsity.apply import method_of, other_pruner, prune
+    from ..decisions.sparsity.save import check_room, save_pruned
+    from ..doctor.cost import treating
+    from ..execution.processes import is_main
+    from ..report.page import runtime_box
+
+    a.method, own = method_of(plan, a.method, own_of(a, prune, taken=("plan", "folder", "progress")))
+    blind = find_treatment(a.method).statistic == "none"
+    if blind:
+        refuse(a, (*DATA, "resume"), a.method)
+    model, tokenizer, data = load(a, data=not blind)
+    check_room(model, a.out, resume=a.resume, plan=plan)
+    text, again = text_of(data, a), 5.0 if own.get("true_sequential") else 1.0
+    what = f"{a.method} to {plan.budget['spent']:,} zeros" + (f" with {words_of(data)}" if data is not None else "")
+    expect(a, what, model, lambda _: treating(a.method, text, again=again))
+    say_share(a, model, plan.blocks)
+    said = other_pruner(plan, a.method)
+    say(a, said)
+    with progress_bar(a, f"prune by {a.method}") as progress:
+        receipt = prune(
+            model,
+            plan,
+            data,
+            a.method,
+            batch_of(a, model, data),
+            pattern=a.pattern,
+            progress=progress,
+            resume=a.resume,
+            **own,
+        )
+    out = save_pruned(model, tokenizer, plan, receipt, a.out, overwrite=a.overwrite) if is_main() else a.out
+    a.console.print(
+        f"Recounted sparsity {receipt.sparsity:.6f} (planned {receipt.planned:.6f}) in {receipt.seconds:.1f} s; saved to {out}."
+    )
+    say(a, receipt.notes[: len(receipt.notes) - len(said)])
+    a.console.print(runtime_box(pattern=a.pattern))
+    blocks = {name: record["sparsity"] for name, record in receipt.blocks.items()}
+    return {"sparsity": receipt.sparsity, "blocks": blocks, "output": str(out)}
+
+
+def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
+    """Remove what the plan says, refit, recount, and save an ordinary smaller checkpoint."""
+    from ..decisions.shapes.apply import apply_shapes
+    from ..decisions.shapes.depth import apply_depth
+    from ..decisions.shapes.save import check_exportable, save_smaller
+    from ..decisions.sparsity.save import check_room
+    from ..doctor.cost import treating
+    from ..execution.processes import is_main
+    from ..report.page import runtime_box
+
+    refuse(a, ("method", "pattern", "set", "resume"), f"a plan of kind {plan.kind}")
+    refits = plan.kind == "shapes"
+    if not refits:
+        refuse(a, DATA, f"a plan of kind {plan.kind}")
+    model, tokenizer, data = load(a, data=refits)
+    check_room(model, a.out, plan=plan)
+    text, method = text_of(data, a), "sparsegpt" if refits else "magnitude"
+    what = "smaller shapes" + (f" with {words_of(data)}" if data is not None else "")
+    expect(a, what, model, lambda _: treating(method, text))
+    check_exportable(model, plan)
+    before = sum(p.numel() for p in model.parameters())
+    if refits:
+        with progress_bar(a, "remove heads and widths, layers") as progress:
+            done = dict(apply_shapes(model, plan, data, batch_size=batch_of(a, model, data), progress=progress))
+    else:
+        apply_depth(model, plan)
+        done = {"unit": "parameters", "saved": int(plan.counts.sum()), "planned": int(plan.counts.sum())}
+    out = save_smaller(model, tokenizer, a.out, plan=plan, record=done, overwrite=a.overwrite) if is_main() else a.out
+    after = sum(p.numel() for p in model.parameters())
+    a.console.print(
+        f"Removed {done['saved']:.6g} {done['unit']} (planned {done['planned']:.6g}); parameters {before} -> {after} "
+        f"({after / before:.3f}x, embeddings included); saved to {out}."
+    )
+    a.console.print(runtime_box(plan.kind))
+    return {**done, "parameters_before": before, "parameters_after": after, "output": str(out)}
+
+
+def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
+    """Round, write, recount from the file."""
+    from ..decisions.bits.apply import write_bits
+    from ..decisions.bits.program import formats_of_plan
+    from ..decisions.joint.recipe import bits_of
+    from ..decisions.sparsity.save import BESIDE
+    from ..doctor.cost import treating
+    from ..storage.writing import check_space
+
+    one_process("Models are quantised")
+    refuse(a, ("pattern",), f"a plan of kind {plan.kind}")
+    plan = bits_of(plan)
+    formats_of_plan(plan)
+    a.method = a.method or str(plan.extra["method"])
+    blind = find_quantiser(a.method).statistic == "none"
+    if blind:
+        refuse(a, DATA, f"the method {a.method}")
+    a.dtype = a.dtype or "float32"  # grids of formats are finer than what checkpoints hold
+    own = own_of(a, write_bits, taken=("progress",))
+    model, tokenizer, data = load(a, data=not blind)
+    rest = max(0, sum(p.numel() for p in model.parameters()) - int(plan.numel.sum()))
+    size = BESIDE + int(plan.counts.sum()) + 2 * rest  # what the plan counted, the rest in two bytes each, and a tokenizer
+    check_space(dict.fromkeys([a.out, *([a.resume] if a.resume else [])], size))
+    text, what = text_of(data, a), f"{a.method}{f' with {words_of(data)}' if data is not None else ''}"
+    expect(a, what, model, lambda _: treating(a.method, text))
+    with progress_bar(a, f"quantise by {a.method}") as progress:
+        receipt = write_bits(
+            model,
+            plan,
+            a.out,
+            data,
+            tokenizer=tokenizer,
+            method=a.method,
+            batch_size=batch_of(a, model, data),
+            resume=a.resume,
+            overwrite=a.overwrite,
+            progress=progress,
+            **own,
+        )
+    a.console.print(
+        f"Recounted {receipt.bytes} bytes (planned {receipt.planned}), {receipt.bits:.4f} bits per weight; "
+        f"{receipt.file} bytes of file; saved to {a.out}."
+    )
+    say(a, receipt.notes)
+    return {**receipt.to_dict(), "output": str(a.out)}
+
+
+_WRITERS: dict[str, Callable[[argparse.Namespace, Any], dict[str, Any]]] = {
+    "sparsity": _prune,
+    "shapes": _shrink,
+    "depth": _shrink,
+    "bits": _quantise,
+    "recipe": _quantise,
+}

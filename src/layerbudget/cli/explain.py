@@ -1,0 +1,203 @@
+"""``layerbudget explain``: what a plan does, how plans and scores differ, and what the gain orders for certain."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..decisions.apply import makers
+from ..errors import InvalidInput
+from ..plan import Plan
+from ..records import to_jsonable
+from .display import expect, progress_bar, say, show_table, text_of, words_of
+from .files import need_scores
+from .options import COMMANDS, add_data, add_model, add_set, add_verb, batch_of, given, load, own_of
+
+QUESTIONS = ("plan", "diff", "sweep", "transfer", "certify")
+
+
+def complete(words: Sequence[str]) -> list[str]:
+    """Return the words of ``explain``, with the question ``plan`` where none is asked.
+
+    >>> complete(["explain", "bits.json"]), complete(["explain", "diff", "a.json", "b.json"])
+    (['explain', 'plan', 'bits.json'], ['explain', 'diff', 'a.json', 'b.json'])
+    """
+    at = words.index("explain") + 1
+    asked = at < len(words) and words[at] not in (*QUESTIONS, "-h", "--help")
+    return [*words[:at], "plan", *words[at:]] if asked else list(words)
+
+
+def register(subparsers: Any) -> None:
+    """Add the parsers of ``explain`` and its questions."""
+    summary = COMMANDS["explain"][1]
+    parser = subparsers.add_parser("explain", help=summary, description=summary)
+    questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
+    p = add_verb(questions, "plan", run_plan, "what a plan does and what it rests on (the word plan may be left out)")
+    p.add_argument("plan", metavar="PLAN")
+    p.add_argument("--scores", metavar="SCORES", help="the scores that it was made from: says their gains in bits")
+    p.add_argument("--tokens", type=int, help="predicted tokens n of n zeta^2 / (2 ln 2) (default: the calibration set's)")
+    p = add_verb(questions, "diff", run_diff, "what differs between two plans")
+    p.add_argument("first", metavar="PLAN")
+    p.add_argument("second", metavar="PLAN")
+    p = add_verb(questions, "sweep", run_sweep, "a grid of budgets and exponents, solved in one call")
+    p.add_argument("scores", metavar="SCORES", help="scores.json")
+    p.add_argument("--budgets", type=float, nargs="+", required=True, help="sparsities, totals, mean ranks or bits")
+    p.add_argument("--kind", choices=tuple(makers()), default="sparsity", help="of the plans (default: sparsity)")
+    p.add_argument("--exponents", type=float, nargs="+", help="exponents of the weights (default: the rule's)")
+    p.add_argument("--rule", help="a rule of that kind of plan, such as by-rank (default: mdl; of bits: choices)")
+    add_set(p, "an option of the plans: max_sparsity, damping, smoothing, ...")
+    p = add_verb(questions, "transfer", run_transfer, "what a plan made on one set of scores costs on another")
+    p.add_argument("source", metavar="SOURCE", help="scores.json that the plan is made from")
+    p.add_argument("target", metavar="TARGET", help="scores.json of the task that it is used on")
+    p.add_argument("--program", choices=("sparsity", "experts"), default="sparsity", help="what is planned (default: sparsity)")
+    p.add_argument("--sparsity", type=float, help="global sparsity of the sparsity program (default: 0.5)")
+    p.add_argument("--budget", help="budget of the experts program (default: 160 experts)")
+    add_set(p, "a number of the program: max_sparsity, exponent, damping, smoothing, utility, penalty, ...")
+    p = add_verb(
+        questions, "certify", run_certify, "which pairs of blocks the gain orders for certain, and whether the loss agrees"
+    )
+    add_model(p)
+    p.add_argument("--by", default="layer", help="blocks: layer, linear, or a regular expression (default: layer)")
+    p.add_argument(
+        "--curvature",
+        choices=("fisher", "diagonal", "ggn", "hessian"),
+        default="fisher",
+        help="hessian is the paper's own; ggn and hessian solve by conjugate gradients (default: fisher)",
+    )
+    p.add_argument("--damping", type=float, nargs="+", help="one or more dampings (default: 0.1 1 10)")
+    p.add_argument("-o", "--out", metavar="FILE", help="write table and certificates as JSON")
+    add_set(p, "damping_unit (max, mean, absolute) or steps, the most products of conjugate gradients")
+    add_data(p, samples=32, length=128)
+
+
+def run_plan(a: argparse.Namespace) -> dict[str, Any]:
+    """Say what a plan does."""
+    from ..plans.explain import codelengths, explain_plan
+
+    if a.tokens is not None and a.scores is None:
+        raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")
+    plan, scores = Plan.load(a.plan), None if a.scores is None else need_scores(a.scores)
+    result = explain_plan(plan, scores, tokens=a.tokens)
+    say(a, result["sentences"])
+    bits = {} if scores is None else {"bits": codelengths(plan, scores, a.tokens)}
+    return to_jsonable({**result, **bits})
+
+
+def run_diff(a: argparse.Namespace) -> dict[str, Any]:
+    """Show what differs between two plans."""
+    from ..plans.compare import diff_plans
+
+    result = diff_plans(Plan.load(a.first), Plan.load(a.second))
+    rows = [(r["name"], r["first"], r["second"], r["difference"], r["count_difference"]) for r in result["blocks"]]
+    title = f"{result['rules'][0]} against {result['rules'][1]}"
+    show_table(a, title, ("block", "first", "second", "difference", "count"), rows)
+    say(a, [f"{result['moved']:g} units change hands; rank correlation {result['rank_correlation']:.3f}."])
+    return to_jsonable(result)
+
+
+def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
+    """Solve a grid of budgets and exponents."""
+    from ..decisions.apply import maker
+    from ..plans.compare import sweep
+
+    options = given(a, "rule") | own_of(a, maker(a.kind))
+    budgets = [int(b) for b in a.budgets] if a.kind == "experts" else a.budgets
+    result = sweep(need_scores(a.scores), kind=a.kind, budgets=budgets, exponents=a.exponents, **options)
+    names = ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")
+    show_table(a, f"{a.kind}: predicted value by budget and exponent", names, [[r[n] for n in names] for r in result["rows"]])
+    return to_jsonable(result)
+
+
+def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
+    """Show what a plan made on one task costs on another."""
+    from ..plans.again import transfer_scores
+
+    options = given(a, "program", "sparsity", "budget") | own_of(a, transfer_scores)
+    result = {"program": a.program, **transfer_scores(need_scores(a.source), need_scores(a.target), **options).to_dict()}
+    show_table(a, "transfer", ("quantity", "value"), [(k, v) for k, v in result.items() if k != "program"])
+    return to_jsonable(result)
+
+
+def run_certify(a: argparse.Namespace) -> dict[str, Any]:
+    """Take each block's Newton step, compare, certify, and say what was certified."""
+    from ..doctor.cost import scoring
+    from ..models.blocks import describe, partition
+    from ..records import check_output, dumps, write_text
+    from ..sensitivity.certificate import certify_ranking, direct_check
+
+    own = own_of(a, direct_check, taken=("progress", "batch_size", "curvature"))
+    if "steps" in own and a.curvature in ("fisher", "diagonal"):
+        raise InvalidInput(f"steps has no meaning for {a.curvature}.", "It needs no products.", "Leave it out.")
+    if a.out:
+        check_output(a.out, overwrite=a.overwrite)
+    model, _, data = load(a)
+    priced, text = {"fisher": "fisher-gram", "diagonal": "fisher-diagonal"}.get(a.curvature, a.curvature), text_of(data, a)
+    what = f"direct check, curvature {a.curvature}, on {words_of(data)}"
+    expect(a, what, model, lambda shape: scoring(priced, text, shape))
+    blocks = partition(model, a.by)
+    with progress_bar(a, "direct check") as progress:
+        table = direct_check(
+            model,
+            data,
+            blocks,
+            curvature=a.curvature,
+            damping=a.damping,
+            batch_size=batch_of(a, model, data),
+            progress=progress,
+            **own,
+        )
+    pairs = {name: certify_ranking(table, with_gap=gap) for name, gap in (("paper", False), ("with_gap", True))}
+    result = {
+        "schema_version": 1,
+        "curvature": a.curvature,
+        "damping_unit": own.get("damping_unit", "max"),
+        "model": describe(model),
+        "data": data.describe(),
+        "table": table,
+        "pairs": pairs["with_gap"],
+        "summary": summary(table, pairs),
+    }
+    _show_certified(a, result)
+    if a.out:
+        say(a, [f"Written to {write_text(a.out, dumps(result), overwrite=a.overwrite)}."])
+    return to_jsonable(result)
+
+
+def summary(table: Sequence[Mapping[str, Any]], pairs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return counts per damping: blocks that have a step, pairs of them, and how many of those each rule certifies.
+
+    ``paper`` is the rule of appendix B.3 taken by its letter, which holds where the curvature is the Hessian;
+    ``paper_with_gap`` adds what another curvature leaves out; ``exact`` is the expansion with the exact Hessian, of which only
+    the remainder is unknown. A certified pair that the measured losses contradict is counted: there is none where the
+    Lipschitz constant was not too small.
+    """
+    rows = []
+    for tau in dict.fromkeys(r["relative_damping"] for r in table):
+        own = [r for r in table if r["relative_damping"] == tau]
+        gap = [p for p in pairs["with_gap"] if p["relative_damping"] == tau]
+        chosen = {
+            "paper": [p for p in pairs["paper"] if p["relative_damping"] == tau and p["certified"]],
+            "paper_with_gap": [p for p in gap if p["certified"]],
+            "exact": [p for p in gap if p["sharp"]],
+        }
+        row = {"damping": tau, "blocks": len(own), "ok": sum(r["status"] == "ok" for r in own), "pairs": len(gap)}
+        row["not_ok"] = {r["block"]: r["status"] for r in own if r["status"] != "ok"}
+        row |= {name: len(found) for name, found in chosen.items()} | {"agree": sum(p["agrees"] for p in gap)}
+        row["contradicted"] = {name: sum(not p["agrees"] for p in found) for name, found in chosen.items()}
+        rows.append(row)
+    return rows
+
+
+def _show_certified(a: argparse.Namespace, result: Mapping[str, Any]) -> None:
+    head = ("damping", "blocks ok", "pairs", "paper (B.3)", "with the curvature gap", "exact expansion", "losses agree")
+    counts = ("pairs", "paper", "paper_with_gap", "exact", "agree")
+    rows = [(f"{r['damping']:g}", f"{r['ok']} of {r['blocks']}", *(str(r[c]) for c in counts)) for r in result["summary"]]
+    show_table(a, f"pairs of blocks ordered for certain, curvature {result['curvature']}", head, rows)
+    for r in result["summary"]:
+        start = f"Damping {r['damping']:g}:"
+        say(a, [f"{start} {block} is not ok ({status}) and certifies nothing." for block, status in r["not_ok"].items()])
+        wrong = ", ".join(f"{n} of {k}" for k, n in r["contradicted"].items() if n)
+        say(a, [f"{start} the measured losses contradict {wrong}."] if wrong else [])
+    if result["curvature"] != "hessian":
+        say(a, ["The paper's rule is for the Hessian; for another curvature read the column with the gap, or the exact one."])
