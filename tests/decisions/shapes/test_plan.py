@@ -28,7 +28,7 @@ from layerbudget.models.loading import load_model
 from layerbudget.plan import Plan
 from layerbudget.planning.costs import base_amount
 
-WITH_BOTH = ["mistral-sliding", "gemma", "gemma3", "qwen2", "qwen3", "phi3", "opt", "gpt-neox", "starcoder2"]
+WITH_BOTH = ["mistral-sliding", "gemma3", "qwen3", "phi3", "opt", "gpt-neox"]
 QUICK = {"multiple": 4, "passes": 20.0, "strides": 1, "draws": 1, "batch_size": 4}
 
 
@@ -54,17 +54,14 @@ def test_planned_flops_are_the_recounted_flops(name):
         assert torch.isfinite(model(**next(data.batches(2))).logits).all()
 
 
-@pytest.mark.parametrize("unit", ["params", "bytes"])
-def test_other_units_and_long_contexts_recount_too(unit):
+@pytest.mark.parametrize(("unit", "context"), [("params", 0), ("bytes", 0), ("flops", 4096)])
+def test_other_units_and_long_contexts_recount_too(unit, context):
     model, data = zoo.build("gemma"), zoo.tokens()
-    shapes = [p.numel() for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
-    plan = plan_shapes(model, data, f"20% {unit}", **QUICK)
-    assert plan.budget["base"] == sum(shapes) * (4 if unit == "bytes" else 1)
+    shapes = sum(p.numel() for n, p in model.named_parameters() if "layers" in n and p.ndim == 2)
+    plan = plan_shapes(model, data, f"20% {unit}", context=context, **QUICK)
+    assert plan.budget["base"] == {"params": shapes, "bytes": 4 * shapes, "flops": 2 * shapes + 4 * 4096 * 32 * 3}[unit]
+    assert not context or any(s["removed"] for s in plan.extra["shapes"].values() if s["kind"] == "heads")
     apply_shapes(model, plan, data)
-    long = plan_shapes(zoo.build("gemma"), data, "20% flops", context=4096, **QUICK)
-    removed = sum(s["removed"] for s in long.extra["shapes"].values() if s["kind"] == "heads")
-    assert removed and long.budget["base"] == 2 * sum(shapes) + 4 * 4096 * 32 * 3
-    apply_shapes(zoo.build("gemma"), long, data)
 
 
 def test_idle_heads_and_units_are_what_goes():
@@ -84,7 +81,7 @@ def test_idle_heads_and_units_are_what_goes():
         torch.testing.assert_close(model(data.input_ids).logits, before, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "qwen3", "mistral-sliding", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_layers_go_with_heads_and_widths_and_the_rest_loads_in_plain_transformers(name, tmp_path):
     """A model whose middle layer does next to nothing: it goes, and the folder holds what the program counted."""
     model, data = zoo.build(name), zoo.tokens(samples=8)
@@ -98,7 +95,7 @@ def test_layers_go_with_heads_and_widths_and_the_rest_loads_in_plain_transformer
     price = Price(unit="flops")
     before = sum(price.left(p) for p in find_parts(model))
     receipt = apply_shapes(model, again(plan), data)
-    assert list(receipt.layers) == [n for n in ("model.layers.0", "model.layers.2")] or name == "gpt2"
+    assert [n[-1] for n in receipt.layers] == ["0", "2"]
     save_smaller(model, None, tmp_path / "out", plan=plan, record=receipt)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     after = sum(price.left(p) for p in find_parts(loaded))
@@ -112,7 +109,7 @@ def test_layers_go_with_heads_and_widths_and_the_rest_loads_in_plain_transformer
 
 def test_even_plans_keep_the_heads_that_a_config_cannot_lose():
     data = zoo.tokens()
-    for name in ("gpt2", "opt", "bert"):
+    for name in ("gpt2", "bert"):
         model = zoo.build(name)
         plan = plan_shapes(model, data, "15% flops", even=True, **QUICK)
         assert not any(s["removed"] for s in plan.extra["shapes"].values() if s["kind"] == "heads")

@@ -48,12 +48,11 @@ def output_weight(model, attention):
     return module.weight.data.T if is_conv1d(module) else module.weight.data
 
 
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", [*EXPLICIT, *DERIVED])
-def test_removed_heads_equal_masked_heads(name, padded):
+def test_removed_heads_equal_masked_heads(name):
     """Different heads in every layer: a whole group, a query head of each group, nothing."""
     model = zoo.build(name)
-    batch = next(zoo.tokens(padded=padded).batches(6))
+    batch = next(zoo.tokens(padded=True).batches(6))
     grouped = attentions(model)[0].per_group == 2
     wanted = [[2, 3], [0, 3] if grouped else [0, 2, 3], [0, 1, 2, 3]]
     kept = list(zip(attentions(model), wanted, strict=True))
@@ -78,9 +77,8 @@ def test_removing_nothing_changes_nothing(name):
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
-@pytest.mark.parametrize("refit", [True, False])
-@pytest.mark.parametrize("criterion", ["obs", "wanda"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert", "gemma"])
+@pytest.mark.parametrize(("criterion", "refit"), [("obs", True), ("wanda", False)])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_heads_that_nobody_reads_go_without_any_change(name, criterion, refit):
     model, data = zoo.build(name), zoo.tokens()
     batch = next(data.batches(len(data)))
@@ -128,11 +126,12 @@ def test_the_cost_of_a_head_is_the_change_of_the_output():
     assert stays(a, w, h, [1], "groups")[1].tolist() == [i for i in range(4) if i != worst]
 
 
-@pytest.mark.parametrize("name", EXPLICIT)
-@pytest.mark.parametrize("by", ["groups", "queries"])
-def test_even_heads_load_in_plain_transformers(name, by, tmp_path):
-    model, data = zoo.build(name), zoo.tokens()
+@pytest.mark.parametrize(("name", "by"), [*((n, "groups") for n in EXPLICIT), ("llama", "queries"), ("phi3", "queries")])
+def test_fewer_heads_and_narrower_mlps_load_in_plain_transformers(name, by, tmp_path):
+    model, data = zoo.build(name), zoo.tokens(samples=12)
     assert set(remove_units(model, data, 0.5, by=by).values()) == {2}
+    if name != "mixtral":
+        assert len(set(remove_units(model, data, 0.25, kind="mlp", multiple=4).values())) == 1
     batch = next(data.batches(2))
     save_smaller(model, None, tmp_path / "out")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
@@ -158,8 +157,8 @@ def test_families_that_derive_the_head_size_are_not_exported_and_the_reason_is_s
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["olmo2", *EXPLICIT[:-1], "opt", "gpt2", "gpt-neox", "bert"])
-def test_narrower_models_load_and_compute(name, tmp_path):
+@pytest.mark.parametrize("name", ["olmo2", "opt", "gpt2", "gpt-neox", "bert"])
+def test_narrower_mlps_load_where_heads_cannot_go(name, tmp_path):
     model, data = zoo.build(name), zoo.tokens(samples=12)
     widths = remove_units(model, data, 0.25, kind="mlp", multiple=4)
     assert len(set(widths.values())) == 1
