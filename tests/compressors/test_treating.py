@@ -16,7 +16,6 @@ from layerbudget.compressors.treating import check, treated
 from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CoverageError
-from layerbudget.models.blocks import partition
 
 LEVELS = [
     Level(zeros=0), Level(zeros=1), Level(zeros=77), Level(zeros=160), Level(zeros=80, pattern=(2, 4)),
@@ -42,8 +41,6 @@ def test_every_pruner_keeps_shape_count_pattern_and_finite_values(method, dtype,
     moment = {"none": None, "diagonal": x.square().sum(0), "gram": x.T @ x}[treatment.statistic]
     prepared = treatment.of("m", 0, None if moment is None or not seen else treatment.prepare(moment))
     for level in LEVELS:
-        if method == "n:m" and (level.rows is not None or level.zeros % 40):
-            continue  # its levels are n of 4
         before = weight.clone()
         made = treated(treatment, weight, prepared, level)
         assert torch.equal(weight, before)
@@ -130,15 +127,6 @@ def test_zeros_that_were_there_and_a_few_that_rounding_makes_are_not_the_pruners
     with pytest.raises(CoverageError, match="14 zeros in a matrix, 10 were asked for"):
         made.view(-1)[13] = 0
         check(magnitude, torch.ones(100, 200), made, Level(zeros=10))
-
-
-def test_n_of_m_hears_its_group_and_its_base():
-    model = zoo.build("llama")
-    plan = plan_sparsity(partition(model), sparsity=0.25, max_sparsity=1.0, rule="uniform")
-    prune(model, plan, method="n:m", group=8, base="magnitude")
-    weight = model.get_submodule("model.layers.0.self_attn.q_proj").weight
-    assert set((weight == 0).reshape(-1, 8).sum(1).tolist()) == {2}
-    assert len(set((weight == 0).reshape(-1, 4).sum(1).tolist())) > 1
 
 
 def test_the_example_of_the_docstring_runs():

@@ -83,13 +83,13 @@ class Treatment(abc.ABC):
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
-    statistic: str = "none"
+    statistic: ClassVar[str] = "none"
     modifier: ClassVar[str | None] = None
     changes: ClassVar[str] = "zeros"
     nested: ClassVar[bool] = False
     unseen: ClassVar[str] = "its weights were ranked by magnitude"
     by_row: ClassVar[bool] = True
-    price: float = 0.0
+    price: ClassVar[float] = 0.0
 
     def begin(self, model: nn.Module, data: CalibrationSet, *, batch_size: int = 8) -> None:
         """Gather what the dense model says of single entries, before anything is treated. Nothing, by default."""
@@ -164,7 +164,6 @@ TREATMENTS: Registry[type[Treatment]] = Registry(
         "wanda": ".pruners:Wanda",
         "sparsegpt": ".sparsegpt:SparseGPT",
         "gradient": ".pruners:GradientWeighted",
-        "n:m": ".pruners:NofM",
     },
 )
 QUANTISERS: Registry[type[Treatment]] = Registry(

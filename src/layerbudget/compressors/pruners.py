@@ -9,7 +9,6 @@ r"""Pruners that rank entries and leave the others as they are.
   with the loss l_s of sequence s on the *dense* model, and X, G the root mean squares of both factors over the matrix: alpha is
   a share and has no unit (the sources add the two as they are, with alpha = 100 for their normalisation of the gradients).
   Wanda++ takes gradients of single layers' outputs, GBLM-Pruner of the model's loss, as here.
-* **n:m**: in every group of m consecutive inputs the same number goes, by the order of another treatment.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from ..execution.processes import ProcessGroup
 from ..execution.sites import Site
 from ..models.blocks import partition
 from ..records import Block
-from .base import Level, Treatment, find_treatment
+from .base import Level, Treatment
 from .select import (
-    check_group,
     smallest,
     smallest_evenly,
     smallest_per_group,
@@ -41,7 +39,6 @@ from .select import (
     threshold_inclusive,
     zeroed,
 )
-from .treating import treated
 
 _CHUNK = 64 << 20  # entries of the gradients of single sequences at a time
 
@@ -191,47 +188,3 @@ class GradientWeighted(_Ranking):
 def _scaled(values: torch.Tensor) -> torch.Tensor:
     """Values with a root mean square of one; zeros stay."""
     return values / values.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-
-
-class NofM(Treatment):
-    """Groups of ``group`` inputs, each losing equally many by the treatment ``base``; levels are n of m.
-
-    Raises:
-        InvalidInput: Groups of no input, or itself as the base.
-    """
-
-    name, summary = "n:m", "n of every m consecutive inputs, by the order of another method"
-
-    def __init__(self, *, base: str = "wanda", group: int = 4) -> None:
-        if group < 1 or base == self.name:
-            raise InvalidInput(f"Groups of {group} by {base}.", "Groups have one input or more.", "Use group=4, base='wanda'.")
-        self.base, self.group = find_treatment(base), group
-        self.statistic, self.price = self.base.statistic, self.base.price
-
-    def begin(self, model: nn.Module, data: CalibrationSet, *, batch_size: int = 8) -> None:
-        """As the base does it."""
-        self.base.begin(model, data, batch_size=batch_size)
-
-    def of(self, name: str, copy: int, prepared: Any) -> Any:
-        """As the base does it."""
-        return self.base.of(name, copy, prepared)
-
-    def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> Any:
-        """As the base does it."""
-        return self.base.prepare(moment, parity=parity)
-
-    def apply(self, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
-        """See :meth:`Treatment.apply`.
-
-        Raises:
-            InvalidInput: A level that is no n of m, or rows that do not split into groups.
-        """
-        check_group(weight.shape[1], self.group, "The matrix")
-        zeros, odd = divmod(level.zeros * self.group, weight.numel())
-        if odd:
-            raise InvalidInput(
-                f"{level.zeros} of {weight.numel()} weights are not so many of every {self.group}.",
-                f"Levels are n/{self.group} of the matrix.",
-                f"Use {zeros * weight.numel() // self.group}.",
-            )
-        return treated(self.base, weight, prepared, Level(zeros=level.zeros, pattern=(zeros, self.group)))

@@ -76,22 +76,23 @@ def smallest_per_row(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor
 def _smallest_k(scores: torch.Tensor, k: int) -> torch.Tensor:
     threshold = kth_value(scores, k)[:, None]
     mask = scores <= threshold
-    surplus = mask.sum(dim=1) - k
+    _trim_ties(mask, scores, threshold, mask.sum(dim=1) - k)
+    return mask
+
+
+def _trim_ties(mask: torch.Tensor, scores: torch.Tensor, threshold: torch.Tensor, surplus: torch.Tensor) -> None:
+    """Unmark the last entries at the threshold in rows that have more than they should."""
     for r in torch.nonzero(surplus).flatten().tolist():
         ties = torch.nonzero(scores[r] == threshold[r]).flatten()
         mask[r, ties[len(ties) - int(surplus[r]) :]] = False
-    return mask
 
 
 def kth_value(scores: torch.Tensor, k: int) -> torch.Tensor:
     """The k-th smallest value (1-based) of each row, shape ``(rows,)``; numpy's partition on the CPU."""
-    if scores.device.type == "cpu":
-        return torch.from_numpy(np.partition(_numpy(scores), k - 1, axis=1)[:, k - 1].copy()).to(scores.dtype)
-    return torch.kthvalue(scores, k, dim=1).values
-
-
-def _numpy(scores: torch.Tensor) -> np.ndarray:
-    return (scores if scores.dtype in (torch.float32, torch.float64) else scores.float()).numpy()
+    if scores.device.type != "cpu":
+        return torch.kthvalue(scores, k, dim=1).values
+    held = (scores if scores.dtype in (torch.float32, torch.float64) else scores.float()).numpy()
+    return torch.from_numpy(np.partition(held, k - 1, axis=1)[:, k - 1].copy()).to(scores.dtype)
 
 
 def smallest(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -314,10 +315,7 @@ def smallest_evenly(scores: Callable[[slice], torch.Tensor], shape: tuple[int, i
     def mark(part: slice) -> None:
         held = scores(part)
         torch.le(held, threshold[part], out=mask[part])
-        surplus = mask[part].sum(dim=1) - counts[part]
-        for r in torch.nonzero(surplus).flatten().tolist():
-            ties = torch.nonzero(held[r] == threshold[part][r]).flatten()
-            mask[part][r, ties[len(ties) - int(surplus[r]) :]] = False
+        _trim_ties(mask[part], held, threshold[part], mask[part].sum(dim=1) - counts[part])
 
     in_threads(mark, list(_chunks(rows, columns)))
     return mask

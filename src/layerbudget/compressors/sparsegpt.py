@@ -146,11 +146,7 @@ def _shares(count: int | np.ndarray, widths: list[int], size: int, rows: int) ->
 
 
 def _compensate(
-    block: torch.Tensor,
-    upper: torch.Tensor,
-    mask: torch.Tensor | None,
-    pattern: tuple[int, int] | None,
-    inner: int,
+    block: torch.Tensor, upper: torch.Tensor, mask: torch.Tensor | None, pattern: tuple[int, int] | None, inner: int
 ) -> torch.Tensor:
     """Zero the marked entries of one block of columns (rows of ``block``) in place; return the errors, same shape."""
     width, rows = block.shape

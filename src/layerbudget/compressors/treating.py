@@ -52,14 +52,7 @@ class Treating:
         true_sequential: Collect inputs again for every group of matrices that share one.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        treatment: Treatment,
-        *,
-        parity: bool = False,
-        true_sequential: bool = False,
-    ) -> None:
+    def __init__(self, model: nn.Module, treatment: Treatment, *, parity: bool = False, true_sequential: bool = False) -> None:
         self.model, self.treatment, self.parity, self.true_sequential = model, treatment, parity, true_sequential
 
     def begin(self, data: CalibrationSet, batch_size: int) -> None:

@@ -105,14 +105,14 @@ def unit_of(attention: Attention, by: str) -> str:
 
 
 def _other_kind(model: nn.Module, kind: str, even: bool) -> str:
-    """What can be done where one kind of part has no known layout: the other kind, where every layer has it."""
+    """What can be done where one kind of part cannot go: the other kind, where all layers have one (that a config can say)."""
     other = "mlp" if kind == "heads" else "heads"
     try:
         found = [FIND[other](layer, name) for name, layer in layers(model)]
     except UnknownStructure:
         return _WEIGHTS
     fits = not even or (len({w.shape for w in found}) == 1 and _describable(model, found[0], "auto")[0] != [])
-    return f"Plan with --kinds {other}." if fits else _WEIGHTS
+    return f"Remove {'MLP units' if other == 'mlp' else 'heads'} (--kinds {other}) instead." if fits else _WEIGHTS
 
 
 def head_units(model: nn.Module, kinds: Sequence[str], by: str) -> tuple[str, ...]:
@@ -140,31 +140,24 @@ def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str],
         InvalidInput: The layers differ.
         UnknownStructure: Nothing of these kinds can be described.
     """
+    other = "Or plan without --even, and use the model in memory."
     for kind in kinds if not depth else ():
-        if _shapes(parts, kind) > 1:
+        if len({(p.units, p.by, p.unit_parameters, p.parameters) for p in parts if p.kind == kind}) > 1:
             raise InvalidInput(
                 f"The layers differ in their {'MLPs' if kind == 'mlp' else kind}, so equal removal would not make them equal.",
                 "What an ordinary checkpoint can hold is equal in all layers.",
-                _instead(model, parts, kind),
+                f"{_other_kind(model, kind, True)} {other}",
             )
-    found = {kind: _described(model, parts, kind) for kind in kinds}
+    firsts = {kind: next((p for p in parts if p.kind == kind), None) for kind in kinds}
+    found = {k: _describable(model, where_is(model, p), p.by) if p else (None, "") for k, p in firsts.items()}
     if any(fits is None or fits for fits, _ in found.values()):
         return {kind: fits for kind, (fits, _) in found.items() if fits is not None}
     what = {"heads": "smaller number of heads", "mlp": "smaller width of the MLPs"}
     raise UnknownStructure(
         "; ".join(f"No {what[kind]} can be written into a plain config: {why}" for kind, (_, why) in found.items()) + ".",
         "What an ordinary checkpoint can hold is planned.",
-        _instead(model, parts, kinds[0]),
+        f"{_other_kind(model, kinds[0], True)} {other}",
     )
-
-
-def _shapes(parts: Sequence[Part], kind: str) -> int:
-    return len({(p.units, p.by, p.unit_parameters, p.parameters) for p in parts if p.kind == kind})
-
-
-def _described(model: nn.Module, parts: Sequence[Part], kind: str) -> tuple[list[int] | None, str]:
-    first = next((p for p in parts if p.kind == kind), None)
-    return (None, "") if first is None else _describable(model, where_is(model, first), first.by)
 
 
 def _describable(model: nn.Module, where: Where, by: str) -> tuple[list[int] | None, str]:
@@ -175,16 +168,6 @@ def _describable(model: nn.Module, where: Where, by: str) -> tuple[list[int] | N
     by = unit_of(where, by)
     found = {units: undescribed(model, where, where.without(units, by)) for units in range(1, where.units(by))}
     return [u for u, why in found.items() if not why], next(filter(None, found.values()), "there is one unit only")
-
-
-def _instead(model: nn.Module, parts: Sequence[Part], kind: str) -> str:
-    """The other kind of part where all layers have one that a config can describe; and another way."""
-    other = "mlp" if kind == "heads" else "heads"
-    there = sum(p.kind == other for p in parts) == len(layers(model)) and _shapes(parts, other) == 1
-    if there and _described(model, parts, other)[0] != []:
-        what = "MLP units" if other == "mlp" else "heads"
-        return f"Remove {what} (--kinds {other}), or plan without --even, and use the model in memory."
-    return f"Plan without --even, and use the model in memory; or {_WEIGHTS[0].lower()}{_WEIGHTS[1:]}"
 
 
 def where_is(model: nn.Module, part: Part) -> Where:
