@@ -26,7 +26,8 @@ from layerbudget.evaluation.perplexity import evaluation_set, perplexity
 from layerbudget.execution.loss import IGNORE, logits_of, sampled_targets, summed_loss, unlabelled
 from layerbudget.execution.sites import Collector
 from layerbudget.models.loading import load_model, load_tokenizer
-from layerbudget.sensitivity.directional.terms import fisher_along, quadratic_terms
+from layerbudget.sensitivity.directional.directions import Written
+from layerbudget.sensitivity.directional.terms import quadratic_terms
 from layerbudget.solvers.rounding import round_parameters
 
 RESULTS = Path(__file__).parent / "results"
@@ -149,7 +150,8 @@ def rounding(a, model, data, point, path, done):
         if (name, 0.0) in done:
             continue
         deltas = changes_of(model, names, name)
-        found = fisher_along(model, data, deltas, draws=4)
+        units = {n: i for i, n in enumerate(deltas)}
+        found = quadratic_terms(model, data, units, lambda n, d=deltas: Written([d[n]]), (len(units), 1), draws=4)
         measured = []
         for n, delta in deltas.items():
             weight = model.get_submodule(n).weight.data
@@ -157,7 +159,7 @@ def rounding(a, model, data, point, path, done):
             weight.add_(delta)
             measured.append(point.reference.measure())
             weight.copy_(dense)
-        second = [float(found[n].damage[0]) for n in deltas]
+        second = found.second[:, 0].tolist()
         keep(path, {"point": name, "level": 0.0, "measured": measured, "first": [0.0] * len(names), "second": second})
 
 

@@ -47,7 +47,6 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .scores import Scores as Scores
     from .sensitivity.certificate import certify_ranking as certify_ranking
     from .sensitivity.certificate import direct_check as direct_check
-    from .sensitivity.directional.terms import fisher_along as fisher_along
     from .sensitivity.gain import score as score
     from .sensitivity.importing import import_scores as import_scores
 
@@ -76,7 +75,6 @@ _PUBLIC = {
     "prune": "decisions.sparsity.apply",
     "recount": "decisions.sparsity.receipt",
     "save_pruned": "decisions.sparsity.save",
-    "fisher_along": "sensitivity.directional.terms",
     "plan_depth": "decisions.shapes.depth",
     "plan_shapes": "decisions.shapes.plan",
     "apply_shapes": "decisions.shapes.apply",

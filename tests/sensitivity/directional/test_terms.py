@@ -55,9 +55,23 @@ def clean_of(model, data, size):
 
 def terms(model, data, moves, *, together=False, **options):
     """Both terms along written changes, each matrix a unit or all of them one."""
-    units = {n: 0 if together else i for i, n in enumerate(moves)}
-    shape = (1 if together else len(moves), len(next(iter(moves.values()))))
-    return D.quadratic_terms(model, data, units, lambda n: Written(moves[n]), shape, **options)
+    written = {n: Written([d] if isinstance(d, torch.Tensor) else d) for n, d in moves.items()}
+    units = {n: 0 if together else i for i, n in enumerate(written)}
+    shape = (1 if together else len(written), next(iter(written.values())).levels)
+    return D.quadratic_terms(model, data, units, written.__getitem__, shape, **options)
+
+
+class Along:
+    """Damage and error of every matrix by itself, at the dense point."""
+
+    def __init__(self, model, data, moves, **options):
+        self.found, self.names = terms(model, data, moves, **options), list(moves)
+
+    def damage(self, name):
+        return self.found.second[self.names.index(name)]
+
+    def error(self, name):
+        return self.found.error[self.names.index(name)]
 
 
 def mean_divergence(model, data, clean, size=8):
@@ -92,7 +106,7 @@ def test_one_draw_is_the_square_of_the_sequence_gradient_along_the_change(name):
     """By plain autograd, one sequence at a time, labels drawn likewise: exact, padding included, tied calls and experts too."""
     model, data = zoo.dense(name), zoo.labelled(name)
     moves = deltas(model, name, 2)
-    found = D.fisher_along(model, data, moves, draws=1, batch_size=3)
+    found = Along(model, data, moves, draws=1, batch_size=3)
     tokens, sums = 0, {n: np.zeros((2, data.samples)) for n in moves}
     for s, batch in enumerate(L.unlabelled(model, data, 1)):
         logits = L.logits_of(model, batch)
@@ -104,19 +118,19 @@ def test_one_draw_is_the_square_of_the_sequence_gradient_along_the_change(name):
             grad = grad.T if type(owner).__name__ == "Conv1D" else grad.reshape(-1, grad.shape[-1])
             sums[n][:, s] = [float((grad * d).sum()) ** 2 for d in candidates]
     for n, values in sums.items():
-        assert found[n].damage == pytest.approx(values.sum(1) / (2 * tokens), rel=1e-9)
+        assert found.damage(n) == pytest.approx(values.sum(1) / (2 * tokens), rel=1e-9)
         error = np.sqrt(data.samples * values.var(1, ddof=1)) / (2 * tokens)
-        assert found[n].error == pytest.approx(error, rel=1e-6)
+        assert found.error(n) == pytest.approx(error, rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "draws"), [("mistral", 400), ("mlp", 2000)])
 def test_many_draws_are_the_gauss_newton_form(name, draws):
     model, data = zoo.dense(name), zoo.labelled(name)
     moves = deltas(model, name)
-    found = D.fisher_along(model, data, moves, draws=draws)
+    found = Along(model, data, moves, draws=draws)
     for n, (delta,) in moves.items():
         exact = gauss_newton(model, data, n, delta)
-        assert found[n].damage[0] == pytest.approx(exact, rel=6 / np.sqrt(draws)), n
+        assert found.damage(n)[0] == pytest.approx(exact, rel=6 / np.sqrt(draws)), n
 
 
 def test_at_the_dense_point_it_is_the_damage_of_a_small_change():
@@ -193,7 +207,7 @@ def test_batches_padding_and_order_change_nothing():
     model = zoo.dense("mistral")
     data = zoo.labelled("mistral")
     moves = deltas(model, "mistral", 2)
-    wanted = D.fisher_along(model, data, moves, draws=2, batch_size=6)
+    wanted = Along(model, data, moves, draws=2, batch_size=6)
     left = dataclasses.replace(data, input_ids=data.input_ids.flip(1), attention_mask=data.attention_mask.flip(1))
     order = torch.argsort(left.attention_mask, dim=1, descending=False, stable=True)  # padding in front, tokens in order
     ids = torch.stack(
@@ -201,17 +215,17 @@ def test_batches_padding_and_order_change_nothing():
     )
     left = dataclasses.replace(data, input_ids=ids, attention_mask=left.attention_mask.gather(1, order))
     others = {
-        "batch": D.fisher_along(model, data, moves, draws=2, batch_size=1),
-        "layers": D.fisher_along(model, data, moves, draws=2, batch_size=4, walk="layers"),
-        "padding": D.fisher_along(model, left, moves, draws=2, batch_size=4),
-        "order": D.fisher_along(model, data.select([3, 1, 5, 0, 2, 4]), dict(reversed(moves.items())), draws=2, batch_size=2),
+        "batch": Along(model, data, moves, draws=2, batch_size=1),
+        "layers": Along(model, data, moves, draws=2, batch_size=4, walk="layers"),
+        "padding": Along(model, left, moves, draws=2, batch_size=4),
+        "order": Along(model, data.select([3, 1, 5, 0, 2, 4]), dict(reversed(moves.items())), draws=2, batch_size=2),
     }
     for what, found in others.items():
         for n in moves:
-            assert found[n].damage == pytest.approx(wanted[n].damage, rel=1e-9), what
-            assert found[n].error == pytest.approx(wanted[n].error, rel=1e-6), what
-    again = D.fisher_along(model, data, moves, draws=2, seed=1)
-    assert again[NAMES["mistral"][0]].damage != pytest.approx(wanted[NAMES["mistral"][0]].damage, rel=1e-3)
+            assert found.damage(n) == pytest.approx(wanted.damage(n), rel=1e-9), what
+            assert found.error(n) == pytest.approx(wanted.error(n), rel=1e-6), what
+    again = Along(model, data, moves, draws=2, seed=1)
+    assert again.damage(NAMES["mistral"][0]) != pytest.approx(wanted.damage(NAMES["mistral"][0]), rel=1e-3)
 
 
 def test_matrices_of_one_unit_move_together():
@@ -225,13 +239,13 @@ def test_matrices_of_one_unit_move_together():
     for g in range(len(rows)):
         only = torch.zeros_like(delta)
         only[4 * g : 4 * g + 4] = delta[4 * g : 4 * g + 4]
-        assert D.fisher_along(model, data, {name: only}, draws=3)[name].damage == pytest.approx(rows[g], rel=1e-9)
+        assert Along(model, data, {name: only}, draws=3).damage(name) == pytest.approx(rows[g], rel=1e-9)
 
 
 def test_the_model_is_left_as_it_was():
     model = zoo.dense("mistral")
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    D.fisher_along(model, zoo.labelled("mistral"), deltas(model, "mistral"), draws=1)
+    Along(model, zoo.labelled("mistral"), deltas(model, "mistral"), draws=1)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
 
@@ -240,10 +254,10 @@ def test_what_cannot_be_is_refused():
     model, data = zoo.dense("mistral"), zoo.labelled("mistral")
     moves = deltas(model, "mistral")
     with pytest.raises(InvalidInput, match="draws"):
-        D.fisher_along(model, data, moves, draws=0)
+        Along(model, data, moves, draws=0)
     with pytest.raises(UnknownBlock):
-        D.fisher_along(model, data, {"nothing": moves[NAMES["mistral"][0]]})
+        Along(model, data, {"nothing": moves[NAMES["mistral"][0]]})
     with pytest.raises(LengthMismatch):
-        D.fisher_along(model, data, {n: d * (1 + i) for i, (n, d) in enumerate(moves.items())})
+        Along(model, data, {n: d * (1 + i) for i, (n, d) in enumerate(moves.items())})
     with pytest.raises(LengthMismatch):
-        D.fisher_along(model, data, {NAMES["mistral"][0]: [torch.zeros(2, 2), torch.zeros(2, 3)]})
+        Along(model, data, {NAMES["mistral"][0]: [torch.zeros(2, 2), torch.zeros(2, 3)]})

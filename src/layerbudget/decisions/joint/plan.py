@@ -1,4 +1,4 @@
-"""One byte budget for adapting and pruning: ``plan_joint``."""
+"""One byte budget for adapting and pruning, by the program of :mod:`layerbudget.solvers.joint` (:doc:`/theory`, section 5)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan_joint(
     smoothing: float = 0.0,
     bytes_per_parameter: float = 2.0,
 ) -> Plan:
-    """Decide pruning and adapters together so that bytes added minus bytes freed meet one budget.
+    """Return a plan of pruning and adapters together: bytes added minus bytes freed meet one budget.
 
     Args:
         scores: The scores: a block with a large gain deserves adapters and protection.
@@ -82,7 +82,14 @@ def plan_joint(
     choice(capacity, "capacity", ("ranks", "experts"))
     if capacity == "ranks" and expert_rank is not None:
         raise InvalidInput(f"expert_rank is {expert_rank} for a plan of ranks.", "Experts have one.", "Leave it out.")
-    limit, text = _bytes(budget, bytes_per_parameter)
+    wanted = parse_budget(budget, default="bytes")
+    if wanted.unit not in ("bytes", "params") or wanted.relative:
+        raise UnknownUnit(
+            f"The joint budget {budget!r} is in {wanted.unit}.",
+            "It must be in bytes or parameters.",
+            "Write '-2GiB' or '-1B params'.",
+        )
+    limit = wanted.amount * (bytes_per_parameter if wanted.unit == "params" else 1.0)
     numel = scores.numel.astype(np.float64)
     options: dict[str, Any] = {"capacity": capacity, "bytes_per_parameter": bytes_per_parameter}
     options |= {"expert_rank": 8 if expert_rank is None else expert_rank} if capacity == "experts" else {}
@@ -93,7 +100,15 @@ def plan_joint(
     lower = np.minimum(bound_vector(min_capacity, numel.size, "min_capacity", 0.0), sides)
     upper = np.minimum(bound_vector(max_capacity, numel.size, "max_capacity", np.inf), sides)
     bounds: dict[str, Any] = {"lower": lower, "upper": upper, "utility": utility}
-    psi, own = _penalty(penalty, scores.names, prune_exponent)
+    own: dict[str, Any] = {}
+    psi: str | Function
+    if not isinstance(penalty, Mapping):
+        psi = penalty
+    else:  # measured damage replaces the scores on the pruning side
+        if prune_exponent != 1.0:
+            given = f"prune_exponent is {prune_exponent:g} with measured curves."
+            raise InvalidInput(given, "They have no weights.", "Leave it out.")
+        psi, own = CalibratedPenalty.from_curves(penalty, scores.names), {"prune_weights": np.ones(len(scores.names))}
     solution = solve_joint(
         q, cost, numel * bytes_per_parameter, limit, prune_exponent=prune_exponent, eta=eta, penalty=psi,
         max_sparsity=max_sparsity,
@@ -106,54 +121,15 @@ def plan_joint(
     rounded = _whole(q, cost, solution, limit + freed, spend, {**shared, **bounds})
     hyper = {**shared, "eta": eta, "prune_exponent": prune_exponent, "spend": spend, **options, "max_sparsity": max_sparsity}
     hyper |= {"min_sparsity": min_sparsity, "min_capacity": min_capacity, "max_capacity": max_capacity, "damping": damping}
-    hyper |= _named(utility, psi)
-    adapters = _adapters(capacity, options.get("expert_rank"), scores.names, solution, rounded)
-    record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": text}
-    extra = {"capacity": adapters, "rounding": rounded.to_dict()}
+    words = {"utility": getattr(utility, "name", utility), "penalty": getattr(psi, "name", psi)}
+    hyper |= {k: v for k, v in words.items() if v not in ("log", "quadratic")}  # those of the paper
+    values, counts = (dict(zip(scores.names, v.tolist(), strict=True)) for v in (solution.capacity, rounded.counts))
+    adapters = {"kind": capacity, "expert_rank": options.get("expert_rank"), "values": values, "counts": counts}
+    record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": wanted.text}
+    extra = {"capacity": {**adapters, "bytes": rounded.spent}, "rounding": rounded.to_dict()}
     return make_plan(
         scores, "joint", "mdl", solution.sparsity, pruned, record, hyper | {"smoothing": smoothing}, solution, extra
     )  # fmt: skip
-
-
-def _penalty(penalty: str | Function | Curves, names: list[str], exponent: float) -> tuple[str | Function, dict[str, Any]]:
-    """The penalty as the program takes it; measured damage replaces the scores on the pruning side.
-
-    Raises:
-        InvalidInput: An exponent of weights that measured curves do not have.
-    """
-    if not isinstance(penalty, Mapping):
-        return penalty, {}
-    if exponent != 1.0:
-        raise InvalidInput(f"prune_exponent is {exponent:g} with measured curves.", "They have no weights.", "Leave it out.")
-    return CalibratedPenalty.from_curves(penalty, names), {"prune_weights": np.ones(len(names))}
-
-
-def _named(utility: str | Function, penalty: str | Function) -> dict[str, Any]:
-    """Utility and penalty as a plan records them, where they are not the paper's."""
-    words = {"utility": getattr(utility, "name", utility), "penalty": getattr(penalty, "name", penalty)}
-    return {k: v for k, v in words.items() if v not in ("log", "quadratic")}
-
-
-def _adapters(kind: str, rank: int | None, names: list[str], solution: JointSolution, rounded: Rounded) -> dict[str, Any]:
-    """The capacities of a joint plan by block, as the plan file holds them."""
-    values, counts = (dict(zip(names, v.tolist(), strict=True)) for v in (solution.capacity, rounded.counts))
-    return {"kind": kind, "expert_rank": rank, "values": values, "counts": counts, "bytes": rounded.spent}
-
-
-def _bytes(budget: str | float, bytes_per_parameter: float) -> tuple[float, str]:
-    """Net budget in bytes, and what the user wrote.
-
-    Raises:
-        UnknownUnit: It is not in bytes or parameters.
-    """
-    wanted = parse_budget(budget, default="bytes")
-    if wanted.unit not in ("bytes", "params") or wanted.relative:
-        raise UnknownUnit(
-            f"The joint budget {budget!r} is in {wanted.unit}.",
-            "It must be in bytes or parameters.",
-            "Write '-2GiB' or '-1B params'.",
-        )
-    return wanted.amount * (bytes_per_parameter if wanted.unit == "params" else 1.0), wanted.text
 
 
 def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend: str, options: dict[str, Any]) -> Rounded:
@@ -178,15 +154,15 @@ def split_joint(plan: Plan) -> tuple[Plan, Plan]:
         for b in plan.blocks
     )
     money = {"unit": "bytes", "limit": adapters["bytes"], "spent": adapters["bytes"]}
-    hyper = _alone(plan.hyperparameters, adapters["kind"]) if plan.hyperparameters else {}
+    held, hyper = plan.hyperparameters, dict[str, Any]()
+    if held:  # as a plan of adapters alone records them
+        hyper = Terms(
+            kind=adapters["kind"],
+            floor=held.get("min_capacity", 0),
+            cap=held.get("max_capacity"),
+            expert_rank=held.get("expert_rank", 8),
+            bytes_per_parameter=held.get("bytes_per_parameter"),
+        ).record()
+        options = ("exponent", "exponent_on", "utility", "spend", "alpha", "gamma", "damping", "smoothing")
+        hyper |= {name: held[name] for name in options if name in held}
     return prune, dataclasses.replace(plan, kind=adapters["kind"], blocks=blocks, budget=money, hyperparameters=hyper)
-
-
-def _alone(held: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Terms and options of the adapters as a plan of them alone records them."""
-    terms = Terms(
-        kind=kind, floor=held.get("min_capacity", 0), cap=held.get("max_capacity"), expert_rank=held.get("expert_rank", 8),
-        bytes_per_parameter=held.get("bytes_per_parameter"),
-    )  # fmt: skip
-    options = ("exponent", "exponent_on", "utility", "spend", "alpha", "gamma", "damping", "smoothing")
-    return {**terms.record(), **{name: held[name] for name in options if name in held}}

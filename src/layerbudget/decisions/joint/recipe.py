@@ -21,6 +21,7 @@ from ...errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from ...plan import Plan, PlanBlock
 from ...planning.capacity import Terms, smallest_sides
 from ...planning.costs import parse_budget, rank_parameters
+from ...records import to_jsonable
 from ...scores import Scores
 from ...solvers.inputs import number
 from ...solvers.mixed import Recipe, mix_recipe
@@ -43,7 +44,7 @@ def plan_recipe(
     damping: float | None = None,
     bytes_per_parameter: float = 4.0,
 ) -> Plan:
-    """Decide bits and ranks together: the model's file and its adapter within one limit.
+    """Return a plan of bits and ranks together: the model's file and its adapter within one limit.
 
     Args:
         ranks: Scores of ``rank-gain``, by linear.
@@ -68,19 +69,38 @@ def plan_recipe(
         InfeasibleBudget: The smallest recipe is larger.
         InvalidInput: Scores without increments or formats, or an option outside its domain.
     """
-    _check_same(ranks, formats)
-    table, limit = Table.of(formats), _limit(budget)
-    cost = _bytes(rank_parameters(ranks.blocks), bytes_per_parameter)
+    mine, theirs = ranks.model.get("digest"), formats.model.get("digest")
+    if mine and theirs and mine != theirs:
+        raise ModelMismatch(
+            f"The ranks were scored on {ranks.model.get('id')} ({mine}), the formats on {formats.model.get('id')} ({theirs}).",
+            "Both belong to one model.",
+            "Score both on the model that is to be trained.",
+        )
+    wanted = parse_budget(budget, default="bytes")
+    if wanted.unit != "bytes" or wanted.relative:
+        raise UnknownUnit(f"A limit of {budget} is not in bytes.", "File and adapter are planned.", "Write '1.2 GiB'.")
+    table, limit = Table.of(formats), int(wanted.amount)
+    exact = rank_parameters(ranks.blocks) * bytes_per_parameter
+    if not (bytes_per_parameter > 0 and (exact == np.round(exact)).all()):
+        told = f"bytes_per_parameter is {bytes_per_parameter:g}."
+        raise InvalidInput(told, "A rank takes whole bytes.", "Use 4 for float32.")
+    cost = exact.astype(np.int64)
     sides = smallest_sides(ranks.blocks)
     high = sides if max_capacity is None else np.minimum(sides, max_capacity)
     low = np.minimum(np.broadcast_to(np.asarray(min_capacity), sides.shape), sides)
-    _check_limit(table, cost, low, limit)
+    least = int(table.smallest.sum()) + table.fixed + int((cost * low).sum())
+    if limit < least:
+        raise InfeasibleBudget(
+            f"{limit} bytes for file and adapter are too few.",
+            f"The smallest recipe takes {least} bytes, {table.fixed} of them what no plan changes.",
+            "Raise the limit, lower --min-capacity, or allow smaller formats.",
+        )
     most = ranks.extra.get("loss") if gain is None else gain
     worth, scale = bounded(gains_of(ranks, damping), high, None if most is None else number(most, "gain"))
     found = mix_recipe(
         table.damage, table.size, worth, cost, limit - table.fixed, lower=low, upper=high, multiple=multiple, exchange=exchange
     )
-    given = {"budget": budget, "min_capacity": min_capacity, "max_capacity": max_capacity, "multiple": multiple}
+    given: dict[str, Any] = {"budget": budget, "min_capacity": min_capacity, "max_capacity": max_capacity, "multiple": multiple}
     given |= {"exchange": exchange, "gain": gain, "damping": damping, "bytes_per_parameter": bytes_per_parameter}
     given |= {"method": table.method}
     return _plan(ranks, formats, table, found, cost, limit, given, scale)
@@ -106,40 +126,6 @@ def bounded(worth: Sequence[np.ndarray], high: np.ndarray, most: float | None) -
     return [scale * row for row in worth], scale
 
 
-def _check_same(ranks: Scores, formats: Scores) -> None:
-    mine, theirs = ranks.model.get("digest"), formats.model.get("digest")
-    if mine and theirs and mine != theirs:
-        raise ModelMismatch(
-            f"The ranks were scored on {ranks.model.get('id')} ({mine}), the formats on {formats.model.get('id')} ({theirs}).",
-            "Both belong to one model.", "Score both on the model that is to be trained.",
-        )  # fmt: skip
-
-
-def _limit(budget: str | float) -> int:
-    wanted = parse_budget(budget, default="bytes")
-    if wanted.unit != "bytes" or wanted.relative:
-        raise UnknownUnit(f"A limit of {budget} is not in bytes.", "File and adapter are planned.", "Write '1.2 GiB'.")
-    return int(wanted.amount)
-
-
-def _bytes(parameters: np.ndarray, each: float) -> np.ndarray:
-    """Whole bytes of a rank."""
-    found = parameters * each
-    if not (each > 0 and (found == np.round(found)).all()):
-        raise InvalidInput(f"bytes_per_parameter is {each:g}.", "A rank takes whole bytes.", "Use 4 for float32.")
-    return found.astype(np.int64)
-
-
-def _check_limit(table: Table, cost: np.ndarray, low: np.ndarray, limit: int) -> None:
-    least = int(table.smallest.sum()) + table.fixed + int((cost * low).sum())
-    if limit < least:
-        raise InfeasibleBudget(
-            f"{limit} bytes for file and adapter are too few.",
-            f"The smallest recipe takes {least} bytes, {table.fixed} of them what no plan changes.",
-            "Raise the limit, lower --min-capacity, or allow smaller formats.",
-        )
-
-
 def _plan(
     ranks: Scores, formats: Scores, table: Table, found: Recipe, cost: np.ndarray, limit: int, given: Mapping[str, Any],
     scale: float,
@@ -157,14 +143,10 @@ def _plan(
                     "scores": ranks.digest},
     }  # fmt: skip
     return Plan(
-        kind=KIND, rule="choices", model=dict(formats.model), blocks=blocks, hyperparameters=_plain(given),
+        kind=KIND, rule="choices", model=dict(formats.model), blocks=blocks, hyperparameters=to_jsonable(given),
         budget={"unit": "bytes", "limit": limit, "spent": spent, "base": base + table.fixed, "adapter": adapter},
         certificate=found.choice.certificate(), scores_digest=formats.digest, extra=extra,
     )  # fmt: skip
-
-
-def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in given.items()}
 
 
 def split_recipe(plan: Plan) -> tuple[Plan, Plan]:
@@ -201,17 +183,14 @@ def bits_of(plan: Plan) -> Plan:
 
 
 def sentences(plan: Plan) -> Sequence[str]:
-    """What a recipe says of itself."""
+    """Sentences that say what a recipe decides."""
     a, b, e = plan.extra["adapter"], plan.budget, plan.extra
-    ranks = np.array([r["count"] for r in a["blocks"]])
+    ranks, scale = np.array([r["count"] for r in a["blocks"]]), a.get("scale", 1.0)
+    scaled = "" if scale == 1.0 else f" times {scale:.2g}, which bounds what all ranks together may gain"
     return [
         f"A recipe: {e['bits']:.4f} bits per weight for the base ({b['base']} bytes with what stays as it is) and ranks from "
         f"{ranks.min()} to {ranks.max()}, {ranks.mean():.2f} on average ({a['parameters']} parameters, {b['adapter']} bytes): "
         f"{b['spent']} of {b['limit']} bytes.",
         f"Rounding costs {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token; training along the best directions "
-        f"of these ranks would gain up to {a['gain']:.4g} by the quadratic model{_scaled(a.get('scale', 1.0))}.",
+        f"of these ranks would gain up to {a['gain']:.4g} by the quadratic model{scaled}.",
     ]
-
-
-def _scaled(scale: float) -> str:
-    return "" if scale == 1.0 else f" times {scale:.2g}, which bounds what all ranks together may gain"

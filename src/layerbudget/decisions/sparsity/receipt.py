@@ -77,11 +77,7 @@ class Recount(Result):
 
 
 def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> Recount:
-    """Count the zeros of a model's prunable weights.
-
-    Args:
-        model: The model.
-        blocks: Blocks from :func:`layerbudget.models.blocks.partition`, or a plan's blocks.
+    """Return the zeros of a model's prunable weights, of the blocks of a partition or of a plan.
 
     Raises:
         UnknownBlock: The model lacks one of the matrices.
@@ -92,7 +88,7 @@ def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> Recount:
         for module in block.modules:
             name = module if isinstance(module, str) else module.name
             weight = weight_of(model, name)[1]
-            by_module[name] = _count(int(weight.numel()), zeros_of(weight.detach()))
+            by_module[name] = _count(int(weight.numel()), _zeros(weight.detach()))
         names = [m if isinstance(m, str) else m.name for m in block.modules]
         by_block[block.name] = _count(*(sum(by_module[n][k] for n in names) for k in ("numel", "zeros")))
     total = _count(*(sum(b[k] for b in by_block.values()) for k in ("numel", "zeros")))
@@ -100,12 +96,13 @@ def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> Recount:
 
 
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 18  # entries that stay in the cache
 
 
-def zeros_of(weight: torch.Tensor) -> int:
+def _zeros(weight: torch.Tensor) -> int:
     """Entries that are zero, of either sign; on a processor counted as whole numbers, which is several times faster.
 
-    >>> zeros_of(torch.tensor([0.0, -0.0, 1.0, float("nan")], dtype=torch.bfloat16))
+    >>> _zeros(torch.tensor([0.0, -0.0, 1.0, float("nan")], dtype=torch.bfloat16))
     2
     """
     whole = _WHOLE.get(weight.element_size())
@@ -118,18 +115,12 @@ def zeros_of(weight: torch.Tensor) -> int:
     return found
 
 
-_CHUNK = 1 << 18  # entries that stay in the cache
-
-
 def _count(numel: int, zeros: int) -> dict[str, Any]:
     return {"numel": numel, "zeros": zeros, "sparsity": zeros / numel if numel else 0.0}
 
 
 def recount_rows(model: nn.Module, plan: Plan) -> dict[str, Any]:
-    """Count the zeros of every group of rows of a plan that decides them.
-
-    Returns:
-        ``{size, groups, exact, digest}``: how many groups hold exactly what was planned; empty for other plans.
+    """Return ``{size, groups, exact, digest}`` of a plan that decides rows: how many groups hold exactly what was planned.
 
     Raises:
         CoverageError: A group holds fewer zeros than planned.
@@ -152,10 +143,7 @@ def recount_rows(model: nn.Module, plan: Plan) -> dict[str, Any]:
 
 
 def check_recount(found: Mapping[str, Any], planned: Mapping[str, int]) -> tuple[str, ...]:
-    """Compare a recount with the planned counts.
-
-    Returns:
-        Notes about matrices that hold more zeros than planned (they were there before, or rounding made them).
+    """Return notes about matrices that hold more zeros than planned: they were there before, or rounding made them.
 
     Raises:
         CoverageError: A matrix holds fewer zeros than planned.

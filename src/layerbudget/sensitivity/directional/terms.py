@@ -33,7 +33,7 @@ from ...execution.sites import Site, tracked
 from ...models.blocks import layer_lists, partition
 from ...progress import Progress, Steps
 from ...records import Block
-from .directions import Directions, Written
+from .directions import Directions
 
 Clean = Callable[[int], torch.Tensor]
 Listen = Callable[[Site, Batch], None]
@@ -296,64 +296,6 @@ def _spanning(model: nn.Module, units: Mapping[str, int]) -> bool:
         layer = next((".".join((s, name[len(s) + 1 :].split(".")[0])) for s in stacks if name.startswith(f"{s}.")), "")
         where.setdefault(first, set()).add(layer)
     return any(len(found) > 1 for found in where.values())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Along:
-    """Predicted damage of some changes of one matrix.
-
-    Attributes:
-        damage: Nats per token, shape ``(candidates,)``.
-        error: Standard errors over sequences, the same shape.
-    """
-
-    damage: np.ndarray
-    error: np.ndarray
-
-
-def fisher_along(
-    model: nn.Module,
-    data: Data,
-    deltas: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
-    *,
-    draws: int = 4,
-    seed: int = 0,
-    batch_size: int = 8,
-    progress: Progress | None = None,
-    walk: str = "auto",
-) -> dict[str, Along]:
-    """What changes of single matrices cost a model's own output: half the Fisher form along each, at the present weights.
-
-    For a rounding error at the dense point this is the damage to within a few percent; for changes as large as pruning most of
-    a matrix it is not (:doc:`/theory`, section 7).
-
-    Args:
-        model: The dense model; left as it was.
-        data: The text.
-        deltas: New minus present weights by full name of the matrix: ``(d_out, d_in)`` (experts below each other,
-            ``(copies * d_out, d_in)``), one tensor or several candidates; as many for every matrix.
-        draws: Draws of labels; the standard error falls with their root until that of the text is left.
-        seed: Of the draws.
-        batch_size: Sequences per pass.
-        progress: Called with (sequences done, sequences).
-        walk: See :func:`quadratic_terms`.
-
-    Returns:
-        Damage and standard errors by matrix. It took ``1 + 2 draws`` forward equivalents.
-
-    Raises:
-        UnknownBlock: A matrix that the model does not have.
-        LengthMismatch: Candidates of different shapes or numbers.
-        InvalidInput: No draws.
-    """
-    written = {name: Written([d] if isinstance(d, torch.Tensor) else list(d)) for name, d in deltas.items()}
-    shape = (len(written), max((w.levels for w in written.values()), default=0))
-    units = {name: i for i, name in enumerate(written)}
-    found = quadratic_terms(
-        model, data, units, written.__getitem__, shape, draws=draws, seed=seed, batch_size=batch_size, progress=progress,
-        walk=walk,
-    )  # fmt: skip
-    return {name: Along(damage=found.second[i], error=found.error[i]) for name, i in units.items()}
 
 
 def pooled(damage: np.ndarray, error: np.ndarray, norm: np.ndarray) -> tuple[np.ndarray, float]:
