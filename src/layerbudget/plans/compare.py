@@ -1,4 +1,4 @@
-"""What differs between two plans, and a grid of plans over budgets and exponents."""
+"""The difference of two plans, and a grid of plans over budgets and exponents."""
 
 from __future__ import annotations
 

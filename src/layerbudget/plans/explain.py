@@ -145,7 +145,7 @@ def _on_decision(plan: Plan) -> list[str]:
 
 
 def _on_formats(plan: Plan) -> list[str]:
-    """What a plan of bits predicts, what noise leaves open, and what the check of the whole plan found."""
+    """Prediction of a plan of bits, changes that noise leaves open, and the check of the whole plan."""
     e, said, others = plan.extra, [], ""
     if forced := e.get("forced"):
         said.append(

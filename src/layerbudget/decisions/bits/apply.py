@@ -213,7 +213,7 @@ def write_bits(
 
 
 def _pieces(model: nn.Module, formats: Mapping[str, str]) -> dict[str, list[Job]]:
-    """What matrices become, by layer, in the order in which they are rounded: those outside the layers (``""``) first."""
+    """Jobs by layer, in the order in which the model is rounded: those outside the layers (``""``) first."""
     modules, names = modules_by_name(model, formats), [name for name, _ in layers(model)]
     pieces: dict[str, list[Job]] = {name: [] for name in ("", *names)}
     for name, layer in layers_of(model, modules).items():
@@ -345,7 +345,7 @@ def _finish(folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, write
 
 
 def _kept(plan: Plan) -> list[str]:
-    """What a plan leaves in 16 bits because no file holds it in fewer."""
+    """A note on the matrices that stay in 16 bits because no file holds them in fewer."""
     kept = plan.extra.get("unwritten") or {}
     size = sum(b.count for b in plan.blocks if set(b.modules) <= set(kept))
     return [f"{len(kept)} matrices stay in 16 bits ({size} of the bytes counted): {', '.join(kept)}."] if kept else []

@@ -1,4 +1,4 @@
-"""What a plan of bits decides about: weight matrices, some of them together, and the two ends of the model.
+"""Blocks of a plan of bits: weight matrices, some of them together, and the two ends of the model.
 
 Some matrices no file holds in fewer than 16 bits, which is known before anything is measured. compressed-tensors packs plain
 Linear layers; transformers loads these but where a model reads the weight itself while it is set up, which a packed layer does

@@ -334,7 +334,7 @@ class DenseOutput:
     def rows_of(
         self, model: nn.Module, formats: Mapping[str, str], data: CalibrationSet | None = None, method: str = "rtn"
     ) -> np.ndarray:
-        """The same of the dense model with some matrices in formats; it is afterwards as it was."""
+        """See :meth:`rows`, of the dense model with some matrices in formats; it is afterwards as it was."""
         held = Originals(model, [Block(name="all", modules=tuple(modules_by_name(model, formats).values()))])
         try:
             round_matrices(model, formats, data, method=method, batch_size=self.batch_size)
