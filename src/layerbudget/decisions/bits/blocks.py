@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...compressors.formats import ALIGNMENT, GGUF, PACKED, find_format, need_gguf
+from ...compressors.formats import ALIGNMENT, GGUF, PACKED, Format, find_format, need_gguf
 from ...errors import InvalidInput, UnknownBlock
 from ...models.blocks import config_of, layers, partition, pretrained, weight_of
 from ...records import Block, Module, natural_key
@@ -61,14 +61,12 @@ def formats_table(
     kept = np.array([all(m.name in reasons for m in b.modules) for b in blocks])
     widths = sorted({m.d_in for b, stays in zip(blocks, kept, strict=True) if not stays for m in b.modules})
     chosen = target.formats(widths, formats, group)
-    has = np.array([[f.plain or not s and fits(b, f.name) for f in chosen] for b, s in zip(blocks, kept, strict=True)])
-    sizes = [
-        [sum(f.bytes(m.d_out, m.d_in, m.copies) for m in b.modules) if fits(b, f.name) else 0 for f in chosen] for b in blocks
-    ]
+    size = np.array([[_bytes(b, f) for f in chosen] for b in blocks], dtype=np.int64)
+    has = (size > 0) & (np.array([f.plain for f in chosen]) | ~kept[:, None])
     return Table(
         blocks=blocks,
         formats=tuple(f.name for f in chosen),
-        size=np.where(has, np.array(sizes, dtype=np.int64), 0),
+        size=np.where(has, size, 0),
         damage=np.where(has, 0.0, np.inf),
         error=np.zeros(has.shape),
         rest=np.zeros((*has.shape, 0)),
@@ -80,9 +78,10 @@ def formats_table(
     )
 
 
-def fits(block: Block, form: str) -> bool:
-    """Return whether every matrix of a block can be stored in a format."""
-    return all(find_format(form).fits(m.d_in) for m in block.modules)
+def _bytes(block: Block, form: Format) -> int:
+    """Bytes of a block in a format; 0 where one of its matrices cannot be stored in it."""
+    fits = all(form.fits(m.d_in) for m in block.modules)
+    return sum(form.bytes(m.d_out, m.d_in, m.copies) for m in block.modules) if fits else 0
 
 
 def end_modules(model: nn.Module) -> list[Module]:
