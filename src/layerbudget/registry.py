@@ -85,14 +85,12 @@ def _spoken(declared: Any) -> str:
     return words.get(declared, getattr(declared, "__name__", str(declared)))
 
 
-def options_of(source: Callable[..., Any] | Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Option]:
-    """Options of a function (its keyword-only parameters), a dataclass (its fields) or a table of defaults, by name.
+def options_of(source: Callable[..., Any], *, without: Collection[str] = ()) -> dict[str, Option]:
+    """Options of a function (its keyword-only parameters) or a dataclass (its fields), by name.
 
     >>> options_of(lambda model, *, rank=8, progress=None: rank, without=("progress",))
     {'rank': Option(name='rank', type=<class 'int'>, default=8, help='')}
     """
-    if isinstance(source, Mapping):
-        return {name: Option(name=name, type=_type_of(default), default=default) for name, default in source.items()}
     parameters = inspect.signature(source).parameters.values()
     fields = dataclasses.is_dataclass(source)
     module = sys.modules.get(source.__module__)
@@ -104,7 +102,7 @@ def _option(parameter: inspect.Parameter, module: types.ModuleType | None) -> Op
     if isinstance(declared, str):
         try:
             declared = eval(declared, vars(module) if module else {})  # an annotation, as inspect evaluates it
-        except (NameError, TypeError):
+        except (NameError, AttributeError, TypeError):
             declared = Any  # imported for type checkers only, or an alias that is text
     if declared is parameter.empty:
         declared = _type_of(default)

@@ -75,7 +75,7 @@ def test_batch_size_and_memory_do_not_matter(mistral, mode, monkeypatch):
     train, validation = zoo.text(samples=7, padded=True), zoo.text(samples=3, seed=9)
     options = {"validation": validation, "mode": mode}
     a = score_layerif(mistral, train, partition(mistral), batch_size=1, **options).values()
-    monkeypatch.setattr("layerbudget.sensitivity.influence.MEMORY", 1)
+    monkeypatch.setattr("layerbudget.sensitivity.influence.MEMORY", 1 << 14)
     b = score_layerif(mistral, train, partition(mistral), batch_size=5, **options).values()
     assert a == pytest.approx(b, rel=1e-4)
 

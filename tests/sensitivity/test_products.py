@@ -24,15 +24,11 @@ def dense_ggn(model, data, block):
         logits = L.logits_of(model, batch).double()
         flat, targets = logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1)
         for t in (targets != L.IGNORE).nonzero()[:, 0]:
-            rows = []
-            for c in range(flat.shape[1]):
-                grads = torch.autograd.grad(flat[t, c], parameters, retain_graph=True, allow_unused=True)
-                rows.append(
-                    torch.cat(
-                        [(torch.zeros_like(q) if g is None else g).reshape(-1) for g, q in zip(grads, parameters, strict=True)]
-                    )
-                )
-            j, prob = torch.stack(rows).double(), flat[t].softmax(-1)
+            eye = torch.eye(flat.shape[1], dtype=flat.dtype)
+            grads = torch.autograd.grad(
+                flat[t], parameters, eye, retain_graph=True, allow_unused=True, is_grads_batched=True, materialize_grads=True
+            )
+            j, prob = torch.cat([g.flatten(1) for g in grads], 1).double(), flat[t].softmax(-1)
             total += j.T @ (torch.diag(prob) - torch.outer(prob, prob)) @ j / n
     return total.detach()
 
@@ -44,8 +40,11 @@ def dense_hessian(model, data, block):
     loss = L.summed_loss(L.logits_of(model, batch), batch.targets) / L.token_count(model, data)
     grads = torch.autograd.grad(loss, parameters, create_graph=True)
     flat = torch.cat([g.reshape(-1) for g in grads])
-    rows = [torch.cat([h.reshape(-1) for h in torch.autograd.grad(x, parameters, retain_graph=True)]) for x in flat]
-    return torch.stack(rows).detach().double()
+    pieces = [
+        torch.autograd.grad(flat, parameters, rows, retain_graph=True, is_grads_batched=True)
+        for rows in torch.eye(len(flat), dtype=flat.dtype).split(256)
+    ]
+    return torch.cat([torch.cat([h.flatten(1) for h in piece], 1) for piece in pieces]).detach().double()
 
 
 def small(name):

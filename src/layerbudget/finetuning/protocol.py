@@ -105,7 +105,8 @@ class Protocol:
         >>> Protocol().changed({"dropout": 0.1, "cutoff": 512}).cutoff
         512
         """
-        return Protocol(**resolve_options("The protocol", options_of(dataclasses.asdict(self)), values))
+        own = {name: dataclasses.replace(o, default=getattr(self, name)) for name, o in options_of(Protocol).items()}
+        return Protocol(**resolve_options("The protocol", own, values))
 
 
 # Published protocol of the paper's experiments (Sec. 5 and MoLA's recipe): AdamW 3e-4, r 8, alpha 16, dropout .05, cutoff 256,
