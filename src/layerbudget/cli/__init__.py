@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from .options import COMMANDS, check_numbers, line_of
 
-SHARED = ("score", "plan sparsity", "plan shapes", "apply", "finetune", "evaluate")  # these can run in several processes
+SHARED = ("score", "plan sparsity", "apply", "finetune", "evaluate")  # these can run in several processes
 
 
 def _common() -> argparse.ArgumentParser:

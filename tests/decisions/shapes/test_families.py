@@ -88,7 +88,7 @@ def test_layers_with_several_streams_are_refitted_each_for_itself():
 def test_what_no_configuration_can_hold_is_refused_before_anything_is_measured(monkeypatch):
     model, data = build("bloom"), zoo.tokens(4, 12)
     monkeypatch.setattr(type(model), "forward", lambda *a, **k: pytest.fail("it ran"))
-    with pytest.raises(UnknownStructure, match="No smaller width .*BloomConfig has no field.*layerbudget measure, then prune"):
+    with pytest.raises(UnknownStructure, match="No smaller width .*BloomConfig has no field.*Prune its weights instead"):
         evenly(model, data)
     with pytest.raises(UnknownStructure, match="BloomAttention.*Prune its weights instead"):
         evenly(model, data, kinds=("heads", "mlp"))
@@ -98,7 +98,7 @@ def test_layers_that_differ_are_refused_before_anything_is_measured_and_the_reme
     model, data = build("llama4"), zoo.tokens(4, 12)
     with monkeypatch.context() as patched:
         patched.setattr("layerbudget.decisions.shapes.plan.ShapePoint", lambda *a, **k: pytest.fail("it was measured"))
-        with pytest.raises(InvalidInput, match="layers differ in their MLPs.*Remove heads .--kinds heads"):
+        with pytest.raises(InvalidInput, match="layers differ in their MLPs.*Remove heads .--parts heads"):
             plan_shapes(model, data, "2% params", even=True)
     plan = evenly(model, data, kinds=("heads",), compensate="refit")
     check_exportable(model, plan)

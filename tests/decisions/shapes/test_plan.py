@@ -236,12 +236,12 @@ def test_command_line(folder, capsys):
     for words, said in (
         (["--save", "25% flops"], "exists already"),
         (["--save", "95% flops", "--overwrite"], "save at most"),
-        (["--save", "25% flops", "--overwrite", "--kinds", "tails"], "Kinds are heads, mlp"),
-        (["--save", "12% flops", "--overwrite", "--kinds", "heads", "--set", "multiple=4"], "--multiple has no meaning"),
+        (["--save", "25% flops", "--overwrite", "--parts", "tails"], "Kinds are heads, mlp"),
+        (["--save", "12% flops", "--overwrite", "--parts", "heads", "--set", "multiple=4"], "multiple has no meaning"),
     ):
         assert plan_it(*words) == 2
         assert said in " ".join(capsys.readouterr().err.split())
-    assert plan_it("--save", "4% flops", "--overwrite", "--kinds", "heads", "--heads", "queries") == 0
+    assert plan_it("--save", "4% flops", "--overwrite", "--parts", "heads", "--set", "heads=queries") == 0
     capsys.readouterr()
     assert main(["apply", model, plan, "-o", str(folder / "uneven"), *text]) == 2
     assert "even=True" in capsys.readouterr().err

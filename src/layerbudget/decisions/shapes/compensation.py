@@ -159,7 +159,7 @@ class Stream:
 
     def __init__(self, walk: Walk) -> None:
         if process_group() is not None:
-            raise CoverageError("The residual stream is matched in one process.", "", "Use one, or --compensate refit.")
+            raise CoverageError("The residual stream is matched in one process.", "", "Use one, or --set compensate=refit.")
         self.walk = walk
         self.dense = [walk.store.get(batch).clone() for batch in range(walk.batches)]
         self.middle: list[torch.Tensor] = []
@@ -190,7 +190,7 @@ class Stream:
                 raise UnknownStructure(
                     f"The layer {name} does not add its attention and its MLP to the stream as they are.",
                     "Compensation of the stream needs layers that do (not Gemma 2 or 3, whose norms stand between).",
-                    "Use --compensate refit (compensate='refit').",
+                    "Use compensate='refit' (--set compensate=refit).",
                 )
             self.middle.append(middle)
             self.end.append(out)

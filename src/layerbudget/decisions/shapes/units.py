@@ -112,7 +112,7 @@ def _other_kind(model: nn.Module, kind: str, even: bool) -> str:
     except UnknownStructure:
         return _WEIGHTS
     fits = not even or (len({w.shape for w in found}) == 1 and _describable(model, found[0], "auto")[0] != [])
-    return f"Remove {'MLP units' if other == 'mlp' else 'heads'} (--kinds {other}) instead." if fits else _WEIGHTS
+    return f"Remove {'MLP units' if other == 'mlp' else 'heads'} (--parts {other}) instead." if fits else _WEIGHTS
 
 
 def head_units(model: nn.Module, kinds: Sequence[str], by: str) -> tuple[str, ...]:
