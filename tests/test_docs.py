@@ -41,7 +41,6 @@ def test_the_fine_tuning_page_adapts_a_model_by_its_plan():
     exec(compile(block, "docs/fine-tuning.md", "exec"), space)
     trained = sum(p.numel() for p in space["peft"].parameters() if p.requires_grad)
     assert trained == space["plan"].budget["spent"] <= space["plan"].budget["limit"]
-    assert callable(space["fold_scales"])
 
 
 def test_the_page_on_bits_writes_a_model_that_loads(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.experts.plan import plan_experts as plan_experts
     from .decisions.joint.plan import plan_joint as plan_joint
     from .decisions.ranks.apply import add_ranks as add_ranks
+    from .decisions.ranks.apply import fold_scales as fold_scales
     from .decisions.ranks.apply import to_lora_config as to_lora_config
     from .decisions.ranks.plan import plan_ranks as plan_ranks
     from .decisions.shapes.apply import apply_shapes as apply_shapes
@@ -33,6 +34,8 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .doctor import diagnose as diagnose
     from .evaluation.perplexity import evaluation_set as evaluation_set
     from .evaluation.perplexity import perplexity as perplexity
+    from .finetuning.adapters import load_adapter as load_adapter
+    from .finetuning.finetune import finetune as finetune
     from .finetuning.tracking import GainTracker as GainTracker
     from .models.blocks import partition as partition
     from .models.configurations import blocks_from_config as blocks_from_config
@@ -83,6 +86,7 @@ _PUBLIC = {
     "remove_units": "decisions.shapes.apply",
     "to_lora_config": "decisions.ranks.apply",
     "add_ranks": "decisions.ranks.apply",
+    "fold_scales": "decisions.ranks.apply",
     "add_experts": "decisions.experts.method",
     "perplexity": "evaluation.perplexity",
     "evaluation_set": "evaluation.perplexity",
@@ -91,6 +95,8 @@ _PUBLIC = {
     "direct_check": "sensitivity.certificate",
     "certify_ranking": "sensitivity.certificate",
     "GainTracker": "finetuning.tracking",
+    "finetune": "finetuning.finetune",
+    "load_adapter": "finetuning.adapters",
 }
 
 __all__ = ["__version__", *_PUBLIC]

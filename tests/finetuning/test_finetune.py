@@ -57,10 +57,15 @@ def encoder(tokenizer, tmp_path_factory):
     return str(folder)
 
 
+def tuned(arguments, out, **options):
+    load, tokenizer, plan, task = arguments
+    return finetune(load, plan, task, out, tokenizer=tokenizer, **options)
+
+
 def test_a_head_learns_and_the_results_are_kept(encoder, tokenizer, task, tmp_path):
     plan = zoo.linears(zoo.classifier(2), lambda n: 4 if "attention" in n else 0)
     out = tmp_path / "out"
-    result = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, out, protocol=QUICK, seeds=[0, 1])
+    result = tuned((classifier_loader(encoder, 2), tokenizer, plan, task), out, protocol=QUICK, seeds=[0, 1])
     accuracy = result["metrics"]["held_out"]["accuracy"]
     assert accuracy["value"] > 0.9 and len(accuracy["by_seed"]) == 2 and accuracy["stderr"] is not None
     stored = json.loads((out / "seed-0" / "result.json").read_text())
@@ -70,14 +75,14 @@ def test_a_head_learns_and_the_results_are_kept(encoder, tokenizer, task, tmp_pa
     assert (out / "seed-1" / "adapter" / "adapter_model.safetensors").is_file()
 
     with pytest.raises(AlreadyExists, match="--overwrite"):
-        finetune(classifier_loader(encoder, 2), tokenizer, plan, task, out, protocol=QUICK)
+        tuned((classifier_loader(encoder, 2), tokenizer, plan, task), out, protocol=QUICK)
 
     untrained = Protocol(lr=1e-9, epochs=1, batch=16)
     other = {"protocol": untrained, "seeds": [0, 1], "against": out}
-    idle = finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "idle", **other)
+    idle = tuned((classifier_loader(encoder, 2), tokenizer, plan, task), tmp_path / "idle", **other)
     assert idle["against"] == json.loads((tmp_path / "idle" / "against.json").read_text()) == compare(tmp_path / "idle", out)
     with pytest.raises(InvalidInput, match="shared seed"):
-        finetune(classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "other", protocol=untrained, seeds=[7])
+        tuned((classifier_loader(encoder, 2), tokenizer, plan, task), tmp_path / "other", protocol=untrained, seeds=[7])
         compare(out, tmp_path / "other")
     tests = compare(out, tmp_path / "idle")["held_out"]
     assert tests["samples"]["difference"] > 0.1 and "out" in tests["samples"]["sentence"]
@@ -104,7 +109,7 @@ def test_a_base_in_bfloat16_trains_in_float32_and_checkpointing_changes_nothing(
     plan = zoo.linears(zoo.classifier(2), lambda n: 4 if "attention" in n else 0)
     load = classifier_loader(encoder, 2, dtype="bfloat16", device="auto")
     half = dataclasses.replace(QUICK, epochs=6)
-    found = finetune(load, tokenizer, plan, task, tmp_path / "half", protocol=half)
+    found = tuned((load, tokenizer, plan, task), tmp_path / "half", protocol=half)
     assert found["metrics"]["held_out"]["accuracy"]["value"] > 0.8
     model = adapt(load(0), plan, half)
     kinds = {
@@ -114,8 +119,8 @@ def test_a_base_in_bfloat16_trains_in_float32_and_checkpointing_changes_nothing(
 
     short, saved = dataclasses.replace(QUICK, epochs=1), []
     for name, checkpointing in (("kept", False), ("again", True)):
-        finetune(
-            classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / name, protocol=short, checkpointing=checkpointing
+        tuned(
+            (classifier_loader(encoder, 2), tokenizer, plan, task), tmp_path / name, protocol=short, checkpointing=checkpointing
         )
         saved.append(load_file(tmp_path / name / "seed-0" / "adapter" / "adapter_model.safetensors"))
     assert all(torch.allclose(value, saved[1][key], atol=1e-6) for key, value in saved[0].items())
@@ -145,10 +150,9 @@ def test_where_and_how_the_base_is_held_is_checked(encoder, monkeypatch, tmp_pat
         with pytest.raises(InvalidInput, match="'cuda' cannot be used"):
             classifier_loader(encoder, 2, device="cuda")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    given = (classifier_loader(encoder, 2), tokenizer, zoo.linears(zoo.classifier(2), 2), task)
     with pytest.raises(InvalidInput, match="one of 2 processes"):
-        finetune(
-            classifier_loader(encoder, 2), tokenizer, zoo.linears(zoo.classifier(2), 2), task, tmp_path / "x", protocol=QUICK
-        )
+        tuned(given, tmp_path / "x", protocol=QUICK)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -157,7 +161,7 @@ def test_the_head_of_an_encoder_in_four_bits_is_trained(tokenizer, task, tmp_pat
     plan = zoo.linears(encoder, lambda n: 4 if "attention" in n else 0)
     encoder.save_pretrained(tmp_path / "bert")
     load = classifier_loader(str(tmp_path / "bert"), 2, dtype="bfloat16", four_bit=True)
-    found = finetune(load, tokenizer, plan, task, tmp_path / "out", protocol=QUICK)
+    found = tuned((load, tokenizer, plan, task), tmp_path / "out", protocol=QUICK)
     assert found["metrics"]["held_out"]["accuracy"]["value"] > 0.8
     saved = load_file(tmp_path / "out" / "seed-0" / "adapter" / "adapter_model.safetensors")
     assert {v.dtype for v in saved.values()} == {torch.float32} and any("classifier" in k for k in saved)
@@ -171,7 +175,7 @@ def test_a_base_in_four_bits_is_fine_tuned(tokenizer, task, tmp_path, start):
     big.save_pretrained(tmp_path / "lm")
     load = classifier_loader(str(tmp_path / "lm"), 2, dtype="bfloat16", four_bit=True)
     quick = Protocol(lr=1e-2, epochs=1, batch=16, warmup=2, cutoff=48, start=start)
-    found = finetune(load, tokenizer, plan, task, tmp_path / "out", protocol=quick)
+    found = tuned((load, tokenizer, plan, task), tmp_path / "out", protocol=quick)
     assert np.isfinite(found["metrics"]["held_out"]["accuracy"]["value"])
     assert found["trained_parameters"] == 2 * 4 * (2 * 128 + 2 * 128)
 
@@ -214,7 +218,7 @@ def arguments(encoder, tokenizer, task):
 def whole(arguments, tmp_path_factory):
     """Folder and result of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "out"
-    return folder, finetune(*arguments, folder, **SHORT)
+    return folder, tuned(arguments, folder, **SHORT)
 
 
 class Stop(TrainerCallback):
@@ -228,7 +232,7 @@ class Stop(TrainerCallback):
 def cut(arguments, out, resume, **options):
     """Checkpoints of a run that was stopped."""
     with pytest.raises(KeyboardInterrupt):
-        finetune(*arguments, out, resume=resume, callbacks=[Stop()], **{**SHORT, **options})
+        tuned(arguments, out, resume=resume, callbacks=[Stop()], **{**SHORT, **options})
     assert not out.exists()
     return sorted((resume / "seed-0" / "checkpoints").glob("checkpoint-*"), key=lambda f: int(f.name[11:]))
 
@@ -245,7 +249,7 @@ def same_weights(one, two):
 
 def test_overwriting_removes_earlier_results_and_nothing_else(arguments, tmp_path):
     out, quick = tmp_path / "out", {"protocol": Protocol(lr=1e-3, epochs=1, batch=32)}
-    finetune(*arguments, out, seeds=[0, 1], **quick)
+    tuned(arguments, out, seeds=[0, 1], **quick)
     (out / "notes.txt").write_text("keep")
     before = (out / "seed-0" / "result.json").read_text()
 
@@ -253,9 +257,9 @@ def test_overwriting_removes_earlier_results_and_nothing_else(arguments, tmp_pat
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):  # nothing is lost to a run that fails
-        finetune(broken, *arguments[1:], out, seeds=[2, 3], overwrite=True, **quick)
+        tuned((broken, *arguments[1:]), out, seeds=[2, 3], overwrite=True, **quick)
     assert (out / "seed-0" / "result.json").read_text() == before and (out / "result.json").is_file()
-    finetune(*arguments, out, seeds=[2], overwrite=True, **quick)
+    tuned(arguments, out, seeds=[2], overwrite=True, **quick)
     left = sorted(f.relative_to(out).as_posix() for f in out.rglob("*") if f.is_file() and f.name != "README.md")
     adapter = [f"seed-2/adapter/{name}" for name in ("adapter_config.json", "adapter_model.safetensors")]
     assert left == ["labels.json", "manifest.json", "notes.txt", "plan.json", "result.json", *adapter, "seed-2/result.json"]
@@ -277,7 +281,7 @@ def test_a_stopped_run_continues_to_the_same_result(arguments, whole, tmp_path, 
     assert len(found) == 2
     for checkpoint in found if harm == "all" else found[-1:]:
         HARMS.get("half" if harm == "all" else harm, lambda f: None)(checkpoint)
-    resumed = finetune(*arguments, tmp_path / "cut", resume=tmp_path / "kept", **SHORT)
+    resumed = tuned(arguments, tmp_path / "cut", resume=tmp_path / "kept", **SHORT)
     assert ("begins anew" in caplog.text) == (harm == "all") and ("half written or broken" in caplog.text) == bool(harm)
     folder, expected = whole
     assert resumed["metrics"] == expected["metrics"] and same_weights(folder, tmp_path / "cut")
@@ -287,33 +291,33 @@ def test_a_stopped_run_continues_to_the_same_result(arguments, whole, tmp_path, 
 
 def test_finished_seeds_are_kept_and_broken_ones_trained_again(arguments, tmp_path, caplog):
     quick = {"protocol": Protocol(lr=2e-2, epochs=1, batch=120, warmup=2, cutoff=48), "resume": tmp_path / "kept"}
-    first = finetune(*arguments, tmp_path / "one", **quick)
+    first = tuned(arguments, tmp_path / "one", **quick)
     kept = tmp_path / "kept" / "seed-0"
     before = (kept / "result.json").stat().st_mtime_ns
-    two = finetune(*arguments, tmp_path / "two", seeds=[0, 1], **quick)
+    two = tuned(arguments, tmp_path / "two", seeds=[0, 1], **quick)
     assert two["seeds"] == [0, 1] and (kept / "result.json").stat().st_mtime_ns == before
     assert two["metrics"]["held_out"]["accuracy"]["by_seed"][0] == first["metrics"]["held_out"]["accuracy"]["value"]
     harms = {"adapter/adapter_model.safetensors": b"{", "identity.json": b"", "manifest.json": None, "result.json": b"{"}
     for i, (name, content) in enumerate(harms.items()):
         (kept / name).unlink() if content is None else (kept / name).write_bytes(content)
         caplog.clear()
-        again = finetune(*arguments, tmp_path / f"again-{i}", **quick)
+        again = tuned(arguments, tmp_path / f"again-{i}", **quick)
         assert again["metrics"] == first["metrics"] and same_weights(tmp_path / "one", tmp_path / f"again-{i}")
         assert "trained again" in caplog.text or (name, "broken" in caplog.text) == ("identity.json", True)
 
 
 def test_a_run_that_moved_its_ranks_continues_to_the_same_result(arguments, tmp_path):
-    whole = finetune(*arguments, tmp_path / "whole", replan=0.4, **SHORT)
+    whole = tuned(arguments, tmp_path / "whole", replan=0.4, **SHORT)
     last = cut(arguments, tmp_path / "cut", tmp_path / "kept", replan=0.4)[-1]
     assert json.loads((last / "replan.json").read_text())["counts"]
-    resumed = finetune(*arguments, tmp_path / "cut", resume=tmp_path / "kept", replan=0.4, **SHORT)
+    resumed = tuned(arguments, tmp_path / "cut", resume=tmp_path / "kept", replan=0.4, **SHORT)
     assert resumed["metrics"] == whole["metrics"] and same_weights(tmp_path / "whole", tmp_path / "cut")
     assert len({v.shape for v in weights(tmp_path / "whole").values()}) > 4
 
 
 def test_seeds_of_two_runs_are_not_averaged(arguments, encoder, tmp_path):
     quick = {"protocol": Protocol(lr=1e-3, epochs=1, batch=120), "resume": tmp_path / "kept"}
-    finetune(*arguments, tmp_path / "out", **quick)
+    tuned(arguments, tmp_path / "out", **quick)
     half = classifier_loader(encoder, 2, dtype="bfloat16")
     other = zoo.linears(zoo.classifier(2), lambda n: 2 if "attention" in n else 0)
     for given, changed, what in (
@@ -325,10 +329,10 @@ def test_seeds_of_two_runs_are_not_averaged(arguments, encoder, tmp_path):
         (arguments, {"protocol": Protocol(lr=1e-4, epochs=1)}, "protocol"),
     ):
         with pytest.raises(AlreadyExists, match=f"another {what}"):
-            finetune(*given, tmp_path / "other", **{**quick, **changed})
+            tuned(given, tmp_path / "other", **{**quick, **changed})
     assert not (tmp_path / "other").exists()
     with pytest.raises(InvalidInput, match=r"seeds are \[0, 0\]"):
-        finetune(*arguments, tmp_path / "other", protocol=QUICK, seeds=[0, 0])
+        tuned(arguments, tmp_path / "other", protocol=QUICK, seeds=[0, 0])
 
 
 def test_a_causal_lm_is_trained_with_experts_and_judged_by_likelihood(tokenizer, task, tmp_path):
@@ -337,7 +341,7 @@ def test_a_causal_lm_is_trained_with_experts_and_judged_by_likelihood(tokenizer,
     plan = zoo.layers(model, [2, 3])
     protocol = Protocol(lr=2e-2, epochs=8, batch=16, warmup=2, cutoff=48, balance=0.001)
     load = classifier_loader(str(tmp_path / "lm"), 2)
-    result = finetune(load, tokenizer, plan, task, tmp_path / "out", protocol=protocol)
+    result = tuned((load, tokenizer, plan, task), tmp_path / "out", protocol=protocol)
     assert result["kind"] == "experts"
     stored = json.loads((tmp_path / "out" / "seed-0" / "result.json").read_text())
     assert stored["training_loss"] < 3.9  # a uniform guess over the vocabulary costs log 61 = 4.1
@@ -388,11 +392,9 @@ def test_the_papers_protocol_and_impossible_ones():
 
 
 def test_accumulation_with_a_head_is_refused(encoder, tokenizer, task, tmp_path):
-    plan = zoo.linears(zoo.classifier(2), 2)
+    given = (classifier_loader(encoder, 2), tokenizer, zoo.linears(zoo.classifier(2), 2), task)
     with pytest.raises(InvalidInput, match="classification head"):
-        finetune(
-            classifier_loader(encoder, 2), tokenizer, plan, task, tmp_path / "x", protocol=Protocol(batch=16, accumulation=2)
-        )
+        tuned(given, tmp_path / "x", protocol=Protocol(batch=16, accumulation=2))
 
 
 @pytest.mark.parametrize("spare", [0, -1, 1])

@@ -10,6 +10,7 @@ import torch
 from tests import zoo
 from transformers import Trainer
 
+import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.data.encoding import IGNORE
 from layerbudget.data.text import read_texts
@@ -77,7 +78,7 @@ def test_a_language_model_learns_and_its_held_out_loss_is_what_the_saved_adapter
     for packing in (False, True):
         out = tmp_path / f"out-{packing}"
         protocol = Protocol(lr=1e-2, epochs=16 if packing else 4, batch=8, warmup=2, cutoff=64, packing=packing)
-        result = finetune(loader, tokenizer, plan, texts, out, protocol=protocol)
+        result = finetune(loader, plan, texts, out, tokenizer=tokenizer, protocol=protocol)
         loss = result["metrics"]["held_out"]
         assert loss["loss"]["value"] < loss["loss_before"]["value"] - 0.2
         plain = TextRows(texts, tokenizer, cutoff=64)
@@ -86,6 +87,13 @@ def test_a_language_model_learns_and_its_held_out_loss_is_what_the_saved_adapter
         assert again @ weight / weight.sum() == pytest.approx(loss["loss"]["value"], rel=1e-5)
         before = plain.losses(model, texts.evaluation["held_out"])
         assert before @ weight / weight.sum() == pytest.approx(loss["loss_before"]["value"], rel=1e-5)
+
+
+def test_a_model_and_rows_by_their_names(saved_model, rows, tmp_path):
+    folder, plan = saved_model("llama"), plan_for(zoo.speaker("llama"))
+    found = lb.finetune(str(folder), plan, rows, tmp_path / "out", protocol=Protocol(epochs=1, batch=18, cutoff=64))
+    assert found["rows"] == {"train": 54, "held_out": 6} and found["metric"] == "loss"
+    assert lb.load_adapter(zoo.speaker("llama"), tmp_path / "out" / "seed-0" / "adapter")
 
 
 def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_path, capsys):
@@ -143,7 +151,7 @@ def test_trl_trains_the_same(packing, tokenizer, rows, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "train", watched)
     for name in ("own", "trl"):
         protocol = Protocol(lr=1e-2, epochs=1, batch=4, warmup=2, cutoff=64, packing=packing, trainer=name)
-        results[name] = finetune(loader, tokenizer, plan, texts, tmp_path / name, protocol=protocol)
+        results[name] = finetune(loader, plan, texts, tmp_path / name, tokenizer=tokenizer, protocol=protocol)
     assert len(seen["own"]) == len(seen["trl"]) > (0 if packing else 4)
     for (ours, loss), (other, again) in zip(seen["own"], seen["trl"], strict=True):
         for column in ("input_ids", "labels"):
@@ -174,7 +182,7 @@ def test_what_trl_does_not_take_is_refused_by_name(tokenizer, rows, tmp_path, mo
         Protocol(trainer="lightning")
     monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match=r"layerbudget\[trl\]"):
-        finetune(NamedLoader(lambda seed: None, {}), tokenizer, plan, texts, tmp_path / "o", protocol=asked)
+        finetune(NamedLoader(lambda seed: None, {}), plan, texts, tmp_path / "o", tokenizer=tokenizer, protocol=asked)
     assert not (tmp_path / "o").exists()
 
 

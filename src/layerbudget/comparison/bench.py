@@ -197,7 +197,8 @@ class TaskBench(Bench):
         """``{values[questions] (1 where wrong), spent, passes, parameters}`` of the model that the plan trains."""
         with tempfile.TemporaryDirectory() as scratch:
             out = Path(scratch) / "out"
-            record = finetune(self.load, self.tokenizer, plan, self.task, out, protocol=self.protocol, seeds=(seed,))
+            named: dict[str, Any] = {"tokenizer": self.tokenizer, "protocol": self.protocol, "seeds": (seed,)}
+            record = finetune(self.load, plan, self.task, out, **named)
             found = json.loads((out / f"seed-{seed}" / "result.json").read_text(encoding="utf-8"))
         predicted = found["predictions"][str(self.split)]
         truth = [e.label for e in self.task.evaluation[str(self.split)]]

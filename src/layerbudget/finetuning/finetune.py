@@ -20,19 +20,20 @@ import numpy as np
 from torch import nn
 
 from ..data.tasks import Task
-from ..data.text import Texts
+from ..data.text import Texts, read_texts
 from ..decisions.ranks.apply import fold_scales
 from ..errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
 from ..evaluation import statistics
 from ..execution.processes import broadcast, is_main
+from ..models.loading import load_tokenizer
 from ..models.machine import computation, versions
 from ..plan import Plan
 from ..records import dumps, made_by, read_json, write_text
 from ..storage import folders, reading
 from ..storage.writing import check_space, real, whole
 from . import training
-from .adapters import Loader, started
-from .protocol import Protocol
+from .adapters import Loader, classifier_loader, started
+from .protocol import PRESETS, Protocol
 from .rows import answers_of, rows_of
 from .tracking import Replan
 
@@ -41,13 +42,13 @@ _IDENTITY, _RESULT, _CHECKPOINTS = "identity.json", "result.json", "checkpoints"
 
 
 def finetune(
-    load: Loader,
-    tokenizer: Any,
+    model: str | Loader,
     plan: Plan,
-    task: Task | Texts,
+    task: str | Task | Texts,
     out: Path | str,
     *,
-    protocol: Protocol,
+    tokenizer: Any = None,
+    protocol: Protocol = PRESETS["default"],
     seeds: Sequence[int] = (0,),
     resume: Path | str | None = None,
     overwrite: bool = False,
@@ -62,11 +63,13 @@ def finetune(
     """Fine-tune a plan over seeds; return the record that is also written to ``result.json``.
 
     Args:
-        load: ``seed -> model``; see :func:`layerbudget.finetuning.adapters.classifier_loader`.
-        tokenizer: The model's tokenizer.
+        model: ``demo``, a local folder or a hub id; or ``seed -> model``, as
+            :func:`layerbudget.finetuning.adapters.classifier_loader` makes it.
         plan: A plan of ranks or experts.
-        task: A labelled task, or rows of text (:func:`layerbudget.data.text.read_texts`) for a language model.
+        task: A file of rows of text for a language model (:func:`layerbudget.data.text.read_texts` reads it), such rows, or a
+            labelled task.
         out: Folder of the results; one sub-folder per seed.
+        tokenizer: The model's tokenizer; it is found where the model is named.
         protocol: Numbers of the run.
         seeds: Seeds; each sets the head, the adapters' start and the order of rows.
         resume: Folder that keeps finished seeds, and a checkpoint per epoch of the others; a run continues with what is there.
@@ -97,6 +100,10 @@ def finetune(
     if part[1] > 1 and resume is None:
         raise InvalidInput("A part of the seeds was asked for without resume.", "It keeps them there.", "Add --resume DIR.")
     protocol.check(plan.kind)
+    tokenizer = load_tokenizer(model) if tokenizer is None and isinstance(model, str) else tokenizer
+    if isinstance(task, str):
+        task = read_texts(task, tokenizer, limit=protocol.cutoff, everything=protocol.on_prompt)
+    load = classifier_loader(model, len(getattr(task, "labels", ()))) if isinstance(model, str) else model
     settings = getattr(load, "settings", None)
     training.check(protocol, settings or {}, replan=replan is not None, bf16=bf16)
     if replan is not None:
