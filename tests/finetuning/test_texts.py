@@ -104,7 +104,7 @@ def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_p
     assert main(["finetune", str(folder), str(tmp_path / "one.json"), *words, "-o", str(tmp_path / "one")]) == 0
     said = capsys.readouterr()
     assert "6 rows held out" in said.out
-    more = ["--against", str(tmp_path / "one"), "--set", "packing=true", "--start", "gradients", "--json"]
+    more = ["--against", str(tmp_path / "one"), "--set", "packing=true", "--set", "start=gradients", "--json"]
     assert main(["finetune", str(folder), str(tmp_path / "four.json"), *words, *more, "-o", str(tmp_path / "four")]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["rows"] == {"train": 54, "held_out": 6} and result["metric"] == "loss"
@@ -119,7 +119,7 @@ def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_p
     better = result["metrics"]["held_out"]["loss"]["value"] < result["metrics"]["held_out"]["loss_before"]["value"]
     assert better and tests["seeds"]["difference"] != 0
     assert main(["finetune", str(folder), str(tmp_path / "one.json"), "--task", rows, "--set", "packing=true", "-o", "x"]) == 2
-    assert "--packing has no meaning" in capsys.readouterr().err
+    assert "packing has no meaning" in capsys.readouterr().err
 
 
 def test_a_head_learns_no_text(tokenizer, rows):
@@ -190,13 +190,13 @@ def test_trl_from_the_command_line(saved_model, rows, tmp_path, capsys):
     pytest.importorskip("trl", reason="TRL is not installed")
     folder = str(saved_model("llama"))
     mixed(zoo.speaker("llama")).save(tmp_path / "ranks.json")
-    words = ["finetune", folder, str(tmp_path / "ranks.json"), "--epochs", "1", "--trainer", "trl"]
+    words = ["finetune", folder, str(tmp_path / "ranks.json"), "--epochs", "1", "--set", "trainer=trl"]
     assert main([*words, "--data", rows, "-o", str(tmp_path / "out"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["identity"]["protocol"]["trainer"] == "trl" and "trl" in result["identity"]["versions"]
     assert (tmp_path / "out" / "seed-0" / "adapter" / "adapter_model.safetensors").is_file()
     (tmp_path / "labels.jsonl").write_text("\n".join(json.dumps({"text": f"film {i}", "label": i % 2}) for i in range(20)))
     assert main([*words, "--task", str(tmp_path / "labels.jsonl"), "-o", str(tmp_path / "two")]) == 2
-    assert "--trainer has no meaning" in " ".join(capsys.readouterr().err.split())
+    assert "trainer has no meaning" in " ".join(capsys.readouterr().err.split())
     assert main([*words, "--data", rows, "--replan", "0.5", "-o", str(tmp_path / "three")]) == 2
     assert "re-plan" in capsys.readouterr().err
