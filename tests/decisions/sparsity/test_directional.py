@@ -40,9 +40,17 @@ def uneven(name="llama"):
 
 @pytest.mark.parametrize(
     ("by", "method"),
-    [("layer", "wanda"), ("linear", "magnitude"), ("linear", "wanda"), ("linear", "sparsegpt"), ("rows:1", "wanda"),
-     ("rows:5", "magnitude"), ("rows:5", "wanda"), ("rows:5", "sparsegpt")],
-)  # fmt: skip
+    [
+        ("layer", "wanda"),
+        ("linear", "magnitude"),
+        ("linear", "wanda"),
+        ("linear", "sparsegpt"),
+        ("rows:1", "wanda"),
+        ("rows:5", "magnitude"),
+        ("rows:5", "wanda"),
+        ("rows:5", "sparsegpt"),
+    ],
+)
 def test_a_plan_is_better_than_uniform_and_does_what_it_says(by, method):
     model, data = uneven(), zoo.tokens(samples=8)
     before = copy.deepcopy(model.state_dict())

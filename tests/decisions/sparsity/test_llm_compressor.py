@@ -27,10 +27,13 @@ def test_every_modifier_of_the_recipe_takes_effect(tmp_path, method):
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
     rows = {"input_ids": data.input_ids.tolist(), "attention_mask": torch.ones_like(data.input_ids).tolist()}
     oneshot(
-        model=model, processor=PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0"),
-        dataset=datasets.Dataset.from_dict(rows), recipe=str(tmp_path / "recipe.yaml"), num_calibration_samples=len(data),
+        model=model,
+        processor=PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0"),
+        dataset=datasets.Dataset.from_dict(rows),
+        recipe=str(tmp_path / "recipe.yaml"),
+        num_calibration_samples=len(data),
         max_seq_length=data.length,
-    )  # fmt: skip
+    )
     for block in plan.blocks:
         zeros = sum(int((weight_of(model, m)[1] == 0).sum()) for m in block.modules)
         # llm-compressor rounds down in every row (Wanda) or block of columns

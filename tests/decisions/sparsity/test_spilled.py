@@ -43,8 +43,14 @@ def test_a_streamed_model_gets_the_plan_of_the_one_in_memory(tmp_path, monkeypat
     import layerbudget.execution.inputs as inputs
 
     for module in (point, inputs):
-        monkeypatch.setattr(module, "zeros_in_file", lambda shape, folder, *more: (
-            spilled.append(tuple(shape)) if folder is not None else None, zeros_in_file(shape, folder, *more))[1])  # fmt: skip
+        monkeypatch.setattr(
+            module,
+            "zeros_in_file",
+            lambda shape, folder, *more: (
+                spilled.append(tuple(shape)) if folder is not None else None,
+                zeros_in_file(shape, folder, *more),
+            )[1],
+        )
     plans = []
     for stream in (False, True):
         there = lb.load_model(str(tmp_path / "model"), stream=stream)

@@ -86,9 +86,10 @@ def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
     each = plan.hyperparameters["bytes_per_parameter"]
     if each != _WRITTEN:
         raise InvalidInput(
-            f"The recipe counts {each:g} bytes per parameter of the adapter.", f"It is trained and written in {_WRITTEN}.",
+            f"The recipe counts {each:g} bytes per parameter of the adapter.",
+            f"It is trained and written in {_WRITTEN}.",
             f"Plan it again: layerbudget plan joint ... --set bytes_per_parameter={_WRITTEN}.",
-        )  # fmt: skip
+        )
     receipt = Path(folder) / "receipt.json"
     if (Path(folder) / "plan.json").is_file() and receipt.is_file():
         held = Plan.load(Path(folder) / "plan.json")
@@ -98,18 +99,20 @@ def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
     method = str(bits.extra["method"])
     if find_quantiser(method).statistic != "none":
         raise InvalidInput(
-            f"The recipe rounds by {method}, which reads text.", "Its base is written first.",
+            f"The recipe rounds by {method}, which reads text.",
+            "Its base is written first.",
             "Write it: layerbudget apply MODEL RECIPE -o BASE, and finetune BASE.",
-        )  # fmt: skip
+        )
     return Base(bits=bits, ranks=ranks, written=False, limit=int(plan.budget["limit"]))
 
 
 def _written(bits: Plan, ranks: Plan, held: Plan, receipt: QuantisationReceipt, limit: int) -> Base:
     if held.digest != bits.digest:
         raise ModelMismatch(
-            "This folder was written by another plan than this recipe.", "Adapters belong on the base of their recipe.",
+            "This folder was written by another plan than this recipe.",
+            "Adapters belong on the base of their recipe.",
             "Write it: layerbudget apply MODEL RECIPE -o BASE.",
-        )  # fmt: skip
+        )
     if receipt.tensors != bits.budget["file"]:
         raise CoverageError(
             f"The base takes {receipt.tensors} bytes, {bits.budget['file']} were planned.", "", "Write it again."

@@ -110,10 +110,20 @@ def plan_joint(
             raise InvalidInput(given, "They have no weights.", "Leave it out.")
         psi, own = CalibratedPenalty.from_curves(penalty, scores.names), {"prune_weights": np.ones(len(scores.names))}
     solution = solve_joint(
-        q, cost, numel * bytes_per_parameter, limit, prune_exponent=prune_exponent, eta=eta, penalty=psi,
+        q,
+        cost,
+        numel * bytes_per_parameter,
+        limit,
+        prune_exponent=prune_exponent,
+        eta=eta,
+        penalty=psi,
         max_sparsity=max_sparsity,
-        min_sparsity=min_sparsity, spend=spend, **own, **shared, **bounds,
-    )  # fmt: skip
+        min_sparsity=min_sparsity,
+        spend=spend,
+        **own,
+        **shared,
+        **bounds,
+    )
     caps = solution.program.prune.high
     wish = float(numel @ solution.sparsity)
     pruned = round_parameters(solution.sparsity, numel, int(np.ceil(wish * (1.0 - 1e-12) - 1e-9)), caps)
@@ -129,7 +139,7 @@ def plan_joint(
     extra = {"capacity": {**adapters, "bytes": rounded.spent}, "rounding": rounded.to_dict()}
     return make_plan(
         scores, "joint", "mdl", solution.sparsity, pruned, record, hyper | {"smoothing": smoothing}, solution, extra
-    )  # fmt: skip
+    )
 
 
 def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend: str, options: dict[str, Any]) -> Rounded:

@@ -127,9 +127,15 @@ def bounded(worth: Sequence[np.ndarray], high: np.ndarray, most: float | None) -
 
 
 def _plan(
-    ranks: Scores, formats: Scores, table: Table, found: Recipe, cost: np.ndarray, limit: int, given: Mapping[str, Any],
+    ranks: Scores,
+    formats: Scores,
+    table: Table,
+    found: Recipe,
+    cost: np.ndarray,
+    limit: int,
+    given: Mapping[str, Any],
     scale: float,
-) -> Plan:  # fmt: skip
+) -> Plan:
     blocks = plan_blocks(table, found.chosen)
     base = sum(b.count for b in blocks)
     adapter = int((cost * found.ranks).sum())
@@ -137,16 +143,30 @@ def _plan(
     spent = base + table.fixed + adapter
     extra = {
         **extra_of(table, found.chosen),
-        "bits": 8 * base / table.numel, "predicted": found.damage, "baselines": {}, "near_ties": [],
-        "adapter": {"blocks": [{**b, "modules": list(b["modules"])} for b in own], "bytes": adapter, "gain": found.gain,
-                    "scale": scale, "parameters": int((rank_parameters(ranks.blocks) * found.ranks).sum()),
-                    "scores": ranks.digest},
-    }  # fmt: skip
+        "bits": 8 * base / table.numel,
+        "predicted": found.damage,
+        "baselines": {},
+        "near_ties": [],
+        "adapter": {
+            "blocks": [{**b, "modules": list(b["modules"])} for b in own],
+            "bytes": adapter,
+            "gain": found.gain,
+            "scale": scale,
+            "parameters": int((rank_parameters(ranks.blocks) * found.ranks).sum()),
+            "scores": ranks.digest,
+        },
+    }
     return Plan(
-        kind=KIND, rule="choices", model=dict(formats.model), blocks=blocks, hyperparameters=to_jsonable(given),
+        kind=KIND,
+        rule="choices",
+        model=dict(formats.model),
+        blocks=blocks,
+        hyperparameters=to_jsonable(given),
         budget={"unit": "bytes", "limit": limit, "spent": spent, "base": base + table.fixed, "adapter": adapter},
-        certificate=found.choice.certificate(), scores_digest=formats.digest, extra=extra,
-    )  # fmt: skip
+        certificate=found.choice.certificate(),
+        scores_digest=formats.digest,
+        extra=extra,
+    )
 
 
 def split_recipe(plan: Plan) -> tuple[Plan, Plan]:
@@ -160,20 +180,33 @@ def split_recipe(plan: Plan) -> tuple[Plan, Plan]:
     adapter, base = plan.extra["adapter"], int(plan.counts.sum())
     extra = {k: v for k, v in plan.extra.items() if k != "adapter"}
     bits = dataclasses.replace(
-        plan, kind="bits", extra=extra, budget={"unit": "bytes", "limit": base, "spent": base, "file": plan.budget["base"]},
+        plan,
+        kind="bits",
+        extra=extra,
+        budget={"unit": "bytes", "limit": base, "spent": base, "file": plan.budget["base"]},
         hyperparameters={"bits": None, "budget": f"{plan.budget['base']} bytes", "rule": "choices", "recipe": True},
-    )  # fmt: skip
+    )
     blocks = tuple(PlanBlock(**{**b, "modules": tuple(b["modules"])}) for b in adapter["blocks"])
     money = {"unit": "bytes", "limit": adapter["bytes"], "spent": adapter["bytes"]}
     held = plan.hyperparameters
     terms = Terms(
-        kind="ranks", floor=held["min_capacity"], cap=held["max_capacity"], multiple=held["multiple"],
+        kind="ranks",
+        floor=held["min_capacity"],
+        cap=held["max_capacity"],
+        multiple=held["multiple"],
         bytes_per_parameter=held["bytes_per_parameter"],
-    )  # fmt: skip
+    )
     ranks = dataclasses.replace(
-        plan, kind="ranks", rule="recipe", blocks=blocks, budget=money, certificate={}, extra={},
-        hyperparameters={**terms.record(), "damping": held["damping"]}, scores_digest=adapter["scores"],
-    )  # fmt: skip
+        plan,
+        kind="ranks",
+        rule="recipe",
+        blocks=blocks,
+        budget=money,
+        certificate={},
+        extra={},
+        hyperparameters={**terms.record(), "damping": held["damping"]},
+        scores_digest=adapter["scores"],
+    )
     return bits, ranks
 
 

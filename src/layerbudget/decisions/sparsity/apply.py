@@ -281,9 +281,10 @@ def _jobs(model: nn.Module, plan: Plan, parity: bool, pattern: str | None) -> di
         modules = [known[m] for m in block.modules]
         if sum(m.numel for m in modules) != block.numel:
             raise ModelMismatch(
-                f"{block.name} has {block.numel} weights in the plan and {sum(m.numel for m in modules)} in the model.", "",
+                f"{block.name} has {block.numel} weights in the plan and {sum(m.numel for m in modules)} in the model.",
+                "",
                 "Plan this model.",
-            )  # fmt: skip
+            )
         if group:
             for m in modules:
                 check_group(m.d_in, group, m.name)
@@ -327,8 +328,9 @@ def _rows_of(plan: Plan, module: Module, count: int) -> tuple[int, np.ndarray] |
     if zeros.shape != (groups,) or (zeros < 0).any() or (zeros > room).any() or int(zeros.sum()) != count:
         raise InvalidInput(
             f"The counts of the rows of {module.name} do not fit: {zeros.size} groups, {int(zeros.sum())} entries.",
-            f"It has {groups} groups of {size} rows and loses {count} entries.", "Plan again.",
-        )  # fmt: skip
+            f"It has {groups} groups of {size} rows and loses {count} entries.",
+            "Plan again.",
+        )
     return size, zeros
 
 

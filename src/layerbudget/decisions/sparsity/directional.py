@@ -105,9 +105,15 @@ def plan_by_damage(
         "computation": computation(model),
     }
     search = _Search(
-        model=model, treatment=treatment, batch_size=batch_size, sparsity=sparsity, cap=max_sparsity, trust=trust,
-        parts=Parts(resume if is_main() else None, request), progress=progress,
-    )  # fmt: skip
+        model=model,
+        treatment=treatment,
+        batch_size=batch_size,
+        sparsity=sparsity,
+        cap=max_sparsity,
+        trust=trust,
+        parts=Parts(resume if is_main() else None, request),
+        progress=progress,
+    )
     judged = search.judge(names, data, passes) if trials else None
     chosen, extra, spent, steps = judged or (names[0], {"held_out": None}, 0.0, None)
     left = passes - APPLYING - spent
@@ -305,16 +311,24 @@ def _last_step(treated: TreatedModel, path: _Path) -> float:
 
 
 def _plan(
-    identity: Mapping[str, Any], treated: TreatedModel, path: _Path, hyper: Mapping[str, Any], extra: dict[str, Any],
+    identity: Mapping[str, Any],
+    treated: TreatedModel,
+    path: _Path,
+    hyper: Mapping[str, Any],
+    extra: dict[str, Any],
     spent: float,
-) -> Plan:  # fmt: skip
+) -> Plan:
     counts, log = path.counts[-1], path.log
     total, (blocks, rows) = int(counts.sum()), treated.units.planned(counts)
     predicted = log[max(len(log) - 2, 0)]["divergence"] + log[-1].get("predicted", 0.0)
     extra = {"forward_passes": treated.passes + spent, "predicted": predicted, "path": log, **extra}
     return Plan(
-        kind="sparsity", rule="directional", model=dict(identity), blocks=blocks, hyperparameters=dict(hyper),
+        kind="sparsity",
+        rule="directional",
+        model=dict(identity),
+        blocks=blocks,
+        hyperparameters=dict(hyper),
         budget={"unit": "parameters", "limit": total, "spent": total},
         certificate=path.solution.certificate() if path.solution is not None else {},
         extra=extra if rows is None else {**extra, "rows": rows},
-    )  # fmt: skip
+    )

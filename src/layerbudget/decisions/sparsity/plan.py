@@ -123,9 +123,15 @@ def plan_by_scores(
     low, high, held = _bounds(blocks, min_sparsity, cap, fixed, exclude)
     total = _total(sparsity, numel, low, high)
     problem = Problem(
-        kind="sparsity", blocks=blocks, scores=record_of(scores), amount=numel, target=float(total), low=low, high=high,
+        kind="sparsity",
+        blocks=blocks,
+        scores=record_of(scores),
+        amount=numel,
+        target=float(total),
+        low=low,
+        high=high,
         held=held,
-    )  # fmt: skip
+    )
     decision = chosen.decide(problem, read)
     value = decision.value
     if decision.target is not None:

@@ -135,9 +135,10 @@ def recount_rows(model: nn.Module, plan: Plan) -> dict[str, Any]:
         if (zeros < planned).any():
             g = int((zeros < planned).argmax())
             raise CoverageError(
-                f"Rows {g * size} and following of {name} hold {zeros[g]} zeros, {planned[g]} were planned.", "",
+                f"Rows {g * size} and following of {name} hold {zeros[g]} zeros, {planned[g]} were planned.",
+                "",
                 "Something restored weights; report this.",
-            )  # fmt: skip
+            )
         groups, exact = groups + len(planned), exact + int((zeros == planned).sum())
     return {"size": size, "groups": groups, "exact": exact, "digest": plan.rows.digest}
 

@@ -160,9 +160,8 @@ class TreatedModel:
     """
 
     def __init__(
-        self, model: nn.Module, data: CalibrationSet, units: Units, treatment: Treatment,
-        *, batch_size: int = 8,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, data: CalibrationSet, units: Units, treatment: Treatment, *, batch_size: int = 8
+    ) -> None:
         self.model, self.units, self.treatment = model, units, treatment
         self.treating = Treating(model, treatment)
         self.treating.begin(data, batch_size)
@@ -209,10 +208,17 @@ class TreatedModel:
         gathered: dict[str, list[InputMoments]] = {}
         reads = self.treatment.statistic != "none"
         terms = quadratic_terms(
-            self.model, self.reference.data, self.units.first, self.directions(counts, given, levels), levels.shape,
-            clean=self.reference.clean, draws=0, batch_size=self.batch_size, walk=self.trials.walk,
+            self.model,
+            self.reference.data,
+            self.units.first,
+            self.directions(counts, given, levels),
+            levels.shape,
+            clean=self.reference.clean,
+            draws=0,
+            batch_size=self.batch_size,
+            walk=self.trials.walk,
             listen=self._gathering(gathered) if reads and not self.fused else None,
-        )  # fmt: skip
+        )
         self.passes += terms.passes
         if reads and self.fused:  # their inputs are formed inside their module
             gathered = self._again().found
@@ -276,9 +282,13 @@ class TreatedModel:
         return make
 
     def _directions(
-        self, m: Module, statistics: list[InputMoments] | None, present: np.ndarray, wanted: np.ndarray,
+        self,
+        m: Module,
+        statistics: list[InputMoments] | None,
+        present: np.ndarray,
+        wanted: np.ndarray,
         made: dict[InputMoments, Any],
-    ) -> Directions:  # fmt: skip
+    ) -> Directions:
         """The changes of one matrix with ``present`` entries gone to ``wanted`` ones, ``(groups, levels)``."""
         owner, parameter = weight_of(self.model, m.name)
         dense = matrices(owner, nn.Parameter(self.trials.dense(m.name), requires_grad=False))
@@ -287,9 +297,13 @@ class TreatedModel:
         if self.treatment.nested and (self.treatment.by_row or m.copies == 1):
             order = _stacked([self.treatment.order(w, p) for w, p in zip(dense, prepared, strict=True)])
             return Nested(
-                _stacked(dense), order, torch.from_numpy(present).to(order.device), torch.from_numpy(wanted).to(order.device),
-                rows=self.units.rows, by_row=self.treatment.by_row,
-            )  # fmt: skip
+                _stacked(dense),
+                order,
+                torch.from_numpy(present).to(order.device),
+                torch.from_numpy(wanted).to(order.device),
+                rows=self.units.rows,
+                by_row=self.treatment.by_row,
+            )
         now = torch.cat([w.detach() for w in matrices(owner, parameter)])
         changes = []
         for zeros in wanted.T:

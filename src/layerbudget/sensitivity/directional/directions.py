@@ -72,9 +72,10 @@ class Written(Directions):
     def __init__(self, deltas: Sequence[torch.Tensor], rows: int | None = None) -> None:
         if not deltas or any(d.shape != deltas[0].shape or d.ndim != 2 for d in deltas):
             raise LengthMismatch(
-                f"The candidates have shapes {sorted({tuple(d.shape) for d in deltas})}.", "All need the shape of the matrix.",
+                f"The candidates have shapes {sorted({tuple(d.shape) for d in deltas})}.",
+                "All need the shape of the matrix.",
                 "Give treated minus present weights, (d_out, d_in) each.",
-            )  # fmt: skip
+            )
         self.deltas, self.rows, self.levels = list(deltas), rows, len(deltas)
         self.groups = _groups(deltas[0].shape[0], rows)
 
@@ -101,9 +102,15 @@ class Nested(Directions):
     """
 
     def __init__(
-        self, weight: torch.Tensor, order: torch.Tensor, present: torch.Tensor, counts: torch.Tensor, *,
-        rows: int | None = None, by_row: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        weight: torch.Tensor,
+        order: torch.Tensor,
+        present: torch.Tensor,
+        counts: torch.Tensor,
+        *,
+        rows: int | None = None,
+        by_row: bool = True,
+    ) -> None:
         d_out, d_in = weight.shape
         self.rows, self.by_row, self.shape = rows, by_row, (d_out, d_in)
         self.groups, self.levels = _groups(d_out, rows), counts.shape[1]

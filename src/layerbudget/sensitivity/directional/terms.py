@@ -237,9 +237,15 @@ def quadratic_terms(
     batches = list(unlabelled(model, own, size))
     places = range(samples) if together is None else together.shard(range(samples))
     sums = DirectionalSums(
-        units, directions, shape, losses, gradients=int(clean is not None), listen=listen, places=places,
+        units,
+        directions,
+        shape,
+        losses,
+        gradients=int(clean is not None),
+        listen=listen,
+        places=places,
         sequences=samples if per_sequence else 0,
-    )  # fmt: skip
+    )
     way = "whole" if draws and _spanning(model, units) else walk
     fed = feed(model, batches, blocks, sums, walk=way, tick=Steps(progress, own.samples, "gradients"), alone=True)
     counts = np.zeros(samples)
@@ -257,9 +263,14 @@ def quadratic_terms(
     else:
         error = np.sqrt(np.maximum(found[2] - found[1] ** 2 / n, 0.0) * (n / max(n - 1, 1))) / (2 * tokens)
     return QuadraticTerms(
-        first=first, second=second, error=error, tokens=tokens, passes=1.0 + 2.0 * len(losses), rest=rest,
+        first=first,
+        second=second,
+        error=error,
+        tokens=tokens,
+        passes=1.0 + 2.0 * len(losses),
+        rest=rest,
         divergence=loss / sum(each) if clean is not None else 0.0,
-    )  # fmt: skip
+    )
 
 
 def divergence(logits: torch.Tensor, clean: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
