@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from layerbudget.errors import InvalidInput, LayerbudgetError
-from layerbudget.storage.parts import NotThisWorker, parse_part
+from layerbudget.storage.parts import parse_part
 
 from .catalogue import EXPERIMENTS, Experiment, find_experiment, listing
+from .cells import NotThisWorker
 from .outcome import check_folder, leave
 from .published import item
 

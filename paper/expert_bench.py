@@ -23,8 +23,8 @@ from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.gain import score
-from layerbudget.storage.parts import Cells
 
+from .cells import Cells
 from .influences import drawn, influence_scores, text_rows
 from .setting import PER_LAYER, SETTINGS, TASKS, need_data
 

@@ -21,8 +21,8 @@ from layerbudget.models.blocks import describe
 from layerbudget.records import Block
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.gain import score
-from layerbudget.storage.parts import Cells
 
+from .cells import Cells
 from .setting import Setting
 
 

@@ -25,8 +25,8 @@ from layerbudget.models.loading import load_model, load_tokenizer
 from layerbudget.plan import Plan
 from layerbudget.progress import Progress, Steps
 from layerbudget.scores import Scores
-from layerbudget.storage.parts import Cells
 
+from .cells import Cells
 from .influences import influence_scores
 from .outcome import Claim, Outcome
 from .published import item

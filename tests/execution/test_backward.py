@@ -105,13 +105,15 @@ class Keep(Accumulator):
 
 
 @pytest.mark.parametrize("store", ("device", "cpu", "disk"))
-def test_sites_are_those_of_autograd_for_every_loss_and_store(store, tmp_path):
+def test_sites_are_those_of_autograd_for_every_loss_and_store(store, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(backward, "room_for", lambda *given: store)
     model, data = zoo.mistral(3), zoo.tokens(5, 12, vocabulary=61)
     blocks = partition(model, "layer")
     losses = (data_loss, SampledLoss(3), lambda logits, batch: logits.square().sum())
     whole, walked = Keep(losses), Keep(losses)
     feed(model, data, blocks, whole, batch_size=2, walk="whole")
-    fed = feed(model, data, blocks, walked, batch_size=2, walk="layers", store=store, folder=tmp_path)
+    fed = feed(model, data, blocks, walked, batch_size=2, walk="layers")
     assert fed.way == "layers" and whole.found.keys() == walked.found.keys() and len(whole.found) == 3 * 7 * 3 * 3
     for key, (a, b) in whole.found.items():
         assert torch.allclose(a, walked.found[key][0], atol=1e-6) and torch.allclose(b, walked.found[key][1], atol=1e-5), key

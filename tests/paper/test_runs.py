@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from paper.__main__ import main
+from paper.cells import Cells, NotThisWorker
 from tests import task_rows, zoo
 
 import layerbudget as lb
 from layerbudget.errors import NotFound
 from layerbudget.finetuning.protocol import Protocol
-from layerbudget.storage.parts import Cells, NotThisWorker
 from paper import drift_run, expert_bench, experts_run, histogram, influences, pruning_run, setting
 
 

@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,13 +31,13 @@ from ..models.blocks import transposed, weight_of
 from ..models.offload import converting
 from ..records import Block
 from .loss import Batch, Data, batches, logits_of, sampled_targets, summed_loss
-from .memory import STORES, Store, fits_whole, fitting, room_for
+from .memory import Store, fits_whole, fitting, room_for
 from .processes import ProcessGroup, process_group
 from .replay import Replay, unwalkable
 from .sites import Collector, Site
 
 logger = logging.getLogger(__name__)
-WALKS = ("auto", "whole", "layers")
+_WALKS = ("auto", "whole", "layers")
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 
 
@@ -143,8 +142,6 @@ def feed(
     *,
     batch_size: int = 8,
     walk: str = "auto",
-    store: str | None = None,
-    folder: Path | str | None = None,
     tick: Callable[[int], None] | None = None,
     alone: bool = False,
 ) -> Fed:
@@ -157,8 +154,6 @@ def feed(
         consumer: Is given the sites.
         batch_size: Sequences per forward (one where parameters are read from autograd); halved until a layer's graph fits.
         walk: ``whole``, ``layers``, or ``auto``: the whole graph where it fits in half of the free memory.
-        store: Where a walk keeps the layers' inputs: ``device``, ``cpu`` or ``disk``; the first that has room by default.
-        folder: Parent of the temporary folder for ``disk``.
         tick: Called with the sequences of every batch, once per batch and pass.
         alone: Every one of several processes runs all of the data.
 
@@ -166,12 +161,10 @@ def feed(
         CoverageError: A weight matrix was never seen, sequences cannot be told apart; or ``layers`` for a model or blocks that
             cannot be walked.
         CurvatureFailure: A loss that is not finite.
-        InvalidInput: An unknown way or store.
+        InvalidInput: An unknown way.
     """
-    if walk not in WALKS or store not in (None, *STORES):
-        raise InvalidInput(
-            f"walk={walk!r}, store={store!r}.", f"walk is one of {', '.join(WALKS)}; store one of {', '.join(STORES)}.", ""
-        )
+    if walk not in _WALKS:
+        raise InvalidInput(f"walk is {walk!r}.", f"It is one of {', '.join(_WALKS)}.", "")
     with Collector(model, blocks, consumer.update) as collector:
         group = None if alone else process_group()
         if isinstance(data, Sequence):
@@ -189,7 +182,7 @@ def feed(
         if way == "whole":
             fed = _whole(model, runs, collector, consumer, tick, group)
         else:
-            fed = _Layers(model, runs, collector, consumer, store, folder, tick, group).run()
+            fed = _Layers(model, runs, collector, consumer, tick, group).run()
         if group is not None:
             collector.seen = set().union(*group.gather(collector.seen))
             consumer.merge(group)
@@ -276,8 +269,6 @@ class _Layers:
         runs: Sequence[Batch],
         collector: Collector,
         consumer: Accumulator,
-        place: str | None,
-        folder: Path | str | None,
         tick: Callable[[int], None] | None,
         group: ProcessGroup | None,
     ) -> None:
@@ -285,8 +276,8 @@ class _Layers:
         self.tick, self.group, self.done = tick, group, 0
         self.replay = Replay(model)
         self.count, self.losses = len(self.replay.layers), len(consumer.losses)
-        place = place or room_for(model, runs, self.losses, self.count, folder)
-        self.inputs, self.gradients = Store(place, folder), Store(place, folder)
+        place = room_for(model, runs, self.count + 1 + 2 * self.losses)
+        self.inputs, self.gradients = Store(place), Store(place)
         self.names = [[n for n in collector.names if n.startswith(f"{layer}.")] for layer, _ in self.replay.layers]
         # nothing below the first layer with a matrix that is asked for is walked backwards
         self.lowest = min((i for i in range(self.count) if self.names[i]), default=0)

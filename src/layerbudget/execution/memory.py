@@ -18,7 +18,7 @@ from ..models.machine import SHARE, free_bytes
 from ..storage.writing import check_space
 from .loss import Batch
 
-STORES = ("device", "cpu", "disk")
+_STORES = ("device", "cpu", "disk")
 
 
 def zeros_in_file(shape: Sequence[int], folder: Path | str | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -48,8 +48,8 @@ class Store:
     """
 
     def __init__(self, where: str = "device", folder: Path | str | None = None) -> None:
-        if where not in STORES:
-            raise InvalidInput(f"Activations cannot be kept on {where!r}.", f"Choose one of {', '.join(STORES)}.", "")
+        if where not in _STORES:
+            raise InvalidInput(f"Activations cannot be kept on {where!r}.", f"Choose one of {', '.join(_STORES)}.", "")
         self.where = where
         self._held: dict[int, torch.Tensor] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="layerbudget-", dir=folder)) if where == "disk" else None
@@ -93,19 +93,19 @@ class Store:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def room_for(model: nn.Module, runs: Sequence[Batch], losses: int, layers: int, folder: Path | str | None = None) -> str:
-    """Where the layers' inputs go: the first of ``device``, ``cpu`` and ``disk`` that has room for them.
+def room_for(model: nn.Module, runs: Sequence[Batch], layers: int) -> str:
+    """Where the inputs of so many layers go: the first of ``device``, ``cpu`` and ``disk`` that has room for them.
 
     Raises:
         InvalidInput: None has.
     """
-    need = hidden_bytes(model, runs) * (layers + 1 + 2 * losses)
+    need = hidden_bytes(model, runs) * layers
     device = next(iter(runs[0].kwargs.values())).device
     if need < SHARE * free_bytes(device):
         return "device"
     if device.type != "cpu" and need < SHARE * free_bytes():
         return "cpu"
-    check_space({folder or tempfile.gettempdir(): need})
+    check_space({tempfile.gettempdir(): need})
     return "disk"
 
 

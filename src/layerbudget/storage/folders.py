@@ -83,7 +83,7 @@ def _inside(name: str) -> bool:
     return bool(name) and not name.startswith("/") and not {"\0", "\\"} & set(name) and ".." not in name.split("/")
 
 
-def unchanged(file: Path, row: dict[str, Any]) -> bool:
+def _unchanged(file: Path, row: dict[str, Any]) -> bool:
     """Whether a file is still what its manifest says."""
     if not file.is_file() or file.is_symlink():
         return False
@@ -93,17 +93,10 @@ def unchanged(file: Path, row: dict[str, Any]) -> bool:
 def broken(folder: Path) -> list[str] | None:
     """Files that differ from the manifest; ``None`` where there is no manifest."""
     files = manifest(folder)
-    return None if files is None else [name for name, row in files.items() if not unchanged(folder / name, row)]
+    return None if files is None else [name for name, row in files.items() if not _unchanged(folder / name, row)]
 
 
-def remove_empty(folder: Path) -> None:
-    """Remove the empty folders of a folder, and it where it is empty then."""
-    for inner in (*sorted((f for f in folder.rglob("*") if f.is_dir() and not f.is_symlink()), reverse=True), folder):
-        with contextlib.suppress(OSError):
-            inner.rmdir()
-
-
-def free(path: Path) -> Path:
+def _free(path: Path) -> Path:
     """A name for what has to make room: ``NAME.yours``, ``NAME.yours1``, ..., the first that nothing has."""
     return next(p for i in range(1 << 20) if not os.path.lexists(p := path.with_name(f"{path.name}.yours{i or ''}")))
 
@@ -157,7 +150,7 @@ def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path
         else:
             with locked(out):
                 if not overwrite and _holds_something(out):
-                    os.rename(temporary, kept := free(out / "result"))
+                    os.rename(temporary, kept := _free(out / "result"))
                     raise _taken(out, "filled", kept)
                 _begin(temporary, out)
                 _finish(out)
@@ -188,8 +181,8 @@ def _rename(temporary: Path, out: Path) -> None:
 def _begin(temporary: Path, out: Path) -> None:
     """Write the journal: what comes, what goes, and what of the user's is in the way."""
     come = [_name(f, temporary) for f in sorted(temporary.rglob("*")) if f.is_file()]
-    old = {n: row for n, row in (manifest(out) or {}).items() if unchanged(out / n, row)}
-    aside = {n: _name(free(out / n), out) for n in come if n not in old and n != MANIFEST and os.path.lexists(out / n)}
+    old = {n: row for n, row in (manifest(out) or {}).items() if _unchanged(out / n, row)}
+    aside = {n: _name(_free(out / n), out) for n in come if n not in old and n != MANIFEST and os.path.lexists(out / n)}
     record = {"schema_version": 1, "from": temporary.name, "come": come, "go": sorted(set(old) - set(come)), "aside": aside}
     write_text(out / JOURNAL, reading.dump(record), overwrite=True)
 

@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..canonical import digest, to_jsonable
 from ..errors import CorruptFile, InvalidInput, ModelMismatch
@@ -25,7 +25,6 @@ from . import folders, reading
 from .writing import check_writable, new_file, real, sweep, whole, write_text
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 STATE = "resume.json"
 _PART = re.compile(r"([A-Za-z0-9_-]+)\.([0-9a-f]{32})\.(json|npy|npz|safetensors)")
@@ -153,10 +152,6 @@ def _key_of(folder: Path) -> str | None:
     return key if isinstance(key, str) else None
 
 
-class NotThisWorker(Exception):
-    """Another process of ``--part I/N`` measures this cell."""
-
-
 class Cells:
     """The cells of a grid, each measured by one of several processes and found by all of them.
 
@@ -194,33 +189,6 @@ class Cells:
             self.made += 1
         self._left.discard(name)
         return dict(self._memory[name]["cell"])
-
-    def own(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """The cell of a key: read, or made and kept.
-
-        Raises:
-            NotThisWorker: Another part makes it.
-        """
-        found = self.get(key, make)
-        if found is None:
-            raise NotThisWorker(f"{self.part[0]}/{self.part[1]}")
-        return found
-
-    def here(self, make: Callable[[], T]) -> T | None:
-        """What is made of cells; ``None`` where another part makes one of them."""
-        try:
-            return make()
-        except NotThisWorker:
-            return None
-
-    def check(self) -> None:
-        """Go on where every cell that was asked for is there.
-
-        Raises:
-            NotThisWorker: Another part makes one of them.
-        """
-        if self._left:
-            raise NotThisWorker(f"{self.made} cells made, {self.kept} found, {self.missing} left to other parts")
 
     @property
     def missing(self) -> int:
