@@ -19,9 +19,7 @@ from ..scores import Scores
 class Spectrum:
     """Eigendecomposition ``K/N = U diag(mu) U'`` of one block's Gram matrix.
 
-    Args:
-        gram: ``(n, n)`` inner products of gradients of summed sequence losses.
-        tokens: N, the number of target tokens.
+    The Gram matrix ``(n, n)`` holds inner products of gradients of summed sequence losses; N is the number of target tokens.
     """
 
     def __init__(self, gram: np.ndarray, tokens: float) -> None:
@@ -135,13 +133,8 @@ def samples_needed(signal: np.ndarray, error: np.ndarray, n: int) -> float:
 def verdict(n: int, z: np.ndarray, share: float, stability: float, needed: float, agreement: float) -> str:
     """Say in one sentence whether the ranking can be trusted.
 
-    Args:
-        n: Sequences.
-        z: ``(K,)`` z-scores.
-        share: Part of the mean gain that is noise floor.
-        stability: Kendall tau of the excess gains of halves.
-        needed: From :func:`samples_needed`.
-        agreement: Kendall tau between raw gain and excess.
+    ``z`` are the blocks' z-scores ``(K,)``, ``share`` is the part of the mean gain that is noise floor, ``stability`` the
+    Kendall tau of the excess gains of halves, ``agreement`` that between raw gain and excess.
 
     >>> verdict(64, np.array([5.0, 4.0, 0.1]), 0.3, 0.8, 20.0, 1.0)
     '2 of 3 blocks stand above the noise (z > 2), which makes up 30 % of the gain; halves of the 64 sequences rank blocks \
@@ -210,15 +203,7 @@ def subtract_floor(scores: Scores) -> Scores:
 def summarise(
     grams: np.ndarray, tokens: np.ndarray, tau: np.ndarray, *, seed: int = 0, replicates: int = 50, splits: int = 8
 ) -> dict[str, Any]:
-    """Gains with everything said about their noise.
-
-    Args:
-        grams: ``(K, n, n)``.
-        tokens: ``(n,)`` target tokens per sequence.
-        tau: ``(D, K)`` absolute dampings.
-        seed: Of resampling.
-        replicates: Bootstrap replicates.
-        splits: Random halvings.
+    """Gains of Gram matrices ``(K, n, n)`` at absolute dampings ``(D, K)``, with everything said about their noise.
 
     Returns:
         ``gain``, ``floor``, ``standard_error``, ``excess``, ``z``, ``centred``, ``effective_dimension``, ``cross_fit`` of shape
@@ -228,10 +213,8 @@ def summarise(
     """
     d, k = tau.shape
     n, total = len(tokens), float(tokens.sum())
-    out = {
-        key: np.zeros((d, k))
-        for key in ("gain", "floor", "null_deviation", "effective_dimension", "cross_fit", "standard_error")
-    }
+    names = ("gain", "floor", "null_deviation", "effective_dimension", "cross_fit", "standard_error")
+    out = {key: np.zeros((d, k)) for key in names}
     weights = bootstrap_weights(n, seed, replicates)
     weights = weights[(weights > 0).sum(1) > 1]
     masks = halves(n, seed, splits)
