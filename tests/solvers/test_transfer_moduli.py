@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
-from layerbudget.errors import InfeasibleBudget, InvalidInput
+from layerbudget.errors import InfeasibleBudget
 from layerbudget.solvers import transfer_allocation, transfer_sparsity
 from layerbudget.solvers.utilities import PENALTIES as P
 from layerbudget.solvers.utilities import UTILITIES as U
-from layerbudget.solvers.utilities import CalibratedPenalty, Custom
+from layerbudget.solvers.utilities import CalibratedPenalty
 
 UTILITIES = (U["log"](), U["power"](0.3), U["power"](-1.0), U["saturating"](0.2), U["saturating"](3.0))
 PENALTIES = (P["quadratic"](), P["log-barrier"](), *map(P["power"], (3, 8, 1.5)), *map(P["exponential"], (0.5, 4)))
@@ -70,19 +70,10 @@ def test_the_example_that_broke_the_bound():
     chain(transfer_allocation([0.0, 2, 1], [1.0, 2, 4], 1.0, 4.0, exponent=0, spend="exactly"))
 
 
-def test_measured_curves_have_no_bound_and_custom_functions_need_a_modulus():
+def test_measured_curves_have_no_bound():
     curves = {n: [[0.2, 0.5, 0.8], [0.1, 0.3, 1.0]] for n in "ab"}
     t = transfer_sparsity([1, 2], [2, 1], 1.0, sparsity=0.3, penalty=CalibratedPenalty.from_curves(curves, list("ab")))
     assert t.regret < np.inf and (t.sharp_bound == np.inf or t.regret <= t.sharp_bound)
-    plain = {"value": np.log1p, "derivative": lambda x: 1 / (1 + x), "inverse": lambda y: 1 / y - 1}
-    with pytest.raises(InvalidInput, match="modulus"):
-        transfer_allocation([1, 2], [2, 1], 1.0, 4.0, utility=Custom(**plain))
-    own = Custom(**plain, modulus=lambda low, high: 1 / (1 + high) ** 2)
-    ours = transfer_allocation([1, 2], [2, 1], 1.0, 4.0)
-    assert transfer_allocation([1, 2], [2, 1], 1.0, 4.0, utility=own).bound == pytest.approx(ours.bound)
-    square = {"value": np.square, "derivative": lambda x: 2 * x, "inverse": lambda y: y / 2}
-    with pytest.raises(InvalidInput, match="modulus"):
-        transfer_sparsity([1, 2], [2, 1], 1.0, sparsity=0.3, penalty=Custom(**square))
 
 
 def test_relative_regret_is_unmoved_by_what_is_inert():

@@ -4,7 +4,7 @@ from .choices import Choice, choose, near_ties
 from .joint import JointSolution, solve_joint
 from .mixed import choose_few, mix_recipe
 from .programs import allocate, sparsify
-from .rounding import Rounded, allocate_increments, few_levels, round_capacity, round_parameters, round_units
+from .rounding import Rounded, allocate_increments, few_levels, round_capacity, round_parameters
 from .separable import Solution
 from .transfer import Transfer, transfer_allocation, transfer_sparsity
 from .utilities import CalibratedPenalty
@@ -25,7 +25,6 @@ __all__ = [
     "near_ties",
     "round_capacity",
     "round_parameters",
-    "round_units",
     "solve_joint",
     "sparsify",
     "transfer_allocation",

@@ -331,47 +331,6 @@ def round_parameters(values: ArrayLike, numel: ArrayLike, total: int, caps: Arra
     return counts
 
 
-def round_units(solution: Solution, units: ArrayLike) -> tuple[np.ndarray, float]:
-    """Return whole units per block (heads, channels), at the least penalty that reaches the budget.
-
-    A knapsack of the units that are put back, from every block at its cap: the penalty is convex, so the first unit put back
-    relieves most, and any choice of increments is a choice of counts.
-
-    Args:
-        solution: What :func:`layerbudget.solvers.sparsify` returned.
-        units: How many units the whole block k is, shape ``(K,)``; one of them is ``amount_k / units_k``.
-
-    Returns:
-        ``(counts, gap)``: units that go, shape ``(K,)``, with ``sum amount_k counts_k / units_k >= S``, and the proven relative
-        gap of the penalty.
-
-    Raises:
-        InfeasibleBudget: No counts within the caps reach the budget.
-
-    >>> from layerbudget.solvers import sparsify
-    >>> round_units(sparsify([1.0, 4.0], [100, 60], sparsity=0.5, max_sparsity=1.0), [10, 3])[0].tolist()
-    [8, 0]
-    """
-    p, m = solution.program, np.asarray(units, dtype=np.int64)
-    top = np.floor(p.high * m + 1e-9).astype(np.int64)
-    low = np.minimum(np.ceil(p.low * m - 1e-9).astype(np.int64), top)
-    each = p.amount / m
-    spare = float(np.dot(each, top)) - p.target
-    if spare < -1e-9 * p.target:
-        raise InfeasibleBudget(
-            f"With caps rounded down to whole units, {spare + p.target:g} can go; {p.target:g} should.",
-            f"At most {spare + p.target:g}.",
-            "Raise the caps to whole units, or use smaller units.",
-        )
-    steps = np.arange(int((top - low).max(initial=0)) + 1)
-    penalty = np.array([p.scale * p.function.value(np.maximum(top - v, low) / m) for v in steps]).T
-    saved = -np.diff(penalty, axis=1)
-    back, bound, _, _, _ = knapsack(saved, each, max(spare, 0.0) + 1e-9 * p.target)
-    value = float(penalty[np.arange(top.size), back].sum())
-    least = float(penalty[:, 0].sum()) - bound
-    return top - back, max(value - least, 0.0) / value if value > 0 else 0.0
-
-
 def few_levels(values: ArrayLike, weights: ArrayLike, levels: int) -> Vector:
     r"""Replace values by at most so many distinct ones, with the same weighted sum.
 

@@ -17,13 +17,13 @@ from .inputs import Vector, bound_vector, cost_vector, number
 def uniform_sparsity(
     numel: ArrayLike, sparsity: float, *, max_sparsity: ArrayLike = 1.0, min_sparsity: ArrayLike = 0.0
 ) -> Vector:
-    """The same sparsity everywhere, as far as caps and floors allow, shape ``(K,)``."""
+    """Return the same sparsity everywhere, as far as caps and floors allow, shape ``(K,)``."""
     n = cost_vector(numel, np.size(numel), "numel")
     return _scaled(np.ones(n.size), n, sparsity, min_sparsity, max_sparsity)
 
 
 def size_sparsity(numel: ArrayLike, sparsity: float, *, max_sparsity: ArrayLike = 1.0, min_sparsity: ArrayLike = 0.0) -> Vector:
-    """Sparsity in proportion to a block's size (large blocks are pruned more), clamped and redistributed."""
+    """Return sparsities in proportion to a block's size (large blocks are pruned more), clamped and redistributed."""
     n = cost_vector(numel, np.size(numel), "numel")
     return _scaled(n / n.mean(), n, sparsity, min_sparsity, max_sparsity)
 
@@ -38,25 +38,11 @@ def stretched_sparsity(
     min_sparsity: ArrayLike = 0.0,
     parity: bool = False,
 ) -> Vector:
-    r"""The map of AlphaPruning and LayerIF: the metric stretched to ``[1 - width, 1 + width]``, rescaled to the budget.
+    r"""Return the map of AlphaPruning and LayerIF: the metric stretched to ``[1 - width, 1 + width]``, rescaled to the budget.
 
     ``r = (m - min m) / (max m - min m) 2 width + (1 - width)``, ``rho = r s sum(n) / sum(n r)``. A larger metric means more
-    pruning. A flat metric gives the uniform plan (the originals divide 0 by 0).
-
-    Args:
-        metric: Redundancy per block, shape ``(K,)``.
-        numel: Prunable parameters per block, shape ``(K,)``.
-        sparsity: Global sparsity s.
-        width: epsilon; the published scripts use 0.1 to 0.3.
-        max_sparsity: Cap per block.
-        min_sparsity: Floor per block.
-        parity: Leave ratios above the cap as they are, as AlphaPruning does (LayerIF cuts at 0.99 without redistributing).
-
-    Returns:
-        Sparsities, shape ``(K,)``.
-
-    Raises:
-        InfeasibleBudget: The caps do not allow the global sparsity.
+    pruning; a flat one gives the uniform plan (the originals divide 0 by 0). The published scripts use widths of 0.1 to 0.3.
+    ``parity`` leaves ratios above the cap as they are, as AlphaPruning does (LayerIF cuts at 0.99 without redistributing).
 
     >>> stretched_sparsity([0.0, 1.0], [10, 10], 0.5, width=0.1)
     array([0.45, 0.55])
@@ -79,25 +65,10 @@ def owl_sparsity(
     min_sparsity: ArrayLike = 0.0,
     parity: bool = False,
 ) -> Vector:
-    r"""The map of OWL: ``d = (o - min o) / (max o - min o) 2 Lambda``, ``rho = s + mean(d) - d``.
+    r"""Return the map of OWL: ``d = (o - min o) / (max o - min o) 2 width``, ``rho = s + mean(d) - d``.
 
-    More outliers, fewer zeros. The original's mean is over blocks, not parameters, and only a floor of 0.01 is applied
-    (``parity=True``); ours shifts all ratios by one number until the parameter-weighted budget is met under the caps.
-
-    Args:
-        outliers: Outlier ratio per block, shape ``(K,)``.
-        numel: Prunable parameters per block.
-        sparsity: Global sparsity s.
-        width: Lambda, half the range of the ratios.
-        max_sparsity: Cap per block.
-        min_sparsity: Floor per block.
-        parity: As published.
-
-    Returns:
-        Sparsities, shape ``(K,)``.
-
-    Raises:
-        InfeasibleBudget: The caps do not allow the global sparsity.
+    More outliers, fewer zeros. The original's mean is over blocks, not parameters, and only a floor of 0.01 is applied (``parity``); ours shifts all
+    ratios by one number until the parameter-weighted budget is met under the caps.
 
     >>> owl_sparsity([1.0, 3.0], [10, 10], 0.5).round(2)
     array([0.58, 0.42])
@@ -113,20 +84,11 @@ def owl_sparsity(
     return np.minimum(np.maximum(rho + t, low), high)
 
 
-def layerif_experts(values: ArrayLike, total: int, *, exponent: float = 2.0, parity: bool = True) -> np.ndarray:
-    r"""LayerIF's expert heuristic: one expert each, the rest in proportion to ``(max v - v)^p``.
+def layerif_experts(values: ArrayLike, total: int, *, exponent: float = 2.0) -> np.ndarray:
+    r"""Return LayerIF's expert heuristic: one expert each, the rest in proportion to ``(max v - v)^p``.
 
-    ``v`` is the summed influence (negative = helpful). The fraction's floor is taken and the remainder goes to the largest
-    fractional parts, the later block first on ties; the least helpful block keeps its single expert.
-
-    Args:
-        values: Summed influence per block, lower = more helpful, shape ``(K,)``.
-        total: Experts in all.
-        exponent: 2 for all influences, 3 for positive ones in the published runs.
-        parity: There is one behaviour; accepted so that all rules can be called alike.
-
-    Returns:
-        Counts, shape ``(K,)``, summing to ``total``.
+    ``v`` is the summed influence (negative = helpful), p is 2 for all influences and 3 for positive ones in published runs.
+    The fraction's floor is taken and the remainder goes to the largest fractional parts, the later block first on ties.
 
     Raises:
         InfeasibleBudget: Fewer experts than blocks.
@@ -147,17 +109,10 @@ def layerif_experts(values: ArrayLike, total: int, *, exponent: float = 2.0, par
 
 
 def alphalora_experts(alpha: ArrayLike, total: int, *, exponent: float = 2.5, parity: bool = False) -> np.ndarray:
-    r"""AlphaLoRA: experts in proportion to ``alpha^beta``, a larger tail exponent earning more.
+    r"""Return AlphaLoRA's experts, in proportion to ``alpha^exponent``: a larger tail exponent earns more.
 
-    Args:
-        alpha: Power-law exponent of the spectrum per block, shape ``(K,)``.
-        total: Experts in all.
-        exponent: beta, 2.5 by default.
-        parity: The original: round to even, no minimum of one, and a repair loop that compares raw powers with counts, so that
-            the smallest alpha receives what is missing. Ours: at least one each, the rest by largest remainder.
-
-    Returns:
-        Counts, shape ``(K,)``, summing to ``total``.
+    At least one each, the rest by largest remainder. ``parity`` is the original: round to even, no minimum of one, and a repair
+    loop that compares raw powers with counts, so that the smallest alpha receives what is missing.
 
     Raises:
         InfeasibleBudget: Fewer experts than blocks (not under parity).
@@ -180,15 +135,10 @@ def alphalora_experts(alpha: ArrayLike, total: int, *, exponent: float = 2.5, pa
 
 
 def mola_experts(layers: int, shape: str | tuple[int, ...] = "2468", total: int | None = None) -> np.ndarray:
-    """MoLA's shapes for any depth: the digits are experts per group of neighbouring layers, in order of depth.
+    """Return MoLA's shapes for any depth: the digits are experts per group of neighbouring layers, in order of depth.
 
-    Args:
-        layers: Number of blocks.
-        shape: ``"5555"``, ``"2468"``, ``"8642"``, other digits, or a tuple of counts.
-        total: Rescale to this many experts (largest remainder, at least one each); as the digits say by default.
-
-    Returns:
-        Counts, shape ``(layers,)``. Where the depth does not divide, earlier groups are one layer longer.
+    Where the depth does not divide, earlier groups are one layer longer. With a total, counts are rescaled to it (largest
+    remainder, at least one each).
 
     Raises:
         InvalidInput: Not a shape, or fewer layers than groups.
@@ -210,7 +160,7 @@ def mola_experts(layers: int, shape: str | tuple[int, ...] = "2468", total: int 
 
 
 def apportion(share: ArrayLike, total: int, *, minimum: int = 1) -> np.ndarray:
-    """Integers in proportion to ``share`` that sum to ``total``: a minimum each, then largest remainders (earlier first).
+    """Return integers in proportion to ``share`` that sum to ``total``: a minimum each, then largest remainders.
 
     >>> apportion([1.0, 1.0, 2.0], 8).tolist()
     [2, 2, 4]
@@ -219,14 +169,10 @@ def apportion(share: ArrayLike, total: int, *, minimum: int = 1) -> np.ndarray:
     _enough(total, s.size, minimum)
     if not s.sum() > 0:
         raise DegenerateScores(f"All {s.size} shares are zero.", "At least one must be positive.", "Use rule='uniform'.")
-    t, _, _ = piecewise_root(
-        np.maximum(s / s.max(), 1e-300),
-        np.zeros(s.size),
-        np.full(s.size, float(minimum)),
-        np.full(s.size, np.inf),
-        float(total),
-    )
-    ideal = np.maximum(np.maximum(s / s.max(), 1e-300) * t, minimum)
+    s = np.maximum(s / s.max(), 1e-300)
+    floor, cap = np.full(s.size, float(minimum)), np.full(s.size, np.inf)
+    t, _, _ = piecewise_root(s, np.zeros(s.size), floor, cap, float(total))
+    ideal = np.maximum(s * t, minimum)
     counts = np.floor(ideal + 1e-9).astype(np.int64)
     order = np.argsort(-(ideal - counts), kind="stable")
     counts[order[: total - int(counts.sum())]] += 1
@@ -251,7 +197,6 @@ def _enough(total: int, size: int, minimum: int = 1) -> None:
 
 def _caps(low: ArrayLike, high: ArrayLike, n: Vector, sparsity: float) -> tuple[Vector, Vector]:
     a, b = bound_vector(low, n.size, "min_sparsity", 0.0), bound_vector(high, n.size, "max_sparsity", 1.0)
-    a, b = np.full(n.size, 1.0) * a, np.full(n.size, 1.0) * b
     least, most = float(np.dot(n, a) / n.sum()), float(np.dot(n, b) / n.sum())
     if not least - 1e-12 <= sparsity <= most + 1e-12:
         raise InfeasibleBudget(

@@ -4,7 +4,7 @@ r"""Utilities of capacity (concave phi) and penalties of pruning (convex psi), e
 the x at which the derivative is p, all vectorised. ``modulus(low, high)``, the smallest ``|second derivative|`` on an interval,
 is what transfer bounds are made from. For the two functions of the paper, log and quadratic, capacity (or pruned parameters) is
 linear in one dual variable: ``amount x = t slope + offset``, given by ``linear``, so that the exact search of
-:mod:`layerbudget.solvers.dual` applies. Your own function is a :class:`Custom`, your own curves a :class:`CalibratedPenalty`.
+:mod:`layerbudget.solvers.dual` applies. Any object with these methods is a function; curves are a :class:`CalibratedPenalty`.
 """
 
 from __future__ import annotations
@@ -194,55 +194,6 @@ class _Exponential:
 
     def modulus(self, low: Vector, high: Vector) -> Vector:
         return self.rate**2 * np.exp(self.rate * low)
-
-
-class Custom:
-    """Your own phi or psi: value, derivative and inverse derivative, vectorised, ``value(0) = 0``, derivative positive.
-
-    Args:
-        value: Concave (utility) or convex (penalty) function of capacity or sparsity.
-        derivative: Its derivative.
-        inverse: Inverse of the derivative.
-        modulus: ``(low, high) -> `` smallest ``|second derivative|`` between them; needed for transfer bounds only.
-        name: Name for the record.
-    """
-
-    def __init__(
-        self,
-        value: Callable[[Vector], Vector],
-        derivative: Callable[[Vector], Vector],
-        inverse: Callable[[Vector], Vector],
-        *,
-        modulus: Callable[[Vector, Vector], Vector] | None = None,
-        name: str = "custom",
-    ) -> None:
-        self.value, self.derivative, self.inverse, self.name = value, derivative, inverse, name
-        self._modulus = modulus
-        probe = np.linspace(0.05, 0.45, 5)
-        with np.errstate(all="ignore"):
-            slopes = np.asarray(derivative(probe))
-            back = np.asarray(inverse(slopes))
-        if back.shape != probe.shape or not np.allclose(back, probe, rtol=1e-6):
-            raise InvalidInput(
-                f"inverse(derivative(x)) of {name} is {back.tolist()} at {probe.tolist()}.",
-                "It must give x back.",
-                "Correct the inverse derivative.",
-            )
-        self.concave = bool(slopes[-1] < slopes[0])
-
-    def modulus(self, low: Vector, high: Vector) -> Vector:
-        """Return the modulus that was given.
-
-        Raises:
-            InvalidInput: None was.
-        """
-        if self._modulus is None:
-            raise InvalidInput(
-                f"{self.name} has no modulus, so no transfer bound can be computed for it.",
-                "A bound needs the smallest |second derivative| between two points.",
-                "Give it: Custom(..., modulus=lambda low, high: ...).",
-            )
-        return np.asarray(self._modulus(low, high), dtype=np.float64)
 
 
 UTILITIES: dict[str, Callable[..., Function]] = {"log": _Log, "power": _Power, "saturating": _Saturating}
