@@ -67,8 +67,8 @@ def owl_sparsity(
 ) -> Vector:
     r"""Return the map of OWL: ``d = (o - min o) / (max o - min o) 2 width``, ``rho = s + mean(d) - d``.
 
-    More outliers, fewer zeros. The original's mean is over blocks, not parameters, and only a floor of 0.01 is applied (``parity``); ours shifts all
-    ratios by one number until the parameter-weighted budget is met under the caps.
+    More outliers, fewer zeros. The original's mean is over blocks, not parameters, and only a floor of 0.01 is applied
+    (``parity``); ours shifts all ratios by one number until the parameter-weighted budget is met under the caps.
 
     >>> owl_sparsity([1.0, 3.0], [10, 10], 0.5).round(2)
     array([0.58, 0.42])
