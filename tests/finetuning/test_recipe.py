@@ -58,8 +58,8 @@ def limit(place):
 
 
 def test_one_limit_a_written_base_and_an_adapter_that_loads_again(place, limit, tokenizer, capsys):
-    words = ("plan", "joint", place / "ranks.json", "--formats", place / "formats.json", "--bytes", f"{limit} bytes")
-    plan = command(capsys, *words, "--max-capacity", 6, "--exchange", 0.02, "-o", place / "recipe.json")
+    words = ("plan", "joint", place / "ranks.json", "--formats", place / "formats.json", "--budget", f"{limit} bytes")
+    plan = command(capsys, *words, "--set", "max_capacity=6", "--set", "exchange=0.02", "-o", place / "recipe.json")
     assert plan["kind"] == "recipe" and plan["budget"]["spent"] <= limit
     told = command(capsys, "explain", place / "recipe.json")["sentences"]
     assert any("bits per weight for the base" in s for s in told)
@@ -115,13 +115,13 @@ def test_a_recipe_says_what_it_is_and_what_it_cannot_be(place, limit, capsys):
     reads = Plan.from_dict({**plan.to_dict(), "extra": {**plan.to_dict()["extra"], "method": "gptq"}})
     with pytest.raises(InvalidInput, match="which reads text"):
         base_of(reads, place / "model", model)
-    words = ["plan", "joint", str(place / "ranks.json"), "--formats", str(place / "formats.json"), "--bytes"]
+    words = ["plan", "joint", str(place / "ranks.json"), "--formats", str(place / "formats.json"), "--budget"]
     for more, sentence in (
         (["900 bytes"], "smallest recipe takes"),
         (["3M params"], "not in bytes"),
-        ([str(limit), "--eta", "2"], "has no meaning"),
-        ([f"{limit}", "--bytes-per-parameter", "0.3"], "whole bytes"),
-        ([f"{limit}", "--gain", "-1"], "gain is -1"),
+        ([str(limit), "--set", "eta=2"], "has no option eta"),
+        ([f"{limit}", "--set", "bytes_per_parameter=0.3"], "whole bytes"),
+        ([f"{limit}", "--set", "gain=-1"], "gain is -1"),
     ):
         assert main([*words, *more, "-o", str(place / "bad.json")]) == 2
         assert sentence in " ".join(capsys.readouterr().err.split()) and not (place / "bad.json").exists()
