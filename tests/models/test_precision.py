@@ -78,7 +78,7 @@ CHANGES = {
 def test_every_part_of_a_computation_is_part_of_the_request(what, tmp_path):
     model, data = tiny()
     first = computation(model)
-    score(model, data, partition(model), "gradient-norm", stage=tmp_path)
+    score(model, data, partition(model), "gradient-norm", resume=tmp_path)
     before = torch.get_float32_matmul_precision()
     try:
         if what in CHANGES:
@@ -88,10 +88,10 @@ def test_every_part_of_a_computation_is_part_of_the_request(what, tmp_path):
         with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
             now = computation(model)
             assert now != first and {k for k in now if now[k] != first[k]} == {what}
-            score(model, data, partition(model), "gradient-norm", stage=tmp_path)
+            score(model, data, partition(model), "gradient-norm", resume=tmp_path)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert len(list((tmp_path / "results").iterdir())) == 2
+    assert len(list(tmp_path.glob("scores-*.json"))) == 2
 
 
 def test_every_estimator_says_how_it_computed():
