@@ -189,23 +189,6 @@ def test_a_file_that_the_system_refuses_and_an_unknown_option_are_one_sentence(t
     assert "--excess has no meaning" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_pattern_is_measured_beside_the_same_share_and_pruned_by(saved_model, tmp_path, capsys):
-    folder = saved_model("llama")
-    plan = answer(capsys, "plan", "sparsity", folder, *SMALL, "--pattern", "2:4", "--json", "-o", tmp_path / "p.json")
-    assert plan["rule"] == "uniform" and {b["count"] / b["numel"] for b in plan["blocks"]} == {0.5}
-    assert plan["measured"]["pattern"] > 0 and plan["measured"]["pattern"] != plan["measured"]["unstructured"]
-    assert all(v > 0 for v in plan["predicted"].values())
-    words = ("apply", folder, tmp_path / "p.json", *SMALL, "--pattern", "2:4", "--json", "-o", tmp_path / "out")
-    assert answer(capsys, *words)["sparsity"] == 0.5
-    for flags, says in {
-        ("--pattern", "n:8"): "--pattern n:8", ("--pattern", "2:4", "--set", "crossfit=true"): "no option crossfit",
-        ("--pattern", "2:4", "--sparsity", "0.5"): "--sparsity has no meaning", ("--pattern", "5:4"): "is not a pattern",
-        ("--pattern", "2:4", "--method", "n:m"): "a pattern of its own", ("--pattern", "2:5"): "do not split",
-        ("--pattern", "2:4", "--by", "rows:2"): "",
-    }.items():  # fmt: skip
-        assert says in answer(capsys, "plan", "sparsity", folder, *SMALL, *flags, "-o", tmp_path / "q.json", code=2)
-
-
 @pytest.mark.parametrize(
     ("words", "meant"),
     [

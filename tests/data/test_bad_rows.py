@@ -57,8 +57,11 @@ def test_texts_without_a_format_are_counted_too(written, tokenizer, caplog):
     assert "2 of 11 rows" in caplog.text
 
 
-@pytest.mark.parametrize("verb", ["score", "measure", "prune", "quantize", "finetune", "evaluate", "certify", "doctor"])
-def test_every_verb_that_reads_rows_has_the_option(verb, capsys):
+@pytest.mark.parametrize(
+    "words",
+    ["score", "plan sparsity", "plan bits", "plan shapes", "apply", "finetune", "evaluate", "explain certify", "doctor"],
+)
+def test_every_verb_that_reads_rows_has_the_option(words, capsys):
     with pytest.raises(SystemExit):
-        build_parser(verb).parse_args([verb, "--help"])
+        build_parser(words.split()[0]).parse_args([*words.split(), "--help"])
     assert "--skip-bad-rows" in capsys.readouterr().out

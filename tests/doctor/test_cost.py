@@ -122,10 +122,10 @@ def test_the_doctor_prices_a_configuration_alone(tmp_path, capsys):
         record = json.loads(capsys.readouterr().out)
         assert record["layers"] == 80 and {f["verb"] for f in record["forecast"]} >= LONG
         assert {f["samples"] for f in record["forecast"]} > {16, 128}  # every verb at its own defaults
-    assert main(["doctor", str(tmp_path), "--estimator", "kfac", "--machine", "4 GiB", "--json"]) == 0
-    assert [f["verb"] for f in json.loads(capsys.readouterr().out)["forecast"]] == ["score kfac"]
+    assert main(["doctor", str(tmp_path), "--machine", "4 GiB", "--json"]) == 0
+    assert "score kfac" in [f["verb"] for f in json.loads(capsys.readouterr().out)["forecast"]]
     for wrong in (
-        ["--data", "stdlib"], ["--estimator", "magic"], ["--machine", "plenty"], ["--machine", "3% flops"],
+        ["--data", "stdlib"], ["--machine", "plenty"], ["--machine", "3% flops"],
         ["--machine", "4 GiB", "--data", "stdlib"],
     ):  # fmt: skip
         assert main(["doctor", str(tmp_path), *wrong]) == 2

@@ -100,7 +100,7 @@ def test_the_share_is_not_said_where_it_is_all(folder, capsys):
         ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "ViTForImageClassification reads no text"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("verb", ["doctor", "measure", "evaluate"])
+@pytest.mark.parametrize("verb", ["doctor", "plan sparsity", "evaluate"])
 def test_what_no_verb_can_use_is_refused_before_its_weights_are_read(config, said, verb, tmp_path, tokenizer, capsys):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -108,7 +108,7 @@ def test_what_no_verb_can_use_is_refused_before_its_weights_are_read(config, sai
     (tmp_path / "text.txt").write_text("a few words of text " * 60)
     text = ["--perplexity" if verb == "evaluate" else "--data", str(tmp_path / "text.txt"), "--length", "16"]
     more = [] if verb == "evaluate" else ["--samples", "2"]
-    assert main([verb, str(tmp_path), *text, *more, "--quiet"]) == 2
+    assert main([*verb.split(), str(tmp_path), *text, *more, "--quiet"]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
 

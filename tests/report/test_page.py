@@ -111,7 +111,7 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
         assert all(part in text for part in parts), (name, [p for p in parts if p not in text])
         assert not re.search(r"https?://|src=\"(?!data:)|@import|url\(", text), "the page must be self-contained"
     text = build_page(pruned)
-    assert "Recounted:" in text and "layerbudget prune" in text and "What you have: unstructured zeros" in text
+    assert "Recounted:" in text and "layerbudget apply" in text and "What you have: unstructured zeros" in text
 
 
 def test_the_grid_is_the_planners_own(folders):

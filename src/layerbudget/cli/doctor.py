@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .display import announce
-from .options import add_model, add_place, add_verb, load, refuse, split_revision
+from .options import add_model, add_place, add_skip, add_verb, load, refuse, split_revision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,10 +28,12 @@ def register(subparsers: Any) -> None:
         metavar="SIZE",
         help='price the long commands for a machine with so much memory, say "24 GiB" (default: this one); loads no weights',
     )
+    p.add_argument("--data", help="text to look at, as for score (default: stdlib)")
+    add_skip(p)
     p.add_argument("--samples", type=int, help="price every command for so many sequences (default: its own number)")
     p.add_argument("--length", type=int, help="tokens per sequence (default: 256)")
     p.add_argument("--batch-size", type=int, help="sequences per forward pass (default: 8)")
-    p.set_defaults(data="stdlib", seed=0, skip_bad_rows=False)
+    p.set_defaults(seed=0)
     p.set_defaults(data_defaults={"data": "stdlib", "samples": 128, "length": 256, "seed": 0})
     add_place(p)
 
@@ -45,7 +47,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
 
     if a.machine or not _has_weights(a.model):
         why = "--machine, which reads no text and no weights" if a.machine else "a configuration without weights"
-        refuse(a, ("stream",), why)
+        refuse(a, ("data", "stream"), why)
         return _unloaded(a)
     model, tokenizer, data = load(a)
     announce(a, f"{a.model}: {describe_place(model)}.")

@@ -37,34 +37,30 @@ def add_sparsity(p: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--method", choices=TREATMENTS.names(), help="the pruner (default: wanda)")
     group.add_argument("--passes", type=float, help="forward equivalents to spend, a backward counts two (default: 24)")
-    group.add_argument("--pattern", metavar="N:M", help="measure what 2:4, say, costs beside the same share without a pattern")
     add_resume(group, "finished steps")
 
 
 def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
     """Plan, write, show."""
-    from ..decisions.sparsity.sequential import plan_directional
+    from ..decisions.sparsity.directional import plan_by_damage
     from ..records import check_fraction
     from ..report.tables import path_table, plan_table
 
     a.model, a.out, a.by, a.method = a.source, a.out or "plan.json", a.by or "linear", a.method or "wanda"
     check_output(a.out, overwrite=a.overwrite)
-    if a.pattern:
-        return _pattern(a)
     check_fraction(a.sparsity, "sparsity")
     several = a.by.split(",")
-    own = own_of(a, plan_directional, taken=("progress",))
+    own = own_of(a, plan_by_damage, taken=("progress",))
     model, _, data = load(a)
-    _expect_pruning(a, model, data, "directional", a.passes)
+    _expect_pruning(a, model, data)
     with progress_bar(a, f"stepping down, {a.method}") as progress:
-        plan = plan_directional(
+        plan = plan_by_damage(
             model,
             data,
             sparsity=a.sparsity,
             by=several if _known(a.by) else a.by,
             method=a.method,
             batch_size=batch_of(a, model, data),
-            seed=a.seed or 0,
             progress=progress,
             **given(a, "passes", "resume", "max_sparsity"),
             **own,
@@ -91,48 +87,17 @@ def against_uniform(predicted: float, uniform: float, measured: float) -> str:
     return f"Predicted damage {predicted:.4f} nats per token, uniform {uniform:.4f}: {word}. Measured: {measured:.4f}."
 
 
-def _pattern(a: argparse.Namespace) -> dict[str, Any]:
-    """What a pattern costs, and its plan."""
-    from ..decisions.sparsity.patterned import check_pattern, plan_pattern
-
-    refuse(a, ("sparsity", "max_sparsity", "passes", "resume"), "--pattern, which decides the share")
-    own = own_of(a, plan_pattern, taken=("progress",))
-    draws = own.pop("draws", 2)
-    check_pattern(a.pattern, a.method, draws)
-    model, _, data = load(a)
-    _expect_pruning(a, model, data, "pattern", 2.0 * draws + 7.0)  # and two prunings
-    with progress_bar(a, f"measuring {a.pattern}") as progress:
-        plan = plan_pattern(
-            model,
-            data,
-            a.pattern,
-            by=a.by,
-            method=a.method,
-            draws=draws,
-            batch_size=batch_of(a, model, data),
-            seed=a.seed or 0,
-            progress=progress,
-            **own,
-        )
-    _save(a, plan)
-    predicted, found = plan.extra["predicted"], plan.extra["measured"]
-    title = f"damage at {plan.blocks[0].value:.0%}, nats per token, by {a.method}"
-    show_table(a, title, ("zeros", "predicted", "measured"), [(kind, predicted[kind], found[kind]) for kind in found])
-    a.console.print(f"written to {a.out}; apply it by layerbudget apply with --pattern {a.pattern}")
-    return {**plan.to_dict(), "predicted": predicted, "measured": found}
-
-
 def _known(by: str) -> bool:
     return all(name in ("layer", "linear") or name.startswith("rows:") for name in by.split(","))
 
 
-def _expect_pruning(a: argparse.Namespace, model: Any, data: Any, search: str, passes: float | None) -> None:
+def _expect_pruning(a: argparse.Namespace, model: Any, data: Any) -> None:
     from ..doctor.cost import searching
     from ..models.blocks import partition
 
     say_share(a, model, partition(model, "linear" if _known(a.by) else a.by))
     text = text_of(data, a)
-    expect(a, f"{a.method} ({search}) on {words_of(data)}", model, lambda _: searching(text, passes))
+    expect(a, f"{a.method} on {words_of(data)}", model, lambda _: searching(text, a.passes))
 
 
 def _save(a: argparse.Namespace, plan: Plan) -> None:

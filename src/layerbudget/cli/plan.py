@@ -100,20 +100,20 @@ def _capacity(p: argparse.ArgumentParser, kind: str) -> None:
 
 def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
     """Plan a sparsity from scores, or by the damage to a model."""
-    from ..decisions.sparsity.plan import plan_sparsity
+    from ..decisions.sparsity.plan import plan_by_scores
 
-    a.sparsity = 0.5 if a.sparsity is None and not a.pattern else a.sparsity
+    a.sparsity = 0.5 if a.sparsity is None else a.sparsity
     if measured.is_model(a):
         refuse(a, ("curves", "exclude", "fix"), "a model, whose damage is measured: they belong to scores")
         return measured.run_sparsity(a)
     unread = (name for name in (*DATA, *PLACE) if name != "seed")
-    refuse(a, ("by", "method", "passes", "pattern", "resume", *unread), "scores: it belongs to a model")
+    refuse(a, ("by", "method", "passes", "resume", *unread), "scores: it belongs to a model")
     curves, method = read_curves(a.curves) if a.curves else (None, None)
-    own = own_of(a, plan_sparsity, taken=("fixed",))
+    own = own_of(a, plan_by_scores, taken=("fixed",))
     if curves and own.get("penalty") is not None:
         raise InvalidInput("--curves and a penalty were given together.", "Curves are the penalty.", "Leave one out.")
     options = given(a, "max_sparsity", "exclude", "rule", "seed") | own | ({"penalty": curves} if curves else {})
-    plan = plan_sparsity(load_scores(a.source), sparsity=a.sparsity, fixed=read_fixed(a.fix), **options)
+    plan = plan_by_scores(load_scores(a.source), sparsity=a.sparsity, fixed=read_fixed(a.fix), **options)
     if method is not None:
         plan = dataclasses.replace(plan, hyperparameters={**plan.hyperparameters, "method": str(method)})
     return _finish(a, plan)
