@@ -32,7 +32,7 @@ def test_a_lora_config_gives_every_module_its_rank(mistral, tmp_path, capsys):
     plan = zoo.linears(mistral, lambda n: 3 if "q_proj" in n else 5 if "down" in n else 0)
     plan.save(tmp_path / "ranks.json")
     out = tmp_path / "adapter_config.json"
-    assert main(["export", str(tmp_path / "ranks.json"), "--dropout", "0.1", "-o", str(out)]) == 0
+    assert main(["export", str(tmp_path / "ranks.json"), "--set", "dropout=0.1", "-o", str(out)]) == 0
     assert "ranks by" in capsys.readouterr().out
     for config in (peft.LoraConfig(**json.loads(out.read_text())), peft.LoraConfig.from_pretrained(str(tmp_path))):
         assert config.lora_dropout == 0.1
@@ -42,7 +42,7 @@ def test_a_lora_config_gives_every_module_its_rank(mistral, tmp_path, capsys):
 
 def test_a_recipe_names_every_module_once_and_says_how_it_is_run(sparsity, tmp_path, capsys):
     out = tmp_path / "recipe.yaml"
-    assert main(["export", str(tmp_path), "--method", "sparsegpt", "--levels", "2", "-o", str(out)]) == 0
+    assert main(["export", str(tmp_path), "--set", "method=sparsegpt", "--set", "levels=2", "-o", str(out)]) == 0
     stages = [m for s in yaml.safe_load(out.read_text()).values() for g in s.values() for m in g.values()]
     assert len(stages) == 2
     ratios = {module: m["sparsity"] for m in stages for module in m["targets"]}
@@ -105,9 +105,9 @@ def test_tables_hold_the_plan(sparsity, tmp_path):
 def test_what_a_format_does_not_write_or_read_is_refused(sparsity, tmp_path, capsys):
     plan = str(tmp_path / "plan.json")
     for words, said in (
-        (["--to", "lora"], "no format for a plan of kind sparsity"), (["--to", "csv", "--levels", "2"], "has no option levels"),
-        (["--to", "gguf"], "export format"), (["--to", "packed", "--levels", "2"], "no meaning for packed"),
-        (["--method", "magnitude"], "cannot be written"),
+        (["--to", "lora"], "no format for a plan of kind sparsity"), (["--to", "csv", "--set", "levels=2"], "has no option levels"),
+        (["--to", "gguf"], "export format"), (["--to", "packed", "--set", "levels=2"], "no meaning for packed"),
+        (["--set", "method=magnitude"], "cannot be written"),
     ):  # fmt: skip
         assert main(["export", plan, *words, "-o", str(tmp_path / "x")]) == 2
         assert said in " ".join(capsys.readouterr().err.split())
