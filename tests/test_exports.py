@@ -105,7 +105,8 @@ def test_tables_hold_the_plan(sparsity, tmp_path):
 def test_what_a_format_does_not_write_or_read_is_refused(sparsity, tmp_path, capsys):
     plan = str(tmp_path / "plan.json")
     for words, said in (
-        (["--to", "lora"], "no format for a plan of kind sparsity"), (["--to", "csv", "--set", "levels=2"], "has no option levels"),
+        (["--to", "lora"], "no format for a plan of kind sparsity"),
+        (["--to", "csv", "--set", "levels=2"], "has no option levels"),
         (["--to", "gguf"], "export format"), (["--to", "packed", "--set", "levels=2"], "no meaning for packed"),
         (["--set", "method=magnitude"], "cannot be written"),
     ):  # fmt: skip
