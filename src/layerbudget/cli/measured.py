@@ -58,7 +58,7 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
             model,
             data,
             sparsity=a.sparsity,
-            by=several if _known(a.by) else a.by,
+            by=several if len(several) > 1 and _known(a.by) else a.by,
             method=a.method,
             batch_size=batch_of(a, model, data),
             progress=progress,
