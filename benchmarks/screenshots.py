@@ -17,7 +17,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from layerbudget.report.page import write_page
+from layerbudget.report.page import write_report
 
 WIDTHS = (1200, 420)
 LEAST = 500  # pixels of the narrowest window
@@ -81,7 +81,7 @@ def main() -> None:
     for item in a.folders:
         name, _, folder = item.partition("=")
         with tempfile.TemporaryDirectory() as place:
-            page = write_page(Path(folder), Path(place) / f"{name}.html")
+            page = write_report(Path(folder), Path(place) / f"{name}.html")
             for width in WIDTHS:
                 height = min(tall(browser, page, width, Path(place)), a.tall)
                 for dark in (False, True) if width == WIDTHS[0] else (False,):

@@ -4,11 +4,11 @@ import tempfile
 from pathlib import Path
 
 import layerbudget as lb
-from layerbudget.report.page import write_page
+from layerbudget.report.page import write_report
 
 folder = Path(tempfile.mkdtemp())
 model = lb.load_model("demo")
 scores = lb.score(model, None, lb.partition(model), "spectral-tail")
 scores.save(folder / "scores.json")
 lb.plan_sparsity(scores, sparsity=0.5).save(folder / "plan.json")
-print(write_page(folder, folder / "report.html"))
+print(write_report(folder, folder / "report.html"))

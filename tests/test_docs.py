@@ -111,3 +111,9 @@ def test_the_six_lines_of_the_readme(capsys):
     exec(compile(block, "README.md", "exec"), {})
     sparsity, perplexity = map(float, capsys.readouterr().out.split())
     assert sparsity == pytest.approx(0.5, abs=1e-3) and 5 < perplexity < 30
+
+
+def test_every_public_name_is_shown_on_a_page_or_in_an_example():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
+    shown = set(re.findall(r"\b(?:lb|layerbudget)\.(\w+)", "".join(p.read_text() for p in pages)))
+    assert not set(lb.__all__) - shown - {"__version__"}

@@ -11,6 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and type checkers know it
+    from .comparison.bench import TaskBench as TaskBench
+    from .comparison.bench import TextBench as TextBench
+    from .comparison.run import compare_scores as compare_scores
     from .data.calibration import CalibrationSet as CalibrationSet
     from .data.text import calibration as calibration
     from .decisions.apply import apply_plan as apply_plan
@@ -32,8 +35,10 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.sparsity.receipt import recount as recount
     from .decisions.sparsity.save import save_pruned as save_pruned
     from .doctor import diagnose as diagnose
+    from .evaluation.harness import evaluate_tasks as evaluate_tasks
     from .evaluation.perplexity import evaluation_set as evaluation_set
     from .evaluation.perplexity import perplexity as perplexity
+    from .evaluation.statistics import compare_results as compare_results
     from .finetuning.adapters import load_adapter as load_adapter
     from .finetuning.finetune import finetune as finetune
     from .finetuning.tracking import GainTracker as GainTracker
@@ -47,6 +52,7 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .plans.compare import diff_plans as diff_plans
     from .plans.compare import sweep as sweep
     from .plans.explain import explain_plan as explain_plan
+    from .report.page import write_report as write_report
     from .scores import Scores as Scores
     from .sensitivity.certificate import certify_ranking as certify_ranking
     from .sensitivity.certificate import direct_check as direct_check
@@ -56,47 +62,60 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    # models and text
     "load_model": "models.loading",
     "load_tokenizer": "models.loading",
     "partition": "models.blocks",
+    "blocks_from_config": "models.configurations",
     "calibration": "data.text",
     "CalibrationSet": "data.calibration",
+    "diagnose": "doctor",
+    # scores
     "score": "sensitivity.gain",
+    "import_scores": "sensitivity.importing",
     "Scores": "scores",
-    "Plan": "plan",
+    "certify_ranking": "sensitivity.certificate",
+    "direct_check": "sensitivity.certificate",
+    # plans
     "plan_sparsity": "decisions.sparsity.plan",
     "plan_bits": "decisions.bits.plan",
-    "plan_experts": "decisions.experts.plan",
+    "plan_shapes": "decisions.shapes.plan",
+    "plan_depth": "decisions.shapes.depth",
     "plan_ranks": "decisions.ranks.plan",
+    "plan_experts": "decisions.experts.plan",
     "plan_joint": "decisions.joint.plan",
-    "plan_again": "plans.again",
-    "sweep": "plans.compare",
-    "diff_plans": "plans.compare",
+    "Plan": "plan",
+    # what is done with plans
     "explain_plan": "plans.explain",
+    "diff_plans": "plans.compare",
+    "sweep": "plans.compare",
+    "plan_again": "plans.again",
     "transfer_scores": "plans.again",
-    "blocks_from_config": "models.configurations",
+    # applied
+    "apply_plan": "decisions.apply",
     "prune": "decisions.sparsity.apply",
     "recount": "decisions.sparsity.receipt",
     "save_pruned": "decisions.sparsity.save",
-    "plan_depth": "decisions.shapes.depth",
-    "plan_shapes": "decisions.shapes.plan",
-    "apply_shapes": "decisions.shapes.apply",
-    "apply_plan": "decisions.apply",
     "write_bits": "decisions.bits.apply",
+    "apply_shapes": "decisions.shapes.apply",
     "remove_units": "decisions.shapes.apply",
-    "to_lora_config": "decisions.ranks.apply",
     "add_ranks": "decisions.ranks.apply",
-    "fold_scales": "decisions.ranks.apply",
     "add_experts": "decisions.experts.method",
-    "perplexity": "evaluation.perplexity",
-    "evaluation_set": "evaluation.perplexity",
-    "diagnose": "doctor",
-    "import_scores": "sensitivity.importing",
-    "direct_check": "sensitivity.certificate",
-    "certify_ranking": "sensitivity.certificate",
-    "GainTracker": "finetuning.tracking",
+    "fold_scales": "decisions.ranks.apply",
+    "to_lora_config": "decisions.ranks.apply",
+    # trained
     "finetune": "finetuning.finetune",
     "load_adapter": "finetuning.adapters",
+    "GainTracker": "finetuning.tracking",
+    # measured
+    "perplexity": "evaluation.perplexity",
+    "evaluation_set": "evaluation.perplexity",
+    "evaluate_tasks": "evaluation.harness",
+    "compare_results": "evaluation.statistics",
+    "compare_scores": "comparison.run",
+    "TextBench": "comparison.bench",
+    "TaskBench": "comparison.bench",
+    "write_report": "report.page",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -525,13 +525,13 @@ def render(tables, score_tables, flag_table) -> str:
     ]  # fmt: skip
     for kind, rows in tables.items():
         title = {"sweep": "explain sweep --kind", "transfer": "explain transfer --program"}.get(kind, f"plan {kind} --rule")
-        lines += [f"## `{title}`", "", *_grid(rows), ""]
+        lines += [f"## `{title}`", "", *_grid(rows, title.split()[:2]), ""]
     shared = {n: {o: w for o, w in r.items() if o in (*SHARED, "excess")} for n, r in score_tables.items()}
-    lines += ["## `score --estimator`", "", *_grid(shared, "--"), ""]
+    lines += ["## `score --estimator`", "", *_grid(shared, ["score"]), ""]
     lines += [
         "On the command line `--seed` also draws the text. Flags beside those of estimators, for an estimator of text, one "
         "with validation text, one that reads weights, and imported scores (`--device`, `--four-bit`: of a "
-        "local folder, a device that is not there, without bitsandbytes):", "", *_grid(flag_table), "",
+        "local folder, a device that is not there, without bitsandbytes):", "", *_grid(flag_table, ["score"]), "",
     ]  # fmt: skip
     lines += ["Options of one estimator only (`--set NAME=VALUE`), all of them heard:", ""]
     for name, row in score_tables.items():
@@ -540,14 +540,19 @@ def render(tables, score_tables, flag_table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _grid(rows, prefix="") -> list[str]:
+def _grid(rows, command) -> list[str]:
+    """A table of options; those that the command has no flag for are given by ``--set``."""
     names = list(rows)
-    flags = list(dict.fromkeys(f for row in rows.values() for f in row))
+    held = list(dict.fromkeys(f for row in rows.values() for f in row))
     head = "| | " + " | ".join(f"`{n}`" for n in names) + " |"
     word = {"heard": "**heard**", "refused": "*refused*"}
-    body = [
-        f"| `{prefix}{f.replace('_', '-')}` | " + " | ".join(word[rows[n][f]] for n in names) + " |" for f in flags
-    ]  # fmt: skip
+    flags = leaf_of(command)._option_string_actions
+
+    def label(name):
+        bare = name.removeprefix("--").replace("_", "-")
+        return f"--{bare}" if f"--{bare}" in flags else f"--set {bare.replace('-', '_')}"
+
+    body = [f"| `{label(f)}` | " + " | ".join(word[rows[n][f]] for n in names) + " |" for f in held]
     return [head, "|---" * (len(names) + 1) + "|", *body]
 
 

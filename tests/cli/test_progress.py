@@ -56,7 +56,6 @@ def test_every_long_verb_knows_its_total_and_its_cost_from_the_start(rarer, save
     zoo.linears(zoo.speaker("llama"), lambda n: 2 if "mlp" in n else 0).save(kept / "ranks.json")
     for words in (
         ["plan", "sparsity", folder, *SMALL, "-o", sparsity],
-        ["plan", "sparsity", folder, "--pattern", "2:4", *SMALL, "-o", str(kept / "n.json")],
         ["apply", folder, sparsity, *SMALL, "-o", str(kept / "pruned")],
         ["evaluate", folder, "--length", "16", "--windows", "4"],
         ["plan", "shapes", folder, "--save", "20% flops", *SMALL, "-o", str(kept / "s.json")],
@@ -74,7 +73,7 @@ def test_every_long_verb_knows_its_total_and_its_cost_from_the_start(rarer, save
         said = capsys.readouterr()
         check(shown, words)
         check_costs(json.loads(said.out), said.err.splitlines())
-        if words[:2] == ["plan", "sparsity"] and "--pattern" not in words:
+        if words[:2] == ["plan", "sparsity"]:
             assert "Predicted damage " in said.err and json.loads(said.out)["against_uniform"]["uniform"] > 0
 
 

@@ -15,7 +15,7 @@ from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.records import dumps, write_text
 from layerbudget.report.data import solved_grid
 from layerbudget.report.figures import new_figure, save_figure
-from layerbudget.report.page import build_page, write_page
+from layerbudget.report.page import build_page, write_report
 from layerbudget.report.tables import grid_of
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome", "chrome") if shutil.which(b)), None)
@@ -166,7 +166,7 @@ const out = document.createElement('pre'); out.id = 'found'; out.textContent = J
 @pytest.mark.parametrize("width", [1200, 420])
 def test_in_a_browser_the_slider_moves_the_bars_and_nothing_is_reported(folders, width):
     for name in ("demo", "ranks", "tuned", "scores"):
-        page = write_page(folders / name, folders / f"{name}.html", overwrite=True)
+        page = write_report(folders / name, folders / f"{name}.html", overwrite=True)
         text = page.read_text()
         page.write_text(text.replace("<body>", "<body>" + PROBE) + ACT)
         command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom"]

@@ -8,7 +8,7 @@ from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CorruptFile, NotFound
 from layerbudget.records import dumps, write_text
 from layerbudget.report.figures import damping_sweep, draw_plans, new_figure, overview, save_figure
-from layerbudget.report.page import build_page, write_page
+from layerbudget.report.page import build_page, write_report
 from layerbudget.report.tables import plan_table, scores_table
 
 ROWS = [
@@ -28,7 +28,7 @@ def test_page_holds_scores_plan_results_and_figures(tmp_path):
     for part in ("model.layers.2", "Certificate", "cannot be told apart", "data:image/png;base64,", "stored dense"):
         assert part in text
     assert "http://" not in text and "https://" not in text, "the page must be self-contained"
-    assert write_page(tmp_path, tmp_path / "r.html").read_text() == text
+    assert write_report(tmp_path, tmp_path / "r.html").read_text() == text
 
 
 def test_page_of_an_empty_folder_is_refused(tmp_path):

@@ -117,9 +117,8 @@ def test_numbers_of_layers_are_names(tmp_path, capsys):
     with pytest.raises(InvalidInput, match="scores layer 99, which is no block"):
         import_scores(tmp_path / "b.csv", blocks)
     model.save_pretrained(tmp_path / "model")
-    (tmp_path / "names.txt").write_text("".join(f"{i}\n" for i in order))
-    words = ["score", str(tmp_path / "model"), "--import", str(tmp_path / "a.npy"), "--names", str(tmp_path / "names.txt")]
-    assert main([*words, "-o", str(tmp_path / "s.json"), "--json"]) == 0
+    words = ["score", str(tmp_path / "model"), "--import", str(tmp_path / "a.csv"), "-o", str(tmp_path / "s.json"), "--json"]
+    assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["gain"] == [[i + 0.5 for i in range(len(blocks))]]
     assert main(["score", str(tmp_path / "model"), "--import", str(tmp_path / "a.npy"), "-o", str(tmp_path / "t.json")]) == 2
-    assert "--names FILE" in capsys.readouterr().err
+    assert "a .csv with the columns name and score" in " ".join(capsys.readouterr().err.split())

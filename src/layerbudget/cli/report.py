@@ -84,8 +84,8 @@ def _packed(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_report(a: argparse.Namespace) -> dict[str, Any]:
     """Write the page and say where it is."""
-    from ..report.page import write_page
+    from ..report.page import write_report
 
-    path = write_page(a.folder, a.out, overwrite=a.overwrite)
+    path = write_report(a.folder, a.out, overwrite=a.overwrite)
     a.console.print(f"written to {path}")
     return {"output": str(path)}

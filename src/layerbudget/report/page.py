@@ -148,7 +148,7 @@ def _figure(path: Path) -> str:
     return f'<figure><img alt="{html.escape(path.stem)}" src="data:image/png;base64,{text}"></figure>'
 
 
-def write_page(folder: Path | str, out: Path | str, *, overwrite: bool = False) -> Path:
+def write_report(folder: Path | str, out: Path | str, *, overwrite: bool = False) -> Path:
     """Write :func:`build_page` atomically."""
     return write_text(out, build_page(folder), overwrite=overwrite)
 

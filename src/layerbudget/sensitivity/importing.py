@@ -184,8 +184,8 @@ def _from_npy(path: Path, names: Sequence[str] | None) -> list[tuple[str, Any]]:
     if names is None:
         raise InvalidInput(
             f"{path} holds {values.size} numbers and no names.",
-            "An npy file needs names (--names FILE), one per number; numbers of layers are names too.",
-            "Write the names of the blocks, or 0, 1, 2, ..., in the order of the numbers, one per line.",
+            "An npy file needs names, one per number: names= in Python.",
+            "Write a .csv with the columns name and score; numbers of layers are names too.",
         )
     if values.size != len(names):
         raise InvalidInput(f"{path} holds {values.size} numbers for {len(names)} names.", "", "Give one name per number.")

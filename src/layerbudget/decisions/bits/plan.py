@@ -87,7 +87,7 @@ def plan_bits(
         raise InvalidInput("A model is planned on calibration tokens.", "", "Pass data.")
     if check is not None and mapped(source) is not None:
         told = "The check puts whole plans into the model, and the weights of a streamed model stay in their files."
-        raise CoverageError(told, "", "Leave the check out (--check 0), or use --no-stream.")
+        raise CoverageError(told, "", "Leave the check out (--set check=0), or use --no-stream.")
     check_bits(bits)
     if save_scores is not None:
         check_output(save_scores, overwrite=overwrite)

@@ -93,7 +93,7 @@ def plan_recipe(
         raise InfeasibleBudget(
             f"{limit} bytes for file and adapter are too few.",
             f"The smallest recipe takes {least} bytes, {table.fixed} of them what no plan changes.",
-            "Raise the limit, lower --min-capacity, or allow smaller formats.",
+            "Raise the limit, lower min_capacity, or allow smaller formats.",
         )
     most = ranks.extra.get("loss") if gain is None else gain
     worth, scale = bounded(gains_of(ranks, damping), high, None if most is None else number(most, "gain"))
