@@ -21,7 +21,7 @@ from .storage.writing import new_file
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanBlock:
-    """What one block gets.
+    """Share of one block.
 
     Attributes:
         name: Block name as in the model (``model.layers.3`` or a Linear's full name).
@@ -121,7 +121,7 @@ class Plan(BlockRecord):
 
     @property
     def rows(self) -> RowGroups | None:
-        """What every group of rows loses, where the plan decides groups of rows; ``count`` is then the sum of a matrix."""
+        """Zeros of every group of rows, where the plan decides groups of rows; ``count`` is then the sum of a matrix."""
         found = self.extra.get("rows")
         if isinstance(found, Mapping):
             return RowGroups(size=int(found["size"]), counts={}, stored=found)

@@ -386,7 +386,7 @@ def values_by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequen
 
 
 class Result(Mapping[str, Any]):
-    """What a dataclass needs to be read like the dictionary of its fields too: ``found.moved`` is ``found["moved"]``."""
+    """Base of dataclasses that are read like the dictionary of their fields too: ``found.moved`` is ``found["moved"]``."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__dict__:

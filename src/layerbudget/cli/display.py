@@ -1,4 +1,4 @@
-"""What a command shows: sentences and tables, progress, and what a long run costs before it starts and when it ended."""
+"""Output of a command: sentences and tables, progress, and what a long run costs before it starts and when it ended."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Progress:
 
     @property
     def title(self) -> str:
-        """What runs, with its phase."""
+        """Name of what runs, with its phase."""
         return ", ".join(filter(None, (self.text, self.phase)))
 
     @property

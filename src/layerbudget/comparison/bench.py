@@ -1,4 +1,4 @@
-"""What a plan does to a model: the held-out loss of the pruned one, or the mistakes of the fine-tuned one, item by item.
+"""Effect of a plan on a model: the held-out loss of the pruned one, or the mistakes of the fine-tuned one, item by item.
 
 Two benches with the same three doors: ``data(seed)`` for scores and treatment, ``blocks``, and ``measure(plan, seed)``, which
 returns one number per item, smaller is better, and what it cost.
@@ -41,7 +41,7 @@ from ..sensitivity.gain import score
 
 
 class Bench:
-    """What a comparison asks of a model: data for scores and treatment, blocks, and a measurement of a plan."""
+    """Base of measurements of plans: data for scores and treatment, blocks, and a measurement of a plan."""
 
     model: nn.Module
     blocks: tuple[Block, ...]
@@ -49,7 +49,7 @@ class Bench:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a measurement depends on beside plan and seed."""
+        """Everything beside plan and seed that a measurement depends on."""
         raise NotImplementedError
 
     @property
@@ -70,7 +70,7 @@ class Bench:
         return score(self.model, data, self.blocks, given, **options)
 
     def weighed(self, scores: Scores) -> Scores:
-        """What rules plan from."""
+        """Return the scores that rules plan from."""
         return scores
 
 
@@ -106,7 +106,7 @@ class TextBench(Bench):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a measurement depends on beside plan and seed."""
+        """Everything beside plan and seed that a measurement depends on."""
         return {"model": describe(self.model)["digest"], "windows": self.windows.digest, "method": self.method}
 
     @property
@@ -177,7 +177,7 @@ class TaskBench(Bench):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a measurement depends on beside plan and seed."""
+        """Everything beside plan and seed that a measurement depends on."""
         return {
             "model": describe(self.model)["digest"], "base": dict(getattr(self.load, "settings", {})),
             "task": self.task.digest, "split": self.split, "protocol": dataclasses.asdict(self.protocol),
@@ -234,7 +234,7 @@ class FormatBench(TextBench):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a measurement depends on beside plan and seed."""
+        """Everything beside plan and seed that a measurement depends on."""
         return {**super().identity, "runtime": self.runtime}
 
     def score(self, given: str, data: CalibrationSet | None, options: Mapping[str, Any]) -> Scores:

@@ -37,7 +37,7 @@ _FREE = dict.fromkeys(_COST, 0.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ScoreComparison(Result):
-    """What a comparison found.
+    """Result of a comparison.
 
     Attributes:
         kind: Kind of plan.  unit: Of the measurements.  seeds: Of calibration or training.  held_out: Held-out items.
@@ -187,7 +187,7 @@ def _unfinished(run: _Run, settings: Mapping[str, Any], seeds: Sequence[int]) ->
 
 
 def _ticked(tick: Steps, found: Any) -> Any:
-    """What was found, once it is counted."""
+    """Count one step; return what was found."""
     tick()
     return found
 

@@ -1,4 +1,4 @@
-"""What one weight matrix can become. A new treatment is a file here and a line in the table, or a decorator anywhere."""
+"""Treatments of one weight matrix. A new treatment is a file here and a line in the table, or a decorator anywhere."""
 
 from .base import TREATMENTS, Level, Treatment, treatment
 

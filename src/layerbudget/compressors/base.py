@@ -1,4 +1,4 @@
-"""What one weight matrix can become: what a treatment must know of its inputs, and what it makes at a level. No torch here.
+"""Treatments of one weight matrix: the statistics of its inputs that they need, and what they make at a level. No torch.
 
 A treatment of one's own is a class with one method::
 
@@ -66,7 +66,7 @@ class Level:
 
 
 class Treatment(abc.ABC):
-    """What one matrix can become. Options are the keyword-only parameters of ``__init__``.
+    """A way to change one weight matrix. Options are the keyword-only parameters of ``__init__``.
 
     Attributes:
         name: What users write (set by the registry).
@@ -96,11 +96,11 @@ class Treatment(abc.ABC):
         return None
 
     def of(self, name: str, copy: int, prepared: Any) -> Any:
-        """What :meth:`apply` gets of one copy of a matrix: what was prepared, and what :meth:`begin` gathered of it."""
+        """Return the input of :meth:`apply` for one copy: what was prepared, and what :meth:`begin` gathered of it."""
         return prepared
 
     def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> Any:
-        """What :meth:`apply` needs of the statistic, made once for all matrices that read the same input.
+        """Return what :meth:`apply` needs of the statistic, made once for all matrices that read the same input.
 
         Args:
             moment: ``(d_in,)`` or ``(d_in, d_in)``, see ``statistic``.

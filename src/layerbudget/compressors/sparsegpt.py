@@ -138,7 +138,7 @@ def sparsegpt_update(
 
 
 def _shares(count: int | np.ndarray, widths: list[int], size: int, rows: int) -> list[torch.Tensor]:
-    """What every block of columns gives of every group's count: in proportion to its width, whole numbers."""
+    """Zeros of every group in every block of columns: in proportion to its width, whole numbers."""
     members = [min(size, rows - start) for start in range(0, rows, size)]
     each = zip(np.atleast_1d(count).tolist(), members, strict=True)
     parts = [share(c, [w * m for w in widths]) for c, m in each]

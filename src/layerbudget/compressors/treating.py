@@ -28,7 +28,7 @@ _ROUNDING = 10_000  # an update of 45 million weights in float32 ends at an exac
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one weight matrix (all its copies, where it holds experts) becomes."""
+    """The level of one weight matrix (of all its copies, where it holds experts)."""
 
     module: Module
     level: Level
@@ -117,7 +117,7 @@ class Treating:
         return notes
 
     def prepared(self, found: InputMoments | None, made: dict[InputMoments, Any]) -> Any:
-        """What the treatment needs of a statistic, made once; None where no token was seen."""
+        """Return what the treatment needs of a statistic, made once; None where no token was seen."""
         if found is None or found.value is None:
             return None
         if found not in made:
@@ -125,12 +125,12 @@ class Treating:
         return made[found]
 
     def become(self, name: str, copy: int, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
-        """What one copy of a matrix becomes."""
+        """Return one copy of a matrix, treated."""
         return treated(self.treatment, weight, prepared, level)
 
 
 def treated(treatment: Treatment, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
-    """What a matrix becomes, looked at before it is used.
+    """Return the treated matrix, checked before it is used.
 
     Args:
         treatment: Any.

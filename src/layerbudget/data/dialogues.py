@@ -1,4 +1,4 @@
-"""What people fine-tune on, in one form: prompts and answers, and which characters are learned.
+"""Conversations and instructions in one form: prompts and answers, and which characters are learned.
 
 Four formats are known by their columns: ``messages`` (roles and contents), ``conversations`` (ShareGPT: ``from`` and
 ``value``), ``prompt`` and ``completion`` (texts or messages), ``instruction``, ``input`` and ``output`` (Alpaca). Messages are

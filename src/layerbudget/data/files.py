@@ -20,7 +20,7 @@ _SAVED = ("state.json", "dataset_dict.json")
 
 
 class BadRows:
-    """What happens to a row that cannot be read: it is refused, or left out (``skip``) and counted."""
+    """Treatment of rows that cannot be read: they are refused, or left out (``skip``) and counted."""
 
     def __init__(self, skip: bool = False) -> None:
         self.skip = skip

@@ -1,4 +1,4 @@
-"""What the long verbs take: forwards times the time of one, and memory from shapes. No weights are read for it.
+"""Expected cost of the long verbs: forwards times the time of one, and memory from shapes. No weights are read for it.
 
 A verb counts what it does to a text in forward equivalents; a backward is two. Seconds are those forwards times the time of
 one token's forward here, and what is factored or rounded beside. Memory is the weights, the activations of one batch, the graph
@@ -82,7 +82,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one kind of work does to every layer.
+    """One kind of work, done to every layer.
 
     Attributes:
         forwards: Forward equivalents.
@@ -122,7 +122,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a verb takes.
+    """Expected cost of a verb.
 
     Attributes:
         verb: What users type.

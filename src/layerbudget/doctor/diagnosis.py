@@ -26,7 +26,7 @@ _FAILURES = (LayerbudgetError, ArithmeticError, LookupError, RuntimeError, Value
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What the doctor found.
+    """Findings of the doctor.
 
     Attributes:
         findings: One or more per check, in order.

@@ -1,4 +1,4 @@
-"""What a run really took: its clock, and the largest memory while it ran."""
+"""Measured cost of a run: its clock, and the largest memory while it ran."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def evaluation_set(
 
 
 def _targets(data: CalibrationSet) -> torch.Tensor:
-    """What the model is to predict, ``(samples, length - 1)``; -100 where it is not asked."""
+    """Tokens that the model is to predict, ``(samples, length - 1)``; -100 where it is not asked."""
     return next_tokens(data.input_ids if data.labels is None else data.labels, None)
 
 

@@ -58,7 +58,7 @@ class SampledLoss:
 
 
 class Accumulator:
-    """What a consumer of :func:`feed` may override; :meth:`update` it must.
+    """A consumer of :func:`feed`. It must override :meth:`update`.
 
     :meth:`start` names the matrices that are about to come: all of them in the whole graph, one layer's in a walk. Then, for
     every batch and every loss that the accumulator :meth:`needs`: :meth:`begin`, :meth:`update` for every site, :meth:`direct`
@@ -119,7 +119,7 @@ class Accumulator:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fed:
-    """What feeding took.
+    """Cost of feeding.
 
     Attributes:
         way: ``whole`` or ``layers``.

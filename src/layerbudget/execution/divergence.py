@@ -43,7 +43,7 @@ def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 
 def next_tokens(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """What ``logits[:, :-1]`` predict, ``(B, T - 1)``; -100 for padding."""
+    """Targets of ``logits[:, :-1]``, ``(B, T - 1)``; -100 for padding."""
     return (ids if mask is None else ids.masked_fill(~mask, IGNORE))[:, 1:]
 
 

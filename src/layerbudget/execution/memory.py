@@ -1,4 +1,4 @@
-"""What a walk keeps and where, and whether a computation fits: bytes free on a device, bytes that a backward pass needs."""
+"""Storage of what a walk keeps, and whether a computation fits: bytes free on a device, bytes that a backward pass needs."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class ProcessGroup:
         return found
 
     def broadcast(self, make: Callable[[], T]) -> T:
-        """What the main process makes."""
+        """Return what the main process makes."""
         held: list[Any] = [make() if self.is_main else None]
         dist.broadcast_object_list(held, src=0)
         return held[0]
@@ -145,7 +145,7 @@ def is_main() -> bool:
 
 
 def broadcast(make: Callable[[], T]) -> T:
-    """What the main process makes, in all of them."""
+    """Return what the main process makes, in all of them."""
     group = process_group()
     return make() if group is None else group.broadcast(make)
 

@@ -211,7 +211,7 @@ def initialise_from_gradients(
 
 
 class _AdapterFile(msgspec.Struct):
-    """What is read of an ``adapter_config.json`` before PEFT reads it."""
+    """Fields of an ``adapter_config.json`` that are read before PEFT reads it."""
 
     peft_type: str | None = None
 

@@ -372,7 +372,7 @@ def _replace(leaf: nn.Linear, optimizer: torch.optim.Optimizer, keep: Tensor, fr
 
 
 class _Planned(msgspec.Struct):
-    """What a checkpoint keeps of a re-plan."""
+    """State of a re-plan in a checkpoint."""
 
     counts: dict[str, reading.Count]
 

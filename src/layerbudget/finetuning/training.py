@@ -413,7 +413,7 @@ def train(
 
 
 def _balance(protocol: Protocol) -> list[TrainerCallback]:
-    """What scales the balance loss of experts, where there is one."""
+    """Factor of the balance loss of experts, where there is one."""
     if not protocol.balance:
         return []
     from ..decisions.experts.method import BalanceScale

@@ -1,4 +1,4 @@
-"""What the machine has, free bytes and threads, and what numbers depend on beside weights: precision, kernels, versions."""
+"""The machine (free bytes, threads), and the settings that numbers depend on beside weights: precision, kernels, versions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every decision shares: terms of a budget, rules, and plans from decisions. No torch."""
+"""Shared by all decisions: terms of a budget, rules, and plans from decisions. No torch."""

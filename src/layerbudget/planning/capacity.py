@@ -102,7 +102,7 @@ def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Terms:
-    """What binds a plan of capacity whatever the rule: floors, caps, multiples, fixed blocks, and what a unit costs.
+    """Bounds of a plan of capacity under every rule: floors, caps, multiples, fixed blocks, and what a unit costs.
 
     Attributes:
         kind: ``experts`` or ``ranks``.

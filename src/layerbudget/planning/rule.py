@@ -1,4 +1,4 @@
-"""What a rule is: a name, its options, and a function from a problem to a decision.
+"""A rule: a name, its options, and a function from a problem to a decision.
 
 An option that a rule does not have is refused, never ignored and never recorded. Budgets, floors, caps and fixed blocks bind
 every rule of their kind and are part of the problem. A rule of one's own is one function, whose keyword-only parameters are its
@@ -66,7 +66,7 @@ OPTIONS: Mapping[str, Option] = options_of(_shared)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """What a rule is to decide.
+    """The input of a rule.
 
     Attributes:
         kind: Kind of plan.
@@ -135,7 +135,7 @@ def shuffled(size: int, seed: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Decision:
-    """What a rule decided.
+    """The result of a rule.
 
     Attributes:
         value: Sparsity, experts or rank per block, shape ``(K,)``. Without counts it is made to fit the budget and the bounds:

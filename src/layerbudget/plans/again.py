@@ -17,8 +17,8 @@ from ..planning.costs import UNITS, Budget, amount_of, parse_budget, rank_parame
 from ..planning.rule import find_rule
 from ..scores import Scores
 from ..solvers.inputs import choice
+from ..solvers.separable import Function
 from ..solvers.transfer import Transfer, transfer_allocation, transfer_sparsity
-from ..solvers.utilities import Function
 
 
 def plan_again(

@@ -1,4 +1,4 @@
-"""What the page's charts draw, and its headline: numbers of the records, rearranged; nothing is computed anew but the grid."""
+"""Data of the page's charts, and its headline: numbers of the records, rearranged; nothing is computed anew but the grid."""
 
 from __future__ import annotations
 

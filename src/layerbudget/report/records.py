@@ -1,4 +1,4 @@
-"""What a folder of results holds, by kind: scores, plans, receipts, fine-tunings, comparisons and anything else with rows."""
+"""Results of a folder, by kind: scores, plans, receipts, fine-tunings, comparisons and anything else with rows."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def experiment_headline(record: Record) -> tuple[str, str]:
 
 
 def said_of(found: Found) -> list[str]:
-    """What a comparison found, or where the shape of the paper's result was met."""
+    """Sentences of a comparison, or where the shape of the paper's result was met."""
     if found.contest is not None:
         return list(found.contest["sentences"])
     words = {True: "Met", False: "Not met", None: "Open"}
@@ -198,7 +198,7 @@ def contest_paired(record: Record) -> dict[str, Any] | None:
 
 
 def curve_of(found: Found) -> dict[str, Any] | None:
-    """What was measured at several budgets, one line per plan: ``{unit, budget, series: [{name, points}]}``."""
+    """Measurements at several budgets, one line per plan: ``{unit, budget, series: [{name, points}]}``."""
     rows: list[tuple[str, float, float]] = []
     unit, budget = "perplexity", "target"
     if found.contest is not None:

@@ -60,7 +60,7 @@ def _diagonal_steps(rows: torch.Tensor, tokens: int, damping: Sequence[float], u
 
 
 class Solved(NamedTuple):
-    """What conjugate gradients found: the solution (None under negative curvature) and how that was."""
+    """Result of conjugate gradients: the solution (None under negative curvature) and how that was."""
 
     x: torch.Tensor | None
     status: str

@@ -1,4 +1,4 @@
-"""What a run of scores keeps under ``resume=DIR``, all in one folder of :class:`layerbudget.storage.parts.Parts`.
+"""Parts that a run of scores keeps under ``resume=DIR``, all in one folder of :class:`layerbudget.storage.parts.Parts`.
 
 Finished records of every estimator are found again by the digest of everything that a score depends on. K-FAC, EK-FAC and
 rank-gain keep every block that is settled until the record is there: a walk by layers settles one layer after the other, and

@@ -199,7 +199,7 @@ def _segments(d: np.ndarray, c: np.ndarray) -> _Segments:
 
 
 class _Found(NamedTuple):
-    """What the search found; ``bound`` is below the damage of every choice, ``relaxed`` is that of the linear relaxation."""
+    """Result of the search; ``bound`` is below the damage of every choice, ``relaxed`` is that of the linear relaxation."""
 
     chosen: np.ndarray
     status: str

@@ -18,8 +18,8 @@ from ..errors import InfeasibleBudget, NotFinite
 from .dual import monotone_root
 from .inputs import Vector, choice, cost_vector, filled, number, weight_vector
 from .programs import capacity_bounds, sparsity_bounds, weigh
-from .separable import Program, Solution, reciprocal, stationarity
-from .utilities import CalibratedPenalty, Function, resolve
+from .separable import Function, Program, Solution, reciprocal, stationarity
+from .utilities import CalibratedPenalty, resolve
 
 _ROUNDING = 1e-12
 

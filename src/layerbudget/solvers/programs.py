@@ -24,8 +24,8 @@ from numpy.typing import ArrayLike
 
 from ..errors import DegenerateScores, InfeasibleBudget, InvalidInput, LengthMismatch
 from .inputs import Vector, bound_vector, choice, cost_vector, filled, is_constant, number, weight_vector
-from .separable import Program, Solution, solve
-from .utilities import CalibratedPenalty, Function, resolve
+from .separable import Function, Program, Solution, solve
+from .utilities import CalibratedPenalty, resolve
 
 _ROUNDING = 1e-12
 

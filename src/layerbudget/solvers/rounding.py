@@ -172,7 +172,7 @@ class _Steps:
             width *= 2
 
     def _gains(self, start: Vector, count: np.ndarray) -> np.ndarray:
-        """What every step from ``start`` gains, ``(K, L)``; minus infinity beyond the window."""
+        """Gain of every step from ``start``, ``(K, L)``; minus infinity beyond the window."""
         p, index = self.program, np.arange(int(count.max(initial=1)) + 1)
         x = np.maximum(start[:, None] + np.minimum(index, count[:, None]) * self.step - p.base[:, None], 0.0)
         gain = p.scale[:, None] * np.diff(p.function.value(x), axis=1) - self.price * p.amount[:, None] * self.step

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..errors import NotFinite
 from .dual import CHUNK, monotone_root, search
 from .inputs import Vector, is_constant
-from .utilities import Function
 
 _TINY = 1e-200
 _TINIEST = 1e-290  # decisions below this are zero: their marginals underflow
@@ -29,6 +28,28 @@ _STATUSES = {
     "saturated": "Every block is at its cap: only larger caps can change the decision.",
     "degenerate": "Every block sits at the same bound: the constants decide, the scores do not.",
 }
+
+
+class Function(Protocol):
+    """A function phi or psi of a program."""
+
+    name: str
+
+    def value(self, x: Vector) -> Vector:
+        """Return the value at x, zero at zero."""
+        ...
+
+    def derivative(self, x: Vector) -> Vector:
+        """Return the positive derivative: decreasing for a utility, increasing for a penalty."""
+        ...
+
+    def inverse(self, p: Vector) -> Vector:
+        """Return the x with ``derivative(x) = p``; clipped by the caller."""
+        ...
+
+    def modulus(self, low: Vector, high: Vector) -> Vector:
+        """Return the smallest ``|second derivative|`` on ``[low, high]``."""
+        ...
 
 
 class Program(NamedTuple):

@@ -37,7 +37,7 @@ SHRINK, HELD = 0.8, 0.5
 
 
 class Evaluation(Protocol):
-    """What was measured at a state."""
+    """Measurement at a state."""
 
     @property
     def divergence(self) -> float:

@@ -1,4 +1,4 @@
-r"""What a decision made for one task costs on another: drift, exact regret and bounds with computed constants.
+r"""Cost on one task of a decision made for another: drift, exact regret and bounds with computed constants.
 
 ``Regret = J_B(x_A; q_B) - J_B(x_B; q_B) >= 0``, where ``x_A`` solves the program for the weights ``q_A``.
 

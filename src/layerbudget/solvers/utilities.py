@@ -10,40 +10,15 @@ linear in one dual variable: ``amount x = t slope + offset``, given by ``linear`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import InvalidInput, LengthMismatch, UnknownBlock
 from .inputs import Vector, filled, number
-
-if TYPE_CHECKING:
-    from .separable import Program
+from .separable import Function, Program
 
 _AT_KNOT = 1e-12
-
-
-class Function(Protocol):
-    """What a program asks of phi or psi."""
-
-    name: str
-
-    def value(self, x: Vector) -> Vector:
-        """Return the value at x, zero at zero."""
-        ...
-
-    def derivative(self, x: Vector) -> Vector:
-        """Return the positive derivative: decreasing for a utility, increasing for a penalty."""
-        ...
-
-    def inverse(self, p: Vector) -> Vector:
-        """Return the x with ``derivative(x) = p``; clipped by the caller."""
-        ...
-
-    def modulus(self, low: Vector, high: Vector) -> Vector:
-        """Return the smallest ``|second derivative|`` on ``[low, high]``."""
-        ...
 
 
 class _Log:

@@ -1,4 +1,4 @@
-"""What is promised of the parts of a plan file that are no fields of their own; what is not named here may be anything."""
+"""Types of the parts of a plan file that are no fields of their own. What is not named here may be anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import reading
 
 
 class PlanBudget(TypedDict):
-    """What every plan says of its budget."""
+    """Budget of every plan."""
 
     unit: str
     limit: float
@@ -18,13 +18,13 @@ class PlanBudget(TypedDict):
 
 
 class _Continuous(TypedDict, total=False):
-    """What only continuous programs have."""
+    """Fields of continuous programs only."""
 
     kkt_residual: float
 
 
 class Certificate(_Continuous):
-    """What a plan that solved a program says of the solution."""
+    """Solution of a plan that solved a program."""
 
     status: str
     message: str
@@ -50,7 +50,7 @@ class Rounding(TypedDict, total=False):
 
 
 class Extra(TypedDict, total=False):
-    """What some plans say beside it."""
+    """Further fields of some plans."""
 
     rounding: Rounding | None
     uniform_share: float | None
@@ -59,7 +59,7 @@ class Extra(TypedDict, total=False):
 
 
 class Formats(TypedDict):
-    """What a plan of bits says beside it."""
+    """Further fields of a plan of bits."""
 
     formats: dict[str, str]
     family: str
@@ -74,7 +74,7 @@ class Formats(TypedDict):
 
 
 class Adapter(TypedDict):
-    """What a recipe says of its adapter."""
+    """Adapter of a recipe."""
 
     blocks: list[dict[str, Any]]
     bytes: reading.Count
@@ -84,13 +84,13 @@ class Adapter(TypedDict):
 
 
 class RecipeExtra(Formats):
-    """What a recipe says beside it."""
+    """Further fields of a recipe."""
 
     adapter: Adapter
 
 
 class Shape(TypedDict):
-    """What one part of a layer loses."""
+    """Removal from one part of a layer."""
 
     layer: str
     kind: str
@@ -100,14 +100,14 @@ class Shape(TypedDict):
 
 
 class SmallerShapes(TypedDict):
-    """What a plan of smaller shapes says beside it."""
+    """Further fields of a plan of smaller shapes."""
 
     shapes: dict[str, Shape]
     dropped: list[str]
 
 
 class ShapeSettings(TypedDict):
-    """What applying a plan of smaller shapes reads."""
+    """Fields of a plan of smaller shapes that applying it reads."""
 
     by: str
     multiple: reading.Size

@@ -14,20 +14,99 @@ the first pass without gradients.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, cast
+import re
+from typing import Any, cast
 
 import torch
+from peft.config import PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import InvalidInput
 from ...models.blocks import is_conv1d
 
-if TYPE_CHECKING:
-    from .method import ExpertsConfig
+NAME, PREFIX = "lora_experts", "lora_experts_"
+
+
+def peft_type_of_experts() -> PeftType:
+    """``PeftType.LORA_EXPERTS``: PEFT asks that this enumeration, which has no extension point, have a member of the name."""
+    name = NAME.upper()
+    if name not in PeftType.__members__:
+        member = str.__new__(PeftType, name)
+        member._name_ = member._value_ = name
+        PeftType._member_map_[name] = PeftType._value2member_map_[name] = member
+        PeftType._member_names_.append(name)
+        type.__setattr__(PeftType, name, member)
+    return PeftType[name]
+
+
+def _field(default: Any, text: str) -> Any:
+    given = {"default_factory": dict} if default is dict else {"default": default}
+    return dataclasses.field(**given, metadata={"help": text})
+
+
+@dataclasses.dataclass
+class ExpertsConfig(PeftConfig):
+    """Which modules get how many LoRA experts, and how a token chooses among them.
+
+    A module with weight ``W`` and ``E`` experts computes, for a token ``x``,
+
+        ``y = W x + sum_{e in top-k} w_e (alpha / r) B_e A_e dropout(x)``,  ``w = softmax(R x)`` over the k chosen experts,
+
+    with ``A_e`` of shape ``(r, d_in)``, ``B_e`` of shape ``(d_out, r)`` and a bias-free router ``R`` of shape ``(E, d_in)``
+    that sees the module's own input. One expert is plain LoRA without a router; zero experts leave the module untouched.
+    Routing follows the published MoLA (softmax in float32 over all experts, top-k, renormalised to one).
+
+    Every field has its help; a pattern is one escaped full name per key (PEFT saves patterns with sorted keys and the first
+    match wins, so overlapping patterns would mean something else after loading).
+
+    Raises:
+        InvalidInput: A rank, a count or a top-k below one, or a dropout outside [0, 1).
+    """
+
+    r: int = _field(8, "Rank of every expert.")
+    lora_alpha: float = _field(16, "Numerator of the scale alpha / r.")
+    lora_dropout: float = _field(0.0, "Dropout on the experts' input, one mask per module; the router sees it without.")
+    target_modules: list[str] | set[str] | str | None = _field(None, "Modules to adapt, as everywhere in PEFT.")
+    exclude_modules: list[str] | set[str] | str | None = _field(None, "Modules to leave out.")
+    experts: int = _field(1, "Experts of a module that no pattern names.")
+    experts_pattern: dict[str, int] = _field(dict, "Experts by escaped full name.")
+    top_k: int = _field(2, "Experts per token; a module with fewer experts uses all of its own.")
+    balance_coefficient: float = _field(
+        0.0, "Weight of the load-balancing loss, averaged over the modules of a layer and summed over layers."
+    )
+    modules_to_save: list[str] | None = _field(None, "Further modules to train and save, such as a classification head.")
+    layers_to_transform: list[int] | int | None = _field(None, "Layer indices to adapt.")
+    layers_pattern: list[str] | str | None = _field(None, "Name of the layer list.")
+    bias: str = _field("none", "Only 'none'.")
+    init_weights: bool = _field(True, "Start every B at zero: the adapted model equals the base model.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = peft_type_of_experts()
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(getattr(self, name), (list, tuple)):
+                setattr(self, name, set(getattr(self, name)))
+        for name, low in (("r", 1), ("top_k", 1), ("experts", 0)):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < low:
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}.", f"It is an integer of at least {low}.", "")
+        if not 0.0 <= self.lora_dropout < 1.0:
+            raise InvalidInput(f"lora_dropout is {self.lora_dropout}.", "It lies in [0, 1).", "The paper used 0.05.")
+        if self.bias != "none":
+            raise InvalidInput(f"bias is {self.bias!r}.", "Experts train no biases; it is 'none'.", "Leave it out.")
+        for name, count in self.experts_pattern.items():
+            if not isinstance(count, int) or count < 0:
+                raise InvalidInput(f"{name} asks for {count!r} experts.", "A count is an integer of at least 0.", "")
+
+    def experts_of(self, name: str) -> int:
+        """Return the experts of a module by its full name."""
+        named = (count for key, count in self.experts_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
+        return next(named, self.experts)
 
 
 def route(logits: Tensor, top_k: int) -> Tensor:
@@ -102,7 +181,7 @@ def fused(hidden: Tensor, gate: Tensor, b: Tensor, rank: int, scale: float) -> T
 
 
 class Routing:
-    """What all layers of one adapted model share.
+    """State that all layers of one adapted model share.
 
     Attributes:
         mask: Padding mask ``(batch, length)`` of the batch at work, 1 for real tokens; ``None`` counts all.

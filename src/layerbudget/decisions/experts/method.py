@@ -5,7 +5,6 @@ Importing this module registers the method with PEFT, so import it before ``Peft
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,101 +12,22 @@ from peft.config import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
-from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...errors import CoverageError, InvalidInput, LayerbudgetError
 from ...plan import Plan
 from ..ranks.apply import attach, base_name, check_modules, counts_by_module, pattern
-from .layer import ExpertsLinear, Routing, shape_of
+from .layer import NAME, PREFIX, ExpertsConfig, ExpertsLinear, Routing, peft_type_of_experts, shape_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-_NAME, _PREFIX = "lora_experts", "lora_experts_"
-
-
-def _peft_type() -> PeftType:
-    """``PeftType.LORA_EXPERTS``: PEFT asks that this enumeration, which has no extension point, have a member of the name."""
-    name = _NAME.upper()
-    if name not in PeftType.__members__:
-        member = str.__new__(PeftType, name)
-        member._name_ = member._value_ = name
-        PeftType._member_map_[name] = PeftType._value2member_map_[name] = member
-        PeftType._member_names_.append(name)
-        type.__setattr__(PeftType, name, member)
-    return PeftType[name]
-
-
-def _field(default: Any, text: str) -> Any:
-    given = {"default_factory": dict} if default is dict else {"default": default}
-    return dataclasses.field(**given, metadata={"help": text})
-
-
-@dataclasses.dataclass
-class ExpertsConfig(PeftConfig):
-    """Which modules get how many LoRA experts, and how a token chooses among them.
-
-    A module with weight ``W`` and ``E`` experts computes, for a token ``x``,
-
-        ``y = W x + sum_{e in top-k} w_e (alpha / r) B_e A_e dropout(x)``,  ``w = softmax(R x)`` over the k chosen experts,
-
-    with ``A_e`` of shape ``(r, d_in)``, ``B_e`` of shape ``(d_out, r)`` and a bias-free router ``R`` of shape ``(E, d_in)``
-    that sees the module's own input. One expert is plain LoRA without a router; zero experts leave the module untouched.
-    Routing follows the published MoLA (softmax in float32 over all experts, top-k, renormalised to one).
-
-    Every field has its help; a pattern is one escaped full name per key (PEFT saves patterns with sorted keys and the first
-    match wins, so overlapping patterns would mean something else after loading).
-
-    Raises:
-        InvalidInput: A rank, a count or a top-k below one, or a dropout outside [0, 1).
-    """
-
-    r: int = _field(8, "Rank of every expert.")
-    lora_alpha: float = _field(16, "Numerator of the scale alpha / r.")
-    lora_dropout: float = _field(0.0, "Dropout on the experts' input, one mask per module; the router sees it without.")
-    target_modules: list[str] | set[str] | str | None = _field(None, "Modules to adapt, as everywhere in PEFT.")
-    exclude_modules: list[str] | set[str] | str | None = _field(None, "Modules to leave out.")
-    experts: int = _field(1, "Experts of a module that no pattern names.")
-    experts_pattern: dict[str, int] = _field(dict, "Experts by escaped full name.")
-    top_k: int = _field(2, "Experts per token; a module with fewer experts uses all of its own.")
-    balance_coefficient: float = _field(
-        0.0, "Weight of the load-balancing loss, averaged over the modules of a layer and summed over layers."
-    )
-    modules_to_save: list[str] | None = _field(None, "Further modules to train and save, such as a classification head.")
-    layers_to_transform: list[int] | int | None = _field(None, "Layer indices to adapt.")
-    layers_pattern: list[str] | str | None = _field(None, "Name of the layer list.")
-    bias: str = _field("none", "Only 'none'.")
-    init_weights: bool = _field(True, "Start every B at zero: the adapted model equals the base model.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.peft_type = _peft_type()
-        for name in ("target_modules", "exclude_modules"):
-            if isinstance(getattr(self, name), (list, tuple)):
-                setattr(self, name, set(getattr(self, name)))
-        for name, low in (("r", 1), ("top_k", 1), ("experts", 0)):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < low:
-                raise InvalidInput(f"{name} is {getattr(self, name)!r}.", f"It is an integer of at least {low}.", "")
-        if not 0.0 <= self.lora_dropout < 1.0:
-            raise InvalidInput(f"lora_dropout is {self.lora_dropout}.", "It lies in [0, 1).", "The paper used 0.05.")
-        if self.bias != "none":
-            raise InvalidInput(f"bias is {self.bias!r}.", "Experts train no biases; it is 'none'.", "Leave it out.")
-        for name, count in self.experts_pattern.items():
-            if not isinstance(count, int) or count < 0:
-                raise InvalidInput(f"{name} asks for {count!r} experts.", "A count is an integer of at least 0.", "")
-
-    def experts_of(self, name: str) -> int:
-        """Return the experts of a module by its full name."""
-        named = (count for key, count in self.experts_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
-        return next(named, self.experts)
 
 
 class ExpertsModel(BaseTuner):
     """A model whose chosen modules carry LoRA experts; made by ``peft.get_peft_model(model, ExpertsConfig(...))``."""
 
-    prefix = _PREFIX
+    prefix = PREFIX
     tuner_layer_cls = ExpertsLinear
     target_module_mapping = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # type: ignore[assignment]  # as PEFT's own do
 
@@ -185,7 +105,7 @@ class ExpertsModel(BaseTuner):
         unwanted_adapter_names: list[str],
     ) -> dict[str, Tensor]:
         """Select the adapter's tensors, also where FSDP wrapped nested units."""
-        found = {k.replace("_fsdp_wrapped_module.", ""): v for k, v in state_dict.items() if f".{_PREFIX}" in k}
+        found = {k.replace("_fsdp_wrapped_module.", ""): v for k, v in state_dict.items() if f".{PREFIX}" in k}
         if not found:
             raise CoverageError(
                 f"No tensor of the experts {adapter_name!r} is in the state dict.",
@@ -269,12 +189,12 @@ def add_experts(
     return cast("PeftModel", attach(model, config, counts, adapted_experts, "experts", adapter_name))
 
 
-_registered = PEFT_TYPE_TO_CONFIG_MAPPING.get(_peft_type())
+_registered = PEFT_TYPE_TO_CONFIG_MAPPING.get(peft_type_of_experts())
 if _registered is not None and _registered is not ExpertsConfig:
     raise LayerbudgetError(
-        f"PEFT already has a method named {_NAME!r} ({_registered.__module__}).",
+        f"PEFT already has a method named {NAME!r} ({_registered.__module__}).",
         "",
         "Import layerbudget without the other package.",
     )
 if _registered is None:
-    register_peft_method(name=_NAME, config_cls=ExpertsConfig, model_cls=ExpertsModel, prefix=_PREFIX)
+    register_peft_method(name=NAME, config_cls=ExpertsConfig, model_cls=ExpertsModel, prefix=PREFIX)

@@ -23,7 +23,7 @@ _WRITTEN = 4  # bytes of a parameter: adapters are trained and written in float3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Base:
-    """What the adapters of a recipe are trained on.
+    """The base that the adapters of a recipe are trained on.
 
     Attributes:
         bits: The plan of its formats.
@@ -39,7 +39,7 @@ class Base:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What tells results on this base from others."""
+        """Settings that tell results on this base from others."""
         return {"formats": self.bits.digest, "written": self.written}
 
     def prepare(self, model: nn.Module) -> None:

@@ -18,7 +18,8 @@ from ...solvers.inputs import Vector, bound_vector, choice
 from ...solvers.joint import JointSolution, solve_joint
 from ...solvers.programs import allocate
 from ...solvers.rounding import Rounded, round_capacity, round_parameters
-from ...solvers.utilities import CalibratedPenalty, Function
+from ...solvers.separable import Function
+from ...solvers.utilities import CalibratedPenalty
 from ..sparsity.plan import Curves
 
 

@@ -35,7 +35,7 @@ from .units import cut, find_parts, refitted, where_is
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShapeReceipt(Result):
-    """What became smaller, recounted on the result.
+    """Recount of a model that became smaller.
 
     Attributes:
         unit: Of the next four.
@@ -244,7 +244,7 @@ def _put_zeros(model: nn.Module, walk: Walk, part: Part, planned: Mapping[str, A
 
 
 def saved_by_zeros(model: nn.Module, parts: Sequence[Part], planned: Mapping[str, Any], price: Price) -> float:
-    """What the zeros of a smaller model save, counted on its matrices.
+    """Return what the zeros of a smaller model save, counted on its matrices.
 
     Args:
         model: The smaller model.
@@ -273,7 +273,7 @@ def saved_by_zeros(model: nn.Module, parts: Sequence[Part], planned: Mapping[str
 def _amount(
     model: nn.Module, price: Price, names: Sequence[str] = (), zeros: Mapping[str, Any] | None = None
 ) -> tuple[float, int]:
-    """What the layers of a model amount to, from its matrices as they are, and their parameters.
+    """Return the size of a model's layers, from its matrices as they are, and their parameters.
 
     With the names that the layers had in the whole model, planned zeros are counted too.
     """

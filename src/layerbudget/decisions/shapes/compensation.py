@@ -85,7 +85,7 @@ class Moments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Aim:
-    """What a matrix should give: moments of some folds of the sequences."""
+    """Targets of a matrix: moments of some folds of the sequences."""
 
     folds: list[Moments]
 
@@ -206,7 +206,7 @@ class Stream:
                 handle.remove()
 
     def aim(self, where: Where) -> Aim:
-        """What the matrix behind a part should give in the model as it has been cut so far."""
+        """Targets of the matrix behind a part in the model as it has been cut so far."""
         folds: dict[int, Moments] = {}
         for batch in range(self.walk.batches):
             x, y = self._wanted(batch, where)

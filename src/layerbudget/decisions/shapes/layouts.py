@@ -89,7 +89,7 @@ class Attention:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What a config says of it."""
+        """Sizes that a config can have of it."""
         return self.heads, self.groups, self.head_dim
 
     def units(self, by: str) -> int:
@@ -97,7 +97,7 @@ class Attention:
         return self.groups if by == "groups" else self.per_group
 
     def without(self, units: int, by: str) -> Attention:
-        """What is left without so many units, ``groups`` or ``queries``."""
+        """Return what is left without so many units, ``groups`` or ``queries``."""
         if by == "groups":
             return dataclasses.replace(self, heads=self.heads - units * self.per_group, groups=self.groups - units)
         return dataclasses.replace(self, heads=self.heads - units * self.groups)
@@ -187,7 +187,7 @@ class Mlp:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What a config says of it."""
+        """Sizes that a config can have of it."""
         return (self.width,)
 
     def units(self, by: str) -> int:
@@ -195,7 +195,7 @@ class Mlp:
         return self.width // per_unit(by)
 
     def without(self, units: int, by: str) -> Mlp:
-        """What is left without so many units, as in ``8 channels``."""
+        """Return what is left without so many units, as in ``8 channels``."""
         return dataclasses.replace(self, width=self.width - units * per_unit(by))
 
     def columns(self, keep: torch.Tensor) -> torch.Tensor:

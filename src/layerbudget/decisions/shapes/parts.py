@@ -1,4 +1,4 @@
-r"""What can go from a layer - whole heads, MLP channels, zeros of what remains - and what it saves. No torch.
+r"""Parts that can go from a layer - whole heads, MLP channels, zeros of what remains - and what it saves. No torch.
 
 Of a part with ``n`` matrix parameters left, ``z`` of them zero, in values of b bytes:
 
@@ -113,7 +113,7 @@ class Price:
             )
 
     def left(self, part: Part, units: int = 0, zeros: Zeros = ZEROS["none"], level: int = 0) -> float:
-        """What a part amounts to when so many units are gone and what is left holds zeros.
+        """Return the size of a part when so many units are gone and what is left holds zeros.
 
         >>> part = Part(name="a", layer="l", kind="mlp", units=4, unit_parameters=16, parameters=64, flops=128, modules=())
         >>> [Price(unit=u).left(part, 1, ZEROS["2:4"], 1) for u in ("flops", "bytes", "params")]

@@ -49,7 +49,7 @@ Grams = dict[str, InputMoments]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """What was seen at a state ``(K, 5)``.
+    """Measurements at a state ``(K, 5)``.
 
     Attributes:
         state, around: The state, and the alternatives around it.

@@ -29,7 +29,7 @@ HEADS, MLP, GONE = 0, 1, 4
 
 
 class ShapeSpace:
-    """What every layer may lose, and what has to be saved.
+    """The program: alternatives of every layer, and what has to be saved.
 
     Args:
         parts: The parts of all layers, in order.
@@ -152,7 +152,7 @@ class ShapeSpace:
         return np.array([[*rows, *[tuple(p)] * (longest - len(rows))] for rows, p in zip(found, present.tolist(), strict=True)])
 
     def saved(self, alternatives: np.ndarray) -> np.ndarray:
-        """What alternatives save, whole numbers rounded down, ``(K, A, 5) -> (K, A)``."""
+        """Savings of alternatives, whole numbers rounded down, ``(K, A, 5) -> (K, A)``."""
         out = np.zeros(alternatives.shape[:2])
         for k, pair in enumerate(self.pair):
             for j, row in enumerate(alternatives[k].tolist()):

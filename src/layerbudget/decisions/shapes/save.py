@@ -57,7 +57,7 @@ def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:
 
 
 def _all(named: Sequence[tuple[str, nn.Module]], kind: str) -> dict[str, Where]:
-    """What every layer has; nothing where one of them has none, for then nothing was removed."""
+    """Return what every layer has; nothing where one of them has none, for then nothing was removed."""
     try:
         return {name: FIND[kind](layer, name) for name, layer in named}
     except UnknownStructure:

@@ -105,7 +105,7 @@ def unit_of(attention: Attention, by: str) -> str:
 
 
 def _other_kind(model: nn.Module, kind: str, even: bool) -> str:
-    """What can be done where one kind of part cannot go: the other kind, where all layers have one (that a config can say)."""
+    """Remedy where one kind of part cannot go: the other kind, where all layers have one (that a config can say)."""
     other = "mlp" if kind == "heads" else "heads"
     try:
         found = [FIND[other](layer, name) for name, layer in layers(model)]

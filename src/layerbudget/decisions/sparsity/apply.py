@@ -266,7 +266,7 @@ def _over_layers(
 
 
 def _jobs(model: nn.Module, plan: Plan, parity: bool, pattern: str | None) -> dict[str, Job]:
-    """What each weight matrix loses: the plan split over the model's matrices."""
+    """Return the level of each weight matrix: the plan split over the model's matrices."""
     known = {m.name: m for b in partition(model, "linear") for m in b.modules}
     _check_rows(plan, parity=parity, pattern=pattern)
     zeroed, group = parse_pattern(pattern) if pattern else (None, 0)
@@ -317,7 +317,7 @@ def _check_rows(plan: Plan, **given: Any) -> None:
 
 
 def _rows_of(plan: Plan, module: Module, count: int) -> tuple[int, np.ndarray] | None:
-    """What every group of rows of a matrix loses, where the plan says so."""
+    """Zeros of every group of rows of a matrix, where the plan says so."""
     if plan.rows is None:
         return None
     size, zeros = plan.rows.size, plan.rows.counts.get(module.name)

@@ -20,7 +20,8 @@ from ...solvers.dual import piecewise_root
 from ...solvers.inputs import Vector, bound_vector
 from ...solvers.programs import sparsify
 from ...solvers.rounding import round_parameters
-from ...solvers.utilities import CalibratedPenalty, Function
+from ...solvers.separable import Function
+from ...solvers.utilities import CalibratedPenalty
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,4 +1,4 @@
-"""What was really done: zeros recounted per matrix, per block and in total."""
+"""Receipt of a pruning: zeros recounted per matrix, per block and in total."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from ...storage.writing import check_space
 
 
 class Units:
-    """What is decided one by one over the matrices of a model: blocks, or groups of their rows.
+    """Units of a decision over the matrices of a model: blocks, or groups of their rows.
 
     Args:
         blocks: Blocks; one matrix each where rows are decided.
@@ -109,7 +109,7 @@ class Units:
         return [int(counts[self.of(b.modules[0].name)].sum()) for b in self.blocks]
 
     def jobs(self, counts: np.ndarray, within: str = "") -> list[Job]:
-        """What matrices become, those below a layer or all."""
+        """Return the levels of matrices, of those below a layer or of all."""
         found = []
         for block, count in zip(self.blocks, self._per_block(counts), strict=True):
             for m, zeros in zip(block.modules, share(count, [m.numel for m in block.modules]), strict=True):
@@ -119,7 +119,7 @@ class Units:
         return found
 
     def planned(self, counts: np.ndarray) -> tuple[tuple[PlanBlock, ...], RowGroups | None]:
-        """What a plan says of blocks, and of rows where they are decided."""
+        """Return counts of blocks, and of rows where they are decided."""
         pairs = zip(self.blocks, self._per_block(counts), strict=True)
         blocks = tuple(PlanBlock.of(b, c / b.numel, c) for b, c in pairs)
         if self.rows is None:
@@ -129,7 +129,7 @@ class Units:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Point(QuadraticTerms):
-    """What was seen where a plan had put the model.
+    """Measurements at the point where a plan had put the model.
 
     Attributes:
         counts: The plan: pruned entries of every unit.

@@ -1,4 +1,4 @@
-"""What every curvature shares: types of the shared options, dampings, checks, and the record with its provenance."""
+"""Shared by all curvatures: types of the shared options, dampings, checks, and the record with its provenance."""
 
 from __future__ import annotations
 
