@@ -24,10 +24,14 @@ html_theme = "furo"
 html_title = "layerbudget"
 html_math_renderer = "mathml"
 nitpicky = True  # every role must lead somewhere; names of other libraries are not looked up
-nitpick_ignore = [
-    ("py:obj", f"layerbudget.{room}.T") for room in ("registry", "keeping.columns", "keeping.reading")
-]  # type variables
+nitpick_ignore = [  # type variables
+    ("py:obj", "layerbudget.registry.T"),
+    ("py:obj", "layerbudget.storage.reading.T"),
+    ("py:obj", "layerbudget.solvers.steps.Point"),
+    ("py:class", "layerbudget.solvers.steps.Point"),
+]
 nitpick_ignore_regex = [
+    ("py:class", r"(None\.|v, ).*"),  # signatures of dict in the words of its own docstrings
     ("py:class", r"layerbudget\.(.+\.)?_\w+"),  # shapes of files, private to the module that reads them
     (
         "py:.*",

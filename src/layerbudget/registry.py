@@ -33,11 +33,8 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 class Option:
     """One option.
 
-    Attributes:
-        name: What users write.
-        type: Type of its values; ``Any`` where none is declared.
-        default: Where nothing is given.
-        help: A line, from ``Annotated[type, "line"]``.
+    It has a ``name``, which users write; the ``type`` of its values, ``Any`` where none is declared; a ``default``, where
+    nothing is given; and ``help``, a line from ``Annotated[type, "line"]``.
     """
 
     name: str
@@ -69,7 +66,7 @@ class Option:
 
     @property
     def says(self) -> str:
-        """Its type in words: ``a number or a list of numbers``."""
+        """Its type in words, such as ``a number or a list of numbers``."""
         either = typing.get_origin(self.type) in (types.UnionType, typing.Union)
         parts = typing.get_args(self.type) if either else (self.type,)
         return " or ".join(_spoken(t) for t in parts if t not in (type(None), Any))

@@ -2,7 +2,7 @@ r"""Pruners that rank entries and leave the others as they are.
 
 * **magnitude**: the smallest weights of each matrix go.
 * **wanda**: in every output row, the smallest ``|W_ij| * ||X_j||`` (Sun et al., arXiv 2306.11695).
-* **gradient** (as GBLM-Pruner, arXiv 2311.04902, and Wanda++, arXiv 2503.04992): in every output row, the smallest
+* **gradient** (as GBLM-Pruner, arXiv 2311.04902, and Wanda++, arXiv 2503.04992): in every output row, the smallest::
 
       |W_ij| ( ||x_j|| / X + alpha G_ij / G ),      G_ij = ( sum_s (dl_s/dW_ij)^2 )^(1/2),
 

@@ -163,12 +163,12 @@ class Quantiser(Treatment):
         return self.quantise(weight, prepared, level).weight.to(weight.dtype)
 
     def quantise(self, weight: torch.Tensor, prepared: Any, level: Level) -> Rounded:
-        """The matrix in a format, with what the file needs beside the integers.
+        """The matrix rounded to a format, with the scales and zero points that its file needs.
 
         Args:
             weight: ``(d_out, d_in)``.
             prepared: From :meth:`prepare`; None where no token reached the matrix: then to nearest.
-            level: Its ``format``.
+            level: It names the format.
 
         Raises:
             InvalidInput: A level without a format, or a shape that the format does not divide.

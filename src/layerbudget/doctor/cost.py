@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def inputs(self) -> list[int]:
-        """Widths of the distinct inputs of a layer: q, k and v share theirs, gate and up too."""
+        """Widths of the distinct inputs of a layer; q, k and v share theirs, gate and up too."""
         shared = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
         return list({shared.get(n := m.name.rsplit(".", 1)[-1], n): m.d_in for m in self.matrices}.values())
 

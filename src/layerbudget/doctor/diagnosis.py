@@ -39,7 +39,7 @@ class Diagnosis:
 
     @property
     def worst(self) -> str:
-        """The gravest severity: ``ok``, ``note``, ``warning`` or ``problem``."""
+        """The gravest severity of all findings."""
         return max((f.severity for f in self.findings), key=SEVERITIES.index, default="ok")
 
     @property

@@ -167,7 +167,7 @@ def adapt(model: nn.Module, plan: Plan, protocol: Protocol) -> nn.Module:
 def started(plain: nn.Module, plan: Plan, protocol: Protocol, rows: Rows | TextRows, task: Task | Texts) -> nn.Module:
     """Return the adapted model with the protocol's start: PEFT's, or in the top directions of the task's gradient.
 
-    The gradient is that of the mean loss over at most :data:`START_SAMPLES` training rows, a fixed random sample.
+    The gradient is that of the mean loss over at most ``START_SAMPLES`` training rows, a fixed random sample.
     """
     protocol.check(plan.kind, causal=rows.causal)
     if protocol.start == "default":

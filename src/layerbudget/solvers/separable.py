@@ -55,19 +55,20 @@ class Function(Protocol):
 class Program(NamedTuple):
     """A separable program.
 
-    Attributes:
-        sign: -1 allocation, +1 sparsity.
-        function: phi or psi.
-        scale: ``h_k``, the weights in the objective's unit, positive, shape ``(K,)``.
-        amount: ``a_k``, budget per unit of ``x_k``, shape ``(K,)``.
-        price: ``p0`` (alpha or b, per unit of budget).
-        low, high: Bounds of ``x``, shape ``(K,)``.
-        base: What is added to x to give the decision (and is paid from the budget), shape ``(K,)``.
-        budget: Right-hand side for ``x + base``.
-        target: Right-hand side for ``x`` alone.
-        exact_budget: True for ``spend='exactly'``.
-        names: Names of the parameters that cancel when the budget binds.
-        factor: Before :func:`solve`, what the weights are still to be multiplied by.
+    Its fields are
+
+    - ``sign``: -1 allocation, +1 sparsity.
+    - ``function``: phi or psi.
+    - ``scale``: ``h_k``, the weights in the objective's unit, positive, shape ``(K,)``.
+    - ``amount``: ``a_k``, budget per unit of ``x_k``, shape ``(K,)``.
+    - ``price``: ``p0`` (alpha or b, per unit of budget).
+    - ``low``, ``high``: Bounds of ``x``, shape ``(K,)``.
+    - ``base``: What is added to x to give the decision (and is paid from the budget), shape ``(K,)``.
+    - ``budget``: Right-hand side for ``x + base``.
+    - ``target``: Right-hand side for ``x`` alone.
+    - ``exact_budget``: True for ``spend='exactly'``.
+    - ``names``: Names of the parameters that cancel when the budget binds.
+    - ``factor``: Before :func:`solve`, what the weights are still to be multiplied by.
     """
 
     sign: int

@@ -69,7 +69,7 @@ class Base:
 
 
 def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
-    """Find out what a recipe's base is.
+    """Return the base of a recipe: a folder that was written by it, or a model that is still to be rounded.
 
     Args:
         plan: Of kind ``recipe``.

@@ -68,7 +68,7 @@ def apply_shapes(
 
     Args:
         model: The model that the plan was made for.
-        plan: From :func:`layerbudget.plan_shapes`.
+        plan: From :func:`layerbudget.decisions.shapes.plan.plan_shapes`.
         data: Calibration tokens: which units go, and the refit.
         damping: Relative to the mean of the second moments' diagonal.
         batch_size: Sequences per forward.

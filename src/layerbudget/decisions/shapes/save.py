@@ -110,7 +110,7 @@ def save_smaller(
         tokenizer: Saved beside it where it is not None.
         out_dir: Must not exist, or be empty.
         plan: Written beside it as ``plan.json``.
-        record: What :func:`layerbudget.apply_shapes` recounted; written as ``receipt.json``.
+        record: What :func:`~layerbudget.decisions.shapes.apply.apply_shapes` recounted; written as ``receipt.json``.
         overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
 
     Raises:

@@ -51,8 +51,9 @@ def prune(
 ) -> Receipt:
     """Prune a model in place under a plan, and return the receipt.
 
-    By default every block loses exactly the planned number of weights, split over its matrices in proportion to their
-    size. One statistics pass per block with the dense block, one propagation pass with the pruned block.
+    Every block loses exactly the planned number of weights, unless ``parity`` or ``pattern`` is given. The number is split over
+    the matrices of the block in proportion to their size. Layers are pruned in order. A layer first runs dense, to collect the
+    statistics of its inputs. Then it runs pruned, to give the next layer its inputs.
 
     Args:
         model: Any transformers model with one list of layers. Changed in place; no copy is made.
@@ -60,12 +61,12 @@ def prune(
         data: Calibration tokens; not needed for ``magnitude``.
         method: ``magnitude``, ``wanda``, ``sparsegpt``, or a treatment of your own (:mod:`layerbudget.compressors.base`).
             Without one it is the plan's own, with the options that it was measured with; ``wanda`` where none was measured.
-        batch_size: Sequences per forward, 8 by default. Speed and memory only, up to rounding.
+        batch_size: Sequences per forward, 8 by default; always 1 with ``parity``. Speed and memory only, up to rounding.
         parity: Reproduce the masks of the reference implementations (locuslab/wanda, IST-DASLab/sparsegpt): their
             counts are off by one and take ties along, their statistics are running means over single sequences.
-        pattern: ``n:m``: n of every m consecutive inputs are zeroed; the plan must ask for n/m everywhere. ``n:8`` with a
-            literal n lets every block have the n nearest to its planned ratio.
-        progress: Called with (blocks done, blocks).
+        pattern: ``2:4`` zeroes 2 of every 4 consecutive inputs; other numbers work too. Every block of the plan must then ask
+            for that ratio. ``n:8`` with the letter n gives every block the number of 8 that is nearest to its planned ratio.
+        progress: Called with (layers done, layers up to the last one that is pruned); without data with matrices.
         true_sequential: Recollect inputs for every group of matrices that share one (q/k/v, o, gate/up, down).
         store: Where activations live: ``device`` (default), ``cpu`` or ``disk``.
         folder: Where ``disk`` puts its temporary files.

@@ -35,15 +35,17 @@ _BY_CURVES = {"mdl": "calibrated", "permuted": "calibrated-permuted"}
 def plan_sparsity(
     source: Scores | Sequence[Block] | nn.Module, data: CalibrationSet | None = None, *, sparsity: float = 0.5, **options: Any
 ) -> Plan:
-    """Return a plan of a sparsity for every block, with which the whole model reaches ``sparsity`` exactly.
+    """Return a plan that gives every block its own sparsity.
+
+    Over all blocks together it prunes ``sparsity`` of the prunable parameters, rounded to a whole number.
 
     Args:
-        source: Scores, or blocks where the rule reads no scores: decided by the paper's program, see :func:`plan_by_scores`. A
-            model: decided by the damage that the pruner itself does to its output, see
-            :func:`layerbudget.decisions.sparsity.directional.plan_by_damage`.
+        source: Scores or a model; blocks alone are enough for a rule that reads no scores. From scores or blocks a rule
+            decides, by default the program of the paper: see :func:`plan_by_scores`. From a model decides the damage that
+            the pruner does to its output: see :func:`layerbudget.decisions.sparsity.directional.plan_by_damage`.
         data: Calibration tokens, with a model.
         sparsity: Pruned parameters over prunable parameters of all blocks.
-        **options: Of the function that decides.
+        **options: Passed on to that function.
 
     Raises:
         InvalidInput: A model without data, scores with data, or an option that is not read.

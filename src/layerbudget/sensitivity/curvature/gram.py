@@ -185,7 +185,7 @@ class InnerProducts(Accumulator):
         losses: R losses.
         dtype: Of the gradients; products are accumulated in float64.
         device: Of the gradients.
-        max_bytes: For the pieces of one pass; :data:`MEMORY` by default.
+        max_bytes: For the pieces of one pass; ``MEMORY`` by default.
         sketch: Applied to inputs and output gradients.
         sides: Widths of a gradient, ``(module) -> (d_out, d_in)``, where they are not the matrix's or the sketch's.
 
