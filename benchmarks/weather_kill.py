@@ -78,7 +78,7 @@ VERBS = {
     ),
     "finetune, overwriting": Verb(
         ["finetune", "model", "ranks.json", *TUNE, "--overwrite", "-o", "out"], [], "out", ("out/notes", "out/seed-0/notes"),
-        (["finetune", "model", "ranks.json", *TUNE, "--set", "lr=0.5", "--overwrite", "-o", "out"],),
+        (["finetune", "model", "ranks.json", *TUNE, "--lr", "0.5", "--overwrite", "-o", "out"],),
     ),
     "evaluate": Verb(["evaluate", "model", "--perplexity", "text.txt", "--length", "16", "--quiet", "-o", "out.json"], ["--overwrite"], "out.json"),
     "report": Verb(["report", "results", "-o", "out.html"], ["--overwrite"], "out.html"),
