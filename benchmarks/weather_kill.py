@@ -181,6 +181,8 @@ def digest(path: Path, mine: tuple[str, ...]) -> str:
     files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
     for file in files:
         name = file.relative_to(path.parent).as_posix()
+        if "cells" in file.parts:  # the checksum in its name counts the seconds
+            name = name.split(".")[0]
         if name in mine or "checkpoints/" in name or file.name == "manifest.json":
             continue
         content = file.read_bytes()
