@@ -18,8 +18,20 @@ from ..execution.loss import IGNORE, head_of
 from ..execution.sites import owners_of, tracked
 from ..models.blocks import partition
 from ..sensitivity.estimators import estimators
-from . import checks
-from .checks import SEVERITIES, Finding
+from .checks import (
+    SEVERITIES,
+    Finding,
+    attention,
+    coverage,
+    determinism,
+    first_batch,
+    mode,
+    padding,
+    ties,
+    tokens,
+    visible,
+    weights,
+)
 
 _FAILURES = (LayerbudgetError, ArithmeticError, LookupError, RuntimeError, ValueError, TypeError, AttributeError)
 
@@ -63,18 +75,18 @@ def diagnose(model: nn.Module, tokenizer: Any = None, data: CalibrationSet | Non
         tokenizer: Its tokenizer, for the checks of special tokens.
         data: The calibration set that is planned; a random sample of 64 tokens stands in.
     """
-    looking = (checks.weights, checks.mode, checks.ties, checks.coverage)
+    looking = (weights, mode, ties, coverage)
     findings = [f for check in looking for f in _safely(check, model)]
-    findings += _safely(checks.tokens, model, tokenizer, data)
+    findings += _safely(tokens, model, tokenizer, data)
     sample = data if data is not None else _stand_in(model)
     if sample is not None and not any(f.severity == "problem" for f in findings):
         sample = _learned_first(sample)
-        findings += _safely(checks.padding, model, sample)
+        findings += _safely(padding, model, sample)
         try:
-            batch, blocks = checks.first_batch(model, sample), partition(model)
-            findings += _safely(checks.determinism, model, batch, blocks[0])
-            findings += checks.visible(model, batch, blocks)  # a failure here is one of everything that scores the matrices
-            findings += _safely(checks.attention, model, checks.first_batch(model, _shorten(sample)), blocks[0])
+            batch, blocks = first_batch(model, sample), partition(model)
+            findings += _safely(determinism, model, batch, blocks[0])
+            findings += visible(model, batch, blocks)  # a failure here is one of everything that scores the matrices
+            findings += _safely(attention, model, first_batch(model, _shorten(sample)), blocks[0])
         except _FAILURES as error:
             findings.append(_failed("run", error, "problem"))
     samples, length = (data.samples, data.length) if data is not None else (1, 64)
