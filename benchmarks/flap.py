@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from layerbudget.decisions.shapes.layouts import FIND, Attention
-from layerbudget.decisions.shapes.parts import Price
 from layerbudget.decisions.shapes.units import find_parts
 from layerbudget.models.blocks import layers, matrix_of
 
@@ -67,12 +66,12 @@ def cut_by_fluctuation(model, data, target, *, multiple=8, cap=0.75):
         score = (score - score.mean()) / score.std()
         most = min(int(cap * parts[name].units), parts[name].units - 1)
         queue += [(value, name, gone) for gone, value in units_of(where, score, multiple)[:most]]
-    saved, chosen, price = 0.0, {}, Price(unit="flops")
+    saved, chosen = 0.0, {}
     for _, name, gone in sorted(queue, key=lambda q: q[0]):
         if saved >= target:
             break
         chosen.setdefault(name, []).append(gone)
-        saved += price.left(parts[name]) - price.left(parts[name], 1)
+        saved += 2 * parts[name].unit_parameters
     for name, pieces in chosen.items():
         _cut(model, wheres[name], torch.cat(pieces), seen[wheres[name].consumer][0])
     return saved

@@ -23,7 +23,6 @@ import torch
 
 from layerbudget.data.text import calibration
 from layerbudget.decisions.shapes.apply import apply_shapes, remove_units
-from layerbudget.decisions.shapes.depth import apply_depth, plan_depth
 from layerbudget.decisions.shapes.layouts import find_attention, find_mlp
 from layerbudget.decisions.shapes.plan import plan_shapes
 from layerbudget.decisions.shapes.save import save_smaller
@@ -103,8 +102,6 @@ def by_program(model, data, budget, a):
 def smaller_models(model, data, a):
     """Every row of the table, and the plans that have something to say."""
     models = {"dense": model}
-    plan = plan_depth(model, data, remove=a.remove)
-    models[f"depth: {a.remove} of {len(plan.blocks)} blocks removed"] = apply_depth(copy.deepcopy(model), plan)
     width = copy.deepcopy(model)
     remove_units(width, data, a.fraction, kind="mlp", multiple=a.multiple)
     models[f"width: {a.fraction:.0%} of the MLP units removed"] = width
@@ -119,7 +116,7 @@ def smaller_models(model, data, a):
     sparse = copy.deepcopy(model)
     prune(sparse, plan_sparsity(partition(model), sparsity=0.5, rule="uniform"), data, "wanda")
     models["unstructured: 50 % zeros (Wanda)"] = sparse
-    return models, {"depth": plan, **plans}
+    return models, plans
 
 
 def table(rows):
@@ -172,7 +169,7 @@ def main():
         })  # fmt: skip
     environment = {
         "model": a.label or a.model, "threads": 1, "torch": torch.__version__, "python": platform.python_version(),
-        "removed": plans["depth"].extra["removed"], "rounds": a.rounds, "tokens": a.samples * a.length,
+        "rounds": a.rounds, "tokens": a.samples * a.length,
     }  # fmt: skip
     text = "\n".join(table(rows)) + "\n\nEnvironment: " + json.dumps(environment) + "\n"
     a.out.with_suffix(".md").write_text(text)

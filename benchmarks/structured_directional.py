@@ -1,4 +1,4 @@
-"""Heads, MLP widths, layers and zeros: directional damage beside uniform widths and FLAP, at equal recounted FLOPs.
+"""Heads, MLP widths and layers: directional damage beside uniform widths and FLAP, at equal recounted FLOPs.
 
     python benchmarks/structured_directional.py [--budgets 16.3% 35% --seeds 2 --model demo --data stdlib]
 
@@ -67,7 +67,7 @@ class Bench:
         smaller = copy.deepcopy(self.model)
         receipt = apply_shapes(smaller, plan, data)
         extra = {"dropped": len(receipt.dropped), "measured": plan.extra["measured"]}
-        if "zeros" in plan.extra or plan.hyperparameters.get("depth"):
+        if plan.hyperparameters.get("depth"):
             extra["flops"] = 1.0 - receipt.saved / receipt.before
         if plan.hyperparameters.get("even"):
             times = seconds({"dense": self.model, "even": smaller}, data.input_ids, 5)
@@ -106,20 +106,19 @@ def run(bench, a):
             bench.uniform(budget, seed, data, share)
             bench.flap(budget, seed, data, share)
             bench.directional("directional, 2 strides", budget, seed, data, ("refit", "stream"), **longer)
-            bench.directional("directional, 1 stride", budget, seed, data, ("none", "refit", "stream"), passes=26.0)
+            bench.directional("directional, 1 stride", budget, seed, data, ("refit", "stream"), passes=26.0)
     for budget, data in ((b, bench.data(0)) for b in a.budgets):
-        bench.directional("directional, 2 strides, with 2:4", budget, 0, data, ("stream",), zeros="2:4", **longer)
         bench.directional("directional, 2 strides, even", budget, 0, data, ("stream",), even=True, **longer)
         bench.directional("directional, 2 strides, with depth", budget, 0, data, ("stream",), depth=4, **longer)
 
 
 def table(bench, dense):
     lines = [
-        "# Heads, MLP widths, layers and zeros by directional damage",
+        "# Heads, MLP widths and layers by directional damage",
         "",
         f"Perplexity on {bench.a.windows} held-out windows of {bench.a.length} tokens; dense {dense:.2f}. Calibration text: "
         f"{bench.a.samples} x {bench.a.length} tokens. Means over seeds of that text, all values behind. FLOPs of the layers' "
-        "matrices recounted after cutting; 2:4 counts half, which is real on sparse tensor cores only. Time: one forward on this "
+        "matrices recounted after cutting. Time: one forward on this "
         "machine, dense 1, where all layers are alike (CPU seconds, medians of 5).",
         "",
         "| asked for | way | FLOPs left | perplexity | by seed | forwards | layers gone | time |",

@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.ranks.plan import plan_ranks as plan_ranks
     from .decisions.shapes.apply import apply_shapes as apply_shapes
     from .decisions.shapes.apply import remove_units as remove_units
-    from .decisions.shapes.depth import plan_depth as plan_depth
     from .decisions.shapes.plan import plan_shapes as plan_shapes
     from .decisions.sparsity.apply import prune as prune
     from .decisions.sparsity.plan import plan_sparsity as plan_sparsity
@@ -80,7 +79,6 @@ _PUBLIC = {
     "plan_sparsity": "decisions.sparsity.plan",
     "plan_bits": "decisions.bits.plan",
     "plan_shapes": "decisions.shapes.plan",
-    "plan_depth": "decisions.shapes.depth",
     "plan_ranks": "decisions.ranks.plan",
     "plan_experts": "decisions.experts.plan",
     "plan_joint": "decisions.joint.plan",

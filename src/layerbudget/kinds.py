@@ -66,7 +66,6 @@ for _kind in (
         harms=True,
         command="apply",
     ),
-    Kind("depth", "removal", _REMOVED, "whole layers to remove", harms=True, command="apply"),
     Kind("experts", "experts", "experts of every matrix", "LoRA experts for every block", budget="total", command="finetune"),
     Kind("ranks", "rank", "rank of every matrix", "a LoRA rank for every block", budget="mean_rank", command="finetune"),
     Kind(

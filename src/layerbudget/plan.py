@@ -217,7 +217,7 @@ class Plan(BlockRecord):
         array([10])
         """
         numbers = values_by_name(blocks, values)
-        if kind in ("joint", "shapes", "depth", "bits", "recipe"):
+        if kind in ("joint", "shapes", "bits", "recipe"):
             raise InvalidInput(f"A plan of kind {kind} is more than one number per block.", "", "Use its own plan function.")
         rows = tuple(PlanBlock.of(b, v, _count(kind, b, v)) for b, v in zip(blocks, numbers, strict=True))
         spent, unit = sum(r.count for r in rows), "parameters" if kind == "sparsity" else KINDS.find(kind).counts

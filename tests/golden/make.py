@@ -169,7 +169,6 @@ def architecture(kind: str) -> Iterator[tuple[str, Any]]:
     gram = first if first is not None else next(r for _, _, r in scores_of(model, data, ["fisher-gram", "spectral-tail"]) if r)
     yield from plans_of(gram)
     yield from pruned(lambda: tiny(kind), gram, data)
-    yield "depth", {"removed": lb.plan_depth(model, data, remove=2, batch_size=4).extra["removed"]}
     if kind != "mixtral":
         by_rank = lb.score(model, data, lb.partition(model, "linear"), "rank-gain", batch_size=4, largest=16)
         yield "score rank-gain", entry(by_rank.extra["increments"])

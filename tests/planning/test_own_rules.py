@@ -47,7 +47,7 @@ def test_a_plan_from_values_is_applied_and_saved(tmp_path, mistral, data):
         ([0.1, 0.2, 1.5], "sparsity", "lies in"),
         ([1, 2, 2.5], "ranks", "counted"),
         ([1, 1, np.nan], "experts", "finite"),
-        ([1, 1, 1], "depth", "more than one"),
+        ([1, 1, 1], "shapes", "more than one"),
         ([1, 1, 1], "windows", "kind of plan"),
     ],
 )

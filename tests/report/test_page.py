@@ -121,7 +121,7 @@ def test_the_grid_is_the_planners_own(folders):
         for row, exponent in enumerate(grid["exponents"]):
             plan = plan_sparsity(scores, sparsity=budget, exponent=exponent)
             assert grid["plans"][row][column]["values"] == pytest.approx(plan.values, rel=1e-3)
-    assert solved_grid(by_rank(), "ranks")["exponents"] == [] and solved_grid(scores, "depth") is None
+    assert solved_grid(by_rank(), "ranks")["exponents"] == [] and solved_grid(scores, "shapes") is None
     ranks = solved_grid(by_rank(), "ranks")
     assert max(ranks["budgets"]) < 64, "budgets beyond what was measured have no place"
 

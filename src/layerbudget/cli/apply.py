@@ -90,7 +90,6 @@ def _prune(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
 def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     """Remove what the plan says, refit, recount, and save an ordinary smaller checkpoint."""
     from ..decisions.shapes.apply import apply_shapes
-    from ..decisions.shapes.depth import apply_depth
     from ..decisions.shapes.save import check_exportable, save_smaller
     from ..decisions.sparsity.save import check_room
     from ..doctor.cost import treating
@@ -98,22 +97,14 @@ def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     from ..report.page import runtime_box
 
     refuse(a, ("method", "pattern", "set", "resume"), f"a plan of kind {plan.kind}")
-    refits = plan.kind == "shapes"
-    if not refits:
-        refuse(a, DATA, f"a plan of kind {plan.kind}")
-    model, tokenizer, data = load(a, data=refits)
+    model, tokenizer, data = load(a)
     check_room(model, a.out, plan=plan)
-    text, method = text_of(data, a), "sparsegpt" if refits else "magnitude"
-    what = "smaller shapes" + (f" with {words_of(data)}" if data is not None else "")
-    expect(a, what, model, lambda _: treating(method, text))
+    text = text_of(data, a)
+    expect(a, f"smaller shapes with {words_of(data)}", model, lambda _: treating("sparsegpt", text))
     check_exportable(model, plan)
     before = sum(p.numel() for p in model.parameters())
-    if refits:
-        with progress_bar(a, "remove heads and widths, layers") as progress:
-            done = dict(apply_shapes(model, plan, data, batch_size=batch_of(a, model, data), progress=progress))
-    else:
-        apply_depth(model, plan)
-        done = {"unit": "parameters", "saved": int(plan.counts.sum()), "planned": int(plan.counts.sum())}
+    with progress_bar(a, "remove heads and widths, layers") as progress:
+        done = dict(apply_shapes(model, plan, data, batch_size=batch_of(a, model, data), progress=progress))
     out = save_smaller(model, tokenizer, a.out, plan=plan, record=done, overwrite=a.overwrite) if is_main() else a.out
     after = sum(p.numel() for p in model.parameters())
     a.console.print(
@@ -174,7 +165,6 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
 _WRITERS: dict[str, Callable[[argparse.Namespace, Any], dict[str, Any]]] = {
     "sparsity": _prune,
     "shapes": _shrink,
-    "depth": _shrink,
     "bits": _quantise,
     "recipe": _quantise,
 }

@@ -10,7 +10,6 @@ from ..compressors.base import QUANTISERS, TREATMENTS
 from ..compressors.formats import FAMILIES, PACKED, find_format
 from ..decisions.bits.program import RULES
 from ..decisions.bits.runtimes import RUNTIMES, find_runtime
-from ..decisions.shapes.parts import ZEROS
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..records import check_output, to_jsonable
@@ -249,15 +248,9 @@ def add_shapes(kinds: Any) -> argparse.ArgumentParser:
     p.add_argument("--parts", default="heads,mlp", help="what may go: heads, mlp or both (default: heads,mlp)")
     p.add_argument("--depth", type=int, default=0, help="so many whole layers may go where that is cheaper (default: none)")
     p.add_argument("--even", action="store_true", help="the same in all layers: what an ordinary checkpoint can hold")
-    p.add_argument(
-        "--zeros",
-        choices=tuple(ZEROS),
-        default="none",
-        help="zeros in what remains, in the same program: none (default), 2:4 (FLOPs and bytes), packed (bytes)",
-    )
     p.add_argument("--passes", type=float, default=46.0, help="most forward equivalents to spend (default: 46)")
     advanced = p.add_argument_group("advanced")
-    add_set(advanced, "heads (groups, queries), multiple (of MLP channels), max_removed, compensate, context, ...")
+    add_set(advanced, "heads (groups, queries), multiple (of MLP channels), max_removed, compensate, ...")
     add_data(p, samples=16)
     return p
 
@@ -287,7 +280,6 @@ def run_shapes(a: argparse.Namespace) -> dict[str, Any]:
             kinds=parts,
             depth=a.depth,
             even=a.even,
-            zeros=a.zeros,
             passes=a.passes,
             batch_size=batch_of(a, model, data),
             progress=progress,

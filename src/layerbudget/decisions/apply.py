@@ -25,7 +25,6 @@ _MAKE = {
 _APPLY = {
     "sparsity": ".sparsity.apply:prune",
     "shapes": ".shapes.apply:apply_shapes",
-    "depth": ".shapes.depth:apply_depth",
     "experts": ".experts.method:add_experts",
     "ranks": ".ranks.apply:add_ranks",
     "bits": ".bits.apply:apply_bits",

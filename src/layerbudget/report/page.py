@@ -26,7 +26,6 @@ RUNTIME_NOTE = (
     "checkpoints are ordinary dense models with fewer parameters and run faster everywhere."
 )
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-_KINDS = ("depth", "shapes")
 
 
 def _asset(name: str) -> str:
@@ -116,7 +115,7 @@ def _honest(found: Found) -> str:
     plan = found.plan
     text = RUNTIME_NOTE
     if found.receipt is not None:
-        kind = plan.kind if plan is not None and plan.kind in _KINDS else "unstructured"
+        kind = "shapes" if plan is not None and plan.kind == "shapes" else "unstructured"
         text = f"{runtime_box(kind, pattern=(found.receipt.get('settings') or {}).get('pattern'))} {RUNTIME_NOTE}"
     return f"<aside class='honest'><h2>What runs faster, and where</h2><p>{html.escape(text)}</p></aside>"
 
@@ -232,9 +231,6 @@ def plan_details(plan: Plan, name: str) -> str:
     return folded(f"{name}: {plan.kind} by {plan.rule}", facts(plan.budget) + certificate + body)
 
 
-_DENSE = (
-    "file and memory: smaller by the removed parameters; time: less, by somewhat under the removed FLOPs' share, everywhere"
-)
 _ROWS = {
     "unstructured": (
         "unstructured zeros, stored densely",
@@ -246,18 +242,10 @@ _ROWS = {
         "file and memory: unchanged; time: unchanged unless your runtime has kernels for exactly this pattern on your GPU "
         "(2:4 only; vLLM removed its 2:4 kernels)",
     ),
-    "depth": ("whole blocks removed", "file, memory, key-value cache and time: smaller in proportion, everywhere"),
-    "heads": (
-        "attention heads removed",
-        _DENSE + "; key-value cache: smaller only where whole key-value groups went",
-    ),
     "shapes": (
         "heads, MLP width or whole blocks removed",
-        _DENSE + "; key-value cache: smaller by the removed key-value groups and blocks only",
-    ),
-    "width": (
-        "MLP width removed",
-        _DENSE,
+        "file and memory: smaller by the removed parameters; time: less, by somewhat under the removed FLOPs' share, everywhere"
+        "; key-value cache: smaller by the removed key-value groups and blocks only",
     ),
 }
 
@@ -266,11 +254,11 @@ def runtime_box(kind: str = "unstructured", *, pattern: str | None = None) -> st
     """One honest paragraph about a pruned checkpoint.
 
     Args:
-        kind: ``unstructured``, ``depth``, ``heads``, ``width`` or ``shapes``.
+        kind: ``unstructured`` or ``shapes``.
         pattern: The n:m pattern, when there is one.
 
-    >>> runtime_box("depth").split(". ")[0]
-    'What you have: whole blocks removed'
+    >>> runtime_box("shapes").split(". ")[0]
+    'What you have: heads, MLP width or whole blocks removed'
     """
     what, effect = _ROWS["n:m" if pattern else kind]
     return f"What you have: {what}. What it changes: {effect}."

@@ -112,5 +112,4 @@ class ShapeSettings(TypedDict):
     by: str
     multiple: reading.Size
     compensate: str
-    context: float
     bytes_per_parameter: float

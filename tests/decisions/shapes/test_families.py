@@ -88,9 +88,9 @@ def test_layers_with_several_streams_are_refitted_each_for_itself():
 def test_what_no_configuration_can_hold_is_refused_before_anything_is_measured(monkeypatch):
     model, data = build("bloom"), zoo.tokens(4, 12)
     monkeypatch.setattr(type(model), "forward", lambda *a, **k: pytest.fail("it ran"))
-    with pytest.raises(UnknownStructure, match="No smaller width .*BloomConfig has no field.*Prune its weights instead"):
+    with pytest.raises(UnknownStructure, match="No smaller width .*BloomConfig has no field.*prune its weights instead"):
         evenly(model, data)
-    with pytest.raises(UnknownStructure, match="BloomAttention.*Prune its weights instead"):
+    with pytest.raises(UnknownStructure, match="BloomAttention.*prune its weights instead"):
         evenly(model, data, kinds=("heads", "mlp"))
 
 

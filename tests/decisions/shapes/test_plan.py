@@ -1,4 +1,4 @@
-"""Plans of smaller shapes on real tiny models: applied, recounted, measured, saved; heads, widths, layers and zeros."""
+"""Plans of smaller shapes on real tiny models: applied, recounted, measured, saved; heads, widths and layers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,20 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.decisions.shapes.apply import apply_shapes, measure_plan, preserved, saved_by_zeros
-from layerbudget.decisions.shapes.depth import plan_depth
-from layerbudget.decisions.shapes.parts import ZEROS, Price
+from layerbudget.decisions.shapes.apply import apply_shapes, measure_plan
 from layerbudget.decisions.shapes.plan import plan_shapes
 from layerbudget.decisions.shapes.save import check_exportable, save_smaller
 from layerbudget.decisions.shapes.units import find_parts
-from layerbudget.decisions.sparsity.save import pack
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownStructure
 from layerbudget.execution.divergence import kl_sum
-from layerbudget.models.blocks import layers, partition, weight_of
+from layerbudget.models.blocks import layers, partition
 from layerbudget.models.loading import load_model
 from layerbudget.plan import Plan
 from layerbudget.planning.costs import base_amount
 
-WITH_BOTH = ["mistral-sliding", "gemma3", "qwen3", "phi3", "opt", "gpt-neox"]
 QUICK = {"multiple": 4, "passes": 20.0, "strides": 1, "draws": 1, "batch_size": 4}
 
 
@@ -40,7 +35,7 @@ def frozen(model):
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", [*WITH_BOTH, "bert", "roberta-classifier"])
+@pytest.mark.parametrize("name", ["mistral-sliding", "gemma3", "phi3", "opt", "gpt-neox", "bert"])
 def test_planned_flops_are_the_recounted_flops(name):
     model, data = zoo.build(name), zoo.tokens()
     before, weights = base_amount(partition(model), "flops"), frozen(model)
@@ -54,14 +49,13 @@ def test_planned_flops_are_the_recounted_flops(name):
         assert torch.isfinite(model(**next(data.batches(2))).logits).all()
 
 
-@pytest.mark.parametrize(("unit", "context"), [("params", 0), ("bytes", 0), ("flops", 4096)])
-def test_other_units_and_long_contexts_recount_too(unit, context):
+@pytest.mark.parametrize("unit", ["params", "bytes"])
+def test_other_units_recount_too(unit):
     model, data = zoo.build("gemma"), zoo.tokens()
     shapes = sum(p.numel() for n, p in model.named_parameters() if "layers" in n and p.ndim == 2)
-    plan = plan_shapes(model, data, f"20% {unit}", context=context, **QUICK)
-    assert plan.budget["base"] == {"params": shapes, "bytes": 4 * shapes, "flops": 2 * shapes + 4 * 4096 * 32 * 3}[unit]
-    assert not context or any(s["removed"] for s in plan.extra["shapes"].values() if s["kind"] == "heads")
-    apply_shapes(model, plan, data)
+    plan = plan_shapes(model, data, f"20% {unit}", **QUICK)
+    assert plan.budget["base"] == {"params": shapes, "bytes": 4 * shapes}[unit]
+    assert apply_shapes(model, plan, data).saved == plan.budget["spent"] >= plan.budget["limit"]
 
 
 def test_idle_heads_and_units_are_what_goes():
@@ -81,7 +75,7 @@ def test_idle_heads_and_units_are_what_goes():
         torch.testing.assert_close(model(data.input_ids).logits, before, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_layers_go_with_heads_and_widths_and_the_rest_loads_in_plain_transformers(name, tmp_path):
     """A model whose middle layer does next to nothing: it goes, and the folder holds what the program counted."""
     model, data = zoo.build(name), zoo.tokens(samples=8)
@@ -92,13 +86,12 @@ def test_layers_go_with_heads_and_widths_and_the_rest_loads_in_plain_transformer
     assert plan.extra["dropped"] == [layers(model)[1][0]] and plan.hyperparameters["even"] is True
     assert any(s["removed"] for s in plan.extra["shapes"].values())
     assert plan.budget["limit"] <= plan.budget["spent"] < plan.budget["base"]
-    price = Price(unit="flops")
-    before = sum(price.left(p) for p in find_parts(model))
+    before = sum(p.flops for p in find_parts(model))
     receipt = apply_shapes(model, again(plan), data)
     assert [n[-1] for n in receipt.layers] == ["0", "2"]
     save_smaller(model, None, tmp_path / "out", plan=plan, record=receipt)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
-    after = sum(price.left(p) for p in find_parts(loaded))
+    after = sum(p.flops for p in find_parts(loaded))
     assert before - after == plan.budget["spent"] == receipt.saved and len(layers(loaded)) == 2
     batch = next(data.batches(2))
     with torch.no_grad():
@@ -119,7 +112,7 @@ def test_even_plans_keep_the_heads_that_a_config_cannot_lose():
             plan_shapes(zoo.build(name), data, "15% flops", kinds=("heads",), even=True)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_plans_are_applied_recounted_and_measured(name):
     model, data = zoo.build(name), zoo.tokens()
     before = frozen(model)
@@ -146,45 +139,6 @@ def test_auto_takes_the_units_that_promise_less():
     assert plans["auto"].extra["path"][0]["passes"] == plans[best].extra["path"][0]["passes"] + 4.0  # the other was looked at
 
 
-@pytest.mark.parametrize(("zeros", "budget"), [("2:4", "30% flops"), ("2:4", "35% bytes"), ("packed", "35% bytes")])
-def test_zeros_are_counted_again_from_the_folder(zeros, budget, tmp_path):
-    model, data = zoo.build("llama"), zoo.tokens(samples=8)
-    plan = plan_shapes(model, data, budget, zeros=zeros, even=True, by="groups", **QUICK)
-    planned = plan.extra["zeros"]
-    assert planned["pattern"] == zeros and planned["parts"] and planned["runtime"] == ZEROS[zeros].runtime
-    sizes, hyper = {p.name: p.parameters for p in find_parts(model)}, plan.hyperparameters
-    save_smaller(model, None, tmp_path / "out", plan=plan, record=apply_shapes(model, plan, data))
-    loaded = load_model(str(tmp_path / "out"))
-    price = Price(unit=plan.budget["unit"], context=hyper["context"], bytes_per_parameter=hyper["bytes_per_parameter"])
-    parts = find_parts(loaded)
-    now = sum(price.left(p) for p in parts) - saved_by_zeros(loaded, parts, planned, price)
-    assert plan.budget["base"] - now == plan.budget["spent"] >= plan.budget["limit"]
-    for name, found in planned["parts"].items():
-        part = next(p for p in parts if p.name == name)
-        weights = [weight_of(loaded, n)[1] for n in part.modules]
-        assert sum(int((w == 0).sum()) for w in weights) == found["zeros"] == int(found["share"] * part.parameters)
-        if zeros == "2:4":
-            assert all((w.unflatten(1, (-1, 4)) == 0).sum(2).eq(2).all() for w in weights)
-        assert part.parameters <= sizes[name]
-    if zeros == "packed":  # the bytes are those of the packed file
-        pack(tmp_path / "out", tmp_path / "packed.safetensors", minimum=0.01)
-        with safe_open(tmp_path / "packed.safetensors", framework="pt") as file:
-            held = sum(file.get_tensor(k).nbytes for k in file.keys() if ".layers." in k and "norm" not in k)
-        assert held == now
-
-
-def test_zeros_that_are_not_there_are_noticed():
-    model, data = zoo.build("llama"), zoo.tokens(samples=8)
-    plan = plan_shapes(model, data, "30% flops", zeros="2:4", by="groups", **QUICK)
-    with preserved(model):
-        apply_shapes(model, plan, data)
-        name = next(iter(plan.extra["zeros"]["parts"]))
-        part = next(p for p in find_parts(model) if p.name == name)
-        weight_of(model, part.modules[0])[1].data[0] = 1.0
-        with pytest.raises(CoverageError, match="were planned"):
-            saved_by_zeros(model, [part], plan.extra["zeros"], Price(unit="flops", bytes_per_parameter=4.0))
-
-
 def test_mixtures_lose_heads_and_keep_their_experts():
     model, data = zoo.build("mixtral"), zoo.tokens()
     plan = plan_shapes(model, data, "5% flops", kinds=("heads",), **QUICK)
@@ -201,7 +155,6 @@ def test_refusals():
         ("90% flops", {}, InfeasibleBudget, "save at most"),
         ("10% flops", {"multiple": 0}, InvalidInput, "multiple is 0"),
         ("20% flops", {"passes": 3}, InvalidInput, "forward equivalents are needed"),
-        ("20% flops", {"zeros": "packed"}, InvalidInput, "save no flops"),
         ("20% flops", {"depth": -1}, InvalidInput, "depth is 0 or more"),
     ):
         with pytest.raises(error, match=match):
@@ -246,11 +199,3 @@ def test_command_line(folder, capsys):
     assert main(["apply", model, plan, "-o", str(folder / "uneven"), *text]) == 2
     assert "even=True" in capsys.readouterr().err
     assert not (folder / "uneven").exists()
-
-
-def test_depth_plans_really_remove_layers_from_the_command_line(folder, capsys):
-    model, plan, out = (str(folder / n) for n in ("model", "depth.json", "out"))
-    plan_depth(load_model(model), zoo.tokens(), remove=1).save(plan)
-    assert main(["apply", model, plan, "-o", out, "--quiet", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["saved"] > 0
-    assert load_model(out).config.num_hidden_layers == 2

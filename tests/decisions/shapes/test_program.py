@@ -8,8 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from layerbudget.decisions.shapes.parts import ZEROS, Part, Price
-from layerbudget.decisions.shapes.program import GONE, ShapeSpace
+from layerbudget.decisions.shapes.program import GONE, Part, ShapeSpace
 from layerbudget.errors import InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan
 from layerbudget.plans.compare import diff_plans
@@ -19,8 +18,8 @@ from layerbudget.plans.explain import explain_plan
 def make_parts(layers=3, heads=4, channels=5):
     parts = []
     for i, (kind, units, each) in itertools.product(range(layers), (("heads", heads, 70), ("mlp", channels, 30))):
-        name, more = f"layers.{i}.{kind}", {"unit_channels": 4, "channels": 4 * units} if kind == "heads" else {}
-        sizes = {"units": units, "unit_parameters": each, "parameters": each * units, "flops": 2 * each * units, **more}
+        name = f"layers.{i}.{kind}"
+        sizes = {"units": units, "unit_parameters": each, "parameters": each * units, "flops": 2 * each * units}
         by = "groups" if kind == "heads" else "8 channels"
         parts.append(Part(name=name, layer=f"layers.{i}", kind=kind, by=by, modules=(f"{name}.weight",), **sizes))
     return parts
@@ -84,9 +83,7 @@ def test_even_steps_keep_to_what_a_config_can_express():
         space = ShapeSpace(parts, "40% flops", even=True, allowed=allowed, max_removed=1.0)
         around = space.around(space.start(), 1.0, 9)
         state, found = space.step(around, around[:, :, 0] + 0.3 * around[:, :, 1])
-        assert (state == state[0]).all() and found.damage == pytest.approx(
-            best_of_all(space, around, around @ [1, 0.3, 0, 0, 0])
-        )
+        assert (state == state[0]).all() and found.damage == pytest.approx(best_of_all(space, around, around @ [1, 0.3, 0]))
         assert allowed is None or set(around[:, :, 0].ravel()) == {0, 2}
 
 
@@ -118,8 +115,9 @@ def test_even_steps_leave_out_numbers_that_a_layer_cannot_reach():
 @pytest.mark.parametrize("unit", ["flops", "params", "bytes"])
 def test_prices_and_the_json_round_trip(unit, tmp_path):
     parts = make_parts()
-    price = Price(unit=unit, bytes_per_parameter=4)
-    assert [price.left(parts[0], u) for u in (0, 1)] == {"flops": [560, 420], "params": [280, 210], "bytes": [1120, 840]}[unit]
+    assert [parts[0].size(unit, 4, u) for u in (0, 1)] == {"flops": [560, 420], "params": [280, 210], "bytes": [1120, 840]}[
+        unit
+    ]
     space = ShapeSpace(parts, f"20% {unit}", bytes_per_parameter=4.0)
     around = space.around(space.start(), 1.0, 3)
     hyper = {"by": "groups", "multiple": 8, "compensate": "refit"}
@@ -131,20 +129,6 @@ def test_prices_and_the_json_round_trip(unit, tmp_path):
     assert diff_plans(plan, again)["same"] and "decides removed" in explain_plan(plan)["sentences"][0]
     with pytest.raises(InfeasibleBudget, match="saves too little"):
         space.plan(space.start(), 0.0, s[1], {}, {})
-
-
-def test_attention_scores_and_zeros_are_priced():
-    part, price = make_parts()[0], Price(unit="flops", context=100)
-    assert (price.left(part), price.left(part, 1)) == (560 + 6400, 420 + 4800)
-    assert price.left(part, 1, ZEROS["2:4"], 1) == 210 + 4800
-    assert Price(unit="bytes").left(part, 0, ZEROS["packed"], 1) == (280 - 70) * 2 + 35
-    for zeros, unit, match in (
-        ("packed", "flops", "save no flops"),
-        ("2:4", "params", "save no params"),
-        ("3:5", "bytes", "no zeros"),
-    ):
-        with pytest.raises(InvalidInput, match=match):
-            ShapeSpace(make_parts(), f"20% {unit}", zeros=zeros)
 
 
 def test_a_budget_that_cannot_be_met_names_the_range_and_the_remedy():

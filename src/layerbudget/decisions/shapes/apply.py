@@ -1,4 +1,4 @@
-"""Take units, layers and zeros out of a model, layer after layer with the inputs that the smaller model gives, and recount."""
+"""Take units and layers out of a model, layer after layer with the inputs that the smaller model gives, and recount."""
 
 from __future__ import annotations
 
@@ -8,29 +8,24 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from ...compressors.base import Level
-from ...compressors.pruners import Wanda
-from ...compressors.select import share
-from ...compressors.treating import Job, Treating, matrices
 from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InvalidInput, UnknownBlock, UnknownStructure
-from ...execution.divergence import kl_sum, mean
+from ...errors import CoverageError, InfeasibleBudget, InvalidInput, UnknownBlock, UnknownStructure
 from ...execution.inputs import gram_of
 from ...execution.modes import inference
 from ...execution.processes import shard
 from ...execution.walk import Walk
-from ...models.blocks import configs_of, describe, layers, weight_of
+from ...models.blocks import configs_of, describe, layers
 from ...plan import Plan
 from ...progress import Progress, Steps
-from ...records import Module, Result
-from .compensation import REMAKES, Stream
-from .depth import drop_layers
-from .layouts import FIND, Attention, Where, follow
-from .parts import KINDS, ZEROS, Part, Price
-from .units import cut, find_parts, refitted, where_is
+from ...records import Result
+from ...sensitivity.directional.trials import Reference
+from .compensation import Stream
+from .layouts import FIND, Attention
+from .program import KINDS, Part
+from .save import follow
+from .units import Remake, cut, find_parts, refitted, where_is
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,9 +69,6 @@ def apply_shapes(
         batch_size: Sequences per forward.
         progress: Called with (layers done, layers).
 
-    Returns:
-        The recount.
-
     Raises:
         InvalidInput: Not a plan of smaller shapes.
         ModelMismatch: The plan belongs to another model.
@@ -95,23 +87,22 @@ def apply_shapes(
     wrong += [n for n, s in shapes.items() if s["removed"] > s["units"] - (s["layer"] not in dropped)]
     if wrong:
         raise CoverageError(f"The model has no {wrong[0]} as planned.", "", "Plan again for this model.")
-    zeros = plan.extra.get("zeros", {})
-    price = Price(unit=plan.budget["unit"], context=hyper["context"], bytes_per_parameter=hyper["bytes_per_parameter"])
+    unit, width = plan.budget["unit"], hyper["bytes_per_parameter"]
     names = [n for n, _ in layers(model) if n not in dropped]
-    before = _amount(model, price)
+    before = _amount(model, unit, width)
     jobs = {n: int(s["removed"]) for n, s in shapes.items() if s["layer"] not in dropped}
-    way = {"compensate": hyper["compensate"], "damping": damping, "batch_size": batch_size, "progress": progress}
-    _cut_layers(model, data, [parts[n] for n in jobs], jobs, dropped, zeros, **way)
-    after = _amount(model, price, names, zeros)
+    way: dict[str, Any] = {"damping": damping, "batch_size": batch_size, "progress": progress}
+    _cut_layers(model, data, [parts[n] for n in jobs], jobs, dropped, compensate=hyper["compensate"], **way)
+    after = _amount(model, unit, width)
     saved, planned = (before[0] - after[0], before[1] - after[1]), (float(plan.budget["spent"]), int(plan.counts.sum()))
     if saved != planned:
         raise CoverageError(
-            f"{saved[0]:g} {price.unit} and {saved[1]} parameters went; {planned[0]:g} and {planned[1]} were planned.",
+            f"{saved[0]:g} {unit} and {saved[1]} parameters went; {planned[0]:g} and {planned[1]} were planned.",
             "",
             "Report this.",
         )
     return ShapeReceipt(
-        unit=price.unit,
+        unit=unit,
         before=before[0],
         after=after[0],
         saved=saved[0],
@@ -130,8 +121,6 @@ def remove_units(
     kind: str = "heads",
     by: str = "auto",
     multiple: int = 8,
-    criterion: str = "obs",
-    refit: bool = True,
     damping: float = 0.01,
     batch_size: int = 8,
     progress: Progress | None = None,
@@ -145,8 +134,6 @@ def remove_units(
         kind: ``heads`` (rounded down to whole units) or ``mlp`` (widths are rounded up).
         by: ``groups`` (key-value heads with their query heads), ``queries`` (query heads, equally many per group) or ``auto``.
         multiple: Widths are multiples of this.
-        criterion: ``obs`` or ``wanda``, see :mod:`layerbudget.decisions.shapes.units`.
-        refit: Replace the kept columns by ``W H_{:S} H_{SS}^-1``; else they stay as they are.
         damping: Relative to the mean of H's diagonal.
         batch_size: Sequences per forward.
         progress: Called with (layers done, layers).
@@ -158,7 +145,7 @@ def remove_units(
     Raises:
         UnknownStructure: A layer whose units cannot be taken out.
         UnknownBlock: A fraction for a layer that the model does not have.
-        InvalidInput: A fraction outside [0, 1), or an unknown kind, criterion or unit.
+        InvalidInput: A fraction outside [0, 1), or an unknown kind or unit.
     """
     if kind not in KINDS:
         raise InvalidInput(f"There is nothing of kind {kind!r} to remove.", f"Kinds are {', '.join(KINDS)}.", "Use heads.")
@@ -168,8 +155,8 @@ def remove_units(
         raise UnknownBlock(f"There is no layer {unknown[0]!r}.", f"Layers are {', '.join(list(parts)[:3])}, ...", "Correct it.")
     shares = {n: fraction.get(n, 0.0) if isinstance(fraction, Mapping) else fraction for n in parts}
     jobs = {p.name: _going(p, shares[n], multiple) for n, p in parts.items()}
-    way: dict[str, Any] = {"compensate": "refit" if refit else "none", "damping": damping, "batch_size": batch_size}
-    _cut_layers(model, data, list(parts.values()), jobs, [], {}, criterion=criterion, progress=progress, **way)
+    way: dict[str, Any] = {"damping": damping, "batch_size": batch_size, "progress": progress}
+    _cut_layers(model, data, list(parts.values()), jobs, [], compensate="refit", **way)
     return {n: FIND[kind](layer, n).shape[0] for n, layer in layers(model)}
 
 
@@ -187,15 +174,13 @@ def _cut_layers(
     parts: Sequence[Part],
     jobs: Mapping[str, int],
     dropped: Sequence[str],
-    zeros: Mapping[str, Any],
     *,
     compensate: str,
     damping: float,
     batch_size: int,
-    criterion: str = "obs",
     progress: Progress | None = None,
 ) -> None:
-    """Take units out of parts, put zeros into what remains, drop layers, and let the config follow."""
+    """Take units out of parts, drop layers, and let the config follow."""
     touched = [kind for kind in KINDS if any(p.kind == kind and jobs[p.name] for p in parts)]
     before = {kind: [FIND[kind](layer, n) for n, layer in layers(model) if n not in dropped] for kind in touched}
     with inference(model):
@@ -207,16 +192,15 @@ def _cut_layers(
             walk.position = i
             if stream:
                 stream.look()
-            for part in (p for kind in KINDS for p in parts if (p.layer, p.kind) == (name, kind)):
-                if jobs[part.name]:
-                    where, remake = where_is(model, part), REMAKES.get(compensate, refitted)
-                    if stream:
-                        aim = stream.aim(where)
-                        gram, remake = aim.total.gram, aim.remake(model.get_submodule(where.consumer), damping)
-                    else:
-                        gram = gram_of(model, walk, where.consumer, where.inputs)
-                    cut(model, where, gram, jobs[part.name], part.by, damping, remake, criterion)
-                _put_zeros(model, walk, part, zeros)
+            for part in (p for kind in KINDS for p in parts if (p.layer, p.kind) == (name, kind) and jobs[p.name]):
+                where = where_is(model, part)
+                remake: Remake = refitted
+                if stream:
+                    aim = stream.aim(where)
+                    gram, remake = aim.total.gram, aim.remake(model.get_submodule(where.consumer), damping)
+                else:
+                    gram = gram_of(model, walk, where.consumer, where.inputs)
+                cut(model, where, gram, jobs[part.name], part.by, damping, remake)
             if name not in dropped:
                 walk.advance()
             tick()
@@ -227,70 +211,47 @@ def _cut_layers(
         follow(model, before[kind], [FIND[kind](layer, n) for n, layer in layers(model)])
 
 
-def _put_zeros(model: nn.Module, walk: Walk, part: Part, planned: Mapping[str, Any]) -> None:
-    """Put the planned zeros of one part into its matrices, by Wanda on the inputs that they get now."""
-    if part.name not in planned.get("parts", {}):
-        return
-    modules = []
-    for name in part.modules:  # parameters are replaced, never changed, so that the model can be put back
-        owner, parameter = weight_of(model, name)
-        owner.weight = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-        d_out, d_in = matrices(*weight_of(model, name))[0].shape
-        modules.append(Module(name=name, d_in=d_in, d_out=d_out))
-    counts = share(int(planned["parts"][part.name]["zeros"]), [m.numel for m in modules])
-    pattern = ZEROS[planned["pattern"]].pattern
-    jobs = [Job(module=m, level=Level(zeros=c, pattern=pattern)) for m, c in zip(modules, counts, strict=True)]
-    Treating(model, Wanda()).layer(walk, jobs)
-
-
-def saved_by_zeros(model: nn.Module, parts: Sequence[Part], planned: Mapping[str, Any], price: Price) -> float:
-    """Return what the zeros of a smaller model save, counted on its matrices.
-
-    Args:
-        model: The smaller model.
-        parts: Its parts, under the names that the plan has for them.
-        planned: ``extra["zeros"]`` of the plan.
-        price: The unit.
+def drop_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Remove whole layers, by name, and renumber the others, in place.
 
     Raises:
-        CoverageError: Fewer zeros than planned, or in other places than the pattern allows.
+        UnknownBlock: The model has no such layer.
+        InfeasibleBudget: No layer would be left.
     """
-    total = 0.0
-    for part in (p for p in parts if p.name in planned.get("parts", {})):
-        zeros, wanted = ZEROS[planned["pattern"]], planned["parts"][part.name]
-        weights = [matrices(*weight_of(model, n))[0] for n in part.modules]
-        found = sum(int((w == 0).sum()) for w in weights)
-        gone, group = zeros.pattern or (0, 1)
-        fits = all(bool(((w.unflatten(1, (-1, group)) == 0).sum(2) >= gone).all()) for w in weights)
-        if found < wanted["zeros"] or not fits:
-            raise CoverageError(
-                f"{part.name} holds {found} zeros, {wanted['zeros']} were planned ({zeros.name}).", "", "Report this."
-            )
-        total += price.left(part) - price.left(part, 0, zeros, zeros.shares.index(wanted["share"]))
-    return total
+    known = layers(model)
+    wrong = [n for n in names if n not in {k for k, _ in known}]
+    if wrong:
+        raise UnknownBlock(f"The model has no layer {wrong[0]!r}.", f"Layers are {known[0][0]} to {known[-1][0]}.", "")
+    kept = [(i, layer) for i, (name, layer) in enumerate(known) if name not in names]
+    if not kept:
+        raise InfeasibleBudget(f"All {len(known)} layers would go.", f"At most {len(known) - 1} can.", "Remove fewer.")
+    parent, _, stack = known[0][0].rpartition(".")[0].rpartition(".")
+    setattr(model.get_submodule(parent), stack, nn.ModuleList(layer for _, layer in kept))
+    for new, (_, layer) in enumerate(kept):
+        modules: Iterator[Any] = layer.modules()
+        for module in modules:
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx = new
+    for config in configs_of(model):
+        if getattr(config, "num_hidden_layers", None) == len(known):
+            types = config.__dict__.get("layer_types")  # some derive it from the number of layers
+            config.num_hidden_layers = len(kept)
+            if isinstance(types, list | tuple) and len(types) == len(known):
+                config.layer_types = [types[i] for i, _ in kept]
+    return model
 
 
-def _amount(
-    model: nn.Module, price: Price, names: Sequence[str] = (), zeros: Mapping[str, Any] | None = None
-) -> tuple[float, int]:
-    """Return the size of a model's layers, from its matrices as they are, and their parameters.
-
-    With the names that the layers had in the whole model, planned zeros are counted too.
-    """
+def _amount(model: nn.Module, unit: str, bytes_per_parameter: float) -> tuple[float, int]:
+    """Size of a model's layers, from its matrices as they are, and their parameters."""
     parts = find_parts(model, kinds=(), by="auto", multiple=1)
-    total = sum(price.left(p) for p in parts)
-    if names:
-        was = dict(zip((n for n, _ in layers(model)), names, strict=True))
-        renamed = [dataclasses.replace(p, name=f"{was[p.layer]}.{p.kind}") for p in parts]
-        total -= saved_by_zeros(model, renamed, zeros or {}, price)
-    return total, sum(p.parameters for p in parts)
+    return sum(p.size(unit, bytes_per_parameter) for p in parts), sum(p.parameters for p in parts)
 
 
 def _sizes(layer: nn.Module, name: str) -> dict[str, int]:
     out: dict[str, int] = {}
     for find in FIND.values():
         with contextlib.suppress(UnknownStructure):
-            found: Where = find(layer, name)
+            found = find(layer, name)
             out |= dict(zip(("heads", "groups") if isinstance(found, Attention) else ("width",), found.shape, strict=False))
     return out
 
@@ -304,15 +265,16 @@ def preserved(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, attributes, parameters, children in modules:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._modules.clear()
-            module._modules.update(children)
+            _refill(module.__dict__, attributes)
+            _refill(module._parameters, parameters)
+            _refill(module._modules, children)
         for config, values in fields:
-            config.__dict__.clear()
-            config.__dict__.update(values)
+            _refill(config.__dict__, values)
+
+
+def _refill(held: dict[str, Any], values: dict[str, Any]) -> None:
+    held.clear()
+    held.update(values)
 
 
 def measure_plan(model: nn.Module, plan: Plan, data: CalibrationSet, *, damping: float = 0.01, batch_size: int = 8) -> float:
@@ -321,13 +283,7 @@ def measure_plan(model: nn.Module, plan: Plan, data: CalibrationSet, *, damping:
     Raises:
         CoverageError, InvalidInput, ModelMismatch: As :func:`apply_shapes`.
     """
-    total = tokens = 0.0
-    with inference(model):
-        device, test = next(model.parameters()).device, shard(data)
-        clean = [torch.log_softmax(model(**b).logits.float(), -1) for b in test.batches(batch_size, device)]
-        with preserved(model):
-            apply_shapes(model, plan, data, damping=damping, batch_size=batch_size)
-            for batch, before in zip(test.batches(batch_size, device), clean, strict=True):
-                each, count = kl_sum(model(**batch).logits, before, batch.get("attention_mask"))
-                total, tokens = total + each, tokens + count
-    return mean(total, tokens)
+    reference = Reference(model, data, batch_size)
+    with preserved(model):
+        apply_shapes(model, plan, data, damping=damping, batch_size=batch_size)
+        return reference.measure()

@@ -3,7 +3,6 @@ r"""Compensation: what the matrix behind removed units becomes, so that the mode
 Of ``W``, ``(d_out, d_in)``, the columns ``S`` stay. Its inputs are ``x`` in the model that has been cut so far; ``s`` is the
 dense model's residual stream behind this part, ``r`` the present model's stream without what this part adds. Then
 
-    none      V = W_S
     refit     V_0 = argmin_V E || V x_S - W x ||^2
     stream    argmin_V E || V x_S - (s - r) ||^2 + rho || V - V_0 ||^2
               = V_0 + (C - V_0 H_SS) (H_SS + rho)^-1,     H = sum x x',  C = sum (s - r) x_S',
@@ -37,10 +36,9 @@ from ...execution.replay import StopForward
 from ...execution.walk import Walk
 from ...models.blocks import layers
 from .layouts import Attention, Mlp, Where, find_attention, find_mlp
-from .parts import WAYS
-from .units import Remake, damped, kept, refitted
+from .units import Remake, damped, refitted
 
-REMAKES: dict[str, Remake] = {"none": kept, "refit": refitted}
+WAYS = ("auto", "refit", "stream")
 _STIFFNESS = (math.inf, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03)
 _DAMPINGS = (1.0, 10.0, 30.0)  # times the damping that was asked for
 _FOLDS = 4
@@ -49,19 +47,12 @@ _NEAR = 2e-2  # half precision
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Moments:
-    """Sums over tokens of a matrix's present inputs ``x`` and of what it should give, ``y``; in double precision.
+    """Sums over tokens of a matrix's present inputs ``x`` and of what it should give, ``y``; in double precision."""
 
-    Attributes:
-        gram: ``sum x x'``, ``(d_in, d_in)``.
-        cross: ``sum y x'``, ``(d_out, d_in)``.
-        inputs, outputs: ``sum x`` and ``sum y``.
-        tokens: How many.
-    """
-
-    gram: torch.Tensor
-    cross: torch.Tensor
-    inputs: torch.Tensor
-    outputs: torch.Tensor
+    gram: torch.Tensor  # sum x x', (d_in, d_in)
+    cross: torch.Tensor  # sum y x', (d_out, d_in)
+    inputs: torch.Tensor  # sum x
+    outputs: torch.Tensor  # sum y
     tokens: int
 
     @classmethod
@@ -243,7 +234,7 @@ def ways_of(model: nn.Module, data: CalibrationSet, word: str = "auto") -> str:
     """
     if word != "auto":
         if word not in WAYS:
-            raise InvalidInput(f"There is no compensation {word!r}.", f"Ways are auto, {', '.join(WAYS)}.", "Use auto.")
+            raise InvalidInput(f"There is no compensation {word!r}.", f"Ways are {', '.join(WAYS)}.", "Use auto.")
         return word
     if process_group() is not None:
         return "refit"

@@ -1,8 +1,6 @@
 """Where a layer keeps its attention heads and its MLP, and taking units out of them.
 
-Both are rows of the matrices that make the units and columns of the one that reads them. A plain config has one number of heads
-and one width for all layers; what it can say is asked of a model that is built from the changed config, without values, so that
-the answer is that of the installed transformers.
+Both are rows of the matrices that make the units and columns of the one that reads them.
 """
 
 from __future__ import annotations
@@ -13,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ...errors import UnknownStructure
-from ...models.blocks import config_of, is_conv1d, layers, matrix_of, text_config
+from ...models.blocks import config_of, is_conv1d, matrix_of
 
 # names of the producing matrices and of the consuming one, and how the heads lie in the producers' outputs: one matrix each
 # (separate), all q then all k then all v (stacked), or q, k, v of head 0, then of head 1, ... (interleaved)
@@ -88,6 +85,11 @@ class Attention:
         return self.heads * self.head_dim
 
     @property
+    def words(self) -> str:
+        """What a config must say of it."""
+        return f"{self.heads} heads of {self.head_dim} channels"
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Sizes that a config can have of it."""
         return self.heads, self.groups, self.head_dim
@@ -97,7 +99,7 @@ class Attention:
         return self.groups if by == "groups" else self.per_group
 
     def without(self, units: int, by: str) -> Attention:
-        """Return what is left without so many units, ``groups`` or ``queries``."""
+        """What is left without so many units, ``groups`` or ``queries``."""
         if by == "groups":
             return dataclasses.replace(self, heads=self.heads - units * self.per_group, groups=self.groups - units)
         return dataclasses.replace(self, heads=self.heads - units * self.groups)
@@ -109,13 +111,8 @@ class Attention:
     def cut(self, model: nn.Module, keep: torch.Tensor, weight: torch.Tensor | None = None) -> Attention:
         """Keep some query heads, in place; a key-value head goes with the last query head that reads it.
 
-        Args:
-            model: The model.
-            keep: Indices of the query heads that stay, increasing; every key-value head that stays keeps equally many.
-            weight: New ``(d_out, kept * head_dim)`` weight of the consumer; its own columns by default.
-
-        Returns:
-            The attention as it is now.
+        ``keep`` holds their indices, increasing, equally many of every key-value head that stays. ``weight`` is the new
+        ``(d_out, kept * head_dim)`` weight of the consumer; by default it keeps its own columns.
 
         Raises:
             UnknownStructure: Groups of different sizes would be left, or no head at all.
@@ -186,6 +183,11 @@ class Mlp:
         return self.width
 
     @property
+    def words(self) -> str:
+        """What a config must say of it."""
+        return f"width {self.width}"
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Sizes that a config can have of it."""
         return (self.width,)
@@ -195,7 +197,7 @@ class Mlp:
         return self.width // per_unit(by)
 
     def without(self, units: int, by: str) -> Mlp:
-        """Return what is left without so many units, as in ``8 channels``."""
+        """What is left without so many units, as in ``8 channels``."""
         return dataclasses.replace(self, width=self.width - units * per_unit(by))
 
     def columns(self, keep: torch.Tensor) -> torch.Tensor:
@@ -230,7 +232,7 @@ Where = Attention | Mlp
 
 
 def find_attention(layer: nn.Module, name: str) -> Attention:
-    """Return the heads of one layer.
+    """The heads of one layer.
 
     Raises:
         UnknownStructure: A layout that is not known, or heads that cannot be taken out one by one.
@@ -264,7 +266,7 @@ def find_attention(layer: nn.Module, name: str) -> Attention:
 
 
 def find_mlp(layer: nn.Module, name: str) -> Mlp:
-    """Return the MLP of one layer.
+    """The MLP of one layer.
 
     Raises:
         UnknownStructure: A mixture of experts, or a layout that is not known.
@@ -363,74 +365,3 @@ def _set_sizes(module: Any) -> None:
         module.nx, module.nf = module.weight.shape
     else:
         module.out_features, module.in_features = module.weight.shape
-
-
-def described(model: nn.Module, change: Callable[[Any], None] = lambda config: None) -> list[nn.Module] | str:
-    """The layers of a model that is built, without values, from its configuration after a change: what would be loaded.
-
-    Args:
-        model: The model; left as it was.
-        change: Changes the part of the configuration that describes the language model.
-
-    Returns:
-        The layers; or why the installed transformers builds no such model.
-    """
-    config = copy.deepcopy(config_of(model))
-    try:
-        change(text_config(config))
-        with torch.device("meta"):
-            made: Any = type(model)(type(config).from_dict(config.to_dict()))
-        return [layer for _, layer in layers(made)]
-    except UnknownStructure as error:
-        return error.what.rstrip(".")
-    except (StrictDataclassError, ValueError, TypeError) as error:
-        return str(error).strip().splitlines()[-1].strip()
-
-
-def undescribed(model: nn.Module, now: Where, wanted: Where) -> str:
-    """Why a plain config cannot describe a model whose layers all have such heads, or such an MLP; empty where it can.
-
-    Args:
-        model: The model.
-        now: What its config says.
-        wanted: What it should say.
-    """
-
-    def alone(config: Any) -> None:
-        wanted.write(config, now)
-        config.num_hidden_layers = 1
-        if isinstance(config.__dict__.get("layer_types"), list | tuple):
-            config.layer_types = list(config.layer_types[:1])
-
-    name, made = type(config_of(model)).__name__, described(model, alone)
-    if isinstance(made, str):  # some configurations list their layers, or refuse the change itself
-        made = described(model, lambda config: wanted.write(config, now))
-    size = f"{wanted.heads} heads of {wanted.head_dim} channels" if isinstance(wanted, Attention) else f"width {wanted.width}"
-    try:
-        reason, found = (made, wanted) if isinstance(made, str) else ("", FIND[_kind(wanted)](made[0], "layer"))
-    except UnknownStructure as error:
-        reason, found = error.what.rstrip("."), wanted
-    if reason:
-        return f"{name} refuses {size} ({reason})"
-    if found.shape == wanted.shape:
-        return ""
-    if isinstance(wanted, Attention):
-        return f"{name} derives the size of a head from hidden_size / num_attention_heads: {size} cannot be written"
-    return f"{name} makes MLPs of width {found.inputs}, not {wanted.inputs}"
-
-
-def _kind(where: Where) -> str:
-    return "heads" if isinstance(where, Attention) else "mlp"
-
-
-def follow(model: nn.Module, before: Sequence[Where], after: Sequence[Where]) -> None:
-    """Write shapes into the config where they changed, all layers have the same and the config can say so."""
-    old, new = ([w.shape for w in found] for found in (before, after))
-    if old == new or len(set(new)) != 1 or undescribed(model, before[0], after[0]):
-        return
-    config = text_config(config_of(model))
-    after[0].write(config, before[0])
-    for where in after:
-        owner: Any = model.get_submodule(where.owner)
-        if isinstance(where, Attention) and type(getattr(owner, "config", None)) is type(config):
-            owner.config = config

@@ -1,4 +1,4 @@
-r"""Smaller shapes by directional damage: heads, MLP channels, whole layers and zeros, decided together.
+r"""Smaller shapes by directional damage: heads, MLP channels and whole layers, decided together.
 
 Everything that a layer may lose is a change of its matrices (:mod:`layerbudget.decisions.shapes.point`), so its damage is
 predicted as for any treatment (:mod:`layerbudget.sensitivity.directional.terms`): at the dense model by the second term,
@@ -30,10 +30,10 @@ from ...solvers.choices import Choice
 from ...solvers.steps import Proposal, descend
 from .apply import measure_plan
 from .compensation import ways_of
-from .parts import KINDS
 from .point import Evaluation, Grams, ShapePoint
-from .program import GONE, ShapeSpace
-from .units import allowed_units, find_parts, head_units
+from .program import GONE, KINDS, ShapeSpace
+from .save import allowed_units
+from .units import find_parts, head_units
 
 PASSES = 46.0
 _LEVELS = 7
@@ -50,10 +50,8 @@ def plan_shapes(
     multiple: int = 8,
     max_removed: float = 0.75,
     depth: int = 0,
-    zeros: str = "none",
     even: bool = False,
     compensate: str = "auto",
-    context: int = 0,
     passes: float = PASSES,
     strides: int = 2,
     trust: float = 0.12,
@@ -63,7 +61,7 @@ def plan_shapes(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Plan:
-    """Decide heads, MLP widths, layers and zeros together by directional damage: at least ``budget`` is saved.
+    """Decide heads, MLP widths and layers together by directional damage: at least ``budget`` is saved.
 
     Args:
         model: The model; left as it was.
@@ -76,12 +74,9 @@ def plan_shapes(
         multiple: Channels of one MLP unit.
         max_removed: Largest share of the units of one part.
         depth: So many whole layers may go.
-        zeros: Zeros of what remains: ``none``, ``2:4`` (saves FLOPs and bytes) or ``packed`` (saves bytes), by Wanda; see
-            :mod:`layerbudget.decisions.shapes.parts` for the runtimes in which that is real.
         even: The same numbers of heads and MLP units in all layers that stay, so that a plain config can describe the model.
-        compensate: What the matrices behind become: ``none``, ``refit``, ``stream``, or ``auto``; see
+        compensate: What the matrices behind become: ``refit``, ``stream``, or ``auto``; see
             :mod:`layerbudget.decisions.shapes.compensation`.
-        context: Mean number of tokens attended to, where attention scores shall count in the FLOPs.
         passes: Most forward equivalents of the whole text, the last measurement included.
         strides: In so many equal parts of the budget the first plan is made.
         trust: Largest change of a part, as a share of its units, in the first step at a treated point.
@@ -105,38 +100,25 @@ def plan_shapes(
     check_finite(model)
     if process_group() is not None:
         raise CoverageError("Smaller shapes are planned in one process.", "", "Use one.")
-    first = find_parts(model, kinds=kinds, by=by, multiple=multiple, even=even)
-    words = head_units(model, kinds, by)
-    sets = {word: first if word == by else find_parts(model, kinds=kinds, by=word, multiple=multiple) for word in words}
-    allowed = {word: allowed_units(model, parts, kinds, depth) if even else None for word, parts in sets.items()}
+    spaces = _spaces(
+        model,
+        by,
+        multiple,
+        budget=budget,
+        kinds=kinds,
+        max_removed=max_removed,
+        depth=depth,
+        even=even,
+        bytes_per_parameter=float(next(model.parameters()).element_size()),
+    )
     way = ways_of(model, data, compensate)
     last = _MEASURING + (way == "stream")
-    _check(draws, strides, trust, depth, passes, last, len(words))
-    tick, paths, refused, spent = Steps(progress, int(passes), "forward equivalents"), list[_Path](), [], 0.0
-    for word, parts in sets.items():
-        try:
-            space = ShapeSpace(
-                parts,
-                budget,
-                kinds=kinds,
-                max_removed=max_removed,
-                depth=depth,
-                zeros=zeros,
-                even=even,
-                allowed=allowed[word],
-                context=context,
-                bytes_per_parameter=float(next(model.parameters()).element_size()),
-            )
-        except InfeasibleBudget as error:
-            refused.append(error)
-            continue
-        point = ShapePoint(model, data, space, way, damping, batch_size)
-        paths.append(_Path(point, strides, trust, draws, seed, tick))
-        spent += paths[-1].point.passes
-    if not paths:
-        raise refused[0]
+    _check(draws, strides, trust, depth, passes, last, len(spaces))
+    tick = Steps(progress, int(passes), "forward equivalents")
+    points = (ShapePoint(model, data, space, damping, batch_size) for space in spaces)
+    paths = [_Path(point, strides, trust, draws, seed, tick) for point in points]
     path = min(paths, key=_Path.promise) if len(paths) > 1 else paths[0]
-    path.point.passes = spent
+    path.point.passes = sum(p.point.passes for p in paths)
     try:
         here, solution = path.run(passes - last)
     finally:
@@ -147,6 +129,26 @@ def plan_shapes(
     measured = measure_plan(model, plan, data, damping=damping, batch_size=batch_size)
     extra = {"path": path.log, "forward_passes": path.point.passes + last, "measured": measured}
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
+
+
+def _spaces(model: nn.Module, by: str, multiple: int, *, kinds: Sequence[str], even: bool, **options: Any) -> list[ShapeSpace]:
+    """The program for every unit of heads that is looked at, without those that cannot save enough.
+
+    Raises:
+        InfeasibleBudget: None of them can.
+    """
+    find_parts(model, kinds=kinds, by=by, multiple=multiple)  # refuses layers that lack a kind
+    spaces, refused = list[ShapeSpace](), list[InfeasibleBudget]()
+    for word in head_units(model, kinds, by):
+        parts = find_parts(model, kinds=kinds, by=word, multiple=multiple)
+        allowed = allowed_units(model, parts, kinds) if even else None
+        try:
+            spaces.append(ShapeSpace(parts, kinds=kinds, even=even, allowed=allowed, **options))
+        except InfeasibleBudget as error:
+            refused.append(error)
+    if not spaces:
+        raise refused[0]
+    return spaces
 
 
 def _check(draws: int, strides: int, trust: float, depth: int, passes: float, last: float, starts: int) -> None:

@@ -5,9 +5,8 @@ to them become zero and those that stay are made again (:mod:`layerbudget.decisi
 
     T(u) = V on S,   0 elsewhere.
 
-A layer that goes gives nothing to the stream: both such matrices, and their biases, become zero. Zeros of what remains change
-the other matrices too. All changes of one layer belong together: their derivatives are summed over its matrices before they are
-squared, so that the Fisher form has what heads and MLP of a layer do to each other
+A layer that goes gives nothing to the stream: both such matrices, and their biases, become zero. Derivatives are summed over
+the two matrices of a layer before they are squared, so that the Fisher form has what heads and MLP do to each other
 (:mod:`layerbudget.sensitivity.directional.terms`).
 
 Every sequence is judged by a refit that has not seen it: for each fold of the text the model is moved with the second moments
@@ -25,8 +24,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...compressors.base import Level
-from ...compressors.pruners import Wanda
 from ...compressors.treating import matrices
 from ...data.calibration import CalibrationSet
 from ...execution.inputs import InputMoments, InputStatistics
@@ -36,20 +33,18 @@ from ...models.blocks import partition, weight_of
 from ...sensitivity.directional.directions import Directions, Written
 from ...sensitivity.directional.terms import QuadraticTerms, quadratic_terms
 from ...sensitivity.directional.trials import Originals, Reference
-from .compensation import REMAKES
 from .layouts import Where
-from .parts import Part
-from .program import GONE, ShapeSpace
+from .program import GONE, Part, ShapeSpace
 from .units import damped, refitted, stays, where_is
 
 _FOLDS = 4
-_NOTHING = (-1, 0)  # of a layer that goes
+_NOTHING = -1  # units of a layer that goes
 Grams = dict[str, InputMoments]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Measurements at a state ``(K, 5)``.
+    """Measurements at a state ``(K, 3)``.
 
     Attributes:
         state, around: The state, and the alternatives around it.
@@ -70,13 +65,12 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Matrix:
-    """A matrix of side ``side`` of layer k; the one that reads the units, or one that makes them."""
+    """The matrix that reads the units of side ``side`` of layer k."""
 
     layer: int
     side: int
     part: Part
     where: Where
-    reads: bool
 
 
 class _Indexed(Directions):
@@ -99,7 +93,6 @@ class ShapePoint:
         model: The dense model; :meth:`restore` brings it back.
         data: Calibration tokens.
         space: What every layer may lose.
-        compensate: ``none``; else columns are refitted.
         damping: Relative to the mean of the second moments' diagonal.
         batch_size: Sequences per forward.
 
@@ -109,23 +102,18 @@ class ShapePoint:
         references: The dense model's output on every fold.
     """
 
-    def __init__(
-        self, model: nn.Module, data: CalibrationSet, space: ShapeSpace, compensate: str, damping: float, batch_size: int
-    ) -> None:
+    def __init__(self, model: nn.Module, data: CalibrationSet, space: ShapeSpace, damping: float, batch_size: int) -> None:
         self.model, self.space, self.damping, self.batch_size = model, space, damping, batch_size
-        self.remake = REMAKES.get(compensate, refitted)
         self.matrices: dict[str, _Matrix] = {}
         for k, pair in enumerate(space.pair):
             for side, part in enumerate(pair):
                 if part is not None:
                     where = where_is(model, part)
-                    names = (*where.producers, where.consumer) if len(space.zeros.shares) > 1 else (where.consumer,)
-                    for n in names:
-                        self.matrices[n] = _Matrix(layer=k, side=side, part=part, where=where, reads=n == where.consumer)
+                    self.matrices[where.consumer] = _Matrix(layer=k, side=side, part=part, where=where)
         known = {b.name: b for b in partition(model, "linear")}
         blocks = [known[name] for name in self.matrices]
         self.held = Originals(model, blocks)
-        owners: dict[str, Any] = {n: model.get_submodule(n) for n, m in self.matrices.items() if m.reads and space.depth}
+        owners: dict[str, Any] = {n: model.get_submodule(n) for n in self.matrices if space.depth}
         self.biases = {n: (o.bias, o.bias.detach().clone()) for n, o in owners.items() if o.bias is not None}
         self.references: list[Reference] = []
         found: list[Grams] = []
@@ -144,35 +132,23 @@ class ShapePoint:
             bias.data.copy_(held)
 
     @torch.no_grad()
-    def become(self, name: str, gram: InputMoments, wanted: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """A matrix when so many units are gone and what remains has zeros of a level; ``(-1, 0)``: when the layer is gone."""
+    def become(self, name: str, gram: InputMoments, wanted: Sequence[int]) -> list[torch.Tensor]:
+        """A matrix when so many units are gone; -1: when its layer is."""
         m, present = self.matrices[name], weight_of(self.model, name)
         dense = matrices(present[0], nn.Parameter(self.held.held[name], requires_grad=False))[0].double()
         h = damped(torch.as_tensor(gram.value), self.damping)
-        units = sorted({u for u, _ in wanted if u > 0}) if m.reads else []
+        units = sorted({u for u in wanted if u > 0})
         keep = {u: m.where.columns(k) for u, k in stays(m.where, dense, h, units, m.part.by).items()} if units else {}
         made = []
-        for gone, level in wanted:
-            weight = torch.zeros_like(dense) if (gone, level) == _NOTHING else dense.clone()
+        for gone in wanted:
+            weight = torch.zeros_like(dense) if gone else dense.clone()
             if gone in keep:
-                columns = keep[gone]
-                weight.zero_()[:, columns] = self._sparse(self.remake(dense, h, columns), h.diagonal()[columns], level)
-            elif level:
-                weight = self._sparse(weight, h.diagonal(), level)
+                weight[:, keep[gone]] = refitted(dense, h, keep[gone])
             made.append(weight.to(present[1].dtype))
         return made
 
-    def _sparse(self, weight: torch.Tensor, moment: torch.Tensor, level: int) -> torch.Tensor:
-        zeros = self.space.zeros
-        if not level:
-            return weight
-        return Wanda().apply(weight, moment, Level(zeros=zeros.count(weight.numel(), level), pattern=zeros.pattern))
-
-    def _wanted(self, name: str, row: list[int]) -> tuple[int, int]:
-        m = self.matrices[name]
-        if row[GONE]:
-            return _NOTHING if m.reads else (0, 0)
-        return (row[m.side] if m.reads else 0, row[2 + m.side])
+    def _wanted(self, name: str, row: list[int]) -> int:
+        return _NOTHING if row[GONE] else row[self.matrices[name].side]
 
     @torch.no_grad()
     def move(self, state: np.ndarray, grams: Grams) -> None:
@@ -180,7 +156,7 @@ class ShapePoint:
         self.restore()
         for name, m in self.matrices.items():
             wanted = self._wanted(name, state[m.layer].tolist())
-            if wanted != (0, 0):
+            if wanted:
                 matrices(*weight_of(self.model, name))[0].copy_(self.become(name, grams[name], [wanted])[0])
             if wanted == _NOTHING and name in self.biases:
                 self.biases[name][0].data.zero_()
@@ -191,8 +167,8 @@ class ShapePoint:
         """Go to a state, and return both terms along the way to every alternative; at the dense model the first one vanishes.
 
         Args:
-            state: ``(K, 5)``.
-            alternatives: ``(K, A, 5)``.
+            state: ``(K, 3)``.
+            alternatives: ``(K, A, 3)``.
             grams: Moments with which the model is moved there, for every fold.
             draws: Draws of labels.
             seed: Of the draws.

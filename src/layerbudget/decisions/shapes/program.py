@@ -1,10 +1,9 @@
-r"""The program of smaller shapes: what every layer may lose, and the best choice for all of them. No torch.
+r"""The program of smaller shapes: the parts of every layer, what they save, and the best choice for all of them. No torch.
 
     minimise   sum_k f_k(j_k)      subject to      sum_k s_k(j_k) >= S,      j_k one of the alternatives of layer k
 
-An alternative is a row ``(heads, mlp, zeros of the heads, zeros of the MLP, gone)``: units that go from both parts, the level
-of zeros in what remains of each (:mod:`layerbudget.decisions.shapes.parts`), and whether the whole layer goes. ``s`` is what it
-saves, ``f`` a model of the damage around the present plan, of any shape: the multiple-choice program
+An alternative is a row ``(heads, mlp, gone)``: units that go from both parts, and whether the whole layer goes. ``s`` is what
+it saves, ``f`` a model of the damage around the present plan, of any shape: the multiple-choice program
 (:mod:`layerbudget.solvers.mixed`), exact for whole units and for at most N layers that go.
 """
 
@@ -17,15 +16,58 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import InfeasibleBudget, InvalidInput
+from ...errors import InfeasibleBudget, InvalidInput, UnknownUnit
 from ...plan import Plan, PlanBlock
 from ...planning.costs import parse_budget
 from ...records import check_fraction, to_jsonable
 from ...solvers.choices import Choice
 from ...solvers.mixed import choose_few
-from .parts import KINDS, Part, Price
 
-HEADS, MLP, GONE = 0, 1, 4
+KINDS = ("heads", "mlp")
+OTHER_KIND = {  # remedies where parts of one kind cannot go
+    "heads": "Remove MLP units (--parts mlp), or prune its weights instead: layerbudget plan sparsity MODEL, then apply.",
+    "mlp": "Remove heads (--parts heads), or prune its weights instead: layerbudget plan sparsity MODEL, then apply.",
+}
+HEADS, MLP, GONE = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """The attention, the MLP, or the other matrices of one layer.
+
+    Attributes:
+        name: ``<layer>.heads``, ``<layer>.mlp`` or ``<layer>.rest``.
+        layer: Layer as in :func:`layerbudget.models.blocks.layers`.
+        kind: ``heads``, ``mlp`` or ``rest`` (which only goes with its layer).
+        by: What one unit is: ``groups``, ``queries``, or ``8 channels``.
+        units: Units there are; at least one stays unless the whole layer goes.
+        unit_parameters: Matrix parameters of one unit.
+        parameters: Matrix parameters of the part.
+        flops: FLOPs per token of its matrices.
+        modules: Full names of its matrices.
+    """
+
+    name: str
+    layer: str
+    kind: str
+    by: str = ""
+    units: int = 0
+    unit_parameters: int = 0
+    parameters: int
+    flops: int
+    modules: tuple[str, ...]
+
+    def size(self, unit: str, bytes_per_parameter: float = 2.0, removed: int = 0) -> float:
+        """Return what is left when so many units are gone, in ``params``, ``bytes`` or ``flops`` (two per multiply-add).
+
+        >>> part = Part(name="a", layer="l", kind="mlp", units=4, unit_parameters=16, parameters=64, flops=128, modules=())
+        >>> [part.size(unit, removed=1) for unit in ("flops", "bytes", "params")]
+        [96.0, 96.0, 48.0]
+        """
+        gone = removed * self.unit_parameters
+        if unit == "flops":
+            return float(self.flops - 2 * gone)
+        return (self.parameters - gone) * (bytes_per_parameter if unit == "bytes" else 1.0)
 
 
 class ShapeSpace:
@@ -37,20 +79,18 @@ class ShapeSpace:
         kinds: Which kinds may lose units.
         max_removed: Largest share of the units of one part.
         depth: So many whole layers may go.
-        zeros: Zeros of what remains: ``none``, ``2:4`` or ``packed``.
         even: All layers that stay lose the same number of heads and of MLP units.
         allowed: With ``even``: numbers of removed units that the config can express, by kind; all by default.
-        context: See :class:`~layerbudget.decisions.shapes.parts.Price`.
-        bytes_per_parameter: See there.
+        bytes_per_parameter: Of the weights.
 
     Attributes:
         layers: Layers that may lose something, K of them.
         pair: Their attention and MLP, ``(K, 2)``, None where there is none of a known layout.
-        units, top: Units that they have and may lose, ``(K, 2)``.
+        units, top, each: Units that they have and may lose, and what one of them saves, ``(K, 2)``.
         base, need: What all parts amount to, and what has to be saved of it.
 
     Raises:
-        InvalidInput: An unknown kind, a share outside [0, 1], zeros that save nothing, or no layer that can go.
+        InvalidInput: An unknown kind, a share outside [0, 1], or no layer that can go.
         InfeasibleBudget: All of it together does not save enough.
         UnknownUnit: A budget in another unit.
     """
@@ -63,54 +103,66 @@ class ShapeSpace:
         kinds: Sequence[str] = KINDS,
         max_removed: float = 0.75,
         depth: int = 0,
-        zeros: str = "none",
         even: bool = False,
         allowed: Mapping[str, Collection[int]] | None = None,
-        context: int = 0,
         bytes_per_parameter: float = 2.0,
     ) -> None:
         wanted = parse_budget(budget, default="params")
-        self.price = Price(unit=wanted.unit, context=context, bytes_per_parameter=bytes_per_parameter)
-        self.zeros, self.parts, self.even = self.price.check(zeros), tuple(parts), even
+        if wanted.unit not in ("flops", "params", "bytes"):
+            raise UnknownUnit(
+                f"Heads and MLP units are not priced in {wanted.unit}.",
+                "Units: flops, params, bytes.",
+                "Write '25% flops', for example.",
+            )
+        self.unit, self.parts, self.even = wanted.unit, tuple(parts), even
         self.allowed = {k: [0, *fits] for k, fits in (allowed or {}).items()} if even else {}
-        self.whole = {p.name: self.price.left(p) for p in parts}
-        self.base = sum(self.whole.values())
+        whole = {p.name: p.size(self.unit, bytes_per_parameter) for p in parts}
+        each = {p.name: whole[p.name] - p.size(self.unit, bytes_per_parameter, 1) for p in parts}
+        self.base = sum(whole.values())
         self.target = wanted.amount * self.base if wanted.relative else wanted.amount
         _check(parts, kinds, max_removed, self.target, self.base, wanted.text or str(budget))
-        self.hyper = {"budget": str(budget), "kinds": list(kinds), "max_removed": max_removed, "even": even, "depth": depth}
-        self.hyper |= {"zeros": zeros, "context": context, "bytes_per_parameter": bytes_per_parameter}
+        self.hyper: dict[str, Any] = {
+            "budget": str(budget),
+            "kinds": list(kinds),
+            "max_removed": max_removed,
+            "even": even,
+            "depth": depth,
+        }
+        self.hyper |= {"bytes_per_parameter": bytes_per_parameter}
         top = {p.name: _top(p, kinds, max_removed) for p in parts}
         known = {(p.layer, p.kind): p for p in parts}
-        self.layers = list(dict.fromkeys(p.layer for p in parts if top[p.name] or depth or len(self.zeros.shares) > 1))
+        self.layers = list(dict.fromkeys(p.layer for p in parts if top[p.name] or depth))
         self.pair = [tuple(known.get((name, kind)) for kind in KINDS) for name in self.layers]
-        self.units = np.array([[p.units if p else 0 for p in pair] for pair in self.pair]).reshape(-1, 2)
-        self.top = np.array([[top[p.name] if p else 0 for p in pair] for pair in self.pair]).reshape(-1, 2)
+        self.units, self.top, self.each = (
+            np.array([[value(p) if p else 0 for p in pair] for pair in self.pair]).reshape(-1, 2)
+            for value in (lambda p: p.units, lambda p: top[p.name], lambda p: each[p.name])
+        )
         self.depth = max(0, min(depth, len(self.layers) - 1))
-        self.rest = [sum(self.whole[p.name] for p in parts if p.layer == name) for name in self.layers]
+        self.rest = np.array([sum(whole[p.name] for p in parts if p.layer == name) for name in self.layers])
         if self.depth and any(p is None for pair in self.pair for p in pair):
             raise InvalidInput("Not every layer has heads and an MLP of a known layout.", "", "Plan without depth.")
-        if even and len(np.unique(self.units[:, [kind in kinds for kind in KINDS]], axis=0)) > 1:
-            raise InvalidInput(
-                "The layers differ in their heads or MLPs, so equal removal would not make them equal.",
-                "What an ordinary checkpoint can hold is equal in all layers.",
-                "Plan without --even, and use the model in memory.",
-            )
+        for kind, what in (("heads", "heads"), ("mlp", "MLPs")) if even else ():
+            if kind in kinds and len({(p.units, p.by, p.unit_parameters, p.parameters) for p in parts if p.kind == kind}) > 1:
+                raise InvalidInput(
+                    f"The layers differ in their {what}, so equal removal would not make them equal.",
+                    "What an ordinary checkpoint can hold is equal in all layers.",
+                    f"{OTHER_KIND[kind]} Or plan without --even, and use the model in memory.",
+                )
         self.need = int(np.ceil(self.target - 1e-9))
         self._check_reach()
 
     def _check_reach(self) -> None:
         most = self.start()
         most[:, :2] = self.top
-        most[:, 2:GONE] = (len(self.zeros.shares) - 1) * (self.units > 0)
         if self.even:
             for side, kind in enumerate(KINDS):
                 top = int(self.top[:, side].min()) if len(self.top) else 0
                 most[:, side] = max(u for u in self.allowed.get(kind, [top]) if u <= top)
         saved = self.saved(most[:, None])[:, 0]
-        more = np.sort(np.maximum(np.array(self.rest) - saved, 0))[::-1][: self.depth]
+        more = np.sort(np.maximum(self.rest - saved, 0))[::-1][: self.depth]
         if int(saved.sum() + np.floor(more).sum()) >= self.need:
             return
-        unit, most_share = self.price.unit, float(saved.sum() + more.sum()) / self.base
+        unit, most_share = self.unit, float(saved.sum() + more.sum()) / self.base
         raise InfeasibleBudget(
             f"{self.target:g} {unit} ({self.target / self.base:.1%}) are to be saved; whole units within the caps"
             f"{' equally in all layers' * self.even} save at most {most_share * self.base:g} ({most_share:.1%}).",
@@ -120,17 +172,17 @@ class ShapeSpace:
         )
 
     def start(self) -> np.ndarray:
-        """Nothing gone, ``(K, 5)``."""
-        return np.zeros((len(self.layers), 5), dtype=np.int64)
+        """Nothing gone, ``(K, 3)``."""
+        return np.zeros((len(self.layers), 3), dtype=np.int64)
 
     def around(self, present: np.ndarray, trust: float, count: int) -> np.ndarray:
-        """Alternatives of every layer, ``(K, A, 5)``: at most ``trust`` of a part's units and one level of zeros away.
+        """Alternatives of every layer, ``(K, A, 3)``: at most ``trust`` of a part's units away.
 
         ``count`` numbers of units of each part, in all combinations, and the whole layer. Around a layer that is gone lies the
         whole one.
         """
         stays = present[:, GONE] == 0
-        common = present[stays][0] if self.even and stays.any() else np.zeros(5, dtype=np.int64)
+        common = present[stays][0] if self.even and stays.any() else np.zeros(3, dtype=np.int64)
         base = np.where(stays[:, None], present, common)
         radius = np.maximum(np.rint(trust * self.units), 1)
         low, high = np.maximum(base[:, :2] - radius, 0), np.minimum(base[:, :2] + radius, self.top)
@@ -143,59 +195,46 @@ class ShapeSpace:
                 wanted[np.abs(wanted - base[k, side]).argmin()] = base[k, side]
                 fits = self.allowed.get(KINDS[side], wanted)
                 axes.append(np.unique(wanted[np.isin(wanted, fits)]))
-            for side in (HEADS, MLP):
-                step = np.arange(len(self.zeros.shares) if self.units[k, side] else 1)
-                axes.append(step[np.abs(step - base[k, 2 + side]) <= (1 if trust < 1 else len(step))])
-            rows = [(*units, 0) for units in itertools.product(*axes)]
-            found.append([*rows, *([(0, 0, 0, 0, 1)] if self.depth else [])])
+            found.append([*((*units, 0) for units in itertools.product(*axes)), *([(0, 0, 1)] if self.depth else [])])
         longest = max(map(len, found))
         return np.array([[*rows, *[tuple(p)] * (longest - len(rows))] for rows, p in zip(found, present.tolist(), strict=True)])
 
     def saved(self, alternatives: np.ndarray) -> np.ndarray:
-        """Savings of alternatives, whole numbers rounded down, ``(K, A, 5) -> (K, A)``."""
-        out = np.zeros(alternatives.shape[:2])
-        for k, pair in enumerate(self.pair):
-            for j, row in enumerate(alternatives[k].tolist()):
-                sides = [(side, part) for side, part in enumerate(pair) if part is not None]
-                out[k, j] = (
-                    self.rest[k]
-                    if row[GONE]
-                    else sum(self.whole[p.name] - self.price.left(p, row[side], self.zeros, row[2 + side]) for side, p in sides)
-                )
-        return np.floor(out + 1e-6).astype(np.int64)
+        """Savings of alternatives, whole numbers rounded down, ``(K, A, 3) -> (K, A)``."""
+        units = (alternatives[:, :, :2] * self.each[:, None]).sum(2)
+        return np.floor(np.where(alternatives[:, :, GONE] == 1, self.rest[:, None], units) + 1e-6).astype(np.int64)
 
     def step(self, alternatives: np.ndarray, damage: np.ndarray, share: float = 1.0) -> tuple[np.ndarray, Choice]:
         """The alternatives with the least damage by the model among those that save enough.
 
         Args:
-            alternatives: ``(K, A, 5)``.
+            alternatives: ``(K, A, 3)``.
             damage: Of the model, of any sign, ``(K, A)``; infinite where an alternative is out of reach.
             share: Of what has to be saved in the end.
 
         Returns:
-            The rows chosen, ``(K, 5)``, and the choice.
+            The rows chosen, ``(K, 3)``, and the choice.
 
         Raises:
             InfeasibleBudget: Nothing within reach saves enough.
         """
         saved, gone = self.saved(alternatives), alternatives[:, :, GONE] == 1
         need = int(np.ceil(share * self.need))
-        whole = np.ceil(np.array(self.rest) - 1e-6).astype(np.int64)
+        whole = np.ceil(self.rest - 1e-6).astype(np.int64)
 
         def solve(values: np.ndarray) -> Choice:
             return choose_few(values, whole[:, None] - saved, int(whole.sum()) - need, gone, self.depth)
 
-        unit = self.price.unit
         among = f" and with at most {self.depth} of {len(self.layers)} layers gone" if self.depth else ""
         try:
             found = _alike(alternatives, solve, damage, gone) if self.even else solve(damage)
         except InfeasibleBudget as error:
             raise InfeasibleBudget(
-                f"Within reach{' equally in all layers' * self.even}{among} nothing saves {need} {unit}.",
-                f"These layers have {whole.sum()} {unit}.",
+                f"Within reach{' equally in all layers' * self.even}{among} nothing saves {need} {self.unit}.",
+                f"These layers have {whole.sum()} {self.unit}.",
                 "Save less, raise max_removed, or allow more layers to go (depth).",
             ) from error
-        found = dataclasses.replace(found, unit=unit, among=among)
+        found = dataclasses.replace(found, unit=self.unit, among=among)
         return alternatives[np.arange(len(alternatives)), found.chosen], found
 
     def plan(
@@ -210,24 +249,20 @@ class ShapeSpace:
         """
         if int(self.saved(state[:, None]).sum()) < self.need:
             raise InfeasibleBudget(f"{state.tolist()} saves too little.", f"{self.need} are needed.", "Report this.")
-        counts, levels = {p.name: 0 for p in self.parts}, {p.name: 0 for p in self.parts}
+        counts = {p.name: 0 for p in self.parts}
         for pair, row in zip(self.pair, state.tolist(), strict=True):
-            for side, part in enumerate(pair):
-                if part is not None and not row[GONE]:
-                    counts[part.name], levels[part.name] = row[side], row[2 + side]
+            if not row[GONE]:
+                counts |= {part.name: gone for part, gone in zip(pair, row, strict=False) if part is not None}
         dropped = [n for n, row in zip(self.layers, state, strict=True) if row[GONE]]
-        stay = [p for p in self.parts if p.layer not in dropped]
-        remains = sum(self.price.left(p, counts[p.name], self.zeros, levels[p.name]) for p in stay)
+        sizes = (
+            p.size(self.unit, self.hyper["bytes_per_parameter"], counts[p.name]) for p in self.parts if p.layer not in dropped
+        )
         shapes = {
             p.name: {"layer": p.layer, "kind": p.kind, "by": p.by, "units": p.units, "removed": counts[p.name]}
             for p in self.parts
             if p.kind != "rest"
         }
         extra = {"shapes": shapes, "dropped": dropped, "predicted": damage, "gap": solution.gap}
-        if self.zeros.name != "none":
-            left = {p.name: p.parameters - counts[p.name] * p.unit_parameters for p in stay if levels[p.name]}
-            zeros = {n: {"share": self.zeros.shares[levels[n]], "zeros": self.zeros.count(left[n], levels[n])} for n in left}
-            extra["zeros"] = {"pattern": self.zeros.name, "runtime": self.zeros.runtime, "parts": zeros}
         gone = {p.name: p.parameters if p.layer in dropped else counts[p.name] * p.unit_parameters for p in self.parts}
         blocks = tuple(
             PlanBlock(name=p.name, value=gone[p.name] / p.parameters, count=gone[p.name], numel=p.parameters, modules=p.modules)
@@ -238,7 +273,7 @@ class ShapeSpace:
             rule="directional",
             model=dict(model),
             blocks=blocks,
-            budget={"unit": self.price.unit, "base": self.base, "limit": self.target, "spent": self.base - remains},
+            budget={"unit": self.unit, "base": self.base, "limit": self.target, "spent": self.base - sum(sizes)},
             hyperparameters=to_jsonable({**self.hyper, **hyper}),
             certificate=to_jsonable(solution.certificate()),
             extra=to_jsonable(extra),
@@ -253,7 +288,7 @@ def _check(parts: Sequence[Part], kinds: Sequence[str], share: float, target: fl
         raise InvalidInput(
             f"There is nothing of kind {(wrong or list(kinds))[0]!r} to remove.",
             f"Kinds are {', '.join(KINDS)}; these layers have {', '.join(there) or 'none'}.",
-            "Correct kinds, or remove blocks (plan_depth).",
+            "Correct kinds.",
         )
     if not 0 <= target < base:
         raise InfeasibleBudget(

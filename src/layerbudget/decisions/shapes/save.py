@@ -1,25 +1,130 @@
-"""Write a smaller model as an ordinary checkpoint, or say before it is made why none can hold it.
+"""What a plain config can say of a smaller model, and writing one as an ordinary checkpoint.
 
 A plain config has one width and one number of heads for all layers, so uneven shapes work in memory but cannot be written.
-Families that derive the size of a head from the number of heads (GPT-2, OPT, GPT-NeoX, BERT) cannot be written with fewer.
+Families that derive the size of a head from the number of heads (GPT-2, OPT, GPT-NeoX, BERT) cannot be written with fewer. What
+a config can say is asked of a model that is built from the changed config, without values: the answer is that of the installed
+transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ...errors import UnknownStructure
-from ...models.blocks import config_of, describe, layers, pretrained
+from ...models.blocks import config_of, describe, layers, pretrained, text_config
 from ...models.machine import versions
 from ...plan import Plan
 from ...records import SCHEMA_VERSION, dumps, write_text
 from ...storage.folders import new_folder
 from ..sparsity.save import add_metadata
-from .layouts import FIND, Attention, Where, described, undescribed
+from .layouts import FIND, Attention, Where
+from .program import OTHER_KIND, Part
+from .units import where_is
+
+
+def _built(model: nn.Module, change: Callable[[Any], None] = lambda config: None) -> list[tuple[str, nn.Module]] | str:
+    """Layers of the model that would be loaded after a change of its configuration, or why there is none."""
+    config = copy.deepcopy(config_of(model))
+    try:
+        change(text_config(config))
+        with torch.device("meta"):
+            made: Any = type(model)(type(config).from_dict(config.to_dict()))
+        return layers(made)
+    except UnknownStructure as error:
+        return error.what.rstrip(".")
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        return str(error).strip().splitlines()[-1].strip()
+
+
+def undescribed(model: nn.Module, now: Where, wanted: Where) -> str:
+    """Why a plain config cannot describe a model whose layers all have such heads, or such an MLP; empty where it can.
+
+    Args:
+        model: The model.
+        now: What its config says.
+        wanted: What it should say.
+    """
+
+    def alone(config: Any) -> None:
+        wanted.write(config, now)
+        config.num_hidden_layers = 1
+        if isinstance(config.__dict__.get("layer_types"), list | tuple):
+            config.layer_types = list(config.layer_types[:1])
+
+    kind, name = "heads" if isinstance(wanted, Attention) else "mlp", type(config_of(model)).__name__
+    found = _first(model, alone, kind)
+    if isinstance(found, str):  # some configurations list their layers, or refuse the change itself
+        found = _first(model, lambda config: wanted.write(config, now), kind)
+    if isinstance(found, str):
+        return f"{name} refuses {wanted.words} ({found})"
+    if found.shape == wanted.shape:
+        return ""
+    if kind == "heads":
+        derived = "derives the size of a head from hidden_size / num_attention_heads"
+        return f"{name} {derived}: {wanted.words} cannot be written"
+    return f"{name} makes MLPs of {found.words}, not {wanted.words}"
+
+
+def _first(model: nn.Module, change: Callable[[Any], None], kind: str) -> Where | str:
+    """Heads or MLP of the first layer after a change of the configuration, or why there are none."""
+    made = _built(model, change)
+    try:
+        return made if isinstance(made, str) else FIND[kind](made[0][1], "layer")
+    except UnknownStructure as error:
+        return error.what.rstrip(".")
+
+
+def follow(model: nn.Module, before: Sequence[Where], after: Sequence[Where]) -> None:
+    """Write shapes into the config where they changed, all layers have the same and the config can say so."""
+    old, new = ([w.shape for w in found] for found in (before, after))
+    if old == new or len(set(new)) != 1 or undescribed(model, before[0], after[0]):
+        return
+    config = text_config(config_of(model))
+    after[0].write(config, before[0])
+    for where in after:
+        owner: Any = model.get_submodule(where.owner)
+        if isinstance(where, Attention) and type(getattr(owner, "config", None)) is type(config):
+            owner.config = config
+
+
+def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str]) -> dict[str, Collection[int]]:
+    """Numbers of units, equal in all layers, that a plain config can describe.
+
+    Returns:
+        Numbers by kind; a kind without an entry may lose any number.
+
+    Raises:
+        UnknownStructure: Nothing of these kinds can be described.
+    """
+    allowed, refused = dict[str, Collection[int]](), list[str]()
+    for part in (next((p for p in parts if p.kind == kind), None) for kind in kinds):
+        if part is None:
+            continue
+        where = where_is(model, part)
+        tried = range(1, part.units if isinstance(where, Attention) else 2)
+        why = {units: undescribed(model, where, where.without(units, part.by)) for units in tried}
+        fits = [units for units in tried if not why[units]]
+        if not fits:
+            refused.append(
+                f"No smaller {'number of heads' if part.kind == 'heads' else 'width of the MLPs'} can be written into a "
+                f"plain config: {next(iter(why.values()), 'there is one unit only')}"
+            )
+        if not fits or isinstance(where, Attention):
+            allowed[part.kind] = fits
+    if len(refused) < len(kinds):
+        return allowed
+    raise UnknownStructure(
+        "; ".join(refused) + ".",
+        "What an ordinary checkpoint can hold is planned.",
+        f"{OTHER_KIND[kinds[0]]} Or plan without --even, and use the model in memory.",
+    )
 
 
 def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:
@@ -38,55 +143,43 @@ def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:
     gone = set[str]()
     if plan is not None:
         plan.validate(describe(model))
-        shapes = plan.extra.get("shapes", {})
-        gone = set(plan.extra["dropped"] if plan.kind == "shapes" else [b.name for b in plan.blocks if b.count])
-    names, built = [n for n, _ in layers(model)], described(model)
-    again = [] if isinstance(built, str) else list(zip(names, built, strict=False))
-    for kind in ("mlp", "heads"):
+        shapes, gone = plan.extra["shapes"], set(plan.extra["dropped"])
+    built = _built(model)
+    names = [n for n, _ in layers(model)]
+    again = [] if isinstance(built, str) else [(n, layer) for n, (_, layer) in zip(names, built, strict=False)]
+    for kind in FIND:
         now, said = _all(layers(model), kind), _all(again, kind)
-        made = [w.without(int(s["removed"]), s["by"]) if (s := shapes.get(f"{n}.{kind}")) else w for n, w in now.items()]
-        left = [w for n, w in zip(now, made, strict=True) if n not in gone]
-        if not left or left == [w for n, w in said.items() if n not in gone]:
-            continue
-        if kind == "mlp":
-            first = next(iter((said or now).values()))
-            _check_described(model, first, min(left, key=lambda w: w.inputs))
-        _check_even(model, left)
-        if kind == "heads":
-            _check_described(model, left[0], left[0])
+        made = {n: w.without(int(s["removed"]), s["by"]) if (s := shapes.get(f"{n}.{kind}")) else w for n, w in now.items()}
+        left = [w for n, w in made.items() if n not in gone]
+        if left and left != [w for n, w in said.items() if n not in gone]:
+            _check_described(model, next(iter((said or now).values())), left)
 
 
 def _all(named: Sequence[tuple[str, nn.Module]], kind: str) -> dict[str, Where]:
-    """Return what every layer has; nothing where one of them has none, for then nothing was removed."""
+    """What every layer has; nothing where one of them has none, for then nothing was removed."""
     try:
         return {name: FIND[kind](layer, name) for name, layer in named}
     except UnknownStructure:
         return {}
 
 
-def _check_described(model: nn.Module, now: Where, wanted: Where) -> None:
-    """Refuse what the configuration cannot say."""
-    why = undescribed(model, now, wanted)
+def _check_described(model: nn.Module, now: Where, wanted: Sequence[Where]) -> None:
+    """Refuse what the configuration, which says ``now``, cannot say of the layers."""
+    smallest = min(wanted, key=lambda w: w.inputs)
+    heads, why = isinstance(smallest, Attention), undescribed(model, now, smallest)
     if why:
-        heads = isinstance(wanted, Attention)
-        has = f"{wanted.heads} heads per layer" if isinstance(wanted, Attention) else f"MLPs of width {wanted.width}"
-        other = "Remove MLP units or blocks instead, or another number of heads."
         raise UnknownStructure(
-            f"The model has {has}: {why}.",
+            f"The model has {smallest.words} in a layer: {why}.",
             "The model works in memory; transformers could not load the checkpoint.",
-            other if heads else "Prune its weights instead: layerbudget plan sparsity MODEL, then apply.",
+            OTHER_KIND["heads" if heads else "mlp"],
         )
-
-
-def _check_even(model: nn.Module, found: Sequence[Where]) -> None:
-    fields = ("heads", "key-value heads") if isinstance(found[0], Attention) else ("widths",)
-    for field, values in zip(fields, zip(*(w.shape for w in found), strict=True), strict=False):
+    fields = ("heads", "key-value heads") if heads else ("widths",)
+    for field, values in zip(fields, zip(*(w.shape for w in wanted), strict=True), strict=False):
         if len(set(values)) > 1:
-            one = "width" if field == "widths" else f"number of {field}"
             raise UnknownStructure(
-                f"The {'MLPs' if field == 'widths' else 'attentions'} have {field} {min(values)} to {max(values)}.",
-                f"{type(config_of(model)).__name__} has one {one} for all layers, so transformers could not load the "
-                "checkpoint; the model works in memory.",
+                f"The {'attentions' if heads else 'MLPs'} have {field} {min(values)} to {max(values)}.",
+                f"{type(config_of(model)).__name__} has one {f'number of {field}' if heads else 'width'} for all layers, so "
+                "transformers could not load the checkpoint; the model works in memory.",
                 f"Give all layers the same (about {round(sum(values) / len(values))} costs the same): plan with --even "
                 "(even=True).",
             )
@@ -101,9 +194,7 @@ def save_smaller(
     record: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a depth-, head- or width-pruned model as an ordinary smaller checkpoint.
-
-    The folder appears complete or not at all.
+    """Write a smaller model as an ordinary checkpoint; the folder appears complete or not at all.
 
     Args:
         model: The smaller model.

@@ -5,16 +5,14 @@ u (a head; an inner channel) and ``x_u`` their inputs. Removing the units outsid
 
     E(S) = min_V  E_x || W x - V x_S ||^2,     V = W H_{:S} H_{SS}^-1,     H = E[x x'],
 
-the layer-wise objective of Wanda (arXiv 2306.11695) and SparseGPT (arXiv 2301.00774) with whole units. Scores of one unit G:
-
-    wanda           sum_{j in G} ||W_j||^2 H_jj       no cross terms, no compensation
-    obs             tr(W_G ([H^-1]_GG)^-1 W_G')       exact with compensation (optimal brain surgeon, for a group)
+the layer-wise objective of Wanda (arXiv 2306.11695) and SparseGPT (arXiv 2301.00774) with whole units. One unit G costs
+``tr(W_G ([H^-1]_GG)^-1 W_G')`` (optimal brain surgeon, for a group); units go one after the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,18 +21,14 @@ from torch import nn
 from ...errors import InvalidInput, UnknownStructure
 from ...models.blocks import layers, matrix_of, partition
 from ...records import Block, Module
-from .layouts import FIND, Attention, Where, find_attention, per_unit, undescribed
-from .parts import KINDS, Part
+from .layouts import FIND, Attention, Where, find_attention, per_unit
+from .program import KINDS, OTHER_KIND, Part
 
-CRITERIA = ("obs", "wanda")
-_WEIGHTS = "Prune its weights instead: layerbudget plan sparsity MODEL, then apply."
 UNITS = ("auto", "groups", "queries")
 Remake = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (W, H, S) -> (d_out, kept)
 
 
-def find_parts(
-    model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "auto", multiple: int = 8, even: bool = False
-) -> list[Part]:
+def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "auto", multiple: int = 8) -> list[Part]:
     """The attention, MLP and other matrices of every layer, with the units that they can lose.
 
     Args:
@@ -42,7 +36,6 @@ def find_parts(
         kinds: Kinds that must be there.
         by: ``groups`` (key-value heads with their query heads), ``queries`` (one query head of every group) or ``auto``.
         multiple: Channels of one MLP unit; a remainder always stays.
-        even: Whether a plain config must describe what is left: what a refusal advises then does too.
 
     Returns:
         Parts in the order of the layers; matrices that cannot lose units are in ``<layer>.rest``.
@@ -61,7 +54,7 @@ def find_parts(
                 where = find(layer, name)
             except UnknownStructure as error:
                 if kind in kinds:
-                    raise UnknownStructure(error.what, error.feasible, _other_kind(model, kind, even)) from error
+                    raise UnknownStructure(error.what, error.feasible, OTHER_KIND[kind]) from error
                 continue
             mine = [left.pop(n) for n in (*where.producers, where.consumer)]
             parts.append(_part(name, kind, mine, **_units(where, mine, by, multiple)))
@@ -72,11 +65,8 @@ def find_parts(
 
 def _part(layer: str, kind: str, modules: Sequence[Module], **units: Any) -> Part:
     block = Block(name=layer, modules=tuple(modules))
-    sizes: dict[str, Any] = {
-        "parameters": block.numel,
-        "flops": block.flops_per_token,
-        "modules": tuple(m.name for m in modules),
-    }
+    names = tuple(m.name for m in modules)
+    sizes: dict[str, Any] = {"parameters": block.numel, "flops": block.flops_per_token, "modules": names}
     return Part(name=f"{layer}.{kind}", layer=layer, kind=kind, **sizes, **units)
 
 
@@ -88,13 +78,11 @@ def _units(where: Where, modules: Sequence[Module], by: str, multiple: int) -> d
     by, d_in = unit_of(where, by), modules[0].d_in
     queries = (where.per_group if by == "groups" else where.groups) * where.head_dim
     keys = 2 * d_in * where.head_dim if by == "groups" else 0
-    parameters = (d_in + modules[-1].d_out) * queries + keys
-    units = {"by": by, "units": where.units(by), "unit_parameters": parameters}
-    return {**units, "unit_channels": queries, "channels": where.inputs}
+    return {"by": by, "units": where.units(by), "unit_parameters": (d_in + modules[-1].d_out) * queries + keys}
 
 
 def unit_of(attention: Attention, by: str) -> str:
-    """Return ``groups`` or ``queries``; ``auto`` takes whole groups where there are several.
+    """``groups`` or ``queries``; ``auto`` takes whole groups where there are several.
 
     Raises:
         InvalidInput: Another word.
@@ -102,17 +90,6 @@ def unit_of(attention: Attention, by: str) -> str:
     if by not in UNITS:
         raise InvalidInput(f"Heads cannot be removed by {by!r}.", f"Units are {', '.join(UNITS)}.", "Use auto.")
     return by if by != "auto" else ("groups" if attention.groups > 1 else "queries")
-
-
-def _other_kind(model: nn.Module, kind: str, even: bool) -> str:
-    """Remedy where one kind of part cannot go: the other kind, where all layers have one (that a config can say)."""
-    other = "mlp" if kind == "heads" else "heads"
-    try:
-        found = [FIND[other](layer, name) for name, layer in layers(model)]
-    except UnknownStructure:
-        return _WEIGHTS
-    fits = not even or (len({w.shape for w in found}) == 1 and _describable(model, found[0], "auto")[0] != [])
-    return f"Remove {'MLP units' if other == 'mlp' else 'heads'} (--parts {other}) instead." if fits else _WEIGHTS
 
 
 def head_units(model: nn.Module, kinds: Sequence[str], by: str) -> tuple[str, ...]:
@@ -124,85 +101,27 @@ def head_units(model: nn.Module, kinds: Sequence[str], by: str) -> tuple[str, ..
     return ("groups", "queries") if a.groups > 1 and a.per_group > 1 else (unit_of(a, by),)
 
 
-def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str], depth: int = 0) -> dict[str, Collection[int]]:
-    """Numbers of units, equal in all layers, that a plain config can describe.
-
-    Args:
-        model: The model.
-        parts: From :func:`find_parts`.
-        kinds: What may go.
-        depth: So many whole layers may go; those may be the ones that differ.
-
-    Returns:
-        Numbers by kind; a kind without an entry may lose any number.
-
-    Raises:
-        InvalidInput: The layers differ.
-        UnknownStructure: Nothing of these kinds can be described.
-    """
-    other = "Or plan without --even, and use the model in memory."
-    for kind in kinds if not depth else ():
-        if len({(p.units, p.by, p.unit_parameters, p.parameters) for p in parts if p.kind == kind}) > 1:
-            raise InvalidInput(
-                f"The layers differ in their {'MLPs' if kind == 'mlp' else kind}, so equal removal would not make them equal.",
-                "What an ordinary checkpoint can hold is equal in all layers.",
-                f"{_other_kind(model, kind, True)} {other}",
-            )
-    firsts = {kind: next((p for p in parts if p.kind == kind), None) for kind in kinds}
-    found = {k: _describable(model, where_is(model, p), p.by) if p else (None, "") for k, p in firsts.items()}
-    if any(fits is None or fits for fits, _ in found.values()):
-        return {kind: fits for kind, (fits, _) in found.items() if fits is not None}
-    what = {"heads": "smaller number of heads", "mlp": "smaller width of the MLPs"}
-    raise UnknownStructure(
-        "; ".join(f"No {what[kind]} can be written into a plain config: {why}" for kind, (_, why) in found.items()) + ".",
-        "What an ordinary checkpoint can hold is planned.",
-        f"{_other_kind(model, kinds[0], True)} {other}",
-    )
-
-
-def _describable(model: nn.Module, where: Where, by: str) -> tuple[list[int] | None, str]:
-    """Numbers of units that a plain config can describe, None for all, and why not where there are none."""
-    if not isinstance(where, Attention):
-        why = undescribed(model, where, where.without(1, by if by != "auto" else "1 channels"))
-        return ([], why) if why else (None, "")
-    by = unit_of(where, by)
-    found = {units: undescribed(model, where, where.without(units, by)) for units in range(1, where.units(by))}
-    return [u for u, why in found.items() if not why], next(filter(None, found.values()), "there is one unit only")
-
-
 def where_is(model: nn.Module, part: Part) -> Where:
     """The matrices of a part, as they are now."""
     return FIND[part.kind](model.get_submodule(part.layer), part.layer)
 
 
-def stays(
-    where: Where, weight: torch.Tensor, h: torch.Tensor, units: Sequence[int], by: str, criterion: str = "obs"
-) -> dict[int, torch.Tensor]:
+def stays(where: Where, weight: torch.Tensor, h: torch.Tensor, units: Sequence[int], by: str) -> dict[int, torch.Tensor]:
     """Query heads, or channels of the MLP, that stay when so many units go, by that number; increasing.
 
-    With ``obs`` units go one after the other and costs are updated after every removal, so that of two copies one stays.
-    ``groups``: a unit is a key-value head with its query heads. ``queries``: a unit is one query head of every group (not the
-    same one), so that groups stay equally large.
+    Units go one after the other and costs are updated after every removal, so that of two copies one stays.
 
     Args:
         where: The heads or the MLP of a layer.
         weight: ``(d_out, channels)`` of the matrix that reads them.
         h: Second moments of its inputs, positive definite.
         units: Numbers of units.
-        by: See above, or ``8 channels``.
-        criterion: ``obs`` or ``wanda``.
-
-    Raises:
-        InvalidInput: Another criterion.
+        by: ``groups``, ``queries`` (not the same one in every group), or ``8 channels``.
     """
-    if criterion not in CRITERIA:
-        raise InvalidInput(f"There is no criterion {criterion!r}.", f"Criteria are {', '.join(CRITERIA)}.", "Use obs.")
-    plain = weight.square().sum(0) * h.diagonal()
     if isinstance(where, Attention):
-        return {u: _heads_that_stay(where, weight, h, u, by, plain if criterion == "wanda" else None) for u in units}
+        return {u: _heads_that_stay(where, weight, h, u, by) for u in units}
     each = per_unit(by)
-    count = max(units, default=0) * each
-    order = removal_order(weight, h, count) if criterion == "obs" else plain.argsort(stable=True)
+    order = removal_order(weight, h, max(units, default=0) * each)
     return {u: _without(len(h), order[: u * each]) for u in units}
 
 
@@ -212,10 +131,8 @@ def _without(count: int, gone: torch.Tensor) -> torch.Tensor:
     return torch.nonzero(alive).flatten()
 
 
-def _heads_that_stay(
-    a: Attention, weight: torch.Tensor, h: torch.Tensor, units: int, by: str, scores: torch.Tensor | None
-) -> torch.Tensor:
-    """One unit after the other: by what it costs in the model as it has become, or by fixed scores of the channels."""
+def _heads_that_stay(a: Attention, weight: torch.Tensor, h: torch.Tensor, units: int, by: str) -> torch.Tensor:
+    """One unit after the other, each the cheapest in the model as it has become; equally many of every group."""
     items = list(torch.arange(a.heads, device=h.device).split(a.per_group if by == "groups" else 1))
     members = [a.columns(i) for i in items]
     pool = [0 if by == "groups" else int(i[0]) // a.per_group for i in items]
@@ -223,10 +140,8 @@ def _heads_that_stay(
     inverse, work = torch.cholesky_inverse(torch.linalg.cholesky(h)), weight.clone()
     while any(left.values()):
         able = [i for i in range(len(items)) if i not in gone and left[pool[i]]]
-        costs = [float(group_cost(work, inverse, members[i]) if scores is None else scores[members[i]].sum()) for i in able]
-        best = able[min(range(len(able)), key=costs.__getitem__)]
-        if scores is None:
-            work, inverse = _removed(work, inverse, members[best])
+        best = min(able, key=lambda i: float(group_cost(work, inverse, members[i])))
+        work, inverse = _removed(work, inverse, members[best])
         gone.append(best)
         left[pool[best]] -= 1
     return torch.cat([items[0][:0], *(item for i, item in enumerate(items) if i not in gone)])
@@ -281,27 +196,15 @@ def damped(upper: torch.Tensor, damping: float) -> torch.Tensor:
     return h
 
 
-def kept(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """``W_S``: the columns that stay, as they are."""
-    return weight[:, keep]
-
-
 def refitted(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """``W H_{:S} H_{SS}^-1``: the columns that stay do what they can of those that go, ``(d_out, kept)``."""
     return torch.linalg.solve(h[keep][:, keep], h[keep] @ weight.T).T
 
 
 def cut(
-    model: nn.Module,
-    where: Where,
-    gram: torch.Tensor,
-    units: int,
-    by: str,
-    damping: float = 0.01,
-    remake: Remake = refitted,
-    criterion: str = "obs",
+    model: nn.Module, where: Where, gram: torch.Tensor, units: int, by: str, damping: float = 0.01, remake: Remake = refitted
 ) -> Where:
     """Take units out, in place, given ``sum x x'`` of the inputs of the matrix that reads them (upper triangle)."""
     h, weight = damped(gram, damping), matrix_of(model.get_submodule(where.consumer)).double()
-    keep = stays(where, weight, h, [units], by, criterion)[units]
+    keep = stays(where, weight, h, [units], by)[units]
     return where.cut(model, keep, remake(weight, h, where.columns(keep)))
