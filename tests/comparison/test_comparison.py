@@ -9,16 +9,12 @@ import torch
 from tests import zoo
 
 import layerbudget as lb
-import layerbudget.errors
 from layerbudget.cli import main
 from layerbudget.comparison import bench as benches
 from layerbudget.comparison import grid, run
-from layerbudget.comparison.bench import FormatBench, counted
+from layerbudget.comparison.bench import counted
 from layerbudget.comparison.run import compare_scores
-from layerbudget.compressors.base import Level, find_quantiser
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import InvalidInput
 from layerbudget.evaluation import statistics
 from layerbudget.planning.rule import shuffled
@@ -82,13 +78,13 @@ def test_a_second_run_reads_its_cells_and_parts_share_a_folder(bench, tmp_path):
 
 def test_permuted_keeps_values_and_a_constant_score_is_not_called_ignored():
     scores = zoo.scores(np.arange(1.0, 6.0))
-    other = grid.permuted(scores, 3)
+    other = grid.moved(scores, shuffled(5, 3))
     assert sorted(other.values()) == sorted(scores.values()) and (other.values() != scores.values()).any()
     assert not grid.ignores("sparsity", scores, "mdl", 0.5, {})
     assert grid.ignores("sparsity", scores, "uniform", 0.5, {})
     assert not grid.ignores("sparsity", zoo.scores(np.ones(5)), "mdl", 0.5, {})
     made = grid.make_grid("sparsity", {"a": scores}, ["layerif", "alphapruning"], 0.5)
-    assert ["layerif(a)", "alphapruning(a)"] in grid.twins(made.entries)  # one map under two names
+    assert ["layerif(a)", "alphapruning(a)"] in made.twins()  # one map under two names
     with pytest.raises(InvalidInput, match="No rule here reads width"):
         grid.make_grid("sparsity", {"a": scores}, ["mdl"], 0.5, options={"width": 0.1})
     with pytest.raises(InvalidInput, match="No score makes a plan"):
@@ -130,10 +126,10 @@ def test_passes_are_counted(bench):
     data = bench.data(0)
     with counted(bench.model) as passes:
         lb.score(bench.model, data, bench.blocks, "gradient-norm")
-    assert passes.to_dict() == {"forward": 6.0, "backward": 6.0}
+    assert passes == {"forward": 6.0, "backward": 6.0}
     with counted(bench.model) as passes:
         lb.score(bench.model, data, bench.blocks, "ablation")
-    assert passes.to_dict()["backward"] == 0 and passes.to_dict()["forward"] > 6  # one more for every block
+    assert passes["backward"] == 0 and passes["forward"] > 6  # one more for every block
 
 
 def test_a_task_bench_trains_ranks(tokenizer, tmp_path):
@@ -167,8 +163,6 @@ def test_the_command_leaves_its_files(folder, capsys):
     record = json.loads(capsys.readouterr().out)
     assert {r["name"] for r in record["budgets"][0]["rows"]} >= {"mdl(own)", "owl(gain)", "uniform"}
     assert (out / "comparison.csv").read_text().startswith("budget,place,name")
-    assert (out / "comparison.tex").read_text().count(r"\\") == 1 + len(record["budgets"][0]["rows"])
-    assert (out / "comparison.png").stat().st_size > 1000
     assert main(words) == 2  # there already
     assert main([*words[:-1], "--overwrite", "--quiet"]) == 0
     assert "Better than the same rule on permuted scores" in capsys.readouterr().out
@@ -176,64 +170,9 @@ def test_the_command_leaves_its_files(folder, capsys):
         assert main([*words, *extra]) == 2
 
 
-def test_latex_escapes_and_csv_quotes(bench):
+def test_csv_quotes_names(bench):
     found = compare_scores(bench, {"a_b": {b.name: 1.0 + i for i, b in enumerate(bench.blocks)}}, ["mdl"], [0.4])
-    assert r"a\_b" in run.to_latex(found) and '"mdl(a_b, permuted)"' in run.to_csv(found)
-
-
-@pytest.fixture
-def formats(bench):
-    return FormatBench(
-        model=bench.model,
-        tokenizer=bench.tokenizer,
-        source=bench.source,
-        windows=bench.windows,
-        samples=6,
-        length=32,
-        by="linear",
-    )
-
-
-def test_every_score_decides_formats_within_the_bytes(formats):
-    own = {b.name: float(i + 1) for i, b in enumerate(formats.blocks)}
-    scores = {"rounding": "rounding", "own": own, "gain": "gradient-norm"}
-    found = compare_scores(formats, scores, ["choices", "ends"], [6.5], kind="bits")
-    (b,) = found.budgets
-    rows = {r["name"]: r for r in b["rows"]}
-    assert {"uniform", "ends", "choices(own)", "choices(own, permuted)", "choices(rounding)", "choices(gain)"} <= set(rows)
-    assert b["ignoring"] == ["ends"] and found.cost["rounding"]["backward"] > 0 == found.cost["own"]["forward"]
-    limit = 6.5 * sum(x.numel for x in formats.blocks) / 8
-    assert all(s <= limit for r in rows.values() for s in r["spent"])
-    assert formats.identity["method"] == "rtn" and formats.identity["runtime"] == "transformers"
-
-
-def test_a_score_weighs_relative_rounding_errors(formats):
-    own = lb.Scores.from_values(formats.blocks, {b.name: float(i) for i, b in enumerate(formats.blocks)})
-    table = formats.weighed(own).extra["choices"]
-    name = formats.blocks[3].modules[0].name
-    weight = formats.model.get_submodule(name).weight.detach()
-    for j, form in enumerate(table["formats"]):
-        if table["damage"][3][j] is None:
-            continue
-        rounded = find_quantiser("rtn").apply(weight, None, Level(format=form))
-        wanted = 3 * float((rounded - weight).square().sum() / weight.square().sum())
-        assert table["damage"][3][j] == pytest.approx(wanted, rel=1e-4, abs=1e-12)
-    assert all(not d for d in table["damage"][0]) and formats.weighed(formats.weighed(own)) is not own
-    below = lb.Scores.from_values(formats.blocks, {b.name: -1.0 for b in formats.blocks})
-    with pytest.raises(InvalidInput, match="zero or more"):
-        formats.weighed(below)
-    for wrong in ({"rules": ["mdl"]}, {"rules": ["choices"], "options": {"max_sparsity": 0.5}}):
-        with pytest.raises(InvalidInput):
-            compare_scores(formats, {"own": own}, budgets=[6.5], kind="bits", **wrong)
-
-
-def test_bits_are_compared_from_the_command_line(tmp_path, capsys):
-    out = tmp_path / "bits"
-    flags = ["--by", "layer", "--bits", "4.5", "--scores", "owl", "--samples", "2", "--length", "32", "--windows", "2"]
-    assert main(["compare", "demo", *flags, "--set", "controls=false", "-o", str(out), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["kind"] == "bits" and {r["name"] for r in record["budgets"][0]["rows"]} == {"uniform", "choices(owl)"}
-    assert (out / "comparison.png").is_file()
+    assert '"mdl(a_b, permuted)"' in run.to_csv(found)
 
 
 GRID = ["compare", "demo", "--scores", "owl", "--sparsity", "0.4", "--samples", "2", "--length", "32", "--windows", "2"]
@@ -244,7 +183,7 @@ def test_parts_fill_one_folder(tmp_path, capsys):
     out = tmp_path / "grid"
     for _ in range(2):  # scores first, then what is planned from them
         for part in ("1/2", "2/2"):
-            assert main([*GRID, "--set", "controls=false", "--cells-only", "--part", part, "-o", str(out)]) == 0
+            assert main([*GRID, "--set", "controls=false", "--part", part, "-o", str(out)]) == 0
     capsys.readouterr()
     assert main([*GRID, "--set", "controls=false", "-o", str(out), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -252,25 +191,6 @@ def test_parts_fill_one_folder(tmp_path, capsys):
     assert main([*GRID, "--set", "controls=false", "-o", str(alone), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["budgets"] == record["budgets"]
     assert "3 cells found again" in record["sentences"][-1]
-
-
-def test_the_control_of_a_table_of_formats_is_a_permutation_of_its_sensitivities(formats):
-    record = formats.score("rounding", None, {"draws": 1})
-    control = formats.weighed(grid.permuted(record, 1)).extra["choices"]
-    table = record.extra["choices"]
-    assert control["size"] == table["size"] and control["formats"] == table["formats"]
-    relative = rounding_damage(formats.model, formats.data(0), damage="relative").extra["choices"]["damage"]
-    error = np.array(relative, dtype=float)[:, :-1]  # all but 16 bits, where there is no damage
-    own, moved = (np.array(t["damage"], dtype=float)[:, :-1] / error for t in (table, control))
-    order = shuffled(len(own), 1)
-    assert (order != np.arange(len(own))).any()
-    np.testing.assert_array_equal(np.isnan(moved), np.isnan(own))  # a block keeps its formats
-    both = np.isfinite(own) & np.isfinite(own[order])
-    assert both.any(1).sum() > len(own) / 2
-    np.testing.assert_allclose(moved[both], own[order][both], rtol=1e-9)
-    assert not np.allclose(moved[both], own[both])
-    with pytest.raises(InvalidInput, match="say nothing of formats"):
-        plan_bits(grid.permuted(record, 1), bits=5.0)  # the bench builds the table, nobody else
 
 
 def test_windows_of_unequal_lengths_count_by_their_tokens(bench):

@@ -11,7 +11,7 @@ from ..errors import InvalidInput
 from .display import begin, expect, progress_bar, say, show_table
 from .options import add_model, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings
 
-_KINDS = ("sparsity", "bits", "ranks", "experts")  # the first two are applied and measured on text, the others are trained
+_KINDS = ("sparsity", "ranks", "experts")  # the first is applied and measured on text, the others are trained
 _TEXT = ("data", "evaluate", "windows", "length", "method", "device")
 _TASK = ("task", "data_dir", "epochs", "lr")
 _OWN = {"controls": True, "train_rows": None, "test_rows": None, "split": None}  # by --set, beside the options of rules
@@ -21,25 +21,22 @@ def register(subparsers: Any) -> None:
     """Add the parser of ``compare``."""
     p = add_verb(subparsers, "compare", handler)
     add_model(p)
-    p.add_argument("-o", "--out", required=True, metavar="DIR", help="cells (kept, resumed), table, LaTeX and figure")
+    p.add_argument("-o", "--out", required=True, metavar="DIR", help="cells (kept, resumed), and the table as JSON and CSV")
     p.add_argument("--scores", required=True, help="comma-separated: estimators, gain, owl, alphapruning, or .csv/.json files")
-    p.add_argument("--rules", help="comma-separated rules of that kind of plan (default: mdl; of bits: choices)")
+    p.add_argument("--rules", help="comma-separated rules of that kind of plan (default: mdl)")
     budget = p.add_mutually_exclusive_group(required=True)
     budget.add_argument("--sparsity", type=float, nargs="+", help="global sparsities")
-    budget.add_argument(
-        "--bits", type=float, nargs="+", help="mean bits per weight, scales counted (score rounding: its damage)"
-    )
     budget.add_argument("--ranks", type=float, nargs="+", help="mean ranks of LoRA adapters, trained on --task")
     budget.add_argument("--experts", type=int, nargs="+", help="totals of LoRA experts, trained on --task")
     p.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the calibration draw or the training (default: 0)")
     p.add_argument("--by", default="layer", help="blocks: layer, linear, or a regular expression (default: layer)")
     p.add_argument("--samples", type=int, default=64, help="calibration sequences, or training rows scored (default: 64)")
-    text = p.add_argument_group("sparsity and bits, measured on text")
+    text = p.add_argument_group("sparsity, measured on text")
     text.add_argument("--data", help="calibration text (default: stdlib)")
     text.add_argument("--evaluate", metavar="DATA", help="held-out text (default: the evaluation part of --data)")
     text.add_argument("--windows", type=int, help="held-out windows (default: 96)")
     text.add_argument("--length", type=int, help="tokens per sequence and window (default: 256)")
-    text.add_argument("--method", help="pruner (default: wanda) or quantiser (default: rtn)")
+    text.add_argument("--method", help="pruner (default: wanda)")
     text.add_argument("--device", help="cpu, cuda, ...; auto (default): the accelerator where there is one")
     task = p.add_argument_group("ranks and experts, trained on a task")
     task.add_argument("--task", help="cola, mrpc, rte, commonsenseqa, openbookqa, scienceqa, or a file")
@@ -71,9 +68,8 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     if kind in ("ranks", "experts"):
         bench = _task_bench(a, rows, split)
     else:
-        bench = _text_bench(a, kind)
-    rules = a.rules or ("choices" if kind == "bits" else "mdl")
-    names, rules = ([w.strip() for w in text.split(",") if w.strip()] for text in (a.scores, rules))
+        bench = _text_bench(a)
+    names, rules = ([w.strip() for w in text.split(",") if w.strip()] for text in (a.scores, a.rules or "mdl"))
     _expect(a, bench, kind, names, rules, controls)
     with progress_bar(a, "compare") as progress:
         result = compare_scores(
@@ -124,16 +120,16 @@ def _expect(a: argparse.Namespace, bench: Any, kind: str, names: Sequence[str], 
     expect(a, what, bench.model, lambda shape: comparing(text, held, shape, scores, **found))
 
 
-def _text_bench(a: argparse.Namespace, kind: str) -> Any:
-    from ..comparison.bench import FormatBench, TextBench
+def _text_bench(a: argparse.Namespace) -> Any:
+    from ..comparison.bench import TextBench
     from ..evaluation.perplexity import evaluation_set
 
-    refuse(a, _TASK, f"a comparison of {kind}, which is measured on text")
+    refuse(a, _TASK, "a comparison of sparsities, which is measured on text")
     a.read = {"data": a.data or "stdlib", "length": a.length or 256, "windows": a.windows or 96, "rules": a.rules}
     source, length = a.read["data"], a.read["length"]
     tokenizer = load_tokenizer(a)
     windows = evaluation_set(a.evaluate or source, tokenizer, length=length, windows=a.windows or 96)
-    return (FormatBench if kind == "bits" else TextBench)(
+    return TextBench(
         model=load_model(a, dtype="float32", stream=None),
         tokenizer=tokenizer,
         source=source,

@@ -1,7 +1,8 @@
 """Effect of a plan on a model: the held-out loss of the pruned one, or the mistakes of the fine-tuned one, item by item.
 
-Two benches with the same three doors: ``data(seed)`` for scores and treatment, ``blocks``, and ``measure(plan, seed)``, which
-returns one number per item, smaller is better, and what it cost.
+Two benches with the same doors: ``data(seed)`` for scores and treatment, ``blocks``, ``weights`` of the items, ``identity``
+(everything beside plan and seed that a measurement depends on), and ``measure(plan, seed)``, which returns one number per
+item, smaller is better, and what the plan cost.
 """
 
 from __future__ import annotations
@@ -10,24 +11,19 @@ import contextlib
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from ..compressors.formats import PACKED
 from ..data.calibration import CalibrationSet
 from ..data.tasks import Task
 from ..data.text import calibration
 from ..decisions.apply import applier
-from ..decisions.bits.blocks import blocks_of
-from ..decisions.bits.program import ESTIMATOR
-from ..decisions.bits.runtimes import find_runtime
-from ..decisions.bits.sensitivity import rounding_damage
-from ..errors import CoverageError, InvalidInput
+from ..errors import CoverageError
 from ..evaluation.perplexity import perplexity, predicted
 from ..finetuning.adapters import Loader
 from ..finetuning.finetune import finetune
@@ -36,54 +32,18 @@ from ..finetuning.rows import Rows, is_causal
 from ..models.blocks import describe, layers, partition, weight_of
 from ..plan import Plan
 from ..records import Block
-from ..scores import Scores
-from ..sensitivity.gain import score
-
-
-class Bench:
-    """Base of measurements of plans: data for scores and treatment, blocks, and a measurement of a plan."""
-
-    model: nn.Module
-    blocks: tuple[Block, ...]
-    unit: str
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Everything beside plan and seed that a measurement depends on."""
-        raise NotImplementedError
-
-    @property
-    def weights(self) -> np.ndarray | None:
-        """Tokens of every item; None where all count the same."""
-        return None
-
-    def data(self, seed: int) -> CalibrationSet:
-        """Calibration data of a seed."""
-        raise NotImplementedError
-
-    def measure(self, plan: Plan, seed: int) -> dict[str, Any]:
-        """``{values, spent, passes}``: one number per item, smaller is better, and what the plan cost."""
-        raise NotImplementedError
-
-    def score(self, given: str, data: CalibrationSet | None, options: Mapping[str, Any]) -> Scores:
-        """The record of an estimator."""
-        return score(self.model, data, self.blocks, given, **options)
-
-    def weighed(self, scores: Scores) -> Scores:
-        """Return the scores that rules plan from."""
-        return scores
 
 
 @dataclasses.dataclass(kw_only=True)
-class TextBench(Bench):
-    """Treat a language model by a plan and measure the loss on held-out windows.
+class TextBench:
+    """Prune a language model by a plan and measure the loss on held-out windows.
 
     Attributes:
         model: The model; its weights are put back after every plan.
         tokenizer: Its tokenizer.
         source: Calibration text.
         windows: Held-out windows.
-        method: Treatment of sparsity plans.
+        method: Pruner.
         samples, length: Of the calibration set.
         by: Partition.
         batch_size: Sequences per forward.
@@ -106,7 +66,7 @@ class TextBench(Bench):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything beside plan and seed that a measurement depends on."""
+        """Digests of model and windows, and the pruner."""
         return {"model": describe(self.model)["digest"], "windows": self.windows.digest, "method": self.method}
 
     @property
@@ -131,24 +91,20 @@ class TextBench(Bench):
         kept = {m.name: weight_of(self.model, m.name)[1].detach().clone() for b in self.blocks for m in b.modules}
         try:
             with counted(self.model) as passes:
-                if plan.kind == "sparsity":
-                    receipt = applier("sparsity")(self.model, plan, self.data(seed), self.method, self.batch_size)
-                    spent = round(receipt.sparsity * sum(b.numel for b in self.blocks))
-                    if abs(spent - int(plan.counts.sum())) > len(self.blocks):
-                        raise CoverageError(f"{spent} zeros were recounted, {plan.counts.sum()} planned.", "", "")
-                else:
-                    applier(plan.kind)(self.model, plan, self.data(seed))
-                    spent = plan.budget["spent"]
+                receipt = applier("sparsity")(self.model, plan, self.data(seed), self.method, self.batch_size)
+            spent = round(receipt.sparsity * sum(b.numel for b in self.blocks))
+            if abs(spent - int(plan.counts.sum())) > len(self.blocks):
+                raise CoverageError(f"{spent} zeros were recounted, {plan.counts.sum()} planned.", "", "")
             found = perplexity(self.model, self.windows, batch_size=self.batch_size)
         finally:
             with torch.no_grad():
                 for name, weight in kept.items():
                     weight_of(self.model, name)[1].copy_(weight)
-        return {"values": list(found.nll), "spent": spent, "passes": passes.to_dict()}
+        return {"values": list(found.nll), "spent": spent, "passes": passes}
 
 
 @dataclasses.dataclass(kw_only=True)
-class TaskBench(Bench):
+class TaskBench:
     """Fine-tune a plan of ranks or experts on a task and count the mistakes on its held-out rows.
 
     Attributes:
@@ -169,6 +125,7 @@ class TaskBench(Bench):
     samples: int = 64
     by: str = "layer"
     unit: str = "mistakes per question"
+    weights: ClassVar[None] = None  # all questions count the same
 
     def __post_init__(self) -> None:
         self.split = self.split or next(iter(self.task.evaluation))
@@ -177,7 +134,7 @@ class TaskBench(Bench):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything beside plan and seed that a measurement depends on."""
+        """Digests of model and task, the split and the training."""
         return {
             "model": describe(self.model)["digest"], "base": dict(getattr(self.load, "settings", {})),
             "task": self.task.digest, "split": self.split, "protocol": dataclasses.asdict(self.protocol),
@@ -197,130 +154,35 @@ class TaskBench(Bench):
         """``{values[questions] (1 where wrong), spent, passes, parameters}`` of the model that the plan trains."""
         with tempfile.TemporaryDirectory() as scratch:
             out = Path(scratch) / "out"
-            named: dict[str, Any] = {"tokenizer": self.tokenizer, "protocol": self.protocol, "seeds": (seed,)}
-            record = finetune(self.load, plan, self.task, out, **named)
+            record = finetune(
+                self.load, plan, self.task, out, tokenizer=self.tokenizer, protocol=self.protocol, seeds=(seed,)
+            )  # fmt: skip
             found = json.loads((out / f"seed-{seed}" / "result.json").read_text(encoding="utf-8"))
-        predicted = found["predictions"][str(self.split)]
-        truth = [e.label for e in self.task.evaluation[str(self.split)]]
-        wrong = [float(p != y) for p, y in zip(predicted, truth, strict=True)]
+        answers, truth = found["predictions"][str(self.split)], self.task.evaluation[str(self.split)]
         steps = self.protocol.epochs * len(self.task.train)
         return {
-            "values": wrong, "spent": plan.budget["spent"], "passes": {"forward": steps, "backward": steps},
+            "values": [float(given != row.label) for given, row in zip(answers, truth, strict=True)],
+            "spent": plan.budget["spent"], "passes": {"forward": steps, "backward": steps},
             "parameters": record["trained_parameters"],
         }  # fmt: skip
 
 
-@dataclasses.dataclass(kw_only=True)
-class FormatBench(TextBench):
-    """A :class:`~layerbudget.comparison.bench.TextBench` of plans of bits; embedding and head stay in 16 bits.
-
-    Attributes:
-        method: The quantiser: ``rtn``, ``weighted`` or ``gptq``.
-        runtime: ``transformers`` or ``vllm`` (q/k/v and gate/up agree): formats of compressed-tensors.
-    """
-
-    method: str = "rtn"
-    runtime: str = "transformers"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._errors: dict[tuple[str, ...] | None, dict[str, Any]] = {}
-        target = find_runtime(self.runtime, PACKED)
-        if target.ends:
-            raise InvalidInput(
-                f"{target.name} decides about embedding and head too.", "No score covers them.", "Use transformers."
-            )
-        self.blocks = blocks_of(self.model, target, self.by)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Everything beside plan and seed that a measurement depends on."""
-        return {**super().identity, "runtime": self.runtime}
-
-    def score(self, given: str, data: CalibrationSet | None, options: Mapping[str, Any]) -> Scores:
-        """A score record; ``rounding`` is the damage of every format."""
-        if given != ESTIMATOR:
-            return super().score(given, data, options)
-        return rounding_damage(
-            self.model, self.data(0) if data is None else data, runtime=self.runtime, by=self.by, method=self.method,
-            batch_size=self.batch_size, unwritten="plan", **options,
-        )  # fmt: skip
-
-    def weighed(self, scores: Scores) -> Scores:
-        """The record with a table of damages: its own, or its values times relative rounding errors.
-
-        A permuted table has the damage per relative rounding error of another block, times the block's own rounding errors.
-
-        Raises:
-            InvalidInput: A score below zero.
-        """
-        if "choices" in scores.extra:
-            return scores
-        if "order" in scores.extra:
-            return dataclasses.replace(scores, extra={"choices": self._rebuilt(**scores.extra)})
-        gain, table = scores.values(), self._relative()
-        if gain.min() < 0:
-            low = scores.names[int(gain.argmin())]
-            raise InvalidInput(
-                f"The score of {low} is {gain.min():g}.", "A sensitivity is zero or more.", "Shift the scores, or clip them."
-            )
-        damage = [[None if d is None else float(g) * d for d in row] for g, row in zip(gain, table["damage"], strict=True)]
-        choices = {**table, "damage": damage, "measure": "score x relative rounding error"}
-        return dataclasses.replace(scores, extra={**scores.extra, "choices": choices})
-
-    def _rebuilt(self, table: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
-        """A table of damages whose sensitivities, the damages per relative rounding error, are those of other blocks."""
-        error = np.array(self._relative(tuple(table["formats"]))["damage"], dtype=np.float64)
-        damage = np.array(table["damage"], dtype=np.float64)
-        there = np.isfinite(damage) & (error > 0)
-        sensitivity = np.divide(damage, error, out=np.zeros_like(damage), where=there)
-        usual = sensitivity.sum(1) / np.maximum(there.sum(1), 1)  # where the other block does not have the format
-        moved = np.where(there, sensitivity, usual[:, None])[list(order)] * error
-        return {**table, "damage": [[None if np.isnan(d) else float(d) for d in row] for row in moved]}
-
-    def _relative(self, formats: tuple[str, ...] | None = None) -> dict[str, Any]:
-        """The table of relative squared rounding errors, to nearest, in the given formats or in all."""
-        if formats not in self._errors:
-            found = rounding_damage(
-                self.model, self.data(0), runtime=self.runtime, by=self.by, damage="relative", formats=formats, unwritten="plan"
-            )
-            self._errors[formats] = dict(found.extra["choices"])
-        return self._errors[formats]
-
-
-@dataclasses.dataclass
-class Passes:
-    """Sequences through the whole model: layer passes divided by the number of layers.
-
-    Attributes:
-        layers: Layers of the model.
-        forward: Sequences, summed over layers, that went forward.
-        backward: The same backward.
-    """
-
-    layers: int
-    forward: int = 0
-    backward: int = 0
-
-    def to_dict(self) -> dict[str, float]:
-        """``{forward, backward}`` in sequences through the whole model."""
-        return {"forward": self.forward / self.layers, "backward": self.backward / self.layers}
+Bench = TextBench | TaskBench
 
 
 @contextlib.contextmanager
-def counted(model: nn.Module) -> Iterator[Passes]:
-    """Count, inside, every call of every layer and every gradient that comes back to its output."""
+def counted(model: nn.Module) -> Iterator[dict[str, float]]:
+    """``{forward, backward}`` sequences through the whole model, complete afterwards: layer passes divided by the layers."""
     found = [layer for _, layer in layers(model)]
-    passes = Passes(layers=max(1, len(found)))
+    passes: dict[str, float] = {"forward": 0, "backward": 0}
 
     def hook(_: nn.Module, inputs: Any, output: Any) -> None:
-        """Count the rows of one call, and those whose gradient comes back."""
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         rows = int(hidden.shape[0])
-        passes.forward += rows
+        passes["forward"] += rows
 
         def back(_: torch.Tensor) -> None:
-            passes.backward += rows
+            passes["backward"] += rows
 
         if hidden.requires_grad and hidden.grad_fn is not None:
             hidden.register_hook(back)
@@ -331,3 +193,5 @@ def counted(model: nn.Module) -> Iterator[Passes]:
     finally:
         for handle in handles:
             handle.remove()
+        for way in passes:
+            passes[way] /= max(1, len(found))

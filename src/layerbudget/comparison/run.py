@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import functools
+import io
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,27 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from ..decisions.bits.program import ESTIMATOR
 from ..errors import InvalidInput
 from ..evaluation.statistics import corrected, difference, holm, ranking
 from ..models.machine import versions
-from ..plan import Plan
 from ..progress import Progress, Steps
 from ..records import Result, digest, dumps, made_by, write_text
 from ..scores import Scores
 from ..sensitivity.estimators import find_estimator
+from ..sensitivity.gain import score
 from ..sensitivity.importing import import_scores
 from ..storage.parts import Cells
 from .bench import Bench, counted
-from .grid import UNIFORM, Grid, make_grid, twins
+from .grid import UNIFORM, Grid, make_grid
 
-# Short names for what people call their scores.
 ALIASES: Mapping[str, str] = {
     "gain": "fisher-gram", "owl": "outlier-ratio", "alphapruning": "spectral-tail", "gradient": "gradient-norm",
     "shortgpt": "block-influence",
 }  # fmt: skip
-
-
 _COST = ("forward", "backward", "seconds")
 _FREE = dict.fromkeys(_COST, 0.0)
 
@@ -52,52 +52,36 @@ class ScoreComparison(Result):
     kind: str
     unit: str
     seeds: Sequence[int]
-    held_out: int
-    budgets: Sequence[Mapping[str, Any]]
-    cost: Mapping[str, Mapping[str, float]]
-    sentences: Sequence[str]
+    held_out: int = 0
+    budgets: Sequence[Mapping[str, Any]] = ()
+    cost: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    sentences: Sequence[str] = ()
     settings: Mapping[str, Any]
     versions: Mapping[str, str]
-    complete: bool = True
+    complete: bool = False
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Run:
-    bench: Bench
-    kind: str
-    cells: Cells
-    scores: Mapping[str, str | Scores | Mapping[str, float]]
-    score_options: Mapping[str, Mapping[str, Any]]
+def _scored(
+    bench: Bench, cells: Cells, name: str, given: str | Scores | Mapping[str, float], seed: int, options: Mapping[str, Any]
+) -> tuple[Scores, Mapping[str, float]] | None:
+    """A score record of one seed and what it cost; ``None`` where the cell is left to another part."""
+    if isinstance(given, Scores):
+        return given, _FREE
+    if isinstance(given, Mapping):
+        return Scores.from_values(bench.blocks, given, estimator=name), _FREE
+    if Path(given).suffix in (".csv", ".json"):
+        return import_scores(given, bench.blocks, estimator=name), _FREE
+    data = bench.data(seed) if find_estimator(given).data else None
 
-    def scored(self, name: str, seed: int) -> tuple[Scores, dict[str, Any]] | None:
-        """A score record of one seed, and what it cost."""
-        given = self.scores[name]
-        if isinstance(given, Scores):
-            return given, _FREE
-        if isinstance(given, Mapping):
-            return Scores.from_values(self.bench.blocks, given, estimator=name), _FREE
-        if Path(given).suffix in (".csv", ".json"):
-            return import_scores(given, self.bench.blocks, estimator=name), _FREE
-        options = dict(self.score_options.get(name, {}))
-        data = self.bench.data(seed) if given == ESTIMATOR or find_estimator(given).data else None
-        key = {"score": given, "options": options, **self.bench.identity, "data": data.digest if data is not None else None}
+    def make() -> dict[str, Any]:
+        started = time.monotonic()
+        with counted(bench.model) as passes:
+            record = score(bench.model, data, bench.blocks, given, **options)
+        return {"scores": record.to_dict(), **passes, "seconds": time.monotonic() - started}
 
-        def make() -> dict[str, Any]:
-            started = time.monotonic()
-            with counted(self.bench.model) as passes:
-                record = self.bench.score(given, data, options)
-            return {"scores": record.to_dict(), **passes.to_dict(), "seconds": time.monotonic() - started}
-
-        cell = self.cells.get({"what": "score", **key}, make)
-        if cell is None:
-            return None
-        return Scores.from_dict(cell["scores"]), {k: cell[k] for k in _COST}
-
-    def measured(self, plan: Plan, decision: str, seed: int) -> dict[str, Any] | None:
-        """The measurement of one decision under one seed."""
-        data = self.bench.data(seed)
-        key = {"what": "plan", "decision": decision, "seed": seed, "data": data.digest, **self.bench.identity}
-        return self.cells.get(key, lambda: self.bench.measure(plan, seed))
+    key = {"score": given, "options": dict(options), **bench.identity, "data": None if data is None else data.digest}
+    cell = cells.get({"what": "score", **key}, make)
+    return None if cell is None else (Scores.from_dict(cell["scores"]), {k: cell[k] for k in _COST})
 
 
 def compare_scores(
@@ -121,7 +105,7 @@ def compare_scores(
         bench: A :class:`~layerbudget.comparison.bench.TextBench` or :class:`~layerbudget.comparison.bench.TaskBench`.
         scores: By the name that they go by: estimators, files (.csv, .json), records or ``{block: value}``; or names alone.
         rules: Names of rules, or functions of one's own.
-        budgets: In the unit of the kind: global sparsities, mean ranks, totals of experts, mean bits.
+        budgets: In the unit of the kind: global sparsities, mean ranks, totals of experts.
         kind: Kind of plan.
         seeds: Seeds of the calibration draw (or of the training), and of the controls.
         controls: Add a permuted control of every pair that reads its score.
@@ -143,72 +127,62 @@ def compare_scores(
     for what, values in (("score", named), ("rule", rules), ("budget", budgets), ("seed", seeds)):
         if not len(values):
             raise InvalidInput(f"There is no {what} to compare.", "At least one is needed.", f"Name a {what}.")
-    run = _Run(
-        bench=bench, kind=kind, scores=named, score_options=score_options or {},
-        cells=Cells(None if folder is None else Path(folder) / "cells", part),
-    )  # fmt: skip
-    tick, found = Steps(progress, len(seeds) * len(named), "scores"), []
-    for seed in seeds:
-        found.append((seed, {name: _ticked(tick, run.scored(name, seed)) for name in named}))
+    cells = Cells(None if folder is None else Path(folder) / "cells", part)
     settings = {
         "scores": {n: Path(v).name if isinstance(v, str) else "given" for n, v in named.items()}, "budgets": list(budgets),
         "rules": [r if isinstance(r, str) else getattr(r, "__name__", str(r)) for r in rules], "controls": controls,
         "options": dict(options or {}), **bench.identity,
     }  # fmt: skip
-    if any(one is None for _, by_name in found for one in by_name.values()):
-        return _unfinished(run, settings, seeds)
-    records = [(seed, {n: one[0] for n, one in by_name.items() if one}) for seed, by_name in found]
-    grids = {
-        (b, seed): make_grid(
-            kind, by_name, rules, b, seed=seed, controls=controls, options=options, weighed=bench.weighed
-        )
-        for b in budgets for seed, by_name in records
-    }  # fmt: skip
-    tables, total = _measure(run, grids, progress), sum(len(g.entries) for g in grids.values())
-    if tables is None:
-        return _unfinished(run, settings, seeds)
-    spent = {n: [one[1] for _, by in found if (one := by[n]) is not None] for n in named}
-    cost = {n: {k: float(np.mean([c[k] for c in each])) for k in _COST} for n, each in spent.items()}
-    made = [_budget(b, {s: grids[b, s] for s in seeds}, tables[b], bench.weights) for b in budgets]
-    items = len(next(iter(next(iter(tables.values())).values()))["values"][0])
-    result = ScoreComparison(
-        kind=kind, unit=bench.unit, seeds=list(seeds), held_out=items, budgets=made, cost=cost, sentences=(), settings=settings,
-        versions=versions(),
-    )  # fmt: skip
-    return dataclasses.replace(result, sentences=(*_sentences(result), f"{total} plans, {run.cells.kept} cells found again."))
+    result = ScoreComparison(kind=kind, unit=bench.unit, seeds=list(seeds), settings=settings, versions=versions())
+    records: dict[int, dict[str, Scores]] = {seed: {} for seed in seeds}
+    spent: dict[str, list[Mapping[str, float]]] = {name: [] for name in named}
+    tick = Steps(progress, len(seeds) * len(named), "scores")
+    for seed, (name, given) in itertools.product(seeds, named.items()):
+        found = _scored(bench, cells, name, given, seed, (score_options or {}).get(name, {}))
+        tick()
+        if found is not None:
+            records[seed][name] = found[0]
+            spent[name].append(found[1])
+    if cells.missing:
+        return _unfinished(result, cells)
+    made = functools.partial(make_grid, kind, controls=controls, options=options)
+    grids = {b: {seed: made(records[seed], rules, b, seed=seed) for seed in seeds} for b in budgets}
+    total = sum(len(grid.entries) for by_seed in grids.values() for grid in by_seed.values())
+    tables = _measured(bench, cells, grids, Steps(progress, total, "plans"))
+    if cells.missing:
+        return _unfinished(result, cells)
+    result = dataclasses.replace(
+        result,
+        cost={name: {k: float(np.mean([c[k] for c in each])) for k in _COST} for name, each in spent.items()},
+        budgets=[_budget(b, grids[b], tables[b], bench.weights) for b in budgets],
+        held_out=len(tables[budgets[0]][UNIFORM]["values"][0]),
+        complete=True,
+    )
+    return dataclasses.replace(result, sentences=(*_sentences(result), f"{total} plans, {cells.kept} cells found again."))
 
 
-def _unfinished(run: _Run, settings: Mapping[str, Any], seeds: Sequence[int]) -> ScoreComparison:
-    text = f"{run.cells.made} cells were measured here, {run.cells.missing} are left to other parts; run again after them."
-    return ScoreComparison(
-        kind=run.kind, unit=run.bench.unit, seeds=list(seeds), held_out=0, budgets=(), cost={}, sentences=(text,),
-        settings=settings, versions=versions(), complete=False,
-    )  # fmt: skip
+def _unfinished(result: ScoreComparison, cells: Cells) -> ScoreComparison:
+    text = f"{cells.made} cells were measured here, {cells.missing} are left to other parts; run again after them."
+    return dataclasses.replace(result, sentences=(text,))
 
 
-def _ticked(tick: Steps, found: Any) -> Any:
-    """Count one step; return what was found."""
-    tick()
-    return found
-
-
-def _measure(
-    run: _Run, grids: Mapping[tuple[float, int], Grid], progress: Progress | None
-) -> dict[float, dict[str, dict[str, Any]]] | None:
-    """``{budget: {entry: {values[seeds][items], spent[seeds], passes[seeds]}}}``, or None where cells are left to others."""
-    tables: dict[float, dict[str, dict[str, Any]]] = {}
-    tick, whole = Steps(progress, sum(len(g.entries) for g in grids.values()), "plans"), True
-    for (budget, seed), grid in grids.items():
-        for entry in grid.entries:
-            cell = run.measured(entry.plan, entry.decision, seed)
-            tick()
-            if cell is None:
-                whole = False
-                continue
-            row = tables.setdefault(budget, {}).setdefault(entry.name, {"values": [], "spent": [], "passes": []})
-            for name in row:
-                row[name].append(cell[name])
-    return tables if whole else None
+def _measured(
+    bench: Bench, cells: Cells, grids: Mapping[float, Mapping[int, Grid]], tick: Steps
+) -> dict[float, dict[str, dict[str, list[Any]]]]:
+    """``{budget: {entry: {values[seeds][items], spent[seeds]}}}``, without the cells that are left to other parts."""
+    tables: dict[float, dict[str, dict[str, list[Any]]]] = {}
+    for budget, by_seed in grids.items():
+        table = tables.setdefault(budget, {})
+        for seed, grid in by_seed.items():
+            for entry in grid.entries:
+                key = {"what": "plan", "decision": entry.decision, "seed": seed, "data": bench.data(seed).digest}
+                cell = cells.get({**key, **bench.identity}, functools.partial(bench.measure, entry.plan, seed))
+                tick()
+                row = table.setdefault(entry.name, {"values": [], "spent": []})
+                if cell is not None:
+                    row["values"].append(cell["values"])
+                    row["spent"].append(cell["spent"])
+    return tables
 
 
 def _budget(
@@ -230,10 +204,9 @@ def _budget(
         })  # fmt: skip
     for test in ("versus_uniform", "versus_permuted"):
         _correct([r for r in rows if r[test] is not None and not r["control"]], test, tables)
-    spent = {n: c["spent"] for n, c in cells.items()}
-    everything = [s for values in spent.values() for s in values]
+    everything = [amount for c in cells.values() for amount in c["spent"]]
     return {
-        "budget": budget, "rows": rows, "twins": twins(first.entries), "ignoring": list(first.ignoring),
+        "budget": budget, "rows": rows, "twins": first.twins(), "ignoring": list(first.ignoring),
         "impossible": dict(first.impossible), "equal_budget": max(everything) - min(everything) <= 1e-3 * max(everything),
         "spent": [min(everything), max(everything)],
     }  # fmt: skip
@@ -278,10 +251,6 @@ def _sentences(result: ScoreComparison) -> list[str]:
     return lines + ([f"{', '.join(free)} needed none here."] if free and len(free) < len(result.cost) else [])
 
 
-COLUMNS = ("budget", "place", "name", "rule", "score", "control", "mean", "difference", "low", "high", "p", "holm",
-           "versus_permuted", "p_permuted", "rank_low", "rank_high", "first", "forward", "backward", "spent")  # fmt: skip
-
-
 def flat(result: ScoreComparison) -> list[dict[str, Any]]:
     """One flat row per plan and budget, best first."""
     rows = []
@@ -299,69 +268,19 @@ def flat(result: ScoreComparison) -> list[dict[str, Any]]:
 
 
 def to_csv(result: ScoreComparison) -> str:
-    """CSV with a header."""
-
-    def cell(v: Any) -> str:
-        text = "" if v is None else f"{v:.6g}" if isinstance(v, float) else str(v)
-        return f'"{text}"' if "," in text else text
-
-    lines = [",".join(COLUMNS), *(",".join(cell(r[c]) for c in COLUMNS) for r in flat(result))]
-    return "\n".join(lines) + "\n"
-
-
-def to_latex(result: ScoreComparison) -> str:
-    """A booktabs table: mean, difference to uniform with its interval, Holm-corrected p, places."""
-    lines = [
-        r"\begin{tabular}{llrrrr}", r"\toprule",
-        rf"budget & plan & {result.unit} & $\Delta$ uniform (95\,\%) & $p_\mathrm{{Holm}}$ & place \\",
-    ]  # fmt: skip
-    for b in result.budgets:
-        lines.append(r"\midrule")
-        for r in b["rows"]:
-            u = r["versus_uniform"]
-            delta = "--" if u is None else f"${u['difference']:+.4f}$ [${u['low']:+.4f}$, ${u['high']:+.4f}$]"
-            p = "--" if u is None or "holm" not in u else f"{u['holm']:.3f}"
-            name = r["name"].replace("_", r"\_").replace("%", r"\%")
-            place = f"{r['rank_low']:.0f}--{r['rank_high']:.0f}"
-            lines.append(rf"{b['budget']:g} & {name} & {r['mean']:.4f} & {delta} & {p} & {place} \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
-
-
-def draw(result: ScoreComparison, path: Path | str) -> Path:
-    """Difference to uniform with its 95 % interval, one panel per budget; permuted controls are pale.
-
-    Raises:
-        MissingDependency: matplotlib is not installed.
-    """
-    from ..report.figures import ACCENT, INK, MUTED, new_figure, save_figure
-
-    shown = [[r for r in b["rows"] if r["versus_uniform"]] for b in result.budgets]
-    figure = new_figure(1.5 + 3.6 * len(shown), 1.0 + 0.24 * max(map(len, shown)))
-    for axes, b, rows in zip(figure.subplots(1, len(shown), squeeze=False)[0], result.budgets, shown, strict=True):
-        for i, r in enumerate(reversed(rows)):
-            u = r["versus_uniform"]
-            spread = [[u["difference"] - u["low"]], [u["high"] - u["difference"]]]
-            axes.errorbar(u["difference"], i, xerr=spread, fmt="o", markersize=4, color=MUTED if r["control"] else ACCENT)
-        axes.set_yticks(range(len(rows)), [r["name"] for r in reversed(rows)], fontsize=7)
-        axes.axvline(0, color=INK, linewidth=0.8)
-        axes.set_title(f"budget {b['budget']:g}", loc="left", fontsize=10)
-        axes.set_xlabel(f"against uniform, {result.unit}; left is better", fontsize=8)
-        axes.tick_params(axis="x", labelsize=7)
-        axes.spines[["top", "right"]].set_visible(False)
-    return save_figure(figure, path)
+    """The rows of :func:`flat` as CSV with a header."""
+    rows, text = flat(result), io.StringIO()
+    table = csv.DictWriter(text, rows[0], lineterminator="\n")
+    table.writeheader()
+    table.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    return text.getvalue()
 
 
 def leave(result: ScoreComparison, out: Path | str, *, overwrite: bool = False) -> Mapping[str, str]:
-    """Write ``comparison.json``, ``comparison.csv``, ``comparison.tex`` and ``comparison.png``.
+    """Write ``comparison.json`` and ``comparison.csv``.
 
     Raises:
         AlreadyExists: A file is there with other content and ``overwrite`` is false.
     """
-    out = Path(out)
-    texts = {
-        "json": dumps({"schema_version": 1, **result, "made_by": made_by()}),
-        "csv": to_csv(result),
-        "tex": to_latex(result),
-    }
-    made = {k: str(write_text(out / f"comparison.{k}", text, overwrite=overwrite)) for k, text in texts.items()}
-    return {**made, "png": str(draw(result, out / "comparison.png"))}
+    texts = {"json": dumps({"schema_version": 1, **result, "made_by": made_by()}), "csv": to_csv(result)}
+    return {k: str(write_text(Path(out) / f"comparison.{k}", text, overwrite=overwrite)) for k, text in texts.items()}
