@@ -142,7 +142,7 @@ def test_two_results(rng):
         "perplexity": {"s": {"nll": [1.2, 2.1, 1.9], "counts": [7, 7, 7], "digest": "d"}},
     }
     found = statistics.compare_results(a, b)
-    assert found["tasks"]["t"] == vars(mcnemar([1, 1, 1, 0], [0, 1, 0, 0]))
+    assert found["tasks"]["t"] == vars(mcnemar(([1, 1, 1, 0], [0, 1, 0, 0])))
     assert found["mean"]["difference"] == pytest.approx(0.375) and found["perplexity"]["s"]["difference"] < 0
     assert len(found["sentences"]) == 4
     text = a["perplexity"]["s"]

@@ -26,11 +26,11 @@ def test_metrics_equal_scikit_learn(pairs):
 def test_mcnemar_is_the_binomial_test_on_discordant_pairs():
     a = np.array([1] * 60 + [0] * 10 + [1] * 25 + [0] * 5, dtype=bool)
     b = np.array([1] * 60 + [1] * 10 + [0] * 25 + [0] * 5, dtype=bool)
-    result = statistics.mcnemar(a, b)
+    result = statistics.mcnemar((a, b))
     assert result.difference == pytest.approx(0.15)
     assert result.p == pytest.approx(2 * stats.binom.sf(24, 35, 0.5))
     assert result.low < 0.15 < result.high
-    assert statistics.mcnemar(a, a).p == 1.0
+    assert statistics.mcnemar((a, a)).p == 1.0
 
 
 def test_paired_t_is_scipys():
@@ -93,7 +93,7 @@ def answers(generator, sizes, only_a, only_b):
 @pytest.mark.parametrize(("sizes", "only_a", "only_b"), [((40,), 0.05, 0.0), ((100,), 0.1, 0.05), ((60, 100, 200), 0.04, 0.04)])
 def test_mcnemar_and_its_interval_decide_the_same_and_hold_the_truth(sizes, only_a, only_b):
     generator = np.random.default_rng(3)
-    found = [statistics.mcnemar_over_tasks(answers(generator, sizes, only_a, only_b)) for _ in range(300)]
+    found = [statistics.mcnemar(*answers(generator, sizes, only_a, only_b)) for _ in range(300)]
     assert all((c.p < 0.05) == (c.low > 1e-9 or c.high < -1e-9) for c in found)
     assert np.mean([c.low - 1e-9 <= only_a - only_b <= c.high + 1e-9 for c in found]) >= 0.93
     if only_a == only_b:
@@ -102,21 +102,21 @@ def test_mcnemar_and_its_interval_decide_the_same_and_hold_the_truth(sizes, only
 
 def test_few_discordant_pairs_prove_nothing():
     a, b = np.array([1] * 4 + [0] * 36), np.zeros(40)
-    for found in (statistics.mcnemar(a, b), statistics.mcnemar_over_tasks([(a, b), (b, b)])):
+    for found in (statistics.mcnemar((a, b)), statistics.mcnemar((a, b), (b, b))):
         assert found.p == pytest.approx(stats.binomtest(4, 4).pvalue) == 0.125
         assert found.low < 0 < found.high and found.detectable is None
-    nothing = statistics.mcnemar(b, b)
+    nothing = statistics.mcnemar((b, b))
     assert nothing.p == 1.0 and nothing.high == pytest.approx(stats.beta.ppf(0.975, 1, 40))
 
 
 def test_many_discordant_pairs_are_drawn_and_means_of_seeds_are_answers():
     generator = np.random.default_rng(4)
     pairs = answers(generator, (900,) * 4, 0.1, 0.08)
-    drawn = statistics.mcnemar_over_tasks(pairs)  # 4 x some 150 pairs: too many values to list
+    drawn = statistics.mcnemar(*pairs)  # 4 x some 150 pairs: too many values to list
     error = np.sqrt(sum((a ^ b).sum() for a, b in pairs)) / 3600
     assert drawn.p == pytest.approx(2 * stats.norm.sf(abs(drawn.difference) / error), rel=0.2)
     assert drawn.high - drawn.low == pytest.approx(2 * 1.96 * error, rel=0.05)
-    halves = statistics.mcnemar(np.array([1.0, 0.5, 0.5, 1.0]), np.array([0.5, 0.0, 1.0, 0.0]))
+    halves = statistics.mcnemar((np.array([1.0, 0.5, 0.5, 1.0]), np.array([0.5, 0.0, 1.0, 0.0])))
     assert halves.difference == pytest.approx(0.375) and halves.p == pytest.approx(1 / 2)
 
 

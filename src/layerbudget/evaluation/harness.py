@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,78 +24,42 @@ from ..records import digest
 Row = dict[str, Any]
 _ENTAILMENT = {"entailment": 0, "not_entailment": 1}
 _YES_NO = {"false": 0, "true": 1, "0": 0, "1": 1, False: 0, True: 1}  # the numbers 0 and 1 are equal to the last two
+_HELLASWAG = ("ind", "activity_label", "ctx_a", "ctx_b", "ctx", "endings", "source_id", "split", "split_type")
 
 
-def _json_lines(path: Path) -> list[Row]:
-    """Rows of a JSON-lines file; a JSON list will do."""
-    text = path.read_text(encoding="utf-8-sig")
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+def _rte(row: Row, index: int, where: str) -> Row:
+    label = known_label(row["label"], _ENTAILMENT, where)
+    return {"sentence1": row["sentence1"], "sentence2": row["sentence2"], "label": label, "idx": int(row["index"])}
 
 
-def _rte(path: Path) -> list[Row]:
-    with path.open(encoding="utf-8", newline="") as f:
-        rows = list(csv.DictReader(f, delimiter="\t", quoting=csv.QUOTE_NONE))
-    return [
-        {
-            "sentence1": r["sentence1"],
-            "sentence2": r["sentence2"],
-            "label": known_label(r["label"], _ENTAILMENT, f"{path}, row {i}"),
-            "idx": int(r["index"]),
-        }
-        for i, r in enumerate(rows, 1)
-    ]
+def _boolq(row: Row, index: int, where: str) -> Row:
+    label = known_label(row["label"] if "label" in row else row["answer"], _YES_NO, where)
+    return {"question": row["question"], "passage": row["passage"], "label": label, "idx": index}
 
 
-def _boolq(path: Path) -> list[Row]:
-    rows = []
-    for i, r in enumerate(_json_lines(path)):
-        label = known_label(r["label"] if "label" in r else r["answer"], _YES_NO, f"{path}, row {i + 1}")
-        rows.append({"question": r["question"], "passage": r["passage"], "label": label, "idx": i})
-    return rows
+def _arc(row: Row, index: int, where: str, stem: str = "question") -> Row:
+    given = row["question"]["choices"]
+    choices = {name: [choice[name] for choice in given] for name in ("text", "label")}
+    known_label(row["answerKey"], {k.strip().lower(): j for j, k in enumerate(choices["label"])}, where)
+    return {"id": row["id"], stem: row["question"]["stem"], "choices": choices, "answerKey": row["answerKey"]}
 
 
-def _choices(choices: list[dict[str, str]]) -> dict[str, list[str]]:
-    return {"text": [c["text"] for c in choices], "label": [c["label"] for c in choices]}
+def _openbookqa(row: Row, index: int, where: str) -> Row:
+    return _arc(row, index, where, "question_stem")
 
 
-def _multiple_choice(path: Path, stem: str) -> list[Row]:
-    found = []
-    for i, r in enumerate(_json_lines(path), 1):
-        choices = _choices(r["question"]["choices"])
-        known_label(r["answerKey"], {k.strip().lower(): j for j, k in enumerate(choices["label"])}, f"{path}, row {i}")
-        found.append({"id": r["id"], stem: r["question"]["stem"], "choices": choices, "answerKey": r["answerKey"]})
-    return found
+def _hellaswag(row: Row, index: int, where: str) -> Row:
+    known = {key: j for j in range(len(row["endings"])) for key in (j, str(j))}
+    return {**{k: row.get(k) for k in _HELLASWAG}, "label": str(known_label(row["label"], known, where))}
 
 
-def _arc(path: Path) -> list[Row]:
-    return _multiple_choice(path, "question")
+def _winogrande(row: Row, index: int, where: str) -> Row:
+    answer = 1 + known_label(row["answer"], {"1": 0, "2": 1, 1: 0, 2: 1}, where)
+    return {**{k: row[k] for k in ("sentence", "option1", "option2")}, "answer": str(answer)}
 
 
-def _openbookqa(path: Path) -> list[Row]:
-    return _multiple_choice(path, "question_stem")
-
-
-def _hellaswag(path: Path) -> list[Row]:
-    keep = ("ind", "activity_label", "ctx_a", "ctx_b", "ctx", "endings", "source_id", "split", "split_type")
-    rows = []
-    for i, r in enumerate(_json_lines(path), 1):
-        known = {key: j for j in range(len(r["endings"])) for key in (j, str(j))}
-        rows.append({**{k: r.get(k) for k in keep}, "label": str(known_label(r["label"], known, f"{path}, row {i}"))})
-    return rows
-
-
-def _winogrande(path: Path) -> list[Row]:
-    rows = []
-    for i, r in enumerate(_json_lines(path), 1):
-        answer = 1 + known_label(r["answer"], {"1": 0, "2": 1, 1: 0, 2: 1}, f"{path}, row {i}")
-        rows.append({**{k: r[k] for k in ("sentence", "option1", "option2")}, "answer": str(answer)})
-    return rows
-
-
-# task: (reader, files below data_dir of which the first present is read, split that the harness asks for)
-LOCAL: dict[str, tuple[Callable[[Path], list[Row]], tuple[str, ...], str]] = {
+# task: (a row as the harness wants it, files below data_dir of which the first present is read, split that it asks for)
+LOCAL: dict[str, tuple[Callable[[Row, int, str], Row], tuple[str, ...], str]] = {
     "rte": (_rte, ("rte/dev.tsv",), "validation"),
     "boolq": (_boolq, ("boolq/val.jsonl",), "validation"),
     "arc_easy": (_arc, ("arc_easy/ARC-Easy-Test.jsonl", "arc_easy/ARC-Easy-Dev.jsonl"), "test"),
@@ -112,32 +76,34 @@ def local_rows(task: str, data_dir: Path | str) -> list[Row]:
     Raises:
         InvalidInput: No local reader for this task.
         NotFound: None of the task's files is there.
+        CorruptFile: A label or a column that the task does not have.
     """
     if task not in LOCAL:
         raise InvalidInput(
             f"{task} has no local reader.", f"Local tasks are {', '.join(LOCAL)}.", "Drop --data-dir to ask the hub."
         )
-    reader, names, _ = LOCAL[task]
-    for name in names:
-        path = Path(data_dir) / name
-        if path.is_file():
-            return _parsed(reader, path)
-    raise NotFound(f"{data_dir} has none of {', '.join(names)}.", "", f"Put the file of {task} there or drop the task.")
-
-
-def _parsed(reader: Callable[[Path], list[Row]], path: Path) -> list[Row]:
-    """Rows of a file, with whatever does not parse as one kind of error.
-
-    Raises:
-        CorruptFile: A label or a column that the task does not have.
-    """
+    read, names, _ = LOCAL[task]
+    path = next((p for p in (Path(data_dir) / name for name in names) if p.is_file()), None)
+    if path is None:
+        raise NotFound(f"{data_dir} has none of {', '.join(names)}.", "", f"Put the file of {task} there or drop the task.")
     try:
-        return reader(path)
+        return [read(row, i, f"{path}, row {i + 1}") for i, row in enumerate(_rows_of(path))]
     except LayerbudgetError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError, csv.Error, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
         raise CorruptFile(f"{path} does not parse ({what}).", "", "Compare it with the original release.") from error
+
+
+def _rows_of(path: Path) -> list[Row]:
+    """Rows of tab-separated values, JSON lines or a JSON list."""
+    if path.suffix == ".tsv":
+        with path.open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    text = path.read_text(encoding="utf-8-sig")
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def one_class(answers: Sequence[int], options: Sequence[int]) -> int | None:
@@ -150,10 +116,12 @@ def one_class(answers: Sequence[int], options: Sequence[int]) -> int | None:
     return int(answers[0]) if same else None
 
 
-def _answers(samples: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-    """Most likely option of every question, and how many options it had."""
-    likely = [[float(r[0] if isinstance(r, (tuple, list)) else r) for r in s["filtered_resps"]] for s in samples]
-    return [max(range(len(row)), key=row.__getitem__) for row in likely], [len(row) for row in likely]
+def _task_manager() -> Any:
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise MissingDependency("Tasks need lm-eval.", "", 'pip install "layerbudget[eval]".') from error
+    return TaskManager()
 
 
 def _definition(task: str, data_dir: Path | str | None, index: Any) -> str | dict[str, Any]:
@@ -176,16 +144,8 @@ def local_tasks(tasks: Sequence[str], data_dir: Path | str) -> dict[str, Any]:
         MissingDependency: lm-eval is not installed.
         InvalidInput, NotFound: A task without a local reader, or whose files are not there.
     """
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise MissingDependency("Tasks need lm-eval.", "", 'pip install "layerbudget[eval]".') from error
-    manager = TaskManager()
-    found: dict[str, Any] = {}
-    for name in tasks:
-        loaded = manager.load([_definition(name, data_dir, manager.task_index)])
-        found[name] = loaded["tasks"][name]
-    return found
+    manager = _task_manager()
+    return {t: manager.load([_definition(t, data_dir, manager.task_index)])["tasks"][t] for t in tasks}
 
 
 def _remedy(task: str) -> str:
@@ -259,15 +219,10 @@ def evaluate_tasks(
         MissingDependency: lm-eval is not installed.
         InvalidInput, NotFound: An unknown task, or local files that are not there.
     """
-    try:
-        import lm_eval
-        from lm_eval.api.metrics import mean, mean_stderr
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise MissingDependency("Tasks need lm-eval.", "", 'pip install "layerbudget[eval]".') from error
-    from lm_eval.tasks import TaskManager
+    manager = _task_manager()
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
 
-    manager = TaskManager()
     unknown = [t for t in tasks if t not in manager.all_subtasks]  # before hours are spent on the others
     if unknown:
         raise InvalidInput(
@@ -294,18 +249,25 @@ def evaluate_tasks(
                 f"The task {name} could not be evaluated: {str(error).splitlines()[0] if str(error) else error!r}",
                 "Without --data-dir its rows come from the hub, or from the cache.", _remedy(name),
             ) from error  # fmt: skip
-        samples = output["samples"][name]
-        if not samples or "acc" not in samples[0]:
-            raise InvalidInput(f"The task {name} has no accuracy.", "Tasks of choices have one.", "Leave it out.")
-        correct = [float(s["acc"]) for s in samples]
-        result[name] = {
-            "acc": float(mean(correct)), "stderr": float(mean_stderr(correct)) if len(correct) > 1 else 0.0,
-            "samples": len(correct), "correct": correct, "digest": digest([s["arguments"] for s in samples]),
-            "one_class": one_class(*_answers(samples)),
-        }  # fmt: skip
-        if "acc_norm" in samples[0]:
-            normed = [float(s["acc_norm"]) for s in samples]
-            spread = float(mean_stderr(normed)) if len(normed) > 1 else 0.0
-            result[name] |= {"acc_norm": float(mean(normed)), "acc_norm_stderr": spread}
+        result[name] = _result(name, output["samples"][name])
         tick()
     return result
+
+
+def _result(task: str, samples: Sequence[Row]) -> Row:
+    """What :func:`evaluate_tasks` returns of a task, from the harness's record of every example."""
+    from lm_eval.api.metrics import mean, mean_stderr
+
+    if not samples or "acc" not in samples[0]:
+        raise InvalidInput(f"The task {task} has no accuracy.", "Tasks of choices have one.", "Leave it out.")
+    found: Row = {}
+    for metric, error in (("acc", "stderr"), ("acc_norm", "acc_norm_stderr")):
+        if metric in samples[0]:
+            values = [float(s[metric]) for s in samples]
+            found |= {metric: float(mean(values)), error: float(mean_stderr(values)) if len(values) > 1 else 0.0}
+    likely = [[float(r[0] if isinstance(r, (tuple, list)) else r) for r in s["filtered_resps"]] for s in samples]
+    chosen = [max(range(len(row)), key=row.__getitem__) for row in likely]
+    return found | {
+        "samples": len(samples), "correct": [float(s["acc"]) for s in samples],
+        "digest": digest([s["arguments"] for s in samples]), "one_class": one_class(chosen, [len(row) for row in likely]),
+    }  # fmt: skip

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,10 +36,8 @@ class Evaluation:
 
     Attributes:
         value: The perplexity.
-        standard_error: Its standard error over windows (delta method).
-        tokens: Predicted tokens.
-        length: Window length.
-        windows: Number of windows.
+        standard_error: Over windows (delta method).
+        tokens: Predicted tokens, in ``windows`` windows of ``length``.
         source: Where the text came from.
         digest: Content hash of the tokens.
         nll: Mean negative log-likelihood of each window, nats per token: pairs with another model's on the same text.
@@ -112,17 +109,15 @@ def perplexity(
     if head_of(model) != "causal":
         raise BadModel(f"{type(model).__name__} predicts no next token.", "", "Perplexity needs a causal language model.")
     check_fits(model, data)
-    together, whole = process_group(), data
-    if together is not None:
-        data = data.select(together.shard(range(data.samples)))
-    device = next(model.parameters()).device
+    group, counts = process_group(), predicted(data)
+    own = list(range(data.samples)) if group is None else group.shard(range(data.samples))
+    mine = data if group is None else data.select(own)
+    device, wanted = next(model.parameters()).device, _targets(mine)
     losses: list[np.ndarray] = []
-    wanted, counts = _targets(data), predicted(data)
     with inference(model):
-        tick = Steps(progress, data.samples)
-        for done, batch in enumerate(data.batches(batch_size, device)):
-            output = model(**batch)
-            logits = getattr(output, "logits", None)
+        tick = Steps(progress, mine.samples)
+        for done, batch in enumerate(mine.batches(batch_size, device)):
+            logits = getattr(model(**batch), "logits", None)
             if logits is None or logits.ndim != 3:
                 raise BadModel(
                     f"{type(model).__name__} gives no token logits.", "", "Perplexity needs a causal language model."
@@ -130,9 +125,9 @@ def perplexity(
             targets = wanted[done * batch_size :][: len(logits)].to(device)
             losses.append(sequence_losses(logits[:, :-1].float(), targets).cpu().numpy())
             tick(len(logits))
-    sums = np.concatenate(losses).astype(np.float64)
-    if together is not None:
-        sums, counts, data = _joined(together.gather((sums, counts)), whole)
+    sums = np.zeros(data.samples)
+    sums[own] = np.concatenate(losses)
+    sums = sums if group is None else group.sum(sums)
     rows = sums / np.maximum(counts, 1)
     if not np.isfinite(rows).all():
         raise BadModel("The model's loss is not finite on this text.", "", "Check the weights (layerbudget doctor).")
@@ -151,13 +146,3 @@ def perplexity(
         nll=tuple(float(v) for v in rows),
         counts=tuple(int(v) for v in counts),
     )
-
-
-def _joined(
-    found: Sequence[tuple[np.ndarray, np.ndarray]], data: CalibrationSet
-) -> tuple[np.ndarray, np.ndarray, CalibrationSet]:
-    """Sums and counts of all windows in order, from the processes that took every n-th of them."""
-    sums, counts = np.zeros(data.samples), np.zeros(data.samples)
-    for rank, (own, number) in enumerate(found):
-        sums[rank :: len(found)], counts[rank :: len(found)] = own, number
-    return sums, counts, data

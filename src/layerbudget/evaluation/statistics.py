@@ -71,9 +71,7 @@ class Comparison:
 
     Attributes:
         test: Name of the test.
-        difference: Estimate of A - B.
-        low: Lower end of the 95 % interval.
-        high: Upper end.
+        difference: Estimate of A - B, with the 95 % interval ``low`` to ``high``.
         p: Two-sided p-value.
         n: Pairs.
         detectable: Smallest true difference that this experiment finds with 80 % power at level 0.05, where known.
@@ -102,20 +100,12 @@ class Comparison:
         return f"{a} cannot be told from {b}: {size}.{power}"
 
 
-def mcnemar(correct_a: Labels, correct_b: Labels) -> Comparison:
-    """Exact McNemar test on paired answers: of the questions that one alone got right, is it half each?
+def mcnemar(*answers: tuple[Labels, Labels]) -> Comparison:
+    """Exact McNemar test on paired answers: is A better than B in the unweighted mean of the accuracies of some tasks?
 
-    See :func:`mcnemar_over_tasks`; the p-value is the two-sided binomial test on the discordant pairs.
-    """
-    return mcnemar_over_tasks([(correct_a, correct_b)])
-
-
-def mcnemar_over_tasks(answers: Sequence[tuple[Labels, Labels]]) -> Comparison:
-    """The exact McNemar test for several tasks: is A better than B in the unweighted mean of their accuracies?
-
-    Under the null hypothesis every discordant pair falls to either side with probability 1/2. That gives the distribution of
-    the mean difference: exactly, or by 10^5 draws where it has more than 10^6 values. Answers may be means over models (0.5:
-    one of two was right).
+    Under the null hypothesis every question that one alone got right falls to either side with probability 1/2. That gives the
+    distribution of the mean difference: exactly, or by 10^5 draws where it has more than 10^6 values. For one task it is the
+    two-sided binomial test. Answers may be means over models (0.5: one of two was right).
 
     Args:
         answers: Which questions A and B got right, a pair for every task.
@@ -251,16 +241,10 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     return float(v.mean()), float(v.std(ddof=1) / math.sqrt(len(v))) if len(v) > 1 else None
 
 
-Table = np.ndarray
-
-
-def difference(a: Table, b: Table, weights: Table | None = None) -> dict[str, Any]:
+def difference(a: np.ndarray, b: np.ndarray, weights: np.ndarray | None = None) -> dict[str, Any]:
     """Mean of ``a - b`` with its error over seeds and items.
 
-    Args:
-        a: Measurements, ``(seeds, items)``.
-        b: Others of the same seeds and items.
-        weights: Tokens of the items, ``(items,)``; equal ones by default.
+    Both are ``(seeds, items)``; ``weights`` are tokens of the items, equal ones by default.
 
     Returns:
         ``{difference, low, high, p, error, df, seeds, items}``; two-sided p, 95 % interval.
@@ -316,12 +300,12 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def ranking(
-    tables: Mapping[str, Table], weights: Table | None = None, *, replicates: int = 2000, seed: int = 0
+    tables: Mapping[str, np.ndarray], weights: np.ndarray | None = None, *, replicates: int = 2000, seed: int = 0
 ) -> list[dict[str, Any]]:
     """Order by mean, with the uncertainty of every place: bootstrap over seeds and items, the same draws for all.
 
     Args:
-        tables: Measurements by name.
+        tables: Measurements ``(seeds, items)`` by name.
         weights: Tokens of the items; equal ones by default.
         replicates: Draws.
         seed: Of the draws.
@@ -371,7 +355,7 @@ def mean_accuracy(tasks: Rows) -> dict[str, Any]:
 
 def compare_means(first: Rows, second: Rows) -> Comparison:
     """The exact McNemar test over all tasks, of the difference of mean accuracies."""
-    return mcnemar_over_tasks([(row["correct"], second[name]["correct"]) for name, row in first.items()])
+    return mcnemar(*((row["correct"], second[name]["correct"]) for name, row in first.items()))
 
 
 def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str] = ("A", "B")) -> dict[str, Any]:
@@ -403,7 +387,7 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
             _same(first[what][name], second[what][name], name)
     found: dict[str, Any] = {"tasks": {}, "perplexity": {}, "sentences": []}
     for name in tasks:
-        test = mcnemar(first["tasks"][name]["correct"], second["tasks"][name]["correct"])
+        test = compare_means({name: first["tasks"][name]}, second["tasks"])
         found["tasks"][name] = vars(test)
         found["sentences"].append(f"{name}: {test.sentence(a, b, 'accuracy')}")
     if len(tasks) > 1:
@@ -415,16 +399,8 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: 
         one, other = first["perplexity"][name], second["perplexity"][name]
         test = paired_t(one["nll"], other["nll"], one["counts"])
         found["perplexity"][name] = vars(test)
-        found["sentences"].append(f"{name}: {_fewer(test, a, b)}")
+        found["sentences"].append(f"{name}: {test.sentence(a, b, 'nats per token', lower_is_better=True)}")
     return found
-
-
-def _fewer(test: Comparison, a: str, b: str) -> str:
-    """A sentence about losses, of which less is better."""
-    size = f"{test.difference:+.4f} nats per token (95 % {test.low:+.4f} to {test.high:+.4f}, p = {test.p:.2g}, n = {test.n})"
-    if test.p >= 0.05:
-        return f"{a} cannot be told from {b}: {size}."
-    return f"{a} {'is behind' if test.difference > 0 else 'beats'} {b}: {size}."
 
 
 def _same(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> None:

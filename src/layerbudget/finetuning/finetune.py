@@ -322,8 +322,8 @@ def compare(first: Path | str, second: Path | str, names: tuple[str, str] | None
             mine, theirs = (side[0]["losses"][split] for side in runs)
             over_samples = statistics.paired_t(mine, theirs, truth)
         else:
-            right = [np.asarray(side[0]["predictions"][split]) == np.asarray(truth) for side in runs]
-            over_samples = statistics.mcnemar(*right)
+            mine, theirs = (np.asarray(side[0]["predictions"][split]) == np.asarray(truth) for side in runs)
+            over_samples = statistics.mcnemar((mine, theirs))
         size = over_samples.size(one, other, "nats per token" if lower else "accuracy")
         samples = f"The trainings of seed {shared[0]} alone, over held-out rows: {size}. That says nothing of another training."
         seeds = over_seeds and over_seeds.sentence(one, other, a["metric"], lower_is_better=lower)
