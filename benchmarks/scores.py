@@ -18,12 +18,14 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from layerbudget.data.calibration import CalibrationSet
 from layerbudget.execution import loss as L
+from layerbudget.execution.backward import feed
 from layerbudget.models import blocks as model_blocks
 from layerbudget.models.machine import versions
 from layerbudget.sensitivity.curvature import gram, kronecker, products
@@ -85,9 +87,12 @@ def cases(model: nn.Module, data: CalibrationSet, size: int) -> dict[str, Callab
             torch.linalg.eigh = own
         return sum(seconds)
 
+    class Factors(kronecker.Factors):
+        def settle(self, name: str, found: Any) -> None:
+            """Nothing: the factors alone are timed."""
+
     def kfac() -> None:
-        factors = kronecker.factors_of(model, data, blocks, lambda name, found: None)
-        kronecker.collect(model, data, blocks, factors, batch_size=size)
+        feed(model, data, blocks, Factors.of(model, data, blocks), batch_size=size)
 
     def ggn(which: list[int]) -> Callable[[], float]:
         def run() -> float:

@@ -298,3 +298,21 @@ def speaker(name: str, seed: int = 0) -> Any:
     """A model whose tokens are those of the ``tokenizer`` fixture."""
     own = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1}
     return tiny(name, seed=seed, attention="sdpa", **own, **({} if name == "gpt2" else {"pad_token_id": 2}))
+
+
+def factors(model, data, blocks, *, tokens, batch_size=8, **options):
+    """Factors of every matrix by name, kept as tokens or as sums."""
+    from layerbudget.execution.backward import feed
+    from layerbudget.sensitivity.curvature.kronecker import Factors
+
+    found = {}
+
+    class Kept(Factors):
+        def _by_tokens(self, module):
+            return tokens
+
+        def settle(self, name, factors):
+            found[name] = factors
+
+    feed(model, data, blocks, Kept.of(model, data, blocks, **options), batch_size=batch_size)
+    return found

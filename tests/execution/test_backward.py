@@ -14,7 +14,7 @@ from layerbudget.execution.backward import Accumulator, SampledLoss, data_loss, 
 from layerbudget.models.blocks import partition
 from layerbudget.records import Block, Module
 from layerbudget.sensitivity.curvature.kfac import rotate, second_moments, token_basis
-from layerbudget.sensitivity.curvature.kronecker import Sums, Tokens, collect, factors_of
+from layerbudget.sensitivity.curvature.kronecker import Factors, Sums, Tokens
 from layerbudget.sensitivity.gain import score
 from layerbudget.sensitivity.rank_gain import largest_squared, whitened
 
@@ -188,12 +188,7 @@ def test_the_way_follows_the_memory(monkeypatch):
 
 
 def both(model, data, blocks, **options):
-    found = {}
-    for form in ("sums", "tokens"):
-        found[form] = {}
-        consumer = factors_of(model, data, blocks, found[form].__setitem__, form=form, groups=2, **options)
-        collect(model, data, blocks, consumer, batch_size=2)
-    return found["sums"], found["tokens"]
+    return (zoo.factors(model, data, blocks, tokens=t, batch_size=2, groups=2, **options) for t in (False, True))
 
 
 @pytest.mark.parametrize("options", ({}, {"draws": 2}, {"labels": "data"}, {"interleaved": True}))
@@ -235,7 +230,7 @@ def test_estimators_choose_tokens_where_they_are_fewer():
     model, data = zoo.tiny("mistral", hidden_size=64, intermediate_size=96), zoo.tokens(4, 5)
     model = model.double()
     blocks = partition(model, "linear")
-    factors = factors_of(model, data, blocks, lambda *a: None)
+    factors = Factors.of(model, data, blocks)
     assert any(factors._by_tokens(m) for b in blocks for m in b.modules)
     for estimator in ("kfac", "ekfac", "rank-gain"):
         whole, walked = (score(model, data, blocks, estimator, walk=w) for w in ("whole", "layers"))

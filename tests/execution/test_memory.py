@@ -45,12 +45,11 @@ def refuse(needs):
 PEAK = """
 import resource, torch
 from layerbudget.records import Module
-from layerbudget.sensitivity.curvature.kronecker import _Output
-from layerbudget.sensitivity.curvature.kronecker import Factors
+from layerbudget.sensitivity.curvature.kronecker import Factors, _Output
 from layerbudget.sensitivity.rank_gain import whitened
 torch.set_num_threads(1)
 d, n = 300, 2400
-factors = Factors([], 4, 4, 16.0, None, dtype=torch.float32)
+factors = Factors([], 4, 4, 16.0, dtype=torch.float32)
 held = _Output(Module(name="m", d_in=d, d_out=n), False)
 held.sums, held.parts = torch.eye(n), torch.randn(2, n, d)
 torch.linalg.cholesky_ex(torch.eye(64).double())

@@ -9,7 +9,6 @@ from layerbudget.errors import CoverageError, InvalidInput
 from layerbudget.execution import loss as L
 from layerbudget.models.blocks import is_conv1d, weight_of
 from layerbudget.sensitivity import adapter_space
-from layerbudget.sensitivity.curvature import kronecker
 from layerbudget.sensitivity.gain import score
 
 NAMES = ("mlp", "mistral", "gemma", "gpt2", "bert")
@@ -135,8 +134,7 @@ def test_floor_is_zero_when_all_groups_agree():
 
 def test_factors_share_inputs():
     model, data = zoo.dense("mistral"), zoo.labelled("mistral")
-    built, blocks = {}, zoo.partition(model, "mistral")
-    kronecker.collect(model, data, blocks, kronecker.factors_of(model, data, blocks, built.__setitem__, form="sums"))
+    built = zoo.factors(model, data, zoo.partition(model, "mistral"), tokens=False)
     layer = "model.layers.0"
     assert built[f"{layer}.self_attn.q_proj"].a is built[f"{layer}.self_attn.v_proj"].a
     assert built[f"{layer}.mlp.gate_proj"].cache is built[f"{layer}.mlp.up_proj"].cache

@@ -10,7 +10,6 @@ from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
 from layerbudget.execution import loss as L
 from layerbudget.models.blocks import is_conv1d, partition, weight_of
 from layerbudget.plans.explain import explain_plan
-from layerbudget.sensitivity.curvature.kronecker import collect, factors_of
 from layerbudget.sensitivity.gain import score
 from layerbudget.sensitivity.rank_gain import damping_scale
 
@@ -29,9 +28,7 @@ def plain_gradient(model, data, name):
 
 def factors(model, data, blocks):
     """Sums of every matrix's factors, by name."""
-    found = {}
-    collect(model, data, blocks, factors_of(model, data, blocks, found.__setitem__, form="sums"))
-    return found
+    return zoo.factors(model, data, blocks, tokens=False)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import CoverageError, InvalidInput
-from ..execution.backward import Accumulator, feed
+from ..execution.backward import feed
 from ..execution.loss import Data, token_count
 from ..execution.sites import Site, refuse_direct
 from ..models.blocks import is_conv1d, weight_of
@@ -24,7 +24,7 @@ from ..records import Block, Module
 from ..scores import Scores
 from .curvature import common, fisher
 from .curvature.common import real_type
-from .curvature.gram import InnerProducts
+from .curvature.gram import InnerProducts, Summed
 
 _NO_PLACE = "no adapter goes there"
 
@@ -67,20 +67,9 @@ def score_adapter(
 ) -> Scores:
     """Return the gain of adding a rank-r LoRA adapter at every matrix of a block, empirical Fisher in the space of B.
 
-    Args:
-        model: The model.
-        data: n sequences.
-        blocks: K blocks; partition by ``linear`` for a gain per module.
-        damping: One or several; ``None`` for the default sweep.
-        damping_unit: ``median`` (one damping for all blocks), ``max``, ``mean`` or ``absolute``. Relative to each block's own
-            curvature, adapter gains come out nearly equal and plans from them nearly uniform.
-        batch_size: Sequences per pass.
-        seed: Of A and of the resampling.
-        progress: Called with sequences done and in total.
-        rank: r.
-        scaling: LoRA's ``alpha/r``; matters with absolute damping only.
-        replicates: Bootstrap replicates.
-        walk: ``whole`` graph, by ``layers``, or ``auto``.
+    ``rank`` is r, ``scaling`` LoRA's ``alpha/r``, which matters with absolute damping only; ``seed`` is that of A and of the
+    bootstrap. One damping serves all blocks (``median``): relative to each block's own curvature, adapter gains come out
+    nearly equal and plans from them nearly uniform.
 
     Returns:
         As :func:`layerbudget.sensitivity.curvature.fisher.score_gram`, with ``estimator='adapter'``.
@@ -95,40 +84,12 @@ def score_adapter(
     dtype, device = real_type(model)
     starts = {m.name: start_matrix(m.name, m.d_in, rank, seed).to(device, dtype) for b in blocks for m in b.modules}
     rows = _Started(blocks, data.samples, data.length, dtype=dtype, device=device, starts=starts, rank=rank)
-    tick = Steps(progress, data.samples)
-    total = feed(model, data, blocks, rows, batch_size=batch_size, walk=walk, tick=tick).loss
-    grams = rows.grams * scaling**2
+    total = feed(model, data, blocks, rows, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples)).loss
     scores = fisher.from_grams(
-        common.token_counts(model, data),
-        blocks,
-        grams,
-        damping=damping,
-        damping_unit=damping_unit,
-        seed=seed,
-        replicates=replicates,
-        loss=total,
-    )
-    extra = {**scores.extra, "curvature": "empirical Fisher of B at B=0", "rank": rank, "scaling": scaling}
-    return dataclasses.replace(scores, estimator="adapter", extra=extra)
-
-
-class _Sums(Accumulator):
-    """Gradients of the summed loss."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.found: dict[str, torch.Tensor] = {}
-
-    def bytes(self, blocks: Sequence[Block]) -> int:
-        """One gradient per matrix."""
-        return sum(b.numel for b in blocks) * self.dtype.itemsize
-
-    def update(self, site: Site) -> None:
-        """Add ``B' A`` over all tokens."""
-        a = site.a.to(self.dtype).reshape(-1, site.a.shape[-1])
-        for name in site.names:
-            g = site.b[name].to(self.dtype).reshape(-1, site.b[name].shape[-1]).T @ a
-            self.found[name] = self.found[name].add_(g) if name in self.found else g
+        blocks, rows.grams * scaling**2, common.token_counts(model, data), damping, damping_unit, seed=seed,
+        replicates=replicates, loss=total, curvature="empirical Fisher of B at B=0",
+    )  # fmt: skip
+    return dataclasses.replace(scores, estimator="adapter", extra={**scores.extra, "rank": rank, "scaling": scaling})
 
 
 def accumulated_gradients(
@@ -136,14 +97,7 @@ def accumulated_gradients(
 ) -> dict[str, torch.Tensor]:
     """Return the gradient of the mean token loss of every named weight matrix, as ``(d_out, d_in)`` (also for Conv1D).
 
-    Args:
-        model: The model.
-        data: The calibration set.
-        modules: Full names of weight matrices.
-        batch_size: Sequences per pass.
-
-    Returns:
-        ``{name: (d_out, d_in)}`` in float32 (float64 for a float64 model), on the model's device.
+    It is float32 (float64 for a float64 model), on the model's device.
 
     Raises:
         CoverageError: A matrix that is not a Linear, or was never seen.
@@ -151,12 +105,11 @@ def accumulated_gradients(
     """
     common.check_inputs(batch_size)
     blocks = [_as_block(model, name) for name in modules]
-    dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
     refuse_direct(model, blocks, _NO_PLACE, routers=True)
-    sums = _Sums(dtype)
-    feed(model, data, blocks, sums, batch_size=batch_size)
+    gradients = Summed(blocks, real_type(model)[0])
+    feed(model, data, blocks, gradients, batch_size=batch_size)
     n = token_count(model, data)
-    return {m.name: sums.found[m.name] / n for b in blocks for m in b.modules}
+    return {name: total / n for name, total in gradients.sums.items()}
 
 
 def _as_block(model: nn.Module, name: str) -> Block:

@@ -1,18 +1,9 @@
 """The estimators by name, and their options: what an estimator does not read is refused, never ignored.
 
 Its options are the keyword-only parameters of its function. ``damping``, ``damping_unit``, ``batch_size`` and ``seed`` mean
-what they mean everywhere (:func:`layerbudget.sensitivity.gain.score`). An estimator of one's own is a function with a
-decorator::
-
-    from layerbudget.sensitivity.estimators import estimator
-
-    @estimator("weight-norm", summary="squared norm of the weights", data=False)
-    def weight_norm(model, data, blocks, *, power=2.0):
-        values = {b.name: sum(weight_of(model, m.name)[1].norm().item() ** power for m in b.modules) for b in blocks}
-        return Scores.from_values(blocks, values, estimator="weight-norm", unit="squared weights")
-
-The decorator registers it when its file is imported; an entry point of the group ``layerbudget.estimators`` names its module,
-and ``my.py:weight-norm`` names it in a file. No torch here: functions are imported when they are used.
+what they mean everywhere (:func:`layerbudget.sensitivity.gain.score`). The decorator :func:`estimator` registers a function of
+one's own when its file is imported; an entry point of the group ``layerbudget.estimators`` names its module, and
+``my.py:weight-norm`` names it in a file. No torch here: functions are imported when they are used.
 """
 
 from __future__ import annotations
@@ -118,10 +109,7 @@ ESTIMATORS: Registry[Estimator] = Registry("estimator", group="layerbudget.estim
 def estimator(name: str, *, summary: str = "", data: bool = True) -> Callable[[Call], Call]:
     """Register a function ``(model, data, blocks, *, ...) -> Scores`` under a name; a name that is taken is replaced.
 
-    Args:
-        name: What users write.
-        summary: A line for the help.
-        data: Whether it reads data.
+    ``summary`` is a line for the help, ``data`` says whether it reads data.
     """
 
     def add(call: Call) -> Call:

@@ -53,15 +53,14 @@ def score(
         blocks: From :func:`layerbudget.models.blocks.partition`.
         estimator: A name of :func:`layerbudget.sensitivity.estimators.estimators`.
         damping: tau, one or several, in ``damping_unit``; the default sweep where it is left out.
-        damping_unit: ``max`` or ``mean`` (relative to each block's own largest or mean eigenvalue), ``median`` (one damping for
-            all blocks, relative to the median of their largest eigenvalues) or ``absolute``; by default the estimator's own
-            choice: ``median`` for ``adapter``, ``max`` for all others.
+        damping_unit: As in :class:`layerbudget.sensitivity.curvature.common.Dampings`; ``median`` by default for ``adapter``,
+            ``max`` for all others.
         batch_size: Sequences per forward pass, 8 by default.
         seed: Of what is random, 0 by default. The same seed gives the same bytes.
         progress: Called with ``(done, total)`` sequences or products.
-        resume: Folder in which finished records are kept and found again; ``fisher-gram`` also keeps its per-sequence rows
-            there, so that a run resumes and more samples cost only themselves; ``kfac``, ``ekfac`` and ``rank-gain`` keep every
-            finished block until the record is there (not with dampings that wait for the last block, nor in several processes).
+        resume: Folder in which finished records are kept and found again, also the gradients of sequences (``fisher-gram``) and
+            finished blocks (``kfac``, ``ekfac`` and ``rank-gain``, not with dampings that wait for the last block, nor in
+            several processes).
         **options: Of the estimator (``sketch``, ``draws``, ``steps``, ...).
 
     Returns:

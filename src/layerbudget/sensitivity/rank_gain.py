@@ -27,7 +27,8 @@ largest ones of a large matrix come from a block Krylov space (Musco and Musco 2
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ from ..progress import Progress, Steps
 from ..records import Block
 from ..scores import Scores
 from .curvature import common
-from .curvature.kronecker import Sums, Tokens, collect, factors_of
+from .curvature.kronecker import Factors, Sums, Tokens, real_positions
 from .stored import Finished
 
 SMALL = 1024  # up to here the whole spectrum costs less than a search for its top
@@ -89,14 +90,13 @@ def score_rank_gain(
         )
     refuse_direct(model, blocks, "no adapter goes there", routers=True)
     values = common.check_damping(damping, "absolute") or (1.0,)
-    work = _Spectra(blocks, values, largest, finished)
     scale = damping_scale(model, data, blocks, batch_size=batch_size, seed=seed, walk=walk)
-    factors = factors_of(
-        model, data, blocks, lambda name, found: work.add(name, found, scale), seed=seed, groups=2, interleaved=True
-    )
-    factors.after, factors.done, factors.closed = work.merge, work.done, work.settle
-    factors.workers = torch.get_num_threads() if next(model.parameters()).device.type == "cpu" else 1
-    fed = collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
+    work = _Spectra.of(
+        model, data, blocks, values=values, scale=scale, largest=largest, finished=finished, seed=seed, groups=2,
+        interleaved=True,
+    )  # fmt: skip
+    work.workers = torch.get_num_threads() if next(model.parameters()).device.type == "cpu" else 1
+    fed = feed(model, data, blocks, work, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
     tokens = token_count(model, data)
     increments, floor = ([[rank.tolist() for rank in row] for row in side] for side in work.ranks)
     extra = {
@@ -105,85 +105,88 @@ def score_rank_gain(
         **({"loss": fed.loss / tokens} if fed.loss > 0 else {}),  # an earlier run saw it
         "increments": increments,
         "increments_floor": floor,
-        "excess": (work.gain[0] - work.gain[1]).tolist(),
+        "excess": work.gain[0] - work.gain[1],
         "damping_scale": {"inputs": scale[0], "outputs": scale[1]},
     }
     fields = {"gain": work.gain[0], "noise_floor": work.gain[1], "damping": values, "damping_unit": "median", "seed": seed}
     return common.record(blocks, "rank-gain", **fields, unit="nats of average loss", extra=extra)
 
 
-class _Spectra:
-    def __init__(self, blocks: Sequence[Block], values: Sequence[float], largest: int, finished: Finished | None) -> None:
-        self.values, self.place = values, {m.name: k for k, b in enumerate(blocks) for m in b.modules}
-        self.gain = np.zeros((2, len(values), len(blocks)))
-        self.size = [min(largest, *(min(m.d_in, m.d_out) for m in b.modules)) for b in blocks]
+class _Spectra(Factors):
+    """Sums and largest ones of the squared singular values, of the gradient and of the difference of its halves."""
+
+    def __init__(
+        self,
+        *given: Any,
+        values: Sequence[float],
+        scale: tuple[float, float],
+        largest: int,
+        finished: Finished | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*given, **options)
+        self.values, self.scale, self.finished = values, scale, finished
+        self.gain = np.zeros((2, len(values), len(self.blocks)))
+        self.size = [min(largest, *(min(m.d_in, m.d_out) for m in b.modules)) for b in self.blocks]
         self.ranks = [[[np.zeros(n) for n in self.size] for _ in values] for _ in range(2)]
-        self.finished, self.waiting = finished, [len(b.modules) for b in blocks]
+        self.waiting = [len(b.modules) for b in self.blocks]
         found = {} if finished is None else finished.found
         for k, record in found.items():
             self.gain[:, :, k] = record["gain"]
             for side, row in itertools.product(range(2), range(len(values))):
                 self.ranks[side][row][k][:] = record["ranks"][side][row]
-        self.done = frozenset(m.name for k in found for m in blocks[k].modules)
-        self._found: dict[tuple[str, int], tuple[Spectrum, Spectrum]] = {}
+        self.done = frozenset(m.name for k in found for m in self.blocks[k].modules)
+        self._found: dict[str, list[tuple[Spectrum, Spectrum]]] = {}
 
-    def put(self, name: str, row: int, found: Sequence[Spectrum]) -> None:
-        k = self.place[name]
-        for side, (total, largest) in enumerate(found):
-            self.gain[side, row, k] += total
-            self.ranks[side][row][k] += largest[: self.size[k]].cpu().numpy()
-        if row == len(self.values) - 1:  # the matrix is done
+    def settle(self, name: str, found: Sums | Tokens) -> None:
+        (a, s), count = self.scale, self.size[self.place[name]]
+        self._found[name] = [whitened(found, value * a, value * s, count) for value in self.values]
+
+    def settled(self) -> None:
+        """Add up in the order of the blocks, whichever thread was first."""
+        for name, k in self.place.items():
+            if name not in self._found:
+                continue
+            for row, sides in enumerate(self._found.pop(name)):
+                for side, (total, largest) in enumerate(sides):
+                    self.gain[side, row, k] += total
+                    self.ranks[side][row][k] += largest[: self.size[k]].cpu().numpy()
             self.waiting[k] -= 1
             if self.finished is not None and not self.waiting[k]:
                 ranks = [[rank[k].tolist() for rank in side] for side in self.ranks]
                 self.finished.put(k, {"gain": self.gain[:, :, k].tolist(), "ranks": ranks})
 
-    def add(self, name: str, found: Sums | Tokens, scale: tuple[float, float]) -> None:
-        for row, value in enumerate(self.values):
-            self._found[name, row] = whitened(found, value * scale[0], value * scale[1], self.size[self.place[name]])
-
-    def settle(self) -> None:
-        for name in self.place:
-            for row in range(len(self.values)):
-                if (name, row) in self._found:
-                    self.put(name, row, self._found.pop((name, row)))
-
     def merge(self, group: ProcessGroup) -> None:
-        self.settle()
         self.gain = group.sum(self.gain)
         self.ranks = [[[group.sum(rank) for rank in row] for row in side] for side in self.ranks]
 
 
 class _Traces(Accumulator):
-    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
-        for table in (self.a, self.g, self.positions):
-            for name, value in zip(names, group.sum(np.array([table.get(n, 0.0) for n in names])), strict=True):
-                table[name] = float(value)
+    """Traces of A and of G, and positions, by matrix: ``(3,)`` sums."""
 
     losses: Sequence[Loss]
 
     def __init__(self, seed: int) -> None:
         self.losses = (SampledLoss(seed + 1),)
-        self.a: dict[str, float] = {}
-        self.g: dict[str, float] = {}
-        self.positions: dict[str, float] = {}
-        self.mask: torch.Tensor | None = None
+        self.sums: dict[str, np.ndarray] = {}
+        self.batch: Batch | None = None
 
     def begin(self, batch: Batch, loss: int) -> None:
-        self.mask = batch.kwargs.get("attention_mask")
+        self.batch = batch
 
     def update(self, site: Site) -> None:
-        a = site.a
-        count = float(a.shape[0] * a.shape[1])
-        if self.mask is not None and self.mask.shape == a.shape[:2]:
-            a, count = a * self.mask[..., None], float(self.mask.sum())
-        square = float(torch.linalg.vector_norm(a.float() if a.dtype != torch.float64 else a).double().square())
+        a, count = real_positions(site.a, self.batch)
+        square = _square(a)
         for name in site.names:
-            b = site.b[name]
-            norm = torch.linalg.vector_norm(b.float() if b.dtype != torch.float64 else b).double()
-            self.a[name] = self.a.get(name, 0.0) + square
-            self.g[name] = self.g.get(name, 0.0) + float(norm.square())
-            self.positions[name] = self.positions.get(name, 0.0) + count
+            self.sums[name] = self.sums.get(name, 0.0) + np.array([square, _square(site.b[name]), count])
+
+    def share(self, names: Sequence[str], group: ProcessGroup) -> None:
+        whole = group.sum(np.array([self.sums.get(n, np.zeros(3)) for n in names]))
+        self.sums |= dict(zip(names, whole, strict=True))
+
+
+def _square(x: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(x if x.dtype == torch.float64 else x.float()).double().square())
 
 
 def damping_scale(
@@ -206,19 +209,16 @@ def damping_scale(
     feed(model, few, blocks, traces, batch_size=batch_size, walk=walk, alone=alone)
     tokens = float(token_count(model, few))
     widths = {m.name: m for b in blocks for m in b.modules}
-    a = [traces.a[n] / traces.positions[n] / widths[n].d_in for n in traces.a]
-    g = [traces.g[n] / tokens / widths[n].d_out for n in traces.g]
-    return float(np.median(a)), float(np.median(g))
+    each = [(a / count / widths[n].d_in, g / tokens / widths[n].d_out) for n, (a, g, count) in traces.sums.items()]
+    a, g = np.median(each, axis=0)
+    return float(a), float(g)
 
 
 def whitened(found: Sums | Tokens, a: float, s: float, count: int) -> tuple[Spectrum, Spectrum]:
     """Sum and largest of the squared singular values, of the whole gradient and of the difference of its two halves.
 
-    Args:
-        found: Factors and gradient of one matrix, in two groups.
-        a: Absolute damping of the inputs' factor.
-        s: Absolute damping of the outputs' factor.
-        count: How many to return, descending.
+    ``found`` is one matrix in two groups, ``a`` and ``s`` are the absolute dampings of its inputs' and its outputs' factor;
+    the largest ``count`` are returned, descending.
 
     Raises:
         CurvatureFailure: A damped factor that is not positive definite.
@@ -307,15 +307,12 @@ def _from_tokens(found: Tokens, a: float, s: float, count: int) -> tuple[Spectru
 
 
 def _top(product: torch.Tensor, count: int) -> Spectrum:
-    values = torch.linalg.eigvalsh((product + product.T) / 2).flip(0).clamp_min(0)
-    return float(product.trace()), _padded(values[:count], count)
+    """Trace and ``count`` largest eigenvalues of a symmetric matrix, zeros where it has fewer."""
+    values = torch.linalg.eigvalsh((product + product.T) / 2).flip(0).clamp_min(0)[:count]
+    return float(product.trace()), torch.nn.functional.pad(values, (0, count - len(values)))
 
 
-def _padded(values: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.cat([values, values.new_zeros(count - len(values))]) if len(values) < count else values
-
-
-def largest_squared(matrix: torch.Tensor, count: int, *, seed: int = 0) -> tuple[torch.Tensor, float]:
+def largest_squared(matrix: torch.Tensor, count: int) -> tuple[torch.Tensor, float]:
     """The ``count`` largest squared singular values, descending, and how much the last step still changed them (relative).
 
     >>> values, error = largest_squared(torch.diag(torch.arange(5.0, 0, -1)), 2)
@@ -326,16 +323,11 @@ def largest_squared(matrix: torch.Tensor, count: int, *, seed: int = 0) -> tuple
     if matrix.shape[0] <= max(SMALL, 4 * count):
         values = torch.linalg.eigvalsh((matrix @ matrix.T).double()).flip(0).clamp_min(0)
         return values[:count], 0.0
-    return _krylov(lambda x: matrix @ (matrix.T @ x), matrix, count, seed)
-
-
-def _krylov(
-    apply: Callable[[torch.Tensor], torch.Tensor], matrix: torch.Tensor, count: int, seed: int
-) -> tuple[torch.Tensor, float]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     block = torch.randn(matrix.shape[0], count + 8, generator=generator, dtype=torch.float64).to(matrix)
-    base = torch.linalg.qr(apply(block))[0]
-    latest, before, change = base, None, 1.0
+    base = latest = torch.linalg.qr(matrix @ (matrix.T @ block))[0]
+    before: torch.Tensor | None = None
+    change = 1.0
     for _ in range(_STEPS):
         image = matrix.T @ base
         values = torch.linalg.eigvalsh((image.T @ image).double()).flip(0)[:count].clamp_min(0)
@@ -346,7 +338,7 @@ def _krylov(
         before = values
         if base.shape[1] + latest.shape[1] > matrix.shape[0]:
             break
-        latest = apply(latest)
+        latest = matrix @ (matrix.T @ latest)
         for _ in range(2):  # twice is enough
             latest = latest - base @ (base.T @ latest)
         latest = torch.linalg.qr(latest)[0]

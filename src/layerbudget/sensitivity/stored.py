@@ -3,12 +3,13 @@
 Finished records of every estimator are found again by the digest of everything that a score depends on. K-FAC, EK-FAC and
 rank-gain keep every block that is settled until the record is there: a walk by layers settles one layer after the other, and
 what a killed run had settled is neither summed nor decomposed again (its gradients are still passed on). fisher-gram keeps the
-gradient rows of every sequence, exact or sketched, by the content of the sequence: more samples cost only themselves, folders
-of several machines merge by copying, and Gram matrices are read two batches at a time. Numbers come back bit by bit.
+gradients of every sequence, exact or sketched, by the content of the sequence: more samples cost only themselves, and folders
+of several machines merge by copying. Numbers come back bit by bit.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import InvalidInput
 from ..execution.loss import Data, FeatureSet
 from ..models import blocks as model_blocks
 from ..models.machine import computation, versions
@@ -102,65 +102,29 @@ def gram_matrices(
     walk: str = "auto",
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Gram matrices ``(K, n, n)`` from stored rows; sequences that the folder lacks are computed and stored first.
-
-    Raises:
-        InvalidInput: Two sequences of the data are the same.
-    """
-    keys = sequence_keys(data)
-    if len(set(keys)) < len(keys):
-        raise InvalidInput(
-            f"{len(keys) - len(set(keys))} of the {len(keys)} sequences are duplicates.", "Each must occur once.", "Drop them."
-        )
+    """Gram matrices ``(K, n, n)`` from stored rows; sequences that the folder lacks are computed and stored first."""
     request = {**_identity(model, blocks), "sketch": sketch, "seed": seed if sketch else None}
-    parts, prefix = Parts(folder, request, shared=True), f"rows-{digest(request)}-"
-    files = [parts.find(name) for name in parts.names() if name.startswith(prefix)]
-    have = {key for file in files if file is not None for key in _keys(file)}
-    missing = [i for i, key in enumerate(keys) if key not in have]
+    parts = Parts(folder, request, shared=True)
+    names = [f"rows-{digest(request)}-{key}" for key in sequence_keys(data)]
+    missing = [i for i, name in enumerate(names) if parts.find(name) is None]
     tick = Steps(progress, len(missing))
     for start in range(0, len(missing), batch_size):
         some = missing[start : start + batch_size]
         rows = collect_rows(
             model, data.select(some), blocks, batch_size=batch_size, sketch=sketch, seed=seed, walk=walk, tick=tick
         )
-        own = [keys[i] for i in some]
-        held = {"keys": np.array(own), **{str(k): values.cpu().numpy() for k, values in enumerate(rows)}}
-        parts.put(prefix + digest(own), "npz", lambda path, held=held: _save(path, held))  # type: ignore[misc]
-        files.append(parts.find(prefix + digest(own)))
-    places: dict[str, tuple[Path, int]] = {}
-    for file in (f for f in files if f is not None):
-        for row, key in enumerate(_keys(file)):
-            places.setdefault(key, (file, row))
-    batches: dict[Path, list[tuple[int, int]]] = {}
-    for i, key in enumerate(keys):
-        batches.setdefault(places[key][0], []).append((i, places[key][1]))
-    return np.stack([_gram(len(keys), batches, k) for k in range(len(blocks))])
+        for i, *own in zip(some, *rows, strict=True):
+            arrays = {str(k): row.cpu().numpy() for k, row in enumerate(own)}
+            parts.put(names[i], "npz", functools.partial(_save, arrays))
+    files = [file for file in map(parts.find, names) if file is not None]
+    return np.stack([inner(torch.from_numpy(np.stack([_row(f, k) for f in files]))) for k in range(len(blocks))])
 
 
-def _save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def _save(arrays: Mapping[str, np.ndarray], path: Path) -> None:
     with path.open("wb") as file:
         np.savez(file, **dict(arrays))  # type: ignore[arg-type]
 
 
-def _keys(file: Path) -> list[str]:
+def _row(file: Path, block: int) -> np.ndarray:
     with np.load(file, allow_pickle=False) as held:
-        return [str(key) for key in held["keys"]]
-
-
-def _rows(file: Path, block: int, places: Sequence[tuple[int, int]]) -> torch.Tensor:
-    with np.load(file, allow_pickle=False) as held:
-        return torch.from_numpy(held[str(block)][[row for _, row in places]])
-
-
-def _gram(n: int, batches: Mapping[Path, Sequence[tuple[int, int]]], block: int) -> np.ndarray:
-    """``(n, n)`` inner products of one block, two batches in memory at a time."""
-    out, files = np.zeros((n, n)), sorted(batches)
-    for s, first in enumerate(files):
-        a = _rows(first, block, batches[first])
-        for second in files[s:]:
-            b = a if second == first else _rows(second, block, batches[second])
-            tile = inner(a, b)
-            rows, columns = [i for i, _ in batches[first]], [i for i, _ in batches[second]]
-            out[np.ix_(rows, columns)] = tile
-            out[np.ix_(columns, rows)] = tile.T
-    return out
+        return held[str(block)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -42,23 +43,44 @@ def check_damping(damping: Damping, unit: str) -> tuple[float, ...] | None:
     return values
 
 
-def resolve_damping(damping: Damping, unit: str, largest: np.ndarray, mean: np.ndarray) -> tuple[tuple[float, ...], np.ndarray]:
-    """Dampings as recorded, ``(D,)``, and their absolute values per block, ``(D, K)`` in loss/parameter^2.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dampings:
+    """Dampings of K blocks, as they are recorded and in loss/parameter^2.
 
-    Args:
-        damping: Value or values in ``unit``; ``None`` for the default sweep.
+    Attributes:
+        values: ``(D,)`` as recorded, in ``unit``.
         unit: ``max`` or ``mean`` (times the largest or mean eigenvalue of each block's own curvature), ``median`` (one damping
             for all blocks: times the median over blocks of their largest eigenvalues), or ``absolute``.
+        tau: ``(D, K)``, absolute.
         largest: ``(K,)`` largest eigenvalues.
-        mean: ``(K,)`` mean eigenvalues.
+        mean: ``(K,)`` mean eigenvalues, where they are known.
     """
-    values, positive = check_damping(damping, unit), largest[largest > 0]
-    median = float(np.median(positive)) if positive.size else 1.0
-    if values is None:
-        values = tuple(v * median for v in SWEEPS[unit]) if unit == "absolute" else SWEEPS[unit]
-    scale = {"max": largest, "mean": mean}.get(unit, np.full(len(largest), median if unit == "median" else 1.0))
-    tau = np.asarray(values)[:, None] * scale[None, :]
-    return values, np.where(tau > 0, tau, 1.0)
+
+    values: tuple[float, ...]
+    unit: str
+    tau: np.ndarray
+    largest: np.ndarray
+    mean: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, damping: Damping, unit: str, largest: np.ndarray, mean: np.ndarray) -> Dampings:
+        """Dampings that were given, or the default sweep."""
+        values, positive = check_damping(damping, unit), largest[largest > 0]
+        median = float(np.median(positive)) if positive.size else 1.0
+        if values is None:
+            values = tuple(v * median for v in SWEEPS[unit]) if unit == "absolute" else SWEEPS[unit]
+        scale = {"max": largest, "mean": mean}.get(unit, np.full(len(largest), median if unit == "median" else 1.0))
+        tau = np.asarray(values)[:, None] * scale[None, :]
+        return cls(values, unit, np.where(tau > 0, tau, 1.0), largest, mean)
+
+    def record(
+        self, blocks: Sequence[Block], estimator: str, gain: Any, curvature: str, *, extra: Mapping[str, Any], **fields: Any
+    ) -> Scores:
+        """Scores of gains ``(D, K)``, with dampings and eigenvalues among the extras."""
+        own = {"curvature": curvature, "absolute_damping": self.tau, "largest_eigenvalue": self.largest}
+        own |= {} if self.mean is None else {"mean_eigenvalue": self.mean}
+        fields |= {"gain": gain, "damping": self.values, "damping_unit": self.unit}
+        return record(blocks, estimator, **fields, extra={**own, **extra})
 
 
 def is_local(damping: Damping, unit: str) -> bool:
@@ -66,10 +88,13 @@ def is_local(damping: Damping, unit: str) -> bool:
     return unit in ("max", "mean") or (unit == "absolute" and damping is not None)
 
 
-def record(blocks: Sequence[Block], estimator: str, **fields: Any) -> Scores:
+def record(blocks: Sequence[Block], estimator: str, *, extra: Mapping[str, Any] | None = None, **fields: Any) -> Scores:
     """Scores without provenance, which :func:`layerbudget.sensitivity.gain.score` adds; arrays become lists."""
-    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
-    return Scores(estimator=estimator, blocks=tuple(blocks), **plain)
+    fields, more = (
+        {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in part.items()}
+        for part in (fields, extra or {})
+    )
+    return Scores(estimator=estimator, blocks=tuple(blocks), extra=more, **fields)
 
 
 def check_inputs(batch_size: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...execution.backward import Accumulator, feed
+from ...execution.backward import feed
 from ...execution.loss import IGNORE, Batch, Data
 from ...execution.processes import ProcessGroup
 from ...execution.sites import Site
@@ -16,47 +16,14 @@ from ...progress import Progress, Steps
 from ...records import Block
 from ...scores import Scores
 from . import common
-from .common import Damping, Unit
+from .common import Damping, Dampings, Unit
+from .gram import Gradients, Summed
 
 _PIECE = 1 << 15  # entries: what a sweep reads again and again fits into the second-level cache
 _GROUPS = 4
 
 
-class _Gradients(Accumulator):
-    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
-        self._batch: dict[str, torch.Tensor] = {}
-        self._start = 0
-
-    def begin(self, batch: Batch, loss: int) -> None:
-        self._start = batch.rows.start
-
-    def update(self, site: Site) -> None:
-        for name in site.names:
-            rows = self._product(site.b[name].to(self.dtype), site.a.to(self.dtype))
-            rows = self._batch.pop(name) + rows if name in self._batch else rows
-            if site.open.get(name, 0) > 0:
-                self._batch[name] = rows
-            else:
-                self._add(name, rows)
-
-    def direct(self, name: str, gradient: torch.Tensor) -> None:
-        self._add(name, gradient[None].to(self.dtype))
-
-    def finish(self, batch: Batch, loss: int) -> None:
-        for name, rows in self._batch.items():
-            self._add(name, rows)
-        self._batch.clear()
-
-    def _product(self, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(b.transpose(1, 2), a)
-
-    def _add(self, name: str, rows: torch.Tensor) -> None:
-        raise NotImplementedError
-
-
-class _Diagonal(_Gradients):
+class _Diagonal(Gradients):
     def __init__(
         self, blocks: Sequence[Block], dtype: torch.dtype, groups: int, counts: np.ndarray, damping: Damping, unit: str
     ) -> None:
@@ -74,12 +41,12 @@ class _Diagonal(_Gradients):
     def bytes(self, blocks: Sequence[Block]) -> int:
         return 2 * self.groups * sum(b.numel for b in blocks) * self.dtype.itemsize
 
-    def _add(self, name: str, rows: torch.Tensor) -> None:
+    def add(self, name: str, rows: torch.Tensor) -> None:
         if name not in self.first:
             self.first[name] = rows.new_zeros(self.groups, *rows.shape[1:])
             self.second[name] = torch.zeros_like(self.first[name])
         for i, row in enumerate(rows):  # while they are in the cache
-            g = (self._start + i) * self.groups // self.samples
+            g = (self.rows.start + i) * self.groups // self.samples
             self.first[name][g] += row
             self.second[name][g].addcmul_(row, row)
 
@@ -96,8 +63,7 @@ class _Diagonal(_Gradients):
             self.waiting[k] -= 1
             if common.is_local(self.damping, self.unit) and not self.waiting[k]:
                 own = slice(k, k + 1)
-                tau = common.resolve_damping(self.damping, self.unit, self.largest[own], self.mean[own])[1]
-                self._sweep(k, tau[:, 0])
+                self._sweep(k, Dampings.of(self.damping, self.unit, self.largest[own], self.mean[own]).tau[:, 0])
         return False
 
     def _sweep(self, k: int, tau: np.ndarray) -> None:
@@ -106,12 +72,13 @@ class _Diagonal(_Gradients):
             found += _sweep(self.first.pop(name).flatten(1), self.second.pop(name).flatten(1), self.tokens, tau)
         self.swept[k] = found
 
-    def settled(self) -> tuple[tuple[float, ...], np.ndarray]:
-        values, tau = common.resolve_damping(self.damping, self.unit, self.largest, self.mean)
+    def settled(self) -> Dampings:
+        """Sweep the blocks whose dampings waited for the last one."""
+        damped = Dampings.of(self.damping, self.unit, self.largest, self.mean)
         for k in range(len(self.blocks)):
             if k not in self.swept:
-                self._sweep(k, tau[:, k])
-        return values, tau
+                self._sweep(k, damped.tau[:, k])
+        return damped
 
 
 def _sweep(first: torch.Tensor, second: torch.Tensor, tokens: np.ndarray, tau: np.ndarray) -> np.ndarray:
@@ -158,57 +125,31 @@ def score_diagonal(
     dtype = common.real_type(model)[0]
     sums = _Diagonal(blocks, dtype, groups, common.token_counts(model, data), damping, damping_unit)
     fed = feed(model, data, blocks, sums, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
-    values, tau = sums.settled()
-    gain, floor, error = (np.zeros_like(tau) for _ in range(3))
+    damped = sums.settled()
+    gain, floor, error = (np.zeros_like(damped.tau) for _ in range(3))
     for k in range(len(blocks)):
         found = sums.swept[k]
         gain[:, k], floor[:, k] = found[0], found[1] / sums.total
         error[:, k] = np.sqrt((groups - 1) * np.var(found[2:], axis=0)) if groups > 1 else np.nan
-    extra = {
-        "curvature": "diagonal empirical Fisher",
-        "tokens": int(sums.total),
-        "mean_loss": fed.loss / sums.total,
-        "absolute_damping": tau.tolist(),
-        "largest_eigenvalue": sums.largest.tolist(),
-        "mean_eigenvalue": sums.mean.tolist(),
-        "excess": (gain - floor).tolist(),
-    }
-    return common.record(
-        blocks,
-        "fisher-diagonal",
-        gain=gain,
-        damping=values,
-        damping_unit=damping_unit,
-        standard_error=error,
-        noise_floor=floor,
-        extra=extra,
-    )
+    extra = {"tokens": int(sums.total), "mean_loss": fed.loss / sums.total, "excess": gain - floor}
+    name, fields = "diagonal empirical Fisher", {"standard_error": error, "noise_floor": floor}
+    return damped.record(blocks, "fisher-diagonal", gain, name, **fields, extra=extra)
 
 
-class _Norms(_Gradients):
+class _Norms(Summed):
     """``|sum_b G_b|^2`` and ``sum_b |G_b|^2`` of every block, ``G_b`` the gradient of a batch's summed loss."""
 
     def __init__(self, blocks: Sequence[Block], dtype: torch.dtype) -> None:
         super().__init__(blocks, dtype)
         self.square, self.squares = np.zeros(len(blocks)), np.zeros(len(blocks))
         self.counts: dict[int, int] = {}
-        self.sums: dict[str, torch.Tensor] = {}
-
-    def bytes(self, blocks: Sequence[Block]) -> int:
-        return sum(b.numel for b in blocks) * self.dtype.itemsize
 
     def begin(self, batch: Batch, loss: int) -> None:
         self.counts[batch.rows.start] = int((batch.targets != IGNORE).sum())
 
-    def direct(self, name: str, gradient: torch.Tensor) -> None:
-        self._add(name, gradient.to(self.dtype, copy=True))
-
-    def _product(self, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        return b.flatten(0, 1).T @ a.flatten(0, 1)
-
-    def _add(self, name: str, rows: torch.Tensor) -> None:
+    def add(self, name: str, rows: torch.Tensor) -> None:
         self.squares[self.place[name]] += float(torch.linalg.vector_norm(rows)) ** 2
-        self.sums[name] = rows if name not in self.sums else self.sums[name].add_(rows)
+        super().add(name, rows)
 
     def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         group.reduce([self.sums[n] for n in names if n in self.sums])
@@ -246,26 +187,25 @@ def score_gradient_norm(
     unbiased = (sums.square - sums.squares) / pairs if pairs > 0 else np.full(len(blocks), np.nan)
     plain = sums.square / n**2
     floor = [None if np.isnan(u) else p - u for p, u in zip(plain, unbiased, strict=True)]
-    extra = {"unbiased": unbiased.tolist(), "tokens": int(n), "mean_loss": fed.loss / n}
+    extra = {"unbiased": unbiased, "tokens": int(n), "mean_loss": fed.loss / n}
     return common.record(
         blocks, "gradient-norm", gain=[plain.tolist()], noise_floor=[floor], unit="(nats per parameter)^2", extra=extra
     )
 
 
-class _SequenceNorms(Accumulator):
-    """Squared norms of the gradients, ``(K, n)``."""
+class _SequenceNorms(Gradients):
+    """Squared norms of the gradients of every sequence, ``(K, n)``."""
 
-    def __init__(self, blocks: Sequence[Block], samples: int) -> None:
-        self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
+    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype, samples: int) -> None:
+        super().__init__(blocks, dtype)
         self.table = np.zeros((len(blocks), samples))
-        self.rows = slice(0, 0)
-
-    def begin(self, batch: Batch, loss: int) -> None:
-        self.rows = batch.rows
 
     def update(self, site: Site) -> None:
         for name, b in site.b.items():
-            self.table[self.place[name], self.rows] += _square_norms(site.a, b).cpu().numpy()
+            self.table[self.place[name], self.rows] += _square_norms(site.a.to(self.dtype), b.to(self.dtype)).cpu().numpy()
+
+    def add(self, name: str, rows: torch.Tensor) -> None:
+        self.table[self.place[name], self.rows] += rows.double().square().flatten(1).sum(1).cpu().numpy()
 
     def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         """Nothing: every process fills the columns of its own sequences."""
@@ -273,13 +213,9 @@ class _SequenceNorms(Accumulator):
     def merge(self, group: ProcessGroup) -> None:
         self.table = group.sum(self.table)
 
-    def direct(self, name: str, gradient: torch.Tensor) -> None:
-        self.table[self.place[name], self.rows] += float(gradient.double().square().sum())
-
 
 def _square_norms(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``|S_i|^2 = sum_ts (A_i A_i')_ts (B_i B_i')_ts`` where the sequence is short beside the matrix, else from ``S_i``."""
-    a, b = (x if x.dtype == torch.float64 else x.float() for x in (a, b))
     length, d_in, d_out = a.shape[1], a.shape[2], b.shape[2]
     if length * (d_in + d_out) < d_in * d_out:
         return ((a @ a.mT) * (b @ b.mT)).double().sum((1, 2))
@@ -302,7 +238,7 @@ def score_trace(
     Raises:
         CoverageError: A matrix of a block was never seen.
     """
-    norms = _SequenceNorms(blocks, data.samples)
+    norms = _SequenceNorms(blocks, common.real_type(model)[0], data.samples)
     feed(model, data, blocks, norms, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
     return common.over_sequences(
         blocks, "fisher-trace", norms.table, common.token_counts(model, data), unit="nats^2 per parameter^2"

@@ -22,7 +22,7 @@ from ...progress import Progress, Steps
 from ...records import Block
 from ...scores import Scores
 from . import common
-from .common import Damping, Unit
+from .common import Damping, Dampings, Unit
 from .products import BlockProducts, Tridiagonal, lanczos
 
 MARGIN = 1.5  # an eigenvalue may lie so far below the smallest Ritz value
@@ -79,28 +79,22 @@ def score_ggn(
         return bool((high - low <= tolerance * high).all())
 
     lower, upper, tau = (np.zeros((len(values), len(blocks))) for _ in range(3))
-    status = [["ok"] * len(blocks) for _ in values]
-    products, largest, tick = [], [], Steps(progress, len(blocks))
+    status, largest, products = [["ok"] * len(blocks) for _ in values], np.zeros(len(blocks)), []
+    tick = Steps(progress, len(blocks))
     for k, block in enumerate(blocks):
         with BlockProducts(model, data, block, batch_size) as p:
             run = lanczos(p.ggn, p.gradient(), steps, narrow)
+        products.append(p.count)
+        largest[k] = run.ritz()[-1]
         tau[:, k] = t = _absolute(values, damping_unit, run)
         lower[:, k], upper[:, k] = run.gauss(t), run.radau(t)
-        products.append(p.count)
-        largest.append(float(run.ritz()[-1]))
         for i, (low, high) in enumerate(zip(lower[:, k], upper[:, k], strict=True)):
             width = (high - low) / high if high > 0 else 0.0
             status[i][k] = "zero gradient" if run.square <= 0 else f"bracket {width:.1%}" if width > tolerance else "ok"
         tick(1)
-    extra = {
-        "curvature": "GGN, Lanczos",
-        "lower": lower.tolist(),
-        "upper": upper.tolist(),
-        "absolute_damping": tau.tolist(),
-        "largest_eigenvalue": largest,
-        "products": products,
-    }
-    return common.record(blocks, "ggn", gain=lower, damping=values, damping_unit=damping_unit, status=status, extra=extra)
+    extra = {"lower": lower, "upper": upper, "products": products}
+    damped = Dampings(values, damping_unit, tau, largest)
+    return damped.record(blocks, "ggn", lower, "GGN, Lanczos", status=status, extra=extra)
 
 
 def score_hessian(
@@ -136,30 +130,24 @@ def score_hessian(
     values = _dampings(damping, damping_unit)
     gain: list[list[float | None]] = [[None] * len(blocks) for _ in values]
     status = [["ok"] * len(blocks) for _ in values]
-    tau = np.zeros((len(values), len(blocks)))
-    smallest, largest, products, tick = [], [], [], Steps(progress, len(blocks))
+    tau, products = np.zeros((len(values), len(blocks))), []
+    smallest, largest = np.zeros((2, len(blocks)))
+    tick = Steps(progress, len(blocks))
     for k, block in enumerate(blocks):
         with BlockProducts(model, data, block, batch_size) as p:
             run = lanczos(p.hessian, p.gradient(), steps, _settled(values, damping_unit, tolerance, absolute))
         products.append(p.count)
+        smallest[k], largest[k] = run.ritz()[[0, -1]]
         tau[:, k] = _absolute(values, damping_unit, run)
-        low, high = (float(v) for v in run.ritz()[[0, -1]])
-        smallest.append(low)
-        largest.append(high)
         for i, (t, found) in enumerate(zip(tau[:, k], run.gauss(tau[:, k], absolute=absolute), strict=True)):
-            status[i][k] = "ok" if absolute else _status(block.name, low, t)
+            status[i][k] = "ok" if absolute else _status(block.name, smallest[k], t)
             if not status[i][k].startswith("negative"):
                 gain[i][k] = float(found)
         tick(1)
-    extra = {
-        "curvature": "|Hessian|, Lanczos" if absolute else "Hessian, Lanczos",
-        "absolute_damping": tau.tolist(),
-        "smallest_eigenvalue": smallest,
-        "largest_eigenvalue": largest,
-        "safe_damping": [max(0.0, -MARGIN * low) for low in smallest],
-        "products": products,
-    }
-    return common.record(blocks, "hessian", gain=gain, damping=values, damping_unit=damping_unit, status=status, extra=extra)
+    safe = [max(0.0, -MARGIN * low) for low in smallest.tolist()]
+    extra = {"smallest_eigenvalue": smallest, "safe_damping": safe, "products": products}
+    name = "|Hessian|, Lanczos" if absolute else "Hessian, Lanczos"
+    return Dampings(values, damping_unit, tau, largest).record(blocks, "hessian", gain, name, status=status, extra=extra)
 
 
 def _status(name: str, smallest: float, tau: float) -> str:

@@ -24,7 +24,7 @@ from ...records import Block
 from ...scores import Scores
 from .. import noise
 from . import common
-from .common import Damping, Unit
+from .common import Damping, Dampings, Unit
 from .gram import InnerProducts, gram_matrices
 
 
@@ -73,61 +73,33 @@ def score_gram(
 
         grams = stored(resume, model, data, blocks, batch_size=batch_size, sketch=pair, seed=seed, walk=walk, progress=progress)
     name = "empirical Fisher" if pair is None else f"empirical Fisher, Kronecker sketch {pair[0]}x{pair[1]}"
-    return from_grams(
-        common.token_counts(model, data),
-        blocks,
-        grams,
-        damping=damping,
-        damping_unit=damping_unit,
-        seed=seed,
-        replicates=replicates,
-        loss=loss,
-        curvature=name,
-    )
+    tokens = common.token_counts(model, data)
+    return from_grams(blocks, grams, tokens, damping, damping_unit, seed=seed, replicates=replicates, loss=loss, curvature=name)
 
 
 def from_grams(
-    tokens: np.ndarray,
     blocks: Sequence[Block],
     grams: np.ndarray,
-    *,
+    tokens: np.ndarray,
     damping: Damping,
-    damping_unit: str,
+    unit: str,
+    *,
     seed: int,
     replicates: int,
     loss: float | None,
-    curvature: str = "empirical Fisher",
+    curvature: str,
 ) -> Scores:
     """Scores of Gram matrices ``(K, n, n)`` of sequences with so many target tokens ``(n,)``."""
     spectra = [noise.Spectrum(k, tokens.sum()) for k in grams]
-    largest = np.array([s.largest for s in spectra])
-    mean = np.array([s.trace for s in spectra]) / np.array([b.numel for b in blocks])
-    values, tau = common.resolve_damping(damping, damping_unit, largest, mean)
-    summary = noise.summarise(grams, tokens, tau, seed=seed, replicates=replicates)
-    status = [["ok" if top > 0 else "zero gradient" for top in largest] for _ in values]
-    gain, error, floor = (summary.pop(name) for name in ("gain", "standard_error", "floor"))
-    extra = {
-        "curvature": curvature,
-        "tokens": int(tokens.sum()),
-        "mean_loss": None if loss is None else loss / float(tokens.sum()),
-        "upper_bound": len(tokens) / float(tokens.sum()),
-        "absolute_damping": tau.tolist(),
-        "largest_eigenvalue": largest.tolist(),
-        "mean_eigenvalue": mean.tolist(),
-        **summary,
-    }
-    return common.record(
-        blocks,
-        "fisher-gram",
-        gain=gain,
-        damping=values,
-        damping_unit=damping_unit,
-        standard_error=error,
-        noise_floor=floor,
-        status=status,
-        seed=seed,
-        extra=extra,
-    )
+    largest, trace = np.array([[s.largest, s.trace] for s in spectra]).T
+    damped = Dampings.of(damping, unit, largest, trace / np.array([b.numel for b in blocks]))
+    found = noise.summarise(grams, tokens, damped.tau, seed=seed, replicates=replicates)
+    gain, error, floor = (found.pop(name) for name in ("gain", "standard_error", "floor"))
+    status = [["ok" if top > 0 else "zero gradient" for top in largest] for _ in damped.values]
+    total = float(tokens.sum())
+    extra = {"tokens": int(total), "mean_loss": None if loss is None else loss / total, "upper_bound": len(tokens) / total}
+    fields = {"standard_error": error, "noise_floor": floor, "status": status, "seed": seed}
+    return damped.record(blocks, "fisher-gram", gain, curvature, **fields, extra={**extra, **found})
 
 
 def score_monte_carlo(
@@ -162,19 +134,11 @@ def score_monte_carlo(
     eigen = [np.linalg.eigh(gram[n:, n:] / scale) for gram in products.grams]
     largest = np.array([max(float(mu[-1]), 0.0) for mu, _ in eigen])
     trace = np.array([float(mu.clip(0).sum()) for mu, _ in eigen])
-    mean = trace / np.array([b.numel for b in blocks])
-    values, tau = common.resolve_damping(damping, damping_unit, largest, mean)
-    gain = np.zeros_like(tau)
+    damped = Dampings.of(damping, damping_unit, largest, trace / np.array([b.numel for b in blocks]))
+    gain = np.zeros_like(damped.tau)
     for k, ((mu, u), gram) in enumerate(zip(eigen, products.grams, strict=True)):
         square, v = float(gram[:n, :n].sum()) / tokens**2, gram[n:, :n].sum(1) / tokens
         w = (u.T @ v) ** 2 / scale
-        gain[:, k] = [(square - (w / (t + mu.clip(0))).sum()) / t for t in tau[:, k]]
-    extra = {
-        "curvature": f"Monte-Carlo Fisher, {draws} draws",
-        "tokens": int(tokens),
-        "absolute_damping": tau.tolist(),
-        "largest_eigenvalue": largest.tolist(),
-        "mean_eigenvalue": mean.tolist(),
-        "trace": trace.tolist(),
-    }
-    return common.record(blocks, "fisher-mc", gain=gain, damping=values, damping_unit=damping_unit, seed=seed, extra=extra)
+        gain[:, k] = [(square - (w / (t + mu.clip(0))).sum()) / t for t in damped.tau[:, k]]
+    name, extra = f"Monte-Carlo Fisher, {draws} draws", {"tokens": int(tokens), "trace": trace}
+    return damped.record(blocks, "fisher-mc", gain, name, seed=seed, extra=extra)

@@ -9,7 +9,7 @@ rows) that fit in memory, in one of two ways, whichever takes fewer multiplicati
 
 Tokens are the shorter way where all sequences together have fewer tokens than the matrix is wide. What does not fit at once
 takes one more pass over the matrices that are open: over one layer in a walk, over the model in the whole graph. No gradient
-outlives its matrix; rows are kept (:class:`Rows`) where they are stored or compared one by one.
+outlives its matrix; rows are kept where they are stored or compared one by one (:func:`collect_rows`).
 
 The Kronecker sketch ``(B_i P_o)'(A_i P_i)`` keeps r_o x r_i numbers per sequence and matrix. The same place in every layer
 shares its Gaussian maps: each Gram matrix stays unbiased, and layers are compared under one draw.
@@ -40,12 +40,7 @@ _CHUNK = 1 << 16
 
 
 class Sketch:
-    """Gaussian maps by place and width, drawn when they are first needed.
-
-    Args:
-        ranks: ``(r_out, r_in)``.
-        seed: Of the maps.
-    """
+    """Gaussian maps of ranks ``(r_out, r_in)`` by place and width, drawn when they are first needed."""
 
     def __init__(self, ranks: tuple[int, int], seed: int) -> None:
         self.ranks, self.seed = ranks, seed
@@ -72,62 +67,98 @@ class Sketch:
         return self("out", name, self("in", name, gradient).transpose(-1, -2))
 
 
-class Rows(Accumulator):
-    """Per-sequence gradients of some blocks: ``values`` has ``(n, width)`` per block."""
+class Gradients(Accumulator):
+    """Gradients of every sequence, ``(B, d_out, d_in)``: :meth:`add` gets them once all calls of a matrix have come."""
+
+    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype, sketch: Sketch | None = None) -> None:
+        self.dtype, self.sketch = dtype, sketch
+        self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
+        self.rows = slice(0, 0)
+        self._batch: dict[str, torch.Tensor] = {}
+
+    def begin(self, batch: Batch, loss: int) -> None:
+        """Remember whose gradients come."""
+        self.rows = batch.rows
+
+    def update(self, site: Site) -> None:
+        """Multiply, and keep what is not whole."""
+        for name in site.names:
+            a, b = site.a.to(self.dtype), site.b[name].to(self.dtype)
+            if self.sketch is not None:
+                a, b = self.sketch("in", site.names[0], a), self.sketch("out", name, b)
+            rows = self.product(b, a)
+            rows = self._batch.pop(name) + rows if name in self._batch else rows
+            if site.open.get(name, 0) > 0:
+                self._batch[name] = rows
+            else:
+                self.add(name, rows)
+
+    def direct(self, name: str, gradient: torch.Tensor) -> None:
+        """One sequence's gradient of a parameter that is read from autograd."""
+        gradient = gradient.to(self.dtype)
+        self.add(name, (gradient if self.sketch is None else self.sketch.direct(name, gradient))[None])
+
+    def finish(self, batch: Batch, loss: int) -> None:
+        """Hand over what stayed open."""
+        for name, rows in self._batch.items():
+            self.add(name, rows)
+        self._batch.clear()
+
+    def product(self, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """``B' A`` of every sequence."""
+        return torch.bmm(b.transpose(1, 2), a)
+
+    def add(self, name: str, rows: torch.Tensor) -> None:
+        """Gradients of one matrix and of the sequences ``self.rows``."""
+        raise NotImplementedError
+
+
+class Summed(Gradients):
+    """Gradients of the summed loss, in ``sums`` by matrix."""
+
+    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype) -> None:
+        super().__init__(blocks, dtype)
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def bytes(self, blocks: Sequence[Block]) -> int:
+        """One gradient per matrix."""
+        return sum(b.numel for b in blocks) * self.dtype.itemsize
+
+    def direct(self, name: str, gradient: torch.Tensor) -> None:
+        """Add a gradient that is read from autograd."""
+        self.add(name, gradient.to(self.dtype, copy=True))
+
+    def product(self, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """``B' A`` over all tokens."""
+        return b.flatten(0, 1).T @ a.flatten(0, 1)
+
+    def add(self, name: str, rows: torch.Tensor) -> None:
+        """Add up."""
+        self.sums[name] = rows if name not in self.sums else self.sums[name].add_(rows)
+
+
+class _Rows(Gradients):
+    """Gradients of every sequence as rows: ``values`` has ``(n, width)`` per block."""
 
     def __init__(
-        self,
-        blocks: Sequence[Block],
-        samples: int,
-        sketch: tuple[int, int] | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int = 0,
+        self, blocks: Sequence[Block], samples: int, sketch: Sketch | None, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.sketch, self.dtype = None if sketch is None else Sketch(sketch, seed), dtype
-        self.place: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+        super().__init__(blocks, dtype, sketch)
+        self.offset: dict[str, int] = {}
         self.values: list[torch.Tensor] = []
-        self.first = 0
-        self._written: set[str] = set()
-        for k, block in enumerate(blocks):
+        for block in blocks:
             width = 0
             for m in block.modules:
-                sides = (m.d_out, m.d_in) if self.sketch is None else self.sketch.sides(m)
-                shape = sides if m.copies == 1 else (m.copies, *sides)
-                self.place[m.name] = (k, width, shape)
-                width += int(np.prod(shape))
+                d_out, d_in = (m.d_out, m.d_in) if sketch is None else sketch.sides(m)
+                self.offset[m.name], width = width, width + m.copies * d_out * d_in
             self.values.append(torch.zeros(samples, width, dtype=dtype, device=device))
 
     def bytes(self, blocks: Sequence[Block]) -> int:
-        """All rows."""
         return sum(v.nbytes for v in self.values)
 
-    def begin(self, batch: Batch, loss: int) -> None:
-        """Point at the first row of the batch."""
-        self.first, self._written = batch.rows.start, set()
-
-    def update(self, site: Site) -> None:
-        """Write the gradients of a site."""
-        a = site.a.to(self.dtype)
-        left = a if self.sketch is None else self.sketch("in", site.names[0], a)
-        for name in site.names:
-            k, offset, shape = self.place[name]
-            b = site.b[name].to(self.dtype)
-            b = b if self.sketch is None else self.sketch("out", name, b)
-            rows = self.values[k][self.first : self.first + len(a), offset : offset + shape[0] * shape[1]]
-            out = rows.view(len(a), *shape)
-            if name in self._written:
-                out.baddbmm_(b.transpose(1, 2), left)
-            else:
-                torch.bmm(b.transpose(1, 2), left, out=out)
-            self._written.add(name)
-
-    def direct(self, name: str, gradient: torch.Tensor) -> None:
-        """Write the gradient of a directly read parameter (one sequence per batch)."""
-        k, offset, _ = self.place[name]
-        gradient = gradient.to(self.dtype)
-        gradient = gradient if self.sketch is None else self.sketch.direct(name, gradient)
-        self.values[k][self.first, offset : offset + gradient.numel()] = gradient.reshape(-1)
+    def add(self, name: str, rows: torch.Tensor) -> None:
+        offset, flat = self.offset[name], rows.flatten(1)
+        self.values[self.place[name]][self.rows, offset : offset + flat.shape[1]] = flat
 
 
 def chunks(blocks: Sequence[Block], samples: int, bytes_each: int, limit: int) -> Iterator[list[int]]:
@@ -160,7 +191,7 @@ def collect_rows(
     Raises:
         CoverageError: A weight matrix was never seen, or sequences cannot be told apart.
     """
-    rows = Rows(blocks, data.samples, sketch, *real_type(model), seed)
+    rows = _Rows(blocks, data.samples, None if sketch is None else Sketch(sketch, seed), *real_type(model))
     feed(model, data, blocks, rows, batch_size=batch_size, walk=walk, tick=tick)
     return rows.values
 
@@ -176,21 +207,11 @@ class _Piece:
 
 
 class InnerProducts(Accumulator):
-    """Gram matrices of the gradients of some losses.
+    """Gram matrices of the gradients of R losses: ``grams``, ``(K, R n, R n)`` float64, sequences of the first loss first.
 
-    Args:
-        blocks: K blocks.
-        samples: n sequences.
-        length: T, tokens of each.
-        losses: R losses.
-        dtype: Of the gradients; products are accumulated in float64.
-        device: Of the gradients.
-        max_bytes: For the pieces of one pass; ``MEMORY`` by default.
-        sketch: Applied to inputs and output gradients.
-        sides: Widths of a gradient, ``(module) -> (d_out, d_in)``, where they are not the matrix's or the sketch's.
-
-    Attributes:
-        grams: ``(K, R n, R n)`` float64, sequences of the first loss first.
+    Gradients of n sequences of ``length`` tokens are kept in ``dtype`` and, piece by piece, in ``max_bytes`` (``MEMORY`` by
+    default). ``sketch`` is applied to inputs and output gradients; ``sides`` are the widths of a gradient,
+    ``(module) -> (d_out, d_in)``, where they are neither the matrix's nor the sketch's.
     """
 
     def __init__(

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ...errors import InvalidInput
+from ...execution.backward import feed
 from ...execution.loss import Batch, Data, token_count
 from ...execution.processes import ProcessGroup
 from ...execution.sites import Site
@@ -33,8 +34,8 @@ from ...records import Block
 from ...scores import Scores
 from ..stored import Finished
 from . import common
-from .common import Damping, Unit
-from .kronecker import Factors, Sums, Tokens, collect, factors_of
+from .common import Damping, Dampings, Unit
+from .kronecker import Factors, Sums, Tokens
 
 _GROUPS = 4
 _RANK = 1e-10  # eigenvalues below this part of the largest are rounding
@@ -77,24 +78,12 @@ class Rotated:
 
 def rotate(found: Sums | Tokens, groups: int) -> Rotated:
     """Rotate the gradients of one matrix into the eigenbasis of its factors."""
-    return _from_sums(found) if isinstance(found, Sums) else _from_tokens(found, groups)
-
-
-def basis(found: Sums) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(Q_G, Q_A)``; the second is computed once for matrices that share an input."""
-    if "eigen" not in found.cache:
-        found.cache["eigen"] = torch.linalg.eigh(found.a)
-    if "eigen_g" not in found.__dict__:
-        found.__dict__["eigen_g"] = torch.linalg.eigh(found.g)
-    return found.__dict__["eigen_g"][1], found.cache["eigen"][1]
-
-
-def _from_sums(found: Sums) -> Rotated:
-    qg, qa = basis(found)
+    if isinstance(found, Tokens):
+        return _from_tokens(found, groups)
+    (g, qg), (a, qa) = found.eigen()
     parts = torch.stack([qg.T @ part.double() @ qa for part in found.parts])
-    eigenvalues = torch.outer(found.__dict__["eigen_g"][0].clamp_min(0), found.cache["eigen"][0].clamp_min(0))
     none = torch.zeros(len(parts), len(parts), dtype=torch.float64, device=parts.device)
-    return Rotated(parts, eigenvalues, none)
+    return Rotated(parts, torch.outer(g.clamp_min(0), a.clamp_min(0)), none)
 
 
 def _spectrum(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,6 +151,10 @@ def score_kfac(
     ``sum_j (g_j - g)'(C + tau I)^-1 (g_j - g) / (J(J-1))`` over their mean gradients, the standard error a jackknife over them,
     both with the curvature held fixed.
 
+    For the Kronecker-factored curvature ``C = G (x) A`` of a matrix, with eigenvalues ``l_G``, ``l_A`` and M its gradient in
+    their eigenbasis, ``g'(C + tau I)^-1 g = sum_ij M_ij^2 / (l_G,i l_A,j + tau)``: the damping tau is added to C itself, not to
+    its factors. EK-FAC takes the true second moments in that basis in the place of ``l_G,i l_A,j``.
+
     Labels are ``sampled`` from the model (the Fisher; ``draws`` per token, 1 by default, from the content of a sequence and
     ``seed``), or the ``data``'s own (the empirical Fisher). By layers one layer's factors exist at a time, all of them with
     dampings that wait for the last block (``median``, or the absolute default sweep). ``finished`` holds blocks that an
@@ -181,29 +174,17 @@ def score_kfac(
             "Leave it out.",
         )
     seed, draws = seed or 0, 1 if draws is None else draws
-    settling = _Settling(blocks, damping, damping_unit, finished)
-    factors = factors_of(
-        model,
-        data,
-        blocks,
-        lambda name, found: settling.add(name, rotate(found, factors.groups)),
-        seed=seed,
-        labels=labels,
-        draws=draws,
+    factors = (_EKFac if corrected else _KFac).of(
+        model, data, blocks, damping=damping, unit=damping_unit, finished=finished, seed=seed, labels=labels, draws=draws,
         groups=_GROUPS,
-        kind=_Corrected if corrected else Factors,
-    )
-    if isinstance(factors, _Corrected):
-        factors.prepare(settling.add)
-    factors.after = None if corrected else settling.merge
-    factors.done = settling.done
-    collect(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
-    values, tau = settling.finish()
-    gain, floor, error = (np.zeros_like(tau) for _ in range(3))
+    )  # fmt: skip
+    feed(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
+    damped = factors.dampings()
+    gain, floor, error = (np.zeros_like(damped.tau) for _ in range(3))
     for k, block in enumerate(blocks):
         left_out: Any = 0.0
         for m in block.modules:
-            whole, noise, jack = settling.forms[m.name]
+            whole, noise, jack = factors.forms[m.name]
             gain[:, k] += whole
             floor[:, k] += noise
             left_out = left_out + jack
@@ -211,38 +192,23 @@ def score_kfac(
         error[:, k] = np.sqrt((count - 1) * left_out.var(1)) if count > 1 else np.nan
         floor[:, k] = floor[:, k] if count > 1 else np.nan
     name = "EK-FAC" if corrected else "K-FAC"
-    extra = {
-        "curvature": f"{name}, {labels} labels" + (f", {draws} draws" if labels == "sampled" else ""),
-        "tokens": token_count(model, data),
-        "absolute_damping": tau.tolist(),
-        "largest_eigenvalue": settling.largest.tolist(),
-        "mean_eigenvalue": settling.mean.tolist(),
-        "trace": settling.trace.tolist(),
-        "excess": (gain - floor).tolist(),
-        "by_module": {m.name: settling.forms[m.name][0].tolist() for b in blocks for m in b.modules},
-    }
-    return common.record(
-        blocks,
-        name.replace("-", "").lower(),
-        gain=gain,
-        damping=values,
-        damping_unit=damping_unit,
-        standard_error=error,
-        noise_floor=floor,
-        seed=seed,
-        extra=extra,
-    )
+    curvature = f"{name}, {labels} labels" + (f", {draws} draws" if labels == "sampled" else "")
+    by_module = {m.name: factors.forms[m.name][0].tolist() for b in blocks for m in b.modules}
+    extra = {"tokens": token_count(model, data), "trace": factors.trace, "excess": gain - floor, "by_module": by_module}
+    fields = {"standard_error": error, "noise_floor": floor, "seed": seed}
+    return damped.record(blocks, name.replace("-", "").lower(), gain, curvature, **fields, extra=extra)
 
 
-class _Settling:
-    def __init__(self, blocks: Sequence[Block], damping: Damping, unit: str, finished: Finished | None) -> None:
-        self.blocks, self.damping, self.unit = blocks, damping, unit
-        self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
-        self.waiting = [len(b.modules) for b in blocks]
-        self.held: list[dict[str, Rotated]] = [{} for _ in blocks]
-        self.largest, self.trace = np.zeros(len(blocks)), np.zeros(len(blocks))
+class _KFac(Factors):
+    """Forms of every matrix as soon as the damping of its block is known."""
+
+    def __init__(self, *given: Any, damping: Damping, unit: str, finished: Finished | None, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.damping, self.unit, self.local = damping, unit, common.is_local(damping, unit)
+        self.waiting = [len(b.modules) for b in self.blocks]
+        self.held: list[dict[str, Rotated]] = [{} for _ in self.blocks]
+        self.largest, self.trace = np.zeros((2, len(self.blocks)))
         self.forms: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self.local = common.is_local(damping, unit)
         self.finished = finished if self.local else None
         found = {} if self.finished is None else self.finished.found
         for k, record in found.items():
@@ -250,7 +216,10 @@ class _Settling:
             for name, forms in record["forms"].items():
                 whole, noise, jack = (np.array(form) for form in forms)
                 self.forms[name] = (whole, noise, jack)
-        self.done = frozenset(m.name for k in found for m in blocks[k].modules)
+        self.done = frozenset(m.name for k in found for m in self.blocks[k].modules)
+
+    def settle(self, name: str, found: Sums | Tokens) -> None:
+        self.add(name, rotate(found, self.groups))
 
     def add(self, name: str, found: Rotated) -> None:
         k = self.place[name]
@@ -259,20 +228,16 @@ class _Settling:
         self.trace[k] += float(found.eigenvalues.sum())
         self.waiting[k] -= 1
         if self.local and not self.waiting[k]:
-            self._settle(k, self.dampings(k)[1][:, 0])
+            self._form(k, self._dampings(slice(k, k + 1)).tau[:, 0])
             if self.finished is not None:
                 forms = {m.name: [form.tolist() for form in self.forms[m.name]] for m in self.blocks[k].modules}
                 self.finished.put(k, {"largest": float(self.largest[k]), "trace": float(self.trace[k]), "forms": forms})
 
-    @property
-    def mean(self) -> np.ndarray:
-        return self.trace / np.array([b.numel for b in self.blocks])
+    def _dampings(self, own: slice) -> Dampings:
+        mean = self.trace / np.array([b.numel for b in self.blocks])
+        return Dampings.of(self.damping, self.unit, self.largest[own], mean[own])
 
-    def dampings(self, k: int | None = None) -> tuple[tuple[float, ...], np.ndarray]:
-        own = slice(None) if k is None else slice(k, k + 1)
-        return common.resolve_damping(self.damping, self.unit, self.largest[own], self.mean[own])
-
-    def _settle(self, k: int, tau: np.ndarray) -> None:
+    def _form(self, k: int, tau: np.ndarray) -> None:
         for name, found in self.held[k].items():
             self.forms[name] = found.forms(tau)
         self.held[k] = {}
@@ -285,31 +250,33 @@ class _Settling:
             everything = group.gather(self.held)
             self.held = [{n: r for held in everything for n, r in held[k].items()} for k in range(len(self.blocks))]
 
-    def finish(self) -> tuple[tuple[float, ...], np.ndarray]:
-        values, tau = self.dampings()
+    def dampings(self) -> Dampings:
+        """Dampings of all blocks; those that waited for the last block are formed."""
+        damped = self._dampings(slice(None))
         for k in range(len(self.blocks)):
-            self._settle(k, tau[:, k])
-        return values, tau
+            self._form(k, damped.tau[:, k])
+        return damped
 
 
-class _Corrected(Factors):
-    again: dict[str, tuple[Sums, torch.Tensor]]
-    receive: Any
-    _rows: dict[str, torch.Tensor]
-    _second: bool
+class _EKFac(_KFac):
+    """A second pass over the matrices that came by sums, for the second moments in their eigenbasis.
 
-    def prepare(self, receive: Any) -> None:
-        self.again, self.receive, self._second, self._rows = {}, receive, False, {}
-        self.settle = self._first
+    Every process settles every matrix: their second moments are added up, so there is nothing to bring together.
+    """
 
-    def _first(self, name: str, found: Sums | Tokens) -> None:
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._again: dict[str, tuple[Sums, torch.Tensor]] = {}
+        self._rows: dict[str, torch.Tensor] = {}
+        self._second = False
+
+    def settle(self, name: str, found: Sums | Tokens) -> None:
         if isinstance(found, Tokens):
             turned = rotate(found, self.groups)
             turned.eigenvalues = second_moments(found, token_basis(found))
-            self.receive(name, turned)
+            self.add(name, turned)
         else:
-            qg, qa = basis(found)
-            self.again[name] = (found, torch.zeros(len(qg), len(qa), dtype=torch.float64, device=qg.device))
+            self._again[name] = (found, torch.zeros(found.parts.shape[1:], dtype=torch.float64, device=found.g.device))
 
     def needs(self, loss: int) -> bool:
         return super().needs(loss) and (not self._second or loss > 0 or self.own)
@@ -318,35 +285,36 @@ class _Corrected(Factors):
         if not self._second:
             super().update(site)
             return
-        for name in site.names:
-            if name not in self.again:
-                continue
-            qg, qa = (q.to(self.dtype) for q in basis(self.again[name][0]))
+        for name in [n for n in site.names if n in self._again]:
+            qg, qa = (vectors.to(self.dtype) for _, vectors in self._again[name][0].eigen())
             rows = torch.bmm((site.b[name].to(self.dtype) @ qg).transpose(1, 2), site.a.to(self.dtype) @ qa)
             self._rows[name] = self._rows[name] + rows if name in self._rows else rows
 
     def finish(self, batch: Batch, loss: int) -> None:
         for name, rows in self._rows.items():
-            self.again[name][1].add_(rows.square_().sum(0, dtype=torch.float64))
+            self._again[name][1].add_(rows.square_().sum(0, dtype=torch.float64))
         self._rows = {}
 
     def share(self, names: Sequence[str], group: ProcessGroup) -> None:
         if not self._second:
             super().share(names, group)
         else:
-            group.reduce([moments for _, moments in self.again.values()])
+            group.reduce([moments for _, moments in self._again.values()])
 
     def owns(self, name: str) -> bool:
         return True
 
+    def merge(self, group: ProcessGroup) -> None:
+        """Nothing: every process has every matrix."""
+
     def finalize(self, names: Sequence[str]) -> bool:
         if not self._second:
             super().finalize(names)
-            self._second = bool(self.again)
+            self._second = bool(self._again)
             return self._second
-        for name, (found, moments) in self.again.items():
+        for name, (found, moments) in self._again.items():
             turned = rotate(found, self.groups)
             turned.eigenvalues = moments / self._scale
-            self.receive(name, turned)
-        self.again, self._second = {}, False
+            self.add(name, turned)
+        self._again, self._second = {}, False
         return False

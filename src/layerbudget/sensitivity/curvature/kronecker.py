@@ -11,15 +11,17 @@ A matrix is settled as soon as its batches are through, so a walk by layers neve
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from ...errors import CoverageError, InvalidInput
-from ...execution.backward import Accumulator, Fed, Loss, SampledLoss, data_loss, feed
+from ...execution.backward import Accumulator, Loss, SampledLoss, data_loss
 from ...execution.loss import Batch, Data, token_count
 from ...execution.processes import ProcessGroup
 from ...execution.sites import Site, refuse_direct
@@ -45,6 +47,16 @@ class Sums:
     g: torch.Tensor
     parts: torch.Tensor
     cache: dict[str, Any]
+
+    def eigen(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Eigenvalues and eigenvectors of G and of A, computed once; those of A once for matrices that share an input."""
+        if "eigen" not in self.cache:
+            self.cache["eigen"] = torch.linalg.eigh(self.a)
+        return self._eigen_g, self.cache["eigen"]
+
+    @functools.cached_property
+    def _eigen_g(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.linalg.eigh(self.g)
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,9 +84,6 @@ class Tokens:
     cache: dict[str, Any]
 
 
-Settle = Callable[[str, "Sums | Tokens"], None]
-
-
 @dataclasses.dataclass(eq=False)
 class _Input:
     sums: torch.Tensor | None = None
@@ -88,7 +97,7 @@ class _Output:
 
     module: Module
     tokens: bool
-    leader: str = ""
+    leader: str = ""  # the first matrix with the same input
     sums: torch.Tensor | None = None
     parts: torch.Tensor | None = None
     rows: dict[int, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
@@ -116,27 +125,32 @@ def symmetric(panels: torch.Tensor) -> torch.Tensor:
     return whole
 
 
+def real_positions(a: torch.Tensor, batch: Batch | None) -> tuple[torch.Tensor, float]:
+    """Inputs ``(B, T, d)`` with zeros for padding, and how many positions are none."""
+    mask = None if batch is None else batch.kwargs.get("attention_mask")
+    if mask is not None and mask.shape == a.shape[:2]:
+        return a * mask[..., None], float(mask.sum())
+    return a, float(a.shape[0] * a.shape[1])
+
+
 class Factors(Accumulator):
-    """Collect the factors and gradients of every matrix; ``settle`` gets each as soon as it is whole.
+    """Factors and gradients of every matrix: :meth:`settle` gets each as soon as it is whole.
 
     Args:
         blocks: Whose matrices.
         samples: n sequences.
         length: T.
         tokens: N target tokens.
-        settle: Called once per matrix.
         dtype: Of the sums and rows.
         seed: Of the drawn labels.
         labels: ``sampled`` from the model, or the ``data``'s own (empirical Fisher).
         draws: Label draws per token.
         groups: J groups of sequences, at most n.
         interleaved: Sequence i belongs to group ``i mod J``, else to ``i J / n``.
-        form: ``sums``, ``tokens``, or ``auto``: whichever is smaller.
 
     Attributes:
-        after: Called when several processes have settled what they own.
-        closed: Called when the matrices of a layer are settled.
-        workers: Threads in which ``settle`` may be called at a time.
+        workers: Threads in which :meth:`settle` may be called at a time.
+        done: Matrices that an earlier run has settled.
     """
 
     def __init__(
@@ -145,7 +159,6 @@ class Factors(Accumulator):
         samples: int,
         length: int,
         tokens: float,
-        settle: Settle,
         *,
         dtype: torch.dtype,
         seed: int = 0,
@@ -153,35 +166,47 @@ class Factors(Accumulator):
         draws: int = 1,
         groups: int = 4,
         interleaved: bool = False,
-        form: str = "auto",
     ) -> None:
         if draws < 1:
             raise InvalidInput(f"draws is {draws}.", "At least one draw per token is needed.", "Use draws=1.")
         self.own = labels == "data"
         self.losses: tuple[Loss, ...] = (data_loss, *(SampledLoss(seed + r + 1) for r in range(0 if self.own else draws)))
+        self.blocks, self.dtype = blocks, dtype
         self.modules = {m.name: m for b in blocks for m in b.modules}
+        self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
         self.samples, self.length, self.total = samples, length, float(tokens)
-        self.settle, self.dtype, self.form = settle, dtype, form
         self.groups, self.interleaved = max(1, min(groups, samples)), interleaved
         self.inputs: dict[str, _Input] = {}
         self.outputs: dict[str, _Output] = {}
-        self.leaders: dict[str, str] = {}
-        self.blocks = blocks
-        self._owner: dict[str, int] = {}
-        self._processes: ProcessGroup | None = None
-        self.after: Callable[[ProcessGroup], None] | None = None
-        self.closed: Callable[[], None] | None = None
         self.workers = 1
-        self.done: frozenset[str] = frozenset()  # matrices that an earlier run has settled
+        self.done: frozenset[str] = frozenset()
+        self._processes: ProcessGroup | None = None
         self._idle = False
         self._batch: Batch | None = None
         self._loss = 0
-        self._fresh: set[str] = set()
+
+    @classmethod
+    def of(cls, model: nn.Module, data: Data, blocks: Sequence[Block], **options: Any) -> Self:
+        """A consumer for a model and its data; fused experts are refused before anything runs.
+
+        Raises:
+            CoverageError: Fused experts.
+        """
+        refuse_direct(model, blocks, "K-FAC has no factors for it")
+        tokens = float(token_count(model, data))
+        return cls(blocks, data.samples, data.length, tokens, dtype=real_type(model)[0], **options)
+
+    def settle(self, name: str, found: Sums | Tokens) -> None:
+        """One matrix is whole."""
+        raise NotImplementedError
+
+    def settled(self) -> None:
+        """The matrices that :meth:`finalize` was told of are settled."""
 
     def _by_tokens(self, m: Module) -> bool:
         positions = self.samples * self.length
         smaller = positions * (m.d_in + len(self.losses) * m.d_out) < m.d_in**2 + m.d_out**2
-        return self.form == "tokens" or (self.form == "auto" and smaller and positions <= max(m.d_in, m.d_out))
+        return smaller and positions <= max(m.d_in, m.d_out)
 
     def bytes(self, blocks: Sequence[Block]) -> int:
         """Sums, or tokens, of all matrices."""
@@ -202,33 +227,27 @@ class Factors(Accumulator):
         return not self._idle
 
     def begin(self, batch: Batch, loss: int) -> None:
-        """Remember whose gradients come, and that their inputs have not been counted."""
-        self._batch, self._loss, self._fresh = batch, loss, set()
+        """Remember whose gradients come."""
+        self._batch, self._loss = batch, loss
 
     def update(self, site: Site) -> None:
         """Add a site to the factors and to the gradients."""
         if self.done.issuperset(site.names):
             return
         a = site.a.to(self.dtype)
-        leader = self.leaders.setdefault(site.names[0], site.names[0])
+        known = self.outputs.get(site.names[0])
+        leader = site.names[0] if known is None else known.leader
         held = self.inputs.setdefault(leader, _Input())
+        tokens = all(self._by_tokens(self.modules[n]) for n in site.names)  # one input, one form
         for name in site.names:
-            self.leaders.setdefault(name, leader)
-            if name not in self.outputs:
-                module = self.modules[name]
-                by = all(self._by_tokens(self.modules[n]) for n in site.names)  # one input, one form
-                self.outputs[name] = _Output(module, by, leader)
+            self.outputs.setdefault(name, _Output(self.modules[name], tokens, leader))
         if self._loss == len(self.losses) - 1:  # once per batch
             self._input(held, a, self.outputs[site.names[0]].tokens)
         for name in site.names:
             self._output(self.outputs[name], a, site.b[name].to(self.dtype))
 
     def _input(self, held: _Input, a: torch.Tensor, tokens: bool) -> None:
-        mask = self._batch.kwargs.get("attention_mask") if self._batch is not None else None
-        if mask is not None and mask.shape == a.shape[:2]:
-            a, count = a * mask[..., None], float(mask.sum())
-        else:
-            count = float(a.shape[0] * a.shape[1])
+        a, count = real_positions(a, self._batch)
         rows = a.reshape(-1, a.shape[-1])
         held.positions += count
         if tokens:
@@ -274,19 +293,10 @@ class Factors(Accumulator):
             output.rows = {i: [x for rows, _ in found for x in rows[i]] for i in output.rows}
             output.places = [place for _, places in found for place in places]
 
-    def merge(self, group: ProcessGroup) -> None:
-        """Whatever the estimator does with what the owners settled."""
-        if self.after is not None:
-            self.after(group)
-
     def owns(self, name: str) -> bool:
         """Whether this process settles a matrix."""
-        if self._processes is None:
-            return True
-        if not self._owner:
-            owners = self._processes.owners(self.blocks)
-            self._owner = {m.name: o for b, o in zip(self.blocks, owners, strict=True) for m in b.modules}
-        return self._owner[name] == self._processes.rank
+        group = self._processes
+        return group is None or group.owners(self.blocks)[self.place[name]] == group.rank
 
     def finalize(self, names: Sequence[str]) -> bool:
         """Settle the matrices input by input, and forget them."""
@@ -299,8 +309,7 @@ class Factors(Accumulator):
         else:
             for leader, own in inputs.items():
                 self._settle(leader, own)
-        if self.closed is not None:
-            self.closed()
+        self.settled()
         return False
 
     def _settle(self, leader: str, names: Sequence[str]) -> None:
@@ -351,33 +360,3 @@ class Factors(Accumulator):
 
     def _group(self, sequence: torch.Tensor) -> torch.Tensor:
         return sequence % self.groups if self.interleaved else sequence * self.groups // self.samples
-
-
-def collect(
-    model: nn.Module,
-    data: Data,
-    blocks: Sequence[Block],
-    consumer: Factors,
-    *,
-    batch_size: int = 8,
-    walk: str = "auto",
-    tick: Any = None,
-) -> Fed:
-    """Feed the factors of every matrix; fused experts are refused before anything runs.
-
-    Returns:
-        What feeding took, with the sum of the loss.
-
-    Raises:
-        CoverageError: Fused experts, or a weight matrix that was never seen.
-    """
-    refuse_direct(model, blocks, "K-FAC has no factors for it")
-    return feed(model, data, blocks, consumer, batch_size=batch_size, walk=walk, tick=tick)
-
-
-def factors_of(
-    model: nn.Module, data: Data, blocks: Sequence[Block], settle: Settle, *, kind: type[Factors] = Factors, **options: Any
-) -> Factors:
-    """A consumer for a model and its data; options of :class:`Factors`."""
-    tokens = float(token_count(model, data))
-    return kind(blocks, data.samples, data.length, tokens, settle, dtype=real_type(model)[0], **options)

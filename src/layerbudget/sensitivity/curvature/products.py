@@ -31,15 +31,9 @@ from ...records import Block
 
 
 class BlockProducts:
-    """Products of one block's curvature with flat vectors ``(p,)``, over a fixed data set.
+    """Products of one block's curvature with flat vectors ``(p,)``, over a fixed data set; a context manager.
 
     ``C = (1/N) sum_tokens J' (diag(p) - pp') J`` for the GGN, the exact second derivative for the Hessian.
-
-    Args:
-        model: The model; use inside the context manager.
-        data: The calibration set.
-        block: The block.
-        batch_size: Sequences per pass.
     """
 
     def __init__(self, model: nn.Module, data: Data, block: Block, batch_size: int) -> None:
@@ -185,12 +179,19 @@ class Tridiagonal:
         """Products taken."""
         return len(self.diagonal)
 
-    def _matrix(self) -> np.ndarray:
-        return np.diag(self.diagonal) + np.diag(self.off[:-1], 1) + np.diag(self.off[:-1], -1)
+    def _matrix(self, corner: float | None = None) -> np.ndarray:
+        """The tridiagonal matrix; with one more row and column that end in ``corner``."""
+        diagonal, off = (self.diagonal, self.off[:-1]) if corner is None else (np.append(self.diagonal, corner), self.off)
+        return np.diag(diagonal) + np.diag(off, 1) + np.diag(off, -1)
+
+    def _rule(self, theta: np.ndarray, vectors: np.ndarray, tau: np.ndarray) -> np.ndarray:
+        """``|g|^2 sum_j w_j/(theta_j + tau)``."""
+        with np.errstate(divide="ignore"):
+            return self.square * (vectors[0] ** 2 / (theta + np.asarray(tau)[:, None])).sum(1)
 
     def ritz(self) -> np.ndarray:
         """Ritz values, ascending: the last bounds the largest eigenvalue from below, the first the smallest from above."""
-        return _eigen(self._matrix())[0]
+        return np.linalg.eigh(self._matrix())[0]
 
     @property
     def largest_error(self) -> float:
@@ -199,10 +200,8 @@ class Tridiagonal:
 
     def gauss(self, tau: np.ndarray, *, absolute: bool = False) -> np.ndarray:
         """Lower bound of the gain (PSD curvature); ``absolute`` uses ``|theta|``."""
-        theta, w = _eigen(self._matrix())
-        theta = np.abs(theta) if absolute else theta
-        with np.errstate(divide="ignore"):
-            return self.square * (w / (theta + np.asarray(tau)[:, None])).sum(1)
+        theta, vectors = np.linalg.eigh(self._matrix())
+        return self._rule(np.abs(theta) if absolute else theta, vectors, tau)
 
     def radau(self, tau: np.ndarray) -> np.ndarray:
         """Upper bound of the gain for a positive semidefinite curvature: one more node, fixed at 0."""
@@ -214,16 +213,10 @@ class Tridiagonal:
             corner = float(np.linalg.solve(self._matrix(), last)[-1])
         except np.linalg.LinAlgError:
             return np.full(len(tau), np.inf)
-        diagonal = np.append(self.diagonal, corner)
-        theta, w = _eigen(np.diag(diagonal) + np.diag(self.off, 1) + np.diag(self.off, -1))
+        theta, vectors = np.linalg.eigh(self._matrix(corner))
         if theta[0] < -1e-6 * max(theta[-1], 1e-300):
             return np.full(len(tau), np.inf)
-        return self.square * (w / (theta.clip(0.0) + np.asarray(tau)[:, None])).sum(1)
-
-
-def _eigen(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    theta, vectors = np.linalg.eigh(matrix)
-    return theta, vectors[0] ** 2
+        return self._rule(theta.clip(0.0), vectors, tau)
 
 
 def lanczos(
@@ -239,9 +232,7 @@ def lanczos(
     """
     if steps < 1:
         raise InvalidInput(f"steps is {steps}.", "At least one product is needed.", "Use 30 or more.")
-    square = float(start.double().square().sum())
-    diagonal: list[float] = []
-    off: list[float] = []
+    square, diagonal, off = float(start.double().square().sum()), list[float](), list[float]()
     if square <= 0:
         return Tridiagonal(square=0.0, diagonal=np.zeros(1), off=np.zeros(1))
     v, previous, beta = start / square**0.5, torch.zeros_like(start), 0.0
