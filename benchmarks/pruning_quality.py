@@ -51,7 +51,6 @@ DIRECTIONAL = {
     # label: (by, most steps, options); steps are of three forward equivalents, beside one dense forward and the last measurement
     **{f"directional ({name}), {k} step{'s' if k > 1 else ''}": (by, k, {}) for name, by in BY.items() for k in STEPS},
     **{f"directional ({name}), {DEFAULT}": (by, None, {}) for name, by in BY.items()},
-    "directional (Linear or rows), cross-fitted": (("linear", "rows:1"), None, {"passes": 80}),
 }
 RULES = ("uniform", "size-proportional (Linear)", *SCORED, *RECORDED, *DIRECTIONAL)
 

@@ -1,4 +1,4 @@
-"""One set of scores, budgets in any unit: parameters, bytes, FLOPs, your own seconds. No model, no torch."""
+"""One set of scores, budgets in any unit: parameters, bytes, FLOPs, your own seconds. No model."""
 
 import numpy as np
 

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from tests import zoo
 
-from layerbudget.errors import CorruptFile, InvalidInput, NotFound, UnknownStructure, UnknownUnit
-from layerbudget.models.configurations import blocks_from_config
+from layerbudget.errors import BadModel, CorruptFile, NotFound, UnknownStructure, UnknownUnit
+from layerbudget.models.blocks import partition
+from layerbudget.models.loading import blocks_from_config
 from layerbudget.planning import costs
 from layerbudget.records import Block, Module
 
@@ -74,9 +76,9 @@ def test_units_that_are_not_priced():
 
 def test_linear_blocks_bytes_and_routers():
     blocks = blocks_from_config(MISTRAL, by="linear")
-    assert len(blocks) == 224 and blocks[0].name == "model.layers.0.self_attn.q_proj"
-    assert costs.unit_cost(blocks[:1], "bytes").tolist() == [2 * 8192]
-    one = costs.unit_cost(blocks[:1], "params", capacity="experts", router=True)
+    query = [b for b in blocks if b.name == "model.layers.0.self_attn.q_proj"]
+    assert len(blocks) == 224 and costs.unit_cost(query, "bytes").tolist() == [2 * 8192]
+    one = costs.unit_cost(query, "params", capacity="experts", router=True)
     assert one.tolist() == [8 * 8192 + 4096]
 
 
@@ -94,14 +96,17 @@ def test_fused_experts_count_all_copies_and_active_flops():
 
 def test_configuration_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": GEMMA}))
-    assert blocks_from_config(tmp_path) == blocks_from_config(GEMMA)
+    assert [b.numel for b in blocks_from_config(tmp_path)] == [b.numel for b in blocks_from_config(GEMMA)]
     with pytest.raises(NotFound):
         blocks_from_config(tmp_path / "missing.json")
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(CorruptFile):
         blocks_from_config(tmp_path / "bad.json")
-    with pytest.raises(UnknownStructure, match="hidden_size"):
-        blocks_from_config({"model_type": "gpt2", "n_embd": 8})
+    assert blocks_from_config({"model_type": "gpt2", "n_embd": 8, "n_head": 2})[0].numel == 12 * 8 * 8
+    with pytest.raises(UnknownStructure, match="encoder-decoder"):
+        blocks_from_config({"model_type": "t5"})
+    with pytest.raises(BadModel, match="no-such-kind"):
+        blocks_from_config({"model_type": "no-such-kind"})
 
 
 @pytest.mark.parametrize("text", ["1,5 GiB", "12,34M", "1.2.3M params", "1,50 params"])
@@ -115,19 +120,9 @@ def test_commas_between_thousands_are_read():
     assert costs.parse_budget("12,345,678.5 bytes").amount == 12_345_678.5
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"model_type": "bert"}, {"architectures": ["SomeForMaskedLM"]}, {"num_experts": 64, "moe_intermediate_size": 768},
-        {"model_type": "phi"},
-    ],
-)  # fmt: skip
-def test_configurations_with_other_matrices_are_not_read_as_llama(extra):
-    with pytest.raises(UnknownStructure) as caught:
-        blocks_from_config(MISTRAL | extra)
-    assert "partition" in str(caught.value)
-
-
-def test_blocks_from_a_configuration_have_two_partitions_only():
-    with pytest.raises(InvalidInput):
-        blocks_from_config(MISTRAL, by="q_proj")
+def test_a_configuration_has_the_blocks_of_the_model_that_is_made_of_it():
+    for kind in ("llama", "gpt2", "mixtral", "bert"):
+        model = zoo.build(kind)
+        config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+        for by in ("layer", "linear", r"\.(\d+)\."):
+            assert blocks_from_config(config, by=by) == partition(model, by), (kind, by)

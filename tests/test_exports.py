@@ -107,7 +107,7 @@ def test_what_a_format_does_not_write_or_read_is_refused(sparsity, tmp_path, cap
     for words, said in (
         (["--to", "lora"], "no format for a plan of kind sparsity"),
         (["--to", "csv", "--set", "levels=2"], "has no option levels"),
-        (["--to", "gguf"], "export format"), (["--to", "packed", "--set", "levels=2"], "no meaning for packed"),
+        (["--to", "gguf"], "export format"),
         (["--set", "method=magnitude"], "cannot be written"),
     ):  # fmt: skip
         assert main(["export", plan, *words, "-o", str(tmp_path / "x")]) == 2
@@ -129,14 +129,3 @@ def test_a_format_of_ones_own(sparsity, tmp_path):
         words = ["export", str(tmp_path), "--to", "names", "--set", "separator=;", "-o", str(tmp_path / "n.txt")]
         assert main(words) == 0
     assert (tmp_path / "n.txt").read_text() == ";".join(sparsity.names)
-
-
-def test_a_pruned_folder_is_packed(saved_model, tmp_path, capsys):
-    model = zoo.speaker("llama")
-    zoo.plan(model).save(tmp_path / "plan.json")
-    folder = saved_model("llama")
-    assert main(["apply", str(folder), str(tmp_path / "plan.json"), "--method", "magnitude", "-o", str(tmp_path / "out")]) == 0
-    assert "layerbudget export DIR --to packed" in " ".join(capsys.readouterr().out.split())
-    assert main(["export", str(tmp_path / "out"), "--to", "packed", "-o", str(tmp_path / "p.safetensors"), "--json"]) == 0
-    sizes = json.loads(capsys.readouterr().out)
-    assert sizes["packed"] < sizes["dense"]

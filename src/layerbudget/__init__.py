@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .finetuning.finetune import finetune as finetune
     from .finetuning.tracking import GainTracker as GainTracker
     from .models.blocks import partition as partition
-    from .models.configurations import blocks_from_config as blocks_from_config
+    from .models.loading import blocks_from_config as blocks_from_config
     from .models.loading import load_model as load_model
     from .models.loading import load_tokenizer as load_tokenizer
     from .plan import Plan as Plan
@@ -65,7 +65,7 @@ _PUBLIC = {
     "load_model": "models.loading",
     "load_tokenizer": "models.loading",
     "partition": "models.blocks",
-    "blocks_from_config": "models.configurations",
+    "blocks_from_config": "models.loading",
     "calibration": "data.text",
     "CalibrationSet": "data.calibration",
     "diagnose": "doctor",

@@ -143,12 +143,10 @@ def test_measure_steps_down_and_says_what_it_spent(saved_model, tmp_path, capsys
     folder = saved_model("llama")
     options = ("plan", "sparsity", folder, *SMALL, "--sparsity", "0.6", "--json")
     plan = answer(capsys, *options, "--passes", "12", "-o", tmp_path / "p.json", "--resume", tmp_path / "kept")
-    assert plan["rule"] == "directional" and plan["forward_passes"] <= 14 and plan["held_out"] is None
+    assert plan["rule"] == "directional" and plan["forward_passes"] <= 14
     path = plan["extra"]["path"]
     assert plan["predicted"] < path[0]["divergence"] and plan["measured"] < path[0]["divergence"]
     assert not (tmp_path / "kept").exists() and {len(b["modules"]) for b in plan["blocks"]} == {1}
-    plan = answer(capsys, *options, "--by", "linear,rows:2", "--passes", "40", "-o", tmp_path / "r.json")
-    assert plan["held_out"] == min(min(v) for v in plan["extra"]["tried"].values())
     plan = answer(capsys, *options, "--by", "rows:2", "-o", tmp_path / "s.json")
     assert (tmp_path / "s.rows.safetensors").exists() and plan["extra"]["rows"]["size"] == 2
     done = answer(capsys, "apply", folder, tmp_path / "s.json", *SMALL, "--json", "-o", tmp_path / "out")

@@ -21,7 +21,7 @@ from layerbudget.data.calibration import CalibrationSet
 from layerbudget.decisions.apply import rules_of
 from layerbudget.errors import InfeasibleBudget, InvalidInput
 from layerbudget.models.blocks import partition
-from layerbudget.models.configurations import blocks_from_config
+from layerbudget.models.loading import blocks_from_config
 from layerbudget.planning.rule import OPTIONS
 from layerbudget.scores import Scores
 from layerbudget.sensitivity.estimators import SHARED, estimators
@@ -123,7 +123,8 @@ ALWAYS = {"sparsity": [], "experts": ["--total", 61], "ranks": ["--mean-rank", 6
 def files(tmp_path_factory):
     """Scores with several dampings and the gain of every further rank, measured curves, latencies."""
     folder, rng = tmp_path_factory.mktemp("options"), np.random.default_rng(3)
-    blocks = blocks_from_config(CONFIG, by="linear")
+    order = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+    blocks = sorted(blocks_from_config(CONFIG, by="linear"), key=lambda b: (b.name[:14], order.index(b.name.split(".")[-1])))
     gain = [(rng.random(len(blocks)) + 0.05).tolist() for _ in range(3)]
     curves = [[np.sort(rng.gamma(1.0, size=24))[::-1].tolist() for _ in blocks] for _ in range(3)]
     for name, flip in (("scores", 1), ("other", -1)):

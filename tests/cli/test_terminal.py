@@ -38,7 +38,7 @@ def test_a_plan_of_matrices_is_a_picture_with_the_parameters_of_every_layer(mist
 
 
 def test_ranks_are_shown_as_a_picture(saved_model, tmp_path, capsys):
-    from layerbudget.models.configurations import blocks_from_config
+    from layerbudget.models.loading import blocks_from_config
 
     config = json.loads((saved_model("llama") / "config.json").read_text())
     count = len(blocks_from_config(config, by="linear"))

@@ -7,7 +7,7 @@ import pytest
 
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.errors import InfeasibleBudget, InvalidInput
-from layerbudget.models.configurations import blocks_from_config
+from layerbudget.models.loading import blocks_from_config
 from layerbudget.plans.compare import diff_plans, sweep
 from layerbudget.plans.explain import explain_plan
 from layerbudget.scores import Scores

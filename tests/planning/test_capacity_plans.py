@@ -9,7 +9,7 @@ from layerbudget.decisions.joint.plan import plan_joint, split_joint
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
-from layerbudget.models.configurations import blocks_from_config
+from layerbudget.models.loading import blocks_from_config
 from layerbudget.plan import Plan
 from layerbudget.planning.costs import rank_parameters, unit_cost
 from layerbudget.plans.again import transfer_scores

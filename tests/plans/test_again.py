@@ -11,7 +11,7 @@ from layerbudget.decisions.joint.plan import plan_joint, split_joint
 from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch
-from layerbudget.models.configurations import blocks_from_config
+from layerbudget.models.loading import blocks_from_config
 from layerbudget.planning.capacity import smallest_sides
 from layerbudget.planning.costs import rank_parameters
 from layerbudget.plans.again import plan_again

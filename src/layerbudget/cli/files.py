@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import CorruptFile, InvalidInput
-from ..models.configurations import blocks_from_config
 from ..records import Block
 from ..scores import Scores
 from ..sensitivity.importing import scores_with_shapes
@@ -34,7 +33,9 @@ def load_scores(path: str) -> Scores | Sequence[Block]:
         record = reading.read(file, "JSON")
         if isinstance(record, Mapping) and "schema_version" not in record:
             if "hidden_size" in record or "text_config" in record:
-                return blocks_from_config(record)
+                from ..models.loading import blocks_from_config
+
+                return blocks_from_config(file)
         if isinstance(record, list) or (isinstance(record, Mapping) and {"name", "d_in"} <= set(record)):
             return scores_with_shapes(file)
     elif file.is_file():

@@ -31,9 +31,7 @@ def is_model(a: argparse.Namespace) -> bool:
 def add_sparsity(p: argparse.ArgumentParser) -> None:
     """Add the options of ``plan sparsity MODEL``."""
     group = p.add_argument_group("from a model")
-    group.add_argument(
-        "--by", help="units: linear (default), layer, rows:G or a regular expression; several, as in linear,rows:16, are tried"
-    )
+    group.add_argument("--by", help="units: linear (default), layer, rows:G or a regular expression")
     group.add_argument("--method", choices=TREATMENTS.names(), help="the pruner (default: wanda)")
     group.add_argument("--passes", type=float, help="forward equivalents to spend, a backward counts two (default: 24)")
     add_resume(group, "finished steps")
@@ -48,7 +46,6 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
     a.model, a.out, a.by, a.method = a.source, a.out or "plan.json", a.by or "linear", a.method or "wanda"
     check_output(a.out, overwrite=a.overwrite)
     check_fraction(a.sparsity, "sparsity")
-    several = a.by.split(",")
     own = own_of(a, plan_by_damage, taken=("progress",))
     model, _, data = load(a)
     _expect_pruning(a, model, data)
@@ -57,7 +54,7 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
             model,
             data,
             sparsity=a.sparsity,
-            by=several if len(several) > 1 and _known(a.by) else a.by,
+            by=a.by,
             method=a.method,
             batch_size=batch_of(a, model, data),
             progress=progress,
@@ -67,7 +64,7 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
     _save(a, plan)
     a.console.print(plan_table(plan))
     a.console.print(path_table(plan))
-    figures = {k: plan.extra.get(k) for k in ("forward_passes", "predicted", "measured", "held_out")}
+    figures = {k: plan.extra.get(k) for k in ("forward_passes", "predicted", "measured")}
     uniform = plan.extra["path"][0]["divergence"]  # where the steps begin
     a.console.print(against_uniform(plan.extra["predicted"], uniform, plan.extra["measured"]))
     a.console.print(f"written to {a.out}")
@@ -87,7 +84,7 @@ def against_uniform(predicted: float, uniform: float, measured: float) -> str:
 
 
 def _known(by: str) -> bool:
-    return all(name in ("layer", "linear") or name.startswith("rows:") for name in by.split(","))
+    return by in ("layer", "linear") or by.startswith("rows:")
 
 
 def _expect_pruning(a: argparse.Namespace, model: Any, data: Any) -> None:

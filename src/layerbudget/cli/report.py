@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .display import expect, progress_bar
-from .options import add_resume, add_set, add_verb, refuse, settings
+from .options import add_resume, add_set, add_verb, settings
 
 
 def register(subparsers: Any) -> None:
@@ -21,8 +21,7 @@ def register(subparsers: Any) -> None:
     p = add_verb(subparsers, "export", run_export)
     p.add_argument("plan", metavar="PLAN|DIR", help="plan.json, or the folder of a result that holds one")
     known = "; ".join(f"{e.name}: {e.summary}" for e in EXPORTS.all().values())
-    packed = "packed: the checkpoint of DIR with its zeros left out"
-    p.add_argument("--to", metavar="FORMAT", help=f"{known}; {packed} (default: by the plan's kind)")
+    p.add_argument("--to", metavar="FORMAT", help=f"{known} (default: by the plan's kind)")
     add_set(p, "an option of the format: method, pattern or levels of a recipe, alpha_policy or dropout of lora")
     p.add_argument("-o", "--out", metavar="FILE", help="file to write (default: the format's usual name)")
     p = add_verb(subparsers, "report", run_report)
@@ -58,8 +57,6 @@ def run_export(a: argparse.Namespace) -> dict[str, Any]:
     from ..exports import EXPORTS, find_plan, format_for
     from ..records import check_output, write_text
 
-    if a.to == "packed":
-        return _packed(a)
     plan = find_plan(a.plan)
     chosen = EXPORTS.find(a.to or format_for(plan.kind))
     out = a.out or chosen.file
@@ -67,19 +64,6 @@ def run_export(a: argparse.Namespace) -> dict[str, Any]:
     path = write_text(out, chosen.text(plan, settings(a)), overwrite=a.overwrite)
     a.console.print(f"{plan.kind} by {plan.rule} written to {path}. {chosen.use.format(file=path)}".strip())
     return {"format": chosen.name, "kind": plan.kind, "output": str(path)}
-
-
-def _packed(a: argparse.Namespace) -> dict[str, Any]:
-    from ..decisions.sparsity.save import pack
-
-    refuse(a, ("set",), "packed")
-    out = a.out or "packed.safetensors"
-    sizes = pack(a.plan, out)
-    a.console.print(
-        f"{sizes['dense']:,} bytes packed into {sizes['packed']:,} ({sizes['packed'] / sizes['dense']:.0%}): {out}. For "
-        "storage only: no runtime reads it; layerbudget.decisions.sparsity.save.unpack gives every tensor back."
-    )
-    return {"format": "packed", **sizes, "output": str(out)}
 
 
 def run_report(a: argparse.Namespace) -> dict[str, Any]:

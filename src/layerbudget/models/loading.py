@@ -1,15 +1,13 @@
-"""Load models and tokenizers: the embedded one, a local folder, or a hub id."""
+"""Load models and tokenizers: the embedded one, a local folder, or a hub id; and the blocks of a configuration alone."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
-import math
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -18,42 +16,25 @@ import torch
 from torch import nn
 
 from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound, UnknownStructure
+from ..records import Block
 from ..storage import reading
-from .blocks import check_finite, known_finite, pretrained, text_config
+from .blocks import check_finite, known_finite, partition, pretrained, text_config
 from .machine import SHARE, free_bytes
 from .offload import load_mapped, mapped
-
-logger = logging.getLogger(__name__)
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
 HEADS = ["classifier", "score", r".*pooler", "pre_classifier", "lm_head", "embed_out"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Repositories that had no owner; the hub still knows them by these names.
-_OLD = re.compile(
-    r"(distil)?gpt2(-medium|-large|-xl)?|openai-gpt|(distil)?(ro)?bert[\w-]*|xlm-roberta-\w+|albert-\w+-v\d|t5-\w+|"
-    r"wikitext|c4|glue|super_glue|squad|imdb|ag_news|boolq|ptb_text_only"
-)
 _WAIT = 3.0  # seconds for one connection; without it, libraries try for minutes
-
-
-def is_id(name: str) -> bool:
-    """Whether a name means a repository on the hub: ``owner/name`` where ``owner`` is no folder here, or an old name.
-
-    >>> [is_id(n) for n in ("owner/model", "gpt2", "modle", "a/b/c", "./x")]
-    [True, True, False, False, False]
-    """
-    if _OLD.fullmatch(name):
-        return True
-    return bool(_ID.fullmatch(name)) and not Path(name.split("/")[0]).is_dir()
+_LAYERS = 100_000  # more than any model has, and few enough to be refused in seconds
+_MODEL_IS = "MODEL is demo, a local folder written by save_pretrained, or a hub id that this machine can reach."
 
 
 def check_id(name: str, kind: str, *, file: str | None = None, revision: str | None = None) -> None:
     """Refuse a name that is no hub id, and a hub id while the hub cannot be reached; one attempt, no retry.
 
-    The network is asked for a hub id only; what is in the cache already is never asked for.
+    A hub id is ``owner/name`` where ``owner`` is no folder here. What is in the cache already is never asked for.
 
     Args:
         name: What the user wrote.
@@ -66,7 +47,7 @@ def check_id(name: str, kind: str, *, file: str | None = None, revision: str | N
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if not is_id(name):
+    if not _ID.fullmatch(name) or Path(name.split("/")[0]).is_dir():
         raise NotFound(
             f"There is no {kind} {name!r} here, and that is no hub id.",
             f"A {kind} is a local path or owner/name." if kind == "dataset" else "MODEL is demo, a local folder or owner/name.",
@@ -108,12 +89,56 @@ def resolve(name: str, revision: str | None = None) -> str:
                 "A model folder has config.json and safetensors files.",
                 "Point to the folder that save_pretrained wrote.",
             )
-        _check_config(path)
+        _read_config(path / "config.json")
         return str(path)
     if path.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise NotFound(f"There is no model folder {name}.", "MODEL is demo, a local folder or a hub id.", "Check the path.")
     check_id(name, "model", file="config.json", revision=revision)
     return name
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """The content of a config.json; one that would keep transformers busy for ever is refused before it begins."""
+    remedy = "Download it again."
+    record: dict[str, Any] = reading.read(file, "configuration", limit=1 << 26, as_type=dict[str, Any], remedy=remedy)
+    for part in (record, record.get("text_config")):
+        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+            count = part.get(name) if isinstance(part, dict) else None
+            if isinstance(count, (int, float)) and not 0 <= count <= _LAYERS:
+                raise CorruptFile(f"{file} asks for {count} layers.", f"At most {_LAYERS:,}.", remedy)
+    return record
+
+
+def blocks_from_config(config: Mapping[str, Any] | Path | str, *, by: str = "layer") -> tuple[Block, ...]:
+    """The blocks of a model from its ``config.json`` alone: plans without weights.
+
+    transformers makes the model without memory, and :func:`~layerbudget.models.blocks.partition` finds its blocks. A
+    configuration without ``model_type`` is read as one of Llama (with ``num_local_experts``: Mixtral).
+
+    Args:
+        config: The configuration, or the path of the file or its folder.
+        by: See :func:`~layerbudget.models.blocks.partition`.
+
+    Raises:
+        NotFound, CorruptFile: No such file, or not JSON.
+        BadModel: transformers makes no model of it.
+        UnknownStructure: A model without a single list of layers, or one that reads no text.
+
+    >>> mistral = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+    ...                num_key_value_heads=8)
+    >>> blocks_from_config(mistral)[0].numel
+    218103808
+    """
+    from transformers import AutoConfig
+
+    if not isinstance(config, Mapping):
+        config = _read_config(Path(config) / "config.json" if Path(config).is_dir() else Path(config))
+    kind = config.get("model_type") or ("mixtral" if config.get("num_local_experts") else "llama")
+    with foreign("The configuration does not read", "It is a transformers config.json.", "Point to a model folder."):
+        made = AutoConfig.for_model(**{**config, "model_type": kind})
+        auto = auto_class(made)
+        with torch.device("meta"):
+            return partition(auto.from_config(made), by)
 
 
 @contextlib.contextmanager
@@ -128,29 +153,21 @@ def foreign(what: str, feasible: str, remedy: str) -> Iterator[None]:
         raise BadModel(f"{what}: {first[:300]}", feasible, remedy) from error
 
 
-_MODEL_IS = "MODEL is demo, a local folder written by save_pretrained, or a hub id that this machine can reach."
-_LAYERS = 100_000  # more than any model has, and few enough to be refused in seconds
-
-
-def _check_config(folder: Path) -> None:
-    """Refuse a configuration that would keep transformers busy for ever, or fill the memory, before it begins."""
-    record = reading.read(folder / "config.json", "configuration", limit=1 << 26, remedy="Download it again.")
-    inner = record.get("text_config") if isinstance(record, dict) else None
-    for part in (record, inner):
-        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-            count = part.get(name) if isinstance(part, dict) else None
-            if isinstance(count, (int, float)) and not 0 <= count <= _LAYERS:
-                raise CorruptFile(
-                    f"{folder / 'config.json'} asks for {count} layers.", f"At most {_LAYERS:,}.", "Download it again."
-                )
-
-
 def auto_class(config: Any) -> Any:
-    """The class of transformers that loads such a checkpoint with its head."""
+    """The class of transformers that loads such a checkpoint with its head.
+
+    Raises:
+        UnknownStructure: It reads no text, or two texts.
+    """
     import transformers
 
     name = (getattr(config, "architectures", None) or [""])[0]
-    _check_text(config, name or type(config).__name__)
+    remedy = "Take a decoder or an encoder that reads one text: no option makes this one work."
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnknownStructure(f"{name or type(config).__name__} is an encoder-decoder.", "", remedy)
+    if getattr(text_config(config), "vocab_size", None) is None:
+        what = f"{name or type(config).__name__} reads no text: its configuration has no vocabulary."
+        raise UnknownStructure(what, "", remedy)
     for ending, auto in (
         ("ForSequenceClassification", transformers.AutoModelForSequenceClassification),
         ("ForMaskedLM", transformers.AutoModelForMaskedLM),
@@ -162,17 +179,6 @@ def auto_class(config: Any) -> Any:
     if name.endswith("ForConditionalGeneration") and type(config) in transformers.AutoModelForImageTextToText._model_mapping:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModel if name else transformers.AutoModelForCausalLM
-
-
-def _check_text(config: Any, name: str) -> None:
-    """Refuse what reads no text, or two texts, before any weight is read."""
-    remedy = "Take one of those: no option makes this one work."
-    if getattr(config, "is_encoder_decoder", False):
-        feasible = "Every verb works with decoders and encoders that read one text."
-        raise UnknownStructure(f"{name} is an encoder-decoder.", feasible, remedy)
-    if getattr(text_config(config), "vocab_size", None) is None:
-        feasible = "Every verb works with models that read text."
-        raise UnknownStructure(f"{name} reads no text: its configuration has no vocabulary.", feasible, remedy)
 
 
 def find_device(name: str) -> torch.device:
@@ -217,16 +223,15 @@ def held_dtype(config: Any, dtype: str = "auto") -> torch.dtype:
 
 def describe_place(model: nn.Module) -> str:
     """Where a model lies and in which precision, in one clause."""
-    first = next(model.parameters())
-    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    unit, held = ("GiB", size / 2**30) if size >= 2**30 else ("MiB", size / 2**20)
-    count = sum(p.numel() for p in model.parameters())
-    lies = mapped(model)
-    if lies is not None:
-        how = f"one layer at a time in {str(lies.dtype).removeprefix('torch.')}" if lies.converts else "mapped"
-        return f"{count / 1e6:,.1f} M parameters streamed from their files, {how}, on {lies.device}"
-    return f"{count / 1e6:,.1f} M parameters in {' and '.join(kinds)} on {first.device}, {held:.3g} {unit}"
+    parameters = list(model.parameters())
+    count, files = f"{sum(p.numel() for p in parameters) / 1e6:,.1f} M parameters", mapped(model)
+    if files is not None:
+        how = f"one layer at a time in {str(files.dtype).removeprefix('torch.')}" if files.converts else "mapped"
+        return f"{count} streamed from their files, {how}, on {files.device}"
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    held = f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
+    return f"{count} in {' and '.join(kinds)} on {parameters[0].device}, {held}"
 
 
 def unpacked(model: nn.Module) -> nn.Module:
@@ -248,15 +253,6 @@ def unpacked(model: nn.Module) -> nn.Module:
     return model
 
 
-def _check_stream(stream: bool | None, where: str, four_bit: bool) -> None:
-    if stream and (four_bit or not any(Path(where).glob("*.safetensors"))):
-        raise InvalidInput(
-            "A base in 4 bits cannot be streamed." if four_bit else f"{where} holds no safetensors files to stream from.",
-            "Weights stay in the safetensors files of a local folder.",
-            "Leave --stream out." if four_bit else "Download the model and give its folder.",
-        )
-
-
 def check_quantised(name: str, config: Any, stream: bool | None, four_bit: bool) -> None:
     """Refuse to stream, or to hold in 4 bits, a checkpoint whose matrices are packed already.
 
@@ -271,17 +267,18 @@ def check_quantised(name: str, config: Any, stream: bool | None, four_bit: bool)
         )
 
 
-def _streams(stream: bool | None, where: str, dtype: torch.dtype, place: torch.device, four_bit: bool) -> bool:
-    """Whether weights stay in their files."""
-    if stream is not None or four_bit or not any(Path(where).glob("*.safetensors")):
+def _streams(stream: bool | None, where: str, config: Any, dtype: str, place: torch.device, four_bit: bool) -> bool:
+    """Whether weights stay in their files: as was asked, else where they would take more than half of what is free."""
+    size = sum(file.stat().st_size for file in Path(where).glob("*.safetensors"))
+    if stream and (four_bit or not size):
+        raise InvalidInput(
+            "A base in 4 bits cannot be streamed." if four_bit else f"{where} holds no safetensors files to stream from.",
+            "Weights stay in the safetensors files of a local folder.",
+            "Leave --stream out." if four_bit else "Download the model and give its folder.",
+        )
+    if stream is not None or four_bit or getattr(config, "quantization_config", None):
         return bool(stream)
-    from safetensors import safe_open
-
-    held = 0
-    for file in Path(where).glob("*.safetensors"):
-        with safe_open(file, "pt") as handle:
-            held += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118
-    return held * dtype.itemsize > SHARE * free_bytes(place)
+    return size * held_dtype(config, dtype).itemsize / held_dtype(config).itemsize > SHARE * free_bytes(place)
 
 
 def load_model(
@@ -321,13 +318,11 @@ def load_model(
         )
     place = find_device(device)
     where = resolve(name, revision)
-    _check_stream(stream, where, four_bit)
     with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
         config = AutoConfig.from_pretrained(where, revision=revision)
         auto = auto_class(config)
         check_quantised(name, config, stream, four_bit)
-        plain = not getattr(config, "quantization_config", None)
-        streamed = plain and _streams(stream, where, held_dtype(config, dtype), place, four_bit)
+        streamed = _streams(stream, where, config, dtype, place, four_bit)
         nf4: dict[str, Any] = {}
         if four_bit:
             nf4 = {"quantization_config": four_bit_config(held_dtype(config, dtype)), "device_map": {"": str(place)}}

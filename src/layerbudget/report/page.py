@@ -234,8 +234,7 @@ def plan_details(plan: Plan, name: str) -> str:
 _ROWS = {
     "unstructured": (
         "unstructured zeros, stored densely",
-        "file and memory: unchanged (a compressed copy: layerbudget export DIR --to packed); time: unchanged in every "
-        "common runtime",
+        "file and memory: unchanged; time: unchanged in every common runtime",
     ),
     "n:m": (
         "n:m zeros, stored densely",

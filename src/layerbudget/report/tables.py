@@ -91,15 +91,12 @@ def plan_table(plan: Plan) -> Table:
 
 def path_table(plan: Plan) -> Table:
     """Steps of a plan by directional damage: predicted and measured change, divergence, passes."""
-    title = f"steps: {plan.extra['forward_passes']:.0f} forward equivalents"
-    if plan.extra.get("held_out") is not None:
-        title += f"; on text that did not decide {plan.extra['held_out']:.4f} nats (half of the text deciding)"
-    table = Table(title=title)
-    for name in ("step", "predicted", "measured", "nats per token", "held out", "passes"):
+    table = Table(title=f"steps: {plan.extra['forward_passes']:.0f} forward equivalents")
+    for name in ("step", "predicted", "measured", "nats per token", "passes"):
         table.add_column(name, justify="right")
     for entry in plan.extra["path"]:
         cells = [_cell(entry.get(name), "+.4f") for name in ("predicted", "measured")]
-        cells += [_cell(entry["divergence"], ".4f"), _cell(entry.get("held_out"), ".4f"), f"{entry['passes']:.0f}"]
+        cells += [_cell(entry["divergence"], ".4f"), f"{entry['passes']:.0f}"]
         table.add_row(str(entry["step"]), *cells)
     return table
 

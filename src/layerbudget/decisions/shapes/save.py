@@ -23,7 +23,6 @@ from ...models.machine import versions
 from ...plan import Plan
 from ...records import SCHEMA_VERSION, dumps, write_text
 from ...storage.folders import new_folder
-from ..sparsity.save import add_metadata
 from .layouts import FIND, Attention, Where
 from .program import OTHER_KIND, Part
 from .units import where_is
@@ -215,8 +214,6 @@ def save_smaller(
             tokenizer.save_pretrained(temporary)
         if plan is not None:
             plan.save(temporary / "plan.json")
-            for file in temporary.glob("*.safetensors"):
-                add_metadata(file, {"layerbudget_plan": plan.digest, "layerbudget_method": plan.kind})
         if record is not None:
             digest = {"plan_digest": plan.digest} if plan is not None else {}
             content = {"schema_version": SCHEMA_VERSION, **digest, **record, "versions": versions()}

@@ -4,16 +4,13 @@ From the plan that gives every unit the same sparsity, the trust-region loop (:f
 down the measured divergence. At every point the damage of all units at levels within reach is predicted to first order
 (:mod:`layerbudget.sensitivity.directional.terms`); proposed are the best plan within reach, by an exact program, then half and
 a quarter of the way to it. The last step is measured by the pruner itself, and taken where that is better.
-
-Half of the text may decide and the other half judge (cross-fitting): a descent on the first half is measured on the second at
-every step, which says how fine the units may be and when to stop; then all of the text decides, that far.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...compressors.base import Treatment, find_treatment
+from ...compressors.base import find_treatment
 from ...compressors.treating import Found
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
@@ -31,8 +28,7 @@ from ...models.blocks import check_finite, describe
 from ...models.machine import computation, versions
 from ...plan import Plan
 from ...progress import Progress, Steps, say
-from ...records import check_fraction, digest
-from ...sensitivity.directional.trials import Reference
+from ...records import check_fraction
 from ...solvers import steps as loop
 from ...solvers.rounding import round_parameters
 from ...solvers.separable import Solution
@@ -51,7 +47,7 @@ def plan_by_damage(
     *,
     sparsity: float = 0.5,
     max_sparsity: float = 0.95,
-    by: str | Sequence[str] = "linear",
+    by: str = "linear",
     method: str = "wanda",
     passes: float = PASSES,
     trust: float = 0.06,
@@ -67,11 +63,10 @@ def plan_by_damage(
         data: Calibration tokens.
         sparsity: Target.
         max_sparsity: Cap of one unit.
-        by: ``layer``, ``linear``, ``rows:G``, or a regular expression. Several of them, in a list, are tried on one half of the
-            text and judged on the other, which also says when to stop; that takes more than half of the passes.
+        by: ``layer``, ``linear``, ``rows:G``, or a regular expression.
         method: Pruner.
-        passes: Most forward equivalents of the whole text (forward 1, backward 2) that may be spent, judging and the last
-            measurement included; two more are where the last step is measured by the pruner itself and refused.
+        passes: Most forward equivalents of the text (forward 1, backward 2) that may be spent, the last measurement included;
+            two more are where the last step is measured by the pruner itself and refused.
         trust: Largest change of one unit's sparsity in the first step.
         batch_size: Sequences per forward.
         resume: Folder that keeps finished steps; an interrupted run continues from it.
@@ -80,8 +75,7 @@ def plan_by_damage(
 
     Returns:
         A plan of rule ``directional``; ``extra`` has the ``path``, ``forward_passes``, ``predicted`` and ``measured`` damage in
-        nats per token (by the pruner itself), ``held_out`` (of the plan that half the text made, on the other half), and
-        ``rows`` where they are decided.
+        nats per token (by the pruner itself), and ``rows`` where they are decided.
 
     Raises:
         CoverageError: Layers of a streamed model that come and go.
@@ -90,54 +84,25 @@ def plan_by_damage(
     """
     check_fraction(sparsity, "sparsity")
     check_fraction(max_sparsity, "max_sparsity", low=sparsity)
+    if not 0 < trust <= 1:
+        raise InvalidInput(f"trust is {trust}.", "It lies in (0, 1].", "Use trust=0.06.")
+    least = 1.0 + PRICE + APPLYING  # dense forward, start, last measurement
+    if passes < least:
+        raise InvalidInput(f"passes is {passes:g}.", f"One step needs {least:g} forward equivalents.", f"Use passes={least:g}.")
     check_finite(model)
-    names = [by] if isinstance(by, str) else list(by)
-    trials = 0 if isinstance(by, str) else len(names)
-    _check(names, trials, data, trust, passes)
     identity, treatment = describe(model), find_treatment(method).with_options(own)
-    key = {"method": method, "own": own, "passes": passes, "batch_size": batch_size, "max_sparsity": max_sparsity}
-    key |= {"sparsity": sparsity, "trust": trust, "by": names}
-    request = {
-        **key,
-        "model": identity["digest"],
-        "data": data.digest,
-        "versions": versions(),
-        "computation": computation(model),
-    }
-    search = _Search(
-        model=model,
-        treatment=treatment,
-        batch_size=batch_size,
-        sparsity=sparsity,
-        cap=max_sparsity,
-        trust=trust,
-        parts=Parts(resume if is_main() else None, request),
-        progress=progress,
-    )
-    judged = search.judge(names, data, passes) if trials else None
-    chosen, extra, spent, steps = judged or (names[0], {"held_out": None}, 0.0, None)
-    left = passes - APPLYING - spent
-    steps = max(1, int((left - 1.0) / PRICE)) if steps is None else steps
-    treated, path = search.descend(chosen, data, "all", left, steps)
+    settings = {"method": method, "own": own, "passes": passes, "batch_size": batch_size, "max_sparsity": max_sparsity}
+    settings |= {"sparsity": sparsity, "trust": trust, "by": by}
+    request = {**settings, "model": identity["digest"], "data": data.digest}
+    request |= {"versions": versions(), "computation": computation(model)}
+    parts = Parts(resume if is_main() else None, request)
+    treated = TreatedModel(model, data, Units.by(model, by), treatment, batch_size=batch_size)
     try:
+        path = _descend(treated, sparsity, max_sparsity, trust, passes - APPLYING, parts, progress)
         measured = _last_step(treated, path)
     finally:
         treated.restore()
-    return _plan(identity, treated, path, {**key, "by": chosen}, {**extra, "measured": measured}, spent)
-
-
-def _check(names: Sequence[str], trials: int, data: CalibrationSet, trust: float, passes: float) -> None:
-    if not 0 < trust <= 1:
-        raise InvalidInput(f"trust is {trust}.", "It lies in (0, 1].", "Use trust=0.06.")
-    if not names:
-        raise InvalidInput("by is empty.", "It names what is decided.", "Use by='linear'.")
-    if trials and data.samples < 2:
-        raise InvalidInput("One sequence cannot both decide and judge.", "Cross-fitting needs two.", "Give more text.")
-    least = 1.0 + PRICE + APPLYING + trials * (PRICE + 2.5)  # dense forward, start, last measurement; the same on half the text
-    if passes < least:
-        raise InvalidInput(
-            f"passes is {passes:g}.", f"One step of this kind needs {least:g} forward equivalents.", f"Use passes={least:g}."
-        )
+    return _plan(identity, treated, path, settings, measured)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -145,7 +110,7 @@ class _Path:
     """Where a descent went: accepted plans, a record of each, and what the model at the last one wants.
 
     Attributes:
-        goal: The plan that it wants, not visited; None where it wants nothing, or no step is left.
+        goal: The plan that it wants, not visited; None where it wants nothing.
         promise: What that would change, by the model.
     """
 
@@ -156,111 +121,64 @@ class _Path:
     promise: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Search:
-    """Descents of one model and pruner."""
+def _descend(
+    treated: TreatedModel, sparsity: float, cap: float, radius: float, passes: float, parts: Parts, progress: Progress | None
+) -> _Path:
+    """A descent until nothing is gained or the passes are spent. Its last step is left to the caller, who measures it."""
+    numel = treated.units.numel
+    total = round(sparsity * int(numel.sum()))
+    levels = NESTED_LEVELS if treated.treatment.nested else WRITTEN_LEVELS
+    most = max(1, int((passes - 1.0) / PRICE))
+    tick = Steps(progress, most)
 
-    model: nn.Module
-    treatment: Treatment
-    batch_size: int
-    sparsity: float
-    cap: float
-    trust: float
-    parts: Parts
-    progress: Progress | None
+    def levels_at(counts: np.ndarray, trust: float) -> np.ndarray:
+        return loop.reach(counts / numel, trust, cap, levels)
 
-    def judge(self, names: Sequence[str], data: CalibrationSet, passes: float) -> tuple[str, dict[str, Any], float, int]:
-        """Descend on one half of the text by every granularity, and judge on the other: the best, records, passes and steps."""
-        trials = len(names)
-        halves = [data.select(list(range(i, data.samples, 2))) for i in (0, 1)]
-        judge = Reference(self.model, halves[1], self.batch_size)
-        # as many steps are left for the whole text: a trial's step costs half, and half a judgement
-        spare = passes - 1.0 - APPLYING - 0.5 - trials * (PRICE + 2.0) / 2.0
-        most = max(1, int(spare / (PRICE + trials * (PRICE + 1.0) / 2.0)))
-        tried: dict[str, list[float]] = {}
-        spent = judged = 0.0
-        for by in names:
-            treated, path = self.descend(by, halves[0], "half", 1.0 + (most + 1.0) * PRICE, most, judge)
-            treated.restore()
-            tried[by] = [float(entry["held_out"]) for entry in path.log]
-            spent, judged = spent + treated.passes, judged + len(path.log)
-        best = min(tried, key=lambda by: min(tried[by]))
-        spent = (spent * halves[0].samples + (1.0 + judged) * halves[1].samples) / data.samples
-        return best, {"held_out": min(tried[best]), "tried": tried}, spent, int(np.argmin(tried[best]))
+    def evaluate(point: Point, proposal: loop.Proposal) -> Point:
+        return treated.evaluate(proposal.state, point.moments, levels_at(proposal.state, proposal.trust))
 
-    def descend(
-        self, by: str, data: CalibrationSet, name: str, passes: float, steps: int, judge: Reference | None = None
-    ) -> tuple[TreatedModel, _Path]:
-        """A descent until nothing is gained, or steps or passes are spent; the model is left wherever it was last.
+    def proposals(point: Point, trust: float) -> Iterator[loop.Proposal]:
+        around = levels_at(point.counts, trust)
+        damage = loop.curves_at(point.levels, point.first, around)
+        goal, path.solution = loop.step_within(around, damage, numel, total)
+        if (goal == point.counts).all() or loop.damage_at(around, damage, goal / numel) >= 0:
+            return
+        for length in LENGTHS:
+            way = ((1 - length) * point.counts + length * goal) / numel
+            counts = goal if length == 1.0 else round_parameters(way, numel, total)
+            promise = loop.damage_at(around, damage, counts / numel)
+            yield loop.Proposal(state=counts, promise=promise, trust=trust * length, length=length)
 
-        With a judge its divergence is logged at every accepted point, and decides nothing. Without one the last of the steps is
-        left to the caller, who measures it in a way of his own.
-        """
-        units = Units.by(self.model, by)
-        treated = TreatedModel(self.model, data, units, self.treatment, batch_size=self.batch_size)
-        try:
-            return treated, self._descend(treated, f"path-{digest(f'{name} {by}')}", passes, steps, judge)
-        except BaseException:
-            treated.restore()
-            raise
+    def affords() -> bool:
+        return len(path.log) < most and treated.passes + PRICE <= passes
 
-    def _descend(self, treated: TreatedModel, part: str, passes: float, steps: int, judge: Reference | None) -> _Path:
-        numel = treated.units.numel
-        total = round(self.sparsity * int(numel.sum()))
-        count = NESTED_LEVELS if treated.treatment.nested else WRITTEN_LEVELS
-        tick = Steps(self.progress, steps)
+    def record(point: Point, **more: Any) -> None:
+        path.counts.append(point.counts)
+        path.log.append({"step": len(path.log), "divergence": point.divergence, "passes": treated.passes, **more})
+        _keep(parts, path, point, trust)
 
-        def levels_at(counts: np.ndarray, trust: float) -> np.ndarray:
-            return loop.reach(counts / numel, trust, self.cap, count)
-
-        def evaluate(point: Point, proposal: loop.Proposal) -> Point:
-            return treated.evaluate(proposal.state, point.moments, levels_at(proposal.state, proposal.trust))
-
-        def proposals(point: Point, trust: float) -> Iterator[loop.Proposal]:
-            levels = levels_at(point.counts, trust)
-            damage = loop.curves_at(point.levels, point.first, levels)
-            goal, path.solution = loop.step_within(levels, damage, numel, total)
-            if (goal == point.counts).all() or loop.damage_at(levels, damage, goal / numel) >= 0:
-                return
-            for length in LENGTHS:
-                way = ((1 - length) * point.counts + length * goal) / numel
-                counts = goal if length == 1.0 else round_parameters(way, numel, total)
-                promise = loop.damage_at(levels, damage, counts / numel)
-                yield loop.Proposal(state=counts, promise=promise, trust=trust * length, length=length)
-
-        def affords() -> bool:
-            return len(path.log) <= steps - (judge is None) and treated.passes + PRICE <= passes
-
-        def record(point: Point, **more: Any) -> None:
-            entry = {"step": len(path.log), "divergence": point.divergence, "passes": treated.passes}
-            entry |= {} if judge is None else {"held_out": judge.measure()}
-            path.counts.append(point.counts)
-            path.log.append({**entry, **more})
-            _keep(self.parts, part, path, point, trust)
-
-        held = broadcast(lambda: _kept(self.parts, part, self.treatment.statistic))
-        path, given, trust = held or (_Path(counts=[], log=[]), treated.dense, self.trust)
-        start = path.counts[-1] if held else round_parameters(np.full(len(numel), self.sparsity), numel, total, self.cap)
-        reached = path.log[-1].get("trust", self.trust) if held else self.trust
-        point = treated.evaluate(start, given, levels_at(start, reached))
-        if held:
-            treated.passes = path.log[-1]["passes"]
-        else:
-            record(point)
-        for step in loop.descend(point, trust, proposals, evaluate, affords, least=LEAST_TRUST):
-            moved = float(np.abs(step.point.counts - point.counts).sum() / numel.sum())
-            point, trust, done = step.point, step.trust, step.proposal
-            record(point, length=done.length, trust=done.trust, moved=moved, predicted=done.promise, measured=step.change)
-            say(self.progress, f"damage {point.divergence:.3g}")
-            tick(len(path.log) - 1 - tick.done)
-        if judge is None and len(path.log) <= steps:
-            for last in proposals(point, trust):
-                path.goal, path.promise = last.state, last.promise
-                break
-        return path
+    held = broadcast(lambda: _kept(parts, treated.treatment.statistic))
+    path, given, trust = held or (_Path(counts=[], log=[]), treated.dense, radius)
+    start = path.counts[-1] if held else round_parameters(np.full(len(numel), sparsity), numel, total, cap)
+    reached = path.log[-1].get("trust", radius) if held else radius
+    point = treated.evaluate(start, given, levels_at(start, reached))
+    if held:
+        treated.passes = path.log[-1]["passes"]
+    else:
+        record(point)
+    for step in loop.descend(point, trust, proposals, evaluate, affords, least=LEAST_TRUST):
+        moved = float(np.abs(step.point.counts - point.counts).sum() / numel.sum())
+        point, trust, done = step.point, step.trust, step.proposal
+        record(point, length=done.length, trust=done.trust, moved=moved, predicted=done.promise, measured=step.change)
+        say(progress, f"damage {point.divergence:.3g}")
+        tick(len(path.log) - 1 - tick.done)
+    last = next(proposals(point, trust), None)
+    if last is not None:
+        path.goal, path.promise = last.state, last.promise
+    return path
 
 
-def _keep(parts: Parts, name: str, path: _Path, point: Point, trust: float) -> None:
+def _keep(parts: Parts, path: _Path, point: Point, trust: float) -> None:
     """Keep the accepted steps, and the statistics with which the last one was treated, in the place of those before."""
     if parts.folder is None:
         return
@@ -272,16 +190,16 @@ def _keep(parts: Parts, name: str, path: _Path, point: Point, trust: float) -> N
     copies = {matrix: len(moments) for matrix, moments in point.given.items()}
     record = json.dumps({"log": path.log, "trust": trust, "copies": copies})
     step = len(path.log) - 1
-    parts.put(f"{name}-{step}", "safetensors", lambda file: save_file(tensors, file, {"record": record}))
-    before = parts.find(f"{name}-{step - 1}")
+    parts.put(f"path-{step}", "safetensors", lambda file: save_file(tensors, file, {"record": record}))
+    before = parts.find(f"path-{step - 1}")
     if before is not None:
         before.unlink()
 
 
-def _kept(parts: Parts, name: str, statistic: str) -> tuple[_Path, Found, float] | None:
+def _kept(parts: Parts, statistic: str) -> tuple[_Path, Found, float] | None:
     """The path, the statistics of its last point, and the trust there; None where no whole part is left."""
-    steps = sorted((int(n.rpartition("-")[2]) for n in parts.names() if n.startswith(f"{name}-")), reverse=True)
-    file = next((f for f in (parts.find(f"{name}-{step}") for step in steps) if f is not None), None)
+    steps = sorted((int(name.removeprefix("path-")) for name in parts.names()), reverse=True)
+    file = next((f for f in (parts.find(f"path-{step}") for step in steps) if f is not None), None)
     if file is None:
         return None
     from safetensors import safe_open
@@ -310,24 +228,17 @@ def _last_step(treated: TreatedModel, path: _Path) -> float:
     return measured
 
 
-def _plan(
-    identity: Mapping[str, Any],
-    treated: TreatedModel,
-    path: _Path,
-    hyper: Mapping[str, Any],
-    extra: dict[str, Any],
-    spent: float,
-) -> Plan:
+def _plan(identity: dict[str, Any], treated: TreatedModel, path: _Path, settings: Mapping[str, Any], measured: float) -> Plan:
     counts, log = path.counts[-1], path.log
     total, (blocks, rows) = int(counts.sum()), treated.units.planned(counts)
     predicted = log[max(len(log) - 2, 0)]["divergence"] + log[-1].get("predicted", 0.0)
-    extra = {"forward_passes": treated.passes + spent, "predicted": predicted, "path": log, **extra}
+    extra = {"forward_passes": treated.passes, "predicted": predicted, "path": log, "measured": measured}
     return Plan(
         kind="sparsity",
         rule="directional",
-        model=dict(identity),
+        model=identity,
         blocks=blocks,
-        hyperparameters=dict(hyper),
+        hyperparameters=dict(settings),
         budget={"unit": "parameters", "limit": total, "spent": total},
         certificate=path.solution.certificate() if path.solution is not None else {},
         extra=extra if rows is None else {**extra, "rows": rows},
