@@ -11,7 +11,8 @@ by-rank (K-FAC gain of every further rank), by-rank-plain (the same without curv
 order), by-rank-shuffled (its ranks in random order among modules of equal cost), equal-parameters (every module the same
 number); gain-init (uniform ranks started in the gradient's directions, rows of A as long as PEFT's) and gain-init-unit (rows
 of length 1, as EVA's); gain-absolute-init-unit (both: planned ranks, started so); eva; adalora; replan (uniform, planned
-again after 30 % of the steps); none (the model as it is). ``rule+policy`` is the rule with scales that follow the rank
+again after 30 % of the steps: the tables keep it, the package does not, since a plan at the start gains more); none (the
+model as it is). ``rule+policy`` is the rule with scales that follow the rank
 (``rslora``, ``constant-alpha``: all alike at the mean rank), ``rule@rate`` the rule at a learning rate of its own, chosen on
 seed 9, which no table holds (lora_rates.md). For experts: uniform, gain, gain-absolute, permuted, permuted-absolute, 2468,
 8642, alphalora, layerif.
@@ -56,7 +57,7 @@ from layerbudget.solvers import allocate, round_capacity, rules
 from lora_quality_report import RESULTS, write_rates, write_report
 from lora_quality_tasks import Classification, Code, Prose
 
-UNIFORM = ("eva", "adalora", "gain-init", "gain-init-unit", "replan")  # these begin with uniform ranks
+UNIFORM = ("eva", "adalora", "gain-init", "gain-init-unit")  # these begin with uniform ranks
 
 
 def scores_for(bench, form: str, rule: str, cache: dict):
@@ -238,9 +239,6 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
             if rule == "adalora":
                 model.base_model.update_and_allocate(step)
             optimizer.zero_grad()
-            if rule == "replan" and step == int(0.3 * options.steps):
-                counts = replan(bench, model, optimizer, form, seed, options)
-                trained = [p for p in model.parameters() if p.requires_grad]
             history.append(float(loss.detach()))
             step += 1
         epoch += 1
@@ -258,17 +256,6 @@ def train(bench, form: str, rule: str, seed: int, options: argparse.Namespace, c
 def _setting(bench, form: str, rule: str, seed: int, options: argparse.Namespace) -> dict:
     fields = {"task": options.task, "form": form, "rule": rule, "seed": seed, "rows": len(bench.train)}
     return fields | {k: getattr(options, k) for k in ("steps", "lr", "batch", "length", "attention", "rank", "experts")}
-
-
-def replan(bench, model, optimizer, form: str, seed: int, options: argparse.Namespace) -> list[int]:
-    """Move capacity once, to where the optimiser's own moments see gain."""
-    from layerbudget.finetuning.tracking import adapter_leaves, replanned, resize, tracked_gains
-
-    plan = plan_for(bench, form, "uniform", seed, options, {})
-    shapes = {n: (leaf["A"].in_features, leaf["B"].out_features) for n, leaf in adapter_leaves(model).items()}
-    counts = replanned(plan, tracked_gains(model, optimizer), shapes, 1 if form == "ranks" else 2)
-    resize(model, optimizer, counts)
-    return list(counts.values())
 
 
 def key_of(row: dict) -> tuple:

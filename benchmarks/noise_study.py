@@ -32,12 +32,12 @@ SIZES = (16, 64, 256)
 
 def calibration(tokenizer, samples: int, length: int, seed: int = 0) -> CalibrationSet:
     """Random non-overlapping windows of the standard library's calibration group, each behind the BOS token."""
-    documents, missing = stdlib.read("calibration")
+    documents, _ = stdlib.read("calibration")
     ids = np.concatenate([tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in documents])
     starts = np.arange(0, len(ids) - length, length - 1)
     chosen = np.random.default_rng(seed).permutation(starts)[:samples]
     rows = np.stack([np.concatenate([[tokenizer.bos_token_id], ids[s : s + length - 1]]) for s in chosen])
-    return CalibrationSet(input_ids=torch.from_numpy(rows.astype(np.int64)), source="stdlib", seed=seed, missing=tuple(missing))
+    return CalibrationSet(input_ids=torch.from_numpy(rows.astype(np.int64)), source="stdlib", seed=seed)
 
 
 def dampings_of(spectra: list[noise.Spectrum]) -> np.ndarray:

@@ -64,7 +64,7 @@ VERBS = {
         ["compare", "model", "--scores", "fisher-gram,gradient-norm", "--sparsity", "0.5", "--data", "text.txt", "--samples", "4", "--length",
          "16", "--windows", "6", "--quiet", "-o", "out"], ["--overwrite"], "out", ("out/notes",),
     ),
-    "demo": Verb(["demo", "--out", "out", "--resume", "parts", "--quiet"], ["--overwrite"], "out", ("parts/notes",)),
+    "demo": Verb(["demo", "--out", "out", "--quiet"], ["--overwrite"], "out"),
     "plan": Verb(["plan", "sparsity", "scores.json", "-o", "out.json"], ["--overwrite"], "out.json"),
     "prune": Verb(PRUNE, ["--overwrite"], "out", ("parts/notes",)),
     "prune, overwriting": Verb(
@@ -73,9 +73,6 @@ VERBS = {
     ),
     "prune, smaller": Verb(["apply", "model", "smaller.json", *DATA, "-o", "out"], ["--overwrite"], "out"),
     "finetune": Verb(["finetune", "model", "ranks.json", *TUNE, *KEPT, "-o", "out"], ["--overwrite"], "out", ("parts/notes",)),
-    "finetune, re-planning": Verb(
-        ["finetune", "model", "ranks.json", *TUNE, *KEPT, "--replan", "0.4", "-o", "out"], ["--overwrite"], "out"
-    ),
     "finetune, overwriting": Verb(
         ["finetune", "model", "ranks.json", *TUNE, "--overwrite", "-o", "out"], [], "out", ("out/notes", "out/seed-0/notes"),
         (["finetune", "model", "ranks.json", *TUNE, "--lr", "0.5", "--overwrite", "-o", "out"],),

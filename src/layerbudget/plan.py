@@ -140,10 +140,9 @@ class Plan(BlockRecord):
         return self._frame(value=self.values, count=self.counts, numel=self.numel, matrices=self.matrices)
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
-        """Write the file, atomically, and the counts of its groups of rows beside it.
+        """Write the file, atomically, and the counts of its groups of rows beside it; errors as of :meth:`Record.save`.
 
         Raises:
-            AlreadyExists: The file exists with another content and ``overwrite`` is false.
             NotFound: The plan decides groups of rows and their counts are not at hand.
         """
         rows = self.rows and self.rows.require()
@@ -154,12 +153,7 @@ class Plan(BlockRecord):
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read the file, and the counts of its groups of rows.
-
-        Raises:
-            NotFound: No such file.
-            CorruptFile: Not such a file, or counts that are not its own.
-        """
+        """Read the file, and the counts of its groups of rows; errors as of :meth:`Record.load`."""
         plan = super().load(path)
         if plan.rows is None:
             return plan
@@ -171,11 +165,9 @@ class Plan(BlockRecord):
         return {m: b for b in self.blocks for m in b.modules}
 
     def validate(self, model: Mapping[str, Any]) -> None:
-        """Refuse a model that the plan was not made for.
+        """Refuse a model, by what :func:`layerbudget.models.blocks.describe` says of it, that the plan was not made for.
 
-        Args:
-            model: What :func:`layerbudget.models.blocks.describe` says of the model at hand. Where one of the two is quantised,
-                the skeletons are compared: a plan made in bfloat16 serves the model in 4 bits and back.
+        Where one of the two is quantised, skeletons are compared: a plan made in bfloat16 serves the model in 4 bits and back.
 
         Raises:
             ModelMismatch: The content digests differ.
@@ -227,18 +219,19 @@ class Plan(BlockRecord):
         budget = {"unit": unit, "limit": spent, "spent": spent}
         return cls(kind=kind, rule=rule, model=dict(model or {}), blocks=rows, budget=budget)
 
-    @classmethod
-    def _check(cls, fields: dict[str, Any]) -> None:
-        shapes = {"budget": PlanBudget, **({"certificate": Certificate} if fields["certificate"] else {}), "extra": Extra}
-        if fields["kind"] == "shapes":
-            shapes |= {"extra": SmallerShapes, "hyperparameters": ShapeSettings}
-        if fields["kind"] in ("bits", "recipe"):
-            shapes |= {"extra": Formats if fields["kind"] == "bits" else RecipeExtra}
+    def _check(self) -> None:
+        super()._check()
+        shapes: dict[str, Any] = {"budget": PlanBudget, "extra": _EXTRA.get(self.kind, Extra)}
+        shapes |= {"certificate": Certificate} if self.certificate else {}
+        shapes |= {"hyperparameters": ShapeSettings} if self.kind == "shapes" else {}
         for name, shape in shapes.items():
             try:
-                reading.converted(fields[name], shape)
+                reading.converted(getattr(self, name), shape)
             except ValueError as error:
                 raise CorruptFile(f"The {name} of this plan does not read ({error}).", "", "Make the plan again.") from error
+
+
+_EXTRA = {"shapes": SmallerShapes, "bits": Formats, "recipe": RecipeExtra}
 
 
 def _count(kind: str, block: Block, value: float) -> int:
@@ -328,11 +321,7 @@ class RowGroups:
         return found
 
     def require(self) -> RowGroups:
-        """Return the same, refused where only the plan's JSON was read.
-
-        Raises:
-            NotFound: The counts are not at hand.
-        """
+        """Return the same; without counts, where only the plan's JSON was read, it raises NotFound."""
         if not self.counts:
             raise NotFound("The plan decides groups of rows, and their counts are not at hand.", "", "Use Plan.load(path).")
         return self

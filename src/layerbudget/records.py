@@ -7,7 +7,6 @@ import dataclasses
 import html
 import math
 import re
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -92,22 +91,15 @@ def natural_key(name: str) -> tuple[Any, ...]:
 
 
 def read_json(path: Path | str, kind: str, command: str | None = None, *, as_type: Any = dict[str, Any]) -> Any:
-    """Content of one of this package's JSON files.
-
-    Args:
-        path: The file.
-        kind: The word for it in messages.
-        command: The command that makes one, where that is another word.
-        as_type: The type of its content.
+    """Content of one of this package's JSON files: a ``kind`` that ``command`` makes (the same word where it is None).
 
     Raises:
         NotFound: No such file.
         CorruptFile: Not JSON, of another shape, or a schema version that this release does not read.
     """
     if not Path(path).is_file():
-        raise NotFound(
-            f"There is no {kind} file at {path}.", "", f"Check the path, or make one first (layerbudget {command or kind})."
-        )
+        remedy = f"Check the path, or make one first (layerbudget {command or kind})."
+        raise NotFound(f"There is no {kind} file at {path}.", "", remedy)
     content = reading.read_bytes(path, kind)
     head = reading.parse(content, str(path), kind, as_type=_Head)
     if kind == "scores" and head.rule is not None and head.estimator is None:
@@ -117,11 +109,8 @@ def read_json(path: Path | str, kind: str, command: str | None = None, *, as_typ
             f"{path} is not a plan file: it holds scores.", "", "Plan from them first: layerbudget plan sparsity FILE."
         )
     if head.schema_version != SCHEMA_VERSION:
-        raise CorruptFile(
-            f"{path} has schema version {str(head.schema_version)[:40]}.",
-            f"This release reads version {SCHEMA_VERSION}.",
-            f"Make the {kind} again.",
-        )
+        told = f"{path} has schema version {str(head.schema_version)[:40]}."
+        raise CorruptFile(told, f"This release reads version {SCHEMA_VERSION}.", f"Make the {kind} again.")
     return reading.parse(content, str(path), kind, as_type=as_type)
 
 
@@ -193,15 +182,10 @@ def freeze(value: Any) -> Any:
 
 
 class Record:
-    """Base of the dataclasses that are this package's JSON files; their fields are the file's keys.
+    """Base of the dataclasses that are this package's JSON files; their fields are the file's keys."""
 
-    Attributes:
-        what: The word for such a file.
-        command: The command that makes one, where it is another word.
-    """
-
-    what: ClassVar[str] = "record"
-    command: ClassVar[str | None] = None
+    what: ClassVar[str] = "record"  # the word for such a file
+    command: ClassVar[str | None] = None  # the command that makes one, where it is another word
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the file."""
@@ -219,23 +203,18 @@ class Record:
             InvalidInput: A key is missing, or a value has another type or range than the field.
         """
         try:
-            return cls._made(reading.converted(to_jsonable(record), _shape(cls)))
+            found: Self = reading.converted(to_jsonable(record), cls)
         except msgspec.MsgspecError as error:
             raise InvalidInput(
                 f"This is no {cls.what} record: {error}.", "", "Take the JSON form as it was written."
             ) from error
+        found._check()
+        return found
 
-    @classmethod
-    def _made(cls, shape: Any) -> Self:
-        fields = {name: getattr(shape, name) for name in shape.__struct_fields__}
-        for name, value in fields.items():
-            reading.check_loose(value, cls.what, name)
-        cls._check(fields)
-        return cls(**fields)
-
-    @classmethod
-    def _check(cls, fields: dict[str, Any]) -> None:
-        """Refuse what only the fields together show to be wrong."""
+    def _check(self) -> None:
+        """Refuse what is too deep or holds too large numbers."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            reading.check_loose(getattr(self, field.name), self.what, field.name)
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
         """Write the file, atomically.
@@ -256,26 +235,9 @@ class Record:
             CorruptFile: Not such a file.
             InvalidInput: Values that contradict each other.
         """
-        return cls._made(read_json(path, cls.what, cls.command, as_type=_shape(cls)))
-
-
-_SHAPES: dict[Any, Any] = {}
-
-
-def _shape(cls: Any) -> Any:
-    """The fields of a record as a structure that msgspec fills while it checks types."""
-    if cls in _SHAPES:
-        return _SHAPES[cls]
-    hints = typing.get_type_hints(cls, include_extras=True)
-    parts: list[Any] = []
-    for field in dataclasses.fields(cls):
-        part: tuple[Any, ...] = (field.name, hints[field.name])
-        if field.default_factory is not dataclasses.MISSING:
-            part += (msgspec.field(default_factory=field.default_factory),)
-        elif field.default is not dataclasses.MISSING:
-            part += (field.default,)
-        parts.append(part)
-    return _SHAPES.setdefault(cls, msgspec.defstruct(f"{cls.__name__}File", parts, kw_only=True))
+        found: Self = read_json(path, cls.what, cls.command, as_type=cls)
+        found._check()
+        return found
 
 
 class BlockRecord(Record):
@@ -318,12 +280,12 @@ class BlockRecord(Record):
         Raises:
             UnknownBlock: There is no block of that name.
         """
-        for k, block in enumerate(self.blocks):
-            if block.name == name:
-                return k
-        raise UnknownBlock(
-            f"No block is called {name!r}.", f"The blocks are {', '.join(self.names[:3])}, ...", "Correct the name."
-        )
+        names = self.names
+        if name not in names:
+            raise UnknownBlock(
+                f"No block is called {name!r}.", f"The blocks are {', '.join(names[:3])}, ...", "Correct the name."
+            )
+        return names.index(name)
 
     def __repr__(self) -> str:
         title, cells = self._shown()

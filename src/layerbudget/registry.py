@@ -17,7 +17,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -26,27 +26,16 @@ import msgspec
 from .errors import InvalidInput, NotFound
 
 T = TypeVar("T")
-Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option.
-
-    It has a ``name``, which users write; the ``type`` of its values, ``Any`` where none is declared; a ``default``, where
-    nothing is given; and ``help``, a line from ``Annotated[type, "line"]``.
-    """
+    """One option; ``help`` is a line from ``Annotated[type, "line"]``."""
 
     name: str
     type: Any = Any
     default: Any = None
     help: str = ""
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """Its values, where they are words (``Literal``)."""
-        parts = (self.type, *typing.get_args(self.type))
-        return tuple(word for t in parts if typing.get_origin(t) is typing.Literal for word in typing.get_args(t))
 
     def read(self, value: Any, what: str) -> Any:
         """Return a value that was given for this option of something; lists become tuples where the type says so.
@@ -59,25 +48,21 @@ class Option:
             converted = msgspec.convert(plain, self.type)
         except msgspec.ValidationError:
             told = f"The option {self.name} of {what} is {value!r}."
-            raise InvalidInput(told, f"It is {self.says}.", "Correct it.") from None
+            raise InvalidInput(told, f"It is {_spoken(self.type)}.", "Correct it.") from None
         except TypeError:  # a type that is checked by whoever reads the option
             return value
         return converted if isinstance(value, list) else value
 
-    @property
-    def says(self) -> str:
-        """Its type in words, such as ``a number or a list of numbers``."""
-        either = typing.get_origin(self.type) in (types.UnionType, typing.Union)
-        parts = typing.get_args(self.type) if either else (self.type,)
-        return " or ".join(_spoken(t) for t in parts if t not in (type(None), Any))
-
 
 def _spoken(declared: Any) -> str:
-    if typing.get_origin(declared) is typing.Literal:
-        return ", ".join(str(word) for word in typing.get_args(declared))
-    inner = [t for t in typing.get_args(declared) if t is not ...]
-    if inner and issubclass(typing.get_origin(declared), Sequence):
-        return f"a list of {_spoken(inner[0]).removeprefix('a ')}s"
+    """A type in words, such as ``a number or a list of numbers``."""
+    origin, parts = typing.get_origin(declared), typing.get_args(declared)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_spoken(part) for part in parts if part is not types.NoneType)
+    if origin is typing.Literal:
+        return ", ".join(map(str, parts))
+    if parts:
+        return f"a list of {_spoken(parts[0]).removeprefix('a ')}s"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return words.get(declared, getattr(declared, "__name__", str(declared)))
 
@@ -102,23 +87,14 @@ def _option(parameter: inspect.Parameter, module: types.ModuleType | None) -> Op
         except (NameError, AttributeError, TypeError):
             declared = Any  # imported for type checkers only, or an alias that is text
     if declared is parameter.empty:
-        declared = _type_of(default)
+        declared = type(default) if isinstance(default, (bool, int, float, str)) else Any
     if typing.get_origin(declared) is typing.Annotated:
         declared, line = typing.get_args(declared)[:2]
     return Option(name=parameter.name, type=declared, default=default, help=line)
 
 
-def _type_of(default: Any) -> Any:
-    return type(default) if isinstance(default, (bool, int, float, str)) else Any
-
-
 def resolve_options(what: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of something, those given in the place of the defaults; None means not given.
-
-    Args:
-        what: What has the options, at the start of a sentence: ``The rule mdl``.
-        options: From :func:`options_of`.
-        given: By name.
+    """All options of ``what`` (``The rule mdl``), those given in the place of the defaults; None means not given.
 
     Raises:
         InvalidInput: There is no such option, or it does not have that value.
@@ -136,12 +112,12 @@ def resolve_options(what: str, options: Mapping[str, Option], given: Mapping[str
     }
 
 
-def load_function(home: str | Call, package: str | None) -> Call:
-    """The function that an entry names: itself, or ``module:function`` below a package, imported when it is asked for."""
+def load_function(home: str | T, package: str | None) -> T:
+    """What an entry names: itself, or ``module:name`` below a package, imported when it is asked for."""
     if not isinstance(home, str):
         return home
-    module, function = home.split(":")
-    found: Call = getattr(importlib.import_module(module, package), function)
+    module, name = home.split(":")
+    found: T = getattr(importlib.import_module(module, package), name)
     return found
 
 
@@ -207,10 +183,7 @@ class Registry(Generic[T]):
             raise InvalidInput(
                 f"There is no {self.what} {name!r}.", f"There are {', '.join(self._items)}.", "Choose one of those."
             )
-        item = self._items[name]
-        if isinstance(item, str):
-            module, attribute = item.split(":")
-            item = self._items[name] = getattr(importlib.import_module(module, self.home), attribute)
+        item = self._items[name] = load_function(self._items[name], self.home)
         return item
 
     def _load(self) -> None:

@@ -21,11 +21,8 @@ def _table(rows: Any, shape: tuple[int, int], name: str) -> Table:
         return ((None,) * shape[1],) * shape[0]
     table = tuple(tuple(None if v is None or v != v else float(v) for v in row) for row in rows)
     if len(table) != shape[0] or any(len(row) != shape[1] for row in table):
-        raise InvalidInput(
-            f"{name} has {len(table)} rows of {sorted({len(r) for r in table})} values.",
-            f"It needs {shape[0]} dampings x {shape[1]} blocks.",
-            "Give one row per damping and one value per block.",
-        )
+        told = f"{name} has {len(table)} rows of {sorted({len(r) for r in table})} values."
+        raise InvalidInput(told, f"It needs {shape[0]} dampings x {shape[1]} blocks.", "Give one value for each.")
     return table
 
 
@@ -101,10 +98,11 @@ class Scores(BlockRecord):
         """
         if damping is None:
             return len(self.damping) // 2
-        for i, value in enumerate(self.damping):
-            if np.isclose(value, damping, rtol=1e-9, atol=0):
-                return i
-        raise InvalidInput(f"The scores have no damping {damping}.", f"They have {list(self.damping)}.", "Choose one of those.")
+        found = np.flatnonzero(np.isclose(self.damping, damping, rtol=1e-9, atol=0))
+        if not len(found):
+            known = f"They have {list(self.damping)}."
+            raise InvalidInput(f"The scores have no damping {damping}.", known, "Choose one of those.")
+        return int(found[0])
 
     def values(self, damping: float | None = None) -> np.ndarray:
         """Return the scores of one damping, shape ``(K,)``.
@@ -158,23 +156,16 @@ class Scores(BlockRecord):
         return title, [status if value is None else f"{value:.4g}" for value, status in cells]
 
     def to_pandas(self, damping: float | None = None) -> Any:
-        """Return a data frame with a row per block, for one damping (needs pandas).
-
-        Raises:
-            InvalidInput: No such damping.
-        """
+        """Return a data frame with a row per block, for one damping (needs pandas)."""
         row, tables = self.index(damping), ("gain", "standard_error", "noise_floor")
         numbers = {name: np.array(getattr(self, name)[row], dtype=np.float64) for name in tables}
         return self._frame(**numbers, status=self.status[row], numel=self.numel)
 
     @classmethod
     def from_values(cls, blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float], **fields: Any) -> Scores:
-        """Return a record of one's own scores: values by block name, or in the order of the blocks.
+        """Return a record of one's own scores: a finite value by block name, or in the order of the blocks.
 
-        Args:
-            blocks: The blocks.
-            values: One finite number per block.
-            **fields: Of the record: ``estimator``, ``unit``, ``orientation``, ...
+        Other fields of the record are keywords: ``estimator``, ``unit``, ``orientation``, ...
 
         Raises:
             InvalidInput: A block without a value, a value without a block, or a value that is not finite.

@@ -277,7 +277,7 @@ def tables(run):
     return found
 
 
-MEASURED = {"--by", "--method", "--passes", "--pattern", "--resume", "--data", "--samples", "--length", "--skip-bad-rows"}
+MEASURED = {"--by", "--method", "--passes", "--pattern", "--resume", "--data", "--samples", "--length"}
 MEASURED |= {"--batch-size", "--dtype", "--device", "--no-stream"}
 
 

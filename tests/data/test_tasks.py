@@ -81,7 +81,7 @@ def test_refusals(tmp_path):
     with pytest.raises(InvalidInput, match="has the columns a"):
         load_task(str(tmp_path / "x.jsonl"))
     (tmp_path / "y.jsonl").write_text('{"text": "t", "label": 1}\n{bad\n')
-    with pytest.raises(CorruptFile, match="line 2"):
+    with pytest.raises(InvalidInput, match="Line 2"):
         load_task(str(tmp_path / "y.jsonl"))
     (tmp_path / "train.tsv").write_text("head\n")
     (tmp_path / "dev.tsv").write_text("head\n")

@@ -185,10 +185,7 @@ def test_turns_under_headings_have_their_stops():
         assert sum(v == plain.eos_token_id for v in row.labels) == stops == sum(v == plain.eos_token_id for v in row.input_ids)
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_a_text_that_ends_gets_no_second_end(tokenizer, fast, monkeypatch):
-    if not fast:
-        monkeypatch.setattr(type(tokenizer), "is_fast", False)
+def test_a_text_that_ends_gets_no_second_end(tokenizer, monkeypatch):
     rows = {"four": "four</s>", "four</s>": "four</s>", "four</s> ": "four</s> </s>"}
     for said, wanted in rows.items():
         (text,) = encode([(said, "here")], tokenizer, limit=40)
@@ -196,6 +193,9 @@ def test_a_text_that_ends_gets_no_second_end(tokenizer, fast, monkeypatch):
         assert tokenizer.decode(text.input_ids) == f"<s>{wanted}"
         assert tokenizer.decode(asked.input_ids) == f"<s>2 + 2 = {wanted}"
         assert tokenizer.decode([v for v in asked.labels if v != IGNORE]) == wanted
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with pytest.raises(InvalidInput, match="Use the model's fast tokenizer"):
+        encode([("four", "here")], tokenizer, limit=40)
 
 
 def test_outer_spaces_of_an_answer_are_learned_where_offsets_leave_them_out():

@@ -27,33 +27,3 @@ def test_the_best_row_is_the_one_that_is_saved(tmp_path, monkeypatch, capsys):
     model = load_model(str(tmp_path / "out" / "pruned"))
     assert recount(model, partition(model))["zeros"] == plan.counts.sum()
     assert best["sparsity"] == pytest.approx(plan.counts.sum() / sum(b.numel for b in plan.blocks))
-
-
-@pytest.mark.slow
-def test_a_stopped_demo_goes_on_where_it_was(tmp_path, monkeypatch):
-    rules = {k: demo.RULES[k] for k in ("uniform", "directional")}
-    small = {"SAMPLES": 3, "LENGTH": 16, "WINDOWS": 3, "MEASURED": 3, "PASSES": 6, "TARGETS": (0.5,), "RULES": rules}
-    for name, value in small.items():
-        monkeypatch.setattr(demo, name, value)
-    demo.run_demo(tmp_path / "whole")
-    plain, calls = demo.perplexity, []
-
-    def stopping(model, data):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return plain(model, data)
-
-    monkeypatch.setattr(demo, "perplexity", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        demo.run_demo(tmp_path / "out", resume=tmp_path / "parts")
-    assert not (tmp_path / "out").exists()
-    demo.run_demo(tmp_path / "out", resume=tmp_path / "parts")
-    assert len(calls) == 1 + len(demo.RULES) + 1 and not (tmp_path / "parts").exists()
-    for name in ("scores.json", "plan.json", "pruned/model.safetensors", "overview.png"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    told = [json.loads((tmp_path / f / "result.json").read_text()) for f in ("whole", "out")]
-    for record in told:
-        for name in ("seconds", "peak_memory_mib", "output"):
-            del record[name]
-    assert told[0] == told[1]

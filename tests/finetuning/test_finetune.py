@@ -306,15 +306,6 @@ def test_finished_seeds_are_kept_and_broken_ones_trained_again(arguments, tmp_pa
         assert "trained again" in caplog.text or (name, "broken" in caplog.text) == ("identity.json", True)
 
 
-def test_a_run_that_moved_its_ranks_continues_to_the_same_result(arguments, tmp_path):
-    whole = tuned(arguments, tmp_path / "whole", replan=0.4, **SHORT)
-    last = cut(arguments, tmp_path / "cut", tmp_path / "kept", replan=0.4)[-1]
-    assert json.loads((last / "replan.json").read_text())["counts"]
-    resumed = tuned(arguments, tmp_path / "cut", resume=tmp_path / "kept", replan=0.4, **SHORT)
-    assert resumed["metrics"] == whole["metrics"] and same_weights(tmp_path / "whole", tmp_path / "cut")
-    assert len({v.shape for v in weights(tmp_path / "whole").values()}) > 4
-
-
 def test_seeds_of_two_runs_are_not_averaged(arguments, encoder, tmp_path):
     quick = {"protocol": Protocol(lr=1e-3, epochs=1, batch=120), "resume": tmp_path / "kept"}
     tuned(arguments, tmp_path / "out", **quick)
@@ -325,7 +316,6 @@ def test_seeds_of_two_runs_are_not_averaged(arguments, encoder, tmp_path):
         ((lambda seed: half(seed), *arguments[1:]), {}, "base"),  # a function that says nothing of what it loads
         ((*arguments[:2], other, arguments[3]), {}, "plan"),
         (arguments, {"bf16": True}, "bf16"),
-        (arguments, {"replan": 0.6}, "replan"),
         (arguments, {"protocol": Protocol(lr=1e-4, epochs=1)}, "protocol"),
     ):
         with pytest.raises(AlreadyExists, match=f"another {what}"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .display import announce
-from .options import add_model, add_place, add_skip, add_verb, load, refuse, split_revision
+from .options import add_model, add_place, add_verb, load, refuse, split_revision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,6 @@ def register(subparsers: Any) -> None:
         help='price the long commands for a machine with so much memory, say "24 GiB" (default: this one); loads no weights',
     )
     p.add_argument("--data", help="text to look at, as for score (default: stdlib)")
-    add_skip(p)
     p.add_argument("--samples", type=int, help="price every command for so many sequences (default: its own number)")
     p.add_argument("--length", type=int, help="tokens per sequence (default: 256)")
     p.add_argument("--batch-size", type=int, help="sequences per forward pass (default: 8)")

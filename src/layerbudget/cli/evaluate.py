@@ -13,7 +13,6 @@ from .options import (
     add_model,
     add_place,
     add_resume,
-    add_skip,
     add_verb,
     batch_of,
     load_model,
@@ -34,7 +33,6 @@ def register(subparsers: Any) -> None:
     p.add_argument("--adapter", metavar="DIR", help="a saved adapter to put on the model: LoRA ranks or experts")
     p.add_argument("--length", type=int, help="tokens per window (default: 256)")
     p.add_argument("--windows", type=int, help="at most so many windows (default: all of the text)")
-    add_skip(p)
     p.add_argument("--data-dir", metavar="DIR", help="folder with the tasks' local files; without it the hub is asked")
     p.add_argument("--limit", type=int, help="at most so many examples of each task")
     p.add_argument("--batch-size", type=int, help="sequences per forward pass (default: 16, fewer where memory is short)")
@@ -54,7 +52,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
         check_output(a.out, overwrite=a.overwrite)
     a.texts = a.perplexity or ([] if a.tasks else ["stdlib"])
     refuse(a, () if a.tasks else ("data_dir", "limit"), "perplexity alone")
-    refuse(a, () if a.texts else ("length", "windows", "skip_bad_rows"), "tasks alone")
+    refuse(a, () if a.texts else ("length", "windows"), "tasks alone")
     saved = a.against is not None and a.against.endswith(".json")
     other = _read(a.against) if saved else None  # before the work
     result = _measured(a)
@@ -88,7 +86,7 @@ def _measured(a: argparse.Namespace) -> dict[str, Any]:
     from ..evaluation.perplexity import evaluation_set, perplexity
 
     tokenizer = load_tokenizer(a)
-    wanted = {"length": a.length or 256, "windows": a.windows, "skip_bad_rows": a.skip_bad_rows}
+    wanted = {"length": a.length or 256, "windows": a.windows}
     sets = {s: evaluation_set(s, tokenizer, **wanted) for s in a.texts}
     model = load_model(a)
     _expect(a, model, sets)

@@ -15,7 +15,6 @@ from .options import (
     add_model,
     add_resume,
     add_set,
-    add_skip,
     add_verb,
     given,
     load_model,
@@ -43,7 +42,6 @@ def register(subparsers: Any) -> None:
     )
     learned.add_argument("--task", help="labels: cola, mrpc, rte, commonsenseqa, openbookqa, scienceqa, or a file of rows")
     p.add_argument("--held-out", metavar="DATA", help="with --data: held-out text (default: a tenth of the rows)")
-    add_skip(p)
     p.add_argument("--data-dir", metavar="DIR", help="with --task: folder with the task's original files")
     p.add_argument("--seeds", type=int, nargs="+", default=[0], help="one training per seed (default: 0)")
     p.add_argument("--epochs", type=float, help="passes over the training rows (default: the preset's)")
@@ -63,14 +61,12 @@ def register(subparsers: Any) -> None:
     place.add_argument("--bf16", action="store_true", help="train under bfloat16 autocast (always with --dtype bfloat16)")
     advanced = p.add_argument_group("advanced")
     advanced.add_argument("--preset", default="default", choices=("default", "paper"), help="training protocol")
-    advanced.add_argument("--replan", type=float, metavar="FRACTION", help="plan again once after this fraction of training")
     add_set(
         advanced,
         "a number of the protocol: start (gradients: ranks start in the top directions of the task's gradient), alpha_policy "
-        "(constant-ratio, constant-alpha or rslora), trainer (own or trl), packing, accumulation, dropout, cutoff, warmup, ...",
+        "(constant-ratio, constant-alpha or rslora), packing, accumulation, dropout, cutoff, warmup, ...",
     )
     add_resume(advanced, "finished seeds and checkpoints")
-    advanced.add_argument("--part", default="1/1", metavar="I/N", help="train every N-th seed only: N processes share --resume")
 
 
 def handler(a: argparse.Namespace) -> dict[str, Any]:
@@ -82,11 +78,10 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     from ..finetuning.adapters import classifier_loader
     from ..finetuning.finetune import finetune
 
-    part = _part(a)
     if a.task not in NAMES:
         refuse(a, ("data_dir",), "a task in a file of its own" if a.task else "--data")
     if a.task:
-        refuse(a, ("held_out", "skip_bad_rows"), "a labelled task")
+        refuse(a, ("held_out",), "a labelled task")
     plan, base, recipe = _validated_plan(a)
     protocol, rows = _protocol(a, base)
     tokenizer = load_tokenizer(a)
@@ -100,7 +95,6 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
             limit=protocol.cutoff,
             everything=protocol.on_prompt,
             held_out=a.held_out,
-            skip_bad_rows=a.skip_bad_rows,
         )
     task = task.limited(rows)
     transformers.utils.logging.set_verbosity_error()  # the head's weights are missing from a bare encoder, as they should be
@@ -130,10 +124,8 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
             resume=a.resume,
             overwrite=a.overwrite,
             bf16=a.bf16,
-            replan=a.replan,
             against=a.against,
             progress=progress,
-            part=part,
         )
     _show(a.console, result)
     if recipe is not None:
@@ -144,21 +136,6 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     return {**result, "output": a.out}
 
 
-def _part(a: argparse.Namespace) -> tuple[int, int]:
-    """Which of the seeds are trained here."""
-    from ..storage.parts import parse_part
-
-    part = parse_part(a.part)
-    if not 1 <= part[0] <= part[1] <= len(a.seeds):
-        many = f"The part is {a.part} of {len(a.seeds)} seeds."
-        raise InvalidInput(many, "It is I/N with 1 <= I <= N <= seeds.", "Write for example 1/2.")
-    if part[1] > 1:
-        refuse(a, ("against",), "a part, which writes no summary")
-        if a.overwrite:
-            raise InvalidInput("--overwrite has no meaning for a part.", "A part adds to what others made.", "Leave it out.")
-    return part
-
-
 def _validated_plan(a: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Read the plan, refuse one that was made for another model; return that model too, and what a recipe says of its base."""
     from ..kinds import check_kind
@@ -167,7 +144,7 @@ def _validated_plan(a: argparse.Namespace) -> tuple[Any, Any, Any]:
 
     plan = Plan.load(a.plan)
     if plan.kind == "recipe":
-        refuse(a, ("four_bit", "replan"), "a recipe, which says the base's formats")
+        refuse(a, ("four_bit",), "a recipe, which says the base's formats")
     else:
         check_kind(plan.kind, ("ranks", "experts", "recipe"), "cannot be trained")
     base = load_model(a, stream=None, four_bit=False)  # a cast keeps the digest
@@ -185,9 +162,8 @@ def _protocol(a: argparse.Namespace, base: Any) -> tuple[Any, int | None]:
     from ..finetuning.protocol import PRESETS
 
     named, own = given(a, "epochs", "lr", "batch"), settings(a)
-    unread = next((name for name in ("packing", "trainer") if a.task and name in own), None)
-    if unread:
-        raise InvalidInput(f"{unread} has no meaning for a labelled task.", "It would be ignored.", "Leave it out.")
+    if a.task and "packing" in own:
+        raise InvalidInput("packing has no meaning for a labelled task.", "It would be ignored.", "Leave it out.")
     if a.data and "cutoff" not in own:
         own["cutoff"] = min(LONGEST, getattr(base.config, "max_position_embeddings", None) or LONGEST)
     rows = own.pop("train_rows", None)
@@ -233,7 +209,3 @@ def _show(console: Any, result: dict[str, Any]) -> None:
     console.print(table)
     if result["metric"] == "loss":
         console.print(f"Loss in nats per learned token, {result['rows']['held_out']} rows held out; before: the base model.")
-    for split, seeds in result["one_class"].items():
-        if seeds:
-            which = ", ".join(map(str, seeds))
-            console.print(f"{split}: every row got the same label with seed {which}; the accuracy is that label's share.")

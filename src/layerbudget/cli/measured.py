@@ -17,7 +17,7 @@ from .display import announce, expect, progress_bar, say, say_share, show_table,
 from .files import need_scores
 from .options import DATA, PLACE, add_data, add_model, add_resume, add_set, add_verb, batch_of, given, load, own_of, refuse
 
-_MEASURING = ("family", "runtime", "formats", "by", "method", "unwritten", "save_scores", "resume", "set", "skip_bad_rows")
+_MEASURING = ("family", "runtime", "formats", "by", "method", "unwritten", "save_scores", "resume", "set")
 
 
 def is_model(a: argparse.Namespace) -> bool:

@@ -28,7 +28,7 @@ COMMANDS = {
     "explain": ("explain", "say what a plan does and rests on; compare, sweep, transfer and certify"),
 }
 COMMON = "--json, --quiet and --overwrite may follow every command: see layerbudget --help."
-DATA = ("data", "samples", "length", "seed", "batch_size", "skip_bad_rows")
+DATA = ("data", "samples", "length", "seed", "batch_size")
 PLACE = ("dtype", "device", "stream")
 _LARGEST = 1 << 53  # beyond it, whole numbers and the arithmetic of budgets part
 
@@ -59,14 +59,8 @@ def add_data(parser: argparse.ArgumentParser, *, samples: int = 128, length: int
     group.add_argument("--samples", type=int, help=f"number of calibration sequences (default: {samples})")
     group.add_argument("--length", type=int, help=f"tokens per sequence (default: {length})")
     group.add_argument("--seed", type=int, help="seed of the draw of the text, and of whatever else is random (default: 0)")
-    add_skip(group)
     group.add_argument("--batch-size", type=int, help="sequences per forward pass (default: 8, fewer where memory is short)")
     add_place(parser, dtype)
-
-
-def add_skip(parser: Any) -> None:
-    """``--skip-bad-rows``."""
-    parser.add_argument("--skip-bad-rows", action="store_true", help="leave out rows that cannot be read, and say how many")
 
 
 def add_place(parser: argparse.ArgumentParser, dtype: str = "auto") -> None:
@@ -152,7 +146,7 @@ def load(arguments: argparse.Namespace, *, data: bool = True) -> tuple[Any, Any,
             for name, default in arguments.data_defaults.items()
         }
         arguments.read = dict(wanted)  # what a command that repeats this one names
-        found = calibration(wanted.pop("data"), tokenizer, skip_bad_rows=arguments.skip_bad_rows, **wanted)
+        found = calibration(wanted.pop("data"), tokenizer, **wanted)
     return load_model(arguments), tokenizer, found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .display import expect, progress_bar
-from .options import add_resume, add_set, add_verb, settings
+from .options import add_set, add_verb, settings
 
 
 def register(subparsers: Any) -> None:
@@ -17,7 +17,6 @@ def register(subparsers: Any) -> None:
     p = add_verb(subparsers, "demo", run_demo)
     p.add_argument("-o", "--out", default="layerbudget-demo", help="folder of the results (default: layerbudget-demo)")
     p.add_argument("--seed", type=int, default=0, help="seed of the draw of the text (default: 0)")
-    add_resume(p, "scores and measured models' figures")
     p = add_verb(subparsers, "export", run_export)
     p.add_argument("plan", metavar="PLAN|DIR", help="plan.json, or the folder of a result that holds one")
     known = "; ".join(f"{e.name}: {e.summary}" for e in EXPORTS.all().values())
@@ -41,7 +40,7 @@ def run_demo(a: argparse.Namespace) -> dict[str, Any]:
     a.model = "demo"
     expect(a, "four plans at two targets, pruned and measured", load_model("demo"), demonstrating)
     with progress_bar(a, "demo") as progress:
-        result = run.run_demo(Path(a.out), seed=a.seed, overwrite=a.overwrite, resume=a.resume, progress=progress)
+        result = run.run_demo(Path(a.out), seed=a.seed, overwrite=a.overwrite, progress=progress)
     a.console.print(demo_table(result))
     a.console.print(result["verdict"])
     a.console.print(

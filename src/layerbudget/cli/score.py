@@ -96,7 +96,6 @@ def _measured(a: argparse.Namespace, chosen: Estimator, own: dict[str, Any]) -> 
             length=data.length,
             seed=data.seed,
             group="evaluation",
-            skip_bad_rows=a.skip_bad_rows,
         )
     if data is not None and type(model).__name__.endswith("ForMaskedLM"):
         data = _masked(data, tokenizer, data.seed)

@@ -25,7 +25,6 @@ class CalibrationSet:
             loss is taken; ``None`` for plain language modelling (labels are the inputs, padding excluded).
         source: What the user named (``stdlib``, a file, a hub dataset).
         seed: Seed of the sampling.
-        missing: Parts of the source that were not found (standard-library modules of other Python versions).
     """
 
     input_ids: torch.Tensor
@@ -33,7 +32,6 @@ class CalibrationSet:
     labels: torch.Tensor | None = None
     source: str = "own tensors"
     seed: int = 0
-    missing: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 2 or not self.input_ids.numel():
@@ -74,13 +72,7 @@ class CalibrationSet:
 
     def describe(self) -> dict[str, Any]:
         """``{source, samples, length, digest, seed}``, as the files carry it."""
-        return {
-            "source": self.source,
-            "samples": self.samples,
-            "length": self.length,
-            "digest": self.digest,
-            "seed": self.seed,
-        }
+        return {name: getattr(self, name) for name in ("source", "samples", "length", "digest", "seed")}
 
     def select(self, rows: slice | torch.Tensor | list[int]) -> CalibrationSet:
         """Return the same set restricted to some rows."""

@@ -41,6 +41,12 @@ _HEADER_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request."
 )
+_HEADINGS = (  # where a tokenizer has no template; the stop of a last answer follows the text
+    "{% for m in messages %}{% set said = m.content | string %}{{ '### ' + m.role | capitalize + ':\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ said }}"
+    "{{ '' if loop.last or said.endswith(eos_token or '') else eos_token }}{% endgeneration %}"
+    "{% else %}{{ said }}{% endif %}{{ '' if loop.last else '\n\n' }}{% endfor %}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Dialogue:
     """
 
     text: str
-    learned: tuple[tuple[int, int], ...]
+    learned: _Spans
     special: bool
     ended: bool
 
@@ -95,10 +101,8 @@ def dialogue(row: Mapping[str, Any], kind: str, tokenizer: Any, where: str = "th
             return _completion(row["prompt"], row["completion"], tokenizer, where)
         return _instruction(row, tokenizer, where)
     except (KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput(
-            f"A row of {where} is no {kind} ({type(error).__name__}: {error}).", f"Formats are {', '.join(FORMATS)}, or text.",
-            "Correct or drop the row.",
-        ) from error  # fmt: skip
+        told = f"A row of {where} is no {kind} ({type(error).__name__}: {error})."
+        raise InvalidInput(told, f"Formats are {', '.join(FORMATS)}, or text.", "Correct or drop the row.") from error
 
 
 def _messages(turns: Sequence[Mapping[str, Any]]) -> list[_Message]:
@@ -148,18 +152,8 @@ def _written(messages: list[_Message], tokenizer: Any, where: str, first: int = 
         text, found = _answers(messages, turns, tokenizer, where, prompted=first > 0)
         return Dialogue(text, found, special=False, ended=False)
     _say_headed()
-    end = getattr(tokenizer, "eos_token", None) or ""
-    text, spans = "", list[tuple[int, int]]()
-    for i, message in enumerate(messages):
-        text += f"### {message['role'].capitalize()}:\n"
-        start = len(text)
-        text += str(message["content"])
-        if message["role"] == "assistant" and i + 1 < len(messages) and not text.endswith(end):
-            text += end  # the stop that generation needs; the last one follows the text
-        if i in turns:
-            spans.append((start, len(text)))
-        text += "\n\n" if i + 1 < len(messages) else ""
-    return Dialogue(text, tuple(spans), special=True, ended=turns[-1] == len(messages) - 1)
+    text, found = _generated(messages, tokenizer, _HEADINGS)
+    return Dialogue(text, found[-len(turns) :], special=True, ended=turns[-1] == len(messages) - 1)
 
 
 @functools.cache
@@ -185,8 +179,9 @@ def _answers(
     answer (an empty thought, say) is not learned. Otherwise every answer begins behind the words that name the speaker.
     """
     try:
-        if not prompted and re.search(r"{%-?\s*generation\b", tokenizer.get_chat_template()):
-            text, spans = _as_the_template_says(messages, tokenizer)
+        template = tokenizer.get_chat_template()
+        if not prompted and re.search(r"{%-?\s*generation\b", template):
+            text, spans = _generated(messages, tokenizer, template)
             if spans:
                 return text, spans
         return _as_marks_show(messages, turns, tokenizer, where, prompted)
@@ -197,11 +192,13 @@ def _answers(
         ) from error
 
 
-def _as_the_template_says(messages: list[_Message], tokenizer: Any) -> tuple[str, _Spans]:
+def _generated(messages: list[_Message], tokenizer: Any, template: str) -> tuple[str, _Spans]:
+    """A conversation by a template that marks its answers itself."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template, options = tokenizer.get_chat_template(), tokenizer.special_tokens_map
-    made: Any = render_jinja_template([messages], chat_template=template, return_assistant_tokens_mask=True, **options)
+    made: Any = render_jinja_template(
+        [messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
+    )
     return str(made[0][0]), tuple((int(low), int(high)) for low, high in made[1][0])
 
 

@@ -6,17 +6,16 @@ longer than the limit lose their end, as in TRL; rows that keep no answer are le
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..errors import InvalidInput, NotEnoughText
 from .dialogues import FORMATS, Dialogue, dialogue, format_of
-from .files import BadRows, Row
+from .files import Row
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +25,7 @@ TEXT_COLUMNS = ("text", "content", "document", "sentence", "question")
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """One row as tokens.
-
-    Attributes:
-        input_ids: Token ids.
-        labels: The same, -100 where no loss is taken.
-    """
+    """One row as tokens; its labels are the same, -100 where no loss is taken."""
 
     input_ids: tuple[int, ...]
     labels: tuple[int, ...]
@@ -45,25 +39,19 @@ def text_of(row: Row, where: object, column: str = "") -> str:
     """
     if isinstance(row, str):
         return row
-    if column and column not in row:
-        raise InvalidInput(f"{where} has no column {column!r}.", f"It has {', '.join(row)}.", "Name one of those.")
-    for name in (column,) if column else TEXT_COLUMNS:
-        if isinstance(row.get(name), str):
-            return str(row[name])
     if column:
-        return ""
-    strings = [v for v in row.values() if isinstance(v, str)]
-    if strings:
-        return max(strings, key=len)
-    raise InvalidInput(
-        f"A row of {where} has no text column.", f"Known names are {', '.join(TEXT_COLUMNS)}; formats {', '.join(FORMATS)}.",
-        "Rename one.",
-    )  # fmt: skip
+        if column not in row:
+            raise InvalidInput(f"{where} has no column {column!r}.", f"It has {', '.join(row)}.", "Name one of those.")
+        return row[column] if isinstance(row[column], str) else ""
+    named = [row[name] for name in TEXT_COLUMNS if isinstance(row.get(name), str)]
+    strings = named[:1] or [v for v in row.values() if isinstance(v, str)]
+    if not strings:
+        known = f"Known names are {', '.join(TEXT_COLUMNS)}; formats {', '.join(FORMATS)}."
+        raise InvalidInput(f"A row of {where} has no text column.", known, "Rename one.")
+    return str(max(strings, key=len))
 
 
-def encode(
-    rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, everything: bool = False, bad: BadRows | None = None
-) -> list[Encoded]:
+def encode(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, everything: bool = False) -> list[Encoded]:
     """Rows of one format as tokens; those that keep nothing to learn are left out, and said to be.
 
     Args:
@@ -71,40 +59,35 @@ def encode(
         tokenizer: The model's tokenizer.
         limit: Longest row in tokens; the rest is cut off.
         everything: Learn prompts as well.
-        bad: What happens to a row that cannot be read (default: it is refused).
 
     Raises:
         InvalidInput: Rows of several formats, a row that does not parse, or a tokenizer that gives no places of its tokens.
         NotEnoughText: No row keeps anything to learn.
     """
-    bad = bad or BadRows()
-    kinds = collections.Counter(format_of(row) for row, _ in rows)
-    kind = kinds.most_common(1)[0][0] if kinds else None
-    found, cut, read = [], 0, 0
+    kinds = {format_of(row) for row, _ in rows}
+    if len(kinds) > 1:
+        named = " and ".join(sorted(k or "text" for k in kinds))
+        raise InvalidInput(f"The rows are of several formats: {named}.", "All rows of one source have one.", "Split them.")
+    found, cut = [], 0
     for row, where in rows:
-        try:
-            if format_of(row) != kind:
-                named = " and ".join(sorted(k or "text" for k in kinds))
-                raise InvalidInput(
-                    f"The rows are of several formats: {named}.", "All rows of one source have one.", "Split them."
-                )
-            made = _made(row, kind, tokenizer, where)
-        except InvalidInput as error:
-            bad.refuse(error)
-            continue
-        read += 1
-        whole = _tokens(made, tokenizer, everything)
+        whole = _tokens(_dialogue(row, where, tokenizer), tokenizer, everything)
         cut += len(whole.input_ids) > limit
         kept = Encoded(whole.input_ids[:limit], whole.labels[:limit])
         if any(v != IGNORE for v in kept.labels[1:]):
             found.append(kept)
-    bad.say(read)
-    _say(read or len(rows), len(found), cut, limit)
+    if not found:
+        raise NotEnoughText(
+            f"None of {len(rows)} rows keeps an answer within {limit} tokens.", "", "Allow longer rows, or shorten the prompts."
+        )
+    if cut:
+        gone = f"; {len(rows) - len(found)} of them kept no answer and are left out" if len(rows) > len(found) else ""
+        logger.warning("%d of %d rows are longer than %d tokens and lose their end%s.", cut, len(rows), limit, gone)
     return found
 
 
-def _made(row: Row, kind: str | None, tokenizer: Any, where: str) -> Dialogue:
+def _dialogue(row: Row, where: str, tokenizer: Any) -> Dialogue:
     """A row with its learned spans; a plain text is learned whole."""
+    kind = format_of(row)
     if kind is not None and isinstance(row, dict):
         return dialogue(row, kind, tokenizer, where)
     text = text_of(row, where)
@@ -112,17 +95,19 @@ def _made(row: Row, kind: str | None, tokenizer: Any, where: str) -> Dialogue:
 
 
 def _tokens(made: Dialogue, tokenizer: Any, everything: bool) -> Encoded:
-    """Tokens of a text and the labels of those that reach into a learned span."""
+    """Tokens of a text and the labels of those that reach into a learned span, with the end of text where it needs one."""
     if not getattr(tokenizer, "is_fast", False):
-        return _tokens_by_parts(made, tokenizer, everything)
+        what = f"{type(tokenizer).__name__} does not say where its tokens stand in the text."
+        raise InvalidInput(what, "The mask of the answers needs that.", "Use the model's fast tokenizer (tokenizer.json).")
     coded = tokenizer(made.text, add_special_tokens=made.special, return_offsets_mapping=True, verbose=False)
     ids, places = list(coded["input_ids"]), _untrimmed(coded["offset_mapping"], coded.tokens(), made.text)
     end = tokenizer.eos_token_id
-    appended = made.special and len(ids) > 1 and ids[-1] == end and places[-1][0] == places[-1][1]
-    if appended:
+    if made.special and len(ids) > 1 and ids[-1] == end and places[-1][0] == places[-1][1]:
         ids, places = ids[:-1], places[:-1]
     learned = [everything or any(a < high and low < b for low, high in made.learned) for a, b in places]
-    return _closed(ids, learned, made, end)
+    if made.ended and end is not None and ids[-1:] != [end]:
+        ids, learned = [*ids, end], [*learned, True]
+    return Encoded(tuple(ids), tuple(i if on else IGNORE for i, on in zip(ids, learned, strict=True)))
 
 
 def _untrimmed(places: Sequence[tuple[int, int]], words: Sequence[str], text: str) -> list[tuple[int, int]]:
@@ -135,51 +120,16 @@ def _untrimmed(places: Sequence[tuple[int, int]], words: Sequence[str], text: st
     return found
 
 
-def _closed(ids: list[int], learned: list[bool], made: Dialogue, end: int | None) -> Encoded:
-    """Tokens with their labels, and the end-of-text token behind them where the text needs one and has none."""
-    if made.ended and end is not None and ids[-1:] != [end]:
-        ids, learned = [*ids, end], [*learned, True]
-    return Encoded(tuple(ids), tuple(i if on else IGNORE for i, on in zip(ids, learned, strict=True)))
-
-
-def _tokens_by_parts(made: Dialogue, tokenizer: Any, everything: bool) -> Encoded:
-    """The same for tokenizers that do not say where a token stands: prefixes are tokenised and counted, as TRL does."""
-    end = tokenizer.eos_token_id
-    appends = made.special and list(tokenizer("a", verbose=False)["input_ids"])[-1:] == [end]
-
-    def count(text: str) -> list[int]:
-        ids = list(tokenizer(text, add_special_tokens=made.special, verbose=False)["input_ids"])
-        return ids[:-1] if appends else ids
-
-    ids = count(made.text)
-    learned = [everything] * len(ids)
-    for low, high in made.learned:
-        first, last = len(count(made.text[:low])), len(count(made.text[:high]))
-        learned[first:last] = [True] * (min(last, len(ids)) - first)
-    return _closed(ids, learned, made, end)
-
-
-def _say(given: int, kept: int, cut: int, limit: int) -> None:
-    if not kept:
-        raise NotEnoughText(
-            f"None of {given} rows keeps an answer within {limit} tokens.", "", "Allow longer rows, or shorten the prompts."
-        )
-    if cut:
-        gone = f"; {given - kept} of them kept no answer and are left out" if given > kept else ""
-        logger.warning("%d of %d rows are longer than %d tokens and lose their end%s.", cut, given, limit, gone)
-
-
-def padded(rows: Sequence[Encoded], pad: int, length: int | None = None) -> dict[str, torch.Tensor]:
+def padded(rows: Sequence[Encoded], pad: int) -> dict[str, torch.Tensor]:
     """``input_ids``, ``attention_mask`` and ``labels`` of shape ``(rows, length)``, padding behind the tokens.
 
     >>> padded([Encoded((5, 6), (-100, 6)), Encoded((7,), (7,))], pad=0)["input_ids"].tolist()
     [[5, 6], [7, 0]]
     """
-    length = length or max(len(r.input_ids) for r in rows)
+    length = max(len(r.input_ids) for r in rows)
 
-    def filled(values: Iterable[int], fill: int) -> list[int]:
-        have = list(values)
-        return have + [fill] * (length - len(have))
+    def filled(values: Sequence[int], fill: int) -> list[int]:
+        return [*values, *[fill] * (length - len(values))]
 
     return {
         "input_ids": torch.tensor([filled(r.input_ids, pad) for r in rows]),

@@ -15,6 +15,8 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
+from ..errors import InvalidInput
+
 CALIBRATION = tuple("asyncio configparser csv email enum gettext logging selectors shutil statistics tarfile urllib".split())
 EVALUATION = tuple(
     "argparse ast dataclasses difflib fractions heapq http ipaddress pickle subprocess tempfile textwrap".split()
@@ -59,11 +61,13 @@ def read(group: str) -> tuple[list[tuple[str, str]], list[str]]:
         group: ``"training"``, ``"calibration"`` or ``"evaluation"``.
 
     Raises:
-        ValueError: The group is not one of the three.
+        InvalidInput: The group is not one of the three.
     """
     groups = {"calibration": CALIBRATION, "evaluation": EVALUATION}
     if group not in (*groups, "training"):
-        raise ValueError(f"stdlib has no group {group!r}. It has calibration, evaluation and training. Name one of them.")
+        raise InvalidInput(
+            f"stdlib has no group {group!r}.", "It has calibration, evaluation and training.", "Name one of them."
+        )
     base = root()
     sources = {name: _sources(name, base) for name in groups.get(group) or training_names()}
     files = [f for found in sources.values() for f in found] + (_test_sources(base) if group == "training" else [])

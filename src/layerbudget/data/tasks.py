@@ -15,17 +15,17 @@ import csv
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import CorruptFile, InvalidInput, LayerbudgetError, NotEnoughText, NotFound
+from .files import json_lines, text_of_file
 
 _HEADER = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 _LETTERS = "ABCDEFGHIJ"
 _Sentence = tuple[str, str | None, int]  # text, pair, label
 _Question = tuple[str, list[str], int, str]  # question, options, index of the answer, context
-_BINARY: Mapping[Any, int] = {"0": 0, "1": 1, 0: 0, 1: 1}
 Kept = TypeVar("Kept")
 
 
@@ -144,7 +144,7 @@ def load_task(name: str, data_dir: Path | str | None = None) -> Task:
     else:
         raise InvalidInput(f"There is no task {name!r}.", f"Tasks are {', '.join(NAMES)}, or a .jsonl or .csv file.", "")
     try:
-        task = _READERS.get(name, _from_file)(path)
+        task = _read(name, path)
     except LayerbudgetError:
         raise
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, csv.Error, RecursionError) as error:
@@ -159,6 +159,16 @@ def load_task(name: str, data_dir: Path | str | None = None) -> Task:
     return task
 
 
+def _read(name: str, path: Path) -> Task:
+    if name in _SENTENCES:
+        release = _SENTENCES[name]
+        rows = {split: release.rows(_find(path, *files)) for split, files in release.files.items()}
+        return _sentence_task(name, release.metric, release.labels, release.question.format, rows)
+    if name in _OPTIONS:
+        return _choice_task(name, {split: _options(_find(path, *files)) for split, files in _OPTIONS[name].items()})
+    return _choice_task(name, _scienceqa(path)) if name == "scienceqa" else _from_file(path)
+
+
 def _find(folder: Path, *names: str) -> Path:
     """First of several file names that exists (the releases differ in them)."""
     for name in names:
@@ -168,91 +178,83 @@ def _find(folder: Path, *names: str) -> Path:
     raise NotFound(f"{folder} has no {' or '.join(names)}.", "", "Point --data-dir to the folder of the original release.")
 
 
-def _table(path: Path, columns: int, header: bool) -> list[list[str]]:
-    """Rows of a tab-separated file without quoting."""
-    lines = path.read_text(encoding="utf-8-sig").split("\n")
-    rows = []
-    for number, line in enumerate(lines[1:] if header else lines, start=2 if header else 1):
-        if not line.strip():
-            continue
-        fields = line.rstrip("\r").split("\t")
-        if len(fields) < columns:
-            raise CorruptFile(f"{path}, line {number} has {len(fields)} columns.", f"{columns} are needed.", "Repair the file.")
-        rows.append(fields)
-    return rows
+@dataclasses.dataclass(frozen=True)
+class _Release:
+    """A tab-separated release without quoting: how its question is asked, its files by split, and what their columns hold."""
+
+    metric: str
+    labels: tuple[str, ...]
+    written: tuple[str, ...]  # the labels as the files write them
+    question: str
+    files: Mapping[str, tuple[str, ...]]
+    places: tuple[int, int | None, int]  # of text, pair and label
+    header: int = 1  # lines in front of the rows
+
+    def rows(self, path: Path) -> list[_Sentence]:
+        text, pair, label = self.places
+        known, needed, rows = {word: i for i, word in enumerate(self.written)}, max(text, pair or 0, label) + 1, []
+        for number, line in enumerate(text_of_file(path).split("\n")[self.header :], self.header + 1):
+            row = line.rstrip("\r").split("\t")
+            if not line.strip():
+                continue
+            if len(row) < needed:
+                raise CorruptFile(f"{path}, line {number} has {len(row)} columns.", f"{needed} are needed.", "Repair the file.")
+            value = known_label(row[label], known, f"{path}, line {number}")
+            rows.append((row[text], None if pair is None else row[pair], value))
+        return rows
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except (ValueError, RecursionError) as error:
-                raise CorruptFile(f"{path}, line {number} is not JSON ({error}).", "", "Repair the file.") from error
-    return rows
-
-
-def _sentences(
-    path: Path, columns: int, text: int, pair: int | None, label: int, known: Mapping[Any, int], *, header: bool = True
-) -> list[_Sentence]:
-    """Rows of a table, by the places of its columns."""
-    rows = enumerate(_table(path, columns, header), 1)
-    return [(r[text], None if pair is None else r[pair], known_label(r[label], known, f"{path}, row {i}")) for i, r in rows]
-
-
-def _sentence_task(
-    name: str,
-    metric: str,
-    labels: Sequence[str],
-    question: Callable[[str, str | None], str],
-    rows: Mapping[str, Iterable[_Sentence]],
-) -> Task:
-    def example(text: str, pair: str | None, label: int) -> Example:
-        return Example(text=text, pair=pair, label=label, prompt=_instruct(question(text, pair)), choices=len(labels))
-
-    made = {split: tuple(example(*row) for row in part) for split, part in rows.items()}
-    answers = tuple(f"Answer: {label}" for label in labels)
-    return Task(name=name, labels=tuple(labels), answers=answers, metric=metric, train=made.pop("train"), evaluation=made)
+_COLA = {"train": "in_domain_train.tsv", "in_domain": "in_domain_dev.tsv", "out_of_domain": "out_of_domain_dev.tsv"}
+_SENTENCES = {
+    "cola": _Release(
+        metric="matthews",
+        labels=("unacceptable", "acceptable"),
+        written=("0", "1"),
+        question="Decide whether the sentence is grammatically acceptable or unacceptable.\nSentence: {}",
+        files={split: (name, f"raw/{name}") for split, name in _COLA.items()},
+        places=(3, None, 1),
+        header=0,
+    ),
+    "mrpc": _Release(
+        metric="f1",
+        labels=("not equivalent", "equivalent"),
+        written=("0", "1"),
+        question="Decide whether two sentences are equivalent or not equivalent.\nSentence 1: {}\nSentence 2: {}",
+        files={"train": ("train.tsv",), "dev": ("dev.tsv",)},
+        places=(3, 4, 0),
+    ),
+    "rte": _Release(
+        metric="accuracy",
+        labels=("not entailment", "entailment"),
+        written=("not_entailment", "entailment"),
+        question="Decide between entailment and not entailment of a hypothesis.\nPremise: {}\nHypothesis: {}",
+        files={"train": ("train.tsv",), "dev": ("dev.tsv",)},
+        places=(1, 2, 3),
+    ),
+}
+_OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "commonsenseqa": {split: (f"{split}_rand_split.jsonl",) for split in ("train", "dev")},
+    "openbookqa": {s: (f"{s}.jsonl", f"Main/{s}.jsonl", f"Data/Main/{s}.jsonl") for s in ("train", "dev", "test")},
+}
+NAMES = (*_SENTENCES, *_OPTIONS, "scienceqa")
 
 
 def _instruct(instruction: str) -> str:
     return f"{_HEADER}### Instruction:\n{instruction}\n\n### Response:\n"
 
 
-def _cola(folder: Path) -> Task:
-    files = {"train": "in_domain_train.tsv", "in_domain": "in_domain_dev.tsv", "out_of_domain": "out_of_domain_dev.tsv"}
-    return _sentence_task(
-        "cola",
-        "matthews",
-        ("unacceptable", "acceptable"),
-        lambda text, _: f"Decide whether the sentence is grammatically acceptable or unacceptable.\nSentence: {text}",
-        {s: _sentences(_find(folder, f, f"raw/{f}"), 4, 3, None, 1, _BINARY, header=False) for s, f in files.items()},
-    )
+def _sentence_task(
+    name: str, metric: str, labels: tuple[str, ...], question: Callable[..., str], rows: Mapping[str, list[_Sentence]]
+) -> Task:
+    def example(text: str, pair: str | None, label: int) -> Example:
+        return Example(text=text, pair=pair, label=label, prompt=_instruct(question(text, pair)), choices=len(labels))
+
+    made = {split: tuple(example(*row) for row in part) for split, part in rows.items()}
+    answers = tuple(f"Answer: {label}" for label in labels)
+    return Task(name=name, labels=labels, answers=answers, metric=metric, train=made.pop("train"), evaluation=made)
 
 
-def _mrpc(folder: Path) -> Task:
-    return _sentence_task(
-        "mrpc",
-        "f1",
-        ("not equivalent", "equivalent"),
-        lambda a, b: f"Decide whether two sentences are equivalent or not equivalent.\nSentence 1: {a}\nSentence 2: {b}",
-        {split: _sentences(_find(folder, f"{split}.tsv"), 5, 3, 4, 0, _BINARY) for split in ("train", "dev")},
-    )
-
-
-def _rte(folder: Path) -> Task:
-    known = {"not_entailment": 0, "entailment": 1}
-    return _sentence_task(
-        "rte",
-        "accuracy",
-        ("not entailment", "entailment"),
-        lambda a, b: f"Decide between entailment and not entailment of a hypothesis.\nPremise: {a}\nHypothesis: {b}",
-        {split: _sentences(_find(folder, f"{split}.tsv"), 4, 1, 2, 3, known) for split in ("train", "dev")},
-    )
-
-
-def _choice_task(name: str, splits: dict[str, list[_Question]]) -> Task:
+def _choice_task(name: str, splits: Mapping[str, list[_Question]]) -> Task:
     most = max((len(options) for rows in splits.values() for _, options, _, _ in rows), default=0)
 
     def example(question: str, options: list[str], answer: int, context: str) -> Example:
@@ -268,39 +270,23 @@ def _choice_task(name: str, splits: dict[str, list[_Question]]) -> Task:
 
 def _options(path: Path) -> list[_Question]:
     rows = []
-    for number, row in enumerate(_lines(path), 1):
-        if "answerKey" not in row:
-            continue
-        question = row["question"]
-        index = {choice["label"].strip().lower(): i for i, choice in enumerate(question["choices"])}
-        texts = [choice["text"] for choice in question["choices"]]
-        rows.append((question["stem"], texts, known_label(row["answerKey"], index, f"{path}, row {number}"), ""))
+    for number, row in enumerate(json_lines(path), 1):
+        if "answerKey" in row:
+            question = row["question"]
+            index = {choice["label"].strip().lower(): i for i, choice in enumerate(question["choices"])}
+            texts = [choice["text"] for choice in question["choices"]]
+            rows.append((question["stem"], texts, known_label(row["answerKey"], index, f"{path}, row {number}"), ""))
     return rows
 
 
-def _commonsenseqa(folder: Path) -> Task:
-    splits = {split: _options(_find(folder, f"{split}_rand_split.jsonl")) for split in ("train", "dev")}
-    return _choice_task("commonsenseqa", splits)
-
-
-def _openbookqa(folder: Path) -> Task:
-    splits = ("train", "dev", "test")
-    files = {s: _find(folder, f"{s}.jsonl", f"Main/{s}.jsonl", f"Data/Main/{s}.jsonl") for s in splits}
-    return _choice_task("openbookqa", {split: _options(file) for split, file in files.items()})
-
-
-def _scienceqa(folder: Path) -> Task:
+def _scienceqa(folder: Path) -> dict[str, list[_Question]]:
     path = _find(folder, "problems.json", "problems*.json")
-    try:
-        problems = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CorruptFile(f"{path} is not JSON ({error}).", "", "Repair the file.") from error
     splits: dict[str, list[_Question]] = {"train": [], "val": [], "test": []}
-    for name, problem in problems.items():
+    for name, problem in json.loads(text_of_file(path)).items():
         if problem.get("image") is None:
             answer = known_label(problem["answer"], {i: i for i in range(len(problem["choices"]))}, f"{path}, problem {name}")
             splits[problem["split"]].append((problem["question"], problem["choices"], answer, problem.get("hint", "")))
-    return _choice_task("scienceqa", splits)
+    return splits
 
 
 def _from_file(path: Path) -> Task:
@@ -309,9 +295,9 @@ def _from_file(path: Path) -> Task:
         raise NotFound(f"There is no file {path}.", "", "Check the path.")
     if path.suffix == ".csv":
         with path.open(encoding="utf-8-sig", newline="") as f:
-            rows = list(csv.DictReader(f))
+            rows: Any = list(csv.DictReader(f))
     else:
-        rows = _lines(path) if path.suffix == ".jsonl" else json.loads(path.read_text(encoding="utf-8-sig"))
+        rows = json_lines(path) if path.suffix == ".jsonl" else json.loads(text_of_file(path))
     if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
         raise CorruptFile(f"{path} does not hold a list of rows with names.", "", "Write one object per row.")
     columns = set(rows[0]) if rows else set()
@@ -328,7 +314,7 @@ def _from_file(path: Path) -> Task:
         raise CorruptFile(
             f"{path}, row {holes[0]} has no {text} or no {label}.", "Every row needs both.", "Complete or drop it."
         )
-    values = sorted({str(r[label]) for r in rows})
+    values = tuple(sorted({str(r[label]) for r in rows}))
     if not 2 <= len(values) <= 50:
         raise InvalidInput(f"{path} has {len(values)} distinct labels.", "Between 2 and 50 can be told apart.", "Group them.")
     pair = next((c for c in ("pair", "sentence2") if c in columns), None)
@@ -339,14 +325,3 @@ def _from_file(path: Path) -> Task:
         splits["held_out" if held else "train"].append(row)
     asked = f"Answer with one of: {', '.join(values)}.\n"
     return _sentence_task(path.stem, "accuracy", values, lambda a, b: asked + a + (f"\n{b}" if b else ""), splits)
-
-
-_READERS: dict[str, Callable[[Path], Task]] = {
-    "cola": _cola,
-    "mrpc": _mrpc,
-    "rte": _rte,
-    "commonsenseqa": _commonsenseqa,
-    "openbookqa": _openbookqa,
-    "scienceqa": _scienceqa,
-}
-NAMES = tuple(_READERS)

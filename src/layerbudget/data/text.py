@@ -23,7 +23,7 @@ from . import stdlib
 from .calibration import CalibrationSet
 from .dialogues import format_of
 from .encoding import Encoded, encode, pad_of, padded, text_of
-from .files import BadRows, Row, is_local, read_rows
+from .files import Row, is_local, read_rows
 from .tasks import first_rows
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ _HUB_SHORT_NAMES = {
 _HELD_OUT = 0.1
 
 
-def read_documents(source: str, *, group: str = "calibration", limit: int | None = None) -> tuple[list[str], tuple[str, ...]]:
-    """The texts of a source, and the standard-library modules that this Python does not have.
+def read_documents(source: str, *, group: str = "calibration", limit: int | None = None) -> list[str]:
+    """The texts of a source; empty ones are left out.
 
     Args:
         source: ``stdlib`` (or ``stdlib:training`` and so on), ``c4``, ``wikitext2``, one or more local .txt, .md, .py,
@@ -51,27 +51,20 @@ def read_documents(source: str, *, group: str = "calibration", limit: int | None
         InvalidInput: A file without text, or of an unknown kind.
         MissingDependency: ``datasets`` or ``pyarrow`` is needed and not installed.
     """
-    if _is_stdlib(source):
-        try:
-            documents, missing = stdlib.read(source.partition(":")[2] or group)
-        except ValueError as error:
-            raise InvalidInput(str(error)) from error
+    texts = [text_of(row, where) for row, where in _read_rows(source, group, limit)]
+    return [t for t in texts if t.strip()]
+
+
+def _read_rows(source: str, group: str, limit: int | None = None) -> list[tuple[Row, str]]:
+    """Rows of a source, each with where it comes from; see :func:`read_documents`."""
+    if source.partition(":")[0] == "stdlib":
+        documents, missing = stdlib.read(source.partition(":")[2] or group)
         if missing:
             logger.warning("This Python has no module %s: skipped.", ", ".join(missing))
-        return [text for _, text in documents], tuple(missing)
-    texts = [text_of(row, where) for row, where in _read_source(source, group, limit)]
-    return [t for t in texts if t.strip()], ()
-
-
-def _is_stdlib(source: str) -> bool:
-    return source == "stdlib" or source.startswith("stdlib:")
-
-
-def _read_source(source: str, group: str, limit: int | None, bad: BadRows | None = None) -> list[tuple[Row, str]]:
-    """Rows of local files, folders or a hub dataset, each with where it comes from."""
+        return [(text, source) for _, text in documents]
     parts = [p.strip() for p in source.split(",") if p.strip()]
     if parts and all(is_local(p) for p in parts):
-        return [found for part in parts for found in read_rows(part, group=group, bad=bad)]
+        return [found for part in parts for found in read_rows(part, group=group)]
     return [(row, source) for row in _read_hub(source, group, limit)]
 
 
@@ -136,7 +129,6 @@ def calibration(
     seed: int = 0,
     group: str = "calibration",
     shuffle: bool = True,
-    skip_bad_rows: bool = False,
 ) -> CalibrationSet:
     """Windows of ``length`` tokens of a source; of conversations and answers rows of their own.
 
@@ -151,7 +143,6 @@ def calibration(
         seed: Seed of the draw (without replacement, windows do not overlap).
         group: ``calibration`` or ``evaluation``.
         shuffle: Draw at random; otherwise take the first windows in order.
-        skip_bad_rows: Leave out rows that cannot be read and say how many, instead of refusing the first.
 
     Raises:
         NotEnoughText: Not one sample; the message says how much there was.
@@ -163,25 +154,18 @@ def calibration(
             "At least 1 sample of at least 2 tokens.",
             "Try 128 and 256.",
         )
-    name: str = source if isinstance(source, str) else "own texts"
-    missing: tuple[str, ...] = ()
-    bad = BadRows(skip_bad_rows)
-    if not isinstance(source, str):
-        rows: list[tuple[Row, str]] = [(row, name) for row in source]
-    elif _is_stdlib(source):
-        documents, missing = read_documents(source, group=group)
-        rows = [(text, name) for text in documents]
+    if isinstance(source, str):
+        name, rows = source, _read_rows(source, group, None if samples is None else 64 * samples)
     else:
-        rows = _read_source(source, group, None if samples is None else 64 * samples, bad)
+        name, rows = "own texts", [(row, "own texts") for row in source]
     if any(format_of(row) for row, _ in rows):
-        found = encode(rows, tokenizer, limit=length, bad=bad)
+        found = encode(rows, tokenizer, limit=length)
         if samples is not None and len(found) < samples:
             logger.warning("%s has %d rows; %d were asked for: all of them are used.", name, len(found), samples)
         made = padded([found[i] for i in _drawn(len(found), seed, shuffle)[:samples]], pad_of(tokenizer))
-        return CalibrationSet(
-            input_ids=made["input_ids"], attention_mask=made["attention_mask"], labels=made["labels"], source=name, seed=seed
-        )
-    stream = token_stream(_texts(rows, bad), tokenizer)
+        return CalibrationSet(**made, source=name, seed=seed)
+    texts = [text_of(row, where) for row, where in rows]
+    stream = token_stream([text for text in texts if text.strip()], tokenizer)
     windows = len(stream) // length
     if not windows:
         raise NotEnoughText(
@@ -193,23 +177,11 @@ def calibration(
         text = "%s has %d tokens: %d samples of %d are used instead of %d."
         logger.warning(text, name, len(stream), windows, length, samples)
     ids = stream[: windows * length].reshape(windows, length)[_drawn(windows, seed, shuffle)[:samples]]
-    return CalibrationSet(input_ids=torch.from_numpy(ids), source=name, seed=seed, missing=missing)
+    return CalibrationSet(input_ids=torch.from_numpy(ids), source=name, seed=seed)
 
 
 def _drawn(count: int, seed: int, shuffle: bool) -> np.ndarray:
     return np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
-
-
-def _texts(rows: Sequence[tuple[Row, str]], bad: BadRows) -> list[str]:
-    """The texts of rows; those that have none are refused, or left out and counted."""
-    found = []
-    for row, where in rows:
-        try:
-            found.append(text_of(row, where))
-        except InvalidInput as error:
-            bad.refuse(error)
-    bad.say(len(found))
-    return [text for text in found if text.strip()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,7 +224,6 @@ def read_texts(
     limit: int,
     everything: bool = False,
     held_out: str | None = None,
-    skip_bad_rows: bool = False,
 ) -> Texts:
     """Rows of text to train on, and rows that are held out.
 
@@ -265,31 +236,17 @@ def read_texts(
         everything: Learn prompts as well.
         held_out: Another source of held-out rows; by default a tenth of the rows, chosen by a hash of their content (of the
             standard library its evaluation modules).
-        skip_bad_rows: Leave out rows that cannot be read and say how many, instead of refusing the first.
 
     Raises:
         InvalidInput, NotFound, MissingDependency: As reading the source does.
         NotEnoughText: Fewer than two rows.
     """
-    bads = BadRows(skip_bad_rows), BadRows(skip_bad_rows)
-
-    def rows_of(name: str, group: str, bad: BadRows) -> list[tuple[Row, str]]:
-        if _is_stdlib(name):
-            return [(text, name) for text in read_documents(name, group=group)[0]]
-        return _read_source(name, group, None, bad)
-
-    rows = rows_of(source, "calibration", bads[0])
+    rows = _read_rows(source, "calibration")
     if held_out is None and source == "stdlib":
         held_out = source
-    if held_out is not None:
-        train, held = rows, rows_of(held_out, "evaluation", bads[1])
-    else:
-        train, held = _split(rows, source)
-    sides = [
-        tuple(encode(part, tokenizer, limit=limit, everything=everything, bad=bad))
-        for part, bad in zip((train, held), bads, strict=True)
-    ]
-    return Texts(name=source, train=sides[0], evaluation={"held_out": sides[1]})
+    sides = _split(rows, source) if held_out is None else (rows, _read_rows(held_out, "evaluation"))
+    train, held = (tuple(encode(part, tokenizer, limit=limit, everything=everything)) for part in sides)
+    return Texts(name=source, train=train, evaluation={"held_out": held})
 
 
 def _split(rows: list[tuple[Row, str]], source: str) -> tuple[list[tuple[Row, str]], list[tuple[Row, str]]]:

@@ -61,20 +61,15 @@ class Evaluation:
         return record
 
 
-def evaluation_set(
-    source: str, tokenizer: Any, *, length: int = 256, windows: int | None = None, skip_bad_rows: bool = False
-) -> CalibrationSet:
+def evaluation_set(source: str, tokenizer: Any, *, length: int = 256, windows: int | None = None) -> CalibrationSet:
     """The windows that :func:`perplexity` reads, in order; all of them when ``windows`` is ``None``.
 
-    Conversations and answers are rows of their own, of at most ``length`` tokens, read on the answers only. Rows that cannot be
-    read are refused; ``skip_bad_rows`` leaves them out and says how many.
+    Conversations and answers are rows of their own, of at most ``length`` tokens, read on the answers only.
 
     Raises:
         NotEnoughText: Less than one window.
     """
-    return calibration(
-        source, tokenizer, samples=windows, length=length, group="evaluation", shuffle=False, skip_bad_rows=skip_bad_rows
-    )
+    return calibration(source, tokenizer, samples=windows, length=length, group="evaluation", shuffle=False)
 
 
 def _targets(data: CalibrationSet) -> torch.Tensor:

@@ -35,7 +35,6 @@ from . import training
 from .adapters import Loader, classifier_loader, started
 from .protocol import PRESETS, Protocol
 from .rows import answers_of, rows_of
-from .tracking import Replan
 
 logger = logging.getLogger(__name__)
 _IDENTITY, _RESULT, _CHECKPOINTS = "identity.json", "result.json", "checkpoints"
@@ -54,11 +53,9 @@ def finetune(
     overwrite: bool = False,
     bf16: bool = False,
     checkpointing: bool = False,
-    replan: float | None = None,
     against: Path | str | None = None,
     callbacks: Sequence[Any] = (),
     progress: Callable[[int, int, str], None] | None = None,
-    part: tuple[int, int] = (1, 1),
 ) -> dict[str, Any]:
     """Fine-tune a plan over seeds; return the record that is also written to ``result.json``.
 
@@ -76,11 +73,9 @@ def finetune(
         overwrite: Replace the results of an earlier run in ``out`` when the new ones are complete.
         bf16: Autocast in bfloat16; always on where the base is held in it.
         checkpointing: Compute activations again in the backward pass instead of keeping them.
-        replan: Plan again once, after this fraction of the training (:class:`layerbudget.finetuning.tracking.Replan`).
         against: Another result folder, for paired tests.
         callbacks: Further callbacks of the Trainer; they must not change numbers.
         progress: Called with steps done, steps in total, and what is at work.
-        part: ``(i, n)``: train every n-th seed only, beginning with the i-th (from 1), into ``resume``, and write no results.
 
     Returns:
         Per split and metric the mean, the standard error and the values by seed; trained parameters; the plan's and the
@@ -89,25 +84,21 @@ def finetune(
     Raises:
         AlreadyExists: ``out`` holds something that is not replaced, or ``resume`` seeds of another plan, task, protocol,
             precision or version.
-        InvalidInput: A seed is named twice, a part without ``resume``, a number of the protocol that the plan does not read,
-            or what several processes cannot share.
+        InvalidInput: A seed is named twice, a number of the protocol that the plan does not read, or what several processes
+            cannot share.
         CoverageError: The recount differs from the plan.
     """
     if len(set(seeds)) < len(seeds) or not seeds:
         raise InvalidInput(
             f"The seeds are {list(seeds)}.", "At least one, each once: a repeated run is no sample.", "Drop some."
         )
-    if part[1] > 1 and resume is None:
-        raise InvalidInput("A part of the seeds was asked for without resume.", "It keeps them there.", "Add --resume DIR.")
     protocol.check(plan.kind)
     tokenizer = load_tokenizer(model) if tokenizer is None and isinstance(model, str) else tokenizer
     if isinstance(task, str):
         task = read_texts(task, tokenizer, limit=protocol.cutoff, everything=protocol.on_prompt)
     load = classifier_loader(model, len(getattr(task, "labels", ()))) if isinstance(model, str) else model
     settings = getattr(load, "settings", None)
-    training.check(protocol, settings or {}, replan=replan is not None, bf16=bf16)
-    if replan is not None:
-        Replan(plan, fraction=replan)
+    training.check(protocol, settings or {}, bf16=bf16)
     if against is not None:
         read_result(against)
     broadcast(lambda: folders.check_folder(out, overwrite=overwrite))
@@ -117,54 +108,15 @@ def finetune(
         "protocol": dataclasses.asdict(protocol),
         "bf16": bf16,
         "base": computation(load(seeds[0])) if settings is None else dict(settings),
-        "versions": versions(("torch", "transformers", "peft", *(("trl",) if protocol.trainer == "trl" else ()))),
-        **({"replan": replan} if replan is not None else {}),
+        "versions": versions(("torch", "transformers", "peft")),
     }
-
-    def seed_in(place: Path, seed: int, keep: bool, phase: str) -> dict[str, Any]:
-        """The record of a seed, which lies finished in a folder, or is trained into it."""
-        folder = place / f"seed-{seed}"
-        record = broadcast(lambda: _finished(folder, identity)) if keep else None
-        if record is not None:
-            return record
-        plain = load(seed)
-        rows = rows_of(task, tokenizer, plain, protocol)
-        model = started(plain, plan, protocol, rows, task)
-        check_space({folder: _room(model, keep)})
-        checkpoint = broadcast(lambda: _begin(folder, identity)) if keep else None
-        own = list(callbacks)
-        if replan is not None:
-            own.append(Replan(plan, fraction=replan))
-            if checkpoint is not None:
-                own[-1].restore(model, checkpoint)
-        options: dict[str, Any] = {
-            "bf16": bf16,
-            "checkpointing": checkpointing,
-            "callbacks": own,
-            "progress": progress,
-            "phase": phase,
-        }
-        with whole(folder):
-            found = training.train(
-                model, rows, protocol, seed, folder / _CHECKPOINTS, keep=keep, checkpoint=checkpoint, **options
-            )
-            _save(model, folder, protocol)
-        record = {"seed": seed, **found, **training.judge(model, rows, bf16=bf16), "identity": identity}
-        record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if is_main():
-            write_text(folder / _RESULT, dumps(record), overwrite=True)
-            if keep:
-                folders.seal(folder, ("adapter", _RESULT))
-            else:
-                shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
-        return record
-
+    options = {"bf16": bf16, "checkpointing": checkpointing, "callbacks": callbacks, "progress": progress}
+    run = _Run(load, plan, task, tokenizer, protocol, identity, options)
     with contextlib.ExitStack() as stack:
-        if part[1] == 1:
-            staging = broadcast(lambda: stack.enter_context(folders.new_folder(out, overwrite=overwrite)))
+        staging = broadcast(lambda: stack.enter_context(folders.new_folder(out, overwrite=overwrite)))
         place = staging if resume is None else real(resume)
-        own = list(seeds[part[0] - 1 :: part[1]])
-        results = [seed_in(place, s, resume is not None, f"seed {i + 1} of {len(own)}") for i, s in enumerate(own)]
+        phases = [f"seed {i + 1} of {len(seeds)}" for i in range(len(seeds))]
+        results = [run.seed(place, s, resume is not None, phase) for s, phase in zip(seeds, phases, strict=True)]
         summary: dict[str, Any] = {
             "schema_version": 1,
             "task": task.name,
@@ -173,15 +125,11 @@ def finetune(
             "kind": plan.kind,
             "rule": plan.rule,
             "trained_parameters": results[-1]["trained_parameters"],
-            "seeds": own,
+            "seeds": list(seeds),
             "identity": identity,
             "metrics": _summary(results),
-            "one_class": {
-                split: [r["seed"] for r in results if r.get("one_class", {}).get(split) is not None]
-                for split in results[0]["metrics"]
-            },
         }
-        if part[1] == 1 and is_main():
+        if is_main():
             for seed in seeds if place != staging else ():
                 for name in ("adapter", _RESULT):
                     source, target = place / f"seed-{seed}" / name, staging / f"seed-{seed}" / name
@@ -194,6 +142,53 @@ def finetune(
                 summary["against"] = compare(staging, against, names=(Path(out).name, Path(against).name))
                 write_text(staging / "against.json", dumps(summary["against"]))
     return summary
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What the seeds of one fine-tuning share."""
+
+    load: Loader
+    plan: Plan
+    task: Task | Texts
+    tokenizer: Any
+    protocol: Protocol
+    identity: dict[str, Any]
+    options: dict[str, Any]  # of training.train
+
+    def seed(self, place: Path, seed: int, keep: bool, phase: str) -> dict[str, Any]:
+        """Return the record of a seed, which lies finished in a folder, or is trained into it."""
+        folder = place / f"seed-{seed}"
+        found = broadcast(lambda: _finished(folder, self.identity)) if keep else None
+        if found is not None:
+            return found
+        plain = self.load(seed)
+        rows = rows_of(self.task, self.tokenizer, plain, self.protocol)
+        model = started(plain, self.plan, self.protocol, rows, self.task)
+        check_space({folder: _room(model, keep)})
+        checkpoint = broadcast(lambda: _begin(folder, self.identity)) if keep else None
+        with whole(folder):
+            found = training.train(
+                model,
+                rows,
+                self.protocol,
+                seed,
+                folder / _CHECKPOINTS,
+                keep=keep,
+                checkpoint=checkpoint,
+                phase=phase,
+                **self.options,
+            )
+            _save(model, folder, self.protocol)
+        record = {"seed": seed, **found, **training.judge(model, rows, bf16=self.options["bf16"]), "identity": self.identity}
+        record["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if is_main():
+            write_text(folder / _RESULT, dumps(record), overwrite=True)
+            if keep:
+                folders.seal(folder, ("adapter", _RESULT))
+            else:
+                shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
+        return record
 
 
 def _room(model: nn.Module, keep: bool) -> int:

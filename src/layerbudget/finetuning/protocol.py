@@ -12,7 +12,6 @@ from ..registry import options_of, resolve_options
 
 STARTS = ("default", "gradients")
 DEVICES = ("auto", "cpu", "cuda")
-TRAINERS = ("own", "trl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,6 @@ class Protocol:
         weight_decay: AdamW's.
         clip: Largest gradient norm.
         start: ``default`` (PEFT's), or ``gradients``: ranks start in the top directions of the task's gradient.
-        trainer: ``own``, or ``trl``: TRL's SFTTrainer, for ranks on rows of text.
     """
 
     lr: float = 1e-3
@@ -57,7 +55,6 @@ class Protocol:
     weight_decay: float = 0.0
     clip: float = 1.0
     start: str = "default"
-    trainer: str = "own"
 
     def __post_init__(self) -> None:
         for name in ("lr", "epochs", "batch", "accumulation", "alpha", "ratio", "cutoff", "top_k", "clip"):
@@ -67,7 +64,7 @@ class Protocol:
             limit = 1.0 if name == "dropout" else float("inf")
             if not 0 <= getattr(self, name) < limit:
                 raise InvalidInput(f"{name} is {getattr(self, name)}.", f"It lies in [0, {limit:g}).", "")
-        for name, known in (("start", STARTS), ("alpha_policy", ALPHA_POLICIES), ("trainer", TRAINERS)):
+        for name, known in (("start", STARTS), ("alpha_policy", ALPHA_POLICIES)):
             if getattr(self, name) not in known:
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}.", f"It is one of {', '.join(known)}.", "")
         if self.batch % self.accumulation:
@@ -87,7 +84,7 @@ class Protocol:
         """
         by_kind: dict[str, tuple[str, ...]] = {
             "ranks": ("alpha", "top_k", "balance"),
-            "experts": ("ratio", "alpha_policy", "start", "trainer"),
+            "experts": ("ratio", "alpha_policy", "start"),
         }
         unread = (*by_kind.get(kind, ()), *(() if causal in (None, True) else ("on_prompt",)))
         own = {f.name: f.default for f in dataclasses.fields(self)}

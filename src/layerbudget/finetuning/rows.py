@@ -116,9 +116,9 @@ class Rows(_Batches):
         return self.encoded(self.task.train)
 
     def judge(self, model: nn.Module) -> dict[str, Any]:
-        """Return predictions for every held-out row, what they are worth, and the label where all got the same."""
+        """Return predictions for every held-out row, and what they are worth."""
         metrics: dict[str, dict[str, float]] = {}
-        predictions, one = {}, {}
+        predictions = {}
         for split, examples in self.task.evaluation.items():
             predicted, labels = self.predict(model, examples), [e.label for e in examples]
             metrics[split] = {
@@ -128,9 +128,7 @@ class Rows(_Batches):
             if len(self.task.labels) == 2:
                 metrics[split]["f1"] = statistics.f1(labels, predicted)
             predictions[split] = predicted.tolist()
-            same = len(examples) > 1 and len(set(predictions[split])) == 1
-            one[split] = self.task.labels[predictions[split][0]] if same else None
-        return {"metrics": metrics, "predictions": predictions, "one_class": one}
+        return {"metrics": metrics, "predictions": predictions}
 
     def predict(self, model: nn.Module, examples: Sequence[Example], batch: int = 32) -> np.ndarray:
         """Return the predicted label of every example, shape ``(n,)``.
@@ -230,7 +228,7 @@ class TextRows(_Batches):
             if hasattr(model, "disable_adapter"):
                 with cast(Any, model).disable_adapter():
                     metrics[split]["loss_before"] = float(self.losses(model, examples) @ weight / weight.sum())
-        return {"metrics": metrics, "losses": rows, "one_class": {}}
+        return {"metrics": metrics, "losses": rows}
 
     @staticmethod
     def learned(examples: Sequence[Encoded]) -> np.ndarray:
@@ -245,9 +243,8 @@ def rows_of(task: Task | Texts, tokenizer: Any, model: nn.Module, protocol: Prot
         InvalidInput: Text for a model with a classification head, packed rows of labels, or packing that the model ignores.
     """
     if isinstance(task, Task):
-        for name, given in (("packing", protocol.packing), ("trainer", protocol.trainer != "own")):
-            if given:
-                raise InvalidInput(f"A labelled task does not read {name}.", "It is for rows of text.", "Leave it out.")
+        if protocol.packing:
+            raise InvalidInput("A labelled task does not read packing.", "It is for rows of text.", "Leave it out.")
         return Rows(task, tokenizer, causal=is_causal(model), cutoff=protocol.cutoff, on_prompt=protocol.on_prompt)
     if not is_causal(model):
         raise InvalidInput(

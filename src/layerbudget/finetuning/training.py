@@ -1,5 +1,5 @@
 r"""One training by transformers' Trainer: in one process, in several that share every step (DDP), or that share the weights too
-(FSDP2), or by TRL's ``SFTTrainer``.
+(FSDP2).
 
 Every step learns the rows that one process would have learnt: a pass takes the next rows of one seeded order, process r the
 r-th part of them, and behind the last rows of an epoch stand rows of which nothing is learned. With ``l_i`` the loss of a
@@ -14,7 +14,6 @@ moments are gathered and process 0 saves them, so a run that began under FSDP go
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from torch.utils.data import Sampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 from ..data.encoding import IGNORE
-from ..errors import InvalidInput, MissingDependency
+from ..errors import InvalidInput
 from ..execution.processes import is_main, process_group
 from ..models.blocks import layers
 from ..storage import folders
@@ -59,32 +58,18 @@ def shares_weights() -> bool:
     return _set("ACCELERATE_USE_FSDP") and process_group() is not None
 
 
-def check(protocol: Protocol, settings: Mapping[str, Any], *, replan: bool, bf16: bool) -> None:
-    """Refuse what a trainer or several processes do not do, before anything is loaded or written.
+def check(protocol: Protocol, settings: Mapping[str, Any], *, bf16: bool) -> None:
+    """Refuse what several processes cannot share, before anything is loaded or written.
 
     Args:
         protocol: Numbers of the run.
         settings: What the loader says of its base.
-        replan: Whether the plan is made again in mid-training.
         bf16: Whether bfloat16 autocast was asked for.
 
     Raises:
-        MissingDependency: TRL is asked for and not installed.
         InvalidInput: Says what, and what to do.
     """
     found = process_group()
-    if protocol.trainer == "trl":
-        if importlib.util.find_spec("trl") is None:
-            remedy = "pip install 'layerbudget[trl]', or leave trainer out."
-            raise MissingDependency("The trainer trl needs TRL, which is not installed.", "", remedy)
-        for given, what in (
-            (found is not None, "several processes"),
-            (settings.get("quantised"), "a base in 4 bits"),
-            (replan, "a re-plan in mid-training"),
-        ):
-            if given:
-                feasible = "It trains ranks on rows of text in one process."
-                raise InvalidInput(f"The trainer trl does not take {what}.", feasible, "Leave trainer out.")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if found is None:
         if processes > 1:
@@ -107,7 +92,6 @@ def check(protocol: Protocol, settings: Mapping[str, Any], *, replan: bool, bf16
     for refused, what, remedy in (
         (protocol.balance, "The balance loss", "Leave it out: it is a product of shares of a whole batch."),
         (protocol.start != "default", "A start in the task's gradients", "Leave it out: PEFT's own start is shared."),
-        (replan, "A re-plan (--replan)", "Plan before, and leave --replan out: parameters take other shapes."),
         (settings.get("quantised"), "A base in 4 bits (--four-bit)", "Use --dtype bfloat16."),
         (other, f"Accelerate's mixed precision {precision}", "Say --bf16."),
         *((_set(variable), engine, "Launch plain DDP, or FSDP.") for variable, engine in _ENGINES.items()),
@@ -119,17 +103,14 @@ def check(protocol: Protocol, settings: Mapping[str, Any], *, replan: bool, bf16
 
 
 def _check_fsdp() -> None:
+    """Refuse what the launcher asks of FSDP and this training does not do."""
     for variable, (option, remedy) in _UNREAD.items():
         if _set(variable):
             raise InvalidInput(f"{option} is not read by a fine-tuning under FSDP.", "It would be ignored.", remedy)
-    version = os.environ.get("FSDP_VERSION", "2")
-    policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
+    version, policy = os.environ.get("FSDP_VERSION", "2"), os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
     if version != "2":
-        raise InvalidInput(
-            f"FSDP's version is {version}.",
-            "It is 2: the first one cannot hold frozen weights beside trained ones.",
-            "Add --fsdp_version 2.",
-        )
+        feasible = "It is 2: the first one cannot hold frozen weights beside trained ones."
+        raise InvalidInput(f"FSDP's version is {version}.", feasible, "Add --fsdp_version 2.")
     if policy not in ("TRANSFORMER_BASED_WRAP", "NO_WRAP"):
         raise InvalidInput(f"FSDP's policy is {policy}.", "Every decoder layer is one unit.", "Leave it out.")
 
@@ -244,24 +225,6 @@ class _ShardedTrainer(_SharedTrainer):
             held["state"][k] = {n: _like(order[k], v) if v.shape == order[k].shape else v for n, v in row.items()}
         optimizer.load_state_dict(held)
         scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
-
-
-def _sft_trainer(rows: TextRows, arguments: TrainingArguments, read: Sequence[dict[str, Any]], options: Any) -> Trainer:
-    """TRL's trainer on the plan's adapters and the same tokens and mask: it prepares nothing, and its defaults do not apply."""
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    own = {name: value for name, value in arguments.to_dict().items() if not str(value).startswith("<")}  # hidden tokens
-    config = SFTConfig(**own, max_length=None, packing=False, dataset_kwargs={"skip_prepare_dataset": True})
-    config._n_gpu = min(config.n_gpu, 1)
-    if not rows.packing:  # its own collator pads
-        options.pop("data_collator")
-    return SFTTrainer(
-        args=config,
-        train_dataset=Dataset.from_list(list(read)),
-        processing_class=rows.tokenizer,
-        **options,
-    )
 
 
 class _Watch(TrainerCallback):
@@ -397,11 +360,13 @@ def train(
     strategy = {"save_strategy": "epoch" if keep else "no", "bf16": half, "checkpointing": checkpointing}
     arguments = _arguments(model, protocol, seed, folder, steps, device, **strategy)
     set_seed(seed)
-    own = [*callbacks, *_balance(protocol), _Watch(progress, phase)]
+    own = [*callbacks, _Watch(progress, phase)]
+    if protocol.balance:
+        from ..decisions.experts.method import BalanceScale
+
+        own.append(BalanceScale())
     options: dict[str, Any] = {"model": model, "data_collator": rows.collate, "callbacks": own}
-    if protocol.trainer == "trl":
-        trainer = _sft_trainer(cast(TextRows, rows), arguments, read, options)
-    elif group is None:
+    if group is None:
         trainer = Trainer(train_dataset=cast(Any, read), args=arguments, **options)
     else:
         kind = _ShardedTrainer if shares_weights() else _SharedTrainer
@@ -410,15 +375,6 @@ def train(
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     found = {"training_loss": mean_loss(trainer.state.log_history), "steps": trainer.state.global_step}
     return {**found, **({"processes": group.size} if group else {})}
-
-
-def _balance(protocol: Protocol) -> list[TrainerCallback]:
-    """Factor of the balance loss of experts, where there is one."""
-    if not protocol.balance:
-        return []
-    from ..decisions.experts.method import BalanceScale
-
-    return [BalanceScale()]
 
 
 def judge(model: nn.Module, rows: Rows | TextRows, *, bf16: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from ..errors import CorruptFile, NotFound
+from ..errors import CorruptFile, LayerbudgetError, NotFound
 
 _LIMIT = 1 << 32  # bytes
 _DEPTH = 100
@@ -91,6 +91,8 @@ def parse(
     except RecursionError as error:
         raise CorruptFile(f"{where} is not a {kind} file: it is nested too deeply.", "", remedy) from error
     except (msgspec.MsgspecError, UnicodeError) as error:
+        if isinstance(error.__cause__, LayerbudgetError):  # what the type itself refuses
+            raise error.__cause__ from None
         raise CorruptFile(f"{where} is not a {kind} file: it does not parse ({error}).", "", remedy) from error
     if as_type is Any:
         _check_bounds(value, where, kind, remedy)
@@ -132,7 +134,12 @@ def converted(value: Any, as_type: Any) -> Any:
     Raises:
         ValueError: Another shape; says where.
     """
-    return msgspec.convert(value, as_type, strict=True)
+    try:
+        return msgspec.convert(value, as_type)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, LayerbudgetError):
+            raise error.__cause__ from None
+        raise
 
 
 def dump(value: Any) -> str:
