@@ -1,15 +1,7 @@
-r"""Plans in the files of other tools: one function per format, and the table of them. No torch here.
+"""Plans in the files of other tools: one function per format, and the table of them. No torch here.
 
-An export of one's own is a function with a decorator::
-
-    from layerbudget.exports import export
-
-    @export("names", kinds=("sparsity",), file="names.txt", summary="the names of the blocks")
-    def names(plan, *, separator="\n"):
-        return separator.join(plan.names)
-
-Keyword-only parameters are its options, others are refused. An entry point of the group ``layerbudget.exports`` that names
-its module does the same.
+A function ``(plan, *, options) -> text`` with the decorator :func:`export` is a format too; so is what an installed package
+registers in a module that its entry point of the group ``layerbudget.exports`` names.
 """
 
 from __future__ import annotations
@@ -27,7 +19,7 @@ import numpy as np
 from .decisions.bits.export import auto_round, gptq_model, llama_cpp
 from .errors import InvalidInput, MissingDependency, NotFound
 from .plan import Plan
-from .registry import Option, Registry, options_of, resolve_options
+from .registry import Registry, options_of, resolve_options
 from .solvers.rounding import few_levels, round_parameters
 
 Call = Callable[..., str]
@@ -35,28 +27,14 @@ Call = Callable[..., str]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export:
-    """One format.
+    """One format."""
 
-    Attributes:
-        name: What users write after ``--to``.
-        call: The function ``(plan, **options) -> text``.
-        kinds: Kinds of plan that it writes; empty: all.
-        file: Name of the file where none is given.
-        summary: A line for the help.
-        use: How the file is used, a sentence with ``{file}``.
-    """
-
-    name: str
-    call: Call
-    kinds: tuple[str, ...] = ()
-    file: str = "plan.txt"
-    summary: str = ""
-    use: str = ""
-
-    @property
-    def options(self) -> dict[str, Option]:
-        """Options that it reads."""
-        return options_of(self.call)
+    name: str  # what users write after --to
+    call: Call  # (plan, **options) -> text
+    kinds: tuple[str, ...] = ()  # kinds of plan that it writes; empty: all
+    file: str = "plan.txt"  # name of the file where none is given
+    summary: str = ""  # a line for the help
+    use: str = ""  # how the file is used, a sentence with {file}
 
     def text(self, plan: Plan, given: Mapping[str, Any]) -> str:
         """Return the content of the file.
@@ -71,7 +49,7 @@ class Export:
                 f"It writes {' and '.join(self.kinds)}.",
                 f"For this plan there are {', '.join(fitting)}.",
             )
-        return self.call(plan, **resolve_options(f"The format {self.name}", self.options, given))
+        return self.call(plan, **resolve_options(f"The format {self.name}", options_of(self.call), given))
 
 
 EXPORTS: Registry[Export] = Registry("export format", group="layerbudget.exports")
@@ -137,14 +115,8 @@ def lora_json(plan: Plan, *, alpha_policy: str = "constant-ratio", dropout: floa
 def llm_compressor(plan: Plan, *, method: str | None = None, pattern: str | None = None, levels: int | None = None) -> str:
     """Return a recipe with one modifier per distinct ratio, and in its comments how it is run.
 
-    Every modifier walks the model: in llm-compressor's sequential pipeline once over all layers, so that the number of
-    distinct ratios is what it costs.
-
-    Args:
-        plan: A plan of sparsities.
-        method: ``wanda`` or ``sparsegpt``; what the plan was measured with by default, else ``wanda``.
-        pattern: ``n:m``, for all blocks.
-        levels: At most so many distinct ratios, the total kept.
+    The method is ``wanda`` or ``sparsegpt``; by default what the plan was measured with, else ``wanda``. Every modifier walks
+    the model, so the number of distinct ratios is what it costs: there are at most ``levels``, the total kept.
     """
     from .decisions.sparsity.apply import method_of, other_pruner
     from .decisions.sparsity.save import recipe

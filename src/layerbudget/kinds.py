@@ -27,77 +27,46 @@ Call = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One kind of plan.
+    """One kind of plan."""
 
-    Attributes:
-        name: What files and users write.
-        decides: What a block gets, in a sentence ("decides sparsity for 12 blocks").
-        counts: What the whole number of a block counts.
-        summary: A line for the help.
-        harms: Whether more of it costs quality, so that what matters gets less of it (sparsity), or helps (ranks).
-        make: ``(scores, **{budget: ...}, **options) -> Plan``, for sweeps.
-        budget: Name of that function's budget.
-        predicts: Whether its plans say the damage that they expect, in nats (``extra["predicted"]``): what a sweep compares.
-        apply: ``(model, plan, ...)``: how a model gets what the plan says.
-        command: The command that such a plan is for.
-    """
-
-    name: str
-    decides: str
-    counts: str
-    summary: str = ""
-    harms: bool = False
-    make: Call | None = None
-    budget: str = "budget"
-    predicts: bool = False
-    apply: Call | None = None
-    command: str = ""
+    name: str  # what files and users write
+    decides: str  # what a block gets, in a sentence ("decides sparsity for 12 blocks")
+    counts: str  # what the whole number of a block counts
+    summary: str = ""  # a line for the help
+    harms: bool = False  # whether more of it costs quality (sparsity), so that what matters gets less of it, or helps (ranks)
+    make: Call | None = None  # (scores, **{budget: ...}, **options) -> Plan, for sweeps
+    budget: str = "budget"  # name of that function's budget
+    predicts: bool = False  # whether its plans say the damage that they expect, in nats: extra["predicted"], for sweeps
+    apply: Call | None = None  # (model, plan, ...): how a model gets what the plan says
+    command: str = ""  # the command that such a plan is for
 
 
 KINDS: Registry[Kind] = Registry("kind of plan", group="layerbudget.kinds")
-_PRUNED, _REMOVED = "pruned parameters", "removed parameters"
+_PRUNED, _REMOVED, _UNITS = (
+    "pruned parameters",
+    "removed parameters",
+    "heads, MLP widths and layers to remove: smaller matrices",
+)
+_RECIPE = (
+    "a format for every matrix and a LoRA rank for every adapter, in whole bytes; "
+    "apply writes its base, finetune trains its ranks on that, split_recipe gives the two plans"
+)
+_BITS = "a format for every weight matrix, in whole bytes"
+_JOINT = "one byte budget for pruning and adapting; split_joint gives the two plans"
 for _kind in (
     Kind("sparsity", "sparsity", _PRUNED, "a sparsity for every block", harms=True, budget="sparsity", command="apply"),
-    Kind(
-        "shapes",
-        "removed parameters",
-        _REMOVED,
-        "heads, MLP widths and layers to remove: smaller matrices",
-        harms=True,
-        command="apply",
-    ),
+    Kind("shapes", "removed parameters", _REMOVED, _UNITS, harms=True, command="apply"),
     Kind("experts", "experts", "experts of every matrix", "LoRA experts for every block", budget="total", command="finetune"),
     Kind("ranks", "rank", "rank of every matrix", "a LoRA rank for every block", budget="mean_rank", command="finetune"),
-    Kind(
-        "bits",
-        "bits per weight",
-        "bytes",
-        "a format for every weight matrix, in whole bytes",
-        budget="bits",
-        predicts=True,
-        command="apply",
-    ),
-    Kind(
-        "recipe",
-        "bits per weight",
-        "bytes",
-        "a format for every matrix and a LoRA rank for every adapter, in whole bytes; "
-        "apply writes its base, finetune trains its ranks on that, split_recipe gives the two plans",
-        predicts=True,
-        command="finetune",
-    ),
-    Kind("joint", "sparsity", _PRUNED, "one byte budget for pruning and adapting; split_joint gives the two plans", harms=True),
+    Kind("bits", "bits per weight", "bytes", _BITS, budget="bits", predicts=True, command="apply"),
+    Kind("recipe", "bits per weight", "bytes", _RECIPE, predicts=True, command="finetune"),
+    Kind("joint", "sparsity", _PRUNED, _JOINT, harms=True),
 ):
     KINDS.add(_kind.name, _kind)
 
 
 def check_kind(kind: str, wanted: Sequence[str], what: str) -> None:
-    """Refuse a plan of another kind, before any work.
-
-    Args:
-        kind: The plan's.
-        wanted: Kinds that will do.
-        what: What was to be done, as in "cannot be pruned".
+    """Refuse a plan of another kind than ``wanted``, before any work; ``what`` is as in "cannot be pruned".
 
     Raises:
         InvalidInput: Another kind; the message names the command that it is for.

@@ -50,7 +50,7 @@ class PlanBlock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(BlockRecord):
-    """A decision for every block. It cannot be changed, has a hash, and ``plan[name]`` is what a block gets.
+    """A decision for every block. It cannot be changed, and ``plan[name]`` is what a block gets.
 
     Attributes:
         kind: ``sparsity``, ``bits``, ``ranks``, ... (:mod:`layerbudget.kinds`).
@@ -98,11 +98,6 @@ class Plan(BlockRecord):
         return self._column("numel", np.int64)
 
     @property
-    def matrices(self) -> np.ndarray:
-        """Weight matrices per block, shape ``(K,)``."""
-        return np.array([len(b.modules) for b in self.blocks], dtype=np.int64)
-
-    @property
     def pruner(self) -> tuple[str | None, dict[str, Any]]:
         """Method and options of the pruner whose damage decided a plan of sparsities; None where no pruner was measured."""
         if self.kind != "sparsity" or "method" not in self.hyperparameters:
@@ -121,11 +116,15 @@ class Plan(BlockRecord):
 
     @property
     def rows(self) -> RowGroups | None:
-        """Zeros of every group of rows, where the plan decides groups of rows; ``count`` is then the sum of a matrix."""
-        found = self.extra.get("rows")
+        """Zeros of every group of rows, where the plan decides groups of rows; ``count`` is then the sum of a matrix.
+
+        Raises:
+            NotFound: Only the JSON of such a plan was read, not the file of its counts.
+        """
+        found: Any = self.extra.get("rows")
         if isinstance(found, Mapping):
-            return RowGroups(size=int(found["size"]), counts={}, stored=found)
-        return found
+            raise NotFound("The plan decides groups of rows, and their counts are not at hand.", "", "Use Plan.load(path).")
+        return found  # type: ignore[no-any-return]
 
     def __getitem__(self, name: str) -> PlanBlock:
         return self.blocks[self.index_of(name)]
@@ -135,19 +134,11 @@ class Plan(BlockRecord):
         title = f"Plan of {self.kind} by {self.rule}: {len(self)} blocks, {spent:,.10g} of {limit:,.10g} {unit}"
         return title, [f"{b.value:.4g}" for b in self.blocks]
 
-    def to_pandas(self) -> Any:
-        """Return a data frame with a row per block (needs pandas)."""
-        return self._frame(value=self.values, count=self.counts, numel=self.numel, matrices=self.matrices)
-
     def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
-        """Write the file, atomically, and the counts of its groups of rows beside it; errors as of :meth:`Record.save`.
-
-        Raises:
-            NotFound: The plan decides groups of rows and their counts are not at hand.
-        """
-        rows = self.rows and self.rows.require()
+        """Write the file, atomically, and the counts of its groups of rows beside it; errors as of :meth:`Record.save`."""
+        rows = self.rows
         written = super().save(path, overwrite=overwrite)
-        if rows:
+        if rows is not None:
             rows.save(path)
         return written
 
@@ -155,9 +146,9 @@ class Plan(BlockRecord):
     def load(cls, path: Path | str) -> Self:
         """Read the file, and the counts of its groups of rows; errors as of :meth:`Record.load`."""
         plan = super().load(path)
-        if plan.rows is None:
+        if "rows" not in plan.extra:
             return plan
-        rows = RowGroups.load(path, plan.rows.stored)
+        rows = RowGroups.load(path, plan.extra["rows"])
         return dataclasses.replace(plan, extra={**plan.extra, "rows": rows})
 
     def by_module(self) -> dict[str, PlanBlock]:
@@ -250,13 +241,11 @@ class RowGroups:
 
     Attributes:
         size: Rows of a group; the last group of a matrix may be smaller.
-        counts: By full name of the matrix, shape ``(groups,)`` each, int64. Empty where only the plan's JSON is at hand.
-        stored: What the plan's JSON says of them, where they are not at hand.
+        counts: By full name of the matrix, shape ``(groups,)`` each, int64.
     """
 
     size: int
     counts: Mapping[str, np.ndarray]
-    stored: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -265,14 +254,9 @@ class RowGroups:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RowGroups) and self.digest == other.digest
 
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
     @property
     def digest(self) -> str:
         """Content hash of size, names and counts."""
-        if not self.counts:
-            return str(self.stored.get("digest"))
         h = hashlib.sha256(f"{self.size}".encode())
         for name in sorted(self.counts):
             h.update(name.encode() + b"\0" + np.ascontiguousarray(self.counts[name], dtype="<i8").tobytes())
@@ -280,8 +264,6 @@ class RowGroups:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the plan's JSON says."""
-        if not self.counts:
-            return dict(self.stored)
         return {"size": self.size, "groups": sum(len(c) for c in self.counts.values()), "digest": self.digest}
 
     def save(self, plan: Path | str) -> Path:
@@ -319,12 +301,6 @@ class RowGroups:
                 "Copy the two files that were written together, or plan again.",
             )
         return found
-
-    def require(self) -> RowGroups:
-        """Return the same; without counts, where only the plan's JSON was read, it raises NotFound."""
-        if not self.counts:
-            raise NotFound("The plan decides groups of rows, and their counts are not at hand.", "", "Use Plan.load(path).")
-        return self
 
 
 def beside(plan: Path | str) -> Path:

@@ -17,7 +17,7 @@ import numpy as np
 from .canonical import digest as digest
 from .canonical import dumps as dumps
 from .canonical import to_jsonable as to_jsonable
-from .errors import CorruptFile, InvalidInput, MissingDependency, NotFound, UnknownBlock
+from .errors import CorruptFile, InvalidInput, NotFound, UnknownBlock
 from .storage import reading
 from .storage.writing import check_output as check_output
 from .storage.writing import check_writable as check_writable
@@ -147,9 +147,6 @@ class Frozen(dict[str, Any]):
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
     def __reduce__(self) -> Any:
         return Frozen, (dict(self),)
 
@@ -159,9 +156,6 @@ class FrozenList(list[Any]):
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
     append = extend = insert = remove = reverse = sort = clear = pop = _refuse  # type: ignore[assignment]
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(self))
 
     def __reduce__(self) -> Any:
         return FrozenList, (list(self),)
@@ -308,13 +302,6 @@ class BlockRecord(Record):
             for r in rows
         )
         return f"<table><caption>{html.escape(title)}</caption><tr>{head}</tr>{body}</table>"
-
-    def _frame(self, **columns: Any) -> Any:
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingDependency("A table needs pandas.", "", "pip install pandas.") from error
-        return pandas.DataFrame(columns, index=pandas.Index(self.names, name="block"))
 
 
 _ROWS = 6

@@ -28,7 +28,7 @@ def _table(rows: Any, shape: tuple[int, int], name: str) -> Table:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Scores(BlockRecord):
-    """Layer scores for D dampings and K blocks. They cannot be changed, have a hash, and ``scores[name]`` is that of a block.
+    """Layer scores for D dampings and K blocks. They cannot be changed, and ``scores[name]`` is that of a block.
 
     Attributes:
         estimator: Name of the estimator (``fisher-gram``, ``gradient-norm``, ...).
@@ -154,12 +154,6 @@ class Scores(BlockRecord):
             title += f", damping {self.damping[row]:g} of {', '.join(f'{d:g}' for d in self.damping)}"
         cells = zip(self.gain[row], self.status[row], strict=True)
         return title, [status if value is None else f"{value:.4g}" for value, status in cells]
-
-    def to_pandas(self, damping: float | None = None) -> Any:
-        """Return a data frame with a row per block, for one damping (needs pandas)."""
-        row, tables = self.index(damping), ("gain", "standard_error", "noise_floor")
-        numbers = {name: np.array(getattr(self, name)[row], dtype=np.float64) for name in tables}
-        return self._frame(**numbers, status=self.status[row], numel=self.numel)
 
     @classmethod
     def from_values(cls, blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float], **fields: Any) -> Scores:

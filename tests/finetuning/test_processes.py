@@ -209,7 +209,6 @@ def test_commands_train_a_seed_each_and_one_puts_them_together(speaker, tmp_path
             "ranks.json",
             ("--set", "accumulation=2", "--seeds", "0", "1", "--set", "alpha_policy=rslora", "--gradient-checkpointing"),
         ),
-        ("ranks.json", ("--set", "packing=true", "--set", "cutoff=32")),
     ],
 )
 def test_every_way_of_training_text_is_shared(speaker, tmp_path, plan, more):
@@ -260,14 +259,13 @@ def test_resume_overwrite_and_accelerate(speaker, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["experts", "labels", "head", "accumulation", "packing"])
+@pytest.mark.parametrize("way", ["experts", "labels", "head", "accumulation"])
 def test_every_way_of_training_shares_weights(speaker, encoder, tmp_path, fsdp, monkeypatch, way):
     """FSDP against DDP in as many processes: the same sums."""
     folder = encoder if way == "head" else speaker
     learned = ("--task", str(folder / "labels.jsonl")) if way in ("head", "labels") else ("--data", str(folder / "rows.jsonl"))
     more = {
         "accumulation": ("--set", "accumulation=2", "--set", "alpha_policy=rslora", "--gradient-checkpointing"),
-        "packing": ("--set", "packing=true", "--set", "cutoff=32"),
     }.get(way, ())
     for name in ("fsdp", "ddp"):
         words = command(folder, "experts.json" if way == "experts" else "ranks.json", tmp_path / name, *learned, *more)

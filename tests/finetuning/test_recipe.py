@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -79,8 +80,8 @@ def test_one_limit_a_written_base_and_an_adapter_that_loads_again(place, limit, 
     assert losses[0] == pytest.approx(losses[1], abs=0.01)  # norms and embeddings of the file are in bfloat16
     base = unpacked(AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32))
     texts = read_texts(str(place / "rows.jsonl"), tokenizer, limit=64)
-    rows, held = TextRows(texts, tokenizer, cutoff=64), texts.evaluation["held_out"]
-    weight = rows.learned(held)
+    rows, held = TextRows(texts, tokenizer), texts.evaluation["held_out"]
+    weight = np.array(rows.kept(held))
     before = rows.losses(base, held) @ weight / weight.sum()
     again = rows.losses(PeftModel.from_pretrained(base, place / "written" / "seed-0" / "adapter").eval(), held)
     assert again @ weight / weight.sum() == pytest.approx(losses[0], rel=1e-5) and losses[0] < before

@@ -1,4 +1,4 @@
-"""Language models fine-tuned on conversations: the loss that is reported, packing, pairs, and what is refused."""
+"""Language models fine-tuned on conversations: the loss that is reported, pairs, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from tests import zoo
 
 import layerbudget as lb
 from layerbudget.cli import main
-from layerbudget.data.encoding import IGNORE
 from layerbudget.data.text import read_texts
 from layerbudget.errors import InvalidInput, NotEnoughText
 from layerbudget.finetuning.adapters import NamedLoader, load_adapter
@@ -50,41 +48,18 @@ def test_a_tenth_is_held_out_by_content_and_nothing_leaks(tokenizer, rows, tmp_p
         read_texts(str(tmp_path / "one.jsonl"), tokenizer, limit=64)
 
 
-def test_packed_rows_do_not_see_one_another(tokenizer, rows):
-    """The summed loss of packs is that of the rows alone; a model that ignores positions is refused."""
-    texts, model = read_texts(rows, tokenizer, limit=64), zoo.speaker("llama")
-    packed = rows_of(texts, tokenizer, model, Protocol(cutoff=64, packing=True))
-    packs = packed.training()
-    assert len(packs) < len(texts.train) / 3 and all(len(p["input_ids"]) <= 64 for p in packs)
-    assert sorted(i for p in packs for i in p["input_ids"]) == sorted(i for r in texts.train for i in r.input_ids)
-    with torch.no_grad():
-        together = [model(**packed.collate(packs[i : i + 3])).loss.item() for i in range(0, len(packs), 3)]
-        counts = [(packed.collate(packs[i : i + 3])["labels"] != IGNORE).sum().item() for i in range(0, len(packs), 3)]
-    weight = packed.learned(texts.train)
-    alone = packed.losses(model, texts.train) @ weight / weight.sum()
-    assert np.average(together, weights=counts) == pytest.approx(alone, rel=1e-5)
-    with pytest.raises(InvalidInput, match="see one another"):
-        deaf, forward = zoo.speaker("llama"), zoo.speaker("llama").forward
-        deaf.forward = lambda position_ids=None, **inputs: forward(**inputs)
-        rows_of(texts, tokenizer, deaf, Protocol(cutoff=64, packing=True))
-
-
 def test_a_language_model_learns_and_its_held_out_loss_is_what_the_saved_adapter_has(tokenizer, rows, tmp_path):
     model = zoo.speaker("llama")
     texts, plan = read_texts(rows, tokenizer, limit=64), plan_for(model)
     loader = NamedLoader(lambda seed: zoo.speaker("llama"), {})
-    for packing in (False, True):
-        out = tmp_path / f"out-{packing}"
-        protocol = Protocol(lr=1e-2, epochs=16 if packing else 4, batch=8, warmup=2, cutoff=64, packing=packing)
-        result = finetune(loader, plan, texts, out, tokenizer=tokenizer, protocol=protocol)
-        loss = result["metrics"]["held_out"]
-        assert loss["loss"]["value"] < loss["loss_before"]["value"] - 0.2
-        plain = TextRows(texts, tokenizer, cutoff=64)
-        weight = plain.learned(texts.evaluation["held_out"])
-        again = plain.losses(load_adapter(zoo.speaker("llama"), out / "seed-0" / "adapter"), texts.evaluation["held_out"])
-        assert again @ weight / weight.sum() == pytest.approx(loss["loss"]["value"], rel=1e-5)
-        before = plain.losses(model, texts.evaluation["held_out"])
-        assert before @ weight / weight.sum() == pytest.approx(loss["loss_before"]["value"], rel=1e-5)
+    protocol = Protocol(lr=1e-2, epochs=4, batch=8, warmup=2, cutoff=64)
+    result = finetune(loader, plan, texts, tmp_path / "out", tokenizer=tokenizer, protocol=protocol)
+    loss = result["metrics"]["held_out"]
+    assert loss["loss"]["value"] < loss["loss_before"]["value"] - 0.2
+    rows, held = TextRows(texts, tokenizer), texts.evaluation["held_out"]
+    weight, adapted = np.array(rows.kept(held)), load_adapter(zoo.speaker("llama"), tmp_path / "out" / "seed-0" / "adapter")
+    assert rows.losses(adapted, held) @ weight / weight.sum() == pytest.approx(loss["loss"]["value"], rel=1e-5)
+    assert rows.losses(model, held) @ weight / weight.sum() == pytest.approx(loss["loss_before"]["value"], rel=1e-5)
 
 
 def test_a_model_and_rows_by_their_names(saved_model, rows, tmp_path):
@@ -102,7 +77,7 @@ def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_p
     assert main(["finetune", str(folder), str(tmp_path / "one.json"), *words, "-o", str(tmp_path / "one")]) == 0
     said = capsys.readouterr()
     assert "6 rows held out" in said.out
-    more = ["--against", str(tmp_path / "one"), "--set", "packing=true", "--set", "start=gradients", "--json"]
+    more = ["--against", str(tmp_path / "one"), "--set", "start=gradients", "--json"]
     assert main(["finetune", str(folder), str(tmp_path / "four.json"), *words, *more, "-o", str(tmp_path / "four")]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["rows"] == {"train": 54, "held_out": 6} and result["metric"] == "loss"
@@ -116,8 +91,6 @@ def test_from_the_command_line_with_a_paired_comparison(saved_model, rows, tmp_p
     assert tests["samples"]["difference"] == pytest.approx(apart[0] - apart[1])
     better = result["metrics"]["held_out"]["loss"]["value"] < result["metrics"]["held_out"]["loss_before"]["value"]
     assert better and tests["seeds"]["difference"] != 0
-    assert main(["finetune", str(folder), str(tmp_path / "one.json"), "--task", rows, "--set", "packing=true", "-o", "x"]) == 2
-    assert "packing has no meaning" in capsys.readouterr().err
 
 
 def test_a_head_learns_no_text(tokenizer, rows):

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..errors import InvalidInput
 from ..finetuning.protocol import DEVICES
 from ..progress import Steps
 from .display import expect, progress_bar
@@ -64,7 +63,7 @@ def register(subparsers: Any) -> None:
     add_set(
         advanced,
         "a number of the protocol: start (gradients: ranks start in the top directions of the task's gradient), alpha_policy "
-        "(constant-ratio, constant-alpha or rslora), packing, accumulation, dropout, cutoff, warmup, ...",
+        "(constant-ratio, constant-alpha or rslora), accumulation, dropout, cutoff, warmup, ...",
     )
     add_resume(advanced, "finished seeds and checkpoints")
 
@@ -162,8 +161,6 @@ def _protocol(a: argparse.Namespace, base: Any) -> tuple[Any, int | None]:
     from ..finetuning.protocol import PRESETS
 
     named, own = given(a, "epochs", "lr", "batch"), settings(a)
-    if a.task and "packing" in own:
-        raise InvalidInput("packing has no meaning for a labelled task.", "It would be ignored.", "Leave it out.")
     if a.data and "cutoff" not in own:
         own["cutoff"] = min(LONGEST, getattr(base.config, "max_position_embeddings", None) or LONGEST)
     rows = own.pop("train_rows", None)

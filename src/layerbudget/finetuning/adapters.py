@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -42,15 +41,10 @@ START_SAMPLES = 128
 
 @dataclasses.dataclass(frozen=True)
 class NamedLoader:
-    """``seed -> model`` that can say what it loads before it does.
-
-    Attributes:
-        load: The loader.
-        settings: Precision and revision of the base: a part of the identity of what is trained on it.
-    """
+    """``seed -> model`` that can say what it loads before it does."""
 
     load: Loader
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # precision and revision of the base: a part of the identity of what is trained on it
 
     def __call__(self, seed: int) -> nn.Module:
         """Return the model of that seed."""
@@ -135,12 +129,8 @@ def fit_names(plan: Plan, model: nn.Module) -> Plan:
 def adapt(model: nn.Module, plan: Plan, protocol: Protocol) -> nn.Module:
     """Return the model with the plan's adapters; a BERT-style pooler is trained with the head (frozen, nothing is learned).
 
-    What is trained is held in float32 whatever the base is held in: PEFT does so for its adapters, not for heads.
-
-    Raises:
-        InvalidInput: A plan of another kind than ranks or experts.
-        UnknownBlock: The plan names a module that the model does not have.
-        CoverageError: The recount differs from the plan.
+    What is trained is held in float32 whatever the base is held in: PEFT does so for its adapters, not for heads. Errors are
+    those of :func:`~layerbudget.decisions.ranks.apply.add_ranks`, and InvalidInput for a plan of another kind.
     """
     plan = fit_names(plan, model)
     options: dict[str, Any] = {"task_type": "CAUSAL_LM" if is_causal(model) else "SEQ_CLS"}
@@ -188,14 +178,10 @@ def started(plain: nn.Module, plan: Plan, protocol: Protocol, rows: Rows | TextR
 def initialise_from_gradients(
     model: nn.Module, gradients: Mapping[str, Tensor], adapter_name: str = "default", *, norm: float = 3**-0.5
 ) -> None:
-    """Set ``A`` of every LoRA module to the top right singular vectors of its gradient; ``B`` stays zero.
+    """Set ``A`` of every LoRA module to the top right singular vectors of its gradient ``(d_out, d_in)``; ``B`` stays zero.
 
-    Args:
-        model: A model with LoRA ranks.
-        gradients: Gradient ``(d_out, d_in)`` by module.
-        adapter_name: Name of the adapter.
-        norm: Norm of each row of A. ``1/sqrt(3)``, the default, is that of PEFT's own start, so that only the directions
-            differ from it; EVA uses 1, which also makes the first steps of B larger.
+    ``norm`` is that of each row of A. ``1/sqrt(3)``, the default, is that of PEFT's own start, so that only the directions
+    differ from it; EVA uses 1, which also makes the first steps of B larger.
 
     Raises:
         CoverageError: An adapted module without a gradient.
@@ -210,17 +196,10 @@ def initialise_from_gradients(
             a[: len(rows)] = rows.to(a.dtype)
 
 
-class _AdapterFile(msgspec.Struct):
-    """Fields of an ``adapter_config.json`` that are read before PEFT reads it."""
-
-    peft_type: str | None = None
-
-
 def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -> Any:
     """Return the model with a saved adapter, in evaluation mode; every tensor of the file is in it.
 
-    ``PeftModel.from_pretrained`` knows mixtures of experts only after ``import layerbudget.decisions.experts.method``, and only
-    warns where tensors find no place; both are seen to here.
+    ``PeftModel.from_pretrained`` only warns where tensors find no place.
 
     Args:
         model: The base model.
@@ -244,7 +223,7 @@ def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -
             "An adapter is a folder that save_pretrained wrote.",
             f"Point to {inside[0]}." if inside else "Check the path.",
         )
-    kind = reading.read(folder / "adapter_config.json", "adapter", limit=1 << 26, as_type=_AdapterFile).peft_type
+    kind = reading.read(folder / "adapter_config.json", "adapter", limit=1 << 26, as_type=dict[str, Any]).get("peft_type")
     if merge and kind == "LORA_EXPERTS":
         raise BadModel("A mixture of experts cannot be merged.", "Its update depends on the token.", "Keep it as an adapter.")
     remedy = "Give the base model that it was trained on."

@@ -32,7 +32,6 @@ class Protocol:
         top_k: Experts per token.
         balance: Weight of the load-balancing loss.
         on_prompt: Take the loss on the prompt as well (causal LMs).
-        packing: Several rows of text in one sequence, none seeing another.
         weight_decay: AdamW's.
         clip: Largest gradient norm.
         start: ``default`` (PEFT's), or ``gradients``: ranks start in the top directions of the task's gradient.
@@ -51,7 +50,6 @@ class Protocol:
     top_k: int = 2
     balance: float = 0.0
     on_prompt: bool = False
-    packing: bool = False
     weight_decay: float = 0.0
     clip: float = 1.0
     start: str = "default"
@@ -73,23 +71,14 @@ class Protocol:
             )
 
     def check(self, kind: str, *, causal: bool | None = None) -> None:
-        """Refuse numbers that a plan of this kind, or a head of this kind, does not read.
-
-        Args:
-            kind: ``ranks`` or ``experts``.
-            causal: Whether a language model is trained (else a classification head), where that is known.
+        """Refuse numbers that a plan of this kind, or a head (``causal`` is false), does not read.
 
         Raises:
             InvalidInput: Names the first one that differs from its default.
         """
-        by_kind: dict[str, tuple[str, ...]] = {
-            "ranks": ("alpha", "top_k", "balance"),
-            "experts": ("ratio", "alpha_policy", "start"),
-        }
-        unread = (*by_kind.get(kind, ()), *(() if causal in (None, True) else ("on_prompt",)))
-        own = {f.name: f.default for f in dataclasses.fields(self)}
-        for name in unread:
-            if getattr(self, name) != own[name]:
+        by_kind = {"ranks": ("alpha", "top_k", "balance"), "experts": ("ratio", "alpha_policy", "start")}
+        for name in (*by_kind.get(kind, ()), *(("on_prompt",) if causal is False else ())):
+            if getattr(self, name) != getattr(Protocol, name):
                 who = "A classification head" if name == "on_prompt" else f"A plan of {kind}"
                 raise InvalidInput(f"{who} does not read {name}.", "It would have no effect.", "Leave it out.")
 

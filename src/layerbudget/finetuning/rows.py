@@ -1,9 +1,4 @@
-"""Rows as batches: labelled ones for a head or as prompt and answer, text for a language model, padded or packed.
-
-Packed rows stand one behind another in a sequence of at most ``cutoff`` tokens, positions starting anew with each; transformers
-masks attention by those positions. First-fit by falling length wastes little; whether the model keeps rows apart is tried on
-two of them before anything is trained.
-"""
+"""Rows as padded batches: labelled ones for a head or as prompt and answer, and text for a language model."""
 
 from __future__ import annotations
 
@@ -34,24 +29,19 @@ def is_causal(model: nn.Module) -> bool:
 class _Batches:
     """Rows of one tokenizer as padded batches, and their sorted evaluation."""
 
-    def __init__(self, tokenizer: Any, cutoff: int) -> None:
-        self.tokenizer, self.cutoff, self.pad = tokenizer, cutoff, pad_of(tokenizer)
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.pad = tokenizer, pad_of(tokenizer)
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """Return rows padded behind their tokens to a batch; a pack has positions instead of a mask."""
+        """Return rows padded behind their tokens to a batch."""
         length = max(len(r["input_ids"]) for r in rows)
         fills = {"input_ids": self.pad, "token_type_ids": 0, "labels": IGNORE, "attention_mask": 0}
 
         def filled(name: str, values: Any) -> Any:
-            if isinstance(values, int):
-                return values
-            rest = length - len(values)
-            return [*values, *(range(rest) if name == "position_ids" else [fills[name]] * rest)]
+            return values if isinstance(values, int) else [*values, *[fills[name]] * (length - len(values))]
 
-        batch = {name: torch.tensor([filled(name, r[name]) for r in rows]) for name in rows[0]}
-        if "position_ids" not in rows[0]:
-            batch["attention_mask"] = torch.tensor([filled("attention_mask", [1] * len(r["input_ids"])) for r in rows])
-        return batch
+        rows = [{**r, "attention_mask": [1] * len(r["input_ids"])} for r in rows]
+        return {name: torch.tensor([filled(name, r[name]) for r in rows]) for name in rows[0]}
 
     @torch.no_grad()
     def evaluated(
@@ -88,8 +78,8 @@ class Rows(_Batches):
     """
 
     def __init__(self, task: Task, tokenizer: Any, *, causal: bool, cutoff: int, on_prompt: bool = False) -> None:
-        super().__init__(tokenizer, cutoff)
-        self.task, self.causal, self.on_prompt = task, causal, on_prompt
+        super().__init__(tokenizer)
+        self.task, self.causal, self.cutoff, self.on_prompt = task, causal, cutoff, on_prompt
 
     def encode(self, example: Example) -> Row:
         """Return token ids and labels of one example."""
@@ -110,10 +100,6 @@ class Rows(_Batches):
     def encoded(self, examples: Sequence[Example]) -> list[Row]:
         """Return all examples, encoded."""
         return [self.encode(e) for e in examples]
-
-    def training(self) -> list[Row]:
-        """Return what the trainer reads."""
-        return self.encoded(self.task.train)
 
     def judge(self, model: nn.Module) -> dict[str, Any]:
         """Return predictions for every held-out row, and what they are worth."""
@@ -146,84 +132,35 @@ class Rows(_Batches):
             losses[owner] = loss
         return losses.argmin(-1)
 
-
-def _packs(rows: Sequence[Encoded], limit: int) -> list[list[int]]:
-    """Indices of the rows that share a sequence of at most ``limit`` tokens (first fit, longest first)."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(rows)), key=lambda i: (-len(rows[i].input_ids), i)):
-        size = len(rows[i].input_ids)
-        place = next((b for b, left in enumerate(room) if left >= size), len(bins))
-        if place == len(bins):
-            bins.append([])
-            room.append(limit)
-        bins[place].append(i)
-        room[place] -= size
-    return bins
+    @staticmethod
+    def kept(examples: Sequence[Example]) -> list[int]:
+        """Return what is kept beside the results: the label of every row."""
+        return [e.label for e in examples]
 
 
 class TextRows(_Batches):
-    """Rows of text for one language model and its tokenizer.
-
-    Args:
-        task: The rows.
-        tokenizer: The model's tokenizer.
-        cutoff: Longest sequence in tokens.
-        packing: Several rows in one sequence.
-    """
+    """Rows of text for one language model and its tokenizer."""
 
     causal = True
 
-    def __init__(self, task: Texts, tokenizer: Any, *, cutoff: int, packing: bool = False) -> None:
-        super().__init__(tokenizer, cutoff)
-        self.task, self.packing = task, packing
+    def __init__(self, task: Texts, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self.task = task
 
     def encoded(self, examples: Sequence[Encoded]) -> list[Row]:
         """Return one entry per row."""
         return [{"input_ids": r.input_ids, "labels": r.labels} for r in examples]
 
-    def training(self) -> list[Row]:
-        """Return what the trainer reads: rows, or packs of them."""
-        examples = self.task.train
-        if not self.packing:
-            return self.encoded(examples)
-        return [self._pack([examples[i] for i in group]) for group in _packs(examples, self.cutoff)]
-
-    def _pack(self, rows: Sequence[Encoded]) -> Row:
-        ids = [i for r in rows for i in r.input_ids]
-        labels = [v for r in rows for v in (IGNORE, *r.labels[1:])]  # nothing before it predicts a row's first token
-        return {"input_ids": ids, "labels": labels, "position_ids": [p for r in rows for p in range(len(r.input_ids))]}
-
-    @torch.no_grad()
-    def check(self, model: nn.Module) -> None:
-        """Refuse packing for a model whose packed rows see one another.
-
-        Raises:
-            InvalidInput: The second of two packed rows has other logits than alone.
-        """
-        cast(Any, model).config.use_cache = False  # with a cache transformers does not look at where positions start anew
-        device, some = next(model.parameters()).device, [Encoded(r.input_ids[:32], r.labels[:32]) for r in self.task.train[:2]]
-        model.eval()
-        inputs = {k: v.to(device) for k, v in self.collate([self._pack(some)]).items() if k != "labels"}
-        together = model(**inputs).logits[0, -1].float()
-        alone = model(input_ids=torch.tensor([some[-1].input_ids], device=device)).logits[0, -1].float()
-        if float((together - alone).abs().max()) > 0.02 * float(alone.abs().max()) + 1e-4:
-            raise InvalidInput(
-                f"{type(model).__name__} lets packed rows see one another.",
-                "Packing needs attention that starts anew where positions do.",
-                "Leave packing out: rows are then padded.",
-            )
-
     def losses(self, model: nn.Module, examples: Sequence[Encoded], batch: int = 16) -> np.ndarray:
         """Return the loss of every row, nats per learned token, shape ``(n,)``."""
-        return self.evaluated(model, self.encoded(examples), _sums, batch) / self.learned(examples)
+        return self.evaluated(model, self.encoded(examples), _sums, batch) / self.kept(examples)
 
     def judge(self, model: nn.Module) -> dict[str, Any]:
         """Return the held-out loss with the adapter and, where it can be put aside, without it; losses by row too."""
         metrics: dict[str, dict[str, float]] = {}
         rows = {}
         for split, examples in self.task.evaluation.items():
-            each, weight = self.losses(model, examples), self.learned(examples)
+            each, weight = self.losses(model, examples), np.array(self.kept(examples), dtype=float)
             metrics[split], rows[split] = {"loss": float(each @ weight / weight.sum())}, each.tolist()
             if hasattr(model, "disable_adapter"):
                 with cast(Any, model).disable_adapter():
@@ -231,35 +168,30 @@ class TextRows(_Batches):
         return {"metrics": metrics, "losses": rows}
 
     @staticmethod
-    def learned(examples: Sequence[Encoded]) -> np.ndarray:
-        """Return the number of learned tokens of every row."""
-        return np.array([sum(v != IGNORE for v in r.labels[1:]) for r in examples], dtype=float)
+    def kept(examples: Sequence[Encoded]) -> list[int]:
+        """Return what is kept beside the results: the number of learned tokens of every row."""
+        return [sum(v != IGNORE for v in r.labels[1:]) for r in examples]
 
 
 def rows_of(task: Task | Texts, tokenizer: Any, model: nn.Module, protocol: Protocol) -> Rows | TextRows:
     """Return the batches of a task for a model.
 
     Raises:
-        InvalidInput: Text for a model with a classification head, packed rows of labels, or packing that the model ignores.
+        InvalidInput: Text for a model with a classification head.
     """
+    causal = is_causal(model)
     if isinstance(task, Task):
-        if protocol.packing:
-            raise InvalidInput("A labelled task does not read packing.", "It is for rows of text.", "Leave it out.")
-        return Rows(task, tokenizer, causal=is_causal(model), cutoff=protocol.cutoff, on_prompt=protocol.on_prompt)
-    if not is_causal(model):
+        return Rows(task, tokenizer, causal=causal, cutoff=protocol.cutoff, on_prompt=protocol.on_prompt)
+    if not causal:
         raise InvalidInput(
             f"{type(model).__name__} is no language model: it cannot learn text.",
             "Text trains causal language models.",
             "Name a labelled task with --task.",
         )
-    rows = TextRows(task, tokenizer, cutoff=protocol.cutoff, packing=protocol.packing)
-    if protocol.packing:
-        rows.check(model)
-    return rows
+    return TextRows(task, tokenizer)
 
 
 def answers_of(task: Task | Texts) -> dict[str, list[int]]:
-    """Return what is kept beside the results: the label of every held-out row, or its number of learned tokens, by split."""
-    if isinstance(task, Task):
-        return {split: [e.label for e in rows] for split, rows in task.evaluation.items()}
-    return {split: TextRows.learned(rows).astype(int).tolist() for split, rows in task.evaluation.items()}
+    """Return what is kept beside the results, by split: see ``kept`` of the rows."""
+    kept: Callable[[Any], list[int]] = Rows.kept if isinstance(task, Task) else TextRows.kept
+    return {split: kept(rows) for split, rows in task.evaluation.items()}

@@ -61,10 +61,7 @@ def shares_weights() -> bool:
 def check(protocol: Protocol, settings: Mapping[str, Any], *, bf16: bool) -> None:
     """Refuse what several processes cannot share, before anything is loaded or written.
 
-    Args:
-        protocol: Numbers of the run.
-        settings: What the loader says of its base.
-        bf16: Whether bfloat16 autocast was asked for.
+    ``settings`` is what the loader says of its base, ``bf16`` whether bfloat16 autocast was asked for.
 
     Raises:
         InvalidInput: Says what, and what to do.
@@ -118,10 +115,7 @@ def _check_fsdp() -> None:
 class FilledOrder(Sampler[int]):
     """The Trainer's seeded order of the rows, and behind it the row that teaches nothing until the last pass is full.
 
-    Args:
-        rows: Number of rows; the one that teaches nothing stands behind them.
-        batch: Rows of one pass over all processes.
-        seed: Seed of the order.
+    That row stands behind the ``rows`` others; ``batch`` is the number of rows of one pass over all processes.
     """
 
     def __init__(self, rows: int, batch: int, seed: int) -> None:
@@ -333,27 +327,15 @@ def train(
 ) -> dict[str, Any]:
     """Train an adapted model; return its mean training loss and the number of steps.
 
-    Args:
-        model: An adapted model.
-        rows: The encoder of the task's rows.
-        protocol: Numbers of the run.
-        seed: Seed of the order of rows and of dropout.
-        folder: Where checkpoints go.
-        keep: Keep a checkpoint per epoch.
-        checkpoint: Continue from this one.
-        bf16: Autocast in bfloat16; always on where the base is held in it.
-        checkpointing: Compute activations again in the backward pass instead of keeping them.
-        callbacks: Further callbacks of the Trainer.
-        progress: Called with steps done, steps in total, and the phase with the last loss.
-        phase: What is trained.
+    Checkpoints go into ``folder``, one per epoch where ``keep`` says so; ``checkpoint`` is the one to continue from.
+    Options are those of :func:`layerbudget.finetuning.finetune.finetune`; ``phase`` is what ``progress`` calls the work.
     """
     if not rows.causal and protocol.accumulation > 1:
-        raise InvalidInput(
-            f"accumulation is {protocol.accumulation} for a classification head.",
-            "It is 1 there: transformers drops the item count for such heads, and gradients grow with the accumulation.",
-            "Use a smaller batch, or accumulation 1.",
-        )
-    group, read = process_group(), rows.training()
+        told = f"accumulation is {protocol.accumulation} for a classification head."
+        reason = "It is 1 there: transformers drops the item count for such heads, and gradients grow with the accumulation."
+        raise InvalidInput(told, reason, "Use a smaller batch, or accumulation 1.")
+    examples: Any = rows.task.train
+    group, read = process_group(), rows.encoded(examples)
     steps = math.ceil(len(read) / protocol.batch) * math.ceil(protocol.epochs)
     device = group.device if group is not None and shares_weights() else next(model.parameters()).device
     half = bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters())

@@ -164,7 +164,7 @@ def serving_note(plan: Plan) -> str:
     whole adapter. Hence ``r`` is the largest rank in the configuration, and ``constant-ratio`` is the policy whose scale is
     the same for every module.
     """
-    ranks = np.repeat(plan.counts, plan.matrices)
+    ranks = np.repeat(plan.counts, [len(b.modules) for b in plan.blocks])
     ranks = ranks[ranks > 0]
     served = _served(int(ranks.max()))
     if served is None:

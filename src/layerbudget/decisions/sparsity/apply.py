@@ -307,7 +307,6 @@ def _jobs(model: nn.Module, plan: Plan, parity: bool, pattern: str | None) -> di
 def _check_rows(plan: Plan, **given: Any) -> None:
     if plan.rows is None:
         return
-    plan.rows.require()
     for name, value in given.items():
         if value:
             raise InvalidInput(
