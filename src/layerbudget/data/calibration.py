@@ -35,17 +35,13 @@ class CalibrationSet:
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 2 or not self.input_ids.numel():
-            raise InvalidInput(
-                f"The calibration set has shape {tuple(self.input_ids.shape)}.",
-                "It must be samples x length with at least one token.",
-                "Give more text.",
-            )
+            told = f"The calibration set has shape {tuple(self.input_ids.shape)}."
+            raise InvalidInput(told, "It must be samples x length with at least one token.", "Give more text.")
         for name in ("attention_mask", "labels"):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.input_ids):
-                raise InvalidInput(
-                    f"{name} has {len(value)} rows for {len(self.input_ids)} samples.", "", "Give one per sample."
-                )
+                told = f"{name} has {len(value)} rows for {len(self.input_ids)} samples."
+                raise InvalidInput(told, "", "Give one per sample.")
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -97,19 +93,17 @@ def check_reads_text(model: nn.Module) -> None:
     """
     wants = getattr(model, "main_input_name", "input_ids")
     if wants != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
-        raise UnknownStructure(
+        told, reason = (
             f"{type(model).__name__} reads {wants}, no tokens.",
             "Scores, damages and perplexity are measured on text.",
-            "Use a language model or a text encoder.",
         )
+        raise UnknownStructure(told, reason, "Use a language model or a text encoder.")
 
 
 def check_fits(model: nn.Module, data: Any) -> None:
     """Refuse tokens that the model has no embedding for, and sequences longer than its positions.
 
-    Args:
-        model: The model.
-        data: A calibration set; anything without ``input_ids`` fits.
+    Anything without ``input_ids`` fits.
 
     Raises:
         InvalidInput: Says what does not fit.
@@ -120,17 +114,11 @@ def check_fits(model: nn.Module, data: Any) -> None:
         return
     check_reads_text(model)
     positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and positions > 0 and ids.shape[1] > positions:
-        raise InvalidInput(
-            f"The sequences have {ids.shape[1]} tokens.",
-            f"The model has positions for {positions}.",
-            f"Use --length {positions} or less.",
-        )
+    if isinstance(positions, int) and 0 < positions < ids.shape[1]:
+        told = f"The sequences have {ids.shape[1]} tokens."
+        raise InvalidInput(told, f"The model has positions for {positions}.", f"Use --length {positions} or less.")
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     rows = getattr(getattr(embedding, "weight", None), "shape", (None,))[0]
     if rows is not None and int(ids.max()) >= rows:
-        raise InvalidInput(
-            f"The text has the token {int(ids.max())}.",
-            f"The model has embeddings for tokens below {rows}.",
-            "Use the tokenizer that belongs to the model.",
-        )
+        told, known = f"The text has the token {int(ids.max())}.", f"The model has embeddings for tokens below {rows}."
+        raise InvalidInput(told, known, "Use the tokenizer that belongs to the model.")

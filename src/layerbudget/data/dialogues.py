@@ -51,19 +51,12 @@ _HEADINGS = (  # where a tokenizer has no template; the stop of a last answer fo
 
 @dataclasses.dataclass(frozen=True)
 class Dialogue:
-    """A text with the spans that are learned.
-
-    Attributes:
-        text: All of it, as the tokenizer reads it.
-        learned: ``(start, end)`` of the answers, in characters.
-        special: Whether the tokenizer adds its own beginning (a chat template has written everything already).
-        ended: Whether an end-of-text token follows the text (a template has its own).
-    """
+    """A text with the spans that are learned."""
 
     text: str
-    learned: _Spans
-    special: bool
-    ended: bool
+    learned: _Spans  # (start, end) of the answers, in characters
+    special: bool  # whether the tokenizer adds its own beginning (a chat template has written everything already)
+    ended: bool  # whether an end-of-text token follows the text (a template has its own)
 
 
 def format_of(row: Any) -> str | None:
@@ -83,13 +76,7 @@ def format_of(row: Any) -> str | None:
 
 
 def dialogue(row: Mapping[str, Any], kind: str, tokenizer: Any, where: str = "the data") -> Dialogue:
-    """Text of one row and its learned spans.
-
-    Args:
-        row: The row.
-        kind: Its format, from :func:`format_of`.
-        tokenizer: Its chat template writes messages.
-        where: Named in errors.
+    """Text of one row of a format (:func:`format_of`) and its learned spans; the tokenizer's chat template writes messages.
 
     Raises:
         InvalidInput: A row without an answer, of another format than ``kind``, or a template that cannot be followed.
@@ -118,9 +105,7 @@ def _messages(turns: Sequence[Mapping[str, Any]]) -> list[_Message]:
 
 def _completion(prompt: Any, completion: Any, tokenizer: Any, where: str) -> Dialogue:
     if isinstance(prompt, str) and isinstance(completion, str):
-        text = prompt + completion
-        _something(completion, where)
-        return Dialogue(text, ((len(prompt), len(text)),), special=True, ended=True)
+        return _answered(prompt, completion, where)
     asked, said = _messages(prompt), _messages(completion)
     return _written(asked + said, tokenizer, where, first=len(asked))
 
@@ -133,14 +118,14 @@ def _instruction(row: Mapping[str, Any], tokenizer: Any, where: str) -> Dialogue
         return _written([*system, user, {"role": "assistant", "content": said}], tokenizer, where)
     header = _HEADER_INPUT if given else _HEADER
     middle = f"\n\n### Input:\n{given}" if given else ""
-    prompt = f"{header}\n\n### Instruction:\n{asked}{middle}\n\n### Response:\n"
-    _something(said, where)
-    return Dialogue(prompt + said, ((len(prompt), len(prompt) + len(said)),), special=True, ended=True)
+    return _answered(f"{header}\n\n### Instruction:\n{asked}{middle}\n\n### Response:\n", said, where)
 
 
-def _something(text: str, where: str) -> None:
-    if not text.strip():
+def _answered(prompt: str, answer: str, where: str) -> Dialogue:
+    if not answer.strip():
         raise InvalidInput(f"An answer in {where} is empty.", "Every row needs a text to learn.", "Drop the row.")
+    text = prompt + answer
+    return Dialogue(text, ((len(prompt), len(text)),), special=True, ended=True)
 
 
 def _written(messages: list[_Message], tokenizer: Any, where: str, first: int = 0) -> Dialogue:
@@ -160,14 +145,6 @@ def _written(messages: list[_Message], tokenizer: Any, where: str, first: int = 
 def _say_headed() -> None:
     """Once, not for every row."""
     logger.warning("The tokenizer has no chat template: turns are written under headings (### User:, ### Assistant:).")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Manner:
-    """How a template writes around answers: the words that name the speaker, and what matches a special token."""
-
-    header: str
-    special: str
 
 
 def _answers(
@@ -205,7 +182,8 @@ def _generated(messages: list[_Message], tokenizer: Any, template: str) -> tuple
 def _as_marks_show(
     messages: list[_Message], turns: Sequence[int], tokenizer: Any, where: str, prompted: bool
 ) -> tuple[str, _Spans]:
-    manner, text = _manner(tokenizer, tokenizer.get_chat_template(), len(tokenizer)), _render(tokenizer, messages)
+    header, special = _manner(tokenizer, tokenizer.get_chat_template(), len(tokenizer))
+    text = _render(tokenizer, messages)
     marked, places = _marked(messages, turns, tokenizer, text)
     spans: list[tuple[int, int]] = []
     for n, i in enumerate(turns):
@@ -215,7 +193,7 @@ def _as_marks_show(
         start = None
         if high is not None:
             prompt = _render(tokenizer, messages[:i], add_generation_prompt=True) if prompted and not spans else ""
-            start = _start(text[: high if low is None else low], low, spans[-1][1] if spans else 0, prompt, manner.header)
+            start = _start(text[: high if low is None else low], low, spans[-1][1] if spans else 0, prompt, header)
         if high is None or start is None:
             raise InvalidInput(
                 f"The chat template writes turn {i + 1} of a conversation in {where} so that it cannot be found.",
@@ -223,7 +201,7 @@ def _as_marks_show(
                 "Give the data as prompt and completion, both as text.",
             )
         last = i == len(messages) - 1
-        spans.append((start, len(text) if last else high + _stop(text[high:], marked[: i + 1], 2 * n + 1, tokenizer, manner)))
+        spans.append((start, len(text) if last else high + _stop(text[high:], marked[: i + 1], 2 * n + 1, tokenizer, special)))
     return text, tuple(spans)
 
 
@@ -261,14 +239,14 @@ def _start(head: str, low: int | None, since: int, prompt: str, header: str) -> 
     return named + len(header) if named >= 0 else low
 
 
-def _stop(tail: str, marked: list[_Message], mark: int, tokenizer: Any, manner: _Manner) -> int:
+def _stop(tail: str, marked: list[_Message], mark: int, tokenizer: Any, special: str) -> int:
     """How many characters behind an answer still belong to its turn."""
     try:
         alone = _render(tokenizer, marked)
     except jinja2.TemplateError:  # a template that wants a question first
         alone = _render(tokenizer, [{"role": "user", "content": "?"}, marked[-1]])
-    direct = re.match(rf"\s*(?:{manner.special})", tail)
-    return max(_shared(tail, alone.partition(chr(_MARK + mark))[2], manner.special), direct.end() if direct else 0)
+    direct = re.match(rf"\s*(?:{special})", tail)
+    return max(_shared(tail, alone.partition(chr(_MARK + mark))[2], special), direct.end() if direct else 0)
 
 
 def _shared(text: str, other: str, special: str) -> int:
@@ -280,11 +258,12 @@ def _shared(text: str, other: str, special: str) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def _manner(tokenizer: Any, template: str, size: int) -> _Manner:
-    """How a template writes around answers; ``template`` and ``size`` are keys: a changed tokenizer is looked at again.
+def _manner(tokenizer: Any, template: str, size: int) -> tuple[str, str]:
+    """How a template writes around answers: the words that name the speaker, and what matches a special token.
 
-    The words that name the speaker stand between a question and its answer, and in the prompt for one, and are no part of the
-    question's end. A thought that the prompt opens is the answer's.
+    ``template`` and ``size`` are keys: a changed tokenizer is looked at again. The words that name the speaker stand between a
+    question and its answer, and in the prompt for one, and are no part of the question's end. A thought that the prompt opens
+    is the answer's.
     """
     words = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len, reverse=True)
     special = "|".join(re.escape(w) for w in words if w) or r"(?!)"
@@ -293,6 +272,6 @@ def _manner(tokenizer: Any, template: str, size: int) -> _Manner:
         prompt, alone = (_render(tokenizer, [asked], add_generation_prompt=on).partition(chr(_MARK))[2] for on in (True, False))
         written = _render(tokenizer, [asked, said, next_asked]).partition(chr(_MARK))[2].partition(chr(_MARK + 1))[0]
     except jinja2.TemplateError:
-        return _Manner("", special)
+        return "", special
     lead = os.path.commonprefix([prompt, written])
-    return _Manner(lead[_shared(lead, alone, special) :].partition("<think>")[0], special)
+    return lead[_shared(lead, alone, special) :].partition("<think>")[0], special

@@ -31,42 +31,25 @@ Kept = TypeVar("Kept")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """One labelled row.
+    """One labelled row."""
 
-    Attributes:
-        text: What an encoder reads.
-        pair: Second sentence, where the task has two.
-        label: Index into the task's ``labels``.
-        prompt: What a causal LM reads.
-        choices: How many of the task's labels are possible answers here (a question may have fewer options than another).
-    """
-
-    text: str
-    pair: str | None
-    label: int
-    prompt: str
-    choices: int
+    text: str  # what an encoder reads
+    pair: str | None  # second sentence, where the task has two
+    label: int  # index into the task's labels
+    prompt: str  # what a causal LM reads
+    choices: int  # how many of the task's labels are possible answers (a question may have fewer options than another)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A labelled task.
+    """A labelled task."""
 
-    Attributes:
-        name: Name of the task, or the file.
-        labels: Label names; an encoder's head has as many outputs.
-        answers: What a causal LM must say for each label.
-        metric: ``matthews``, ``f1`` or ``accuracy``: the task's own headline.
-        train: Training rows.
-        evaluation: Held-out rows by split.
-    """
-
-    name: str
-    labels: tuple[str, ...]
-    answers: tuple[str, ...]
-    metric: str
+    name: str  # name of the task, or the file
+    labels: tuple[str, ...]  # an encoder's head has as many outputs
+    answers: tuple[str, ...]  # what a causal LM must say for each label
+    metric: str  # matthews, f1 or accuracy: the task's own headline
     train: tuple[Example, ...]
-    evaluation: dict[str, tuple[Example, ...]]
+    evaluation: dict[str, tuple[Example, ...]]  # held-out rows by split
 
     @property
     def digest(self) -> str:
@@ -79,11 +62,7 @@ class Task:
         return h.hexdigest()[:16]
 
     def limited(self, train: int | None, evaluation: int | None = None) -> Task:
-        """The task with at most so many rows, the first ones of a fixed shuffle.
-
-        Raises:
-            InvalidInput: Fewer than one row.
-        """
+        """The task with at most so many rows, the first ones of a fixed shuffle."""
         held = {k: first_rows(v, evaluation) for k, v in self.evaluation.items()}
         return dataclasses.replace(self, train=first_rows(self.train, train), evaluation=held)
 
@@ -122,12 +101,9 @@ def known_label(value: object, known: Mapping[Any, int], where: str) -> int:
 
 
 def load_task(name: str, data_dir: Path | str | None = None) -> Task:
-    """A task with its training and evaluation rows.
+    """A task with its training and evaluation rows: one of ``NAMES``, or a .jsonl, .json or .csv file.
 
-    Args:
-        name: One of ``cola``, ``mrpc``, ``rte``, ``commonsenseqa``, ``openbookqa``, ``scienceqa``, or a .jsonl, .json or
-            .csv file.
-        data_dir: Folder that holds the task's folder (``DIR/cola/...``) or its files; not used for a file.
+    ``data_dir`` holds the folder of a named task (``DIR/cola/...``) or its files.
 
     Raises:
         InvalidInput: An unknown name, or a file without the needed columns.

@@ -39,12 +39,9 @@ _HELD_OUT = 0.1
 def read_documents(source: str, *, group: str = "calibration", limit: int | None = None) -> list[str]:
     """The texts of a source; empty ones are left out.
 
-    Args:
-        source: ``stdlib`` (or ``stdlib:training`` and so on), ``c4``, ``wikitext2``, one or more local .txt, .md, .py,
-            .jsonl, .json or .parquet files or folders of them separated by commas, or a hub dataset
-            ``name[:config[:split[:column]]]``.
-        group: ``calibration`` or ``evaluation``: which group of the standard library, which split of a hub dataset.
-        limit: Stop after so many documents of a hub dataset.
+    A source is ``stdlib`` (or ``stdlib:training`` and so on), ``c4``, ``wikitext2``, one or more local .txt, .md, .py, .jsonl,
+    .json or .parquet files or folders of them separated by commas, or a hub dataset ``name[:config[:split[:column]]]`` (at most
+    ``limit`` rows of it). The group, ``calibration`` or ``evaluation``, is one of the standard library, or a split.
 
     Raises:
         NotFound: No such file.
@@ -115,9 +112,7 @@ def column_rows(rows: Iterable[dict[str, Any]], column: str, source: str, limit:
 def token_stream(documents: Iterable[str], tokenizer: Any) -> np.ndarray:
     """Token ids of all documents, one after the other, int64."""
     encoded = tokenizer(list(documents), return_attention_mask=False, verbose=False)["input_ids"]
-    if not encoded:
-        return np.zeros(0, dtype=np.int64)
-    return np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(np.asarray(ids, dtype=np.int64) for ids in encoded)])
 
 
 def calibration(
@@ -149,11 +144,8 @@ def calibration(
         InvalidInput, NotFound, MissingDependency: As in :func:`read_documents`.
     """
     if (samples is not None and samples < 1) or length < 2:
-        raise InvalidInput(
-            f"samples is {1 if samples is None else samples}, length is {length}.",
-            "At least 1 sample of at least 2 tokens.",
-            "Try 128 and 256.",
-        )
+        told = f"samples is {samples}, length is {length}."
+        raise InvalidInput(told, "At least 1 sample of at least 2 tokens.", "Try 128 and 256.")
     if isinstance(source, str):
         name, rows = source, _read_rows(source, group, None if samples is None else 64 * samples)
     else:
@@ -168,11 +160,8 @@ def calibration(
     stream = token_stream([text for text in texts if text.strip()], tokenizer)
     windows = len(stream) // length
     if not windows:
-        raise NotEnoughText(
-            f"{name} has {len(stream)} tokens, one sample needs {length}.",
-            "",
-            f"Give more text, or a length up to {len(stream)}.",
-        )
+        told = f"{name} has {len(stream)} tokens, one sample needs {length}."
+        raise NotEnoughText(told, "", f"Give more text, or a length up to {len(stream)}.")
     if samples is not None and windows < samples:
         text = "%s has %d tokens: %d samples of %d are used instead of %d."
         logger.warning(text, name, len(stream), windows, length, samples)
@@ -186,19 +175,12 @@ def _drawn(count: int, seed: int, shuffle: bool) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Texts:
-    """Rows of text for a language model.
+    """Rows of text for a language model."""
 
-    Attributes:
-        name: What the user named.
-        train: Training rows.
-        evaluation: Held-out rows by split.
-        metric: ``loss``: nats per learned token.
-    """
-
-    name: str
+    name: str  # what the user named
     train: tuple[Encoded, ...]
-    evaluation: dict[str, tuple[Encoded, ...]]
-    metric: str = "loss"
+    evaluation: dict[str, tuple[Encoded, ...]]  # held-out rows by split
+    metric: str = "loss"  # nats per learned token
 
     @property
     def digest(self) -> str:
@@ -209,11 +191,7 @@ class Texts:
         return h.hexdigest()[:16]
 
     def limited(self, train: int | None) -> Texts:
-        """The text with at most so many training rows, the first ones of a fixed shuffle.
-
-        Raises:
-            InvalidInput: Fewer than one.
-        """
+        """The text with at most so many training rows, the first ones of a fixed shuffle."""
         return dataclasses.replace(self, train=first_rows(self.train, train))
 
 
@@ -230,7 +208,7 @@ def read_texts(
     Conversations, completions and instructions are learned on their answers; plain texts whole, long ones in pieces.
 
     Args:
-        source: As in :func:`calibration`.
+        source: As in :func:`read_documents`.
         tokenizer: The model's tokenizer.
         limit: Longest row in tokens.
         everything: Learn prompts as well.
