@@ -22,7 +22,7 @@ from torch import nn
 from ..data.tasks import Task
 from ..data.text import Texts, read_texts
 from ..decisions.ranks.apply import fold_scales
-from ..errors import AlreadyExists, CorruptFile, InvalidInput, NotFound
+from ..errors import CorruptFile, InvalidInput, NotFound
 from ..evaluation import statistics
 from ..execution.processes import broadcast, is_main
 from ..models.loading import load_tokenizer
@@ -30,6 +30,7 @@ from ..models.machine import computation, versions
 from ..plan import Plan
 from ..records import dumps, made_by, read_json, write_text
 from ..storage import folders, reading
+from ..storage.parts import Parts
 from ..storage.writing import check_space, real, whole
 from . import training
 from .adapters import Loader, classifier_loader, started
@@ -37,7 +38,7 @@ from .protocol import PRESETS, Protocol
 from .rows import answers_of, rows_of
 
 logger = logging.getLogger(__name__)
-_IDENTITY, _RESULT, _CHECKPOINTS = "identity.json", "result.json", "checkpoints"
+_RESULT, _CHECKPOINTS = "result.json", "checkpoints"
 
 
 def finetune(
@@ -82,8 +83,8 @@ def finetune(
         task's digests; ``against``, see :func:`compare`.
 
     Raises:
-        AlreadyExists: ``out`` holds something that is not replaced, or ``resume`` seeds of another plan, task, protocol,
-            precision or version.
+        AlreadyExists: ``out`` holds something that is not replaced.
+        ModelMismatch: ``resume`` holds seeds of another plan, task, protocol, base or version.
         InvalidInput: A seed is named twice, a number of the protocol that the plan does not read, or what several processes
             cannot share.
         CoverageError: The recount differs from the plan.
@@ -115,6 +116,8 @@ def finetune(
     with contextlib.ExitStack() as stack:
         staging = broadcast(lambda: stack.enter_context(folders.new_folder(out, overwrite=overwrite)))
         place = staging if resume is None else real(resume)
+        if resume is not None:
+            broadcast(lambda: Parts(place, identity).names())  # refuses the folder of another run
         phases = [f"seed {i + 1} of {len(seeds)}" for i in range(len(seeds))]
         results = [run.seed(place, s, resume is not None, phase) for s, phase in zip(seeds, phases, strict=True)]
         summary: dict[str, Any] = {
@@ -166,7 +169,7 @@ class _Run:
         rows = rows_of(self.task, self.tokenizer, plain, self.protocol)
         model = started(plain, self.plan, self.protocol, rows, self.task)
         check_space({folder: _room(model, keep)})
-        checkpoint = broadcast(lambda: _begin(folder, self.identity)) if keep else None
+        checkpoint = broadcast(lambda: _last_checkpoint(folder)) if keep else None
         with whole(folder):
             found = training.train(
                 model,
@@ -197,9 +200,8 @@ def _room(model: nn.Module, keep: bool) -> int:
     return sum(p.numel() * (4 + checkpoints * (p.element_size() + 8)) for p in model.parameters() if p.requires_grad)
 
 
-def _begin(folder: Path, identity: Mapping[str, Any]) -> Path | None:
-    """Say which run a seed's folder belongs to; its last checkpoint whose files are what was written. Others are removed."""
-    write_text(folder / _IDENTITY, dumps({"schema_version": 1, "identity": identity}), overwrite=True)
+def _last_checkpoint(folder: Path) -> Path | None:
+    """The last checkpoint of a seed whose files are what was written; later ones are removed."""
     found = [f for f in (folder / _CHECKPOINTS).glob("checkpoint-*") if f.is_dir() and f.name[11:].isdigit()]
     for checkpoint in sorted(found, key=lambda f: -int(f.name[11:])):
         if folders.broken(checkpoint) == []:
@@ -212,35 +214,15 @@ def _begin(folder: Path, identity: Mapping[str, Any]) -> Path | None:
 
 
 def _finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Record of a finished seed; ``None`` where there is none, an unfinished one of the same run, or one that is broken."""
-    wanted = json.loads(dumps(identity))
-    found = {name: _record(folder / name) for name in (_IDENTITY, _RESULT)}
-    for record in found.values():
-        held = record.get("identity") if record else None
-        differing = [key for key in {**wanted, **held} if held.get(key) != wanted.get(key)] if isinstance(held, dict) else []
-        if differing:
-            raise AlreadyExists(
-                f"{folder} holds a run with another {' and '.join(differing)}.",
-                "Seeds are continued, and averaged, only with the same plan, task, protocol, base and versions.",
-                "Choose another folder for --resume.",
-            )
+    """Record of a finished seed; ``None`` where there is none, or one that is broken or of another run."""
     if not (folder / _RESULT).is_file():
         return None
-    wrong = folders.broken(folder)
-    if found[_RESULT] is None or wrong is None or wrong:
-        logger.warning("%s is not whole (%s): the seed is trained again.", folder, ", ".join(wrong or [folders.MANIFEST]))
-        return None
-    return found[_RESULT]
-
-
-def _record(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        return reading.read(path, "finetune", as_type=dict[str, Any])
-    except CorruptFile:
-        logger.warning("%s is broken.", path)
-        return None
+    if folders.broken(folder) == []:
+        record: dict[str, Any] = reading.read(folder / _RESULT, "finetune", as_type=dict[str, Any])
+        if record.get("identity") == json.loads(dumps(identity)):
+            return record
+    logger.warning("%s is not whole: the seed is trained again.", folder)
+    return None
 
 
 def _save(model: Any, folder: Path, protocol: Protocol) -> None:
@@ -280,17 +262,11 @@ def read_result(folder: Path | str) -> dict[str, Any]:
 
 
 def compare(first: Path | str, second: Path | str, names: tuple[str, str] | None = None) -> dict[str, Any]:
-    """Return paired tests between two result folders of the same task.
+    """Return paired tests between two result folders of the same task, called ``names`` where their rules are the same.
 
-    Args:
-        first: Folder that :func:`finetune` wrote.
-        second: Another one, for example of a uniform plan.
-        names: What the two are called where their rules are the same; the folders' names by default.
-
-    Returns:
-        By split: ``seeds`` (paired t over shared seeds, the task's metric; null below two), ``samples`` (McNemar over all
-        questions of the first shared seed; for text a paired t over its held-out rows), each with a sentence, and ``verdict``:
-        whether another training would do the same, which only seeds can say.
+    By split: ``seeds`` (paired t over shared seeds, the task's metric; null below two), ``samples`` (McNemar over all questions
+    of the first shared seed; for text a paired t over its held-out rows), each with a sentence, and ``verdict``: whether
+    another training would do the same, which only seeds can say.
 
     Raises:
         NotFound, CorruptFile: A folder without results of fine-tuning.
