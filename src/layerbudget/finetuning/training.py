@@ -36,12 +36,10 @@ from ..storage import folders
 from .protocol import Protocol
 from .rows import Rows, TextRows
 
-_ENGINES = {  # of accelerate, by the variable that it sets for the processes it starts
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
-}
-_UNREAD = {  # variables of the launcher that would change what is trained or written
+_REFUSED = {  # what a launcher asks for by its variables, and what to do instead
+    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "Launch plain DDP, or FSDP."),
+    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "Launch plain DDP, or FSDP."),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("A parallelism config", "Launch plain DDP, or FSDP."),
     "FSDP_OFFLOAD_PARAMS": ("--fsdp_offload_params", "Leave it out."),
     "FSDP_ACTIVATION_CHECKPOINTING": ("--fsdp_activation_checkpointing", "Use --gradient-checkpointing."),
     "FSDP_FORWARD_PREFETCH": ("--fsdp_forward_prefetch", "Leave it out."),
@@ -84,32 +82,21 @@ def check(protocol: Protocol, settings: Mapping[str, Any], *, bf16: bool) -> Non
             f"It is a multiple of {parts}: the batch of all processes together stays what it is with one.",
             f"Use --batch {max(parts, protocol.batch // parts * parts)}, or another number of processes.",
         )
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision, version = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), os.environ.get("FSDP_VERSION", "2")
+    policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
     other = precision != "no" and not (precision == "bf16" and bf16)
+    wrapped = policy in ("TRANSFORMER_BASED_WRAP", "NO_WRAP")
     for refused, what, remedy in (
         (protocol.balance, "The balance loss", "Leave it out: it is a product of shares of a whole batch."),
         (protocol.start != "default", "A start in the task's gradients", "Leave it out: PEFT's own start is shared."),
         (settings.get("quantised"), "A base in 4 bits (--four-bit)", "Use --dtype bfloat16."),
         (other, f"Accelerate's mixed precision {precision}", "Say --bf16."),
-        *((_set(variable), engine, "Launch plain DDP, or FSDP.") for variable, engine in _ENGINES.items()),
+        (shares_weights() and version != "2", f"Version {version} of FSDP", "Add --fsdp_version 2: it holds frozen weights."),
+        (shares_weights() and not wrapped, f"FSDP's policy {policy}", "Leave it out: every decoder layer is one unit."),
+        *((_set(variable), name, remedy) for variable, (name, remedy) in _REFUSED.items()),
     ):
         if refused:
-            raise InvalidInput(f"{what} is not shared between processes.", f"There are {found.size}.", remedy)
-    if shares_weights():
-        _check_fsdp()
-
-
-def _check_fsdp() -> None:
-    """Refuse what the launcher asks of FSDP and this training does not do."""
-    for variable, (option, remedy) in _UNREAD.items():
-        if _set(variable):
-            raise InvalidInput(f"{option} is not read by a fine-tuning under FSDP.", "It would be ignored.", remedy)
-    version, policy = os.environ.get("FSDP_VERSION", "2"), os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
-    if version != "2":
-        feasible = "It is 2: the first one cannot hold frozen weights beside trained ones."
-        raise InvalidInput(f"FSDP's version is {version}.", feasible, "Add --fsdp_version 2.")
-    if policy not in ("TRANSFORMER_BASED_WRAP", "NO_WRAP"):
-        raise InvalidInput(f"FSDP's policy is {policy}.", "Every decoder layer is one unit.", "Leave it out.")
+            raise InvalidInput(f"{what} cannot be used by several processes.", f"There are {found.size}.", remedy)
 
 
 class FilledOrder(Sampler[int]):
