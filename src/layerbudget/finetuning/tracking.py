@@ -91,11 +91,8 @@ class GainTracker(TrainerCallback):
         tolerance: float = 0.02,
     ) -> None:
         if every < 1 or not damping > 0:
-            raise InvalidInput(
-                f"every={every}, damping={damping}.",
-                "every is at least 1, damping positive.",
-                "Leave them out.",
-            )
+            told = f"every={every}, damping={damping}."
+            raise InvalidInput(told, "every is at least 1, damping positive.", "Leave them out.")
         self.blocks = None if blocks is None else tuple(blocks)
         self.every, self.damping, self.initial, self.budget, self.tolerance = every, damping, initial, budget, tolerance
         self.history: list[dict[str, Any]] = []
@@ -110,9 +107,8 @@ class GainTracker(TrainerCallback):
         optimizer = kwargs.get("optimizer")
         if optimizer is not None and not any("betas" in group for group in optimizer.param_groups):
             raise InvalidInput("The optimiser keeps no squares of gradients.", "The tracker reads Adam's.", "Use AdamW.")
-        wrappers = ("module.", "base_model.model.")
-        plain = [n.removeprefix(wrappers[0]).removeprefix(wrappers[1]) for n, _ in layers(model)]
-        names = [b.name for b in self.blocks] if self.blocks else plain
+        found = [n.removeprefix("module.").removeprefix("base_model.model.") for n, _ in layers(model)]
+        names = [b.name for b in self.blocks] if self.blocks else found
         groups: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in names}
         for name, p in model.named_parameters():
             block = next((n for n in names if f".{n}." in f".{name}."), None)
@@ -120,11 +116,8 @@ class GainTracker(TrainerCallback):
                 groups[block].append((name, p))
         empty = [name for name, group in groups.items() if not group]
         if empty:
-            raise CoverageError(
-                f"{len(empty)} blocks have no trainable parameter, first {empty[0]}.",
-                "Every tracked block needs one.",
-                "Track only the blocks that are trained, with blocks=.",
-            )
+            told = f"{len(empty)} blocks have no trainable parameter, first {empty[0]}."
+            raise CoverageError(told, "Every tracked block needs one.", "Track only the blocks that are trained, with blocks=.")
         if self.blocks is None:
             self.blocks = tuple(
                 Block(name=n, modules=tuple(Module(name=q, d_in=p.shape[-1], d_out=p.numel() // p.shape[-1]) for q, p in g))
@@ -138,13 +131,10 @@ class GainTracker(TrainerCallback):
             self._planned = self.initial.weights()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Update every N steps."""
-        if state.global_step % self.every == 0:
-            self.update(state.global_step, kwargs["optimizer"])
-
-    def update(self, step: int, optimizer: Any) -> dict[str, Any]:
-        """Return one record of now, which is appended to the history."""
-        gain, floor = np.array([moment_gain(optimizer, group, self.damping) for group in self._groups.values()]).T
+        """Append a record of now to the history, every N steps."""
+        if state.global_step % self.every:
+            return
+        gain, floor = np.array([moment_gain(kwargs["optimizer"], group, self.damping) for group in self._groups.values()]).T
         weights = excess_weights(gain, floor)
         weights = weights / weights.sum() if weights.sum() > 0 else np.full(len(gain), 1.0 / len(gain))
         planned = self._planned = weights if self._planned is None else self._planned
@@ -152,7 +142,7 @@ class GainTracker(TrainerCallback):
         transfer = transfer_allocation(planned, weights, 1.0, budget, spend="exactly")
         counts = [round_capacity(allocate(w, 1.0, budget, spend="exactly")).counts for w in (planned, weights)]
         record = {
-            "step": step,
+            "step": state.global_step,
             "gain": gain.tolist(),
             "floor": floor.tolist(),
             "weights": weights.tolist(),
@@ -165,14 +155,10 @@ class GainTracker(TrainerCallback):
         self.history.append(record)
         if record["relative_regret"] > self.tolerance:
             told = "step %d: the plan made at the start is %.1f %% short of what these gains allow; %d units would move"
-            logger.info(told, step, 100 * record["relative_regret"], record["moved"])
-        return record
+            logger.info(told, state.global_step, 100 * record["relative_regret"], record["moved"])
 
     def scores(self) -> Scores:
-        """Return the latest gains as a record, from which a plan can be made again with the tracker's own weights.
-
-        The values are the excess over the noise floor (the gains themselves where nothing stands above it), as in ``weights``
-        of the history; gain and floor are in ``extra``.
+        """Return what stands above the noise floor now as scores, from which a plan can be made again.
 
         Raises:
             InvalidInput: No update has happened yet.
