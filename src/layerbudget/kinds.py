@@ -42,11 +42,7 @@ class Kind:
 
 
 KINDS: Registry[Kind] = Registry("kind of plan", group="layerbudget.kinds")
-_PRUNED, _REMOVED, _UNITS = (
-    "pruned parameters",
-    "removed parameters",
-    "heads, MLP widths and layers to remove: smaller matrices",
-)
+_PRUNED, _UNITS = "pruned parameters", "heads, MLP widths and layers to remove: smaller matrices"
 _RECIPE = (
     "a format for every matrix and a LoRA rank for every adapter, in whole bytes; "
     "apply writes its base, finetune trains its ranks on that, split_recipe gives the two plans"
@@ -55,7 +51,7 @@ _BITS = "a format for every weight matrix, in whole bytes"
 _JOINT = "one byte budget for pruning and adapting; split_joint gives the two plans"
 for _kind in (
     Kind("sparsity", "sparsity", _PRUNED, "a sparsity for every block", harms=True, budget="sparsity", command="apply"),
-    Kind("shapes", "removed parameters", _REMOVED, _UNITS, harms=True, command="apply"),
+    Kind("shapes", "removed parameters", "removed parameters", _UNITS, harms=True, command="apply"),
     Kind("experts", "experts", "experts of every matrix", "LoRA experts for every block", budget="total", command="finetune"),
     Kind("ranks", "rank", "rank of every matrix", "a LoRA rank for every block", budget="mean_rank", command="finetune"),
     Kind("bits", "bits per weight", "bytes", _BITS, budget="bits", predicts=True, command="apply"),
