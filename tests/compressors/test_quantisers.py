@@ -7,14 +7,14 @@ import torch
 
 from layerbudget.compressors import base
 from layerbudget.compressors.base import QUANTISERS, TREATMENTS, Level, find_quantiser, find_treatment
-from layerbudget.compressors.formats import TYPES, find_format, formats_of
+from layerbudget.compressors.formats import TYPES, find_format, find_runtime
 from layerbudget.compressors.quantisers import Quantiser, grid_of, grouped, through_gguf
 from layerbudget.compressors.sparsegpt import inverse_factor
 from layerbudget.errors import InvalidInput
 
 gguf = pytest.importorskip("gguf")
 packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
-GGML = [t.name for t in TYPES]
+GGML = [t.name for t in TYPES if not t.plain]
 PACKED = [f"w{b}-{g}{a}" for b in (2, 3, 4, 5, 8) for g in ("g32", "channel") for a in ("", "-asym")]
 
 
@@ -123,13 +123,6 @@ def test_gptq_is_the_reference_column_by_column():
     assert (got.weight - work.float()).abs().max() < 1e-5
 
 
-def test_searching_ranges_does_not_hurt_where_few_bits_are_left():
-    x, w, q = inputs(), weight(64), find_quantiser("gptq")
-    out = [q.with_options({"search": s}).apply(w, prepared_for(q, x), Level(format="w2-g32")) for s in (False, True)]
-    plain, searched = (((x @ (g - w).T) ** 2).sum() for g in out)
-    assert searched < plain
-
-
 def test_sixteen_bits_and_unseen_matrices():
     w = weight()
     assert torch.equal(find_quantiser("gptq").apply(w, None, Level(format="F16")), w.half().float())
@@ -139,19 +132,20 @@ def test_sixteen_bits_and_unseen_matrices():
 
 
 def test_formats_know_their_bytes_and_refuse_what_they_cannot_store():
-    assert [f.name for f in formats_of("gguf")] == [*GGML, "F16"]
-    assert formats_of("compressed-tensors", [192, 320])[1].name == "w3-g64"
-    assert formats_of("compressed-tensors", [256], group=32)[0].name == "w2-g32"
+    gguf, packed, vllm = find_runtime("llama.cpp", "gguf"), find_runtime(None), find_runtime("vllm")
+    assert [f.name for f in gguf.formats([64])] == [*GGML, "F16"]
+    assert packed.formats([192, 320])[1].name == "w3-g64" and packed.formats([256], group=32)[0].name == "w2-g32"
+    assert [f.name for f in vllm.formats([256], ["w8-g64", "w4-channel", "bf16"])] == ["w4-channel", "w8-g64", "bf16"]
     assert find_format("w3-g32").bytes(1024, 1024) * 8 == pytest.approx(3.5 * 1024**2, rel=1e-3)
     assert find_format("q8_0").bytes(64, 64) * 8 == 8.5 * 64 * 64
     with pytest.raises(InvalidInput, match="48 inputs, which Q4_0 cannot store"):
         find_format("Q4_0").check("lm_head", 48)
     with pytest.raises(InvalidInput, match="no format 'w9-g32'"):
         find_format("w9-g32")
-    with pytest.raises(InvalidInput, match="blocks of 32"):
-        formats_of("gguf", group=64)
+    with pytest.raises(InvalidInput, match="blocks of its own"):
+        gguf.formats([64], group=64)
     with pytest.raises(InvalidInput, match="no format 'awq'"):
-        formats_of("awq")
+        find_runtime(None, "awq")
     with pytest.raises(InvalidInput, match="removes nothing"):
         find_quantiser("rtn").apply(weight(), None, Level(zeros=3))
 

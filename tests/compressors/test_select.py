@@ -11,11 +11,11 @@ from layerbudget.compressors.select import (
     check_group,
     kth_value,
     parse_pattern,
-    row_counts,
     share,
     smallest,
     smallest_per_group,
     smallest_per_row,
+    spread_over_rows,
     threshold_inclusive,
 )
 from layerbudget.errors import InvalidInput
@@ -57,10 +57,10 @@ def test_matrix_selection_and_reference_threshold():
         threshold_inclusive(scores, 6)
 
 
-def test_row_counts_give_the_extra_to_the_cheapest_rows():
+def test_the_extra_comes_from_the_cheapest_rows_of_a_group():
     scores = torch.tensor([[1.0, 9.0, 9.0], [1.0, 2.0, 9.0], [1.0, 5.0, 9.0]])
-    assert row_counts(scores, 5).tolist() == [1, 2, 2]
-    assert int(row_counts(scores, 5).sum()) == 5
+    assert spread_over_rows(scores, 3, torch.tensor([5])).tolist() == [1, 2, 2]
+    assert spread_over_rows(scores, 2, torch.tensor([3, 1])).tolist() == [1, 2, 1]
 
 
 def test_groups():

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
-
 import numpy as np
 import pytest
 import torch
 from tests import zoo
 
-from layerbudget.compressors import base
 from layerbudget.compressors.base import TREATMENTS, Level, Treatment, find_treatment
 from layerbudget.compressors.treating import check, treated
 from layerbudget.decisions.sparsity.apply import prune
@@ -36,10 +32,8 @@ def matrix(seed=0):
 def test_every_pruner_keeps_shape_count_pattern_and_finite_values(method, dtype, seen):
     weight, x = matrix()
     treatment, weight = find_treatment(method), weight.to(dtype)
-    if method == "gradient":
-        treatment.norms["m"] = [torch.rand(16)]
     moment = {"none": None, "diagonal": x.square().sum(0), "gram": x.T @ x}[treatment.statistic]
-    prepared = treatment.of("m", 0, None if moment is None or not seen else treatment.prepare(moment))
+    prepared = None if moment is None or not seen else treatment.prepare(moment)
     for level in LEVELS:
         before = weight.clone()
         made = treated(treatment, weight, prepared, level)
@@ -57,9 +51,8 @@ def test_a_matrix_of_one_row_is_left_as_it_was(method):
     """One row is its own transpose: a copy that is none writes into the model."""
     treatment, (weight, x) = find_treatment(method), matrix()
     weight = weight[:1].contiguous()
-    treatment.__dict__["norms"] = {"m": [torch.rand(16)[None]]}
     moment = {"none": None, "diagonal": x.square().sum(0), "gram": x.T @ x}[treatment.statistic]
-    prepared = treatment.of("m", 0, None if moment is None else treatment.prepare(moment))
+    prepared = None if moment is None else treatment.prepare(moment)
     before = weight.clone()
     treated(treatment, weight, prepared, Level(zeros=8))
     assert torch.equal(weight, before)
@@ -127,12 +120,3 @@ def test_zeros_that_were_there_and_a_few_that_rounding_makes_are_not_the_pruners
     with pytest.raises(CoverageError, match="14 zeros in a matrix, 10 were asked for"):
         made.view(-1)[13] = 0
         check(magnitude, torch.ones(100, 200), made, Level(zeros=10))
-
-
-def test_the_example_of_the_docstring_runs():
-    code = textwrap.dedent(re.search(r"::\n\n(.*?)\n\nThe decorator", base.__doc__, re.S)[1])
-    with TREATMENTS.kept():
-        exec(code, {})
-        weight, _ = matrix()
-        for level in LEVELS:
-            treated(find_treatment("random").with_options({"seed": 1}), weight, None, level)

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..compressors.base import QUANTISERS, TREATMENTS
-from ..compressors.formats import FAMILIES, PACKED, find_format
+from ..compressors.formats import FAMILIES, PACKED, RUNTIMES, find_format, find_runtime
 from ..decisions.bits.program import RULES
-from ..decisions.bits.runtimes import RUNTIMES, find_runtime
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..records import check_output, to_jsonable

@@ -1,22 +1,7 @@
 """Treatments of one weight matrix: the statistics of its inputs that they need, and what they make at a level. No torch.
 
-A treatment of one's own is a class with one method::
-
-    import torch
-    from layerbudget.compressors import Treatment, treatment
-    from layerbudget.compressors.select import smallest, smallest_per_group
-
-    @treatment("random", summary="any weights go")
-    class Random(Treatment):
-        def __init__(self, *, seed: int = 0):
-            self.seed = seed
-
-        def apply(self, weight, prepared, level):
-            order = torch.rand(weight.shape, generator=torch.Generator().manual_seed(self.seed))
-            mask = smallest_per_group(order, *level.pattern) if level.pattern else smallest(order, level.zeros)
-            return weight.masked_fill(mask, 0)
-
-The decorator registers it; so does an entry point of the group ``layerbudget.compressors`` that names its module.
+A treatment of one's own is a class with :meth:`Treatment.apply` (see CONTRIBUTING.md). The decorator :func:`treatment`
+registers it; so does an entry point of the group ``layerbudget.compressors`` that names its module.
 """
 
 from __future__ import annotations
@@ -34,9 +19,6 @@ from ..registry import Registry, options_of, resolve_options
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
-
-    from ..data.calibration import CalibrationSet
 
 STATISTICS = ("none", "diagonal", "gram")
 
@@ -78,7 +60,6 @@ class Treatment(abc.ABC):
         unseen: What happens to a matrix that no token reached, in a sentence.
         nested: Whether :meth:`order` tells the entries apart: what goes at one level goes at every higher one.
         by_row: Whether entries compete within their row (whose counts are then equal to within one), or within the matrix.
-        price: Forward equivalents of :meth:`begin`: forward 1, backward 2.
     """
 
     name: ClassVar[str] = ""
@@ -89,15 +70,6 @@ class Treatment(abc.ABC):
     nested: ClassVar[bool] = False
     unseen: ClassVar[str] = "its weights were ranked by magnitude"
     by_row: ClassVar[bool] = True
-    price: ClassVar[float] = 0.0
-
-    def begin(self, model: nn.Module, data: CalibrationSet, *, batch_size: int = 8) -> None:
-        """Gather what the dense model says of single entries, before anything is treated. Nothing, by default."""
-        return None
-
-    def of(self, name: str, copy: int, prepared: Any) -> Any:
-        """Return the input of :meth:`apply` for one copy: what was prepared, and what :meth:`begin` gathered of it."""
-        return prepared
 
     def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> Any:
         """Return what :meth:`apply` needs of the statistic, made once for all matrices that read the same input.
@@ -110,24 +82,21 @@ class Treatment(abc.ABC):
 
     @abc.abstractmethod
     def apply(self, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
-        """The matrix after the treatment.
+        """The matrix after the treatment, ``(d_out, d_in)``, finite; :mod:`layerbudget.compressors.treating` checks it.
 
         Args:
             weight: ``(d_out, d_in)``; not changed.
             prepared: From :meth:`prepare`; None where no token reached the matrix, or none is needed.
             level: How far: exactly ``level.zeros`` entries, and where it has a ``pattern`` so many of every group.
-
-        Returns:
-            ``(d_out, d_in)``, finite. The caller checks it (:func:`layerbudget.compressors.treating.treated`).
         """
 
     def apply_rows(self, weight: torch.Tensor, prepared: Any, size: int, zeros: np.ndarray) -> torch.Tensor:
-        """The matrix after the treatment of every group of ``size`` rows by itself.
+        """The matrix after the treatment of every group of ``size`` rows by itself (the last one may be smaller).
 
         Args:
             weight: ``(d_out, d_in)``; not changed.
             prepared: See :meth:`apply`.
-            size: Rows of a group; the last one may be smaller.
+            size: Rows of a group.
             zeros: Entries that become zero in every group.
         """
         out = weight.clone()
@@ -147,11 +116,7 @@ class Treatment(abc.ABC):
         return resolve_options(f"The method {cls.name}", options_of(cls), given)
 
     def with_options(self, given: Mapping[str, Any]) -> Self:
-        """The same treatment with other options; itself where none are given.
-
-        Raises:
-            InvalidInput: An option that it does not have, or another type of value.
-        """
+        """The same treatment with other options; itself where none are given."""
         return type(self)(**self.resolve_options(given)) if given else self
 
 
@@ -159,12 +124,7 @@ TREATMENTS: Registry[type[Treatment]] = Registry(
     "pruning method",
     group="layerbudget.compressors",
     home=__package__,
-    own={
-        "magnitude": ".pruners:Magnitude",
-        "wanda": ".pruners:Wanda",
-        "sparsegpt": ".sparsegpt:SparseGPT",
-        "gradient": ".pruners:GradientWeighted",
-    },
+    own={"magnitude": ".pruners:Magnitude", "wanda": ".pruners:Wanda", "sparsegpt": ".sparsegpt:SparseGPT"},
 )
 QUANTISERS: Registry[type[Treatment]] = Registry(
     "quantiser",
@@ -172,7 +132,6 @@ QUANTISERS: Registry[type[Treatment]] = Registry(
     home=__package__,
     own={"rtn": ".quantisers:Nearest", "weighted": ".quantisers:Weighted", "gptq": ".quantisers:GPTQ"},
 )
-_TABLES: Mapping[str, Registry[type[Treatment]]] = {"zeros": TREATMENTS, "format": QUANTISERS}
 Some = TypeVar("Some", bound=type[Treatment])
 
 
@@ -188,25 +147,17 @@ def treatment(name: str, *, summary: str = "") -> Callable[[Some], Some]:
             known = f"Statistics are {', '.join(STATISTICS)}."
             raise InvalidInput(f"{name} needs the statistic {made.statistic!r}.", known, "Use one of those.")
         made.name, made.summary = name, summary or made.summary
-        _TABLES[made.changes].add(name, made)
+        (QUANTISERS if made.changes == "format" else TREATMENTS).add(name, made)
         return made
 
     return add
 
 
 def find_treatment(name: str) -> Treatment:
-    """Return a pruner by name, with its default options.
-
-    Raises:
-        InvalidInput: There is none of that name.
-    """
+    """Return a pruner by name, with its default options; an unknown one is refused."""
     return TREATMENTS.find(name)()
 
 
 def find_quantiser(name: str) -> Treatment:
-    """Return a quantiser by name, with its default options.
-
-    Raises:
-        InvalidInput: There is none of that name.
-    """
+    """Return a quantiser by name, with its default options; an unknown one is refused."""
     return QUANTISERS.find(name)()

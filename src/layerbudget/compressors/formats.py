@@ -1,8 +1,8 @@
-"""Formats of a weight matrix: what runtimes store, and how many bytes exactly. No torch.
+"""Formats of a weight matrix, how many bytes each takes exactly, and the runtimes that read them. No torch.
 
 Every format stores groups of consecutive inputs of a row on an even grid ``base + d q``, ``q = 0 .. levels - 1``:
 
-* **GGUF** (llama.cpp), blocks of 32: ``Q4_0``, ``Q5_0``, ``Q8_0`` have a scale in 16 bits, ``Q4_1``, ``Q5_1`` a scale and
+* **GGUF** (llama.cpp): blocks of 32. ``Q4_0``, ``Q5_0``, ``Q8_0`` have a scale in 16 bits, ``Q4_1``, ``Q5_1`` a scale and
   a minimum. A tensor is padded to 32 bytes in the file. ``F16`` is what llama.cpp falls back to where 32 does not divide.
 * **compressed-tensors**, ``pack-quantized``: ``w3-g32`` is 3 bits in groups of 32, symmetric; ``w3-g32-asym`` adds a zero
   point of 3 bits per group; ``w3-channel`` has one group per row. Integers are packed without a gap into words of 32 bits
@@ -25,9 +25,9 @@ from ..errors import InvalidInput, MissingDependency
 GGUF, PACKED = "gguf", "compressed-tensors"
 FAMILIES = (GGUF, PACKED)
 ALIGNMENT = 32
-BLOCK = 32
-_GROUPS = (128, 64, 32)
-_NAME = re.compile(r"w([2-8])-(?:g(\d+)|(channel))(-asym)?")
+_PACKED_GROUPS = (128, 64, 32)
+_PACKED_BITS = (2, 3, 4, 5, 6, 8)
+_PACKED_NAME = re.compile(r"w([2-8])-(?:g(\d+)|(channel))(-asym)?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,9 @@ class Format:
         name: What plans and users write.
         family: ``gguf`` or ``compressed-tensors``.
         bits: Of one integer; 16 for plain numbers.
-        group: Inputs that share a scale; None for a whole row; 0 for plain numbers.
+        group: Inputs that share a scale; None for a whole row.
         symmetric: Whether the grid is bound to zero (no minimum, no zero point).
-        block_bytes: Bytes of one block (GGUF).
+        block_bytes: Bytes of one group (GGUF).
     """
 
     name: str
@@ -62,23 +62,19 @@ class Format:
 
     def fits(self, d_in: int) -> bool:
         """Whether rows of so many inputs can be stored."""
-        return not self.group or d_in % self.group == 0
+        return self.group is None or d_in % self.group == 0
 
     def groups(self, d_in: int) -> int:
         """Groups of a row."""
         return 1 if self.group is None else d_in // self.group
 
     def check(self, name: str, d_in: int) -> None:
-        """Refuse a matrix whose rows are no whole number of groups.
-
-        Raises:
-            InvalidInput: Names the matrix.
-        """
+        """Refuse a matrix whose rows are no whole number of groups."""
         if not self.fits(d_in):
             raise InvalidInput(
                 f"{name} has {d_in} inputs, which {self.name} cannot store.",
                 f"Its groups are of {self.group}, and {d_in} is no multiple of it.",
-                f"Keep it in {plain_of(self.family).name}, or use another group size.",
+                f"Keep it in {PLAIN[self.family].name}, or use another group size.",
             )
 
     def bytes(self, d_out: int, d_in: int, copies: int = 1) -> int:
@@ -88,23 +84,29 @@ class Format:
             InvalidInput: See :meth:`check`.
         """
         self.check("A matrix", d_in)
+        groups = self.groups(d_in)
         if self.family == GGUF:
-            exact = copies * d_out * (2 * d_in if self.plain else d_in // BLOCK * self.block_bytes)
-            return -(-exact // ALIGNMENT) * ALIGNMENT
+            return -(-copies * d_out * groups * self.block_bytes // ALIGNMENT) * ALIGNMENT
         if self.plain:
             return 2 * copies * d_out * d_in
-        groups = self.groups(d_in)
         zeros = 0 if self.symmetric else 4 * -(-d_out * self.bits // 32) * groups
         return copies * (4 * d_out * -(-d_in * self.bits // 32) + 2 * d_out * groups + zeros + 16)
 
 
-def _gguf(name: str, bits: int, block_bytes: int) -> Format:
-    return Format(name=name, family=GGUF, bits=bits, group=BLOCK, symmetric=name.endswith("_0"), block_bytes=block_bytes)
-
-
-PLAIN = (Format(name="F16", family=GGUF, bits=16, group=0), Format(name="bf16", family=PACKED, bits=16, group=0))
-TYPES = (_gguf("Q4_0", 4, 18), _gguf("Q4_1", 4, 20), _gguf("Q5_0", 5, 22), _gguf("Q5_1", 5, 24), _gguf("Q8_0", 8, 34))
-_NAMED = {f.name.lower(): f for f in (*TYPES, *PLAIN)}
+_GGUF = (  # name, bits, inputs of a block, its bytes, bound to zero; the smallest first
+    ("Q4_0", 4, 32, 18, True),
+    ("Q4_1", 4, 32, 20, False),
+    ("Q5_0", 5, 32, 22, True),
+    ("Q5_1", 5, 32, 24, False),
+    ("Q8_0", 8, 32, 34, True),
+    ("F16", 16, 1, 2, True),
+)
+TYPES = tuple(
+    Format(name=name, family=GGUF, bits=bits, group=group, block_bytes=size, symmetric=symmetric)
+    for name, bits, group, size, symmetric in _GGUF
+)
+PLAIN = {GGUF: TYPES[-1], PACKED: Format(name="bf16", family=PACKED, bits=16, group=1)}
+_NAMED = {f.name.lower(): f for f in (*TYPES, PLAIN[PACKED])}
 
 
 def find_format(name: str) -> Format:
@@ -115,63 +117,119 @@ def find_format(name: str) -> Format:
     """
     if name.lower() in _NAMED:
         return _NAMED[name.lower()]
-    found = _NAME.fullmatch(name.lower())
+    found = _PACKED_NAME.fullmatch(name.lower())
     if not found or found.group(2) == "0":
         raise InvalidInput(
             f"There is no format {name!r}.",
-            f"There are {', '.join(f.name for f in (*TYPES, *PLAIN))}, and w2 to w8 as in w3-g32, w4-g128-asym, w8-channel.",
+            f"There are {', '.join(f.name for f in _NAMED.values())}, and w2 to w8 as in w3-g32, w4-g128-asym, w8-channel.",
             "Choose some of those.",
         )
     bits, group, _, asym = found.groups()
     return Format(name=name.lower(), family=PACKED, bits=int(bits), group=int(group) if group else None, symmetric=asym is None)
 
 
-def plain_of(family: str) -> Format:
-    """Sixteen bits, as a family stores what it does not quantise.
+# What vLLM fuses into one matrix of its own, and so wants in one format (vllm#47473).
+_FUSED = (
+    (re.compile(r"(.*)\.(?:q_proj|k_proj|v_proj)"), r"\1.qkv"),
+    (re.compile(r"(.*)\.(?:gate_proj|up_proj|w1|w3)"), r"\1.gate_up"),
+    (re.compile(r"(.*\.experts)\..*"), r"\1"),
+)
 
-    Raises:
-        InvalidInput: An unknown family.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """A runtime: the formats that it runs, and the matrices that it wants in one format.
+
+    Attributes:
+        name: What users write.
+        family: The family of formats that it reads.
+        fused: Whether q/k/v, gate/up and the experts of a layer must agree.
+        ends: Whether embedding and head may be quantised.
+        bits: Integers that it has kernels for; all where it is empty.
+        groups: Group sizes that it has kernels for; all where it is empty.
     """
+
+    name: str
+    family: str
+    fused: bool = False
+    ends: bool = False
+    bits: tuple[int, ...] = ()
+    groups: tuple[int | None, ...] = ()
+
+    def together(self, module: str) -> str:
+        """Name of the block that a matrix is decided in: its own, or that of the matrices that it must agree with."""
+        found = ((pattern.fullmatch(module), name) for pattern, name in _FUSED if self.fused)
+        return next((match.expand(name) for match, name in found if match), module)
+
+    def _runs(self, form: Format) -> bool:
+        kernel = (not self.bits or form.bits in self.bits) and (not self.groups or form.group in self.groups)
+        return form.family == self.family and (form.plain or kernel)
+
+    def check(self, form: Format) -> Format:
+        """Return a format that it can run, refuse others."""
+        if self._runs(form):
+            return form
+        bits = f" of {' and '.join(map(str, self.bits))} bits" if self.bits else ""
+        groups = f" in groups of {', '.join('a row' if g is None else str(g) for g in self.groups)}" if self.groups else ""
+        raise InvalidInput(
+            f"{self.name} has no kernel for {form.name}.",
+            f"It reads {self.family} formats{bits}{groups}.",
+            "Choose one of those.",
+        )
+
+    def formats(self, widths: Sequence[int], names: Sequence[str] | None = None, group: int | None = None) -> list[Format]:
+        """Formats to choose among, the smallest first and sixteen bits last.
+
+        Args:
+            widths: Inputs of the matrices.
+            names: Formats to choose among; by default those of the family that it can run.
+            group: Group size of compressed-tensors; by default the largest of 128, 64 and 32 that divides all widths.
+
+        Raises:
+            InvalidInput: A format that it cannot run, or that no matrix can have; a group size where blocks are fixed.
+        """
+        if self.family == GGUF and group is not None:
+            raise InvalidInput("GGUF has blocks of its own; a group size has no meaning.", "", "Leave it out.")
+        if names is not None:
+            chosen = [self.check(find_format(n)) for n in dict.fromkeys(names)]
+            for form in chosen:
+                if not any(form.fits(w) for w in widths):
+                    form.check("Every matrix", widths[0])
+            small = sorted((f for f in chosen if not f.plain), key=lambda f: (f.bits, f.group or 0))
+            return [*small, PLAIN[self.family]]
+        if self.family == GGUF:
+            return list(TYPES)
+        if group is None:
+            group = next((g for g in _PACKED_GROUPS if all(w % g == 0 for w in widths)), _PACKED_GROUPS[-1])
+        return [f for f in (*(find_format(f"w{b}-g{group}") for b in _PACKED_BITS), PLAIN[PACKED]) if self._runs(f)]
+
+
+RUNTIMES = {
+    "llama.cpp": Runtime(name="llama.cpp", family=GGUF, ends=True),
+    "transformers": Runtime(name="transformers", family=PACKED),
+    "vllm": Runtime(name="vllm", family=PACKED, fused=True, bits=(4, 8), groups=(32, 64, 128, None)),
+}
+
+
+def find_runtime(name: str | None, family: str = PACKED) -> Runtime:
+    """Return a runtime by name, or the usual one of a family."""
     if family not in FAMILIES:
         raise InvalidInput(f"There is no format {family!r}.", f"There are {' and '.join(FAMILIES)}.", "Use one of those.")
-    return PLAIN[FAMILIES.index(family)]
-
-
-def formats_of(family: str, widths: Sequence[int] = (), *, group: int | None = None) -> tuple[Format, ...]:
-    """The formats that a plan chooses among by default, the smallest first.
-
-    Args:
-        family: ``gguf`` or ``compressed-tensors``.
-        widths: Rows that they should be able to store: the largest group of 128, 64 and 32 that divides them is taken.
-        group: Group size of compressed-tensors instead.
-
-    Raises:
-        InvalidInput: An unknown family, or a group size where blocks are fixed.
-    """
-    plain = plain_of(family)
-    if family == GGUF:
-        if group is not None:
-            raise InvalidInput(f"GGUF has blocks of {BLOCK}; a group size has no meaning.", "", "Leave it out.")
-        return (*TYPES, plain)
-    size = group if group is not None else next((g for g in _GROUPS if all(w % g == 0 for w in widths)), _GROUPS[-1])
-    return (*(find_format(f"w{b}-g{size}") for b in (2, 3, 4, 5, 6, 8)), plain)
+    found = RUNTIMES.get(name or ("llama.cpp" if family == GGUF else "transformers"))
+    if found is None:
+        raise InvalidInput(f"There is no runtime {name!r}.", f"There are {', '.join(RUNTIMES)}.", "Choose one of those.")
+    if found.family != family:
+        raise InvalidInput(f"{name} does not read {family}.", f"It reads {found.family}.", "Leave one of the two out.")
+    return found
 
 
 def need_gguf() -> Any:
-    """Return the package ``gguf``.
-
-    Raises:
-        MissingDependency: It is not installed.
-    """
+    """Return the package ``gguf``, or say that it is missing."""
     return _need("gguf", "GGUF formats need the package gguf.", "use compressed-tensors")
 
 
 def need_packing() -> tuple[Any, Any]:
-    """Return the packer of compressed-tensors and its scheme.
-
-    Raises:
-        MissingDependency: It is not installed.
-    """
+    """Return the packer of compressed-tensors and its scheme, or say that they are missing."""
     what, other = "Writing these formats needs the package compressed-tensors.", "plan for gguf"
     packer = _need("compressed_tensors.compressors.pack_quantized.base", what, other)
     return packer.PackedQuantizationCompressor, _need("compressed_tensors.quantization", what, other).QuantizationScheme

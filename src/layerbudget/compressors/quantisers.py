@@ -1,17 +1,19 @@
 r"""Quantisers: round a matrix onto the grid of a format, plainly, for the inputs that matter, or column by column.
 
-The grid of every group of inputs is even, ``base + d q``, with ``d`` and ``base`` exactly as the file holds them. Multiplied
-out in float32 they are exact: ``d`` has at most 11 bits, ``q`` at most 8. So a weight on the grid is what a runtime reads back.
+The grid of every group of inputs is even, ``base + d q``, with ``d`` and ``base`` exactly as the file holds them, so that a
+weight on the grid is what a runtime reads back.
 
-* **rtn** is what the runtimes' own writers do without data: GGUF types through the package ``gguf`` itself, compressed-tensors
-  on the range of every group.
+* **rtn** rounds to nearest, as the runtimes' own writers do without data: GGUF types through the package ``gguf`` itself,
+  compressed-tensors on the range of every group.
 * **weighted** minimises ``sum_j h_j (w_j - Q(w_j))^2`` over ranges, with ``h_j = sum x_j^2`` of the calibration text (the
   "importance matrix" of llama.cpp).
 * **gptq** (Frantar et al., arXiv 2210.17323) minimises ``|| (W - Q) X ||^2`` over grids, greedily: with
   ``U' U = (X X' + damping)^-1`` (the factor of SparseGPT), column j is rounded, its error divided by ``U_jj`` and taken from
-  the columns behind it in proportion to ``U_j,:``. The grid of a group is fixed when its first column comes, from the weights
-  as they then are. GGUF keeps no grid beside the integers: there the entries that span a group's grid keep their ends, so that
-  the format's own writer finds the same grid again.
+  the columns behind it in proportion to ``U_j,:``. The grid of a group is fixed when its first column comes.
+
+A compressed-tensors file is written from scales and integers. A GGUF file is written from rounded weights: its writer looks for
+every group's scale again, in the entry that is largest (``_0``) or in the smallest and the largest (``_1``). So these entries
+keep their end of the grid, and the writer finds the grid that was planned.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Grid:
     """Grids of some groups, all of shape ``(..., 1)`` over the inputs of the group.
 
     Attributes:
-        d: Step; its sign is that of GGUF's (the largest entry may be on the side that has one level more).
+        d: Step. It may be negative in ``Q4_0`` and ``Q5_0``, where the largest entry takes the side with one level more.
         base: Value of ``q = 0``.
         top: Largest ``q``.
         zero: Zero point as compressed-tensors keeps it, int8; None for GGUF.
@@ -62,13 +64,7 @@ def grouped(weight: torch.Tensor, form: Format) -> torch.Tensor:
 
 
 def grid_of(groups: torch.Tensor, form: Format, shrink: float | torch.Tensor = 1.0) -> Grid:
-    """The grid that the format gives to groups of weights.
-
-    Args:
-        groups: ``(..., inputs)``, float32.
-        form: A format with a grid.
-        shrink: The range of the weights is made smaller by this factor first (at most 1; what is outside is clipped).
-    """
+    """The grid that the format gives to groups of weights ``(..., inputs)``, float32, whose range ``shrink`` makes smaller."""
     return (_gguf_grid if form.family == GGUF else _packed_grid)(groups, form, shrink)
 
 
@@ -105,25 +101,16 @@ def _packed_grid(groups: torch.Tensor, form: Format, shrink: float | torch.Tenso
 
 
 def _pinned(groups: torch.Tensor, form: Format) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Entries that must keep their end of the grid, so that ggml finds this very grid in the rounded weights again.
-
-    Args:
-        groups: ``(rows, inputs)``: one group of every row.
-        form: Its format.
-
-    Returns:
-        ``(input, q)`` of every row; nothing for formats that store their grid beside the integers.
-    """
+    """``(input, q)`` of every row of one GGUF group ``(rows, inputs)``: entries from which its writer takes the grid."""
     if form.family != GGUF:
         return []
-    low, high = torch.zeros(len(groups)), torch.full((len(groups),), float(form.levels - 1))
+    low, high = torch.zeros_like(groups[:, 0]), torch.full_like(groups[:, 0], form.levels - 1)
     if not form.symmetric:
-        return [(groups.argmin(-1), low.to(groups)), (groups.argmax(-1), high.to(groups))]
+        return [(groups.argmin(-1), low), (groups.argmax(-1), high)]
     extreme = groups.abs().argmax(-1)
     if form.name != "Q8_0":
-        return [(extreme, low.to(groups))]
-    above = groups.gather(-1, extreme[:, None])[:, 0] > 0
-    return [(extreme, torch.where(above, high.to(groups), low.to(groups)))]
+        return [(extreme, low)]
+    return [(extreme, torch.where(groups.gather(-1, extreme[:, None])[:, 0] > 0, high, low))]
 
 
 def _best_grid(groups: torch.Tensor, form: Format, importance: torch.Tensor) -> Grid:
@@ -163,12 +150,7 @@ class Quantiser(Treatment):
         return self.quantise(weight, prepared, level).weight.to(weight.dtype)
 
     def quantise(self, weight: torch.Tensor, prepared: Any, level: Level) -> Rounded:
-        """The matrix rounded to a format, with the scales and zero points that its file needs.
-
-        Args:
-            weight: ``(d_out, d_in)``.
-            prepared: From :meth:`prepare`; None where no token reached the matrix: then to nearest.
-            level: It names the format.
+        """The matrix ``(d_out, d_in)`` in a format, with scales and zero points; to nearest where no token reached it.
 
         Raises:
             InvalidInput: A level without a format, or a shape that the format does not divide.
@@ -198,11 +180,7 @@ def _on_grid(groups: torch.Tensor, grid: Grid, shape: torch.Size) -> Rounded:
 
 
 def through_gguf(weight: torch.Tensor, form: Format) -> torch.Tensor:
-    """Quantised and read back by the package ``gguf``, float32.
-
-    Raises:
-        MissingDependency: It is not installed.
-    """
+    """Quantised and read back by the package ``gguf``, float32."""
     gguf = need_gguf()
     kind = gguf.GGMLQuantizationType[form.name]
     data = weight.detach().to(torch.float32).cpu().contiguous().numpy()
@@ -240,14 +218,13 @@ class GPTQ(Quantiser):
 
     Args:
         damping: Relative to the mean of the second moments' diagonal.
-        search: Take the range of least error for every group, instead of the whole range.
     """
 
     name, summary = "gptq", "later columns make up for the rounding of earlier ones, by second moments of the inputs"
     statistic = "gram"
 
-    def __init__(self, *, damping: float = 0.01, search: bool = False) -> None:
-        self.damping, self.search = damping, search
+    def __init__(self, *, damping: float = 0.01) -> None:
+        self.damping = damping
 
     def prepare(self, moment: torch.Tensor, *, parity: bool = False) -> torch.Tensor:
         """The factor of the damped inverse."""
@@ -261,37 +238,24 @@ class GPTQ(Quantiser):
         out, grids = torch.empty_like(work), []
         for start in range(0, work.shape[0], columns):
             stop = min(start + columns, work.shape[0])
-            upper, errors = prepared[start:stop, start:stop], torch.empty_like(work[start:stop])
+            block, upper, errors = work[start:stop], prepared[start:stop, start:stop], torch.empty_like(work[start:stop])
             for low in range(0, stop - start, size):
-                grids.append(self._round_group(work[start:stop], out[start:stop], upper, errors, low, low + size, form))
+                groups = block[low : low + size].T.contiguous()
+                grid = grid_of(groups, form)
+                grids.append(grid)
+                held = _pinned(groups, form)
+                for j in range(low, low + size):
+                    q = grid.nearest(block[j][:, None])[:, 0]
+                    for column, end in held:
+                        q = torch.where(column == j - low, end, q)
+                    rounded = (grid.base + grid.d * q[:, None])[:, 0]
+                    torch.sub(block[j], rounded, out=errors[j]).div_(upper[j, j])
+                    block[j + 1 :].addr_(upper[j, j + 1 :], errors[j], alpha=-1)
+                    out[start + j] = rounded
             if stop < work.shape[0]:
                 work[stop:] -= prepared[start:stop, stop:].T @ errors
-        if grids[0].zero is None:
+        zeros = [g.zero for g in grids if g.zero is not None]
+        if not zeros:
             return Rounded(weight=out.T.contiguous())
         scale = torch.cat([g.d for g in grids], 1).to(torch.bfloat16)
-        return Rounded(weight=out.T.contiguous(), scale=scale, zero=torch.cat([g.zero for g in grids if g.zero is not None], 1))
-
-    def _round_group(
-        self,
-        block: torch.Tensor,
-        out: torch.Tensor,
-        upper: torch.Tensor,
-        errors: torch.Tensor,
-        low: int,
-        high: int,
-        form: Format,
-    ) -> Grid:
-        """Round the columns (rows of ``block``) of one group; errors go into the rest of the block."""
-        groups = block[low:high].T.contiguous()
-        importance = upper.diagonal()[low:high].square().reciprocal()[None]
-        grid = _best_grid(groups, form, importance) if self.search else grid_of(groups, form)
-        held = _pinned(groups, form)
-        for j in range(low, high):
-            q = grid.nearest(block[j][:, None])[:, 0]
-            for column, end in held:
-                q = torch.where(column == j - low, end, q)
-            out[j] = (grid.base + grid.d * q[:, None])[:, 0]
-            torch.sub(block[j], out[j], out=errors[j]).div_(upper[j, j])
-            if j + 1 < block.shape[0]:
-                block[j + 1 :].addr_(upper[j, j + 1 :], errors[j], alpha=-1)
-        return grid
+        return Rounded(weight=out.T.contiguous(), scale=scale, zero=torch.cat(zeros, 1))

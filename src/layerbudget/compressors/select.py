@@ -8,7 +8,7 @@ whole numbers with vector instructions, an order of magnitude faster than an arg
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,21 +17,13 @@ from ..errors import InvalidInput
 from ..models.machine import in_threads
 
 CHUNK = 1 << 18
-_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def share(count: int, sizes: Sequence[int]) -> list[int]:
-    """Split an integer count in proportion to sizes, exactly (largest remainder, ties to the first).
-
-    Args:
-        count: Entries to distribute, ``0 <= count <= sum(sizes)``.
-        sizes: Capacity of every part.
-
-    Returns:
-        One integer per part, ``sum == count`` and ``0 <= part <= size``.
+    """Split an integer count in proportion to sizes, exactly (largest remainder, ties to the first); no part exceeds its size.
 
     Raises:
-        InvalidInput: The count does not fit.
+        InvalidInput: The count is negative or larger than all sizes together.
 
     >>> share(5, [4, 4, 2])
     [2, 2, 1]
@@ -39,52 +31,36 @@ def share(count: int, sizes: Sequence[int]) -> list[int]:
     total = sum(sizes)
     if not 0 <= count <= total:
         raise InvalidInput(f"{count} entries cannot be taken from {total}.", f"The count must lie in 0..{total}.", "")
-    if not total:
-        return [0 for _ in sizes]
-    parts = [count * s // total for s in sizes]
-    order = sorted(range(len(sizes)), key=lambda i: (-(count * sizes[i] % total), i))
+    parts = [count * s // max(total, 1) for s in sizes]
+    order = sorted(range(len(sizes)), key=lambda i: (-(count * sizes[i] % max(total, 1)), i))
     for i in order[: count - sum(parts)]:
         parts[i] += 1
     return parts
 
 
 def smallest_per_row(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Mark the ``counts[r]`` smallest entries of each row; ties go to the lower column (a stable sort's choice).
+    """Mark exactly the ``counts[r]`` smallest entries of each row; ties go to the lower column (a stable sort's choice).
 
     Args:
         scores: ``(rows, columns)``, finite and float.
         counts: ``(rows,)`` integers in ``0..columns``.
-
-    Returns:
-        Boolean mask ``(rows, columns)`` with exactly ``counts[r]`` true entries in row r.
     """
     rows, columns = scores.shape
     counts = counts.to(scores.device)
     mask = torch.zeros(rows, columns, dtype=torch.bool, device=scores.device)
     for k in torch.unique(counts).tolist():
         pick = counts == k
-        if k == 0:
-            continue
         if k == columns:
             mask[pick] = True
-            continue
-        part = scores if bool(pick.all()) else scores[pick]
-        mask[pick] = _smallest_k(part, k)
+        elif k:
+            part = scores if bool(pick.all()) else scores[pick]
+            threshold = kth_value(part, k)[:, None]
+            found = part <= threshold
+            for r in torch.nonzero(found.sum(dim=1) > k).flatten().tolist():
+                ties = torch.nonzero(part[r] == threshold[r]).flatten()
+                found[r, ties[len(ties) + k - int(found[r].sum()) :]] = False
+            mask[pick] = found
     return mask
-
-
-def _smallest_k(scores: torch.Tensor, k: int) -> torch.Tensor:
-    threshold = kth_value(scores, k)[:, None]
-    mask = scores <= threshold
-    _trim_ties(mask, scores, threshold, mask.sum(dim=1) - k)
-    return mask
-
-
-def _trim_ties(mask: torch.Tensor, scores: torch.Tensor, threshold: torch.Tensor, surplus: torch.Tensor) -> None:
-    """Unmark the last entries at the threshold in rows that have more than they should."""
-    for r in torch.nonzero(surplus).flatten().tolist():
-        ties = torch.nonzero(scores[r] == threshold[r]).flatten()
-        mask[r, ties[len(ties) - int(surplus[r]) :]] = False
 
 
 def kth_value(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -92,7 +68,13 @@ def kth_value(scores: torch.Tensor, k: int) -> torch.Tensor:
     if scores.device.type != "cpu":
         return torch.kthvalue(scores, k, dim=1).values
     held = (scores if scores.dtype in (torch.float32, torch.float64) else scores.float()).numpy()
-    return torch.from_numpy(np.partition(held, k - 1, axis=1)[:, k - 1].copy()).to(scores.dtype)
+    found = np.empty(len(held), held.dtype)
+
+    def partition(part: slice) -> None:
+        found[part] = np.partition(held[part], k - 1, axis=1)[:, k - 1]
+
+    in_threads(partition, list(_chunks(*held.shape)))
+    return torch.from_numpy(found).to(scores.dtype)
 
 
 def smallest(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -116,7 +98,9 @@ def smallest_per_group_of_rows(scores: torch.Tensor, size: int, counts: torch.Te
 
 
 def spread_over_rows(scores: torch.Tensor, size: int, counts: torch.Tensor) -> torch.Tensor:
-    """Entries to take from each row so that the rows of a group are equal to within one; see :func:`row_counts`.
+    """Entries to take from each row so that the rows of a group are equal to within one.
+
+    Rows that give one more are those whose next smallest entry costs least.
 
     Args:
         scores: ``(rows, columns)``.
@@ -138,9 +122,7 @@ def spread_over_rows(scores: torch.Tensor, size: int, counts: torch.Tensor) -> t
 
 
 def threshold_inclusive(scores: torch.Tensor, index: int) -> torch.Tensor:
-    """The references' rule: everything ``<=`` the entry at position ``index`` of the ascending order.
-
-    It marks at least ``index + 1`` entries, and every tie with the threshold.
+    """The references' rule: everything ``<=`` the entry at position ``index`` of the ascending order, all ties with it.
 
     Raises:
         InvalidInput: ``index`` is not a position of the matrix (a ratio of 1).
@@ -152,20 +134,6 @@ def threshold_inclusive(scores: torch.Tensor, index: int) -> torch.Tensor:
             "Use a ratio below 1, or leave parity mode.",
         )
     return scores <= kth_value(scores.reshape(1, -1), index + 1)
-
-
-def row_counts(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Entries to take from each row so that the rows are equal to within one and the total is exact.
-
-    Rows that give one more are those whose next smallest entry costs least.
-    """
-    rows, columns = scores.shape
-    base, extra = divmod(count, rows)
-    counts = torch.full((rows,), base, dtype=torch.long)
-    if extra:
-        following = kth_value(scores, base + 1).cpu()
-        counts[smallest(following[None], extra)[0]] += 1
-    return counts
 
 
 def parse_pattern(pattern: str) -> tuple[int | None, int]:
@@ -193,11 +161,7 @@ def parse_pattern(pattern: str) -> tuple[int | None, int]:
 
 
 def check_group(columns: int, group: int, name: str) -> None:
-    """Refuse a matrix whose rows do not split into groups.
-
-    Raises:
-        InvalidInput: The number of inputs is no multiple of the group.
-    """
+    """Refuse a matrix whose rows do not split into groups."""
     if columns % group:
         raise InvalidInput(
             f"{name} has {columns} inputs, which do not split into groups of {group}.",
@@ -273,57 +237,3 @@ def _between(keys: np.ndarray, low: int, width: int) -> np.ndarray:
         keys = keys[:, :width].copy()
     keys.sort(axis=1)
     return keys
-
-
-def smallest_evenly(scores: Callable[[slice], torch.Tensor], shape: tuple[int, int], count: int) -> torch.Tensor:
-    """Mark ``count`` entries of a matrix, the smallest of every row, rows equal to within one.
-
-    What :func:`~layerbudget.compressors.select.row_counts` and :func:`~layerbudget.compressors.select.smallest_per_row` say,
-    with scores that are made twice rather than kept.
-
-    Args:
-        scores: Scores of some rows, ``(n, columns)``.
-        shape: Rows and columns.
-        count: Entries to mark.
-
-    Returns:
-        Boolean mask of that shape.
-    """
-    rows, columns = shape
-    first = scores(slice(0, 1))
-    if first.device.type != "cpu" or first.dtype != torch.float32:
-        everything = scores(slice(0, rows))
-        return smallest_per_row(everything, row_counts(everything, count))
-    base, extra = divmod(count, rows)
-    last, following = torch.full((rows,), -torch.inf), torch.full((rows,), torch.inf)
-
-    def look(part: slice) -> None:
-        held = scores(part).numpy()
-        if base < columns:
-            held = np.partition(held, base, axis=1)
-            following[part] = torch.from_numpy(held[:, base])
-        if base:
-            last[part] = torch.from_numpy(held[:, :base].max(axis=1))
-
-    in_threads(look, list(_chunks(rows, columns)))
-    counts = torch.full((rows,), base)
-    if extra:
-        counts[smallest(following[None], extra)[0]] += 1
-    threshold = torch.where(counts > base, following, last)[:, None]
-    mask = torch.empty(rows, columns, dtype=torch.bool)
-
-    def mark(part: slice) -> None:
-        held = scores(part)
-        torch.le(held, threshold[part], out=mask[part])
-        _trim_ties(mask[part], held, threshold[part], mask[part].sum(dim=1) - counts[part])
-
-    in_threads(mark, list(_chunks(rows, columns)))
-    return mask
-
-
-def zeroed(weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A copy of a matrix with zeros where the mask is true; by products of whole numbers, which are faster than branches."""
-    whole = _WHOLE.get(weight.element_size())
-    if weight.device.type != "cpu" or whole is None or not weight.is_floating_point():
-        return weight.masked_fill(mask, 0)
-    return (weight.view(whole) * ~mask).view(weight.dtype)

@@ -19,9 +19,8 @@ def inverse_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Ten
     """Upper factor ``U`` with ``U' U = (G + damping * mean(diag G) I)^-1``.
 
     One Cholesky factorisation of the reversed matrix and one triangular inverse: with ``J`` the reversal,
-    ``J G J = L L'`` gives ``G = R R'`` for the upper ``R = J L J``, hence ``U = R^-1``. (The reference takes two
-    factorisations and a full inverse.) Only the upper triangle of ``gram`` is read. Inputs that were never active get a
-    unit diagonal, as in the reference.
+    ``J G J = L L'`` gives ``G = R R'`` for the upper ``R = J L J``, hence ``U = R^-1``. Only the upper triangle of ``gram``
+    is read. Inputs that were never active get a unit diagonal, as in the reference.
 
     Args:
         gram: ``(d_in, d_in)``, float32; its scale does not matter.
@@ -62,11 +61,7 @@ def _inverse(factor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def reference_factor(gram: torch.Tensor, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same factor by the reference's route (two factorisations and an inverse), for bit-wise comparison.
-
-    Raises:
-        CurvatureFailure: Not positive definite.
-    """
+    """The same factor by the reference's route (two factorisations and an inverse), for bit-wise comparison."""
     gram = gram.clone()
     dead = gram.diagonal() == 0
     gram[dead, dead] = 1
@@ -93,7 +88,7 @@ def sparsegpt_update(
     columns: int = COLUMNS,
     rows: int | None = None,
 ) -> torch.Tensor:
-    """Prune one matrix and return its new weights.
+    """New weights of one pruned matrix, ``(d_out, d_in)`` float32.
 
     Args:
         weight: ``(d_out, d_in)``; not changed.
@@ -106,9 +101,6 @@ def sparsegpt_update(
         pattern: ``(zeroed, group)``; chosen from the already updated weights at the start of each group.
         columns: Width of a block of columns.
         rows: Rows of a group; ``count`` is then one number per group. The whole matrix by default.
-
-    Returns:
-        New weights, float32, ``(d_out, d_in)``.
     """
     work = torch.empty(weight.shape[::-1], dtype=torch.float32, device=weight.device).copy_(weight.detach().T)
     if ratio is not None or pattern is not None:

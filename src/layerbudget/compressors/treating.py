@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..data.calibration import CalibrationSet
 from ..errors import CoverageError
 from ..execution.inputs import InputMoments, InputStatistics
 from ..execution.walk import Walk
@@ -55,10 +54,6 @@ class Treating:
     def __init__(self, model: nn.Module, treatment: Treatment, *, parity: bool = False, true_sequential: bool = False) -> None:
         self.model, self.treatment, self.parity, self.true_sequential = model, treatment, parity, true_sequential
 
-    def begin(self, data: CalibrationSet, batch_size: int) -> None:
-        """Let the treatment look at the dense model before anything is treated."""
-        self.treatment.begin(self.model, data, batch_size=batch_size)
-
     def collect(self, walk: Walk, modules: Sequence[Module]) -> InputStatistics | None:
         """Statistics of the inputs of some matrices of the walk's current layer; None where none are needed."""
         if self.treatment.statistic == "none" or not modules:
@@ -83,37 +78,25 @@ class Treating:
         return notes
 
     def jobs(self, work: Sequence[Job], found: Found, made: dict[InputMoments, Any] | None = None) -> list[str]:
-        """Treat matrices with statistics that were collected before.
+        """Treat matrices with statistics that were collected before, one per copy; return notes.
 
-        Args:
-            work: What to treat.
-            found: Statistics by matrix, one per copy.
-            made: What was prepared from statistics before; grows.
-
-        Returns:
-            Notes.
+        ``made`` holds what was prepared from statistics, and grows.
         """
         made = {} if made is None else made
         notes: list[str] = []
         for job in work:
-            notes += self._matrix(job, found.get(job.module.name), made)
-        return notes
-
-    def _matrix(self, job: Job, statistics: list[InputMoments] | None, made: dict[InputMoments, Any]) -> list[str]:
-        if job.level.idle:
-            return []
-        notes, name = [], job.module.name
-        views = matrices(*weight_of(self.model, name))
-        counts = share(job.level.zeros, [v.numel() for v in views])
-        for i, (view, count) in enumerate(zip(views, counts, strict=True)):
-            prepared = self.prepared(statistics[i] if statistics else None, made)
-            unseen = prepared is None
-            prepared = self.treatment.of(name, i, prepared)
-            if unseen and self.treatment.statistic != "none":
-                notes.append(f"{name}[{i}] saw no token; {self.treatment.unseen}.")
-            rows = job.level.rows and (job.level.rows[0], np.split(job.level.rows[1], len(views))[i])
-            count = count if rows is None else int(rows[1].sum())
-            view.copy_(self.become(name, i, view, prepared, dataclasses.replace(job.level, zeros=count, rows=rows)))
+            name, level = job.module.name, job.level
+            if level.idle:
+                continue
+            views, statistics = matrices(*weight_of(self.model, name)), found.get(name)
+            counts = share(level.zeros, [v.numel() for v in views])
+            for i, (view, count) in enumerate(zip(views, counts, strict=True)):
+                prepared = self.prepared(statistics[i] if statistics else None, made)
+                if prepared is None and self.treatment.statistic != "none":
+                    notes.append(f"{name}[{i}] saw no token; {self.treatment.unseen}.")
+                rows = level.rows and (level.rows[0], np.split(level.rows[1], len(views))[i])
+                count = count if rows is None else int(rows[1].sum())
+                view.copy_(self.become(name, view, prepared, dataclasses.replace(level, zeros=count, rows=rows)))
         return notes
 
     def prepared(self, found: InputMoments | None, made: dict[InputMoments, Any]) -> Any:
@@ -124,29 +107,23 @@ class Treating:
             made[found] = self.treatment.prepare(found.value, parity=self.parity)
         return made[found]
 
-    def become(self, name: str, copy: int, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
+    def become(self, name: str, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
         """Return one copy of a matrix, treated."""
         return treated(self.treatment, weight, prepared, level)
 
 
 def treated(treatment: Treatment, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
-    """Return the treated matrix, checked before it is used.
-
-    Args:
-        treatment: Any.
-        weight: ``(d_out, d_in)``.
-        prepared: What the treatment prepared, see :meth:`Treatment.apply`.
-        level: How far; with ``rows`` every group of rows goes its own way.
+    """Return the treated matrix ``(d_out, d_in)``, checked; with ``level.rows`` every group of rows goes its own way.
 
     Raises:
         CoverageError: Another shape, values that are not finite, another count of zeros, or a pattern that is not kept.
     """
-    version = _version(weight)
+    version = None if weight.is_inference() else weight._version  # counts what was written into it
     if level.rows is None:
         made = treatment.apply(weight, prepared, level)
     else:
         made = treatment.apply_rows(weight, prepared, *level.rows)
-    if _version(weight) != version:
+    if version is not None and weight._version != version:
         what = "wrote into the matrix that it was given."
         raise _broken(treatment, what, "It returns a new one.", "Begin with weight.clone().")
     check(treatment, weight, made, level)
@@ -195,8 +172,3 @@ def _count(treatment: Treatment, found: int, wanted: int, where: str) -> Coverag
 
 def _broken(treatment: Treatment, what: str, feasible: str, remedy: str) -> CoverageError:
     return CoverageError(f"The method {treatment.name} {what}", feasible, remedy)
-
-
-def _version(weight: torch.Tensor) -> int:
-    """Counts what was written into a tensor, where torch counts it."""
-    return 0 if weight.is_inference() else weight._version

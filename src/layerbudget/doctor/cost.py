@@ -382,8 +382,7 @@ def treating(method: str, text: Text, *, again: float = 1.0) -> list[Part]:
     if statistic == "none":
         return [Part(kind="forward", text=Text(samples=1, length=text.length), products=max(rounds, 20.0))]
     kind = "gram" if statistic == "gram" else "norms"
-    parts = [Part(kind=kind, text=text, forwards=1.0 + again, products=rounds)]
-    return [*parts, Part(kind="directional", text=text, forwards=3.0)] if method == "gradient" else parts
+    return [Part(kind=kind, text=text, forwards=1.0 + again, products=rounds)]
 
 
 def searching(text: Text, passes: float | None = None, *, products: float = 0.0) -> list[Part]:

@@ -11,12 +11,12 @@ import transformers
 from tests import zoo
 
 import layerbudget as lb
+from layerbudget.compressors.formats import find_runtime
 from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits import plan as planning
 from layerbudget.decisions.bits.apply import write_bits
 from layerbudget.decisions.bits.blocks import unwritable
 from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.decisions.bits.runtimes import find_runtime
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput
 from layerbudget.plans.explain import explain_plan

@@ -10,12 +10,12 @@ import torch
 from tests import zoo
 
 from layerbudget.compressors.base import Level, find_quantiser
+from layerbudget.compressors.formats import RUNTIMES
 from layerbudget.decisions.bits import sensitivity as R
 from layerbudget.decisions.bits.apply import apply_bits
 from layerbudget.decisions.bits.blocks import blocks_of, end_modules
 from layerbudget.decisions.bits.plan import check_plan, plan_bits
 from layerbudget.decisions.bits.program import Table
-from layerbudget.decisions.bits.runtimes import RUNTIMES
 from layerbudget.decisions.bits.sensitivity import DenseOutput, mean_and_error, mean_and_rest, rounding_damage
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import describe, weight_of

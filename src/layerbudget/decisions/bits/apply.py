@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...compressors.base import Level, find_quantiser
-from ...compressors.formats import GGUF, find_format
+from ...compressors.formats import GGUF, find_format, find_runtime
 from ...compressors.quantisers import Quantiser, Rounded
 from ...compressors.treating import Job, Treating, check
 from ...data.calibration import CalibrationSet
@@ -38,7 +38,6 @@ from .export import auto_round, gptq_model, llama_cpp
 from .gguf import GGUF_FILE, GgufWriter, recount_gguf
 from .packed import ZERO_POINTS, PackedWriter, check_loads, recount_safetensors
 from .program import formats_of_plan
-from .runtimes import find_runtime
 
 _Writer = PackedWriter | GgufWriter
 
@@ -238,7 +237,7 @@ class _Rounding(Treating):
         self.rounded: dict[str, list[Rounded]] = {}
         self.notes: list[str] = []
 
-    def become(self, name: str, copy: int, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
+    def become(self, name: str, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
         """See :meth:`Treating.become`; scales and zero points are kept until they are written."""
         done = self.quantiser.quantise(weight, prepared, level)
         check(self.quantiser, weight, done.weight, level)

@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...compressors.formats import ALIGNMENT, GGUF, PACKED, Format, find_format, need_gguf
+from ...compressors.formats import ALIGNMENT, GGUF, PACKED, Format, Runtime, find_format, find_runtime, need_gguf
 from ...errors import InvalidInput, UnknownBlock
 from ...models.blocks import config_of, layers, partition, pretrained, weight_of
 from ...records import Block, Module, natural_key
 from .gguf import architecture, tensor_names
 from .program import Table
-from .runtimes import Runtime, find_runtime
 
 UNWRITTEN = ("refuse", "16-bit", "plan")
 

@@ -104,8 +104,6 @@ def prune(
     settings = {"method": treatment.name, "batch_size": batch_size, "parity": parity, "pattern": pattern}
     settings |= {"true_sequential": true_sequential, "autocast": autocast, **treatment.resolve_options(own)}
     started = time.monotonic()
-    if data is not None:
-        treating.begin(data, batch_size)
     with _parts_folder(model, resume, folder) as kept:
         if treatment.statistic == "none" or data is None:
             forwards, notes = _without_data(treating, jobs, _Checkpoints(kept, {}), progress)

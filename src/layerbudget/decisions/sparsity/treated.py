@@ -164,7 +164,6 @@ class TreatedModel:
     ) -> None:
         self.model, self.units, self.treatment = model, units, treatment
         self.treating = Treating(model, treatment)
-        self.treating.begin(data, batch_size)
         self.fused = any(m.copies > 1 for m in units.modules)
         self.batch_size = 1 if self.fused else batch_size
         files, first = mapped(model), next(unlabelled(model, data, 1))
@@ -174,7 +173,7 @@ class TreatedModel:
         listen = self._statistics() if treatment.statistic != "none" else None
         self.reference = Reference(model, data, self.batch_size, listen)
         self.dense: Found = {} if listen is None else listen.found
-        self.passes = 1.0 + treatment.price
+        self.passes = 1.0
 
     def _gram_folder(self) -> Path | None:
         """Where Gram matrices and the changes made from them lie as files: only one layer of a streamed model is in memory."""
@@ -293,7 +292,6 @@ class TreatedModel:
         owner, parameter = weight_of(self.model, m.name)
         dense = matrices(owner, nn.Parameter(self.trials.dense(m.name), requires_grad=False))
         prepared = [self.treating.prepared(s, made) for s in statistics] if statistics else [None] * len(dense)
-        prepared = [self.treatment.of(m.name, i, p) for i, p in enumerate(prepared)]
         if self.treatment.nested and (self.treatment.by_row or m.copies == 1):
             order = _stacked([self.treatment.order(w, p) for w, p in zip(dense, prepared, strict=True)])
             return Nested(
