@@ -134,7 +134,6 @@ FILES = {
     "scores, import": (4, "own.json", "score model --import own.json -o O"),
     "scores with shapes, csv": (3, "shapes.csv", "plan ranks shapes.csv --mean-rank 2 -o O"),
     "scores with shapes, json": (3, "shapes.json", "plan sparsity shapes.json -o O"),
-    "scores with shapes, npy": (3, "shapes.npy", "plan sparsity shapes.npy -o O"),
     "scores, columns": (5, "large.json", "plan sparsity large.json -o O"),
     "plan, columns": (5, "large_plan.json", "explain large_plan.json"),
     "scores, import csv": (3, "own.csv", "score model --import own.csv -o O"),
@@ -205,8 +204,6 @@ def prepare(folder: Path) -> None:
 
 def _columns(folder: Path) -> None:
     """Tables with shapes, and scores and a plan."""
-    import numpy as np
-
     from layerbudget.decisions.sparsity.plan import plan_sparsity
     from layerbudget.plan import Plan
     from layerbudget.scores import Scores
@@ -215,7 +212,6 @@ def _columns(folder: Path) -> None:
     rows = [(f"layers.{i}", 1.0 + i, 8 + i, 16) for i in range(6)]
     (folder / "shapes.csv").write_text("\n".join(",".join(map(str, r)) for r in [COLUMNS, *rows]) + "\n")
     (folder / "shapes.json").write_text(json.dumps([dict(zip(COLUMNS, r, strict=True)) for r in rows]))
-    np.save(folder / "shapes.npy", np.array(rows, dtype=[("name", "S9"), ("score", "f8"), ("d_in", "i8"), ("d_out", "i8")]))
     scores = Scores.load(folder / "scores.json")
     scores.save(folder / "large.json")
     plan: Plan = plan_sparsity(scores)

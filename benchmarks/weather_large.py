@@ -2,7 +2,7 @@
 
     python benchmarks/weather_large.py --blocks 60000
 
-That is every matrix of every expert of the largest models. Scores come as a CSV, a JSON and an npy table with shapes, and as a
+That is every matrix of every expert of the largest models. Scores come as a CSV and a JSON table with shapes, and as a
 scores file. Every command is a process of its own; what it took is what the system says of it (`wait4`).
 """
 
@@ -37,9 +37,8 @@ def write_inputs(folder: Path, count: int) -> dict[str, Path]:
     with (folder / "scores.csv").open("w", newline="") as f:
         csv.writer(f).writerows([COLUMNS, *rows])
     (folder / "table.json").write_text(json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in rows]))
-    np.save(folder / "scores.npy", np.array(rows, dtype=[("name", "S64"), ("score", "f8"), ("d_in", "i8"), ("d_out", "i8")]))
     scores_with_shapes(folder / "scores.csv").save(folder / "scores.json")
-    kinds = ("scores.csv", "table.json", "scores.npy", "scores.json")
+    kinds = ("scores.csv", "table.json", "scores.json")
     return {name: folder / name for name in kinds}
 
 

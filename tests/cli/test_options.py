@@ -324,9 +324,9 @@ OWN = {
     "hessian": {"steps": (3, {}), "tolerance": (0.9, {"absolute": True}), "absolute": (True, {})},
     "adapter": {"rank": (2, {}), "scaling": (2.0, {"damping_unit": "absolute", "damping": 0.1}), "replicates": (3, {})},
     "rank-gain": {"largest": (3, {})},
-    "layerif": {"validation": ("other", {}), "mode": ("parity", {}), "aggregation": ("positive", {})},
+    "layerif": {"validation": ("other", {}), "aggregation": ("positive", {})},
     "reconstruction": {"share": (0.25, {}), "width": (4, {})},
-    "outlier-ratio": {"multiple": (2.0, {})}, "spectral-tail": {"method": ("mid", {})},
+    "outlier-ratio": {"multiple": (2.0, {})},
 }  # fmt: skip
 VALUES = {"damping": 0.7, "damping_unit": "absolute", "batch_size": 1, "seed": 5}
 WITH = {"damping_unit": {"damping": 0.7}}
@@ -364,11 +364,7 @@ def scored(tiny, name, **options):
     passes.clear()
     found = score(model, data, partition(model), name, **options)
     record = dataclasses.replace(found, versions={}, model={}, data={}, seed=0, damping=(0.0,) * len(found.damping), unit="")
-    extra = {
-        k: v
-        for k, v in found.extra.items()
-        if k not in ("draws", "rank", "scaling", "mode", "multiple", "method", "share", "width")
-    }
+    extra = {k: v for k, v in found.extra.items() if k not in ("draws", "rank", "scaling", "multiple", "share", "width")}
     return json.loads(json.dumps(dataclasses.replace(record, extra=extra).to_dict(), default=str)), len(passes)
 
 

@@ -13,9 +13,9 @@ from layerbudget.decisions.sparsity.apply import prune
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InvalidInput, NotEnoughText
 from layerbudget.evaluation.perplexity import evaluation_set, perplexity
+from layerbudget.execution.divergence import Reference
 from layerbudget.execution.loss import targets_of
 from layerbudget.models.blocks import partition
-from layerbudget.sensitivity.directional.trials import Reference
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 CHATML = TURNS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"

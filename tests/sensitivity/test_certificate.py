@@ -12,7 +12,6 @@ from layerbudget.errors import InvalidInput
 from layerbudget.execution.loss import FeatureSet
 from layerbudget.models.blocks import partition
 from layerbudget.sensitivity.certificate import (
-    Solved,
     _row,
     certify_ranking,
     conjugate_gradients,
@@ -48,13 +47,13 @@ def dense(model, data, block):
     return s.mean(0), h, s.T @ s / len(s), f, p.detach()
 
 
-@pytest.mark.parametrize("curvature", ["fisher", "diagonal", "hessian"])
+@pytest.mark.parametrize("curvature", ["fisher", "hessian"])
 def test_every_number_equals_its_dense_version(net, curvature):
     model, data, blocks = net
     table = direct_check(model, data, blocks, curvature=curvature, damping=[2.0], damping_unit="absolute", batch_size=7)
     for row, block in zip(table, blocks, strict=True):
         g, h, fisher, f, p = dense(model, data, block)
-        c = {"fisher": fisher, "diagonal": torch.diag(torch.diag(fisher)), "hessian": h}[curvature]
+        c = {"fisher": fisher, "hessian": h}[curvature]
         d = -torch.linalg.solve(c + 2.0 * torch.eye(len(g)), g)
         assert row["gain"] == pytest.approx(float(-g @ d), rel=1e-6)
         assert row["step_norm"] == pytest.approx(float(d.norm()), rel=1e-6)
@@ -156,10 +155,10 @@ def test_refusals(net):
     with pytest.raises(InvalidInput, match="curvature"):
         direct_check(*net, curvature="kfac")
     with pytest.raises(InvalidInput, match="mean"):
-        direct_check(*net, curvature="ggn", damping_unit="mean")
+        direct_check(*net, damping_unit="mean")
 
 
-@pytest.mark.parametrize("curvature", ["fisher", "diagonal", "ggn", "hessian"])
+@pytest.mark.parametrize("curvature", ["fisher", "ggn", "hessian"])
 def test_a_block_without_any_gradient_leaves_the_model_as_it_was(net, curvature):
     model, data, blocks = net
     with torch.no_grad():
@@ -174,5 +173,5 @@ def test_weights_come_back_even_from_a_step_that_is_no_number(net):
     model, data, blocks = net
     before = model[0].weight.detach().clone()
     with BlockProducts(model, data, blocks[0], 20) as p:
-        _row(p, 1.0, Solved(torch.full_like(p.gradient(), float("nan")), "ok"), 0.0, p.gradient())
+        _row(p, 1.0, (torch.full_like(p.gradient(), float("nan")), "ok"), 0.0, p.gradient())
     assert torch.equal(model[0].weight, before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from tests import zoo
 
@@ -24,20 +23,17 @@ def test_every_form_gives_the_same_record(tmp_path, blocks):
     values = {b.name: 1.5 + i for i, b in enumerate(blocks)}
     shuffled = dict(reversed(values.items()))
     (tmp_path / "a.json").write_text(json.dumps(shuffled))
-    (tmp_path / "b.json").write_text(json.dumps({"scores": shuffled}))
     (tmp_path / "c.json").write_text(json.dumps([{"name": k, "score": v} for k, v in shuffled.items()]))
     (tmp_path / "d.csv").write_text("layer,value,other\n" + "".join(f"{k},{v},x\n" for k, v in shuffled.items()))
-    np.save(tmp_path / "e.npy", np.array(list(shuffled.values())))
-    for name, options in (("a.json", {}), ("b.json", {}), ("c.json", {}), ("d.csv", {}),
-                          ("e.npy", {"names": list(shuffled)})):  # fmt: skip
-        scores = import_scores(tmp_path / name, blocks, orientation="redundancy", **options)
+    for name in ("a.json", "c.json", "d.csv"):
+        scores = import_scores(tmp_path / name, blocks, orientation="redundancy")
         assert scores.values().tolist() == [1.5, 2.5, 3.5] and scores.orientation == "redundancy"
 
 
 def test_matrix_scores_are_averaged_over_blocks(tmp_path, blocks):
-    names = [m.name for b in blocks for m in b.modules]
-    np.save(tmp_path / "alpha.npy", np.arange(21.0))
-    assert import_scores(tmp_path / "alpha.npy", blocks, names=names).values().tolist() == [3.0, 10.0, 17.0]
+    values = {m.name: float(i) for i, m in enumerate(m for b in blocks for m in b.modules)}
+    (tmp_path / "alpha.json").write_text(json.dumps(values))
+    assert import_scores(tmp_path / "alpha.json", blocks).values().tolist() == [3.0, 10.0, 17.0]
 
 
 def test_own_score_files_pass_through(tmp_path, blocks):
@@ -57,7 +53,7 @@ def test_own_score_files_pass_through(tmp_path, blocks):
         ("a.csv", "name,score\nx,1\nx,2\n", InvalidInput, "2 times"),
         ("a.csv", "foo,bar\n1,2\n", InvalidInput, "no name column"),
         ("a.csv", "name,score\n", CorruptFile, "no rows"),
-        ("a.npy", "text", CorruptFile, "not an npy file"),
+        ("a.json", "{}", CorruptFile, "no rows"),
         ("a.txt", "1", InvalidInput, "come as"),
     ],
 )
@@ -65,14 +61,6 @@ def test_refusals(tmp_path, blocks, name, text, error, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(error, match=message):
         import_scores(tmp_path / name, blocks)
-
-
-def test_npy_needs_names(tmp_path, blocks):
-    np.save(tmp_path / "a.npy", np.ones(3))
-    with pytest.raises(InvalidInput, match="no names"):
-        import_scores(tmp_path / "a.npy", blocks)
-    with pytest.raises(InvalidInput, match="3 numbers for 2 names"):
-        import_scores(tmp_path / "a.npy", blocks, names=["a", "b"])
 
 
 def test_infinite_and_missing(tmp_path, blocks):
@@ -108,9 +96,6 @@ def test_numbers_of_layers_are_names(tmp_path, capsys):
     order = list(range(len(blocks)))[::-1]
     (tmp_path / "a.csv").write_text("layer,score\n" + "".join(f"{i},{i + 0.5}\n" for i in order))
     assert import_scores(tmp_path / "a.csv", blocks).values().tolist() == [i + 0.5 for i in range(len(blocks))]
-    np.save(tmp_path / "a.npy", np.array([i + 0.5 for i in order]))
-    found = import_scores(tmp_path / "a.npy", blocks, names=[str(i) for i in order])
-    assert found.values().tolist() == [i + 0.5 for i in range(len(blocks))]
     with pytest.raises(InvalidInput, match="scores layer 2, which is 7 blocks"):
         import_scores(tmp_path / "a.csv", partition(model, "linear", exclude="lm_head"))
     (tmp_path / "b.csv").write_text("layer,score\n99,1\n")
@@ -120,5 +105,3 @@ def test_numbers_of_layers_are_names(tmp_path, capsys):
     words = ["score", str(tmp_path / "model"), "--import", str(tmp_path / "a.csv"), "-o", str(tmp_path / "s.json"), "--json"]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["gain"] == [[i + 0.5 for i in range(len(blocks))]]
-    assert main(["score", str(tmp_path / "model"), "--import", str(tmp_path / "a.npy"), "-o", str(tmp_path / "t.json")]) == 2
-    assert "a .csv with the columns name and score" in " ".join(capsys.readouterr().err.split())

@@ -15,9 +15,9 @@ from layerbudget.sensitivity.gain import score
 from layerbudget.sensitivity.influence import aggregate, influence, influence_table, score_layerif
 
 
-def plain_tables(model, train, validation, parity, include):
+def plain_tables(model, train, validation):
     """Gradients by autograd, one sample at a time; then the double loop over pairs with explicit inverses."""
-    parameters = {n: p for n, p in model.named_parameters() if p.ndim == 2 and include in n and ".layers." in n}
+    parameters = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "proj" in n and ".layers." in n}
 
     def gradients(data):
         rows = []
@@ -26,7 +26,7 @@ def plain_tables(model, train, validation, parity, include):
             ids, mask = data.input_ids[i : i + 1], None
             if data.attention_mask is not None:
                 mask = data.attention_mask[i : i + 1]
-            labels = ids.clone() if parity or mask is None else ids.masked_fill(mask == 0, -100)
+            labels = ids.clone() if mask is None else ids.masked_fill(mask == 0, -100)
             model(ids, attention_mask=mask, labels=labels).loss.backward()
             rows.append({n: p.grad.detach().clone() for n, p in parameters.items()})
         return rows
@@ -47,36 +47,20 @@ def plain_tables(model, train, validation, parity, include):
     return tables
 
 
-@pytest.mark.parametrize("mode", ["parity", "clean"])
-def test_equals_the_loop_over_pairs(mistral, mode):
+def test_equals_the_loop_over_pairs(mistral):
     mistral = mistral.double()
     train, validation = zoo.text(samples=7, padded=True), zoo.text(samples=3, seed=9, padded=True)
-    expected = plain_tables(mistral, train, validation, mode == "parity", "self_attn" if mode == "parity" else "proj")
-    found = influence(mistral, train, validation, partition(mistral), mode=mode, batch_size=4)
-    for name, table in expected.items():
+    found = influence(mistral, train, validation, partition(mistral), batch_size=4)
+    for name, table in plain_tables(mistral, train, validation).items():
         assert found[name].table == pytest.approx(table, rel=1e-6, abs=1e-6 * np.abs(table).max())
 
 
-def test_padding_counts_only_in_parity_mode(mistral):
-    """Garbage under the mask changes the parity result and nothing else."""
-    train, validation = zoo.text(samples=5, padded=True), zoo.text(samples=2, seed=9)
-    garbage = dataclasses.replace(train, input_ids=torch.where(train.attention_mask.bool(), train.input_ids, 7))
-    change = {}
-    for mode in ("parity", "clean"):
-        a, b = (
-            score_layerif(mistral, d, partition(mistral), validation=validation, mode=mode).values() for d in (train, garbage)
-        )
-        change[mode] = np.abs(a / b - 1).max()
-    assert change["parity"] > 1e-3 and change["clean"] < 1e-4
-
-
-@pytest.mark.parametrize("mode", ["parity", "clean"])
-def test_batch_size_and_memory_do_not_matter(mistral, mode, monkeypatch):
+def test_padding_batch_size_and_memory_do_not_matter(mistral, monkeypatch):
     train, validation = zoo.text(samples=7, padded=True), zoo.text(samples=3, seed=9)
-    options = {"validation": validation, "mode": mode}
-    a = score_layerif(mistral, train, partition(mistral), batch_size=1, **options).values()
+    garbage = dataclasses.replace(train, input_ids=torch.where(train.attention_mask.bool(), train.input_ids, 7))
+    a = score_layerif(mistral, train, partition(mistral), batch_size=1, validation=validation).values()
     monkeypatch.setattr("layerbudget.sensitivity.influence.MEMORY", 1 << 14)
-    b = score_layerif(mistral, train, partition(mistral), batch_size=5, **options).values()
+    b = score_layerif(mistral, garbage, partition(mistral), batch_size=5, validation=validation).values()
     assert a == pytest.approx(b, rel=1e-4)
 
 
@@ -110,7 +94,7 @@ def test_influence_is_the_change_of_the_validation_loss(mistral):
     mistral = mistral.double()
     train, validation = zoo.text(samples=5), zoo.text(samples=1, seed=9)
     block = partition(mistral)[1]
-    found = influence(mistral, train, validation, [block], mode="clean")[block.name]
+    found = influence(mistral, train, validation, [block])[block.name]
     parameters = [mistral.get_submodule(m.name).weight for m in block.modules]
 
     def loss(data, row):
@@ -143,20 +127,6 @@ def test_without_validation_the_last_seventh_is_held_out(mistral):
     assert scores.extra["train_samples"] == 12 and np.array_equal(scores.values(), same.values())
 
 
-def test_gpt2_has_attention_by_another_name(gpt2):
-    scores = score_layerif(gpt2, zoo.text(), partition(gpt2), mode="parity")
-    assert all("attn" in name for name in scores.extra["lambda"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"mode": "x"}, "option mode .* It is clean, parity"), ({"aggregation": "+ve"}, "option aggregation")],
-)
-def test_refusals(mistral, data, options, message):
-    with pytest.raises(InvalidInput, match=message):
-        score(mistral, data, partition(mistral), "layerif", **options)
-
-
-def test_parity_without_attention_is_refused(mistral, data):
-    with pytest.raises(InvalidInput, match="no attention weights"):
-        score_layerif(mistral, data, partition(mistral, include="mlp"), mode="parity")
+def test_an_unknown_aggregation_is_refused(mistral, data):
+    with pytest.raises(InvalidInput, match="option aggregation .* It is all, positive"):
+        score(mistral, data, partition(mistral), "layerif", aggregation="+ve")

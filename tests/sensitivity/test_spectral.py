@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import partition
-from layerbudget.sensitivity.baselines import alpha_mid, alpha_peak, eigenvalues, spectral_tail
-from layerbudget.sensitivity.gain import score
+from layerbudget.sensitivity.baselines import alpha_peak, eigenvalues, hill, spectral_tail
 
 
 def plain_peak(eigs):
@@ -50,7 +48,7 @@ def test_power_law_exponent_is_recovered():
     rng = np.random.default_rng(0)
     for exponent in (2.0, 3.5):
         values = np.sort((1 - rng.random(3000)) ** (-1 / (exponent - 1)))
-        assert alpha_mid(values) == pytest.approx(exponent, rel=0.1)
+        assert hill(values)[len(values) // 2] == pytest.approx(exponent, rel=0.1)
 
 
 def test_rank_deficient_weight_has_no_zeros_left():
@@ -76,10 +74,5 @@ def test_heavier_tail_is_pruned_less(mistral):
             if p.ndim == 2:
                 u, s, v = torch.linalg.svd(p, full_matrices=False)
                 p.copy_(u @ torch.diag(torch.arange(1, len(s) + 1).float() ** -1.5) @ v)
-    scores = spectral_tail(mistral, None, partition(mistral), method="mid")
+    scores = spectral_tail(mistral, None, partition(mistral))
     assert np.argmin(scores.values()) == 2 and np.argmax(scores.weights()) == 2
-
-
-def test_unknown_method_is_refused(mistral):
-    with pytest.raises(InvalidInput, match="The option method of the estimator spectral-tail is 'other'. It is peak, mid"):
-        score(mistral, None, partition(mistral), "spectral-tail", method="other")

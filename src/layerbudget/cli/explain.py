@@ -61,13 +61,13 @@ def register(subparsers: Any) -> None:
     p.add_argument("--by", default="layer", help="blocks: layer, linear, or a regular expression (default: layer)")
     p.add_argument(
         "--curvature",
-        choices=("fisher", "diagonal", "ggn", "hessian"),
+        choices=("fisher", "ggn", "hessian"),
         default="fisher",
         help="hessian is the paper's own; ggn and hessian solve by conjugate gradients (default: fisher)",
     )
     p.add_argument("--damping", type=float, nargs="+", help="one or more dampings (default: 0.1 1 10)")
     p.add_argument("-o", "--out", metavar="FILE", help="write table and certificates as JSON")
-    add_set(p, "damping_unit (max, mean, absolute) or steps, the most products of conjugate gradients")
+    add_set(p, "damping_unit (max, absolute) or steps, the most products of conjugate gradients")
     add_data(p, samples=32, length=128)
 
 
@@ -127,12 +127,12 @@ def run_certify(a: argparse.Namespace) -> dict[str, Any]:
     from ..sensitivity.certificate import certify_ranking, direct_check
 
     own = own_of(a, direct_check, taken=("progress", "batch_size", "curvature"))
-    if "steps" in own and a.curvature in ("fisher", "diagonal"):
-        raise InvalidInput(f"steps has no meaning for {a.curvature}.", "It needs no products.", "Leave it out.")
+    if "steps" in own and a.curvature == "fisher":
+        raise InvalidInput("steps has no meaning for fisher.", "It needs no products.", "Leave it out.")
     if a.out:
         check_output(a.out, overwrite=a.overwrite)
     model, _, data = load(a)
-    priced, text = {"fisher": "fisher-gram", "diagonal": "fisher-diagonal"}.get(a.curvature, a.curvature), text_of(data, a)
+    priced, text = "fisher-gram" if a.curvature == "fisher" else a.curvature, text_of(data, a)
     what = f"direct check, curvature {a.curvature}, on {words_of(data)}"
     expect(a, what, model, lambda shape: scoring(priced, text, shape))
     blocks = partition(model, a.by)

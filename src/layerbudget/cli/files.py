@@ -27,7 +27,7 @@ def load_scores(path: str) -> Scores | Sequence[Block]:
 
         file = Path(resolve(path))
     file = file / "config.json" if file.is_dir() else file
-    if file.suffix.lower() in (".csv", ".npy"):
+    if file.suffix.lower() == ".csv":
         return scores_with_shapes(file)
     if file.is_file() and file.stat().st_size <= _HEAD:
         record = reading.read(file, "JSON")
@@ -36,7 +36,7 @@ def load_scores(path: str) -> Scores | Sequence[Block]:
                 from ..models.loading import blocks_from_config
 
                 return blocks_from_config(file)
-        if isinstance(record, list) or (isinstance(record, Mapping) and {"name", "d_in"} <= set(record)):
+        if isinstance(record, list):
             return scores_with_shapes(file)
     elif file.is_file():
         with file.open("rb") as handle:

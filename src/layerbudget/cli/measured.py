@@ -21,7 +21,7 @@ _MEASURING = ("family", "runtime", "formats", "by", "method", "unwritten", "save
 
 def is_model(a: argparse.Namespace) -> bool:
     """Return whether the source is a model to be measured: it is no file, and no rule is named that needs its shapes alone."""
-    return not Path(a.source).is_file() and not a.source.endswith((".json", ".csv", ".npy")) and a.rule is None
+    return not Path(a.source).is_file() and not a.source.endswith((".json", ".csv")) and a.rule is None
 
 
 # --- sparsity ---------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from .display import ROWS, say, show_table
 from .files import load_scores, need_scores, read_curves, read_fixed, read_latency
 from .options import COMMANDS, DATA, PLACE, add_data, add_set, add_verb, given, own_of, refuse
 
-SCORES = "scores.json; or a .csv, .npy or .json table of name, score, d_in and d_out; for rules without scores a config.json"
+SCORES = "scores.json; or a .csv or .json table of name, score, d_in and d_out; for rules without scores a config.json"
 
 
 def register(subparsers: Any) -> None:

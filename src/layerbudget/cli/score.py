@@ -39,7 +39,7 @@ def register(subparsers: Any) -> None:
     add_set(advanced, "an option of the estimator, for example damping_unit=absolute or draws=4")
     add_resume(advanced, "finished parts")
     advanced.add_argument(
-        "--import", dest="given", metavar="FILE", help="take scores of your own from JSON, CSV or npy instead"
+        "--import", dest="given", metavar="FILE", help="take scores of your own from a CSV or JSON file instead"
     )
 
 

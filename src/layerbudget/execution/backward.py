@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -119,19 +119,10 @@ class Accumulator:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fed:
-    """Cost of feeding.
-
-    Attributes:
-        way: ``whole`` or ``layers``.
-        loss: Sum of the first loss over all batches.
-        passes: Passes over every matrix's batches (1 unless the accumulator asked for more).
-        reason: Why it was not done in the way that was asked for, or that ``auto`` prefers.
-    """
+    """How it went: the way, ``whole`` or ``layers``, and the sum of the first loss over all batches."""
 
     way: str
     loss: float
-    passes: int = 1
-    reason: str = ""
 
 
 def feed(
@@ -176,23 +167,20 @@ def feed(
             runs = list(batches(model, data, 1 if collector.direct else most))
         if group is not None:
             runs = group.shard(runs)
-        way, reason = _chosen_way(model, collector.names, runs, walk, consumer.bytes(blocks))
+        way = _chosen_way(model, collector.names, runs, walk, consumer.bytes(blocks))
         if group is not None and group.gather(way) != [way] * group.size:
-            way, reason = "layers", ""  # memory differs between the processes, the order of layers must not
-        if way == "whole":
-            fed = _whole(model, runs, collector, consumer, tick, group)
-        else:
-            fed = _Layers(model, runs, collector, consumer, tick, group).run()
+            way = "layers"  # memory differs between the processes, the order of layers must not
+        feeding = (_Whole if way == "whole" else _Layers)(model, runs, collector, consumer, tick or (lambda n: None), group)
+        loss = feeding.run()
         if group is not None:
             collector.seen = set().union(*group.gather(collector.seen))
             consumer.merge(group)
-            fed = dataclasses.replace(fed, loss=float(group.sum(np.array([fed.loss]))[0]))
+            loss = float(group.sum(np.array([loss]))[0])
         collector.check_coverage()
-    return dataclasses.replace(fed, reason=reason)
+    return Fed(way=way, loss=loss)
 
 
-def _chosen_way(model: nn.Module, names: Sequence[str], runs: Sequence[Batch], walk: str, state: int) -> tuple[str, str]:
-    """``whole`` or ``layers``, and why."""
+def _chosen_way(model: nn.Module, names: Sequence[str], runs: Sequence[Batch], walk: str, state: int) -> str:
     if walk == "whole" and converting(model):
         raise CoverageError(
             "Layers come to the device one at a time, so no graph of the whole model exists.",
@@ -200,14 +188,14 @@ def _chosen_way(model: nn.Module, names: Sequence[str], runs: Sequence[Batch], w
             "Use walk='layers', or load without --stream.",
         )
     if walk == "whole" or (walk == "auto" and not converting(model) and fits_whole(model, runs, state)):
-        return "whole", ""
+        return "whole"
     reason = unwalkable(model, names, runs)
     if not reason:
-        return "layers", ""
+        return "layers"
     if walk == "layers" or converting(model):
         raise CoverageError(f"{type(model).__name__} cannot be walked layer by layer: {reason}.", "", "Use walk='whole'.")
     logger.warning("%s cannot be walked layer by layer (%s): the whole graph is used.", type(model).__name__, reason)
-    return "whole", reason
+    return "whole"
 
 
 def _checked(loss: torch.Tensor, batch: Batch) -> float:
@@ -221,91 +209,91 @@ def _checked(loss: torch.Tensor, batch: Batch) -> float:
     return value
 
 
-def _whole(
-    model: nn.Module,
-    runs: Sequence[Batch],
-    collector: Collector,
-    consumer: Accumulator,
-    tick: Callable[[int], None] | None,
-    group: ProcessGroup | None,
-) -> Fed:
+@dataclasses.dataclass(eq=False)
+class _Whole:
     """One forward per batch and one backward per loss, through all layers."""
-    total, passes, more = 0.0, 0, True
-    consumer.start(collector.names)
-    while more:
-        wanted = [i for i in range(len(consumer.losses)) if consumer.needs(i)]
-        for batch in runs:
-            logits = logits_of(model, batch)
-            for i in wanted:
-                loss = consumer.losses[i](logits, batch)
-                value = _checked(loss, batch)
-                total += value if i == 0 and not passes else 0.0
-                consumer.begin(batch, i)
-                collector.backward(loss, size=batch.size, length=batch.length, retain=i != wanted[-1])
-                _directly(collector, consumer)
-                consumer.finish(batch, i)
-            if tick is not None:
-                tick(batch.size)
-        passes += 1
-        if group is not None:
-            consumer.share(collector.names, group)
-        more = consumer.finalize(collector.names)
-    return Fed(way="whole", loss=total, passes=passes)
 
+    model: nn.Module
+    runs: Sequence[Batch]
+    collector: Collector
+    consumer: Accumulator
+    tick: Callable[[int], None]
+    group: ProcessGroup | None
 
-def _directly(collector: Collector, consumer: Accumulator) -> None:
-    for name, parameter in collector.direct.items():
-        if parameter.grad is not None:
-            flipped = transposed(weight_of(collector.model, name)[0])
-            consumer.direct(name, parameter.grad.mT if flipped else parameter.grad)
+    def run(self) -> float:
+        """Feed the accumulator; return the sum of the first loss."""
+        total, first = 0.0, True
+        for wanted in self.passes(self.collector.names):
+            for batch in self.runs:
+                logits = logits_of(self.model, batch)
+                for i in wanted:
+                    loss = self.consumer.losses[i](logits, batch)
+                    value = _checked(loss, batch)
+                    total += value if i == 0 and first else 0.0
+                    self.hand_over(loss, batch, i, retain=i != wanted[-1])
+                self.tick(batch.size)
+            first = False
+        return total
 
+    def passes(self, names: Sequence[str]) -> Iterator[list[int]]:
+        """Which losses are wanted of some matrices, for as many passes as the accumulator asks for."""
+        more = True
+        self.consumer.start(names)
+        while more:
+            yield [i for i in range(len(self.consumer.losses)) if self.consumer.needs(i)]
+            if self.group is not None:
+                self.consumer.share(names, self.group)
+            more = self.consumer.finalize(names)
 
-class _Layers:
-    """The walk: forwards once, then backwards with one layer's graph at a time."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        runs: Sequence[Batch],
-        collector: Collector,
-        consumer: Accumulator,
-        tick: Callable[[int], None] | None,
-        group: ProcessGroup | None,
+    def hand_over(
+        self, output: torch.Tensor, batch: Batch, loss: int, *, retain: bool, gradient: torch.Tensor | None = None
     ) -> None:
-        self.model, self.runs, self.collector, self.consumer = model, runs, collector, consumer
-        self.tick, self.group, self.done = tick, group, 0
-        self.replay = Replay(model)
-        self.count, self.losses = len(self.replay.layers), len(consumer.losses)
-        place = room_for(model, runs, self.count + 1 + 2 * self.losses)
-        self.inputs, self.gradients = Store(place), Store(place)
-        self.names = [[n for n in collector.names if n.startswith(f"{layer}.")] for layer, _ in self.replay.layers]
-        # nothing below the first layer with a matrix that is asked for is walked backwards
-        self.lowest = min((i for i in range(self.count) if self.names[i]), default=0)
+        """Run backwards, and give the accumulator what it brings of one loss."""
+        self.consumer.begin(batch, loss)
+        self.collector.backward(output, size=batch.size, length=batch.length, retain=retain, gradient=gradient)
+        for name, parameter in self.collector.direct.items():
+            if parameter.grad is not None:
+                flipped = transposed(weight_of(self.model, name)[0])
+                self.consumer.direct(name, parameter.grad.mT if flipped else parameter.grad)
+        self.consumer.finish(batch, loss)
 
-    def run(self) -> Fed:
-        with contextlib.closing(self.inputs), contextlib.closing(self.gradients):
+
+class _Layers(_Whole):
+    """The walk: forwards once, then backwards with one layer's graph at a time.
+
+    Stored are inputs by (layer, batch), and gradients at a layer's *output* by (layer, batch, loss).
+    """
+
+    def run(self) -> float:
+        self.replay, self.done = Replay(self.model), 0
+        self.count, self.losses = len(self.replay.layers), len(self.consumer.losses)
+        names = [[n for n in self.collector.names if n.startswith(f"{layer}.")] for layer, _ in self.replay.layers]
+        # nothing below the first layer with a matrix that is asked for is walked backwards
+        lowest = min((i for i in range(self.count) if names[i]), default=0)
+        self.units = max(self.count + 2 * (self.count - lowest), 1)
+        with contextlib.closing(Store(room_for(self.model, self.runs, self.count + 1 + 2 * self.losses))) as self.store:
             with torch.no_grad():
                 self._forward()
-            total, passes = self._head(), 1
-            for index in range(self.count - 1, self.lowest - 1, -1):
-                passes = max(passes, self._layer(index, propagate=index > self.lowest))
-        return Fed(way="layers", loss=total, passes=passes)
+            total = self._head()
+            for index in range(self.count - 1, lowest - 1, -1):
+                self._layer(index, names[index], propagate=index > lowest)
+        return total
 
     def _forward(self) -> None:
         self.replay.probe(self.runs[0].kwargs)
         for j, batch in enumerate(self.runs):
-            self.inputs.put(j, self.replay.first_inputs(batch.kwargs))
+            self.store.put((0, j), self.replay.first_inputs(batch.kwargs))
         for i in range(self.count):
             for j, batch in enumerate(self.runs):
-                with self.replay.begin(i, self.inputs.get(i * len(self.runs) + j)), self.replay.end(i):
-                    self.inputs.put((i + 1) * len(self.runs) + j, self.replay.run(batch.kwargs))
+                with self.replay.begin(i, self.store.get((i, j))), self.replay.end(i):
+                    self.store.put((i + 1, j), self.replay.run(batch.kwargs))
                 self._worked(batch.size)
 
     def _head(self) -> float:
         """Gradients of every loss at the last layer's output; the sum of the first loss."""
         total = 0.0
         for j, batch in enumerate(self.runs):
-            hidden = self.inputs.get(self.count * len(self.runs) + j).detach().requires_grad_(True)
+            hidden = self.store.get((self.count, j)).detach().requires_grad_(True)
             with self.replay.begin(self.count, hidden):
                 logits = logits_of(self.model, batch)
             for i, function in enumerate(self.consumer.losses):
@@ -313,61 +301,43 @@ class _Layers:
                 value = _checked(loss, batch)
                 total += value if i == 0 else 0.0
                 gradient = torch.autograd.grad(loss, hidden, retain_graph=i < self.losses - 1)[0]
-                self.gradients.put(j * self.losses + i, gradient)
-            self.inputs.drop(self.count * len(self.runs) + j)
+                self.store.put((self.count - 1, j, i), gradient)
+            self.store.drop((self.count, j))
         return total
 
-    def _layer(self, index: int, *, propagate: bool) -> int:
-        """One layer's passes; the last thing that its first pass does is to leave the gradients at its input."""
-        names, passes, more = self.names[index], 0, True
-        if names:
-            self.consumer.start(names)
-        while more:
-            wanted = [bool(names) and self.consumer.needs(i) for i in range(self.losses)]
+    def _layer(self, index: int, names: Sequence[str], *, propagate: bool) -> None:
+        """One layer's passes; the first of them leaves the gradients at its input."""
+        for turn, wanted in enumerate(self.passes(names) if names else [[]]):
             for j, batch in enumerate(self.runs):
-                self._batch(index, j, batch, wanted, propagate=propagate and not passes)
-                self._worked(2 * batch.size if not passes else 0)
-            passes += 1
-            if names and self.group is not None:
-                self.consumer.share(names, self.group)
-            more = bool(names) and self.consumer.finalize(names)
+                self._batch(index, j, batch, wanted, propagate=propagate and not turn)
+                self._worked(0 if turn else 2 * batch.size)
         for j in range(len(self.runs)):
-            self.inputs.drop(index * len(self.runs) + j)
-            for i in range(self.losses) if propagate else ():
-                self.gradients.move(self._aside(j, i), j * self.losses + i)
-        return passes
+            self.store.drop((index, j))
+            for i in range(self.losses):
+                self.store.drop((index, j, i))
 
-    def _worked(self, units: int) -> None:
-        """Tell the progress: a layer's forward of one sequence is one unit, its backward two."""
-        if self.tick is None:
-            return
-        sequences = sum(b.size for b in self.runs)
-        before, self.done = self.done, self.done + units
-        whole = max(self.count + 2 * (self.count - self.lowest), 1)
-        self.tick(self.done // whole - before // whole if self.done < whole * sequences else sequences - before // whole)
-
-    def _aside(self, batch: int, loss: int) -> int:
-        """Where the gradients at the layer's input wait while its own are still needed."""
-        return (len(self.runs) + batch) * self.losses + loss
-
-    def _batch(self, index: int, j: int, batch: Batch, wanted: Sequence[bool], *, propagate: bool) -> None:
-        todo = [i for i in range(self.losses) if wanted[i] or propagate]
+    def _batch(self, index: int, j: int, batch: Batch, wanted: Sequence[int], *, propagate: bool) -> None:
+        todo = range(self.losses) if propagate else wanted
         device = next(iter(batch.kwargs.values())).device
-        hidden = self.inputs.get(index * len(self.runs) + j).detach().to(device).requires_grad_(propagate)
-        self.collector.quiet = not any(wanted)
+        hidden = self.store.get((index, j)).detach().to(device).requires_grad_(propagate)
+        self.collector.quiet = not wanted
         with self.replay.begin(index, hidden), self.replay.end(index):
             output = self.replay.run(batch.kwargs)
         for i in todo:
-            self.collector.quiet = not wanted[i]
-            if wanted[i]:
-                self.consumer.begin(batch, i)
             hidden.grad = None
-            gradient = self.gradients.get(j * self.losses + i).to(output.device, output.dtype)
-            self.collector.backward(output, size=batch.size, length=batch.length, retain=i != todo[-1], gradient=gradient)
-            if wanted[i]:
-                _directly(self.collector, self.consumer)
-                self.consumer.finish(batch, i)
+            gradient = self.store.get((index, j, i)).to(output.device, output.dtype)
+            self.collector.quiet, retain = i not in wanted, i != todo[-1]
+            if i in wanted:
+                self.hand_over(output, batch, i, retain=retain, gradient=gradient)
+            else:
+                self.collector.backward(output, size=batch.size, length=batch.length, retain=retain, gradient=gradient)
             if propagate:
-                held = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
-                self.gradients.put(self._aside(j, i), held)
+                self.store.put((index - 1, j, i), torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)
         self.collector.quiet = False
+
+    def _worked(self, units: int) -> None:
+        """Tell the progress, in sequences: a layer's forward of one sequence is one unit, its backward two."""
+        sequences = sum(b.size for b in self.runs)
+        before, self.done = self.done, self.done + units
+        now = self.done // self.units if self.done < self.units * sequences else sequences
+        self.tick(now - before // self.units)

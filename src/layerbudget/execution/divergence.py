@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from typing import cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from ..errors import InvalidInput
-from .loss import IGNORE, head_of
-from .processes import total
+from ..data.calibration import CalibrationSet
+from ..models.offload import mapped
+from .inputs import InputStatistics
+from .loss import IGNORE, compared, pad_right
+from .modes import inference
+from .processes import shard, total
 from .walk import Walk
 
-METRICS = ("kl", "loss")
 _KEEP_BYTES = 256 << 20
 
 
@@ -53,77 +55,55 @@ def mean(found: float, tokens: float) -> float:
     return float(both[0] / both[1])
 
 
-class Meter:
-    """Damage of a model's output against what it was when the meter was made; of several processes' sequences together.
+class Reference:
+    """The dense model's output on some text, kept to compare with; several processes share the sequences.
 
     Args:
-        walk: A walk that has captured the inputs of layer 0.
-        metric: ``kl`` (mean KL divergence per real token, nats) or ``loss`` (difference of the mean next-token loss).
-        during: A context to be in while a batch runs through the layers (for statistics of the same forward).
+        model: The dense model, at the moment of making this.
+        data: The text; padding is moved behind the tokens. Where it has answers, only they are compared.
+        batch_size: Sequences per forward.
+        listen: Statistics to gather from the same forward.
 
-    Raises:
-        InvalidInput: An unknown metric.
+    Attributes:
+        data: The text, padding behind the tokens.
+        walk: A walk over this process's sequences, with the inputs of layer 0.
     """
 
-    def __init__(
-        self, walk: Walk, metric: str = "kl", during: Callable[[int], AbstractContextManager[None]] | None = None
-    ) -> None:
-        if metric not in METRICS:
-            raise InvalidInput(f"There is no metric {metric!r}.", f"Metrics are {', '.join(METRICS)}.", "Use kl.")
-        self.walk, self.metric = walk, metric
-        self.batches = range(walk.batches)
-        self.final = walk.finals(during)
-        self._held: dict[int, torch.Tensor] = {}
-        self._dense: dict[int, tuple[float, float]] = {}
-        if metric == "loss":
-            self._dense = {b: self._loss(walk.head(b, self.final[b]).logits, b) for b in self.batches}
-
-    def damage(self, index: int) -> float:
-        """Damage with the model as it is now, forwards begun at layer ``index`` from the stored activations."""
-        return self._compare(lambda batch: self.walk.tail(index, batch).logits)
-
-    def reached(self) -> float:
-        """Damage at the activations that the walk has stored behind the last layer."""
-        return self.damage(len(self.walk))
-
-    def _compare(self, logits_of: Callable[[int], torch.Tensor]) -> float:
-        found = tokens = 0.0
-        for batch in self.batches:
-            logits = logits_of(batch)
-            if self.metric == "loss":
-                (now, count), (dense, _) = self._loss(logits, batch), self._dense[batch]
-                found, tokens = found + now - dense, tokens + count
-            else:
-                each, count = kl_sum(logits, self.clean(batch), self.counted(batch))
-                found, tokens = found + each, tokens + count
-        return mean(found, tokens)
-
-    def counted(self, batch: int) -> torch.Tensor | None:
-        """Which tokens of a batch are compared, ``(B, T)``; None when all are."""
-        learned = self._answers(batch)
-        return self.walk.token_mask(batch) if learned is None else F.pad(learned[:, 1:] != IGNORE, (0, 1))
-
-    def _answers(self, batch: int) -> torch.Tensor | None:
-        """Token labels of a batch, where the data has them for a causal LM: then only the answers are compared."""
-        labels, start = self.walk.data.labels, batch * self.walk.batch_size
-        if labels is None or labels.ndim != 2 or head_of(self.walk.model) != "causal":
-            return None
-        return labels[start : start + self.walk.sizes[batch]].to(self.walk.device)
+    def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int, listen: InputStatistics | None = None) -> None:
+        self.data = cast(CalibrationSet, pad_right(data))
+        with inference(model):
+            self.walk = Walk(model, shard(self.data), batch_size=batch_size)
+            self.walk.capture()
+            self.final = self.walk.finals() if listen is None else listen.finals(self.walk)
+        self.counted = (compared(model, self.walk.data) != IGNORE).to(self.walk.device).split(batch_size)
+        self._clean: dict[int, torch.Tensor] = {}
 
     def clean(self, batch: int) -> torch.Tensor:
         """The dense model's log-probabilities; kept where they are small, made again by the head where they are not."""
-        if batch in self._held:
-            return self._held[batch]
-        clean = torch.log_softmax(self.walk.head(batch, self.final[batch]).logits.float(), dim=-1)
-        if clean.numel() * clean.element_size() * len(self.batches) <= _KEEP_BYTES:
-            self._held[batch] = clean
+        if batch in self._clean:
+            return self._clean[batch]
+        clean = torch.log_softmax(self.walk.tail(len(self.walk), batch, self.final[batch]).logits.float(), dim=-1)
+        if clean.numel() * clean.element_size() * self.walk.batches <= _KEEP_BYTES:
+            self._clean[batch] = clean
         return clean
 
-    def _loss(self, logits: torch.Tensor, batch: int) -> tuple[float, float]:
-        """Summed loss in nats, and how many tokens were predicted."""
-        learned = self._answers(batch)
-        if learned is None:
-            target = next_tokens(self.walk.inputs(batch)["input_ids"], self.walk.token_mask(batch))
-        else:
-            target = next_tokens(learned, None)
-        return float(sequence_losses(logits[:, :-1].float(), target).sum()), float((target != IGNORE).sum())
+    def damage(self, index: int) -> float:
+        """Mean divergence of the model as it is now, nats per token.
+
+        Forwards begin at layer ``index`` (the number of layers: at the head), with the activations that the walk has stored.
+        """
+        found = tokens = 0.0
+        for batch in range(self.walk.batches):
+            each, count = kl_sum(self.walk.tail(index, batch).logits, self.clean(batch), self.counted[batch])
+            found, tokens = found + each, tokens + count
+        return mean(found, tokens)
+
+    def measure(self) -> float:
+        """Mean divergence of the model as it is now, nats per token; one forward."""
+        with inference(self.walk.model):
+            self.walk.capture()
+            if mapped(self.walk.model) is None:
+                return self.damage(0)
+            while self.walk.position < len(self.walk):  # every layer comes once, for all batches
+                self.walk.advance()
+            return self.damage(len(self.walk))

@@ -16,9 +16,11 @@ from torch import nn
 from ..errors import CoverageError
 from ..models.blocks import transposed, weight_of
 from ..records import Module
+from .loss import Batch
 from .memory import zeros_in_file
 from .processes import process_group
 from .replay import StopForward
+from .sites import Site
 from .walk import Walk
 
 PANEL = 256
@@ -74,6 +76,26 @@ class InputMoments:
         else:
             columns = math.sqrt(2 / (n + 1)) * columns
             value += columns.matmul(columns.t())
+
+
+def real_tokens(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Rows ``(tokens, d)`` of inputs ``(..., d)``, without those of padding where the mask ``(B, T)`` says so."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if mask is None or mask.numel() != len(flat) else flat[mask.reshape(-1).to(flat.device).bool()]
+
+
+def moments_of_sites(
+    found: dict[str, list[InputMoments]], kind: str, folder: Path | None = None
+) -> Callable[[Site, Batch], None]:
+    """A listener that adds what matrices are given to their moments; matrices of one site share theirs."""
+
+    def listen(site: Site, batch: Batch) -> None:
+        shared = found.get(site.names[0]) or [InputMoments(kind, folder=folder)]
+        for name in site.names:
+            found.setdefault(name, shared)
+        shared[0].add(real_tokens(site.a, batch.kwargs.get("attention_mask")))
+
+    return listen
 
 
 def share_statistics(found: Mapping[str, Sequence[InputMoments]], *, parity: bool = False) -> None:
@@ -159,6 +181,12 @@ class InputStatistics:
             self._current.clear()
         share_statistics(self.found, parity=self.parity)
 
+    def finals(self, walk: Walk) -> list[torch.Tensor]:
+        """Gather from one forward of all layers; return the hidden states behind the last, by batch."""
+        hidden = walk.finals(lambda batch: self.listening(walk.token_mask(batch)))
+        share_statistics(self.found)
+        return hidden
+
     @contextlib.contextmanager
     def listening(self, mask: torch.Tensor | None) -> Iterator[None]:
         """Gather from the forward of one batch that somebody else runs, to its end.
@@ -193,7 +221,8 @@ class InputStatistics:
                 self._leader[name] = next((n for n, seen in self._current.items() if seen is x), name)
             leader = self._leader[name]
             if leader == name:
-                self.found.setdefault(name, [InputMoments(self.kind, self.parity, folder=self.folder)])[0].add(self._tokens(x))
+                (own,) = self.found.setdefault(name, [InputMoments(self.kind, self.parity, folder=self.folder)])
+                own.add(real_tokens(x, self._mask))
                 self._current[name] = x
             elif self._current.get(leader) is not x:
                 raise CoverageError(f"{name} shares its input with {leader} in some forwards only.", "", "Report the model.")
@@ -202,10 +231,6 @@ class InputStatistics:
             self._done(name)
 
         return hook
-
-    def _tokens(self, x: torch.Tensor) -> torch.Tensor:
-        flat, mask = x.reshape(-1, x.shape[-1]), self._mask
-        return flat if mask is None or flat.shape[0] != mask.numel() else flat[mask.reshape(-1).to(flat.device)]
 
     def _see_experts(self, owner: nn.Module) -> Callable[..., None]:
         wanted = self.fused[owner]

@@ -199,22 +199,23 @@ def batches(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
     yield from _cut(model, data, targets_of(model, data), size)
 
 
-def unlabelled(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
-    """Batches for those who look at the output's distribution, not at labels: targets are 0 where it counts, else -100.
+def compared(model: nn.Module, data: Data) -> torch.Tensor:
+    """Where the output's distribution counts: 0 there, else -100, shaped as the targets.
 
     It counts at all real tokens; where a causal LM's data has token labels (answers), at those that predict one.
     """
-    data = pad_right(data)
     if isinstance(data, FeatureSet) or head_of(model) == "classes":
-        targets = torch.zeros(data.samples, dtype=torch.long)
-    elif data.labels is not None and data.labels.ndim == 2 and head_of(model) == "causal":
-        learned = F.pad(data.labels[:, 1:] != IGNORE, (0, 1))
-        targets = torch.zeros_like(data.input_ids).masked_fill(~learned, IGNORE)
-    else:
-        targets = torch.zeros_like(data.input_ids)
-        if data.attention_mask is not None:
-            targets = targets.masked_fill(data.attention_mask == 0, IGNORE)
-    yield from _cut(model, data, targets, size)
+        return torch.zeros(data.samples, dtype=torch.long)
+    counts = torch.ones_like(data.input_ids) if data.attention_mask is None else data.attention_mask
+    if data.labels is not None and data.labels.ndim == 2 and head_of(model) == "causal":
+        counts = F.pad(data.labels[:, 1:] != IGNORE, (0, 1))
+    return torch.zeros_like(data.input_ids).masked_fill(counts == 0, IGNORE)
+
+
+def unlabelled(model: nn.Module, data: Data, size: int) -> Iterator[Batch]:
+    """Batches for those who look at the output's distribution, not at labels: their targets are :func:`compared`."""
+    data = pad_right(data)
+    yield from _cut(model, data, compared(model, data), size)
 
 
 def _cut(model: nn.Module, data: Data, targets: torch.Tensor, size: int) -> Iterator[Batch]:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ def zeros_in_file(shape: Sequence[int], folder: Path | str | None, dtype: torch.
 
 
 class Store:
-    """Activations of one position in the model, one tensor per batch, overwritten in place.
+    """Activations by key (of a batch, of a layer and a batch, ...).
 
     Args:
         where: ``device`` (where the model put them), ``cpu`` or ``disk``.
@@ -51,40 +52,35 @@ class Store:
         if where not in _STORES:
             raise InvalidInput(f"Activations cannot be kept on {where!r}.", f"Choose one of {', '.join(_STORES)}.", "")
         self.where = where
-        self._held: dict[int, torch.Tensor] = {}
+        self._held: dict[Any, torch.Tensor] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="layerbudget-", dir=folder)) if where == "disk" else None
 
-    def put(self, index: int, value: torch.Tensor) -> None:
-        """Keep the activations of one batch."""
+    def put(self, key: Any, value: torch.Tensor) -> None:
+        """Keep activations; those of the same shape that are there are overwritten in place."""
         value = value.detach()
         if self._folder is not None:
-            torch.save(value.cpu().contiguous(), self._folder / f"{index}.pt")
+            torch.save(value.cpu().contiguous(), self._file(self._folder, key))
             return
-        held = self._held.get(index)
+        held = self._held.get(key)
         if held is not None and held.shape == value.shape and held.dtype == value.dtype:
             held.copy_(value)
         else:
             device = "cpu" if self.where == "cpu" else value.device
-            self._held[index] = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
+            self._held[key] = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
 
-    def get(self, index: int) -> torch.Tensor:
-        """Activations of one batch, on the device where they are kept."""
-        if self._folder is not None:
-            return torch.load(self._folder / f"{index}.pt", weights_only=True)
-        return self._held[index]
+    def get(self, key: Any) -> torch.Tensor:
+        """Activations, on the device where they are kept."""
+        return self._held[key] if self._folder is None else torch.load(self._file(self._folder, key), weights_only=True)
 
-    def drop(self, index: int) -> None:
-        """Forget the activations of one batch."""
-        self._held.pop(index, None)
+    def drop(self, key: Any) -> None:
+        """Forget activations."""
+        self._held.pop(key, None)
         if self._folder is not None:
-            (self._folder / f"{index}.pt").unlink(missing_ok=True)
+            self._file(self._folder, key).unlink(missing_ok=True)
 
-    def move(self, index: int, to: int) -> None:
-        """Put the activations of one batch in the place of another's."""
-        if self._folder is not None:
-            (self._folder / f"{index}.pt").replace(self._folder / f"{to}.pt")
-        else:
-            self._held[to] = self._held.pop(index)
+    @staticmethod
+    def _file(folder: Path, key: Any) -> Path:
+        return folder / f"{key}.pt"
 
     def close(self) -> None:
         """Free the memory, or the disk."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,12 +116,6 @@ class Replay:
     _identity.skips = True  # type: ignore[attr-defined]  # a streamed layer need not come for it
 
     @contextlib.contextmanager
-    def without(self, names: Collection[str]) -> Iterator[None]:
-        """Leave layers out: their residual streams pass through."""
-        with _replaced({layer: self._identity for name, layer in self.layers if name in names}):
-            yield
-
-    @contextlib.contextmanager
     def begin(self, index: int, hidden: torch.Tensor) -> Iterator[None]:
         """Make the model's forward begin at layer ``index`` with these hidden states; behind the last one: at the head."""
         patches: dict[nn.Module, Callable[..., Any]] = {layer: self._identity for _, layer in self.layers[:index]}
@@ -181,32 +175,21 @@ class Replay:
             return self.run(inputs)
 
 
-class Trace:
-    """Hidden states before and behind every layer in one forward, kept by hooks.
+@contextlib.contextmanager
+def recorded(stack: Sequence[nn.Module]) -> Iterator[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """Hidden states before and behind every layer, ``(B, T, d)`` by its index, once the model has run."""
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    Attributes:
-        inputs, outputs: Hidden states by layer, ``(B, T, d)``.
-    """
+    def listen(i: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+            found[i] = _hidden_of(arguments, keywords), _first(output)
 
-    def __init__(self, stack: Sequence[nn.Module]) -> None:
-        self.stack = stack
-        self.inputs: list[Any] = [None] * len(stack)
-        self.outputs: list[Any] = [None] * len(stack)
+        return hook
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Keep what every layer is given and returns while the model runs."""
-
-        def listen(i: int) -> Callable[..., None]:
-            def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-                self.inputs[i], self.outputs[i] = _hidden_of(arguments, keywords), _first(output)
-
-            return hook
-
-        with contextlib.ExitStack() as stack:
-            for i, layer in enumerate(self.stack):
-                stack.callback(layer.register_forward_hook(listen(i), with_kwargs=True).remove)
-            yield
+    with contextlib.ExitStack() as hooks:
+        for i, layer in enumerate(stack):
+            hooks.callback(layer.register_forward_hook(listen(i), with_kwargs=True).remove)
+        yield found
 
 
 def unwalkable(model: nn.Module, names: Iterable[str], runs: Sequence[Batch]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,12 +16,6 @@ from ..data.calibration import CalibrationSet, check_fits
 from ..errors import CoverageError, InvalidInput
 from .memory import Store
 from .replay import Replay
-
-
-def check_autocast(precision: str | None) -> None:
-    """Refuse a precision that autocast does not know."""
-    if precision not in (None, "bfloat16", "float16"):
-        raise InvalidInput(f"autocast is {precision!r}.", "It is bfloat16 or float16, or left out.", "Use bfloat16.")
 
 
 class Walk:
@@ -40,7 +35,6 @@ class Walk:
     Attributes:
         layers: ``(name, layer)`` in order.
         batches: Number of batches.
-        sizes: Sequences of every batch.
         position: The layer whose inputs are stored.
         forwards: Forwards of one layer on one batch so far.
 
@@ -61,16 +55,19 @@ class Walk:
     ) -> None:
         if batch_size < 1:
             raise InvalidInput(f"batch_size is {batch_size}.", "It must be at least 1.", "Use 8.")
-        check_autocast(autocast)
+        if autocast not in (None, "bfloat16", "float16"):
+            raise InvalidInput(f"autocast is {autocast!r}.", "It is bfloat16 or float16, or left out.", "Use bfloat16.")
         check_fits(model, data)
-        self.model, self.data, self.batch_size, self.autocast = model, data, batch_size, autocast
+        self.model, self.data, self.batch_size = model, data, batch_size
         self.replay = Replay(model)
         self.layers = self.replay.layers
         self.device = next(model.parameters()).device
-        self.sizes = [min(batch_size, data.samples - s) for s in range(0, data.samples, batch_size)]
-        self.batches = len(self.sizes)
+        self.batches = -(-data.samples // batch_size)
         self.store = Store(store, folder)
         self.position, self.forwards = -1, 0
+        self._precision: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        if autocast is not None:
+            self._precision = functools.partial(torch.autocast, self.device.type, getattr(torch, autocast))
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -78,7 +75,7 @@ class Walk:
     def inputs(self, batch: int) -> dict[str, torch.Tensor]:
         """Keyword arguments of the model for one batch."""
         start = batch * self.batch_size
-        return next(self.data.select(slice(start, start + self.sizes[batch])).batches(self.batch_size, self.device))
+        return next(self.data.select(slice(start, start + self.batch_size)).batches(self.batch_size, self.device))
 
     def token_mask(self, batch: int) -> torch.Tensor | None:
         """Which tokens of a batch are real, shape ``(sequences, length)``; None when all are."""
@@ -97,19 +94,8 @@ class Walk:
                 self.store.put(batch, self.replay.first_inputs(self.inputs(batch)))
         self.position = 0
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, getattr(torch, self.autocast))
-
     def forward(self, index: int, batch: int, hidden: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Output of one layer on one batch, or None when a hook inside it ended the forward.
-
-        Args:
-            index: Layer.
-            batch: Batch.
-            hidden: Input of the layer; the stored one by default.
-        """
+        """Output of one layer on one batch, from the stored input or another; None when a hook inside it ended the forward."""
         hidden = self.store.get(batch) if hidden is None else hidden
         self.forwards += 1
         with self.replay.begin(index, hidden), self.replay.end(index), self._precision():
@@ -128,26 +114,28 @@ class Walk:
         self.position += 1
 
     def tail(self, index: int, batch: int, hidden: torch.Tensor | None = None) -> Any:
-        """The model's own output for one batch, with the forward begun at layer ``index`` (its length: at the head)."""
+        """The model's own output for one batch, with the forward begun at layer ``index`` (its length: at the head).
+
+        Args:
+            index: Layer.
+            batch: Batch.
+            hidden: Input of the layer; the stored one by default.
+        """
         hidden = self.store.get(batch) if hidden is None else hidden
         self.forwards += len(self.layers) - index
         with self.replay.begin(index, hidden), self._precision():
             return self.model(**self.inputs(batch))
 
-    def head(self, batch: int, hidden: torch.Tensor) -> Any:
-        """The model's own output for the hidden states behind the last layer; no layer is run."""
-        return self.tail(len(self.layers), batch, hidden)
-
-    def finals(self, during: Callable[[int], AbstractContextManager[None]] | None = None) -> list[torch.Tensor]:
+    def finals(self, during: Callable[[int], AbstractContextManager[Any]] = contextlib.nullcontext) -> list[torch.Tensor]:
         """Hidden states behind the last layer, from the stored ones in front of the current layer.
 
         Args:
             during: A context to be in while a batch runs through a layer.
         """
         hidden = [self.store.get(batch) for batch in range(self.batches)]
-        for i in range(max(self.position, 0), len(self)):
+        for i in range(self.position, len(self)):
             for batch in range(self.batches):
-                with during(batch) if during else contextlib.nullcontext():
+                with during(batch):
                     hidden[batch] = self._output(i, batch, hidden[batch])
         return hidden
 

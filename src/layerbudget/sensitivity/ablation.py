@@ -15,7 +15,7 @@ from ..errors import CoverageError, InvalidInput, UnknownStructure
 from ..execution.divergence import sequence_losses
 from ..execution.loss import IGNORE, Batch, Data, batches, logits_of
 from ..execution.modes import inference
-from ..execution.replay import Replay, Trace
+from ..execution.replay import Replay, recorded
 from ..models.blocks import is_conv1d, weight_of
 from ..progress import Progress, Steps
 from ..records import Block
@@ -32,6 +32,12 @@ def _without(model: nn.Module, block: Block) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for matrix in block.modules:
             owner, _ = weight_of(model, matrix.name, packed=True)
+            if not (isinstance(owner, nn.Linear) or is_conv1d(owner)):
+                raise CoverageError(
+                    f"{matrix.name} is a part of {type(owner).__name__} and has no output of its own to leave out.",
+                    "Whole layers, nn.Linear and Conv1D can be left out.",
+                    "Partition by layer, or exclude the fused experts.",
+                )
             stack.callback(owner.register_forward_hook(_nothing).remove)
         yield
 
@@ -43,37 +49,23 @@ def _replay(model: nn.Module) -> Replay | None:
         return None
 
 
-def _refuse_fused(model: nn.Module, blocks: Sequence[Block]) -> None:
-    for matrix in (m for b in blocks for m in b.modules):
-        owner, _ = weight_of(model, matrix.name, packed=True)
-        if not (isinstance(owner, nn.Linear) or is_conv1d(owner)):
-            raise CoverageError(
-                f"{matrix.name} is a part of {type(owner).__name__} and has no output of its own to leave out.",
-                "Whole layers, nn.Linear and Conv1D can be left out.",
-                "Partition by layer, or exclude the fused experts.",
-            )
-
-
-def _increases(model: nn.Module, batch: Batch, blocks: Sequence[Block], replay: Replay | None) -> tuple[np.ndarray, np.ndarray]:
-    """Loss increase per block and sequence, ``(K, B)``, and target tokens per sequence, ``(B,)``."""
-    trace = Trace([layer for _, layer in replay.layers] if replay else [])
-    with trace.recording():
+def _increases(model: nn.Module, batch: Batch, blocks: Sequence[Block], replay: Replay | None) -> np.ndarray:
+    """Loss increase per block and sequence, ``(K, B)``."""
+    stack = replay.layers if replay else []
+    with recorded([layer for _, layer in stack]) as states:
         clean = sequence_losses(logits_of(model, batch), batch.targets)
     rows = []
-    whole = {name: i for i, (name, _) in enumerate(replay.layers)} if replay else {}
     for block in blocks:
-        with contextlib.ExitStack() as stack:
-            if block.name not in whole:
-                stack.enter_context(_without(model, block))
+        whole = any(block.name == name for name, _ in stack)
+        touched = [i for i, (n, _) in enumerate(stack) if any(m.name.startswith(f"{n}.") for m in block.modules)]
+        start = min(touched, default=0)
+        with contextlib.ExitStack() as patches:
+            if not whole:
+                patches.enter_context(_without(model, block))
             if replay is not None:  # the layers below are as they were; a layer that is left out passes its input on
-                touched = (
-                    i for i, (n, _) in enumerate(replay.layers) if any(m.name.startswith(f"{n}.") for m in block.modules)
-                )
-                start = min(touched, default=0)
-                stack.enter_context(replay.begin(start + (block.name in whole), trace.inputs[start]))
+                patches.enter_context(replay.begin(start + whole, states[start][0]))
             rows.append(sequence_losses(logits_of(model, batch), batch.targets) - clean)
-    counts = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1)
-    return torch.stack(rows).cpu().numpy(), counts.cpu().numpy()
+    return torch.stack(rows).cpu().numpy()
 
 
 def ablation(
@@ -95,31 +87,17 @@ def ablation(
         CoverageError: A block of fused experts that is not a whole layer.
     """
     replay, tick = _replay(model), Steps(progress, data.samples)
-    _refuse_fused(model, [b for b in blocks if replay is None or b.name not in dict(replay.layers)])
-    increases: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
     counts: list[np.ndarray] = []
     with inference(model):
         for batch in batches(model, data, batch_size):
-            if replay is not None and not increases:
+            if replay is not None and not rows:
                 replay.probe(batch.kwargs)
-            rows, n = _increases(model, batch, blocks, replay)
-            increases.append(rows)
-            counts.append(n)
+            rows.append(_increases(model, batch, blocks, replay))
+            counts.append((batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().numpy())
             tick(batch.size)
-    rows, n = np.concatenate(increases, axis=1), np.concatenate(counts).astype(float)
-    return over_sequences(blocks, "ablation", rows, n, unit="nats of average loss")
-
-
-def _distances(trace: Trace, chosen: Sequence[int], batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Sum over real tokens of ``1 - cos(in, out)`` per layer and sequence, ``(K, B)``, and the token counts, ``(B,)``."""
-    mask = batch.kwargs.get("attention_mask")
-    rows = []
-    for i in chosen:
-        a, b = trace.inputs[i], trace.outputs[i]
-        distance = 1.0 - F.cosine_similarity(a.double(), b.double(), dim=-1)
-        rows.append((distance if mask is None else distance * mask).sum(1))
-    n = mask.sum(1) if mask is not None else torch.full((batch.size,), trace.inputs[chosen[0]].shape[1])
-    return torch.stack(rows).cpu().numpy(), n.double().cpu().numpy()
+    n = np.concatenate(counts).astype(float)
+    return over_sequences(blocks, "ablation", np.concatenate(rows, axis=1), n, unit="nats of average loss")
 
 
 def block_influence(
@@ -127,18 +105,16 @@ def block_influence(
 ) -> Scores:
     """``1 - mean over tokens cos(h_in, h_out)`` of each layer's hidden states (ShortGPT's block influence).
 
-    A layer that hardly turns its hidden states is the first to go; orientation ``gain``. One forward pass in all.
-
-    Blocks are whole layers (``partition(model, by="layer")``); padding is left out.
+    A layer that hardly turns its hidden states is the first to go; orientation ``gain``. One forward pass in all; padding
+    is left out.
 
     Raises:
         InvalidInput: A block is not a whole layer.
         UnknownStructure: The model has no head.
     """
     replay = _replay(model)
-    stack = replay.layers if replay else []
-    whole = {name: i for i, (name, _) in enumerate(stack)}
-    partial = [b.name for b in blocks if b.name not in whole]
+    stack = dict(replay.layers) if replay else {}
+    partial = [b.name for b in blocks if b.name not in stack]
     if partial:
         raise InvalidInput(
             f"{partial[0]} is not a whole layer ({len(partial)} such blocks).",
@@ -149,12 +125,13 @@ def block_influence(
     sums, counts = [], []
     with inference(model):
         for batch in batches(model, data, batch_size):
-            trace = Trace([layer for _, layer in stack])
-            with trace.recording():
+            with recorded([stack[b.name] for b in blocks]) as states:
                 logits_of(model, batch)
-            rows, n = _distances(trace, [whole[b.name] for b in blocks], batch)
-            sums.append(rows)
-            counts.append(n)
+            pairs = [states[k] for k in range(len(blocks))]
+            distance = torch.stack([1.0 - F.cosine_similarity(a.double(), b.double(), dim=-1) for a, b in pairs])
+            mask = batch.kwargs.get("attention_mask", torch.ones_like(distance[0]))
+            sums.append((distance * mask).sum(2).cpu().numpy())
+            counts.append(mask.sum(1).double().cpu().numpy())
             tick(batch.size)
     rows, unit = np.concatenate(sums, axis=1), "1 - cosine of hidden states"
     return over_sequences(blocks, "block-influence", rows, np.concatenate(counts), unit=unit)

@@ -18,88 +18,25 @@ layer that learned less: it may be pruned more (orientation ``redundancy``).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..compressors.treating import matrices
 from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput
-from ..execution.inputs import InputMoments, InputStatistics
-from ..execution.loss import Data, FeatureSet, pad_right
-from ..execution.modes import inference, prepared
-from ..execution.sites import owners_of
+from ..execution.inputs import InputStatistics, real_tokens
+from ..execution.loss import Data, pad_right, unlabelled
+from ..execution.modes import inference
+from ..execution.sites import refuse_direct
 from ..execution.walk import Walk
-from ..models.blocks import is_conv1d, layers, transposed, weight_of
+from ..models.blocks import layers, weight_of
 from ..progress import Progress, Steps
-from ..records import Block, Module, check_fraction
+from ..records import Block, check_fraction
 from ..scores import Scores
 from .curvature.common import record
-
-
-@contextlib.contextmanager
-def _input_power(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, Any]]]:
-    """Collect ``sum over tokens x^2`` (float32, one value per input feature) of named matrices while the model runs."""
-    power: dict[str, torch.Tensor] = {}
-    state: dict[str, Any] = {"mask": None}
-    handles = []
-
-    def listen(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            x, mask = inputs[0].detach().float(), state["mask"]
-            if mask is not None and x.shape[:2] == mask.shape:
-                x = x * mask[..., None].to(x)
-            added = x.reshape(-1, x.shape[-1]).square().sum(0)
-            power[name] = power[name] + added if name in power else added
-
-        return hook
-
-    try:
-        for name in names:
-            owner, _ = weight_of(model, name)
-            if not isinstance(owner, nn.Linear) and not is_conv1d(owner):
-                raise CoverageError(
-                    f"The inputs of {name} ({type(owner).__name__}) are formed inside its module and cannot be seen.",
-                    "The outlier ratio covers nn.Linear and Conv1D.",
-                    f"Leave it out: --exclude '{owners_of([name])}' (exclude= in Python), or use --estimator fisher-gram.",
-                )
-            handles.append(owner.register_forward_pre_hook(listen(name)))
-        yield power, state
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _ratio(model: nn.Module, block: Block, power: dict[str, torch.Tensor], multiple: float) -> float:
-    """``100 * count(A > multiple * mean(A)) / size(A)`` over all matrices of a block together, ``A = |W| sqrt(power)``."""
-    scores = _metric(model, block, power)
-    mean = torch.stack([s.double().sum() for s in scores]).sum() / sum(s.numel() for s in scores)
-    above = sum(int((s > float(multiple * mean)).sum()) for s in scores)
-    return 100.0 * above / sum(s.numel() for s in scores)
-
-
-def _metric(model: nn.Module, block: Block, power: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """``|W| sqrt(power)`` of the matrices of a block, flat."""
-    scores = []
-    for module in block.modules:
-        owner, weight = weight_of(model, module.name)
-        matrix = weight.detach().float().abs()
-        matrix = matrix.t() if is_conv1d(owner) else matrix
-        scores.append((matrix * power[module.name].sqrt()).flatten())
-    return scores
-
-
-def _arguments(
-    data: Data, size: int, device: torch.device
-) -> Iterator[tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]]:
-    padded: Any = pad_right(data)
-    if isinstance(padded, FeatureSet):
-        yield from (((rows.to(device),), {}) for rows in padded.inputs.split(size))
-    else:
-        yield from (((), batch) for batch in padded.batches(size, device))
 
 
 def outlier_ratio(
@@ -124,11 +61,16 @@ def outlier_ratio(
     """
     if not multiple > 0 or not np.isfinite(multiple):
         raise InvalidInput(f"multiple is {multiple}.", "It must be positive.", "Use 3, 5 or 7, the values of the source.")
-    power = _powers(model, data, blocks, batch_size, progress)
+    power, gain = _powers(model, data, blocks, batch_size, progress), []
+    for block in blocks:
+        scores = _metric(model, block, power)
+        mean = torch.stack([s.double().sum() for s in scores]).sum() / sum(s.numel() for s in scores)
+        above = sum(int((s > float(multiple * mean)).sum()) for s in scores)
+        gain.append(100.0 * above / sum(s.numel() for s in scores))
     return record(
         blocks,
         "outlier-ratio",
-        gain=(tuple(_ratio(model, b, power, multiple) for b in blocks),),
+        gain=(tuple(gain),),
         unit=f"percent of weights above {multiple:g} x the mean",
         orientation="gain",
         extra={"multiple": multiple},
@@ -154,19 +96,39 @@ def mean_metric(
 def _powers(
     model: nn.Module, data: Data, blocks: Sequence[Block], batch_size: int, progress: Progress | None
 ) -> dict[str, torch.Tensor]:
-    """``sum x^2`` of the inputs of all matrices; see :func:`outlier_ratio` for what is refused."""
+    """``sum over tokens x^2`` of the inputs of all matrices, ``(d_in,)`` float32, from one forward."""
+    refuse_direct(model, blocks, "its inputs are formed inside its module")
     names = [m.name for b in blocks for m in b.modules]
-    tick = Steps(progress, data.samples)
-    device = next(model.parameters()).device
-    with prepared(model), torch.no_grad(), _input_power(model, names) as (power, state):
-        for args, kwargs in _arguments(data, batch_size, device):
-            state["mask"] = kwargs.get("attention_mask")
-            model(*args, **kwargs)
-            tick(len(args[0] if args else kwargs["input_ids"]))
+    power: dict[str, torch.Tensor] = {}
+    tick, mask = Steps(progress, data.samples), None
+
+    def listen(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            added = real_tokens(inputs[0].detach().float(), mask).square().sum(0)
+            power[name] = power[name] + added if name in power else added
+
+        return hook
+
+    handles = [weight_of(model, name)[0].register_forward_pre_hook(listen(name)) for name in names]
+    try:
+        with inference(model):
+            for batch in unlabelled(model, data, batch_size):
+                mask = batch.kwargs.get("attention_mask")
+                model(*batch.args, **batch.kwargs)
+                tick(batch.size)
+    finally:
+        for handle in handles:
+            handle.remove()
     unseen = [n for n in names if n not in power]
     if unseen:
         raise CoverageError(f"No token reached {unseen[0]} ({len(unseen)} matrices).", "", "Use more calibration samples.")
     return power
+
+
+def _metric(model: nn.Module, block: Block, power: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """``|W| sqrt(power)`` of the matrices of a block, flat."""
+    weights = {m.name: matrices(*weight_of(model, m.name))[0] for m in block.modules}
+    return [(w.float().abs() * power[name].sqrt()).flatten() for name, w in weights.items()]
 
 
 def removal_error(weight: torch.Tensor, gram: torch.Tensor, share: float = 0.5, width: int = 128) -> float:
@@ -221,10 +183,28 @@ def reconstruction(
     check_fraction(share, "share")
     if width < 1 or int(share * width) < 1:
         raise InvalidInput(f"width is {width}, share {share}.", "At least one entry of a block must go.", "Use width=128.")
-    padded = pad_right(data)
+    padded, names = pad_right(data), [name for name, _ in layers(model)]
     if not isinstance(padded, CalibrationSet):
         raise InvalidInput("The reconstruction error is made from tokens.", "", "Give a calibration set.")
-    errors = _walked(model, padded, blocks, share, width, batch_size, progress)
+    modules = [m for b in blocks for m in b.modules]
+    outside = [m.name for m in modules if not any(m.name.startswith(f"{n}.") for n in names)]
+    if outside:
+        raise CoverageError(f"{outside[0]} lies outside the layers.", "Inputs are gathered layer by layer.", "Exclude it.")
+    errors: dict[str, float] = {}
+    with inference(model):
+        walk, tick = Walk(model, padded, batch_size=batch_size), Steps(progress, len(names))
+        walk.capture()
+        for i, name in enumerate(names):
+            mine = [m for m in modules if m.name.startswith(f"{name}.")]
+            if mine:
+                statistics = InputStatistics(model, mine, "gram")
+                statistics.run(walk)
+                for m in mine:
+                    grams = [s.value for s in statistics.found.get(m.name, ())]
+                    errors[m.name] = _error(model, m.name, grams, share, width)
+            if i + 1 < len(names):
+                walk.advance()
+            tick()
     means = np.array([np.mean([errors[m.name] for m in b.modules]) for b in blocks])
     gain = 1.0 - means / means.sum() if means.sum() > 0 else np.ones(len(means))
     return record(
@@ -237,53 +217,12 @@ def reconstruction(
     )
 
 
-def _walked(
-    model: nn.Module,
-    data: CalibrationSet,
-    blocks: Sequence[Block],
-    share: float,
-    width: int,
-    batch_size: int,
-    progress: Progress | None,
-) -> Mapping[str, float]:
-    modules = [m for b in blocks for m in b.modules]
-    names = [name for name, _ in layers(model)]
-    outside = [m.name for m in modules if not any(m.name.startswith(f"{n}.") for n in names)]
-    if outside:
-        raise CoverageError(f"{outside[0]} lies outside the layers.", "Inputs are gathered layer by layer.", "Exclude it.")
-    errors: dict[str, float] = {}
-    with inference(model):
-        walk = Walk(model, data, batch_size=batch_size)
-        try:
-            tick = Steps(progress, len(names))
-            walk.capture()
-            for i, name in enumerate(names):
-                mine = [m for m in modules if m.name.startswith(f"{name}.")]
-                if mine:
-                    found = InputStatistics(model, mine, "gram")
-                    found.run(walk)
-                    errors |= {m.name: _error(model, m, found.found.get(m.name, []), share, width) for m in mine}
-                if i + 1 < len(names):
-                    walk.advance()
-                tick()
-        finally:
-            walk.close()
-    return errors
-
-
-def _error(model: nn.Module, module: Module, statistics: Sequence[InputMoments], share: float, width: int) -> float:
-    if not any(s.value is not None for s in statistics):
-        raise CoverageError(f"No token reached {module.name}.", "", "Use more calibration samples.")
-    owner, parameter = weight_of(model, module.name)
-    weight = parameter.detach()
-    flipped = weight.mT if transposed(owner) or is_conv1d(owner) else weight
-    copies = list(flipped) if weight.ndim == 3 else [flipped]
-    total = 0.0
-    for matrix, statistic in zip(copies, statistics, strict=True):
-        if statistic.value is not None:
-            upper = statistic.value
-            total += removal_error(matrix, upper.triu() + upper.triu(1).T, share, width)
-    return total
+def _error(model: nn.Module, name: str, grams: Sequence[torch.Tensor | None], share: float, width: int) -> float:
+    """:func:`removal_error` of a matrix, or summed over its copies, from upper triangles of ``sum x x'``."""
+    if not any(g is not None for g in grams):
+        raise CoverageError(f"No token reached {name}.", "", "Use more calibration samples.")
+    copies = zip(matrices(*weight_of(model, name)), grams, strict=True)
+    return sum(removal_error(w, g.triu() + g.triu(1).T, share, width) for w, g in copies if g is not None)
 
 
 def eigenvalues(weight: torch.Tensor) -> np.ndarray:
@@ -310,17 +249,6 @@ def hill(values: np.ndarray) -> np.ndarray:
         return 1.0 + count / np.maximum(spread, 0.0)
 
 
-def _distance(values: np.ndarray, i: int, alpha: float) -> float:
-    """Kolmogorov-Smirnov distance of the tail above ``values[i]`` to its power law (empirical CDF from zero)."""
-    n = len(values) - i
-    return float(np.max(np.abs(1.0 - (values[i:] / values[i]) ** (1.0 - alpha) - np.arange(n) / n)))
-
-
-def alpha_mid(values: np.ndarray) -> float:
-    """Hill exponent above the median eigenvalue, index ``int(N / 2)``."""
-    return float(hill(values)[len(values) // 2])
-
-
 def alpha_peak(values: np.ndarray) -> float | None:
     """Hill exponent at the threshold near the histogram's peak that fits a power law best; None where none is admissible.
 
@@ -335,32 +263,17 @@ def alpha_peak(values: np.ndarray) -> float | None:
     exponents, best, smallest = hill(values), None, 1.0
     for i in np.flatnonzero((values[:-1] >= np.log10(0.95 * peak)) & (values[:-1] <= 1.5 * peak)):
         if 1.0 < exponents[i] < np.inf:
-            distance = _distance(values, int(i), exponents[i])
+            n = len(values) - i  # distance of the tail above values[i] to its power law, the empirical CDF from zero
+            distance = float(np.max(np.abs(1.0 - (values[i:] / values[i]) ** (1.0 - exponents[i]) - np.arange(n) / n)))
             if distance < smallest:
                 best, smallest = float(exponents[i]), distance
     return best
 
 
-def _exponent(weight: torch.Tensor, method: str) -> float | None:
-    copies, found = weight if weight.ndim == 3 else weight[None], []
-    for values in (eigenvalues(matrix) for matrix in copies):
-        alpha = None if len(values) < 2 else alpha_mid(values) if method == "mid" else alpha_peak(values)
-        if alpha is not None and np.isfinite(alpha):
-            found.append(alpha)
-    return float(np.mean(found)) if found else None
+def spectral_tail(model: nn.Module, data: Data | None, blocks: Sequence[Block], *, progress: Progress | None = None) -> Scores:
+    """Mean power-law exponent (:func:`alpha_peak`) of each block's weight spectra, unweighted over matrices.
 
-
-def spectral_tail(
-    model: nn.Module,
-    data: Data | None,
-    blocks: Sequence[Block],
-    *,
-    method: Literal["peak", "mid"] = "peak",
-    progress: Progress | None = None,
-) -> Scores:
-    """Mean power-law exponent of each block's weight spectra, unweighted over matrices; fused copies are averaged.
-
-    ``method`` is ``peak`` (:func:`alpha_peak`, the default of both sources) or ``mid``, above the median eigenvalue.
+    Copies of fused experts are averaged.
 
     Returns:
         A record with orientation ``redundancy``; ``extra["modules"]`` holds the exponent of each matrix.
@@ -368,12 +281,16 @@ def spectral_tail(
     exponents: dict[str, float | None] = {}
     gain, status, tick = [], [], Steps(progress, len(blocks))
     for block in blocks:
-        own = {m.name: _exponent(weight_of(model, m.name)[1], method) for m in block.modules}
-        exponents.update(own)
-        usable = [v for v in own.values() if v is not None]
+        usable = []
+        for m in block.modules:
+            found = [alpha_peak(eigenvalues(matrix)) for matrix in matrices(*weight_of(model, m.name))]
+            there = [a for a in found if a is not None]
+            usable += [float(np.mean(there))] if there else []
+            exponents[m.name] = usable[-1] if there else None
+        missing = len(block.modules) - len(usable)
         gain.append(float(np.mean(usable)) if usable else None)
+        status.append(f"no admissible threshold in {missing} matrices" if missing else "ok")
         tick()
-        status.append("ok" if len(usable) == len(own) else f"no admissible threshold in {len(own) - len(usable)} matrices")
     return record(
         blocks,
         "spectral-tail",
@@ -381,5 +298,5 @@ def spectral_tail(
         status=(tuple(status),),
         unit="power-law exponent",
         orientation="redundancy",
-        extra={"modules": exponents, "method": method},
+        extra={"modules": exponents},
     )

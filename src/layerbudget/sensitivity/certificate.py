@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..errors import InvalidInput
-from ..execution.loss import Data, logits_of, summed_loss, token_count
+from ..execution.loss import Data, logits_of, summed_loss
 from ..models.blocks import is_conv1d, weight_of
 from ..progress import Progress, Steps
 from ..records import Block
@@ -33,37 +33,26 @@ from .curvature.common import check_damping, check_inputs
 from .curvature.gram import chunks, collect_rows, inner
 from .curvature.products import BlockProducts, lanczos
 
-CURVATURES = ("fisher", "diagonal", "ggn", "hessian")
+CURVATURES, UNITS = ("fisher", "ggn", "hessian"), ("max", "absolute")
 DAMPINGS = (0.1, 1.0, 10.0)
-Step = tuple[float, "Solved"]
+_MEMORY = 2 << 30  # bytes of per-sequence gradients
+Solved = tuple[torch.Tensor | None, str]  # a step, where there is one, and how that was
 
 
-def _positive(tau: float) -> float:
-    return tau if tau > 0 else 1.0
+def _absolute(damping: Sequence[float], scale: float) -> Iterator[float]:
+    return (d * scale if d * scale > 0 else 1.0 for d in damping)
 
 
-def _fisher_steps(rows: torch.Tensor, tokens: int, damping: Sequence[float], unit: str) -> Iterator[Step]:
+def _fisher_steps(p: BlockProducts, rows: torch.Tensor, damping: Sequence[float], unit: str) -> Iterator[tuple[float, Solved]]:
     """``d = -S'(K/N + tau I)^-1 1/N``: the step lies in the span of the n per-sequence gradients."""
-    k = inner(rows) / tokens
-    mu, u = np.linalg.eigh(k)
-    scale = {"max": mu[-1], "mean": mu.clip(0).sum() / rows.shape[1], "absolute": 1.0}[unit]
-    for tau in (_positive(d * float(scale)) for d in damping):
-        a = -(u / (mu.clip(0) + tau)) @ (u.T @ np.ones(len(mu))) / tokens
-        yield tau, Solved(torch.as_tensor(a).to(rows) @ rows, "ok")
-
-
-def _diagonal_steps(rows: torch.Tensor, tokens: int, damping: Sequence[float], unit: str) -> Iterator[Step]:
-    diagonal, g = rows.square().sum(0) / tokens, rows.sum(0) / tokens
-    scale = {"max": float(diagonal.max()), "mean": float(diagonal.mean()), "absolute": 1.0}[unit]
-    for tau in (_positive(d * scale) for d in damping):
-        yield tau, Solved(-g / (diagonal + tau), "ok")
-
-
-class Solved(NamedTuple):
-    """Result of conjugate gradients: the solution (None under negative curvature) and how that was."""
-
-    x: torch.Tensor | None
-    status: str
+    mu, u = np.linalg.eigh(inner(rows) / p.tokens)
+    for tau in _absolute(damping, float(mu[-1]) if unit == "max" else 1.0):
+        a = -(u / (mu.clip(0) + tau)) @ (u.T @ np.ones(len(mu))) / p.tokens
+        flat, parts = torch.as_tensor(a).to(rows) @ rows, []
+        for m, part in zip(p.block.modules, flat.split([m.numel for m in p.block.modules]), strict=True):
+            owner, _ = weight_of(p.model, m.name)  # gradients are (d_out, d_in), Conv1D stores the transpose
+            parts.append(part.view(m.d_out, m.d_in).t().reshape(-1) if is_conv1d(owner) else part)
+        yield tau, (torch.cat(parts), "ok")
 
 
 def conjugate_gradients(
@@ -77,7 +66,7 @@ def conjugate_gradients(
 
     >>> a = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
     >>> conjugate_gradients(lambda v: a @ v, torch.tensor([3.0, 5.0]), 1.0)
-    Solved(x=tensor([1., 1.]), status='ok')
+    (tensor([1., 1.]), 'ok')
     """
     x, r = torch.zeros_like(b), b.clone()
     p, square = r.clone(), float(r.double().square().sum())
@@ -89,32 +78,22 @@ def conjugate_gradients(
         q = product(p) + tau * p
         curvature = float(torch.dot(p.double(), q.double()))
         if curvature <= 0:
-            return Solved(None, "negative curvature")
+            return None, "negative curvature"
         x += square / curvature * p
         r -= square / curvature * q
         new = float(r.double().square().sum())
         p, square = r + new / square * p, new
     if square <= target:
-        return Solved(x, "ok")
-    return Solved(x, f"not converged: residual {(square / start) ** 0.5:.1e} after {steps} products")
+        return x, "ok"
+    return x, f"not converged: residual {(square / start) ** 0.5:.1e} after {steps} products"
 
 
-def _krylov_steps(p: BlockProducts, curvature: str, damping: Sequence[float], unit: str, steps: int) -> Iterator[Step]:
+def _krylov_steps(
+    p: BlockProducts, curvature: str, damping: Sequence[float], unit: str, steps: int
+) -> Iterator[tuple[float, Solved]]:
     product, g = (p.ggn if curvature == "ggn" else p.hessian), p.gradient()
-    scale = float(lanczos(product, g, 15).ritz()[-1]) if unit == "max" else 1.0
-    for tau in (_positive(d * scale) for d in damping):
+    for tau in _absolute(damping, float(lanczos(product, g, 15).ritz()[-1]) if unit == "max" else 1.0):
         yield tau, conjugate_gradients(product, -g, tau, steps=steps)
-
-
-def _ordered(model: nn.Module, block: Block, step: Step) -> Step:
-    """Reorder a step from gradients ``(d_out, d_in)`` to parameters (Conv1D stores the transpose)."""
-    (tau, (flat, status)), parts = step, []
-    if flat is None:
-        return step
-    for m, part in zip(block.modules, flat.split([m.numel for m in block.modules]), strict=True):
-        owner, _ = weight_of(model, m.name)
-        parts.append(part.view(m.d_out, m.d_in).t().reshape(-1) if is_conv1d(owner) else part)
-    return tau, Solved(torch.cat(parts), status)
 
 
 @torch.no_grad()
@@ -123,34 +102,29 @@ def _loss(p: BlockProducts) -> float:
 
 
 @torch.no_grad()
-def _move(p: BlockProducts, origin: Sequence[torch.Tensor], step: torch.Tensor, t: float) -> None:
-    for parameter, start, part in zip(p.parameters, origin, p.split(step), strict=True):
-        parameter.copy_(start + t * part)
-
-
-@torch.no_grad()
-def _restore(p: BlockProducts, origin: Sequence[torch.Tensor]) -> None:
-    for parameter, start in zip(p.parameters, origin, strict=True):
-        parameter.copy_(start)
+def _move(p: BlockProducts, origin: Sequence[torch.Tensor], step: torch.Tensor | None) -> None:
+    """Go a step from the origin; without one, back to it."""
+    places = origin if step is None else [start + part for start, part in zip(origin, p.split(step), strict=True)]
+    for parameter, place in zip(p.parameters, places, strict=True):
+        parameter.copy_(place)
 
 
 def _row(p: BlockProducts, tau: float, solved: Solved, base: float, g: torch.Tensor) -> dict[str, Any]:
-    found = {"block": p.block.name, "damping": tau, "status": solved.status}
-    if solved.x is None:
+    d, status = solved
+    found = {"block": p.block.name, "damping": tau, "status": status}
+    if d is None:
         return found
-    d = solved.x
     origin = [q.detach().clone() for q in p.parameters]
     slope, square = float(torch.dot(g.double(), d.double())), float(d.double().square().sum())
     gain = -slope
     try:
         bends = []
         for t in (0.0, 0.5, 1.0):
-            _move(p, origin, d, t)
+            _move(p, origin, t * d)
             bends.append(float(torch.dot(d.double(), p.hessian(d).double())))
-        _move(p, origin, d, 1.0)
         actual = _loss(p) - base
     finally:
-        _restore(p, origin)
+        _move(p, origin, None)
     third = max(abs(bends[i] - bends[j]) / (0.5 * (j - i)) for i, j in ((0, 1), (1, 2), (0, 2)))
     own = gain - tau * square
     bias, remainder, gap = tau / 2 * square, third / 6, abs(bends[0] - own) / 2
@@ -177,7 +151,6 @@ def direct_check(
     damping: float | Sequence[float] | None = None,
     damping_unit: str = "max",
     batch_size: int = 8,
-    max_bytes: int = 2 << 30,
     steps: int = 200,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
@@ -187,12 +160,10 @@ def direct_check(
         model: The model; its weights are moved and put back bit for bit.
         data: The calibration set.
         blocks: Blocks whose matrices are nn.Linear or Conv1D.
-        curvature: ``fisher`` (empirical, exact, from the Gram matrix), ``diagonal`` (its diagonal), ``ggn`` or ``hessian``
-            (conjugate gradients).
+        curvature: ``fisher`` (empirical, exact, from the Gram matrix), ``ggn`` or ``hessian`` (conjugate gradients).
         damping: tau, one or several, in ``damping_unit``; ``None`` for 0.1, 1 and 10.
-        damping_unit: ``max`` (of each block's largest eigenvalue), ``mean`` (Fisher only) or ``absolute``.
+        damping_unit: ``max`` (of each block's largest eigenvalue) or ``absolute``.
         batch_size: Sequences per pass.
-        max_bytes: Memory for per-sequence gradients (Fisher).
         steps: Largest number of products of conjugate gradients (GGN, Hessian).
         progress: Called with blocks done and in total.
 
@@ -204,36 +175,33 @@ def direct_check(
         only block and damping are given.
 
     Raises:
-        InvalidInput: An unknown curvature, or a unit that it does not have.
+        InvalidInput: An unknown curvature or unit.
         CoverageError: A matrix that was never seen.
     """
     check_inputs(batch_size)
     values = check_damping(damping, damping_unit) or DAMPINGS
-    if curvature not in CURVATURES or damping_unit == "median" or (damping_unit == "mean" and curvature in ("ggn", "hessian")):
+    if curvature not in CURVATURES or damping_unit not in UNITS:
         raise InvalidInput(
             f"curvature={curvature!r} with damping_unit={damping_unit!r}.",
-            f"curvature is one of {CURVATURES}; the unit is max, absolute, or (Fisher and its diagonal) mean.",
+            f"The curvature is one of {', '.join(CURVATURES)}; the unit is {' or '.join(UNITS)}.",
             "Use damping_unit='max'.",
         )
     tick, table = Steps(progress, len(blocks)), []
-    krylov = curvature in ("ggn", "hessian")
-    runs = [[k] for k in range(len(blocks))] if krylov else list(chunks(blocks, data.samples, 4, max_bytes))
-    tokens = token_count(model, data)
-    for run in runs:
+    fisher = curvature == "fisher"
+    for run in chunks(blocks, data.samples, 4, _MEMORY) if fisher else [[k] for k in range(len(blocks))]:
         own = [blocks[k] for k in run]
-        rows = None if krylov else collect_rows(model, data, own, batch_size=batch_size, walk="whole")
+        rows = collect_rows(model, data, own, batch_size=batch_size, walk="whole") if fisher else None
         for i, block in enumerate(own):
             with BlockProducts(model, data, block, batch_size) as p:
-                if rows is None:
-                    found = _krylov_steps(p, curvature, values, damping_unit, steps)
-                else:
-                    make = _fisher_steps if curvature == "fisher" else _diagonal_steps
-                    found = (_ordered(model, block, step) for step in make(rows[i], tokens, values, damping_unit))
+                found = (
+                    _krylov_steps(p, curvature, values, damping_unit, steps)
+                    if rows is None
+                    else _fisher_steps(p, rows[i], values, damping_unit)
+                )
                 base, g = _loss(p), p.gradient()
-                table += [_row(p, tau, solved, base, g) for tau, solved in found]
-            tick(1)
-    for index, entry in enumerate(table):
-        entry["relative_damping"] = values[index % len(values)]
+                for relative, (tau, solved) in zip(values, found, strict=True):
+                    table.append({**_row(p, tau, solved, base, g), "relative_damping": relative})
+            tick()
     return table
 
 

@@ -1,4 +1,4 @@
-"""Scores that someone else computed, from JSON, CSV or npy: for the blocks of a model, or with their own shapes. No torch."""
+"""Scores that someone else computed, from CSV or JSON: for the blocks of a model, or with their own shapes. No torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..storage import reading
 COLUMNS = ("name", "score", "d_in", "d_out")
 _NAMES, _SCORES = ("name", "block", "layer", "module"), ("score", "gain", "value")
 _LAYER = re.compile(r"\.(\d+)(?:\.|$)")
+Row = Mapping[str, Any]
 
 
 def import_scores(
     path: Path | str,
     blocks: Sequence[Block],
     *,
-    names: Sequence[str] | None = None,
     orientation: str = "gain",
     estimator: str = "imported",
     model: Mapping[str, Any] | None = None,
@@ -33,10 +33,9 @@ def import_scores(
     """Scores that someone else computed for the blocks of a model.
 
     Args:
-        path: ``.json`` (``{name: value}``, also below a key ``scores``, or a list of ``{name, score}``; or a scores file
-            of this package), ``.csv`` (columns ``name`` and ``score``) or ``.npy`` (numbers; needs ``names``).
+        path: ``.csv`` with the columns ``name`` and ``score``, ``.json`` with ``{name: value}`` or a list of
+            ``{name, score}``, or a scores file of this package. Numbers of layers are names too.
         blocks: The blocks they are meant for. Scores for every single matrix are averaged over each block.
-        names: Block or matrix names, or numbers of layers, in the order of an npy file.
         orientation: ``gain`` (larger = deserves more capacity) or ``redundancy`` (larger = prune more).
         estimator: What to call them.
         model: ``{id, revision, digest}`` of the model they belong to, where known.
@@ -51,11 +50,14 @@ def import_scores(
         raise NotFound(f"There is no scores file at {path}.", "", "Check the path.")
     if path.suffix.lower() == ".json" and '"schema_version"' in path.read_text(encoding="utf-8", errors="replace"):
         return _of_these(Scores.load(path), blocks, path)
-    pairs = _from_npy(path, names) if path.suffix.lower() == ".npy" else _pairs(_rows(path), path)
-    name, times = max(Counter(name for name, _ in pairs).items(), key=lambda item: item[1], default=("", 0))
+    rows = _rows(path)
+    name_key, score_key = _column(rows[0], "name", _NAMES, path), _column(rows[0], "score", _SCORES, path)
+    names = [str(row.get(name_key)) for row in rows]
+    name, times = Counter(names).most_common(1)[0]
     if times > 1:
         raise InvalidInput(f"{path} scores {name} {times} times.", "", "Give one score per name.")
-    values = _by_layer({name: _number(value, f"score of {name}", path) for name, value in pairs}, blocks, path)
+    values = {n: _number(row.get(score_key), f"score of {n}", path) for n, row in zip(names, rows, strict=True)}
+    values = _by_layer(values, blocks, path)
     if set(values) == {m.name for b in blocks for m in b.modules} != {b.name for b in blocks}:  # as AlphaPruning averages
         values = {b.name: float(np.mean([values[m.name] for m in b.modules])) for b in blocks}
     return Scores.from_values(
@@ -73,8 +75,8 @@ def scores_with_shapes(path: Path | str) -> Scores:
     """Scores of weight matrices that come with their shapes, each a block of its own, so that no model is needed.
 
     Args:
-        path: ``.csv`` with the columns ``name, score, d_in, d_out`` (others are left out), ``.npy`` with an array of these four
-            fields (names as text), or ``.json``: a list of ``{name, score, d_in, d_out}`` or one object of four lists.
+        path: ``.csv`` with the columns ``name, score, d_in, d_out`` (others are left out), or ``.json`` with a list of
+            ``{name, score, d_in, d_out}``.
 
     Returns:
         Scores, larger = deserves more capacity, in arbitrary units. They name no model, so plans from them are not checked
@@ -87,28 +89,17 @@ def scores_with_shapes(path: Path | str) -> Scores:
     """
     path = Path(path)
     reading.check_ordinary(path, "scores")
-    if path.suffix.lower() == ".npy":
-        table = reading.read_array(path, "scores")
-        columns: dict[str, list[Any]] = {n: table[n].reshape(-1).tolist() for n in table.dtype.names or ()}
-        columns |= {"name": [n.decode("utf-8", "replace") if isinstance(n, bytes) else n for n in columns.get("name", [])]}
-    else:
-        found = _rows(path)
-        if isinstance(found, Mapping):
-            columns = {str(n): values for n, values in found.items() if isinstance(values, list)}
-        else:
-            columns = {n: [row.get(n) for row in found] for n in found[0]}
-    missing = [name for name in COLUMNS if not columns.get(name)]
+    rows = _rows(path)
+    missing = [name for name in COLUMNS if name not in rows[0]]
     if missing:
         raise CorruptFile(
-            f"{path} has no column {', '.join(missing)} ({', '.join(columns) or 'none at all'}).",
+            f"{path} has no column {', '.join(missing)} ({', '.join(map(str, rows[0]))}).",
             f"Without a model, scores come with shapes: {', '.join(COLUMNS)}.",
             "Add it, or bring the scores to a model: layerbudget score MODEL --import FILE.",
         )
-    lengths = {len(columns[name]) for name in COLUMNS}
-    if len(lengths) != 1:
-        raise CorruptFile(f"{path} has columns of {sorted(lengths)} rows.", "Each has the same number.", "Repair it.")
     gain, blocks = [], []
-    for name, score, *sides in zip(*(columns[n] for n in COLUMNS), strict=True):
+    for row in rows:
+        name, score, *sides = (row.get(column) for column in COLUMNS)
         if not name or not isinstance(name, str):
             raise InvalidInput(f"{path} has a row without a name.", "Every matrix has one.", "Name it.")
         gain.append(_number(score, f"score of {name}", path))
@@ -134,62 +125,40 @@ def _size(value: Any, what: str, path: Path) -> int:
     return int(size)
 
 
-def _rows(path: Path) -> Any:
-    """Rows of a CSV file as mappings, or what a JSON file holds."""
-    suffix = path.suffix.lower()
-    if suffix == ".json":
-        content = reading.read_bytes(path, "scores").removeprefix(b"\xef\xbb\xbf")  # editors put a byte order mark first
+def _rows(path: Path) -> Sequence[Row]:
+    """Rows of a CSV or JSON file, one or more, as mappings."""
+    suffix, found = path.suffix.lower(), []
+    if suffix == ".csv":
+        try:
+            with path.open(newline="", encoding="utf-8-sig") as handle:  # spreadsheets put a byte order mark first
+                found = list(csv.DictReader(handle))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise CorruptFile(f"{path} does not read as CSV ({error}).", "", "Save it as UTF-8 CSV.") from error
+    elif suffix == ".json":
+        content = reading.read_bytes(path, "scores").removeprefix(b"\xef\xbb\xbf")  # editors put one first, too
         found = reading.parse(content, str(path), "scores", remedy="Repair it.")
-        if isinstance(found, Mapping) and isinstance(found.get("scores"), (Mapping, list)):
-            found = found["scores"]
-        if isinstance(found, Mapping) or (isinstance(found, list) and found and all(isinstance(r, Mapping) for r in found)):
-            return found
-        raise InvalidInput(
-            f"{path} holds a {type(found).__name__} without names.",
-            'Scores are {"name": value, ...} or [{"name": ..., "score": ...}, ...].',
-            "Add the block names.",
-        )
-    if suffix != ".csv":
-        raise InvalidInput(
-            f"{path} ends with {suffix!r}.", "Scores come as .json, .csv or .npy.", "Convert it to one of these."
-        )
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as handle:  # spreadsheets put a byte order mark first
-            rows = list(csv.DictReader(handle))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise CorruptFile(f"{path} does not read as CSV ({error}).", "", "Save it as UTF-8 CSV.") from error
-    if not rows:
-        raise CorruptFile(f"{path} has no rows below its header.", "", "Give a header and one row per block.")
-    return rows
-
-
-def _pairs(found: Any, path: Path) -> list[tuple[str, Any]]:
-    if isinstance(found, Mapping):
-        return list(found.items())
-    keys = []
-    for what, known in (("name", _NAMES), ("score", _SCORES)):
-        key = next((k for k in known if k in found[0]), None)
-        if key is None:
+        if isinstance(found, Mapping):
+            found = [{"name": name, "score": score} for name, score in found.items()]
+        if not isinstance(found, list) or not all(isinstance(row, Mapping) for row in found):
             raise InvalidInput(
-                f"{path} has no {what} column among {', '.join(map(str, found[0]))}.",
-                f"It is called {', '.join(known)}.",
-                "Rename it.",
+                f"{path} holds a {type(found).__name__} without names.",
+                'Scores are {"name": value, ...} or [{"name": ..., "score": ...}, ...].',
+                "Add the block names.",
             )
-        keys.append(key)
-    return [(str(row.get(keys[0])), row.get(keys[1])) for row in found]
+    else:
+        raise InvalidInput(f"{path} ends with {suffix!r}.", "Scores come as .csv or .json.", "Convert it to one of these.")
+    if not found:
+        raise CorruptFile(f"{path} has no rows.", "", "Give one row per block, and a CSV its header.")
+    return found
 
 
-def _from_npy(path: Path, names: Sequence[str] | None) -> list[tuple[str, Any]]:
-    values = reading.read_array(path, "scores")
-    if names is None:
+def _column(row: Row, what: str, known: Sequence[str], path: Path) -> str:
+    key = next((k for k in known if k in row), None)
+    if key is None:
         raise InvalidInput(
-            f"{path} holds {values.size} numbers and no names.",
-            "An npy file needs names, one per number: names= in Python.",
-            "Write a .csv with the columns name and score; numbers of layers are names too.",
+            f"{path} has no {what} column among {', '.join(map(str, row))}.", f"It is called {', '.join(known)}.", "Rename it."
         )
-    if values.size != len(names):
-        raise InvalidInput(f"{path} holds {values.size} numbers for {len(names)} names.", "", "Give one name per number.")
-    return list(zip(names, values.reshape(-1).tolist(), strict=True))
+    return key
 
 
 def _of_these(scores: Scores, blocks: Sequence[Block], path: Path) -> Scores:
@@ -205,7 +174,7 @@ def _of_these(scores: Scores, blocks: Sequence[Block], path: Path) -> Scores:
 
 def _by_layer(values: dict[str, float], blocks: Sequence[Block], path: Path) -> dict[str, float]:
     """Numbers of layers as names of blocks: ``3`` is the block whose layer has that number."""
-    if not values or not all(name.strip().isdigit() for name in values):
+    if not all(name.strip().isdigit() for name in values):
         return values
     places: dict[int, list[str]] = {}
     for block in blocks:

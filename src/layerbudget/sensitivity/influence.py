@@ -13,25 +13,24 @@ so no ``h_j`` is ever formed and every layer is served by the same forward and b
 helpful: upweighting sample k lowers the loss of sample j. It is an influence heuristic, not the gain: an average of
 inverses exceeds the inverse of the average by factors up to thousands.
 
-Sources: DataInf (Kwon et al. 2024), LayerIF (Askari et al. 2025); the paper's ``compute_IF.py`` for the parity mode.
+Sources: DataInf (Kwon et al. 2024), LayerIF (Askari et al. 2025).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..execution.backward import feed
+from ..execution.divergence import sequence_losses
 from ..execution.loss import IGNORE, Batch, batches
 from ..execution.sites import tracked
 from ..progress import Progress, Steps
@@ -40,10 +39,8 @@ from ..scores import Scores
 from .curvature.common import real_type, record
 from .curvature.gram import InnerProducts
 
-Mode = Literal["clean", "parity"]
 AGGREGATIONS = ("all", "positive")
 MEMORY = 4 << 30  # bytes of gradients of one pass
-_ATTENTION = re.compile(r"self_attn|attn|attention")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,35 +94,10 @@ def aggregate(table: np.ndarray, aggregation: str = "all") -> float:
     return float(-(columns if aggregation == "all" else columns[columns <= 0]).sum())
 
 
-def _parity_batches(model: nn.Module, data: CalibrationSet, size: int) -> Iterator[Batch]:
-    device = next(model.parameters()).device
-    targets = torch.full_like(data.input_ids, IGNORE)
-    targets[:, :-1] = data.input_ids[:, 1:]
-    for i, kwargs in enumerate(data.batches(size, device)):
-        rows = slice(i * size, i * size + len(kwargs["input_ids"]))
-        yield Batch(rows=rows, args=(), kwargs=kwargs, targets=targets[rows].to(device), keys=())
-
-
 def _mean_losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """``sum_i l_i`` of the batch, each ``l_i`` the mean token loss of its own sequence."""
-    targets = batch.targets
-    losses = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="none")
-    counts = (targets != IGNORE).reshape(len(targets), -1).sum(1).clamp_min(1)
-    return (losses.reshape(len(targets), -1).sum(1) / counts).sum()
-
-
-def _attention_only(blocks: Sequence[Block]) -> list[Block]:
-    kept = []
-    for block in blocks:
-        modules = [m for m in block.modules if "self_attn" in m.name] or [m for m in block.modules if _ATTENTION.search(m.name)]
-        if not modules:
-            raise InvalidInput(
-                f"{block.name} has no attention weights, and the parity mode reads nothing else.",
-                "Its matrices are named self_attn, attn or attention.",
-                "Use mode='clean', or partition by layer.",
-            )
-        kept.append(Block(name=block.name, modules=tuple(modules)))
-    return kept
+    counts = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).clamp_min(1)
+    return (sequence_losses(logits, batch.targets) / counts).sum()
 
 
 def influence(
@@ -134,31 +106,18 @@ def influence(
     validation: CalibrationSet,
     blocks: Sequence[Block],
     *,
-    mode: Mode = "clean",
     batch_size: int = 8,
     walk: str = "auto",
     progress: Progress | None = None,
 ) -> dict[str, Influence]:
     """Influence tables of all blocks by name: sums of :func:`influence_table` over the weight tensors of each.
 
-    Args:
-        model: The base model.
-        train: n training samples.
-        validation: m validation samples.
-        blocks: Blocks to score.
-        mode: ``clean`` (every matrix of the blocks, padding masked, the loss of a sample is its mean over real tokens) or
-            ``parity`` (the paper's code: weights of self-attention only, padding counted in the loss). Batches of one
-            sample and batches of many give the same numbers in both.
-        batch_size: Samples per pass.
-        walk: ``whole`` graph, by ``layers``, or ``auto``: whole where it fits.
-        progress: Called with sequences done and in total.
+    The loss of a sample is its mean over real tokens; ``walk`` is that of :func:`layerbudget.execution.backward.feed`.
 
     Raises:
-        InvalidInput: Blocks without attention in parity mode.
         CoverageError: A matrix that was never seen.
     """
-    chosen = _attention_only(blocks) if mode == "parity" else list(blocks)
-    modules = [Block(name=m.name, modules=(m,)) for b in chosen for m in b.modules]
+    modules = [Block(name=m.name, modules=(m,)) for b in blocks for m in b.modules]
     n, sets = train.samples, (train, validation)
     total = sum(s.samples for s in sets)
     dtype, device = real_type(model)
@@ -167,14 +126,14 @@ def influence(
     )
     runs, offset, size = [], 0, 1 if tracked(model, modules)[1] else batch_size
     for data in sets:
-        for batch in (_parity_batches if mode == "parity" else batches)(model, data, size):
+        for batch in batches(model, data, size):
             rows = slice(offset + batch.rows.start, offset + batch.rows.stop)
             runs.append(dataclasses.replace(batch, rows=rows))
         offset += data.samples
     feed(model, runs, modules, products, walk=walk, tick=Steps(progress, total))
     by_name = dict(zip([m.name for m in modules], products.grams, strict=True))
     found: dict[str, Influence] = {}
-    for block in chosen:
+    for block in blocks:
         table, damping = np.zeros((validation.samples, n)), {}
         for module in block.modules:
             own = by_name[module.name]
@@ -184,26 +143,12 @@ def influence(
     return found
 
 
-def _split(data: CalibrationSet, validation: CalibrationSet | None) -> tuple[CalibrationSet, CalibrationSet]:
-    if validation is not None:
-        return data, validation
-    held_out = max(1, round(data.samples / 7))
-    if data.samples <= held_out:
-        raise InvalidInput(
-            f"LayerIF needs training and validation samples, and there is {data.samples} in all.",
-            "At least two.",
-            "Give more samples, or validation=.",
-        )
-    return data.select(slice(0, data.samples - held_out)), data.select(slice(data.samples - held_out, None))
-
-
 def score_layerif(
     model: nn.Module,
     data: CalibrationSet,
     blocks: Sequence[Block],
     *,
     validation: CalibrationSet | None = None,
-    mode: Mode = "clean",
     aggregation: Literal["all", "positive"] = "all",
     batch_size: int = 8,
     walk: str = "auto",
@@ -211,28 +156,35 @@ def score_layerif(
 ) -> Scores:
     """Aggregated training-to-validation influence of every block; orientation ``gain``.
 
-    Without ``validation`` the last seventh of the data is held out (the paper's 300 : 50). ``mode`` is that of
-    :func:`influence`, ``aggregation`` that of :func:`aggregate`; the other one is kept in ``extra``.
+    Without ``validation`` the last seventh of the data is held out (the paper's 300 : 50).
 
     Returns:
         A record; the standard error (for ``all``) is that of a sum over independent validation samples, the training
-        samples taken as given. ``extra`` holds both aggregations and every ``lambda``.
+        samples taken as given. ``extra`` holds both aggregations (:func:`aggregate`) and every ``lambda``.
 
     Raises:
-        InvalidInput: Too few samples, or no attention weights in parity mode.
+        InvalidInput: Too few samples.
         CoverageError: A matrix that was never seen.
     """
-    train, held_out = _split(data, validation)
-    found = influence(model, train, held_out, blocks, mode=mode, batch_size=batch_size, walk=walk, progress=progress)
+    train = data
+    if validation is None:
+        kept = data.samples - max(1, round(data.samples / 7))
+        if kept < 1:
+            raise InvalidInput(
+                f"LayerIF needs training and validation samples, and there is {data.samples} in all.",
+                "At least two.",
+                "Give more samples, or validation=.",
+            )
+        train, validation = data.select(slice(0, kept)), data.select(slice(kept, None))
+    found = influence(model, train, validation, blocks, batch_size=batch_size, walk=walk, progress=progress)
     gain = {way: tuple(aggregate(found[b.name].table, way) for b in blocks) for way in AGGREGATIONS}
-    m = held_out.samples
+    m = validation.samples
     errors = tuple(
         float(found[b.name].table.sum(1).std(ddof=1) * math.sqrt(m)) if aggregation == "all" and m > 1 else None for b in blocks
     )
     extra = {
-        "mode": mode,
         "aggregation": aggregation,
-        "validation": held_out.describe(),
+        "validation": validation.describe(),
         "train_samples": train.samples,
         "lambda": {name: value for b in blocks for name, value in found[b.name].damping.items()},
         **{way: dict(zip([b.name for b in blocks], gain[way], strict=True)) for way in AGGREGATIONS},

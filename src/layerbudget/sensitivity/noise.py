@@ -1,7 +1,4 @@
-"""How much of a gain is noise: floor, excess, z-score, bootstrap, cross-fit, rank stability. numpy only.
-
-Everything is computed from Gram matrices ``K = SS'`` of per-sequence gradients and the token counts of the sequences.
-"""
+"""How much of a gain is noise, from Gram matrices ``K = SS'`` of per-sequence gradients and the sequences' token counts."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ from ..scores import Scores
 
 
 class Spectrum:
-    """Eigendecomposition ``K/N = U diag(mu) U'`` of one block's Gram matrix.
-
-    The Gram matrix ``(n, n)`` holds inner products of gradients of summed sequence losses; N is the number of target tokens.
-    """
+    """Eigendecomposition ``K/N = U diag(mu) U'`` of the Gram matrix ``(n, n)`` of one block, N target tokens in all."""
 
     def __init__(self, gram: np.ndarray, tokens: float) -> None:
         self.tokens, self.samples = float(tokens), len(gram)
@@ -42,10 +36,6 @@ class Spectrum:
         """``(1/N) sum_j (u_j'1)^2 mu_j/(tau+mu_j)``."""
         return float((self.projection * self.values / (tau + self.values)).sum() / self.tokens)
 
-    def effective_dimension(self, tau: float) -> float:
-        """``d_eff = sum_j mu_j/(tau+mu_j)``."""
-        return float((self.values / (tau + self.values)).sum())
-
     def null(self, tau: float) -> tuple[float, float]:
         """Mean and standard deviation of the gain under random signs of the gradients.
 
@@ -59,7 +49,7 @@ class Spectrum:
 
 
 def gain_of(gram: np.ndarray, weights: np.ndarray, tokens: np.ndarray, tau: np.ndarray) -> np.ndarray:
-    """Gain of a weighted sample (bootstrap counts, halves) at several dampings, by Cholesky-free solves.
+    """Gain of a weighted sample (bootstrap counts, halves) at several dampings.
 
     ``zeta^2 = (1/N)(|w|^2 - tau w'(tau I + K~/N)^-1 w)`` with ``K~ = D K D``, ``D = diag(w)``, ``w_i`` the square root of
     the multiplicity of sequence i.
@@ -79,18 +69,6 @@ def floor_of(gram: np.ndarray, keep: np.ndarray, tokens: np.ndarray, tau: np.nda
     return (mu / (mu + tau[:, None])).sum(1) / n
 
 
-def cross_fit(gram: np.ndarray, tokens: np.ndarray, first: np.ndarray, tau: np.ndarray) -> np.ndarray:
-    """``g_A'(C + tau I)^-1 g_B`` with halves A and B of the sequences and the curvature of all of them.
-
-    Its expectation has no noise floor; it may be negative, which is a statement about noise.
-    """
-    n = float(tokens.sum())
-    a = first / float(tokens[first].sum())
-    b = ~first / float(tokens[~first].sum())
-    ka = gram @ a
-    return np.array([(ka @ b - ka @ np.linalg.solve(n * t * np.eye(len(gram)) + gram, gram @ b)) / t for t in tau])
-
-
 def halves(n: int, seed: int, count: int) -> np.ndarray:
     """``count`` random halves of ``n`` sequences as masks, ``(count, n)``."""
     rng = np.random.default_rng((seed, 1))
@@ -98,11 +76,6 @@ def halves(n: int, seed: int, count: int) -> np.ndarray:
     for row in masks:
         row[rng.permutation(n)[: n // 2]] = True
     return masks
-
-
-def bootstrap_weights(n: int, seed: int, replicates: int) -> np.ndarray:
-    """Multiplicities of resampled sequences, ``(replicates, n)``."""
-    return np.random.default_rng((seed, 2)).multinomial(n, np.full(n, 1.0 / n), size=replicates)
 
 
 def rank_stability(values: np.ndarray, others: np.ndarray) -> float:
@@ -133,8 +106,13 @@ def samples_needed(signal: np.ndarray, error: np.ndarray, n: int) -> float:
 def verdict(n: int, z: np.ndarray, share: float, stability: float, needed: float, agreement: float) -> str:
     """Say in one sentence whether the ranking can be trusted.
 
-    ``z`` are the blocks' z-scores ``(K,)``, ``share`` is the part of the mean gain that is noise floor, ``stability`` the
-    Kendall tau of the excess gains of halves, ``agreement`` that between raw gain and excess.
+    Args:
+        n: Sequences.
+        z: z-scores of the blocks, ``(K,)``.
+        share: Part of the mean gain that is noise floor.
+        stability: Kendall tau of the excess gains of halves.
+        needed: See :func:`samples_needed`.
+        agreement: Kendall tau between raw gain and excess.
 
     >>> verdict(64, np.array([5.0, 4.0, 0.1]), 0.3, 0.8, 20.0, 1.0)
     '2 of 3 blocks stand above the noise (z > 2), which makes up 30 % of the gain; halves of the 64 sequences rank blocks \
@@ -206,16 +184,14 @@ def summarise(
     """Gains of Gram matrices ``(K, n, n)`` at absolute dampings ``(D, K)``, with everything said about their noise.
 
     Returns:
-        ``gain``, ``floor``, ``standard_error``, ``excess``, ``z``, ``centred``, ``effective_dimension``, ``cross_fit`` of shape
-        ``(D, K)``, ``gradient_norm`` and ``gradient_norm_unbiased`` ``(K,)``; per damping ``rank_stability`` (halves, by gain),
-        ``rank_stability_excess``, ``rank_agreement`` (gain against excess), ``noise_share`` and ``samples_needed``; the
-        ``verdict`` at the middle damping.
+        ``gain``, ``floor``, ``null_deviation``, ``standard_error``, ``excess`` and ``z`` of shape ``(D, K)``; per damping
+        ``rank_stability`` (halves, by gain), ``rank_stability_excess``, ``rank_agreement`` (gain against excess),
+        ``noise_share`` and ``samples_needed``; the ``verdict`` at the middle damping.
     """
     d, k = tau.shape
     n, total = len(tokens), float(tokens.sum())
-    names = ("gain", "floor", "null_deviation", "effective_dimension", "cross_fit", "standard_error")
-    out = {key: np.zeros((d, k)) for key in names}
-    weights = bootstrap_weights(n, seed, replicates)
+    out: dict[str, Any] = {key: np.zeros((d, k)) for key in ("gain", "floor", "null_deviation", "standard_error")}
+    weights = np.random.default_rng((seed, 2)).multinomial(n, np.full(n, 1.0 / n), size=replicates)
     weights = weights[(weights > 0).sum(1) > 1]
     masks = halves(n, seed, splits)
     half = np.zeros((2, 2, splits, d, k))
@@ -224,39 +200,32 @@ def summarise(
         for i in range(d):
             out["gain"][i, j] = spectrum.gain(tau[i, j])
             out["floor"][i, j], out["null_deviation"][i, j] = spectrum.null(tau[i, j])
-            out["effective_dimension"][i, j] = spectrum.effective_dimension(tau[i, j])
         drawn = np.array([gain_of(gram, w, tokens, tau[:, j]) for w in weights])
         out["standard_error"][:, j] = drawn.std(0, ddof=1) if len(drawn) > 1 else np.nan
         for s, mask in enumerate(masks):
             for side, keep in enumerate((mask, ~mask)):
                 half[0, side, s, :, j] = gain_of(gram, keep.astype(float), tokens, tau[:, j])
                 half[1, side, s, :, j] = half[0, side, s, :, j] - floor_of(gram, keep, tokens, tau[:, j])
-        out["cross_fit"][:, j] = np.mean([cross_fit(gram, tokens, mask, tau[:, j]) for mask in masks], axis=0)
-    return _finish(out, grams, n, total, half)
+    return {**out, **_judged(out, n, half)}
 
 
-def _finish(out: dict[str, Any], grams: np.ndarray, n: int, total: float, half: np.ndarray) -> dict[str, Any]:
+def _judged(out: dict[str, np.ndarray], n: int, half: np.ndarray) -> dict[str, Any]:
+    """What follows from gains and floors, of all sequences and of halves."""
     excess = out["gain"] - out["floor"]
     with np.errstate(divide="ignore", invalid="ignore"):
         z = np.where(out["null_deviation"] > 0, excess / out["null_deviation"], 0.0)
-    bound = n / total
-    sums, traces = grams.sum((1, 2)), np.trace(grams, axis1=1, axis2=2)
     raw, stability = ([rank_stability(h[0, :, i], h[1, :, i]) for i in range(len(excess))] for h in half)
     needed = [samples_needed(excess[i], out["standard_error"][i], n) for i in range(len(excess))]
     middle = len(excess) // 2
     share = [float(f.sum() / max(g.sum(), 1e-300)) for f, g in zip(out["floor"], out["gain"], strict=True)]
     agreement = [rank_stability(g[None], e[None]) for g, e in zip(out["gain"], excess, strict=True)]
-    out.update(
-        excess=excess,
-        z=z,
-        centred=out["gain"] / np.maximum(1.0 - out["gain"] / bound, 1e-300),
-        gradient_norm=sums / total**2,
-        gradient_norm_unbiased=(sums - traces) / total**2 * (n / max(n - 1, 1)),
-        rank_stability=raw,
-        rank_stability_excess=stability,
-        rank_agreement=agreement,
-        noise_share=share,
-        samples_needed=needed,
-        verdict=verdict(n, z[middle], share[middle], stability[middle], needed[middle], agreement[middle]),
-    )
-    return out
+    return {
+        "excess": excess,
+        "z": z,
+        "rank_stability": raw,
+        "rank_stability_excess": stability,
+        "rank_agreement": agreement,
+        "noise_share": share,
+        "samples_needed": needed,
+        "verdict": verdict(n, z[middle], share[middle], stability[middle], needed[middle], agreement[middle]),
+    }

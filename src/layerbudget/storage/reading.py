@@ -10,11 +10,9 @@ import json
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from tokenize import TokenError
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 
 from ..errors import CorruptFile, LayerbudgetError, NotFound
 
@@ -63,23 +61,6 @@ def check_ordinary(path: Path | str, kind: str, *, limit: int = _LIMIT) -> Path:
 def read_bytes(path: Path | str, kind: str, *, limit: int = _LIMIT) -> bytes:
     """Content of an ordinary file that is not too large; see :func:`read`."""
     return check_ordinary(path, kind, limit=limit).read_bytes()
-
-
-def read_array(path: Path, kind: str) -> np.ndarray:
-    """An array from an npy file, mapped; pickles are refused.
-
-    Raises:
-        NotFound: No such file.
-        CorruptFile: Not an npy file of plain numbers or texts.
-    """
-    check_ordinary(path, kind)
-    try:
-        found: np.ndarray = np.load(path, allow_pickle=False, mmap_mode="r")
-    except (ValueError, OSError, EOFError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError) as error:
-        raise CorruptFile(f"{path} is not an npy file of numbers ({error}).", "", "Save it with numpy.save.") from error
-    if not isinstance(found, np.ndarray):
-        raise CorruptFile(f"{path} is an archive.", "One array is read.", "Save it with numpy.save.")
-    return found
 
 
 def parse(

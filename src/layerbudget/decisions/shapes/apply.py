@@ -12,6 +12,7 @@ from torch import nn
 
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InfeasibleBudget, InvalidInput, UnknownBlock, UnknownStructure
+from ...execution.divergence import Reference
 from ...execution.inputs import gram_of
 from ...execution.modes import inference
 from ...execution.processes import shard
@@ -20,7 +21,6 @@ from ...models.blocks import configs_of, describe, layers
 from ...plan import Plan
 from ...progress import Progress, Steps
 from ...records import Result
-from ...sensitivity.directional.trials import Reference
 from .compensation import Stream
 from .layouts import FIND, Attention
 from .program import KINDS, Part

@@ -26,13 +26,12 @@ from torch import nn
 
 from ...compressors.treating import matrices
 from ...data.calibration import CalibrationSet
-from ...execution.inputs import InputMoments, InputStatistics
-from ...execution.loss import Batch
-from ...execution.sites import Site
+from ...execution.divergence import Reference
+from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites
 from ...models.blocks import partition, weight_of
 from ...sensitivity.directional.directions import Directions, Written
 from ...sensitivity.directional.terms import QuadraticTerms, quadratic_terms
-from ...sensitivity.directional.trials import Originals, Reference
+from ...sensitivity.directional.trials import Originals
 from .layouts import Where
 from .program import GONE, Part, ShapeSpace
 from .units import damped, refitted, stays, where_is
@@ -185,7 +184,7 @@ class ShapePoint:
     def _evaluate(
         self, reference: Reference, alternatives: np.ndarray, grams: Grams, draws: int, seed: int, *, dense: bool
     ) -> tuple[QuadraticTerms, Grams]:
-        gathered: Grams = {}
+        gathered: dict[str, list[InputMoments]] = {}
 
         def make(name: str) -> Directions:
             rows = [self._wanted(name, row) for row in alternatives[self.matrices[name].layer].tolist()]
@@ -193,14 +192,6 @@ class ShapePoint:
             present = matrices(*weight_of(self.model, name))[0].detach()
             deltas = [w - present for w in self.become(name, grams[name], distinct)]
             return _Indexed(deltas, np.array([distinct.index(row) for row in rows]))
-
-        def listen(site: Site, batch: Batch) -> None:
-            mask, x = batch.kwargs.get("attention_mask"), site.a
-            rows = x.flatten(0, 1) if mask is None or mask.shape != x.shape[:2] else x[mask.bool()]
-            shared = gathered.get(site.names[0]) or InputMoments("gram")
-            for name in site.names:
-                gathered.setdefault(name, shared)
-            shared.add(rows)
 
         forms = quadratic_terms(
             self.model,
@@ -212,9 +203,9 @@ class ShapePoint:
             draws=draws,
             seed=seed,
             batch_size=self.batch_size,
-            listen=listen,
+            listen=moments_of_sites(gathered, "gram"),
         )
-        return forms, gathered
+        return forms, {name: moments[0] for name, moments in gathered.items()}
 
 
 def _others(found: Sequence[Grams]) -> list[Grams]:

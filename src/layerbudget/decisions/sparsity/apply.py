@@ -20,7 +20,7 @@ from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput, ModelMismatch, UnknownBlock
 from ...execution.modes import inference
 from ...execution.processes import broadcast, is_main, process_group, shard
-from ...execution.walk import Walk, check_autocast
+from ...execution.walk import Walk
 from ...kinds import check_kind
 from ...models.blocks import check_finite, describe, layers, partition, weight_of
 from ...models.machine import computation, versions
@@ -91,7 +91,6 @@ def prune(
     _check_read(treatment, true_sequential=true_sequential, autocast=autocast, resume=resume)
     batch_size = 1 if parity else 8 if batch_size is None else batch_size
     treating = Treating(model, treatment, parity=parity, true_sequential=true_sequential)
-    check_autocast(autocast)
     if autocast and parity:
         raise InvalidInput("parity and autocast exclude each other.", "The references run in the model's own precision.", "")
     check_kind(plan.kind, ("sparsity",), "cannot be pruned")

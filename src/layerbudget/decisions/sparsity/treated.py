@@ -27,19 +27,19 @@ from ...compressors.select import share
 from ...compressors.treating import Found, Job, Treating, matrices, treated
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput
-from ...execution.inputs import InputMoments, InputStatistics, share_statistics
-from ...execution.loss import Batch, unlabelled
+from ...execution.divergence import Reference
+from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites, share_statistics
+from ...execution.loss import unlabelled
 from ...execution.memory import zeros_in_file
 from ...execution.modes import inference
 from ...execution.replay import unwalkable
-from ...execution.sites import Site
 from ...models.blocks import partition, weight_of
 from ...models.offload import mapped
 from ...plan import PlanBlock, RowGroups, members
 from ...records import Block, Module
 from ...sensitivity.directional.directions import Directions, Nested, Written
 from ...sensitivity.directional.terms import QuadraticTerms, quadratic_terms
-from ...sensitivity.directional.trials import Reference, StreamedTrials, Trials
+from ...sensitivity.directional.trials import StreamedTrials, Trials
 from ...storage.writing import check_space
 
 
@@ -216,7 +216,7 @@ class TreatedModel:
             draws=0,
             batch_size=self.batch_size,
             walk=self.trials.walk,
-            listen=self._gathering(gathered) if reads and not self.fused else None,
+            listen=moments_of_sites(gathered, self.treatment.statistic, self.folder) if reads and not self.fused else None,
         )
         self.passes += terms.passes
         if reads and self.fused:  # their inputs are formed inside their module
@@ -226,26 +226,12 @@ class TreatedModel:
             share_statistics(gathered)
         return Point(**vars(terms), counts=counts, given=given, levels=levels, moments=gathered)
 
-    def _gathering(self, found: dict[str, list[InputMoments]]) -> Callable[[Site, Batch], None]:
-        """Sum the second moments of what matrices are given, real tokens only; matrices of one site share theirs."""
-
-        def listen(site: Site, batch: Batch) -> None:
-            mask, x = batch.kwargs.get("attention_mask"), site.a
-            rows = x.flatten(0, 1) if mask is None or mask.shape != x.shape[:2] else x[mask.bool()]
-            shared = found.get(site.names[0]) or [InputMoments(self.treatment.statistic, folder=self.folder)]
-            for name in site.names:
-                found.setdefault(name, shared)
-            shared[0].add(rows)
-
-        return listen
-
     def _again(self) -> InputStatistics:
         """Statistics of the model's inputs as it is now, by a forward of its own."""
         found, walk = self._statistics(), self.reference.walk
         with inference(self.model):
             walk.capture()
-            walk.finals(during=lambda i: found.listening(walk.token_mask(i)))
-            share_statistics(found.found)
+            found.finals(walk)
         return found
 
     def apply(self, counts: np.ndarray) -> float:
@@ -258,7 +244,7 @@ class TreatedModel:
             for i, (name, _) in enumerate(walk.layers):
                 walk.position = i
                 self.trials.layer(walk, self.units.jobs(counts, f"{name}."))
-            found = self.reference.meter.reached()
+            found = self.reference.damage(len(walk))
         self.passes += walk.forwards / (len(walk) * walk.batches)
         return found
 

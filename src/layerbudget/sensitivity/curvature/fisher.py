@@ -50,8 +50,8 @@ def score_gram(
     sequence are kept, and only those that the folder lacks are computed.
 
     Returns:
-        Gains (bounded by n/N), standard errors and floors ``d_eff/N``; ``extra`` holds excess, z, centred gain, cross-fit
-        gain, rank stability and the verdict.
+        Gains (bounded by n/N), standard errors and floors ``d_eff/N``; ``extra`` holds excess, z,
+        rank stability and the verdict.
 
     Raises:
         CoverageError: A weight matrix was never seen.

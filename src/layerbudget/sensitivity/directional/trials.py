@@ -15,58 +15,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...compressors.treating import Found, Job, Treating
-from ...data.calibration import CalibrationSet
 from ...errors import CoverageError
-from ...execution.divergence import Meter, kl_sum, mean
-from ...execution.inputs import InputStatistics, share_statistics
-from ...execution.loss import pad_right
-from ...execution.modes import inference
-from ...execution.processes import shard
 from ...execution.walk import Walk
 from ...models.blocks import weight_of
 from ...models.offload import Mapped, mapped
 from ...records import Block
-
-
-class Reference:
-    """The dense model's output on some text, kept to compare with.
-
-    Args:
-        model: The dense model, at the moment of making this.
-        data: The text; padding is moved behind the tokens, several processes share the sequences.
-        batch_size: Sequences per forward.
-        listen: Statistics to gather from the same forward.
-    """
-
-    def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int, listen: InputStatistics | None = None) -> None:
-        padded = pad_right(data)
-        self.data = padded if isinstance(padded, CalibrationSet) else data
-        with inference(model):
-            self.walk = Walk(model, shard(self.data), batch_size=batch_size)
-            self.walk.capture()
-            during = (lambda i: listen.listening(self.walk.token_mask(i))) if listen is not None else None
-            self.meter = Meter(self.walk, "kl", during=during)
-            if listen is not None:
-                share_statistics(listen.found)
-
-    def clean(self, batch: int) -> torch.Tensor:
-        """Log-probabilities of a batch."""
-        return self.meter.clean(batch)
-
-    def measure(self) -> float:
-        """Mean divergence of the model as it is now, in nats per token; one forward."""
-        total = tokens = 0.0
-        with inference(self.walk.model):
-            if mapped(self.walk.model) is not None:  # every layer comes once, for all batches
-                self.walk.capture()
-                while self.walk.position < len(self.walk):
-                    self.walk.advance()
-                return self.meter.reached()
-            for batch in range(self.walk.batches):
-                logits = self.walk.model(**self.walk.inputs(batch)).logits
-                each, count = kl_sum(logits, self.clean(batch), self.meter.counted(batch))
-                total, tokens = total + each, tokens + count
-        return mean(total, tokens)
 
 
 class Originals:
