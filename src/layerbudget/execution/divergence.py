@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -87,23 +88,23 @@ class Reference:
             self._clean[batch] = clean
         return clean
 
-    def damage(self, index: int) -> float:
-        """Mean divergence of the model as it is now, nats per token.
-
-        Forwards begin at layer ``index`` (the number of layers: at the head), with the activations that the walk has stored.
-        """
-        found = tokens = 0.0
-        for batch in range(self.walk.batches):
-            each, count = kl_sum(self.walk.tail(index, batch).logits, self.clean(batch), self.counted[batch])
-            found, tokens = found + each, tokens + count
-        return mean(found, tokens)
+    def reached(self) -> float:
+        """Mean divergence at the activations that the walk has stored behind the last layer, nats per token."""
+        return self._mean(lambda batch: self.walk.tail(len(self.walk), batch))
 
     def measure(self) -> float:
         """Mean divergence of the model as it is now, nats per token; one forward."""
         with inference(self.walk.model):
-            self.walk.capture()
             if mapped(self.walk.model) is None:
-                return self.damage(0)
+                return self._mean(lambda batch: self.walk.model(**self.walk.inputs(batch)))
+            self.walk.capture()
             while self.walk.position < len(self.walk):  # every layer comes once, for all batches
                 self.walk.advance()
-            return self.damage(len(self.walk))
+            return self.reached()
+
+    def _mean(self, output_of: Callable[[int], Any]) -> float:
+        found = tokens = 0.0
+        for batch in range(self.walk.batches):
+            each, count = kl_sum(output_of(batch).logits, self.clean(batch), self.counted[batch])
+            found, tokens = found + each, tokens + count
+        return mean(found, tokens)
