@@ -82,7 +82,7 @@ def recompute_sparsity(name: str, record: Record | None = None) -> dict[str, Any
         "largest_difference": float(np.abs(s.value - truth).max()),
         "multiplier": BITS - s.shadow_price,
         "released_multiplier": want["multiplier_b_minus_lambda"],
-        "at_cap": int(s.at_upper.sum()),
+        "at_cap": int((s.value >= s.upper).sum()),
         "gap": s.gap,
         "kkt_residual": s.kkt_residual,
     }

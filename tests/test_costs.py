@@ -18,19 +18,18 @@ GEMMA = {"hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 2
 
 
 @pytest.mark.parametrize(
-    ("config", "numel", "flops", "expert", "parameters", "router"),
+    ("config", "numel", "flops", "expert", "parameters"),
     [
-        (MISTRAL, 218_103_808, 13_958_643_712, 1_310_720, 655_360, 77_824 // 2),
-        (GEMMA, 276_824_064, 15_502_147_584, 1_785_856, 892_928, 88_064 // 2),
+        (MISTRAL, 218_103_808, 13_958_643_712, 1_310_720, 655_360),
+        (GEMMA, 276_824_064, 15_502_147_584, 1_785_856, 892_928),
     ],
 )
-def test_published_tables(config, numel, flops, expert, parameters, router):
+def test_published_tables(config, numel, flops, expert, parameters):
     blocks = blocks_from_config(config)
     assert {b.numel for b in blocks} == {numel}
     assert costs.base_amount(blocks, "flops") == flops
     assert set(costs.unit_cost(blocks, "flops", capacity="experts")) == {expert}
     assert set(costs.unit_cost(blocks, "params", capacity="experts")) == {parameters}
-    assert set(costs.router_parameters(blocks)) == {router}
 
 
 def test_published_budgets():
@@ -74,12 +73,11 @@ def test_units_that_are_not_priced():
     assert costs.unit_cost(blocks, "latency", latency={b.name: 2e-3 for b in blocks}).sum() == pytest.approx(0.064)
 
 
-def test_linear_blocks_bytes_and_routers():
+def test_linear_blocks_and_bytes():
     blocks = blocks_from_config(MISTRAL, by="linear")
     query = [b for b in blocks if b.name == "model.layers.0.self_attn.q_proj"]
     assert len(blocks) == 224 and costs.unit_cost(query, "bytes").tolist() == [2 * 8192]
-    one = costs.unit_cost(query, "params", capacity="experts", router=True)
-    assert one.tolist() == [8 * 8192 + 4096]
+    assert costs.unit_cost(query, "params", capacity="experts").tolist() == [8 * 8192]
 
 
 def test_fused_experts_count_all_copies_and_active_flops():
@@ -89,9 +87,8 @@ def test_fused_experts_count_all_copies_and_active_flops():
     attention = 41_943_040
     assert block.numel == attention + 8 * (dense.numel - attention)
     assert block.flops_per_token == 2 * (attention + 2 * (dense.numel - attention))
-    assert costs.rank_flops([Block(name="x", modules=(Module(name="x", d_in=2, d_out=3, copies=4, active=2),))]).tolist() == [
-        20
-    ]
+    fused = Block(name="x", modules=(Module(name="x", d_in=2, d_out=3, copies=4, active=2),))
+    assert costs.unit_cost([fused], "flops").tolist() == [20]
 
 
 def test_configuration_files(tmp_path):

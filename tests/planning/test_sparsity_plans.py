@@ -27,6 +27,45 @@ def test_every_rule_spends_the_same_budget(rule, sparsity, rng):
     assert np.all(np.abs(plan.counts - plan.values * scores.numel) <= 1 + 1e-6)
 
 
+SMOOTHED = [
+    0.0328, 0.5723, 0.7624, 0.7378, 0.6498, 0.6838, 0.6919, 0.8031, 0.8723, 0.8932, 0.9228, 0.9439, 0.9428, 0.9332, 0.8999,
+    0.8894, 0.8875, 0.9048, 0.8685, 0.8095, 0.7992, 0.8360, 0.8801, 0.9501, 0.9468, 0.9160, 0.8693, 0.8342, 0.8020, 0.7901,
+    0.8010, 0.8401,
+]  # fmt: skip
+
+
+def mapped(metric, sparsity=0.5, rule="layerif", sizes=None, **options):
+    """Values of a published map; ``layerif`` prunes what has the larger metric, ``owl`` the smaller."""
+    scores = zoo.scores(metric, sizes, orientation="redundancy" if rule == "layerif" else "gain")
+    return plan_sparsity(scores, sparsity=sparsity, rule=rule, **options).values
+
+
+@pytest.mark.parametrize(("width", "first", "largest"), [(0.1, 0.4207, 0.5141), (0.3, 0.2894, 0.5375)])
+def test_published_layerif_sparsities(width, first, largest):
+    rho = mapped(SMOOTHED, width=width)
+    assert rho[0] == pytest.approx(first, abs=5e-5) and rho.max() == pytest.approx(largest, abs=5e-5)
+    assert np.argmax(rho) == 23 and rho.mean() == pytest.approx(0.5)
+
+
+def test_owl_width_mean_and_shift(rng):
+    outliers, uneven = rng.random(32), list(range(1, 33))
+    rho = mapped(outliers, rule="owl")
+    assert np.ptp(rho) == pytest.approx(0.16) and rho.mean() == pytest.approx(0.5) and np.argmin(rho) == np.argmax(outliers)
+    assert np.allclose(mapped(outliers, 0.4, rule="owl"), rho - 0.1)
+    ours = mapped(outliers, rule="owl", sizes=uneven, max_sparsity=0.55)
+    assert ours.max() <= 0.55 and np.array(uneven) @ ours == pytest.approx(0.5 * sum(uneven))
+
+
+def test_flat_metrics_give_the_uniform_plan_and_caps_redistribute_what_they_cut_off():
+    for rule in ("layerif", "owl"):
+        assert np.allclose(mapped([2.0, 2.0, 2.0], 0.3, rule, [1, 5, 9]), 0.3)
+    rho = mapped([0.0, 1.0, 5.0], 0.7, width=0.5, max_sparsity=0.8)
+    assert rho.max() <= 0.8 and rho.mean() == pytest.approx(0.7, abs=1e-4)
+    assert mapped([1.0] * 3, rule="size", sizes=[1, 2, 3], max_sparsity=0.6)[2] == 0.6
+    with pytest.raises(InfeasibleBudget, match="does not fit the caps"):
+        mapped([1.0, 2.0], 0.9, "uniform", max_sparsity=0.8)
+
+
 def test_larger_scores_are_pruned_less():
     values = np.linspace(1, 3, 12)
     plan = plan_sparsity(zoo.scores(values), sparsity=0.5)

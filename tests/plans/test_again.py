@@ -90,10 +90,10 @@ def test_random_plans_made_again(kind, count):
             assert again.hyperparameters[name] == plan.hyperparameters[name] == asked[name]
 
 
-def test_floors_and_caps_come_on_top():
+def test_floors_come_on_top():
     plan = plan_ranks(zoo.scores([30, 30, 6.5, 6.5]), mean_rank=16, min_rank=2, max_rank=40)
-    again = plan_again(plan, zoo.scores([1, 1, 1, 90]), lower=[0, 6, 0, 0], upper=[100, 100, 3, 20])
-    assert again.counts[1] >= 6 and again.counts[2] <= 3 and again.counts[3] <= 20 and again.counts.min() >= 2
+    again = plan_again(plan, zoo.scores([1, 1, 1, 90]), lower=[0, 6, 0, 0])
+    assert again.counts[1] >= 6 and again.counts.max() <= 40 and again.counts.min() >= 2
 
 
 def test_refusals():

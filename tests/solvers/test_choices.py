@@ -83,21 +83,6 @@ def test_the_theorem(seed, share):
         assert total == pytest.approx(d[k, pick].sum(), rel=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(0, 10**6), st.floats(0, 1))
-def test_items_of_one_group_agree(seed, share):
-    rng = np.random.default_rng(seed)
-    d, c = rng.random((6, 3)), rng.integers(1, 9, (6, 3))
-    groups = ["a", "b", "a", "c", "b", "c"]
-    sums = [[0, 2], [1, 4], [3, 5]]
-    d2, c2 = (np.array([x[rows].sum(0) for rows in sums]) for x in (d, c))
-    budget = int(c2.min(1).sum() + share * (c2.max(1).sum() - c2.min(1).sum()))
-    found = C.choose(d, c, budget, groups=groups)
-    assert found.damage == pytest.approx(brute(d2, c2, budget))
-    assert all(len({found.chosen[i] for i in rows}) == 1 for rows in sums)
-    assert found.chosen.shape == (6,) and found.spent == c[np.arange(6), found.chosen].sum()
-
-
 def test_more_bytes_never_hurt_and_the_price_says_how_much_they_help():
     d, c = curves(np.random.default_rng(5), 60, 6)
     low, high = c.min(1).sum(), c.max(1).sum()
@@ -149,9 +134,5 @@ def test_bad_input_is_one_sentence():
         C.choose([[1.0]], [[1.5]], 3)
     with pytest.raises(InvalidInput, match="Item 1 has no alternative"):
         C.choose([[1.0], [np.inf]], [[1], [1]], 3)
-    with pytest.raises(InvalidInput, match="A group has no alternative"):
-        C.choose([[1.0, np.inf], [np.inf, 1.0]], [[1, 1], [1, 1]], 3, groups="aa")
     with pytest.raises(LengthMismatch):
         C.choose([[1.0]], [[1, 2]], 3)
-    with pytest.raises(LengthMismatch, match="2 groups for 1"):
-        C.choose([[1.0]], [[1]], 3, groups="ab")

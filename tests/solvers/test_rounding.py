@@ -45,8 +45,8 @@ def test_unit_costs_spend_everything_and_floor_does_not(rng):
 
 def test_ranks_in_eights_and_minimum(rng):
     cost = rng.integers(5, 19, 100) * 1024.0
-    s = allocate(rng.random(100), cost, 16 * cost.sum(), spend="exactly", upper=64.0)
-    r = round_capacity(s, multiple=8, minimum=8)
+    s = allocate(rng.random(100), cost, 16 * cost.sum(), spend="exactly", lower=8.0, upper=64.0)
+    r = round_capacity(s, multiple=8)
     assert r.counts.min() == 8 and r.counts.max() <= 64 and not (r.counts % 8).any()
     assert r.exact and r.spent <= s.budget and s.budget - r.spent < cost.max() * 8
 
@@ -58,11 +58,10 @@ def test_many_blocks_have_a_proven_gap(rng):
 
 
 def test_impossible_floors():
-    s = allocate([1.0, 1.0], 1.0, 10.0, spend="exactly")
     with pytest.raises(InfeasibleBudget):
-        round_capacity(s, minimum=6)
+        round_capacity(allocate([1.0, 1.0], 1.0, 10.0, lower=4.5, spend="exactly"), multiple=6)
     with pytest.raises(InfeasibleBudget):
-        round_capacity(allocate([1.0], 1.0, 10.0, upper=7.0), multiple=8, minimum=1)
+        round_capacity(allocate([1.0], 1.0, 10.0, lower=1.0, upper=7.0), multiple=8)
     with pytest.raises(InvalidInput):
         round_capacity(sparsify([1.0], 10.0, 1))
 

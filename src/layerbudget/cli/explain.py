@@ -73,15 +73,14 @@ def register(subparsers: Any) -> None:
 
 def run_plan(a: argparse.Namespace) -> dict[str, Any]:
     """Say what a plan does."""
-    from ..plans.explain import codelengths, explain_plan
+    from ..plans.explain import explain_plan
 
     if a.tokens is not None and a.scores is None:
         raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")
     plan, scores = Plan.load(a.plan), None if a.scores is None else need_scores(a.scores)
     result = explain_plan(plan, scores, tokens=a.tokens)
     say(a, result["sentences"])
-    bits = {} if scores is None else {"bits": codelengths(plan, scores, a.tokens)}
-    return to_jsonable({**result, **bits})
+    return to_jsonable(result)
 
 
 def run_diff(a: argparse.Namespace) -> dict[str, Any]:

@@ -59,7 +59,6 @@ def register(subparsers: Any) -> None:
     )
     p.add_argument("--formats", metavar="FILE", help="what plan bits --save-scores wrote: decide formats in the place of zeros")
     p.add_argument("--capacity", choices=("ranks", "experts"), help="what is added (default: ranks)")
-    p.add_argument("--curves", metavar="FILE", help="measured damage in the place of a penalty: {block: [ratios, losses]}")
     add_set(p, "a number of the program: exponent, max_sparsity, min_capacity, alpha, ...; of a recipe exchange, gain, ...")
 
 
@@ -144,14 +143,9 @@ def run_joint(a: argparse.Namespace) -> dict[str, Any]:
 
     scores = need_scores(a.source)
     if a.formats:
-        refuse(a, ("capacity", "curves"), "a recipe of formats and ranks")
+        refuse(a, ("capacity",), "a recipe of formats and ranks")
         return _finish(a, plan_recipe(scores, need_scores(a.formats), budget=a.budget, **own_of(a, plan_recipe)))
-    own = own_of(a, plan_joint)
-    if a.curves:
-        if "penalty" in own:
-            raise InvalidInput("--curves and a penalty were given together.", "Curves are the penalty.", "Leave one out.")
-        own["penalty"] = read_curves(a.curves)[0]
-    return _finish(a, plan_joint(scores, budget=a.budget, **given(a, "capacity"), **own))
+    return _finish(a, plan_joint(scores, budget=a.budget, **given(a, "capacity"), **own_of(a, plan_joint)))
 
 
 def _counted(a: argparse.Namespace) -> dict[str, Any]:

@@ -27,7 +27,6 @@ _CONSTANTS = ("alpha", "gamma", "bits", "eta", "units")
 _PRICING: Mapping[str, tuple[str, ...]] = {
     "latency": ("latency",),
     "bytes_per_parameter": ("bytes",),
-    "router": ("params", "bytes", "flops"),
 }
 # Names under which users give the fields of the terms, and plans record them.
 _NAMES: Mapping[str, Mapping[str, str]] = {
@@ -47,7 +46,7 @@ def record_of(scores: Scores | Sequence[Block]) -> Scores | None:
 
 
 def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
-    """Return the indices of the blocks with this name, or of those whose name the regular expression matches (``re.search``).
+    """Return the indices of the blocks with this name, or else of those whose name the regular expression finds.
 
     Raises:
         UnknownBlock: None does.
@@ -96,8 +95,7 @@ def constants_of(**named: Any) -> dict[str, Any]:
 
 def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as a plan records them: functions by their name, constants of the programs where they were given."""
-    silent = {"curves", *(name for name in _CONSTANTS if options.get(name) is None)}
-    return {k: getattr(v, "name", v) for k, v in options.items() if k not in silent}
+    return {k: getattr(v, "name", v) for k, v in options.items() if k != "curves" and not (k in _CONSTANTS and v is None)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,7 +110,6 @@ class Terms:
         multiple: Counts are multiples of this.
         fixed: Counts of some blocks, by name or regular expression.
         expert_rank: Rank of one expert.
-        router: Whether router outputs are counted in the price.
         bytes_per_parameter: For prices in bytes; 2 where it is None.
         latency: Seconds per unit by block.
     """
@@ -124,7 +121,6 @@ class Terms:
     multiple: int = 1
     fixed: Mapping[str, int] | None = None
     expert_rank: int = 8
-    router: bool = False
     bytes_per_parameter: float | None = None
     latency: Mapping[str, float] | None = None
 
@@ -143,7 +139,7 @@ class Terms:
     def _pricing(self) -> dict[str, Any]:
         """Options of the price that were given."""
         held = {name: getattr(self, name) for name in _PRICING}
-        return {name: value for name, value in held.items() if value is not None and value is not False}
+        return {name: value for name, value in held.items() if value is not None}
 
     def _priced(self, blocks: Sequence[Block], wanted: Budget) -> tuple[Vector, float]:
         """Cost per unit of every block, and the budget, in its unit."""
@@ -155,10 +151,9 @@ class Terms:
                     f"Budgets in {' or '.join(_PRICING[name])} read it.",
                     f"Leave {name} out, or state the budget in another unit.",
                 )
-        size: dict[str, Any] = {"capacity": "experts", "expert_rank": self.expert_rank} if self.kind == "experts" else {}
-        scale = {"bytes_per_parameter": self.bytes_per_parameter} if "bytes_per_parameter" in pricing else {}
-        amount = amount_of(wanted, blocks, **scale) if wanted.relative else wanted.amount
-        return unit_cost(blocks, wanted.unit, **size, **pricing), number(amount, "budget")
+        scale = {name: value for name, value in pricing.items() if name == "bytes_per_parameter"}
+        cost = unit_cost(blocks, wanted.unit, capacity=self.kind, expert_rank=self.expert_rank, **pricing)
+        return cost, number(amount_of(wanted, blocks, **scale), "budget")
 
     def problem(self, scores: Scores | Sequence[Block], wanted: Budget) -> Problem:
         """Return what a rule is to decide.
@@ -225,9 +220,7 @@ def one_budget(given: Mapping[str, Any], default: str) -> Budget:
             f"Give exactly one of {', '.join(given)}.",
             "For example budget='64M params'.",
         )
-    name, value = next(iter(named.items()))
-    if name == "flops_fraction":
-        return Budget(amount=float(value), unit="flops", relative=True, text=f"{float(value):.4%} flops")
+    (value,) = named.values()
     return parse_budget(value, default=default)
 
 
@@ -241,13 +234,8 @@ def decide(
 ) -> Plan:
     """Return the plan of experts or ranks that a rule makes under terms and a budget.
 
-    Args:
-        scores: Scores, or blocks alone for rules that need none.
-        terms: What binds the plan.
-        wanted: The budget.
-        rule: Name of the rule, or a function.
-        given: Options for it; None means not given.
-        record: What the plan shall record beside terms and options.
+    ``given`` are options for the rule, None where they are not given; ``record`` is what the plan shall record beside terms and
+    options.
 
     Raises:
         InvalidInput: An option that the rule does not have, or a decision that is none.
@@ -258,14 +246,7 @@ def decide(
     problem = terms.problem(scores, wanted)
     decision = chosen.decide(problem, options)
     if decision.counts is None:
-        value = np.asarray(decision.value, dtype=np.float64)
-        if value.shape != problem.amount.shape or not np.isfinite(value).all():
-            raise InvalidInput(
-                f"The rule {chosen.name} gave values of shape {value.shape}.",
-                f"It must give {problem.amount.size} finite ones.",
-                "Correct it.",
-            )
-        decision = _in_proportion(problem, value)
+        decision = _in_proportion(problem, decision.value)
     counts = np.asarray(decision.counts)
     budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
     hyper = {**(record or {}), **terms.record(), **recorded(options)}
@@ -285,8 +266,7 @@ def _allocated(problem: Problem, weights: Vector, *, method: str = "auto", spend
 def _in_proportion(problem: Problem, value: Vector, *, method: str = "auto") -> Decision:
     """Whole capacities nearest to a wish that may cost more or less than the budget.
 
-    With the log utility and weights ``w = c (1 + value)`` the optimum is ``t (1 + value) - 1``: the wish itself where it
-    costs the budget, else the wish scaled. There is no certificate: no program was asked.
+    With the log utility and weights ``w = c (1 + value)`` the optimum is ``t (1 + value) - 1``: the wish, scaled to the budget.
     """
     decision = _allocated(problem, problem.amount * (1.0 + np.maximum(value, 0.0)), method=method)
     return dataclasses.replace(decision, solution=None)

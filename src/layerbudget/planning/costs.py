@@ -31,14 +31,7 @@ _EXAMPLES = "'160 experts', '512 ranks', '64M params', '1.2 GiB', '400M flops', 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """An amount in a unit; ``relative`` amounts are fractions of the base model's own amount.
-
-    Attributes:
-        amount: Number of units, or the fraction.
-        unit: One of ``experts, ranks, params, bytes, flops, latency`` (latency in seconds).
-        relative: Whether the amount is a fraction of the base model.
-        text: What the user wrote.
-    """
+    """An amount in one of :data:`UNITS` (latency in seconds), or a fraction of the base model's; ``text`` as it was written."""
 
     amount: float
     unit: str
@@ -49,9 +42,7 @@ class Budget:
 def parse_budget(text: str | float | int, *, default: str = "params") -> Budget:
     """Return the budget of a text such as ``"64M params"``, ``"1.2 GiB"``, ``"-2GiB"``, ``"3% flops"``, in base units.
 
-    Args:
-        text: The budget. A number, or a text with no unit, is in the ``default`` unit.
-        default: Unit of plain numbers.
+    A number, or a text with no unit, is in the ``default`` unit.
 
     Raises:
         UnknownUnit: The text does not parse or names no known unit. Commas may only separate groups of three digits.
@@ -98,23 +89,12 @@ def rank_parameters(blocks: Sequence[Block]) -> Vector:
     return np.array([sum((m.d_in + m.d_out) * m.copies for m in b.modules) for b in blocks], dtype=np.float64)
 
 
-def rank_flops(blocks: Sequence[Block]) -> Vector:
-    """Return the FLOPs per token of one LoRA rank in every matrix of a block, shape ``(K,)``."""
-    return np.array([sum(2 * (m.d_in + m.d_out) * m.active for m in b.modules) for b in blocks], dtype=np.float64)
-
-
-def router_parameters(blocks: Sequence[Block]) -> Vector:
-    """Return the router parameters (one output per matrix) that one more expert needs, ``sum d_in``, shape ``(K,)``."""
-    return np.array([sum(m.d_in for m in b.modules) for b in blocks], dtype=np.float64)
-
-
 def unit_cost(
     blocks: Sequence[Block],
     unit: str,
     *,
     capacity: str = "ranks",
     expert_rank: int = 8,
-    router: bool = False,
     bytes_per_parameter: float = 2.0,
     latency: Mapping[str, float] | None = None,
 ) -> Vector:
@@ -125,7 +105,6 @@ def unit_cost(
         unit: ``experts``/``ranks`` (every block costs 1), ``params``, ``bytes``, ``flops`` or ``latency``.
         capacity: What one unit of capacity is: ``ranks`` or ``experts``.
         expert_rank: Rank of one expert.
-        router: Count one router output per expert and matrix.
         bytes_per_parameter: 2 for bf16.
         latency: Seconds that one unit of capacity adds, by block name.
 
@@ -137,13 +116,13 @@ def unit_cost(
     [131072.0]
     """
     size = expert_rank if capacity == "experts" else 1
-    extra = router_parameters(blocks) if router and capacity == "experts" else 0.0
     if unit == capacity:
         return np.ones(len(blocks))
     if unit in ("params", "bytes"):
-        return (rank_parameters(blocks) * size + extra) * (bytes_per_parameter if unit == "bytes" else 1.0)
+        return rank_parameters(blocks) * size * (bytes_per_parameter if unit == "bytes" else 1.0)
     if unit == "flops":
-        return rank_flops(blocks) * size + 2 * extra
+        ranks = [sum(2 * (m.d_in + m.d_out) * m.active for m in b.modules) for b in blocks]
+        return np.array(ranks, dtype=np.float64) * size
     if unit != "latency":
         raise UnknownUnit(
             f"{capacity} are not priced in {unit!r}.",

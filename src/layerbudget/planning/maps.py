@@ -1,56 +1,59 @@
-"""Published maps from layer values to sparsities, and the two that need no values (:mod:`layerbudget.solvers.rules`)."""
+"""Published maps from layer values to sparsities, and the two that need no values.
+
+Caps hold and the budget is met: what a map would give beyond a cap is divided over the other blocks, which the originals leave
+out. Fixed blocks keep what they have; the map is made on the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
-from ..errors import InvalidInput
-from ..solvers import rules as maps
-from ..solvers.inputs import Vector
+from ..errors import InfeasibleBudget, InvalidInput
+from ..solvers.dual import piecewise_root
+from ..solvers.inputs import Vector, number
 from .rule import Decision, Problem, rule
 
 _LSA = (0.06, 0.06, 0.02, 0.04, 0.02, 0.04, 0.10, 0.15, 0.12, 0.12)  # published widths at 10 % to 80 %; the ends repeat
 
 
-def _on_free(problem: Problem, make: Callable[..., Vector], *vectors: Vector, **options: Any) -> Decision:
-    """A map on the blocks that are not fixed; options that are None have the map's own default."""
-    value, free = problem.low.copy(), ~problem.held
-    options = {name: option for name, option in options.items() if option is not None}
-    if free.any():
-        bounds = {"max_sparsity": problem.high[free], "min_sparsity": problem.low[free]}
-        value[free] = make(*(v[free] for v in vectors), problem.amount[free], problem.share, **bounds, **options)
-    target = int(round(float(np.dot(value, problem.amount)))) if options.get("parity") else None
-    return Decision(value=value, target=target)
-
-
 @rule("sparsity", "uniform", summary="the same sparsity everywhere, as far as the bounds allow")
 def _uniform(problem: Problem) -> Decision:
-    return _on_free(problem, maps.uniform_sparsity)
+    return _scaled(problem, np.ones(len(problem.blocks)))
 
 
 @rule("sparsity", "size", summary="sparsity in proportion to a block's size")
 def _size(problem: Problem) -> Decision:
-    return _on_free(problem, maps.size_sparsity)
+    return _scaled(problem, problem.amount / problem.amount.mean())
 
 
 @rule("sparsity", "layerif", summary="LayerIF's map: scores stretched to a band around the target")
 @rule("sparsity", "alphapruning", summary="AlphaPruning's map: scores stretched to a band around the target")
-def _stretched(problem: Problem, *, damping: float | None = None, width: float | None = None, parity: bool = False) -> Decision:
-    return _on_free(problem, maps.stretched_sparsity, -problem.oriented(damping), width=width, parity=parity)
+def _stretched(problem: Problem, *, damping: float | None = None, width: float | None = None) -> Decision:
+    """The metric stretched to ``[1 - width, 1 + width]`` and rescaled to the budget; published scripts use 0.1 to 0.3.
+
+    A larger metric means more pruning; a flat one gives the uniform plan (the originals divide 0 by 0).
+    """
+    width = 0.3 if width is None else number(width, "width")
+    r = _span(problem, -problem.oriented(damping)) * 2.0 * width
+    return _scaled(problem, np.maximum(r + (1.0 - width), 0.0) if r.any() else np.ones(r.size))
 
 
 @rule("sparsity", "owl", summary="OWL's map: the more outliers, the fewer zeros")
-def _owl(problem: Problem, *, damping: float | None = None, width: float | None = None, parity: bool = False) -> Decision:
-    return _on_free(problem, maps.owl_sparsity, problem.oriented(damping), width=width, parity=parity)
+def _owl(problem: Problem, *, damping: float | None = None, width: float | None = None) -> Decision:
+    """``d = (o - min o) / (max o - min o) 2 width``, ``rho = s + mean(d) - d``, the mean over blocks.
+
+    All are shifted by one number until the budget, which counts parameters, is met under the caps.
+    """
+    d = _span(problem, problem.oriented(damping)) * 2.0 * (0.08 if width is None else number(width, "width"))
+    free, n = ~problem.held, problem.amount
+    rho = problem.share + (d[free].mean() if free.any() else 0.0) - d
+    return _filled(problem, np.ones(n.size), rho)
 
 
 @rule("sparsity", "dlp", summary="DLP's map: the larger a layer's mean Wanda score, the more zeros")
 def _dlp(problem: Problem, *, damping: float | None = None, width: float | None = None) -> Decision:
     """OWL's map of the importance ``1 - s_i / sum s``, width 0.15."""
-    return _on_free(problem, maps.owl_sparsity, problem.oriented(damping), width=0.15 if width is None else width)
+    return _owl(problem, damping=damping, width=0.15 if width is None else width)
 
 
 @rule("sparsity", "lsa", summary="LSA's map: the larger the removal error, the more zeros")
@@ -59,13 +62,10 @@ def _lsa(problem: Problem, *, damping: float | None = None, width: float | None 
 
     The width is that of the target's tenth by default.
     """
-    free, n = ~problem.held, problem.amount
-    value = problem.low.copy()
+    free, n, value = ~problem.held, problem.amount, problem.low.copy()
     width = _LSA[min(int(10 * problem.share + 1e-9), 9)] if width is None else width
-    importance = problem.oriented(damping)[free]
-    spread = np.ptp(importance) if free.any() else 0.0
-    d = (importance - importance.min()) / spread * 2.0 * width if spread > 0 else np.zeros(importance.size)
-    value[free] = problem.share + ((d.mean() - d) * n[free].mean() / n[free] if spread > 0 else 0.0)
+    d = (_span(problem, problem.oriented(damping)) * 2.0 * width)[free]
+    value[free] = problem.share + ((d.mean() - d) * n[free].mean() / n[free] if d.any() else 0.0)
     return Decision(value=value)
 
 
@@ -79,3 +79,34 @@ def _atp(problem: Problem, *, step: float | None = None) -> Decision:
         raise InvalidInput(f"step is {step:g}.", f"At sparsity {share:g} and {length} blocks it lies in [0, {most:g}].", "")
     value = share + step * (np.arange(length) - (length - 1) / 2)
     return Decision(value=np.clip(value, problem.low, problem.high))
+
+
+def _span(problem: Problem, metric: Vector) -> Vector:
+    """The metric moved to ``[0, 1]`` by the smallest and largest of the blocks that are not fixed; zeros where it is flat."""
+    free = metric[~problem.held]
+    spread = np.ptp(free) if free.size else 0.0
+    return (metric - free.min()) / spread if spread > 0 else np.zeros(metric.size)
+
+
+def _scaled(problem: Problem, ratio: Vector) -> Decision:
+    """Sparsities in proportion to ``ratio``, as far as the bounds allow."""
+    largest = ratio[~problem.held].max(initial=0.0)
+    return _filled(problem, np.maximum(ratio, 1e-12 * largest), np.zeros(ratio.size))
+
+
+def _filled(problem: Problem, slope: Vector, offset: Vector) -> Decision:
+    """``clip(t slope + offset)`` with the ``t`` at which the parameter-weighted mean of the free blocks is their share."""
+    value, free = problem.low.copy(), ~problem.held
+    if not free.any():
+        return Decision(value=value)
+    n, a, b, low, high = (v[free] for v in (problem.amount, slope, offset, problem.low, problem.high))
+    least, most = float(np.dot(n, low) / n.sum()), float(np.dot(n, high) / n.sum())
+    if not least - 1e-12 <= problem.share <= most + 1e-12:
+        raise InfeasibleBudget(
+            f"The global sparsity {problem.share:g} does not fit the caps.",
+            f"It must lie in [{least:.4g}, {most:.4g}].",
+            f"Raise max_sparsity to at least {problem.share:g}, or prune less.",
+        )
+    t, _, _ = piecewise_root(n * a, n * b, n * low, n * high, problem.share * float(n.sum()))
+    value[free] = np.minimum(np.maximum(t * a + b, low), high)
+    return Decision(value=value)

@@ -1,17 +1,7 @@
 """A rule: a name, its options, and a function from a problem to a decision.
 
-An option that a rule does not have is refused, never ignored and never recorded. Budgets, floors, caps and fixed blocks bind
-every rule of their kind and are part of the problem. A rule of one's own is one function, whose keyword-only parameters are its
-options::
-
-    from layerbudget.planning.rule import Decision, rule
-
-    @rule("sparsity", "later-is-cheaper", summary="sparsity that grows with depth")
-    def later_is_cheaper(problem, *, slope: float = 0.2):
-        depth = np.linspace(-1, 1, len(problem.blocks))
-        return Decision(value=problem.share + slope * depth)
-
-The decorator registers it; so does an entry point of the group ``layerbudget.rules`` that names its module.
+Budgets, floors, caps and fixed blocks bind every rule of their kind and are part of the problem. :func:`rule` registers a rule
+of one's own; so does an entry point of the group ``layerbudget.rules`` that names its module.
 """
 
 from __future__ import annotations
@@ -56,7 +46,6 @@ def _shared(
     smoothing: Annotated[float, "added to every score, in units of the mean score"] = 0.0,
     seed: Annotated[int, "of the controls"] = 0,
     width: Annotated[float | None, "width of the published maps"] = None,
-    parity: Annotated[bool, "published rules exactly as published"] = False,
 ) -> None: ...
 
 
@@ -102,11 +91,7 @@ class Problem:
         return left / float(self.amount[free].sum()) if free.any() else 0.0
 
     def need_scores(self) -> Scores:
-        """Return the score record.
-
-        Raises:
-            InvalidInput: Blocks without scores were given.
-        """
+        """Return the score record; blocks alone are refused."""
         if self.scores is not None:
             return self.scores
         raise InvalidInput("This rule needs scores and only blocks were given.", "", "Score first, or use rule='uniform'.")
@@ -123,11 +108,7 @@ class Problem:
 
 
 def shuffled(size: int, seed: int) -> np.ndarray:
-    """Return the order in which a control puts values on the wrong blocks.
-
-    Raises:
-        InvalidInput: A seed below zero.
-    """
+    """Return the order in which a control puts values on the wrong blocks."""
     if seed < 0:
         raise InvalidInput(f"seed is {seed}.", "It is zero or more.", "Use 0.")
     return np.random.default_rng(seed).permutation(size)
@@ -142,7 +123,7 @@ class Decision:
             sparsities are shifted by one number, capacities scaled.
         counts: Whole numbers, where the rule makes them itself.
         solution: The certified solution, for rules that solve a program.
-        target: Parameters that go, where the rule departs from the target (published behaviour).
+        target: Parameters that go, where the rule departs from the target.
         extra: What the plan should say beside it.
     """
 
@@ -155,17 +136,7 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rule:
-    """One rule of one kind of plan.
-
-    Attributes:
-        kind: Kind of plan.
-        name: What users write.
-        function: From a problem and options, as keywords, to a decision or to one value per block.
-        summary: A line for the help and the docs.
-        pattern: Regular expression of all names, for a family (``mola-2468``, ``mola-8642``, ...); the function gets the name
-            as its option ``rule``.
-        control: Whether it decides on shuffled values: it then has the option ``seed``.
-    """
+    """One rule of one kind of plan, see :func:`rule`; its function goes from a problem and options to a decision or values."""
 
     kind: str
     name: str
@@ -182,18 +153,30 @@ class Rule:
         return {**known, **({"seed": OPTIONS["seed"]} if self.control else {})}
 
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all options, see :func:`layerbudget.registry.resolve_options`."""
+        """Return all options; one that it does not have is refused, never ignored and never recorded."""
         return resolve_options(f"The rule {self.name}", self.options, given)
 
     def decide(self, problem: Problem, options: Mapping[str, Any]) -> Decision:
-        """Return the decision under resolved options."""
+        """Return the decision under resolved options; a function's own value per block is checked.
+
+        Raises:
+            InvalidInput: Values of another shape, or not finite.
+        """
         given = dict(options)
         if self.control:
             problem = dataclasses.replace(problem, order=shuffled(len(problem.blocks), given.pop("seed")))
         if self.pattern is not None:
             given["rule"] = self.name
         made = self.function(problem, **given)
-        return made if isinstance(made, Decision) else Decision(value=np.asarray(made, dtype=np.float64))
+        made = made if isinstance(made, Decision) else Decision(value=made)
+        value = np.asarray(made.value, dtype=np.float64)
+        if value.shape != problem.amount.shape or not np.isfinite(value).all():
+            raise InvalidInput(
+                f"The rule {self.name} gave values of shape {value.shape}.",
+                f"It must give {problem.amount.size} finite ones.",
+                "Correct it.",
+            )
+        return dataclasses.replace(made, value=value)
 
 
 # One table per kind of plan; a kind of one's own gets a table with its first rule.
@@ -210,8 +193,9 @@ def rule(
         kind: ``sparsity``, ``experts`` or ``ranks``.
         name: What users write; a name that is taken is replaced.
         summary: A line for the help.
-        pattern: See :class:`Rule`.
-        control: See :class:`Rule`.
+        pattern: Regular expression of all names, for a family (``mola-2468``, ``mola-8642``, ...); the function gets the name
+            as its option ``rule``.
+        control: Whether it decides on shuffled values: it then has the option ``seed``.
     """
 
     def add(function: Function) -> Function:
@@ -231,10 +215,8 @@ def rules_of(kind: str) -> dict[str, Rule]:
 def find_rule(kind: str, rule: str | Callable[..., Any]) -> Rule:
     """Return a rule by its name, or a function of one's own as a rule.
 
-    Args:
-        kind: Kind of plan.
-        rule: A name (``my.py:name`` runs that file first), or a function of a :class:`Problem` that returns one value per
-            block, or a :class:`Decision`. Values that miss the budget or the bounds are fitted.
+    A name such as ``my.py:name`` runs that file first. A function of a :class:`Problem` returns one value per block, or a
+    :class:`Decision`.
 
     Raises:
         InvalidInput: There is no such rule.

@@ -17,7 +17,6 @@ from ..planning.costs import UNITS, Budget, amount_of, parse_budget, rank_parame
 from ..planning.rule import find_rule
 from ..scores import Scores
 from ..solvers.inputs import choice
-from ..solvers.separable import Function
 from ..solvers.transfer import Transfer, transfer_allocation, transfer_sparsity
 
 
@@ -27,23 +26,19 @@ def plan_again(
     *,
     rule: str | None = None,
     lower: ArrayLike = 0.0,
-    upper: ArrayLike | None = None,
     fixed: Mapping[str, int] | None = None,
 ) -> Plan:
     """Return a plan of ranks or experts made again from other scores of the same blocks; only the scores differ.
 
-    Budget, price, floors, caps, multiples, fixed blocks and the options of the rule are those that the plan records. A plan
-    without such a record (made by hand) keeps what its counts cost: parameters for ranks, experts for experts. A damping
-    names a row of the plan's own scores; new scores of one row are read as they are. What the caps cannot take of the
-    budget is left.
+    Budget, price, floors, caps, multiples, fixed blocks and the options of the rule are those that the plan records; a plan
+    made by hand keeps what its counts cost. A damping names a row of the plan's own scores; new scores of one row are read as
+    they are. What the caps cannot take of the budget is left.
 
     Args:
         plan: The plan in force.
         scores: New scores, one per block of the plan.
-        rule: Another rule; options that it does not read are then left behind. By default the plan's own; ``mdl`` where that
-            reads no scores, or other scores than these (by rank).
+        rule: Another rule; by default the plan's own, or ``mdl`` where that does not read these scores.
         lower: Floors on top of the plan's own, a scalar or shape ``(K,)``.
-        upper: Caps on top of the plan's own.
         fixed: Counts of blocks on top of those that the plan fixes, whatever its floors and caps.
 
     Raises:
@@ -58,11 +53,8 @@ def plan_again(
         raise ModelMismatch(told, "", "Score the blocks of the plan.")
     held = plan.hyperparameters
     terms = Terms.of(plan) if held else Terms(kind=plan.kind, floor=np.minimum(plan.counts, 1))
-    terms = dataclasses.replace(terms, floor=np.maximum(np.array(terms.floor, dtype=float), lower))
-    if upper is not None:
-        cap = np.inf if terms.cap is None else np.array(terms.cap, dtype=float)
-        terms = dataclasses.replace(terms, cap=np.minimum(cap, upper))
-    terms = dataclasses.replace(terms, fixed={**(terms.fixed or {}), **(fixed or {})})
+    floor = np.maximum(np.array(terms.floor, dtype=float), lower)
+    terms = dataclasses.replace(terms, floor=floor, fixed={**(terms.fixed or {}), **(fixed or {})})
     chosen = find_rule(plan.kind, rule or _rule_for(plan, scores))
     budget = _budget(plan, scores)
     problem = terms.problem(scores, budget)
@@ -95,10 +87,10 @@ def transfer_scores(
     program: str = "sparsity",
     sparsity: float | None = None,
     max_sparsity: ArrayLike | None = None,
-    penalty: str | Function | None = None,
+    penalty: str | None = None,
     budget: str | float | None = None,
     max_experts: float | None = None,
-    utility: str | Function | None = None,
+    utility: str | None = None,
     exponent: float = 1.0,
     exponent_on: str = "density",
     damping: float | None = None,
@@ -112,8 +104,7 @@ def transfer_scores(
         program: ``sparsity`` or ``experts``.
         sparsity: Global sparsity, 0.5 by default.
         max_sparsity: Its cap, :func:`layerbudget.decisions.sparsity.plan.default_cap` by default.
-        penalty: Of sparsity, ``quadratic`` by default. A bound needs its smallest second derivative; where that is zero
-            (``power`` above 2 with a floor of zero) the bounds are infinite.
+        penalty: Of sparsity, ``quadratic`` by default.
         budget: Of experts, see :func:`layerbudget.planning.costs.parse_budget`; 160 experts by default.
         max_experts: Their cap, none by default; every block has one expert at least.
         utility: Of experts, ``log`` by default.
@@ -122,13 +113,10 @@ def transfer_scores(
         damping: Which row of the scores.
         smoothing: Added to every score, in units of the mean score; the bounds need positive weights.
 
-    Returns:
-        Drift, exact regret, the paper's bound and the sharper one, with both solutions.
-
     Raises:
         ModelMismatch: The records hold different blocks.
         InvalidInput: An option of the other program.
-        InvalidInput, UnknownUnit, InfeasibleBudget: As the programs raise them.
+        UnknownUnit, InfeasibleBudget: As the programs raise them.
     """
     choice(program, "program", ("sparsity", "experts"))
     own = {"sparsity": {"sparsity": sparsity, "max_sparsity": max_sparsity, "penalty": penalty}}

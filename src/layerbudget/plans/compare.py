@@ -11,7 +11,7 @@ import numpy as np
 from ..decisions.apply import maker, makers
 from ..decisions.ranks.plan import increments_of
 from ..errors import ModelMismatch
-from ..kinds import KINDS
+from ..kinds import KINDS, Kind
 from ..plan import Plan
 from ..records import Result
 from ..registry import options_of, resolve_options
@@ -43,42 +43,6 @@ class PlanDifference(Result):
     rank_correlation: float
     same: bool
     blocks: Sequence[Mapping[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class SweepRow(Result):
-    """One plan of a sweep.
-
-    Attributes:
-        budget: What was asked for; spent: what was used of it.
-        exponent: Of the weights.
-        value: Predicted penalty (kinds that harm) or utility, under one yardstick: the scores themselves, exponent 1; under
-            the rule ``by-rank`` the measured gain of the ranks that are bought; of bits the damage in nats.
-        status, shadow_price: Of the program.
-        smallest, largest, spread: Of the values of the blocks.
-        front: Whether no other row beats it in both spending and value.
-    """
-
-    budget: float
-    exponent: float | None
-    spent: float
-    value: float
-    status: str | None
-    shadow_price: float | None
-    smallest: float
-    largest: float
-    spread: float
-    front: bool = True
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Sweep(Result):
-    """A grid of plans, one row per plan."""
-
-    kind: str
-    budgets: Sequence[float]
-    exponents: Sequence[float]
-    rows: Sequence[SweepRow]
 
 
 def diff_plans(first: Plan, second: Plan) -> PlanDifference:
@@ -119,8 +83,13 @@ def sweep(
     budgets: Sequence[float],
     exponents: Sequence[float] | None = None,
     **options: Any,
-) -> Sweep:
-    """Return a plan for every point of a grid of budgets and exponents.
+) -> dict[str, Any]:
+    """Return ``{kind, budgets, exponents, rows}``, a plan for every point of a grid of budgets and exponents.
+
+    A row has the ``budget`` asked for and what was ``spent``; the ``exponent``; ``status`` and ``shadow_price`` of the program;
+    ``smallest``, ``largest`` and ``spread`` of the values of the blocks; and ``front``, whether no other row beats it in both
+    spending and value. Its ``value`` is the predicted penalty (kinds that harm) or utility under one yardstick, the scores
+    themselves at exponent 1; by rank it is the measured gain of the ranks that are bought, and of bits the damage in nats.
 
     Args:
         scores: The scores.
@@ -142,35 +111,31 @@ def sweep(
             own = options if exponent is None else {**options, "exponent": exponent}
             plan = make(scores, **{what.budget: budget}, **own)
             worth = increments_of(scores, damping) if plan.rule.startswith("by-rank") else None
-            rows.append(_row(plan, budget, plan.hyperparameters.get("exponent"), q, worth))
+            rows.append({"budget": budget, **_row(plan, what, q, worth)})
     more, better = (1.0 if what.harms else -1.0), (-1.0 if what.harms or what.predicts else 1.0)
-    points = np.array([[r.spent * more, r.value * better] for r in rows])
-    beaten = [((points >= p).all(1) & (points > p).any(1)).any() for p in points]
-    rows = [dataclasses.replace(row, front=not bool(b)) for row, b in zip(rows, beaten, strict=True)]
-    return Sweep(kind=kind, budgets=list(budgets), exponents=list(exponents or ()), rows=rows)
+    points = np.array([[r["spent"] * more, r["value"] * better] for r in rows])
+    for row, p in zip(rows, points, strict=True):
+        row["front"] = not ((points >= p).all(1) & (points > p).any(1)).any()
+    return {"kind": kind, "budgets": list(budgets), "exponents": list(exponents or ()), "rows": rows}
 
 
-def _row(plan: Plan, budget: float, exponent: float | None, q: Vector, worth: Sequence[Sequence[float]] | None) -> SweepRow:
-    harms = KINDS.find(plan.kind).harms
-    value = plan.counts / plan.numel if harms else plan.counts
-    if KINDS.find(plan.kind).predicts:
+def _row(plan: Plan, kind: Kind, q: Vector, worth: Sequence[Sequence[float]] | None) -> dict[str, Any]:
+    value, c = plan.counts / plan.numel if kind.harms else plan.counts, plan.certificate
+    if kind.predicts:
         value, predicted = plan.values, plan.extra["predicted"]
     elif worth is not None:
         predicted = sum(sum(row[:n]) for row, n in zip(worth, plan.counts, strict=True))
-    else:
-        predicted = q @ value**2 if harms else q @ np.log1p(value)
-    c = plan.certificate
-    if worth is not None:
         price = plan.extra["rounding"]["price"]
         c = {"status": "binding" if price else "slack", "shadow_price": price}
-    return SweepRow(
-        budget=budget,
-        exponent=exponent,
-        spent=float(plan.budget["spent"]),
-        value=float(predicted),
-        status=c.get("status"),
-        shadow_price=c.get("shadow_price"),
-        smallest=float(value.min()),
-        largest=float(value.max()),
-        spread=float(value.std()),
-    )
+    else:
+        predicted = q @ value**2 if kind.harms else q @ np.log1p(value)
+    return {
+        "exponent": plan.hyperparameters.get("exponent"),
+        "spent": float(plan.budget["spent"]),
+        "value": float(predicted),
+        "status": c.get("status"),
+        "shadow_price": c.get("shadow_price"),
+        "smallest": float(value.min()),
+        "largest": float(value.max()),
+        "spread": float(value.std()),
+    }

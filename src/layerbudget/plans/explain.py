@@ -30,6 +30,7 @@ class Explanation(Result):
         sentences: Budget, status, price, which blocks get most and least, and what had no influence.
         most: Names of the blocks that get most, the first before.
         least: Names of those that get least.
+        codelengths: See :func:`codelengths`, where scores were given.
     """
 
     kind: str
@@ -39,19 +40,14 @@ class Explanation(Result):
     sentences: Sequence[str]
     most: Sequence[str]
     least: Sequence[str]
+    codelengths: Mapping[str, Any] | None = None
 
 
 def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None = None) -> Explanation:
-    """Return in sentences what a plan does and what it rests on.
-
-    Args:
-        plan: The plan.
-        scores: The scores that it was made from: their gains are then said in bits, ``n zeta^2 / (2 ln 2)`` (paper, section 3).
-        tokens: n, the predicted tokens that the mean loss is over; by default those of the scores' calibration set.
+    """Return in sentences what a plan does and what it rests on; with its scores also what their gains are worth in bits.
 
     Raises:
-        ModelMismatch: Scores of other blocks, or other scores than the plan's.
-        InvalidInput: Scores that are no gains in nats.
+        ModelMismatch, InvalidInput: As :func:`codelengths` raises them.
     """
     order = np.argsort(plan.values, kind="stable")
     parts = [*_on_budget(plan), *_on_certificate(plan), *_on_decision(plan)]
@@ -59,7 +55,8 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
         parts.append(f"To serve it with vLLM: {serving_note(plan)}")
     if plan.kind in ("bits", "recipe"):
         parts += _on_formats(plan) if plan.kind == "bits" else of_recipe(plan)
-    parts += [] if scores is None else codelengths(plan, scores, tokens).sentences
+    bits = None if scores is None else codelengths(plan, scores, tokens)
+    parts += [] if bits is None else [_on_codelengths(bits)]
     return Explanation(
         kind=plan.kind,
         rule=plan.rule,
@@ -68,6 +65,7 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
         sentences=parts,
         most=[plan.names[i] for i in order[::-1][:5]],
         least=[plan.names[i] for i in order[:5]],
+        codelengths=bits,
     )
 
 
@@ -174,41 +172,21 @@ def _on_formats(plan: Plan) -> list[str]:
     return [*said, e["check"]["verdict"]] if "check" in e else said
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Codelengths(Result):
-    """Bits per block.
-
-    Attributes:
-        tokens: n.
-        bits: ``{block: n zeta^2 / (2 ln 2)}``.
-        per_parameter: ``{block: bits per parameter of the block}``.
-        sentences: In words.
-    """
-
-    tokens: int
-    bits: dict[str, float]
-    per_parameter: dict[str, float]
-    sentences: Sequence[str]
-
-
-def codelengths(plan: Plan, scores: Scores, tokens: int | None = None) -> Codelengths:
+def codelengths(plan: Plan, scores: Scores, tokens: int | None = None) -> dict[str, Any]:
     r"""Return what each block's gain is worth in bits of codelength (paper, section 3): ``n zeta_k^2 / (2 ln 2)``.
 
     ``zeta_k^2 / 2`` is the decrease of the mean loss, in nats, that the damped quadratic model lets block k make; over n
     predicted tokens that is ``n zeta_k^2 / 2`` nats of the code of the data given the model. It is a model's promise for one
     block moving alone, up to damping and the Taylor remainder: blocks do not add up.
 
-    Args:
-        plan: The plan.
-        scores: Its scores.
-        tokens: n; by default the predicted tokens of the scores' calibration set.
+    Returns:
+        ``{tokens, bits: {block: bits}, per_parameter: {block: bits}}``; n is that of the calibration set by default.
 
     Raises:
         ModelMismatch: Other blocks, or other scores than the plan's.
         InvalidInput: Scores that are no gains in nats, or an unknown n.
     """
-    other = plan.scores_digest is not None and plan.scores_digest != scores.digest
-    if scores.names != plan.names or other:
+    if scores.names != plan.names or plan.scores_digest not in (None, scores.digest):
         raise ModelMismatch(
             "The plan was made from other scores.", f"Its scores have the digest {plan.scores_digest}.", "Name that file."
         )
@@ -220,12 +198,15 @@ def codelengths(plan: Plan, scores: Scores, tokens: int | None = None) -> Codele
         raise InvalidInput("The scores do not say how many tokens they are over.", "", "Give it: --tokens, or tokens=.")
     n = int(scores.data["samples"]) * (int(scores.data["length"]) - 1) if tokens is None else tokens
     gains = scores.values(plan.hyperparameters.get("damping"))
-    bits = {name: float(n * g / (2.0 * math.log(2.0))) for name, g in zip(scores.names, gains, strict=True)}
-    each = {b.name: bits[b.name] / b.numel for b in scores.blocks}
+    bits = {b.name: float(n * g / (2.0 * math.log(2.0))) for b, g in zip(scores.blocks, gains, strict=True)}
+    return {"tokens": n, "bits": bits, "per_parameter": {b.name: bits[b.name] / b.numel for b in scores.blocks}}
+
+
+def _on_codelengths(found: Mapping[str, Any]) -> str:
+    bits, each = found["bits"], found["per_parameter"]
     best, least = max(bits, key=lambda k: bits[k]), min(bits, key=lambda k: bits[k])
-    sentences = [
-        f"Over {n:,} predicted tokens the gain of {best} is worth {bits[best]:,.4g} bits of codelength (n zeta^2 / (2 ln 2)), "
-        f"that of {least} {bits[least]:,.4g}: {each[best]:.2g} and {each[least]:.2g} bits per parameter of the block. Each is "
-        "for that block moving alone; they do not add up.",
-    ]
-    return Codelengths(tokens=n, bits=bits, per_parameter=each, sentences=sentences)
+    return (
+        f"Over {found['tokens']:,} predicted tokens the gain of {best} is worth {bits[best]:,.4g} bits of codelength "
+        f"(n zeta^2 / (2 ln 2)), that of {least} {bits[least]:,.4g}: {each[best]:.2g} and {each[least]:.2g} bits per parameter "
+        "of the block. Each is for that block moving alone; they do not add up."
+    )

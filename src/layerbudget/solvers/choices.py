@@ -12,8 +12,8 @@ with ``L(lam) = sum_i min_j (d_ij + lam c_ij) - lam B``. So ``L`` bounds every p
 
 Filling the segments of the lower convex hulls by falling damage saved per unit of cost gives the ``lam`` of the largest ``L``,
 the price. What ``r`` does not settle, the core, is searched item by item, those whose best alternative is nearest to the price
-first, as a list of states (room left, damage) that no other state dominates and whose own bound - room left is sold, room owed
-is bought, at the best price among the items to come - is below the best plan found (Pisinger 1995, "A minimal algorithm for the
+first, as a list of states (room left, damage) that no other state dominates and whose own bound (room left is sold, room owed
+is bought, at the best price among the items to come) is below the best plan found (Pisinger 1995, "A minimal algorithm for the
 multiple-choice knapsack problem"). An empty list proves the plan optimal. Where the list outgrows its limits every other state
 is let go, and the bound says what that may have lost. Whole costs (bytes) stay whole: never one above ``B``.
 
@@ -24,7 +24,6 @@ than the one before, curves are convex: steps are their own segments.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,18 +88,17 @@ class Choice:
         return {**{name: getattr(self, name) for name in names}, **common}
 
 
-def choose(damage: ArrayLike, size: ArrayLike, budget: int, *, groups: Sequence[Any] | None = None) -> Choice:
+def choose(damage: ArrayLike, size: ArrayLike, budget: int) -> Choice:
     """Give every item one alternative, with the least total damage within a budget.
 
     Args:
         damage: ``(K, m)``; infinite where an item does not have that alternative. Curves need not fall nor be convex.
         size: Bytes, whole numbers, ``(K, m)``.
         budget: Bytes.
-        groups: A label per item, ``(K,)``: items of one label take the same alternative.
 
     Raises:
         InfeasibleBudget: The smallest plan is larger.
-        InvalidInput: NaN, negative or broken bytes, or an item (a group) without any alternative.
+        InvalidInput: NaN, negative or broken bytes, or an item without any alternative.
         LengthMismatch: Arrays of different shapes.
 
     >>> found = choose([[9.0, 4.0, 1.0], [5.0, 3.0, 1.0]], [[2, 3, 4], [2, 3, 4]], 5)
@@ -108,53 +106,15 @@ def choose(damage: ArrayLike, size: ArrayLike, budget: int, *, groups: Sequence[
     ([1, 0], 5, 9.0, 'optimal')
     """
     d, c = _checked(damage, size)
-    labels = np.arange(len(d))
-    if groups is not None:
-        if len(groups) != len(d):
-            raise LengthMismatch(f"{len(groups)} groups for {len(d)} items.", "One label per item.", "Give one each.")
-        order = {g: i for i, g in enumerate(dict.fromkeys(groups))}
-        labels = np.array([order[g] for g in groups])
-        d, c = (_grouped(v, labels, len(order)) for v in (d, c))
-    found = _choose(d, c, int(budget))
-    return dataclasses.replace(found, chosen=found.chosen[labels], reduced=found.reduced[labels])
-
-
-def _grouped(values: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
-    """Sums of the rows of every label: what items that must agree cost as one."""
-    total = np.zeros((count, values.shape[1]), dtype=values.dtype)
-    np.add.at(total, labels, values)
-    return total
-
-
-def _checked(damage: ArrayLike, size: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    d, raw = np.array(damage, dtype=np.float64, ndmin=2), np.array(size, ndmin=2)
-    if d.shape != raw.shape or not d.size:
-        raise LengthMismatch(f"Damages of shape {d.shape}, sizes of {raw.shape}.", "Both are (items, alternatives).", "")
-    if np.isnan(d).any() or (d == -np.inf).any():
-        raise InvalidInput(
-            "A damage is not a number.", "Damages are finite, or infinite for what is no choice.", "Measure again."
-        )
-    c, known = np.zeros(d.shape, dtype=np.int64), np.isfinite(d)
-    if not known.any(axis=1).all():
-        raise InvalidInput(f"Item {int(np.argmin(known.any(axis=1)))} has no alternative.", "Every item needs one.", "Add one.")
-    c[known] = raw[known]
-    if (c < 0).any() or (c[known] != raw[known]).any():
-        raise InvalidInput("A size is negative or broken.", "Bytes are whole numbers from zero on.", "Count again.")
-    return d, c
-
-
-def _choose(d: np.ndarray, c: np.ndarray, budget: int) -> Choice:
-    known = np.isfinite(d)
-    if not known.any(axis=1).all():
-        raise InvalidInput("A group has no alternative that all of its members have.", "", "Split the group, or add formats.")
-    least = int(np.where(known, c, _LARGEST).min(axis=1).sum())
+    budget, k = int(budget), np.arange(len(d))
+    least = int(np.where(np.isfinite(d), c, _LARGEST).min(axis=1).sum())
     if budget < least:
         raise InfeasibleBudget(
             f"A budget of {budget} bytes is below the smallest plan, {least} bytes.",
             f"Feasible are {least} bytes and more.",
             "Raise the budget, or allow smaller formats.",
         )
-    found, k = _solve(d, c, budget, _segments(d, c)), np.arange(len(d))
+    found = _solve(d, c, budget, _segments(d, c))
     return Choice(
         chosen=found.chosen,
         damage=float(d[k, found.chosen].sum()),
@@ -168,8 +128,25 @@ def _choose(d: np.ndarray, c: np.ndarray, budget: int) -> Choice:
     )
 
 
+def _checked(damage: ArrayLike, size: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    d, raw = np.array(damage, dtype=np.float64, ndmin=2), np.array(size, ndmin=2)
+    if d.shape != raw.shape or not d.size:
+        raise LengthMismatch(f"Damages of shape {d.shape}, sizes of {raw.shape}.", "Both are (items, alternatives).", "")
+    if np.isnan(d).any() or (d == -np.inf).any():
+        raise InvalidInput(
+            "A damage is not a number.", "Damages are finite, or infinite for what is no choice.", "Measure again."
+        )
+    known = np.isfinite(d)
+    if not known.any(axis=1).all():
+        raise InvalidInput(f"Item {int(np.argmin(known.any(axis=1)))} has no alternative.", "Every item needs one.", "Add one.")
+    c = np.where(known, raw, 0).astype(np.int64)
+    if (c < 0).any() or (c[known] != raw[known]).any():
+        raise InvalidInput("A size is negative or broken.", "Bytes are whole numbers from zero on.", "Count again.")
+    return d, c
+
+
 class _Segments(NamedTuple):
-    """Where every item starts, and the segments of its hull in order: item, alternative at the end, cost, damage per cost."""
+    """Where every item starts, and the segments of its hull in order; ``to`` is the alternative at the end."""
 
     start: np.ndarray
     item: np.ndarray
@@ -262,15 +239,7 @@ def knapsack(gain: np.ndarray, cost: Vector, budget: float) -> tuple[np.ndarray,
 
 
 class _Core:
-    """The search around the filling; damages and costs count from it.
-
-    Args:
-        change, more: Damage and cost of every alternative less those of the filling, ``(K, m)``.
-        reduced: ``r_ij``.
-        price: Of a unit of cost.
-        room: What the filling leaves of the budget.
-        tolerance: Differences of damage below this do not count.
-    """
+    """The search around the filling; ``change`` and ``more`` are damage and cost less those of the filling, ``(K, m)``."""
 
     def __init__(
         self, change: np.ndarray, more: np.ndarray, reduced: np.ndarray, price: float, room: Any, tolerance: float
@@ -369,16 +338,11 @@ def _undominated(room: np.ndarray, value: np.ndarray, states: np.ndarray) -> np.
 
 
 def near_ties(found: Choice, error: ArrayLike, *, sigmas: float = 2.0) -> list[tuple[int, int, float, float]]:
-    """Single changes that noise cannot tell from the plan, at the price of a byte.
+    """Return single changes that noise cannot tell from the plan, at the price of a byte, the closest first.
 
-    Args:
-        found: A choice.
-        error: Standard errors of the damages, ``(K, m)``; those of two alternatives are added in squares (where they were
-            measured on one text they fall and rise together, so this is on the safe side).
-        sigmas: How many standard errors count as noise.
-
-    Returns:
-        ``(item, alternative, reduced damage, noise)``, the closest first: relative to what the chosen alternative costs.
+    Each is ``(item, alternative, reduced damage, noise)``, relative to what the chosen alternative costs. Standard errors
+    ``error`` of the damages, ``(K, m)``, of two alternatives are added in squares; where they were measured on one text they
+    fall and rise together, so this is on the safe side. ``sigmas`` of them count as noise.
     """
     e, k = np.asarray(error, dtype=np.float64), np.arange(len(found.chosen))
     excess = found.reduced - found.reduced[k, found.chosen][:, None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -14,25 +13,23 @@ from ..errors import DegenerateScores, InvalidCost, InvalidInput, LengthMismatch
 Vector = NDArray[np.float64]
 
 
-def weight_vector(weights: ArrayLike, name: str = "weights") -> tuple[Vector, float]:
-    """Return the weights as a vector, and the smallest one.
+def weight_vector(weights: ArrayLike, name: str = "weights") -> Vector:
+    """Return the weights as a vector.
 
     Raises:
         NotFinite, NegativeValue: A weight that is not finite, or below zero.
         DegenerateScores: No weight is positive.
         LengthMismatch: Not a non-empty vector.
     """
-    w = _vector(weights, name)
-    low, high = float(np.minimum.reduce(w)), float(np.maximum.reduce(w))
-    if low >= 0.0 and 0.0 < high < math.inf:
-        return w, low
-    _check_finite(w, name)
-    if low < 0:
+    w = _finite(_vector(weights, name), name)
+    if w.min() < 0:
         raise NegativeValue(
-            f"{name}[{int(np.argmin(w))}] is {low:g}.",
+            f"{name}[{int(np.argmin(w))}] is {w.min():g}.",
             "Values must be zero or more.",
             "Use max(value, 0), or a value's square.",
         )
+    if w.max() > 0:
+        return w
     raise DegenerateScores(
         f"All {w.size} {name} are zero: nothing can be ranked.",
         "At least one must be positive.",
@@ -48,14 +45,12 @@ def cost_vector(cost: ArrayLike, size: int, name: str = "cost") -> Vector:
         NotFinite: A NaN or infinite cost.
         LengthMismatch: Another number of values than blocks.
     """
-    c = _vector(cost, name, size)
-    low = np.minimum.reduce(c)
-    if 0.0 < low and np.maximum.reduce(c) < math.inf:
-        return c
-    _check_finite(c, name)
+    c = _finite(_vector(cost, name, size), name)
     k = int(np.argmin(c))
+    if c[k] > 0.0:
+        return c
     raise InvalidCost(
-        f"{name}[{k}] is {low:g}.", "Every value must be positive.", f"Leave block {k} out, or price it by its parameters."
+        f"{name}[{k}] is {c[k]:g}.", "Every value must be positive.", f"Leave block {k} out, or price it by its parameters."
     )
 
 
@@ -67,23 +62,12 @@ def bound_vector(bound: ArrayLike | None, size: int, name: str, default: float) 
         NegativeValue: A negative bound.
         LengthMismatch: Another number of values than blocks.
     """
-    v = filled(size, default) if bound is None else _vector(bound, name, size)
-    if np.minimum.reduce(v) >= 0.0:
+    v = _vector(default if bound is None else bound, name, size)
+    if v.min() >= 0.0:
         return v
     k = int(np.argmax(~(v >= 0.0)))
     kind = NotFinite if np.isnan(v[k]) else NegativeValue
     raise kind(f"{name}[{k}] is {v[k]}.", "Values must be zero or more.", f"Correct {name} of block {k}.")
-
-
-@functools.lru_cache(maxsize=256)
-def filled(size: int, value: float) -> Vector:
-    """Return a constant vector: a read-only view of one number, which costs no memory traffic."""
-    return np.broadcast_to(np.float64(value), (size,))
-
-
-def is_constant(v: Vector, value: float) -> bool:
-    """Return whether a vector is known (by its zero stride) to hold ``value`` everywhere."""
-    return v.strides == (0,) and float(v[0]) == value
 
 
 def number(value: Any, name: str, *, positive: bool = False) -> float:
@@ -128,11 +112,12 @@ def choice(value: str, name: str, options: tuple[str, ...]) -> str:
     raise InvalidInput(f"{name} is {value!r}.", f"It is one of {', '.join(options)}.", f"Use {name}={options[0]!r}.")
 
 
-def _check_finite(v: Vector, name: str) -> None:
+def _finite(v: Vector, name: str) -> Vector:
     bad = ~np.isfinite(v)
     if bad.any():
         k = int(np.argmax(bad))
         raise NotFinite(f"{name}[{k}] is {v[k]}.", "Every value must be finite.", f"Correct or drop block {k}.")
+    return v
 
 
 def _vector(values: ArrayLike, name: str, size: int | None = None) -> Vector:
@@ -141,7 +126,7 @@ def _vector(values: ArrayLike, name: str, size: int | None = None) -> Vector:
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"{name} is not a vector of numbers ({error}).", "", "Give one number per block.") from error
     if v.ndim == 0 and size is not None:
-        return filled(size, float(v))
+        return np.full(size, float(v))
     if v.ndim != 1 or v.size == 0 or (size is not None and v.size != size):
         wanted = "a non-empty vector" if size is None else f"{size} values, one per block"
         raise LengthMismatch(f"{name} has shape {v.shape}.", f"It needs {wanted}.", "Give one value per block, in block order.")

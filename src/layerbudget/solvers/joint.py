@@ -14,11 +14,11 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import InfeasibleBudget, NotFinite
+from ..errors import InfeasibleBudget, InvalidInput, NotFinite
 from .dual import monotone_root
-from .inputs import Vector, choice, cost_vector, filled, number, weight_vector
+from .inputs import Vector, choice, cost_vector, number, weight_vector
 from .programs import capacity_bounds, sparsity_bounds, weigh
-from .separable import Function, Program, Solution, reciprocal, stationarity
+from .separable import Function, Program, Solution, reciprocal
 from .utilities import CalibratedPenalty, resolve
 
 _ROUNDING = 1e-12
@@ -63,7 +63,6 @@ def solve_joint(
     savings: ArrayLike,
     budget: float,
     *,
-    prune_weights: ArrayLike | None = None,
     exponent: float = 1.0,
     prune_exponent: float = 1.0,
     exponent_on: str = "density",
@@ -81,30 +80,10 @@ def solve_joint(
 ) -> JointSolution:
     """Decide capacities and sparsities under one budget.
 
-    Args:
-        weights: Layer weights ``q_k >= 0`` for adapting, shape ``(K,)``.
-        cost: Budget per unit of capacity, ``a_k > 0``.
-        savings: Budget freed by pruning block k entirely, ``s_k > 0``.
-        budget: M, the net budget; negative to shrink.
-        prune_weights: Weights for pruning; ``weights`` by default.
-        exponent: Exponent of the adapting weights.
-        prune_exponent: Exponent of the pruning weights.
-        exponent_on: ``density`` or ``block``.
-        alpha: Price per unit of cost.
-        gamma: Weight of the utility.
-        eta: Weight of the penalty. Here gamma and eta do not cancel: their ratio is what a block's adaptation is worth
-            against its pruning. Both weight vectors are taken relative to their mean.
-        base: Capacity that every block has anyway.
-        lower: Smallest capacity.
-        upper: Largest capacity.
-        max_sparsity: Cap per block.
-        min_sparsity: Floor per block.
-        utility: phi.
-        penalty: psi, or measured curves (:class:`~layerbudget.solvers.utilities.CalibratedPenalty`).
-        spend: ``at_most`` (lambda >= 0) or ``exactly`` (lambda > -alpha).
-
-    Returns:
-        The solution with ``capacity`` and ``sparsity``.
+    ``cost`` is the budget per unit of capacity, ``a_k > 0``, and ``savings`` what pruning block k entirely frees, ``s_k > 0``.
+    The net ``budget`` M is negative to shrink. All other arguments are those of :func:`~layerbudget.solvers.allocate` and
+    :func:`~layerbudget.solvers.sparsify`; the pruning weights have an exponent of their own, and both weight vectors are taken
+    relative to their mean. Here gamma and eta do not cancel: their ratio is what adapting a block is worth against pruning it.
 
     Raises:
         InfeasibleBudget: Even full pruning does not free enough, or (``exactly``) the caps cannot use the budget.
@@ -116,22 +95,23 @@ def solve_joint(
     True
     """
     choice(spend, "spend", ("at_most", "exactly"))
-    q, q_low = weight_vector(weights)
-    v, v_low = weight_vector(weights if prune_weights is None else prune_weights, "prune_weights")
+    q = weight_vector(weights)
     k, exactly = q.size, spend == "exactly"
     a, s = cost_vector(cost, k), cost_vector(savings, k, "savings")
-    v = cost_vector(np.where(v > 0, v, v.max() * 1e-30), k, "prune_weights")
-    w = _relative(weigh(q, a, exponent, exponent_on, q_low), number(gamma, "gamma", positive=True))
-    v = _relative(weigh(v, s, prune_exponent, exponent_on, v_low or 1.0), number(eta, "eta", positive=True))
+    w = _relative(weigh(q, a, exponent, exponent_on), number(gamma, "gamma", positive=True))
+    v = np.where(q > 0, q, q.max() * 1e-30)
+    v = _relative(weigh(v, s, prune_exponent, exponent_on), number(eta, "eta", positive=True))
     price = number(alpha, "alpha") * k / float(np.add.reduce(a))
     phi, psi = resolve(utility, concave=True), resolve(penalty, concave=False)
+    if isinstance(psi, CalibratedPenalty):
+        raise InvalidInput("The joint program has no measured curves.", "Its penalty is smooth.", "Use penalty='quadratic'.")
     floor, low, high = capacity_bounds(base, lower, upper, k)
     rho_low, rho_high = sparsity_bounds(min_sparsity, max_sparsity, k, psi)
     if not (isinstance(budget, (int, float)) and math.isfinite(budget)):
         raise NotFinite(f"budget is {budget!r}.", "It must be a finite number; negative to shrink.", "Give a plain number.")
     total = float(budget)
     adapt = Program(-1, phi, w, a, price, low, high, floor, total, total, exactly)
-    prune = Program(1, psi, v, s, 0.0, rho_low, rho_high, filled(k, 0.0), total, total, exactly)
+    prune = Program(1, psi, v, s, 0.0, rho_low, rho_high, np.zeros(k), total, total, exactly)
     program = JointProgram(adapt, prune, total)
     _check(program, exactly=exactly)
     with np.errstate(all="ignore"):
@@ -165,82 +145,35 @@ def _solve(program: JointProgram, *, exactly: bool) -> JointSolution:
     """Search lambda itself above zero (it may be tiny beside alpha), and the price below (pruning then stays at its floor)."""
     adapt, prune = program.adapt, program.prune
     ends = np.concatenate([adapt.scale / adapt.amount * adapt.function.derivative(x) for x in (adapt.low, adapt.high)])
-    at_zero = program.net(adapt.at_price(adapt.price), prune.at_price(0.0))
+    at_zero = program.net(*program.at_multiplier(0.0))
     if at_zero > program.budget:
-        if isinstance(prune.function, CalibratedPenalty):
-            return _solve_steps(program, ends, exactly=exactly)
         rewards = [prune.scale / prune.amount * prune.function.derivative(x) for x in (prune.low, prune.high)]
         knots = 1.0 / np.concatenate((ends - adapt.price, *rewards))
         t, t_low, t_high = monotone_root(lambda t: program.net(*program.at_multiplier(1.0 / t)), knots, program.budget)
         interval = (reciprocal(t_high), reciprocal(t_low))
-        return _certify(program, adapt.price + 1.0 / t, 1.0 / t, interval, slack=False, exactly=exactly)
+        return _certified(program, adapt.price + 1.0 / t, 1.0 / t, interval, slack=False, exactly=exactly)
     if not exactly or at_zero == program.budget:
-        return _certify(program, adapt.price, 0.0, (0.0, 0.0), slack=at_zero < program.budget, exactly=exactly)
+        return _certified(program, adapt.price, 0.0, (0.0, 0.0), slack=at_zero < program.budget, exactly=exactly)
     rho = prune.at_price(0.0)
     t, t_low, t_high = monotone_root(lambda t: program.net(adapt.at_price(1.0 / t), rho), 1.0 / ends, program.budget)
     interval = (reciprocal(t_high) - adapt.price, reciprocal(t_low) - adapt.price)
-    return _certify(program, 1.0 / t, 1.0 / t - adapt.price, interval, slack=False, exactly=True)
+    return _certified(program, 1.0 / t, 1.0 / t - adapt.price, interval, slack=False, exactly=True)
 
 
-def _solve_steps(program: JointProgram, ends: Vector, *, exactly: bool) -> JointSolution:
-    """Measured curves: what is pruned jumps where lambda passes a slope, so lambda is a slope or lies between two of them."""
-    adapt, prune = program.adapt, program.prune
-    low, high = prune.low, prune.high
-    table = prune.function.slopes * (prune.scale / prune.amount)[:, None]  # type: ignore[attr-defined]
-    prices = np.unique(table[np.isfinite(table) & (table > 0.0)])
-
-    def pruned(price: float, *, also: bool) -> Vector:
-        """Everything cheaper than a price, and what costs just that where ``also``."""
-        below = (table <= price if also else table < price).sum(1)
-        knots: Vector = prune.function.knots[np.arange(below.size), below]  # type: ignore[attr-defined]
-        return np.minimum(np.maximum(knots, low), high)
-
-    first, last = 0, len(prices)
-    while first < last:  # the smallest price at which the budget is met
-        middle = (first + last) // 2
-        price = float(prices[middle])
-        met = program.net(adapt.at_price(adapt.price + price), pruned(price, also=True)) <= program.budget
-        first, last = (first, middle) if met else (middle + 1, last)
-    price = float(prices[min(first, len(prices) - 1)])
-    less, more = (pruned(price, also=also) for also in (False, True))
-    e = adapt.at_price(adapt.price + price)
-    if first < len(prices) and program.net(e, less) >= program.budget:
-        jump = program.net(e, less) - program.net(e, more)
-        share = (program.net(e, less) - program.budget) / jump if jump > 0 else 1.0
-        rho = np.minimum(np.maximum(less + share * (more - less), low), high)
-        return _certify(program, adapt.price + price, price, (price, price), slack=False, exactly=exactly, rho=rho)
-    rho = less if first < len(prices) else more
-    t, t_low, t_high = monotone_root(lambda t: program.net(adapt.at_price(1.0 / t), rho), 1.0 / ends, program.budget)
-    interval = (reciprocal(t_high) - adapt.price, reciprocal(t_low) - adapt.price)
-    multiplier = max(1.0 / t - adapt.price, 0.0)
-    return _certify(program, 1.0 / t, multiplier, interval, slack=False, exactly=exactly, rho=rho)
-
-
-def _certify(
-    program: JointProgram,
-    p: float,
-    multiplier: float,
-    interval: tuple[float, float],
-    *,
-    slack: bool,
-    exactly: bool,
-    rho: Vector | None = None,
+def _certified(
+    program: JointProgram, p: float, multiplier: float, interval: tuple[float, float], *, slack: bool, exactly: bool
 ) -> JointSolution:
+    """Bind both halves at a price; each minimises its Lagrangian there, so the dual function is the primal less the price."""
     adapt, prune = program.adapt, program.prune
-    e, best = adapt.at_price(p), prune.at_price(max(multiplier, 0.0))
-    rho = best if rho is None else rho
+    e, rho = adapt.at_price(p), prune.at_price(max(multiplier, 0.0))
     over = program.net(e, rho) - program.budget
     parts = (float(adapt.terms(e).sum()), adapt.price * float(np.dot(adapt.amount, e)), float(prune.terms(rho).sum()))
     primal = sum(parts)
     gross = float(np.dot(adapt.amount, e + adapt.base)) + float(np.dot(prune.amount, rho))
     size = sum(map(abs, parts)) + abs(multiplier) * max(abs(program.budget), gross)
     dual = primal + multiplier * over
-    if rho is not best:  # pruned in part at the price of a slope: the Lagrangian's own minimiser gives the dual function
-        own = multiplier * float(np.dot(prune.amount, best - rho))
-        dual += float(prune.terms(best).sum()) - float(prune.terms(rho).sum()) - own
-    gap = abs(primal - dual) / size if size > 0 else 0.0
-    worst_e, low_e, high_e = stationarity(adapt, e, p)
-    worst_r, low_r, high_r = stationarity(prune, rho, max(multiplier, 0.0))
+    worst_e, low_e, high_e = adapt.stationarity(e, p)
+    worst_r, low_r, high_r = prune.stationarity(rho, max(multiplier, 0.0))
     infeasible = (abs(over) if exactly else max(over, 0.0)) / max(abs(program.budget), gross, 1e-300)
     if slack and low_e and low_r:
         status = "degenerate"
@@ -256,7 +189,7 @@ def _certify(
         shadow_price=p,
         primal=primal,
         dual=dual,
-        gap=gap,
+        gap=abs(primal - dual) / size if size > 0 else 0.0,
         kkt_residual=max(worst_e, worst_r, infeasible),
         spent=program.budget + over,
         budget=program.budget,

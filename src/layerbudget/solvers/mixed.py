@@ -43,16 +43,9 @@ def choose_few(
 ) -> Choice:
     """Give every item one alternative, with the least total damage within a budget and at most so many marked ones.
 
-    Args:
-        damage: ``(K, m)``; infinite where an item does not have that alternative.
-        size: Whole numbers, ``(K, m)``.
-        budget: For the sum of sizes.
-        marked: Which alternatives count, ``(K, m)``.
-        most: So many items may take one of them.
-        branches: After so many the search is cut and the status is ``bounded``.
-
-    Returns:
-        The choice; its ``lower_bound`` holds for all choices within both limits.
+    Args are those of :func:`choose`; ``marked`` says which alternatives count, ``(K, m)``, and ``most`` how many items may take
+    one of them. After so many ``branches`` the search is cut and the status is ``bounded``; the ``lower_bound`` holds for all
+    choices within both limits.
 
     Raises:
         InfeasibleBudget: No choice is within both limits.
@@ -97,10 +90,7 @@ class _Branches:
         return np.inf if self.best is None else self.best.damage - self.tolerance
 
     def _bound(self, settled: np.ndarray) -> None:
-        """Bound a branch, keep what it shows, and leave it open where it may hold something better.
-
-        In ``settled`` 1 is an item that takes a marked alternative, -1 one that takes none, 0 is open.
-        """
+        """Leave a branch open where it may hold something better; an item is settled as marked (1), unmarked (-1) or open."""
         if (settled == 1).sum() == self.most:
             settled = np.where(settled == 1, 1, -1)
         wrong = ((settled == 1)[:, None] & ~self.marked) | ((settled == -1)[:, None] & self.marked)

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import DegenerateScores, InfeasibleBudget, InvalidInput, LengthMismatch
-from .inputs import Vector, bound_vector, choice, cost_vector, filled, is_constant, number, weight_vector
+from .inputs import Vector, bound_vector, choice, cost_vector, number, weight_vector
 from .separable import Function, Program, Solution, solve
 from .utilities import CalibratedPenalty, resolve
 
-_ROUNDING = 1e-12
+_ROUNDING, _LEAST = 1e-12, 1e-150
 
 
 def allocate(
@@ -55,21 +55,17 @@ def allocate(
         weights: Layer weights ``q_k >= 0`` (any scale), shape ``(K,)``.
         cost: Budget that one unit of capacity of block k takes, ``c_k > 0``, shape ``(K,)`` or a scalar.
         budget: What may be spent, in the unit of ``cost``.
-        exponent: beta. ``exponent_on="density"`` uses ``w = c (q / c)^beta``, under which cutting a block in two changes
-            nothing; ``"block"`` is the paper's ``w = q^beta``. They agree at 1.
+        exponent: beta, see :func:`weigh`.
         exponent_on: ``density`` or ``block``.
         alpha: Price per unit of cost. It cancels when the budget binds, and so does ``gamma``.
         gamma: Weight of the utility.
         base: Capacity that every block has anyway; it is paid from the budget and earns no utility.
         lower: Smallest capacity.
         upper: Largest capacity (none by default).
-        utility: ``log``, ``power``, ``saturating`` or an object of :mod:`layerbudget.solvers.utilities`.
+        utility: ``log``, ``power`` or an object of :mod:`layerbudget.solvers.utilities`.
         spend: ``at_most`` (the theorem, lambda >= 0) or ``exactly`` (spend all of it, lambda > -alpha).
         units: ``relative`` measures costs and weights in units of their means, so that alpha and gamma have a meaning;
             ``literal`` takes the numbers as they are, as the paper's text does.
-
-    Returns:
-        The solution, with its certificate.
 
     Raises:
         NotFinite, NegativeValue, LengthMismatch, InvalidCost: An input outside its domain.
@@ -79,20 +75,19 @@ def allocate(
     >>> allocate([4.0, 2.0, 1.0], cost=1.0, budget=4.0, spend="exactly").value
     array([3., 1., 0.])
     """
-    q, smallest = weight_vector(weights)
+    q = weight_vector(weights)
     c, total, k = cost_vector(cost, q.size), number(budget, "budget"), q.size
     choice(spend, "spend", ("at_most", "exactly"))
     choice(units, "units", ("relative", "literal"))
     alpha, gamma = number(alpha, "alpha"), number(gamma, "gamma", positive=True)
     f = resolve(utility, concave=True)
-    w = weigh(q, c, exponent, exponent_on, smallest, literal=units == "literal")
+    w = weigh(q, c, exponent, exponent_on, literal=units == "literal")
     floor, low, high = capacity_bounds(base, lower, upper, k)
-    paid = 0.0 if is_constant(floor, 0.0) else float(np.dot(c, floor))
+    paid = float(np.dot(c, floor))
     target = _capacity_target(c, total, paid, low, high, exactly=spend == "exactly")
     if units == "relative":
         alpha, gamma = alpha * k / float(np.add.reduce(c)), gamma * k / float(np.add.reduce(w))
-    program = Program(-1, f, w, c, alpha, low, high, floor, total, target, spend == "exactly", ("alpha", "gamma"), gamma)
-    return solve(program)
+    return solve(Program(-1, f, w * gamma, c, alpha, low, high, floor, total, target, spend == "exactly", ("alpha", "gamma")))
 
 
 def sparsify(
@@ -114,7 +109,7 @@ def sparsify(
     r"""Choose each block's sparsity so that the last pruned parameter hurts the same everywhere.
 
     Minimises ``sum_k b n_k (1 - rho_k) + eta w_k psi(rho_k)`` subject to ``sum_k n_k rho_k >= pruned_parameters`` and
-    ``min_sparsity_k <= rho_k <= max_sparsity_k``.
+    ``min_sparsity_k <= rho_k <= max_sparsity_k``. The solution's ``slack`` is what is pruned beyond S.
 
     Args:
         weights: Layer weights ``q_k >= 0`` (any scale), shape ``(K,)``.
@@ -123,17 +118,13 @@ def sparsify(
         sparsity: The same as a fraction of ``sum(numel)``.
         max_sparsity: Cap per block, a scalar or shape ``(K,)``, in [0, 1].
         min_sparsity: Floor per block.
-        exponent: kappa. ``exponent_on="density"`` uses ``w = n (q / n)^kappa``; ``"block"`` is the paper's ``w = q^kappa``.
+        exponent: kappa, see :func:`weigh`.
         exponent_on: ``density`` or ``block``.
         bits: b, description length saved per pruned parameter. It cancels when S binds, and so does ``eta``.
         eta: Weight of the penalty.
-        penalty: ``quadratic``, ``log-barrier``, ``power``, ``exponential``, or an object of
-            :mod:`layerbudget.solvers.utilities`, such as measured curves.
+        penalty: ``quadratic``, ``log-barrier``, or an object of :mod:`layerbudget.solvers.utilities`, such as measured curves.
         spend: ``at_least`` (the theorem, lambda >= 0) or ``exactly`` (prune S and no more, lambda > -b).
         units: ``relative`` measures sizes and weights in units of their means; ``literal`` takes them as they are.
-
-    Returns:
-        The solution, with its certificate. ``slack`` is what is pruned beyond S.
 
     Raises:
         NotFinite, NegativeValue, LengthMismatch, InvalidCost: An input outside its domain.
@@ -143,7 +134,7 @@ def sparsify(
     >>> sparsify([1.0, 2.0], [100, 100], 75, max_sparsity=0.8, spend="exactly").value
     array([0.5 , 0.25])
     """
-    q, smallest = weight_vector(weights)
+    q = weight_vector(weights)
     n, k = cost_vector(numel, q.size, "numel"), q.size
     if (pruned_parameters is None) == (sparsity is None):
         raise InvalidInput(
@@ -161,40 +152,34 @@ def sparsify(
     f = resolve(penalty, concave=False)
     low, high = sparsity_bounds(min_sparsity, max_sparsity, k, f)
     target = _sparsity_target(n, wanted, low, high, exactly=spend == "exactly")
-    w = weigh(q, n, exponent, exponent_on, smallest, literal=units == "literal")
+    w = weigh(q, n, exponent, exponent_on, literal=units == "literal")
     if units == "relative":
         bits, eta = bits * k / float(np.add.reduce(n)), eta * k / float(np.add.reduce(w))
-    base = filled(k, 0.0)
-    return solve(Program(1, f, w, n, bits, low, high, base, target, target, spend == "exactly", ("bits", "eta"), eta))
+    return solve(Program(1, f, w * eta, n, bits, low, high, np.zeros(k), target, target, spend == "exactly", ("bits", "eta")))
 
 
-def weigh(q: Vector, size: Vector, exponent: float, exponent_on: str, smallest: float, *, literal: bool = False) -> Vector:
-    """Return the weights of the programs: ``n (q / n)^beta`` (density) or ``q^beta`` (block), positive, shape ``(K,)``.
+def weigh(q: Vector, size: Vector, exponent: float, exponent_on: str, *, literal: bool = False) -> Vector:
+    """Return the weights of the programs, positive, shape ``(K,)``.
 
-    A zero weight becomes the limit of a vanishing one, so that "spend all of it" stays solvable. Unless ``literal``, the
-    result is known up to one common factor only (which keeps large exponents in range).
+    ``exponent_on="density"`` gives ``n (q / n)^beta``, under which cutting a block in two changes nothing; ``"block"`` is the
+    paper's ``q^beta``. They agree at 1. Unless ``literal``, the result is known up to one common factor, which keeps large
+    exponents in range. A zero weight becomes the limit of a vanishing one, so that "spend all of it" stays solvable, and
+    no weight is more than 150 decades below the largest.
     """
     exponent = number(exponent, "exponent")
     choice(exponent_on, "exponent_on", ("density", "block"))
     if exponent != 1.0:
         d = q / size if exponent_on == "density" else q
-        if literal:
-            d = d**exponent
-        else:
-            d = (d / np.maximum.reduce(d)) ** exponent
-            d = np.where(d < 1e-260, 0.0, d)  # what comes near to underflow
+        d = d**exponent if literal else (d / d.max()) ** exponent
         q = size * d if exponent_on == "density" else d
-        smallest = float(np.minimum.reduce(q))
-    if smallest > 0.0:
-        return q
     if not (q > 0.0).any():
         raise DegenerateScores(
             "No weight is left: scores, costs or the exponent are beyond what floating point counts.",
             "",
             "Use an exponent near 1, and costs in a larger unit.",
         )
-    least = float(q[q > 0.0].min())
-    return np.where(q > 0.0, q, least * 2.0**-80 if least > 1e-280 else least)
+    vanishing = max(float(q[q > 0.0].min()) * 2.0**-80, float(q.max()) * _LEAST)
+    return np.maximum(np.where(q > 0.0, q, vanishing), float(q.max()) * _LEAST)
 
 
 def capacity_bounds(base: ArrayLike, lower: ArrayLike, upper: ArrayLike | None, size: int) -> tuple[Vector, Vector, Vector]:
@@ -205,11 +190,8 @@ def capacity_bounds(base: ArrayLike, lower: ArrayLike, upper: ArrayLike | None, 
     """
     floor, low = bound_vector(base, size, "base", 0.0), bound_vector(lower, size, "lower", 0.0)
     high = bound_vector(upper, size, "upper", np.inf)
-    if not is_constant(floor, 0.0):
-        low, high = low - floor, high - floor
-    if not is_constant(low, 0.0):
-        low = np.maximum(low, 0.0)
-    if is_constant(high, np.inf) or np.logical_and.reduce(low <= high):
+    low, high = np.maximum(low - floor, 0.0), high - floor
+    if (low <= high).all():
         return floor, low, high
     k = int(np.argmax(low > high))
     raise InfeasibleBudget(
@@ -227,7 +209,7 @@ def sparsity_bounds(low: ArrayLike, high: ArrayLike, size: int, penalty: Functio
         LengthMismatch: Another number of curves than blocks.
     """
     a, b = bound_vector(low, size, "min_sparsity", 0.0), bound_vector(high, size, "max_sparsity", 1.0)
-    if not (np.logical_and.reduce(a <= b) and np.maximum.reduce(b) <= 1.0):
+    if not ((a <= b).all() and b.max() <= 1.0):
         k = int(np.argmax((a > b) | (b > 1.0)))
         raise InvalidInput(
             f"Block {k} has min_sparsity {a[k]:g} and max_sparsity {b[k]:g}.",
@@ -246,7 +228,7 @@ def sparsity_bounds(low: ArrayLike, high: ArrayLike, size: int, penalty: Functio
 
 
 def _capacity_target(c: Vector, total: float, paid: float, low: Vector, high: Vector, *, exactly: bool) -> float:
-    least = paid if is_constant(low, 0.0) else paid + float(np.dot(c, low))
+    least = paid + float(np.dot(c, low))
     if total < least * (1.0 - _ROUNDING):
         raise InfeasibleBudget(
             f"The budget {total:g} is below the {least:g} that base and floors cost.",
@@ -266,8 +248,7 @@ def _capacity_target(c: Vector, total: float, paid: float, low: Vector, high: Ve
 
 
 def _sparsity_target(n: Vector, target: float, low: Vector, high: Vector, *, exactly: bool) -> float:
-    everything = float(np.add.reduce(n))
-    least, most = (float(v[0]) * everything if v.strides == (0,) else float(np.dot(n, v)) for v in (low, high))
+    everything, least, most = (float(np.dot(n, v)) for v in (np.ones(n.size), low, high))
     if target > most * (1.0 + _ROUNDING):
         raise InfeasibleBudget(
             f"{target:g} parameters ({target / everything:.4g} of all) are to go and the caps allow {most:g} "

@@ -26,7 +26,7 @@ _ROUNDING = 1e-12
 METHODS = ("auto", "floor")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rounded:
     """Integer decision (frozen).
 
@@ -58,27 +58,16 @@ class Rounded:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the counts, as plain values."""
-        unknown = ("counts",) if self.price is not None else ("counts", "price")
-        return {name: value for name, value in self.__dict__.items() if name not in unknown}
-
-    def __repr__(self) -> str:
-        return (
-            f"Rounded({self.method}, spent={self.spent:.6g} of {self.budget:.6g}, value={self.value:.6g}, "
-            f"optimum={self.optimum:.6g}, gap={self.gap:.1e})"
-        )
+        return {name: value for name, value in self.__dict__.items() if name != "counts" and (name, value) != ("price", None)}
 
 
-def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 1, minimum: int = 0) -> Rounded:
+def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 1) -> Rounded:
     """Turn an allocation into integers that never exceed the budget.
 
     Args:
         solution: What :func:`layerbudget.solvers.allocate` returned.
         method: ``auto`` (the best integers) or ``floor`` (the paper's rule).
         multiple: Counts are multiples of this (rank 8, say).
-        minimum: Smallest count, on top of the program's own floors.
-
-    Returns:
-        Counts, their value, the proven gap and what was spent.
 
     Raises:
         InvalidInput: A solution of another program, or an unknown method.
@@ -93,14 +82,14 @@ def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 
         raise InvalidInput("This is a sparsity solution.", "round_capacity takes allocations.", "Use round_parameters.")
     choice(method, "method", METHODS)
     step = whole_number(multiple, "multiple")
-    floor = np.ceil(np.maximum(solution.lower, minimum) / step - 1e-9) * step
+    floor = np.ceil(solution.lower / step - 1e-9) * step
     least = float(np.dot(p.amount, floor))
     left = p.budget * (1 + _ROUNDING) - least
     if left < 0.0:
         raise InfeasibleBudget(
             f"Floors rounded up to multiples of {step} cost {least:g}, the budget is {p.budget:g}.",
             f"At least {least:g} is needed.",
-            "Raise the budget, or lower the minimum or the multiple.",
+            "Raise the budget, or lower the floors or the multiple.",
         )
     if (floor > solution.upper + 1e-9).any():
         k = int(np.argmax(floor - solution.upper))
@@ -209,8 +198,9 @@ def allocate_increments(
         maximise   sum_k  sum_{i <= r_k} m_ki      subject to  sum_k c_k r_k <= B,   l_k <= r_k <= u_k,   r_k whole,
 
     with ``m_k1 >= m_k2 >= ... >= 0``. The linear relaxation takes units in the order of ``m_ki / c_k`` until the budget is
-    spent; its shadow price is the density of the unit that no longer fits. Units of one block cost the same, so the best set of
-    units is a prefix of every block: a knapsack of steps, solved exactly up to the reported gap, zero with equal costs.
+    spent: its value is ``optimum``, its shadow price the density of the unit that no longer fits. Units of one block cost the
+    same, so the best set of units is a prefix of every block: a knapsack of steps, solved exactly up to the reported gap, zero
+    with equal costs.
 
     Args:
         increments: Worth of the first, second, ... unit of every block, descending; K rows of any lengths. Beyond a row's
@@ -220,10 +210,6 @@ def allocate_increments(
         lower: Smallest count (paid first, whatever it is worth).
         upper: Largest count (none by default).
         multiple: Counts are multiples of this.
-
-    Returns:
-        Counts with their value, an upper bound (``optimum`` is that of the linear relaxation), the proven gap, what was spent
-        and the shadow price.
 
     Raises:
         NotFinite, InvalidCost, LengthMismatch, NegativeValue: An input outside its domain.
@@ -332,20 +318,12 @@ def round_parameters(values: ArrayLike, numel: ArrayLike, total: int, caps: Arra
 
 
 def few_levels(values: ArrayLike, weights: ArrayLike, levels: int) -> Vector:
-    r"""Replace values by at most so many distinct ones, with the same weighted sum.
+    r"""Return values, shape ``(K,)``, of which at most so many are distinct, with the same weighted sum.
 
         minimise   sum_k n_k (rho_k - c_{s(k)})^2     over  N levels c and an assignment s.
 
     In one dimension the groups of an optimum are intervals of the sorted values and a level is the weighted mean of its group,
     so ``sum n_k c_{s(k)} = sum n_k rho_k``: what the plan spends stays. Dynamic programming is exact, in ``O(N K^2)``.
-
-    Args:
-        values: Shape ``(K,)``.
-        weights: Shape ``(K,)``, positive.
-        levels: How many.
-
-    Returns:
-        The level of every value, shape ``(K,)``.
 
     Raises:
         InvalidInput: Fewer than one level.

@@ -1,8 +1,4 @@
-"""The baselines as rules: from layer values to sparsities or expert counts, vectors in, vectors out.
-
-Each function writes down one published rule. ``parity=True`` keeps the original's behaviour where ours differs (no clamp,
-no minimum, its repair loop); the default clamps to the caps and redistributes what was cut off, so that the budget is met.
-"""
+"""Published rules for experts: from layer values to whole numbers that sum to a total."""
 
 from __future__ import annotations
 
@@ -11,77 +7,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import DegenerateScores, InfeasibleBudget, InvalidInput
 from .dual import piecewise_root
-from .inputs import Vector, bound_vector, cost_vector, number
-
-
-def uniform_sparsity(
-    numel: ArrayLike, sparsity: float, *, max_sparsity: ArrayLike = 1.0, min_sparsity: ArrayLike = 0.0
-) -> Vector:
-    """Return the same sparsity everywhere, as far as caps and floors allow, shape ``(K,)``."""
-    n = cost_vector(numel, np.size(numel), "numel")
-    return _scaled(np.ones(n.size), n, sparsity, min_sparsity, max_sparsity)
-
-
-def size_sparsity(numel: ArrayLike, sparsity: float, *, max_sparsity: ArrayLike = 1.0, min_sparsity: ArrayLike = 0.0) -> Vector:
-    """Return sparsities in proportion to a block's size (large blocks are pruned more), clamped and redistributed."""
-    n = cost_vector(numel, np.size(numel), "numel")
-    return _scaled(n / n.mean(), n, sparsity, min_sparsity, max_sparsity)
-
-
-def stretched_sparsity(
-    metric: ArrayLike,
-    numel: ArrayLike,
-    sparsity: float,
-    *,
-    width: float = 0.3,
-    max_sparsity: ArrayLike = 1.0,
-    min_sparsity: ArrayLike = 0.0,
-    parity: bool = False,
-) -> Vector:
-    r"""Return the map of AlphaPruning and LayerIF: the metric stretched to ``[1 - width, 1 + width]``, rescaled to the budget.
-
-    ``r = (m - min m) / (max m - min m) 2 width + (1 - width)``, ``rho = r s sum(n) / sum(n r)``. A larger metric means more
-    pruning; a flat one gives the uniform plan (the originals divide 0 by 0). The published scripts use widths of 0.1 to 0.3.
-    ``parity`` leaves ratios above the cap as they are, as AlphaPruning does (LayerIF cuts at 0.99 without redistributing).
-
-    >>> stretched_sparsity([0.0, 1.0], [10, 10], 0.5, width=0.1)
-    array([0.45, 0.55])
-    """
-    m, n = _finite(metric), cost_vector(numel, np.size(metric), "numel")
-    spread = m.max() - m.min()
-    r = (m - m.min()) / spread * 2.0 * number(width, "width") + (1.0 - width) if spread > 0 else np.ones(m.size)
-    if parity:
-        return r * sparsity * n.sum() / float(np.dot(n, r))
-    return _scaled(np.maximum(r, 0.0), n, sparsity, min_sparsity, max_sparsity)
-
-
-def owl_sparsity(
-    outliers: ArrayLike,
-    numel: ArrayLike,
-    sparsity: float,
-    *,
-    width: float = 0.08,
-    max_sparsity: ArrayLike = 1.0,
-    min_sparsity: ArrayLike = 0.0,
-    parity: bool = False,
-) -> Vector:
-    r"""Return the map of OWL: ``d = (o - min o) / (max o - min o) 2 width``, ``rho = s + mean(d) - d``.
-
-    More outliers, fewer zeros. The original's mean is over blocks, not parameters, and only a floor of 0.01 is applied
-    (``parity``); ours shifts all ratios by one number until the parameter-weighted budget is met under the caps.
-
-    >>> owl_sparsity([1.0, 3.0], [10, 10], 0.5).round(2)
-    array([0.58, 0.42])
-    """
-    o, n = _finite(outliers), cost_vector(numel, np.size(outliers), "numel")
-    spread = o.max() - o.min()
-    d = (o - o.min()) / spread * 2.0 * number(width, "width") if spread > 0 else np.zeros(o.size)
-    rho = sparsity + d.mean() - d
-    if parity:
-        return np.where(rho <= 0.0, 0.01, rho)
-    low, high = _caps(min_sparsity, max_sparsity, n, sparsity)
-    t, _, _ = piecewise_root(n, n * rho, n * low, n * high, sparsity * float(n.sum()))
-    return np.minimum(np.maximum(rho + t, low), high)
+from .inputs import Vector
 
 
 def layerif_experts(values: ArrayLike, total: int, *, exponent: float = 2.0) -> np.ndarray:
@@ -108,14 +34,13 @@ def layerif_experts(values: ArrayLike, total: int, *, exponent: float = 2.0) -> 
     return counts
 
 
-def alphalora_experts(alpha: ArrayLike, total: int, *, exponent: float = 2.5, parity: bool = False) -> np.ndarray:
+def alphalora_experts(alpha: ArrayLike, total: int, *, exponent: float = 2.5) -> np.ndarray:
     r"""Return AlphaLoRA's experts, in proportion to ``alpha^exponent``: a larger tail exponent earns more.
 
-    At least one each, the rest by largest remainder. ``parity`` is the original: round to even, no minimum of one, and a repair
-    loop that compares raw powers with counts, so that the smallest alpha receives what is missing.
+    At least one each, the rest by largest remainder. (The original has no minimum, and gives what is missing to the smallest.)
 
     Raises:
-        InfeasibleBudget: Fewer experts than blocks (not under parity).
+        InfeasibleBudget: Fewer experts than blocks.
         InvalidInput: A negative exponent.
 
     >>> alphalora_experts([2.0, 4.0, 4.0], 9, exponent=1.0).tolist()
@@ -124,14 +49,7 @@ def alphalora_experts(alpha: ArrayLike, total: int, *, exponent: float = 2.5, pa
     values = _finite(alpha)
     if values.min() < 0.0:
         raise InvalidInput(f"An exponent is {values.min():g}.", "They are zero or more.", "Score with spectral-tail.")
-    scaled = values**exponent
-    if parity:
-        counts = np.round(scaled / scaled.sum() * total).astype(np.int64)
-        while counts.sum() != total:
-            short = counts.sum() < total
-            counts[np.argmin(scaled - counts) if short else np.argmax(scaled - counts)] += 1 if short else -1
-        return counts
-    return apportion(scaled, total)
+    return apportion(values**exponent, total)
 
 
 def mola_experts(layers: int, shape: str | tuple[int, ...] = "2468", total: int | None = None) -> np.ndarray:
@@ -193,23 +111,3 @@ def _enough(total: int, size: int, minimum: int = 1) -> None:
             f"At least {size * minimum} are needed.",
             "Raise the total or lower the minimum.",
         )
-
-
-def _caps(low: ArrayLike, high: ArrayLike, n: Vector, sparsity: float) -> tuple[Vector, Vector]:
-    a, b = bound_vector(low, n.size, "min_sparsity", 0.0), bound_vector(high, n.size, "max_sparsity", 1.0)
-    least, most = float(np.dot(n, a) / n.sum()), float(np.dot(n, b) / n.sum())
-    if not least - 1e-12 <= sparsity <= most + 1e-12:
-        raise InfeasibleBudget(
-            f"The global sparsity {sparsity:g} does not fit the caps.",
-            f"It must lie in [{least:.4g}, {most:.4g}].",
-            f"Raise max_sparsity to at least {sparsity:g}, or prune less.",
-        )
-    return a, b
-
-
-def _scaled(r: Vector, n: Vector, sparsity: float, low: ArrayLike, high: ArrayLike) -> Vector:
-    """``clip(t r, low, high)`` with t such that the parameter-weighted mean is ``sparsity``."""
-    a, b = _caps(low, high, n, sparsity)
-    r = np.maximum(r, 1e-12 * r.max())
-    t, _, _ = piecewise_root(n * r, np.zeros(n.size), n * a, n * b, sparsity * float(n.sum()))
-    return np.minimum(np.maximum(t * r, a), b)

@@ -14,24 +14,29 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..errors import NotFinite
-from .dual import CHUNK, monotone_root, search
-from .inputs import Vector, is_constant
+from .dual import monotone_root, piecewise_root
+from .inputs import Vector
 
-_TINY = 1e-200
-_TINIEST = 1e-290  # decisions below this are zero: their marginals underflow
-_TRUSTED = 1e-10
-_LARGE = 2048
 _STATUSES = {
     "binding": "The budget binds: every unit of it is worth the shadow price.",
     "slack": "The budget does not bind: the price per unit alone decides, and part of the budget is left.",
     "saturated": "Every block is at its cap: only larger caps can change the decision.",
     "degenerate": "Every block sits at the same bound: the constants decide, the scores do not.",
 }
+_REMEDIES = {
+    ("saturated", -1): " Raise the cap, or lower the budget to leave a choice.",
+    ("saturated", 1): " Raise the cap, or lower the budget to leave a choice.",
+    ("degenerate", -1): " No block earns more than its base. Use spend='exactly' to spend the budget, or units='relative' so "
+    "that costs and weights are compared on one scale.",
+    ("degenerate", 1): " The bits saved outweigh the penalty everywhere, so {spent:.6g} parameters go instead of the "
+    "{budget:.6g} asked for. Use spend='exactly' to prune what was asked for.",
+    ("slack", -1): " {slack:.6g} of {budget:.6g} is left; spend='exactly' spends it.",
+    ("slack", 1): " {slack:.6g} more than the {budget:.6g} asked for is pruned; spend='exactly' stops there.",
+}
 
 
 class Function(Protocol):
-    """A function phi or psi of a program."""
+    """A function phi or psi of a program; a ``modulus`` is only read by transfer bounds."""
 
     name: str
 
@@ -64,11 +69,9 @@ class Program(NamedTuple):
     - ``price``: ``p0`` (alpha or b, per unit of budget).
     - ``low``, ``high``: Bounds of ``x``, shape ``(K,)``.
     - ``base``: What is added to x to give the decision (and is paid from the budget), shape ``(K,)``.
-    - ``budget``: Right-hand side for ``x + base``.
-    - ``target``: Right-hand side for ``x`` alone.
+    - ``budget``: Right-hand side for ``x + base``; ``target`` for ``x`` alone.
     - ``exact_budget``: True for ``spend='exactly'``.
     - ``names``: Names of the parameters that cancel when the budget binds.
-    - ``factor``: Before :func:`solve`, what the weights are still to be multiplied by.
     """
 
     sign: int
@@ -83,23 +86,6 @@ class Program(NamedTuple):
     target: float
     exact_budget: bool
     names: tuple[str, ...] = ()
-    factor: float = 1.0
-
-    def scaled(self, value: float, budget: float) -> Program:
-        """Return the program with its objective in units of ``1 / value`` and its budget in units of ``budget``."""
-        return self._replace(
-            scale=self.scale * (self.factor * value),
-            factor=1.0,
-            amount=self.amount if budget == 1.0 else self.amount / budget,
-            price=self.price * value * budget,
-            budget=self.budget / budget,
-            target=self.target / budget,
-        )
-
-    def cut(self, start: int, stop: int) -> Program:
-        """Return the blocks from ``start`` to ``stop``, as views."""
-        scale, amount, low, high = (v[start:stop] for v in (self.scale, self.amount, self.low, self.high))
-        return self._replace(scale=scale, amount=amount, low=low, high=high)
 
     def at_price(self, p: float) -> Vector:
         """Return every block's own optimum at price ``p``, shape ``(K,)``."""
@@ -108,9 +94,20 @@ class Program(NamedTuple):
 
     def terms(self, x: Vector) -> Vector:
         """Return ``s h_k f(x_k)`` per block, shape ``(K,)``."""
-        v = self.function.value(x)
-        v *= self.scale
-        return -v if self.sign < 0 else v
+        return self.sign * (self.function.value(x) * self.scale)
+
+    def stationarity(self, x: Vector, p: float) -> tuple[float, bool, bool]:
+        """Return the relative stationarity residual at price ``p``, and whether all blocks are at their floor or cap."""
+        f, price = self.function, self.amount * p
+        if hasattr(f, "subgradient"):  # at a kink, the subgradient nearest to the price
+            left, right = f.subgradient(x)
+            marginal = np.minimum(np.maximum(price, self.scale * left), self.scale * right)
+        else:
+            marginal = self.scale * f.derivative(x)
+        wish = np.where(marginal == price, 0.0, (marginal - price) / (np.abs(marginal) + np.abs(price)))
+        above, below = x > self.low, x < self.high
+        worst = max(float((-self.sign * wish * below).max()), float((self.sign * wish * above).max()), 0.0)
+        return (worst if worst == worst else math.inf), not above.any(), not below.any()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -168,41 +165,10 @@ class Solution:
         return self.program.high + self.program.base
 
     @property
-    def at_lower(self) -> np.ndarray:
-        """Mask of the blocks at their floor, shape ``(K,)``."""
-        return self.value <= self.lower
-
-    @property
-    def at_upper(self) -> np.ndarray:
-        """Mask of the blocks at their cap, shape ``(K,)``."""
-        return self.value >= self.upper
-
-    @property
     def message(self) -> str:
         """The status in a sentence, with the cheapest remedy where there is something to remedy."""
-        spent, budget, slack = (f"{v:.6g}" for v in (self.spent, self.budget, self.slack))
-        allocates, remedy = self.program.sign < 0, ""
-        if self.status == "saturated":
-            remedy = " Raise the cap, or lower the budget to leave a choice."
-        elif self.status == "degenerate" and allocates:
-            remedy = (
-                " No block earns more than its base. Use spend='exactly' to spend the budget, or units='relative' so that "
-                "costs and weights are compared on one scale."
-            )
-        elif self.status == "degenerate":
-            remedy = (
-                f" The bits saved outweigh the penalty everywhere, so {spent} parameters go instead of the {budget} asked for. "
-                "Use spend='exactly' to prune what was asked for."
-            )
-        elif self.status == "slack" and allocates:
-            remedy = f" {slack} of {budget} is left; spend='exactly' spends it."
-        elif self.status == "slack":
-            remedy = f" {slack} more than the {budget} asked for is pruned; spend='exactly' stops there."
-        return _STATUSES[self.status] + remedy
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the certificate and the decision as plain JSON values."""
-        return {"value": self.value.tolist(), **self.certificate()}
+        remedy = _REMEDIES.get((self.status, self.program.sign), "")
+        return _STATUSES[self.status] + remedy.format(spent=self.spent, budget=self.budget, slack=self.slack)
 
     def certificate(self) -> dict[str, Any]:
         """Return everything but the decision, as plain JSON values."""
@@ -210,7 +176,8 @@ class Solution:
         record: dict[str, Any] = {name: getattr(self, name) for name in names}
         record["multiplier_interval"] = [m if np.isfinite(m) else None for m in self.multiplier_interval]
         record |= {"inert": list(self.inert), "message": self.message}
-        return record | {"at_lower": int(self.at_lower.sum()), "at_upper": int(self.at_upper.sum())}
+        at_lower, at_upper = self.value <= self.lower, self.value >= self.upper
+        return record | {"at_lower": int(at_lower.sum()), "at_upper": int(at_upper.sum())}
 
     def __repr__(self) -> str:
         return (
@@ -219,74 +186,32 @@ class Solution:
         )
 
 
-def solve(raw: Program) -> Solution:
-    """Solve and certify. The caller has checked that the program is feasible."""
+def solve(program: Program) -> Solution:
+    """Find the price, take every block's own optimum at it, certify. The caller has checked that the program is feasible."""
     with np.errstate(all="ignore"):
-        program = raw.scaled(1.0, 1.0)
-        if _TINY < float(np.minimum.reduce(program.scale)) < 1.0 / _TINY:
-            return _solve(program)
-        return _solve_extreme(raw, program)
-
-
-def _solve_extreme(raw: Program, program: Program) -> Solution:
-    """Weights that span hundreds of decades: solve in units in which none of them underflows, then convert back."""
-    low, high = (math.log2(float(f.reduce(raw.scale))) + math.log2(raw.factor) for f in (np.minimum, np.maximum))
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise NotFinite(
-            "Weights and constants are together beyond what floating point counts.",
-            "Products lie within 1e-300 and 1e300.",
-            "Leave the constants (eta, gamma) at their defaults, or scale the scores.",
-        )
-    budget = 2.0 ** round(math.log2(float(np.add.reduce(raw.amount)) / raw.amount.size))
-    value = 2.0 ** max(min(-round((low + high) / 2.0), 1000 - round(high), 1000), -1000)
-    s = _solve(raw.scaled(value, budget))
-    return dataclasses.replace(
-        s,
-        spent=s.spent * budget,
-        slack=s.slack * budget,
-        primal=s.primal / value,
-        dual=s.dual / value,
-        multiplier=s.multiplier / value / budget,
-        shadow_price=s.shadow_price / value / budget,
-        multiplier_interval=tuple(m / value / budget for m in s.multiplier_interval),  # type: ignore[arg-type]
-        budget=raw.budget,
-        program=program,
-    )
-
-
-def _solve(program: Program) -> Solution:
-    """Find the price, take every block's own optimum at it, certify."""
-    fill = getattr(program.function, "fill", None)
-    x, p, p_low, p_high = fill(program) if fill else (None, *_root(program))
-    slack = not program.exact_budget and p_high < program.price
-    if not program.exact_budget:
-        p, p_low, p_high = max(p, program.price), max(p_low, program.price), max(p_high, program.price)
-    if x is None or slack:
-        return _certify(program, *_decide(program, p), p, (p_low, p_high), slack=slack)
-    return _certify(program, x, _tally(program, x, p), p, (p_low, p_high), slack=slack, best=program.at_price(p))
+        fill = getattr(program.function, "fill", None)
+        filled, p, p_low, p_high = fill(program) if fill else (None, *_root(program))
+        slack = not program.exact_budget and p_high < program.price
+        if not program.exact_budget:
+            p, p_low, p_high = (max(v, program.price) for v in (p, p_low, p_high))
+        best = program.at_price(p)
+        x = best if filled is None or slack else filled
+        return _certified(program, x, best, p, (p_low, p_high), slack=slack)
 
 
 def _root(program: Program) -> tuple[float, float, float]:
     """Price at which the budget is met exactly, and the interval of all such prices."""
-    f = program.function
+    f, a = program.function, program.amount
     if hasattr(f, "linear"):
-        slope, offset = f.linear(program.scale, program.amount)
-        low, high = program.low, program.high
-        low = low if is_constant(low, 0.0) else program.amount * low
-        high = high if is_constant(high, math.inf) else program.amount * high
-        t, t_low, t_high = search(slope, offset, low, high, program.target)
+        slope, offset = f.linear(program.scale, a)
+        t, t_low, t_high = piecewise_root(slope, offset, a * program.low, a * program.high, program.target)
         if program.sign > 0:
             return t, max(t_low, 0.0), t_high
         return reciprocal(t), reciprocal(t_high), reciprocal(t_low)
-    limits = np.concatenate((f.derivative(program.low), f.derivative(program.high)))
-    knots = np.tile(program.scale / program.amount, 2) * limits
-
-    def spend(p: float) -> float:
-        return float(np.dot(program.amount, program.at_price(p if program.sign > 0 else 1.0 / p)))
-
+    knots = np.tile(program.scale / a, 2) * np.concatenate((f.derivative(program.low), f.derivative(program.high)))
     if program.sign > 0:
-        return monotone_root(spend, knots, program.target)
-    t, t_low, t_high = monotone_root(spend, 1.0 / knots, program.target)
+        return monotone_root(lambda p: float(np.dot(a, program.at_price(p))), knots, program.target)
+    t, t_low, t_high = monotone_root(lambda t: float(np.dot(a, program.at_price(1.0 / t))), 1.0 / knots, program.target)
     return 1.0 / t, reciprocal(t_high), reciprocal(t_low)
 
 
@@ -295,69 +220,27 @@ def reciprocal(t: float) -> float:
     return 1.0 / t if t > 0.0 else math.inf
 
 
-class _Tally(NamedTuple):
-    """Sums over blocks that the certificate needs."""
-
-    terms: float
-    used: float
-    worst: float
-    at_low: bool
-    at_high: bool
-
-
-def _tally(program: Program, x: Vector, p: float) -> _Tally:
-    return _Tally(float(np.add.reduce(program.terms(x))), float(np.dot(program.amount, x)), *stationarity(program, x, p))
-
-
-def _decide(program: Program, p: float) -> tuple[Vector, _Tally]:
-    """Every block's optimum at a price, with its tally; in chunks that stay in the processor's cache."""
-    size = program.amount.size
-    if size <= _LARGE:
-        x = program.at_price(p)
-        return x, _tally(program, x, p)
-    x = np.empty(size)
-    tallies = []
-    for i in range(0, size, CHUNK):
-        part = program.cut(i, i + CHUNK)
-        x[i : i + CHUNK] = piece = part.at_price(p)
-        tallies.append(_tally(part, piece, p))
-    terms, used, worst, low, high = zip(*tallies, strict=True)
-    return x, _Tally(math.fsum(terms), math.fsum(used), max(worst), all(low), all(high))
-
-
-def _certify(
-    program: Program,
-    x: Vector,
-    tally: _Tally,
-    p: float,
-    interval: tuple[float, float],
-    *,
-    slack: bool,
-    best: Vector | None = None,
-) -> Solution:
-    """Bind a decision and a price; ``best`` minimises the Lagrangian at ``p``, which is the dual function (x by default)."""
+def _certified(program: Program, x: Vector, best: Vector, p: float, interval: tuple[float, float], *, slack: bool) -> Solution:
+    """Bind a decision and a price; ``best`` minimises the Lagrangian at ``p``, which is the dual function."""
     a, sign, p0, multiplier = program.amount, program.sign, program.price, p - program.price
-    terms, used, worst, at_low, at_high = tally
+    (terms, used), (best_terms, best_used) = ((float(np.add.reduce(program.terms(v))), float(np.dot(a, v))) for v in (x, best))
+    worst, at_low, at_high = program.stationarity(x, p)
     primal = terms - sign * p0 * used
-    if best is None:
-        best_terms, best_used = terms, used
-    else:
-        best_terms, best_used = float(np.add.reduce(program.terms(best))), float(np.dot(a, best))
     dual = best_terms - sign * (p * best_used - multiplier * program.target)
     floor = max(abs(program.target), unit := 1e-6 * float(np.add.reduce(a)))
     size = abs(terms) + p0 * used + abs(multiplier) * abs(program.target) + abs(p) * unit
     over = -sign * (used - program.target)
     feasibility = (abs(over) if program.exact_budget else max(over, 0.0)) / floor
     complementarity = 0.0 if program.exact_budget or size <= 0.0 else multiplier * abs(over) / size
-    if at_low and sign < 0:
+    if (at_low and sign < 0) or (at_high and slack and sign > 0):
         status = "degenerate"
     elif at_high:
-        status = "degenerate" if slack and sign > 0 else "saturated"
+        status = "saturated"
     else:
         status = "slack" if slack else "binding"
     inert = (*program.names, "weights", "exponent", *(("n",) if sign > 0 else ()))
     return Solution(
-        value=x if is_constant(program.base, 0.0) else x + program.base,
+        value=x + program.base,
         status=status,
         multiplier=multiplier,
         multiplier_interval=(interval[0] - p0, interval[1] - p0),
@@ -372,27 +255,3 @@ def _certify(
         inert={"binding": program.names, "slack": ("budget",)}.get(status, inert),
         program=program,
     )
-
-
-def stationarity(program: Program, x: Vector, p: float) -> tuple[float, bool, bool]:
-    """Return the relative stationarity residual at price ``p``, and whether all blocks are at their floor or cap."""
-    f, price = program.function, program.amount * p
-    if hasattr(f, "subgradient"):  # at a kink, the subgradient nearest to the price
-        left, right = f.subgradient(x)
-        marginal = np.minimum(np.maximum(price, program.scale * left), program.scale * right)
-    else:
-        marginal = program.scale * f.derivative(x)
-    worst, at_low, at_high = _violation((marginal - price) / (marginal + price), x, program)
-    if not worst <= _TRUSTED or hasattr(f, "subgradient"):  # 0 / 0, underflow, or slopes of both signs
-        settled = (marginal == price) | ((x < _TINIEST) & (program.at_price(p) < _TINIEST))
-        r = np.where(settled, 0.0, (marginal - price) / (np.abs(marginal) + np.abs(price)))
-        worst, at_low, at_high = _violation(r, x, program)
-    return (worst if worst == worst else math.inf), at_low, at_high
-
-
-def _violation(r: Vector, x: Vector, program: Program) -> tuple[float, bool, bool]:
-    """Largest wish for more below a cap, or for less above a floor."""
-    r = r if program.sign < 0 else -r
-    above, below = x > program.low, x < program.high
-    worst = max(float(np.maximum.reduce(r * below)), -float(np.minimum.reduce(r * above))) + 0.0
-    return worst, not np.logical_or.reduce(above), not np.logical_or.reduce(below)

@@ -8,8 +8,7 @@ r"""Cost on one task of a decision made for another: drift, exact regret and bou
   ``Regret <= sum_k Delta_k^2 / (2 sigma_k)``, ``Delta_k = |dJ/dx_k(x_A; q_B) - dJ/dx_k(x_A; q_A)|``.
 
 Both moduli are those of the utility or penalty at hand, ``h_k min |f''|`` over what block k can have at all under floors,
-caps and the budget. Where that minimum is zero (``rho^3`` without a floor, measured curves) the bounds are infinite: true,
-and empty. Nothing is fitted; a bound whose constant is fitted to the data is not a bound.
+caps and the budget. Where that minimum is zero (measured curves) the bounds are infinite: true, and empty.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Transfer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers without the two solutions."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("source", "target")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("source", "target")}
 
 
 def transfer_allocation(
@@ -78,22 +77,13 @@ def transfer_allocation(
     gamma: float = 0.9,
     **options: Any,
 ) -> Transfer:
-    """Return the transfer of an allocation from the weights ``source`` to the weights ``target``.
+    """Return the transfer of an allocation from the weights ``source`` to the weights ``target``, shape ``(K,)`` each.
 
-    Args:
-        source: Weights ``q_A``, shape ``(K,)``.
-        target: Weights ``q_B``, shape ``(K,)``.
-        cost: As in :func:`layerbudget.solvers.allocate`, like all other arguments.
-        budget: B.
-        exponent: beta.
-        exponent_on: ``density`` or ``block``.
-        alpha: Price.
-        gamma: Weight of the utility.
-        **options: ``spend``, ``base``, ``lower``, ``upper``, ``utility``.
+    All other arguments are those of :func:`layerbudget.solvers.allocate`.
 
     Raises:
         LengthMismatch: Two vectors of different length.
-        InvalidInput, InfeasibleBudget, DegenerateScores: As the program raises them; a utility without a modulus.
+        InvalidInput, InfeasibleBudget, DegenerateScores: As the program raises them.
 
     >>> t = transfer_allocation([1.0, 2.0], [2.0, 1.0], 1.0, 4.0, spend="exactly")
     >>> 0 <= t.regret <= t.sharp_bound <= t.bound
@@ -104,14 +94,13 @@ def transfer_allocation(
     factor = gamma * _unit(c, exponent, exponent_on)
     options |= {"exponent": exponent, "exponent_on": exponent_on, "units": "literal", "gamma": factor}
     a, b = (allocate(q, c, budget, alpha=alpha / float(c.mean()), **options) for q in pair)
-    return _transfer(a, b, pair, c, factor, exponent, exponent_on)
+    return _transfer(a, b, pair, factor * _sensitivity(pair, c, exponent, exponent_on))
 
 
 def transfer_sparsity(
     source: ArrayLike,
     target: ArrayLike,
     numel: ArrayLike,
-    pruned_parameters: float | None = None,
     *,
     exponent: float = 1.0,
     exponent_on: str = "density",
@@ -120,25 +109,15 @@ def transfer_sparsity(
     spend: str = "exactly",
     **options: Any,
 ) -> Transfer:
-    """Return the transfer of a sparsity plan from the weights ``source`` to the weights ``target``.
+    """Return the transfer of a sparsity plan from the weights ``source`` to the weights ``target``, shape ``(K,)`` each.
 
-    Args:
-        source: Weights ``q_A``, shape ``(K,)``.
-        target: Weights ``q_B``, shape ``(K,)``.
-        numel: As in :func:`layerbudget.solvers.sparsify`, like all other arguments.
-        pruned_parameters: S.
-        exponent: kappa.
-        exponent_on: ``density`` or ``block``.
-        bits: b.
-        eta: Weight of the penalty.
-        spend: ``at_least`` or ``exactly``.
-        **options: ``sparsity``, ``min_sparsity``, ``max_sparsity``, ``penalty``.
+    All other arguments are those of :func:`layerbudget.solvers.sparsify`.
 
     Raises:
         LengthMismatch: Two vectors of different length.
-        InvalidInput, InfeasibleBudget, DegenerateScores: As the program raises them; a penalty without a modulus.
+        InvalidInput, InfeasibleBudget, DegenerateScores: As the program raises them.
 
-    >>> t = transfer_sparsity([1.0, 2.0], [2.0, 1.0], 1.0, sparsity=0.2, min_sparsity=0.05, penalty="power")
+    >>> t = transfer_sparsity([1.0, 2.0], [2.0, 1.0], 1.0, sparsity=0.2, min_sparsity=0.05)
     >>> 0 <= t.regret <= t.sharp_bound <= t.bound
     True
     """
@@ -146,12 +125,12 @@ def transfer_sparsity(
     n = cost_vector(numel, pair[0].size, "numel")
     factor = eta * _unit(n, exponent, exponent_on)
     options |= {"exponent": exponent, "exponent_on": exponent_on, "units": "literal", "eta": factor, "spend": spend}
-    a, b = (sparsify(q, n, pruned_parameters, bits=bits / float(n.mean()), **options) for q in pair)
-    return _transfer(a, b, pair, n, factor, exponent, exponent_on)
+    a, b = (sparsify(q, n, bits=bits / float(n.mean()), **options) for q in pair)
+    return _transfer(a, b, pair, factor * _sensitivity(pair, n, exponent, exponent_on))
 
 
 def _pair(source: ArrayLike, target: ArrayLike) -> tuple[Vector, Vector]:
-    (q, _), (r, _) = weight_vector(source, "source"), weight_vector(target, "target")
+    q, r = weight_vector(source, "source"), weight_vector(target, "target")
     if q.size != r.size:
         raise LengthMismatch(
             f"The source has {q.size} weights and the target {r.size}.",
@@ -164,10 +143,51 @@ def _pair(source: ArrayLike, target: ArrayLike) -> tuple[Vector, Vector]:
 def _unit(size: Vector, exponent: float, exponent_on: str) -> float:
     """Factor that gives equal weights ``1 / K`` a mean of one: one objective for both sides, of order one."""
     q = np.full(size.size, 1.0 / size.size)
-    return float(1.0 / weigh(q, size, exponent, exponent_on, 1.0, literal=True).mean())
+    return float(1.0 / weigh(q, size, exponent, exponent_on, literal=True).mean())
 
 
-def reach(program: Program) -> tuple[Vector, Vector]:
+def _sensitivity(pair: tuple[Vector, Vector], size: Vector, exponent: float, exponent_on: str) -> float:
+    """Largest ``|dw_k / dq_k|`` between the two weight vectors: ``exponent q^(exponent - 1)``, times ``n^(1 - exponent)``."""
+    if exponent == 0.0:
+        return 0.0  # every weight is one, whatever q is
+    ends = np.array(pair)
+    with np.errstate(all="ignore"):
+        edge = np.where(exponent >= 1.0, ends.max(0), ends.min(0)) ** (exponent - 1.0)
+    sizes = size ** (1.0 - exponent) if exponent_on == "density" else 1.0
+    return exponent * float(np.max(edge * sizes))
+
+
+def _transfer(a: Solution, b: Solution, pair: tuple[Vector, Vector], sensitivity: float) -> Transfer:
+    """Compare two solutions under the second one's objective; ``sensitivity`` is that of its weights to ``q``."""
+    first: Program = a.program
+    second: Program = b.program
+    x_a, x_b = a.value - first.base, b.value - second.base
+    f, (least, most) = second.function, _reach(second)
+    modulus = f.modulus(least, most)
+    with np.errstate(all="ignore"):
+        difference = np.abs(first.scale - second.scale) * f.derivative(x_a)
+        each = np.where(difference > 0, difference**2 / (2.0 * second.scale * modulus), 0.0)
+        drift = float(np.linalg.norm(pair[0] - pair[1]))
+        lipschitz = sensitivity * float(np.max(f.derivative(least if second.sign < 0 else most)))
+        sigma = float((second.scale * modulus).min())
+        bound = float(np.float64(lipschitz * drift) ** 2 / (2.0 * sigma)) if drift > 0 and lipschitz > 0 else 0.0
+    return Transfer(
+        drift=drift,
+        squared_drift=drift**2,
+        regret=_loss(second, x_a, x_b),
+        relative_regret=_relative(a, b, x_a, x_b),
+        uniform_regret=_loss(second, _uniform(second, float(np.dot(second.amount, x_b))), x_b),
+        bound=bound,
+        sharp_bound=float(np.sum(each)),
+        lipschitz=lipschitz,
+        modulus=sigma,
+        rank_correlation=spearman(*pair),
+        source=a,
+        target=b,
+    )
+
+
+def _reach(program: Program) -> tuple[Vector, Vector]:
     """Smallest and largest ``x_k`` of any feasible point: the bounds, tightened by what the budget leaves for block k.
 
     An allocation can give block k at most what is left when all others are at their floors; a program that must spend (or
@@ -186,51 +206,7 @@ def reach(program: Program) -> tuple[Vector, Vector]:
     return np.minimum(least, high), np.maximum(most, low)
 
 
-def _transfer(
-    a: Solution, b: Solution, pair: tuple[Vector, Vector], size: Vector, factor: float, exponent: float, exponent_on: str
-) -> Transfer:
-    first: Program = a.program
-    second: Program = b.program
-    x_a, x_b = a.value - first.base, b.value - second.base
-    f, (least, most) = second.function, reach(second)
-    modulus = f.modulus(least, most)
-    with np.errstate(all="ignore"):
-        difference = np.abs(first.scale - second.scale) * f.derivative(x_a)
-        each = np.where(difference > 0, difference**2 / (2.0 * second.scale * modulus), 0.0)
-        drift = float(np.linalg.norm(pair[0] - pair[1]))
-        steepest = float(np.max(f.derivative(least if second.sign < 0 else most)))
-        lipschitz = factor * steepest * _sensitivity(pair, size, exponent, exponent_on)
-        sigma = float((second.scale * modulus).min())
-        bound = float(np.float64(lipschitz * drift) ** 2 / (2.0 * sigma)) if drift > 0 and lipschitz > 0 else 0.0
-    regret = max(_loss(second, x_a, x_b), 0.0)
-    return Transfer(
-        drift=drift,
-        squared_drift=drift**2,
-        regret=regret,
-        relative_regret=_relative(a, b, x_a, x_b),
-        uniform_regret=max(_loss(second, uniform_point(second, float(np.dot(second.amount, x_b))), x_b), 0.0),
-        bound=bound,
-        sharp_bound=float(np.sum(each)),
-        lipschitz=lipschitz,
-        modulus=sigma,
-        rank_correlation=spearman(*pair),
-        source=a,
-        target=b,
-    )
-
-
-def _sensitivity(pair: tuple[Vector, Vector], size: Vector, exponent: float, exponent_on: str) -> float:
-    """Largest ``|dw_k / dq_k|`` between the two weight vectors: ``exponent q^(exponent - 1)``, times ``n^(1 - exponent)``."""
-    if exponent == 0.0:
-        return 0.0  # every weight is one, whatever q is
-    ends = np.array(pair)
-    edge = np.where(exponent >= 1.0, ends.max(0), ends.min(0)) ** (exponent - 1.0)
-    sizes = size ** (1.0 - exponent) if exponent_on == "density" else 1.0
-    return exponent * float(np.max(edge * sizes))
-
-
 def _relative(a: Solution, b: Solution, x_a: Vector, x_b: Vector) -> float | None:
-    """See :class:`Transfer`."""
     program: Program = b.program
     if abs(a.spent - b.spent) > 1e-9 * max(abs(a.spent), abs(b.spent)):
         return None
@@ -239,17 +215,17 @@ def _relative(a: Solution, b: Solution, x_a: Vector, x_b: Vector) -> float | Non
     return max(theirs - own, 0.0) / abs(own - nothing) if own != nothing else 0.0
 
 
-def uniform_point(program: Program, used: float) -> Vector:
+def _uniform(program: Program, used: float) -> Vector:
     """The same ``x`` everywhere within the bounds, using this much of the budget, shape ``(K,)``."""
-    a, high = program.amount, program.high
-    t, _, _ = piecewise_root(a, np.zeros(a.size), a * program.low, np.where(np.isinf(high), np.inf, a * high), used)
-    return np.minimum(np.maximum(t, program.low), high)
+    a, low, high = program.amount, program.low, program.high
+    t, _, _ = piecewise_root(a, np.zeros(a.size), a * low, a * high, used)
+    return np.minimum(np.maximum(t, low), high)
 
 
 def _loss(program: Program, x: Vector, best: Vector) -> float:
-    """Objective at ``x`` minus objective at ``best``, summed block by block."""
+    """Objective at ``x`` minus objective at ``best``, summed block by block, zero or more."""
     each = program.terms(x) - program.terms(best) - program.sign * program.price * program.amount * (x - best)
-    return float(np.add.reduce(each))
+    return max(float(np.add.reduce(each)), 0.0)
 
 
 def spearman(q: Vector, r: Vector) -> float:

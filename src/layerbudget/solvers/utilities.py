@@ -1,10 +1,10 @@
 r"""Utilities of capacity (concave phi) and penalties of pruning (convex psi), each with its inverse derivative.
 
-``UTILITIES["power"](0.3)`` is ``((1 + e)^0.3 - 1) / 0.3``. A function has ``value(x)``, ``derivative(x)`` and ``inverse(p)``,
-the x at which the derivative is p, all vectorised. ``modulus(low, high)``, the smallest ``|second derivative|`` on an interval,
-is what transfer bounds are made from. For the two functions of the paper, log and quadratic, capacity (or pruned parameters) is
-linear in one dual variable: ``amount x = t slope + offset``, given by ``linear``, so that the exact search of
-:mod:`layerbudget.solvers.dual` applies. Any object with these methods is a function; curves are a :class:`CalibratedPenalty`.
+A function has ``value(x)``, ``derivative(x)`` and ``inverse(p)``, the x at which the derivative is p, all vectorised.
+``modulus(low, high)``, the smallest ``|second derivative|`` on an interval, is what transfer bounds are made from. For the two
+functions of the paper, log and quadratic, capacity (or pruned parameters) is linear in one dual variable: ``amount x =
+t slope + offset``, given by ``linear``, so that :func:`layerbudget.solvers.dual.piecewise_root` applies. Any object with these
+methods is a function; measured curves are a :class:`CalibratedPenalty`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import InvalidInput, LengthMismatch, UnknownBlock
-from .inputs import Vector, filled, number
+from .inputs import Vector
 from .separable import Function, Program
 
 _AT_KNOT = 1e-12
@@ -65,28 +65,6 @@ class _Power:
         return (1.0 - self.power) * (1.0 + high) ** (self.power - 2.0)
 
 
-class _Saturating:
-    """``phi(e) = 1 - exp(-e / s)``: nothing is gained far beyond ``s`` units."""
-
-    concave = True
-
-    def __init__(self, scale: float = 4.0) -> None:
-        self.scale = number(scale, "scale of the saturating utility", positive=True)
-        self.name = f"saturating({scale:g})"
-
-    def value(self, x: Vector) -> Vector:
-        return -np.expm1(-x / self.scale)
-
-    def derivative(self, x: Vector) -> Vector:
-        return np.exp(-x / self.scale) / self.scale
-
-    def inverse(self, p: Vector) -> Vector:
-        return -self.scale * np.log(self.scale * p)
-
-    def modulus(self, low: Vector, high: Vector) -> Vector:
-        return np.exp(-high / self.scale) / self.scale**2
-
-
 class _Quadratic:
     """``psi(rho) = rho^2``, the paper's penalty (section 5); with ``t = price``."""
 
@@ -105,7 +83,7 @@ class _Quadratic:
         return np.full(np.shape(high), 2.0)
 
     def linear(self, scale: Vector, amount: Vector) -> tuple[Vector, Vector]:
-        return amount / scale * amount * 0.5, filled(amount.size, 0.0)
+        return amount / scale * amount * 0.5, np.zeros(amount.size)
 
 
 class _LogBarrier:
@@ -126,58 +104,8 @@ class _LogBarrier:
         return (1.0 - low) ** -2.0
 
 
-class _PowerPenalty:
-    """``psi(rho) = rho^p``, ``p > 1``; above 2 and without a floor its modulus is zero."""
-
-    concave = False
-
-    def __init__(self, power: float = 3.0) -> None:
-        if not (np.isfinite(power) and power > 1):
-            raise InvalidInput(f"The penalty's power is {power}.", "It must be above 1.", "Use 2 (quadratic) or 3.")
-        self.power, self.name = float(power), f"power({power:g})"
-
-    def value(self, x: Vector) -> Vector:
-        return x**self.power
-
-    def derivative(self, x: Vector) -> Vector:
-        return self.power * x ** (self.power - 1.0)
-
-    def inverse(self, p: Vector) -> Vector:
-        return (p / self.power) ** (1.0 / (self.power - 1.0))
-
-    def modulus(self, low: Vector, high: Vector) -> Vector:
-        return self.power * (self.power - 1.0) * (low if self.power >= 2.0 else high) ** (self.power - 2.0)
-
-
-class _Exponential:
-    """``psi(rho) = exp(a rho) - 1``: damage that grows by a constant factor per point of sparsity."""
-
-    concave = False
-
-    def __init__(self, rate: float = 5.0) -> None:
-        self.rate = number(rate, "rate of the exponential penalty", positive=True)
-        self.name = f"exponential({rate:g})"
-
-    def value(self, x: Vector) -> Vector:
-        return np.expm1(self.rate * x)
-
-    def derivative(self, x: Vector) -> Vector:
-        return self.rate * np.exp(self.rate * x)
-
-    def inverse(self, p: Vector) -> Vector:
-        return np.log(p / self.rate) / self.rate
-
-    def modulus(self, low: Vector, high: Vector) -> Vector:
-        return self.rate**2 * np.exp(self.rate * low)
-
-
-UTILITIES: dict[str, Callable[..., Function]] = {"log": _Log, "power": _Power, "saturating": _Saturating}
-PENALTIES: dict[str, Callable[..., Function]] = {
-    "quadratic": _Quadratic,
-    "log-barrier": _LogBarrier,
-    "power": _PowerPenalty,
-    "exponential": _Exponential,
-}
+UTILITIES: dict[str, Callable[..., Function]] = {"log": _Log, "power": _Power}
+PENALTIES: dict[str, Callable[..., Function]] = {"quadratic": _Quadratic, "log-barrier": _LogBarrier}
 
 
 def resolve(function: str | Function, *, concave: bool) -> Function:
@@ -211,6 +139,7 @@ class CalibratedPenalty:
         change: Largest distance between measured points and the convex curve per block, shape ``(K,)``.
         knots: Sparsities of the hull's corners, shape ``(K, J)``, padded with the last one.
         slopes: Damage per unit of sparsity between corners, shape ``(K, J - 1)``, padded with ``inf``.
+        limit: Largest measured sparsity per block, shape ``(K,)``.
 
     Raises:
         LengthMismatch: The shapes do not fit together.
@@ -233,9 +162,7 @@ class CalibratedPenalty:
                 "Give one row of losses per block.",
             )
         x = np.broadcast_to(x, damage.shape)
-        if not (
-            np.isfinite(damage).all() and np.isfinite(x).all() and (np.diff(x) > 0).all() and x.min() >= 0 and x.max() <= 1
-        ):
+        if not (np.isfinite(damage).all() and (np.diff(x) > 0).all() and x.min() >= 0 and x.max() <= 1):
             raise InvalidInput(
                 "The measured curves hold values that are not finite, or ratios that do not increase within [0, 1].",
                 "Every block needs finite losses at increasing sparsities in [0, 1].",
@@ -246,7 +173,7 @@ class CalibratedPenalty:
         steps = np.diff(self.knots)
         with np.errstate(all="ignore"):
             self.slopes = np.where(steps > 0, np.diff(self.values) / steps, np.inf)
-        self.blocks = len(self.knots)
+        self.blocks, self.limit = len(self.knots), self.knots[:, -1]
         self.change = np.abs(np.array([self.value(v) for v in corners.T]) - values.T).max(0)
 
     @classmethod
@@ -273,17 +200,12 @@ class CalibratedPenalty:
             )
         return cls([curves[n][0] for n in names], [curves[n][1] for n in names])
 
-    @property
-    def limit(self) -> Vector:
-        """Largest measured sparsity per block, shape ``(K,)``."""
-        return self.knots[:, -1]
-
     def value(self, x: Vector) -> Vector:
         """Return the damage at sparsity ``x_k`` of block k, shape ``(K,)``."""
         rows = np.arange(self.blocks)
         left = np.clip((self.knots <= np.asarray(x)[:, None]).sum(1) - 1, 0, max(self.slopes.shape[1] - 1, 0))
         start, slope = self.knots[rows, left], self.slopes[rows, left] if self.slopes.shape[1] else np.zeros(self.blocks)
-        step = np.clip(x, self.knots[:, 0], self.knots[:, -1]) - start
+        step = np.clip(x, self.knots[:, 0], self.limit) - start
         return self.values[rows, left] + np.where(np.isfinite(slope), slope, 0.0) * step
 
     def derivative(self, x: Vector) -> Vector:
@@ -329,12 +251,9 @@ class CalibratedPenalty:
         fraction = min(max((need - before) / (filled[at] - before), 0.0), 1.0)
         partial = np.where((price == prices[at]) & used, length * fraction, np.where(price < prices[at], length, 0.0))
         x = np.clip(program.low + partial.sum(1) / n, program.low, program.high)
-        ends = (float(prices[at]),) * 2
-        if fraction == 1.0:
-            ends = (float(prices[at]), float(prices[at + 1]) if at + 1 < prices.size else np.inf)
-        elif fraction == 0.0:
-            ends = (float(prices[at - 1]) if at else -np.inf, float(prices[at]))
-        return x, float(prices[at]), *ends
+        ends = np.concatenate(([-np.inf], prices, [np.inf]))
+        least, most = ends[at + (fraction > 0.0)], ends[at + 1 + (fraction == 1.0)]
+        return x, float(prices[at]), float(least), float(most)
 
 
 def _anchored(ratios: Vector, losses: Vector) -> tuple[Vector, Vector]:

@@ -23,13 +23,11 @@ def plan_experts(
     *,
     total: int | None = None,
     budget: str | float | None = None,
-    flops_fraction: float | None = None,
     min_experts: ArrayLike = 1,
     lower: ArrayLike = 0,
     max_experts: ArrayLike | None = None,
     expert_rank: int = 8,
     rule: str | Callable[..., Any] = "mdl",
-    router: bool = False,
     bytes_per_parameter: float | None = None,
     latency: Mapping[str, float] | None = None,
     fixed: Mapping[str, int] | None = None,
@@ -42,7 +40,6 @@ def plan_experts(
         total: Budget as a number of experts, the minimum ones included.
         budget: Or in any unit: ``"64M params"``, ``"1.2 GiB"``, ``"3% flops"``, see
             :func:`layerbudget.planning.costs.parse_budget`.
-        flops_fraction: Or as a fraction of the base blocks' FLOPs per token.
         min_experts: Experts that every block has anyway (the base, which earns no utility).
         lower: Smallest number of experts; what it has above ``min_experts`` earns utility.
         max_experts: Cap per block.
@@ -50,11 +47,10 @@ def plan_experts(
         rule: ``mdl``, ``permuted``, ``uniform``, ``size``, ``layerif``, ``alphalora``, ``mola-5555``, ``mola-2468``,
             ``mola-8642`` (or ``mola-`` with other digits), a rule of your own
             (:mod:`layerbudget.planning.rule`), or a function of a problem that returns one value per block.
-        router: Count router outputs in the cost (budgets in parameters, bytes or FLOPs).
         bytes_per_parameter: For budgets in bytes; 2 (bf16) by default.
         latency: Seconds per expert by block name, for latency budgets.
         fixed: Experts of some blocks, by name or regular expression; a published rule then divides the rest over the others.
-        **options: Options of the rule: ``exponent``, ``damping``, ``parity``, ... (:mod:`layerbudget.planning.rule`), or
+        **options: Options of the rule: ``exponent``, ``damping``, ... (:mod:`layerbudget.planning.rule`), or
             its own. One that the rule does not read is refused; the rule has a default for each that is left out.
 
     Returns:
@@ -65,14 +61,13 @@ def plan_experts(
         UnknownUnit: A budget in an unknown or unpriced unit.
         InfeasibleBudget: The budget is below the minimum, or cannot be spent under the caps.
     """
-    wanted = one_budget({"total": total, "budget": budget, "flops_fraction": flops_fraction}, "experts")
+    wanted = one_budget({"total": total, "budget": budget}, "experts")
     terms = Terms(
         kind="experts",
         base=min_experts,
         floor=lower,
         cap=max_experts,
         expert_rank=expert_rank,
-        router=router,
         bytes_per_parameter=bytes_per_parameter,
         latency=latency,
         fixed=fixed,
@@ -99,14 +94,10 @@ def _layerif(problem: Problem, *, damping: float | None = None, exponent: float 
 
 
 @rule("experts", "alphalora", summary="AlphaLoRA: the lighter the tail, the more experts")
-def _alphalora(problem: Problem, *, damping: float | None = None, parity: bool = False, exponent: float = 2.5) -> Decision:
+def _alphalora(problem: Problem, *, damping: float | None = None, exponent: float = 2.5) -> Decision:
     """The values as they are, whatever their orientation."""
     alpha = problem.need_scores().values(damping)[~problem.held]
-
-    def make(total: int) -> Vector:
-        return published.alphalora_experts(alpha, total, exponent=exponent, parity=parity)
-
-    return _largest(problem, "alphalora", make, parity=parity)
+    return _largest(problem, "alphalora", lambda total: published.alphalora_experts(alpha, total, exponent=exponent))
 
 
 @rule("experts", "mola-8642", summary="MoLA's shape (any digits)", pattern=r"mola-.+")
@@ -122,7 +113,7 @@ def _least(problem: Problem) -> int:
     return int(problem.low[~problem.held].max(initial=0.0))
 
 
-def _largest(problem: Problem, name: str, make: Callable[[int], Vector], *, parity: bool = False) -> Decision:
+def _largest(problem: Problem, name: str, make: Callable[[int], Vector]) -> Decision:
     """Fixed blocks as they are, for the others the largest total whose counts fit the budget."""
     counts, free, cost, limit = problem.low.copy(), ~problem.held, problem.amount, problem.target
     left = limit - float(cost[problem.held] @ problem.low[problem.held])
@@ -133,7 +124,7 @@ def _largest(problem: Problem, name: str, make: Callable[[int], Vector], *, pari
         counts[free] = make(total)
         spent = float(cost[free] @ counts[free])
         if spent <= left * (1 + 1e-12):
-            _check_bounds(problem, name, counts, parity=parity)
+            _check_bounds(problem, name, counts)
             return Decision(value=counts, counts=counts)
         total = min(total - 1, int(total * left / spent) + 1)
     raise InfeasibleBudget(
@@ -141,14 +132,14 @@ def _largest(problem: Problem, name: str, make: Callable[[int], Vector], *, pari
     )
 
 
-def _check_bounds(problem: Problem, name: str, counts: Vector, *, parity: bool) -> None:
+def _check_bounds(problem: Problem, name: str, counts: Vector) -> None:
     if (counts > problem.high).any():
         raise InfeasibleBudget(
             f"The rule {name} gives up to {counts.max():g} experts, the caps allow {problem.high.min():g}.",
             "",
             "Raise max_experts.",
         )
-    if not parity and (counts < problem.low).any():
+    if (counts < problem.low).any():
         k = int(np.argmax(problem.low - counts))
         raise InfeasibleBudget(
             f"The rule {name} gives block {k} {counts[k]:g} experts, its minimum is {problem.low[k]:g}.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,6 @@ from ...solvers.joint import JointSolution, solve_joint
 from ...solvers.programs import allocate
 from ...solvers.rounding import Rounded, round_capacity, round_parameters
 from ...solvers.separable import Function
-from ...solvers.utilities import CalibratedPenalty
-from ..sparsity.plan import Curves
 
 
 def plan_joint(
@@ -40,7 +37,7 @@ def plan_joint(
     gamma: float = 0.9,
     eta: float = 2.0,
     utility: str | Function = "log",
-    penalty: str | Function | Curves = "quadratic",
+    penalty: str | Function = "quadratic",
     spend: str = "exactly",
     damping: float | None = None,
     smoothing: float = 0.0,
@@ -63,9 +60,8 @@ def plan_joint(
         alpha: Price of capacity.
         gamma: Weight of the utility.
         eta: Weight of the penalty; ``gamma / eta`` decides how much is pruned to pay for adapters.
-        utility: Of capacity: ``log``, ``power``, ``saturating`` or an object.
-        penalty: Of pruning: ``quadratic``, ``log-barrier``, ``power``, ``exponential``, an object, or measured curves
-            ``{block name: (ratios, losses)}``, which cap every block at its last ratio.
+        utility: Of capacity: ``log``, ``power`` or an object.
+        penalty: Of pruning: ``quadratic``, ``log-barrier`` or an object.
         spend: ``exactly`` or ``at_most``.
         damping: Which row of the scores.
         smoothing: Added to every score, in units of the mean score.
@@ -101,15 +97,6 @@ def plan_joint(
     lower = np.minimum(bound_vector(min_capacity, numel.size, "min_capacity", 0.0), sides)
     upper = np.minimum(bound_vector(max_capacity, numel.size, "max_capacity", np.inf), sides)
     bounds: dict[str, Any] = {"lower": lower, "upper": upper, "utility": utility}
-    own: dict[str, Any] = {}
-    psi: str | Function
-    if not isinstance(penalty, Mapping):
-        psi = penalty
-    else:  # measured damage replaces the scores on the pruning side
-        if prune_exponent != 1.0:
-            given = f"prune_exponent is {prune_exponent:g} with measured curves."
-            raise InvalidInput(given, "They have no weights.", "Leave it out.")
-        psi, own = CalibratedPenalty.from_curves(penalty, scores.names), {"prune_weights": np.ones(len(scores.names))}
     solution = solve_joint(
         q,
         cost,
@@ -117,11 +104,10 @@ def plan_joint(
         limit,
         prune_exponent=prune_exponent,
         eta=eta,
-        penalty=psi,
+        penalty=penalty,
         max_sparsity=max_sparsity,
         min_sparsity=min_sparsity,
         spend=spend,
-        **own,
         **shared,
         **bounds,
     )
@@ -132,7 +118,7 @@ def plan_joint(
     rounded = _whole(q, cost, solution, limit + freed, spend, {**shared, **bounds})
     hyper = {**shared, "eta": eta, "prune_exponent": prune_exponent, "spend": spend, **options, "max_sparsity": max_sparsity}
     hyper |= {"min_sparsity": min_sparsity, "min_capacity": min_capacity, "max_capacity": max_capacity, "damping": damping}
-    words = {"utility": getattr(utility, "name", utility), "penalty": getattr(psi, "name", psi)}
+    words = {"utility": getattr(utility, "name", utility), "penalty": getattr(penalty, "name", penalty)}
     hyper |= {k: v for k, v in words.items() if v not in ("log", "quadratic")}  # those of the paper
     values, counts = (dict(zip(scores.names, v.tolist(), strict=True)) for v in (solution.capacity, rounded.counts))
     adapters = {"kind": capacity, "expert_rank": options.get("expert_rank"), "values": values, "counts": counts}

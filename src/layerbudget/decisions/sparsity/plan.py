@@ -162,11 +162,7 @@ def _total(sparsity: float, numel: Vector, low: Vector, high: Vector) -> int:
 
 def _fitted(problem: Problem, decision: Decision) -> Vector:
     """The values of a rule, shifted by one number and cut to the bounds where they do not meet the target."""
-    value, n = np.asarray(decision.value, dtype=np.float64), problem.amount
-    if value.shape != n.shape or not np.isfinite(value).all():
-        raise InvalidInput(
-            f"The rule gave values of shape {value.shape}.", f"It must give {n.size} finite ones.", "Correct it."
-        )
+    value, n = decision.value, problem.amount
     inside = (value >= problem.low - 1e-12).all() and (value <= problem.high + 1e-12).all()
     if inside and abs(float(np.dot(n, value)) - problem.target) <= 0.5:
         return value
