@@ -216,10 +216,8 @@ def _solve(d: np.ndarray, c: np.ndarray, budget: Any, hulls: _Segments) -> _Foun
 def knapsack(gain: np.ndarray, cost: Vector, budget: float) -> tuple[np.ndarray, float, bool, float, float]:
     """Take steps of the largest total gain within a budget.
 
-    Args:
-        gain: Of the first, second, ... step of every item, falling, ``(K, L)``; what gains nothing is never taken.
-        cost: Of one step, positive, ``(K,)``.
-        budget: What may be spent, not negative.
+    ``gain`` is that of the first, second, ... step of every item, falling, ``(K, L)``; what gains nothing is never taken. A
+    step of item k costs ``cost_k > 0``.
 
     Returns:
         ``(counts, bound, exact, price, spread)``: steps of every item, an upper bound of the gain, whether the counts are

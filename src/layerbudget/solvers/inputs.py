@@ -17,9 +17,7 @@ def weight_vector(weights: ArrayLike, name: str = "weights") -> Vector:
     """Return the weights as a vector.
 
     Raises:
-        NotFinite, NegativeValue: A weight that is not finite, or below zero.
-        DegenerateScores: No weight is positive.
-        LengthMismatch: Not a non-empty vector.
+        NotFinite, NegativeValue, LengthMismatch, DegenerateScores: Not a vector of finite weights, one of them positive.
     """
     w = _finite(_vector(weights, name), name)
     if w.min() < 0:
@@ -41,9 +39,7 @@ def cost_vector(cost: ArrayLike, size: int, name: str = "cost") -> Vector:
     """Return positive costs of ``size`` blocks; a scalar is repeated.
 
     Raises:
-        InvalidCost: A cost of zero or less.
-        NotFinite: A NaN or infinite cost.
-        LengthMismatch: Another number of values than blocks.
+        InvalidCost, NotFinite, LengthMismatch: A cost that is not positive and finite, or another number of them.
     """
     c = _finite(_vector(cost, name, size), name)
     k = int(np.argmin(c))
@@ -58,9 +54,7 @@ def bound_vector(bound: ArrayLike | None, size: int, name: str, default: float) 
     """Return a bound of ``size`` blocks, zero or more; a scalar is repeated, ``None`` is the default.
 
     Raises:
-        NotFinite: A NaN.
-        NegativeValue: A negative bound.
-        LengthMismatch: Another number of values than blocks.
+        NotFinite, NegativeValue, LengthMismatch: A bound that is NaN or negative, or another number of them.
     """
     v = _vector(default if bound is None else bound, name, size)
     if v.min() >= 0.0:
@@ -71,12 +65,7 @@ def bound_vector(bound: ArrayLike | None, size: int, name: str, default: float) 
 
 
 def number(value: Any, name: str, *, positive: bool = False) -> float:
-    """Return a finite number, zero or more (or positive).
-
-    Raises:
-        NotFinite: NaN, infinite or not a number.
-        NegativeValue: Below zero, or zero where ``positive``.
-    """
+    """Return a finite number, zero or more (or positive); anything else is refused."""
     try:
         x = float(value)
     except (TypeError, ValueError):
@@ -90,11 +79,7 @@ def number(value: Any, name: str, *, positive: bool = False) -> float:
 
 
 def whole_number(value: Any, name: str) -> int:
-    """Return a whole number of one or more.
-
-    Raises:
-        InvalidInput: It is none.
-    """
+    """Return a whole number of one or more; anything else is refused."""
     found = int(number(value, name, positive=True))
     if found == value:
         return found
@@ -102,11 +87,7 @@ def whole_number(value: Any, name: str) -> int:
 
 
 def choice(value: str, name: str, options: tuple[str, ...]) -> str:
-    """Return ``value`` if it is one of the options.
-
-    Raises:
-        InvalidInput: It is not.
-    """
+    """Return ``value`` if it is one of the options; anything else is refused."""
     if value in options:
         return value
     raise InvalidInput(f"{name} is {value!r}.", f"It is one of {', '.join(options)}.", f"Use {name}={options[0]!r}.")

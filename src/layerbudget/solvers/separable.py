@@ -42,25 +42,19 @@ class Function(Protocol):
 
     def value(self, x: Vector) -> Vector:
         """Return the value at x, zero at zero."""
-        ...
 
     def derivative(self, x: Vector) -> Vector:
         """Return the positive derivative: decreasing for a utility, increasing for a penalty."""
-        ...
 
     def inverse(self, p: Vector) -> Vector:
         """Return the x with ``derivative(x) = p``; clipped by the caller."""
-        ...
 
     def modulus(self, low: Vector, high: Vector) -> Vector:
         """Return the smallest ``|second derivative|`` on ``[low, high]``."""
-        ...
 
 
 class Program(NamedTuple):
     """A separable program.
-
-    Its fields are
 
     - ``sign``: -1 allocation, +1 sparsity.
     - ``function``: phi or psi.

@@ -51,11 +51,8 @@ Point = TypeVar("Point", bound=Evaluation)
 class Proposal:
     """A state to try.
 
-    Attributes:
-        state: Where to go.
-        promise: Change of the damage by the model, below zero.
-        trust: Radius of the region that it came from.
-        length: Share of the way to the best state of the region around the present one.
+    ``promise`` is the model's change of the damage, below zero; ``trust`` is the radius of the region that it came from, and
+    ``length`` its share of the way to the best state of that region.
     """
 
     state: Any
@@ -66,14 +63,7 @@ class Proposal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Step(Generic[Point]):
-    """An accepted proposal.
-
-    Attributes:
-        point: What was measured there.
-        proposal: What had been promised.
-        change: Measured change of the damage, below zero.
-        trust: Radius of the next step.
-    """
+    """An accepted proposal: what was measured there, the measured change (below zero), and the radius of the next step."""
 
     point: Point
     proposal: Proposal
@@ -90,16 +80,12 @@ def descend(
     *,
     least: float = 0.0,
 ) -> Iterator[Step[Point]]:
-    """Accepted steps, one by one as they are made.
+    """Yield accepted steps from an evaluated point and a first radius, as they are made.
 
-    Args:
-        point: The evaluated state to start from.
-        trust: Radius of the first region.
-        proposals: Proposals from a point within a radius, the best one first. It is resumed only where the last one has not
-            gained, so that a generator can shorten the next one, or leave out what did not help.
-        evaluate: Goes from the last accepted point to a proposal, and measures there.
-        affords: Whether one more evaluation can be paid.
-        least: The radius never shrinks below this by itself.
+    ``proposals`` gives those from a point within a radius, the best one first. It is resumed only where the last one has not
+    gained, so that a generator can shorten the next one, or leave out what did not help. ``evaluate`` goes from the last accepted
+    point to a proposal and measures there, ``affords`` says whether one more evaluation can be paid, and the radius never shrinks
+    below ``least`` by itself.
     """
     while True:
         for proposal in proposals(point, trust):
@@ -129,16 +115,10 @@ def reach(present: Vector, trust: float, cap: float, count: int) -> np.ndarray:
 
 
 def step_within(levels: np.ndarray, damage: np.ndarray, numel: np.ndarray, total: int) -> tuple[np.ndarray, Solution]:
-    """Whole parameters of every unit, summing to ``total``, with the least damage by the model.
+    """Return whole parameters of every unit that sum to ``total``, with the least damage by the model, and the solution.
 
-    Args:
-        levels: Sparsities, increasing, shape ``(K, L)``; the first and the last are the bounds.
-        damage: Damage there, in nats, relative to any common point of a unit, shape ``(K, L)``.
-        numel: Prunable parameters, shape ``(K,)``.
-        total: Sum of the counts.
-
-    Returns:
-        Counts, shape ``(K,)``, and the certified solution, whose values are sparsities above the first level.
+    ``levels`` are increasing sparsities, shape ``(K, L)``, of which the first and the last are the bounds, and ``damage`` is that
+    of every level in nats, relative to any common point of a unit. Values of the solution are sparsities above the first level.
 
     Raises:
         InfeasibleBudget: The total lies outside of what the bounds allow.

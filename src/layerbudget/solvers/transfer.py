@@ -42,7 +42,6 @@ class Transfer:
             a ``regret`` above it says that planning on A is worse for B than not planning.
         bound: The paper's bound.
         sharp_bound: The bound block by block; ``regret <= sharp_bound <= bound``.
-        lipschitz, modulus: Constants of the paper's bound.
         rank_correlation: Spearman correlation of the two weight vectors.
         source, target: The two solutions.
     """
@@ -54,8 +53,6 @@ class Transfer:
     uniform_regret: float
     bound: float
     sharp_bound: float
-    lipschitz: float
-    modulus: float
     rank_correlation: float
     source: Solution
     target: Solution
@@ -179,8 +176,6 @@ def _transfer(a: Solution, b: Solution, pair: tuple[Vector, Vector], sensitivity
         uniform_regret=_loss(second, _uniform(second, float(np.dot(second.amount, x_b))), x_b),
         bound=bound,
         sharp_bound=float(np.sum(each)),
-        lipschitz=lipschitz,
-        modulus=sigma,
         rank_correlation=spearman(*pair),
         source=a,
         target=b,

@@ -25,21 +25,11 @@ class _Log:
     """``phi(e) = log(1 + e)``, the paper's utility (section 4); with ``t = 1 / price``."""
 
     name, concave = "log", True
-
-    def value(self, x: Vector) -> Vector:
-        return np.log1p(x)
-
-    def derivative(self, x: Vector) -> Vector:
-        return 1.0 / (1.0 + x)
-
-    def inverse(self, p: Vector) -> Vector:
-        return 1.0 / p - 1.0
-
-    def modulus(self, low: Vector, high: Vector) -> Vector:
-        return (1.0 + high) ** -2.0
-
-    def linear(self, scale: Vector, amount: Vector) -> tuple[Vector, Vector]:
-        return scale, -amount
+    value = staticmethod(lambda x: np.log1p(x))
+    derivative = staticmethod(lambda x: 1.0 / (1.0 + x))
+    inverse = staticmethod(lambda p: 1.0 / p - 1.0)
+    modulus = staticmethod(lambda low, high: (1.0 + high) ** -2.0)
+    linear = staticmethod(lambda scale, amount: (scale, -amount))
 
 
 class _Power:
@@ -69,39 +59,21 @@ class _Quadratic:
     """``psi(rho) = rho^2``, the paper's penalty (section 5); with ``t = price``."""
 
     name, concave = "quadratic", False
-
-    def value(self, x: Vector) -> Vector:
-        return x * x
-
-    def derivative(self, x: Vector) -> Vector:
-        return 2.0 * x
-
-    def inverse(self, p: Vector) -> Vector:
-        return 0.5 * p
-
-    def modulus(self, low: Vector, high: Vector) -> Vector:
-        return np.full(np.shape(high), 2.0)
-
-    def linear(self, scale: Vector, amount: Vector) -> tuple[Vector, Vector]:
-        return amount / scale * amount * 0.5, np.zeros(amount.size)
+    value = staticmethod(lambda x: x * x)
+    derivative = staticmethod(lambda x: 2.0 * x)
+    inverse = staticmethod(lambda p: 0.5 * p)
+    modulus = staticmethod(lambda low, high: np.full(np.shape(high), 2.0))
+    linear = staticmethod(lambda scale, amount: (amount / scale * amount * 0.5, np.zeros(amount.size)))
 
 
 class _LogBarrier:
     """``psi(rho) = -log(1 - rho)``: pruning a block to nothing costs infinitely much."""
 
     name, concave = "log-barrier", False
-
-    def value(self, x: Vector) -> Vector:
-        return -np.log1p(-x)
-
-    def derivative(self, x: Vector) -> Vector:
-        return 1.0 / (1.0 - x)
-
-    def inverse(self, p: Vector) -> Vector:
-        return 1.0 - 1.0 / p
-
-    def modulus(self, low: Vector, high: Vector) -> Vector:
-        return (1.0 - low) ** -2.0
+    value = staticmethod(lambda x: -np.log1p(-x))
+    derivative = staticmethod(lambda x: 1.0 / (1.0 - x))
+    inverse = staticmethod(lambda p: 1.0 - 1.0 / p)
+    modulus = staticmethod(lambda low, high: (1.0 - low) ** -2.0)
 
 
 UTILITIES: dict[str, Callable[..., Function]] = {"log": _Log, "power": _Power}
@@ -136,10 +108,9 @@ class CalibratedPenalty:
             loss first.
 
     Attributes:
-        change: Largest distance between measured points and the convex curve per block, shape ``(K,)``.
-        knots: Sparsities of the hull's corners, shape ``(K, J)``, padded with the last one.
+        knots: Sparsities of the hull's corners, shape ``(K, J)``, padded with the last one; ``limit`` is that one.
         slopes: Damage per unit of sparsity between corners, shape ``(K, J - 1)``, padded with ``inf``.
-        limit: Largest measured sparsity per block, shape ``(K,)``.
+        change: Largest distance between measured points and the convex curve per block, shape ``(K,)``.
 
     Raises:
         LengthMismatch: The shapes do not fit together.
@@ -180,12 +151,7 @@ class CalibratedPenalty:
     def from_curves(
         cls, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], names: Sequence[str]
     ) -> CalibratedPenalty:
-        """Return the curves of ``{block name: (ratios, losses)}``, in the order of ``names``, all with as many points.
-
-        Raises:
-            UnknownBlock: A block has no curve, or a curve names no block.
-            LengthMismatch: Curves with different numbers of points.
-        """
+        """Return the curves of ``{block name: (ratios, losses)}``, one for each of ``names``, all with as many points."""
         missing, unknown = [n for n in names if n not in curves], [n for n in curves if n not in names]
         if missing or unknown:
             raise UnknownBlock(
