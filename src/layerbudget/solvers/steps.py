@@ -83,9 +83,9 @@ def descend(
     """Yield accepted steps from an evaluated point and a first radius, as they are made.
 
     ``proposals`` gives those from a point within a radius, the best one first. It is resumed only where the last one has not
-    gained, so that a generator can shorten the next one, or leave out what did not help. ``evaluate`` goes from the last accepted
-    point to a proposal and measures there, ``affords`` says whether one more evaluation can be paid, and the radius never shrinks
-    below ``least`` by itself.
+    gained, so that a generator can shorten the next one, or leave out what did not help. ``evaluate`` goes from the last
+    accepted point to a proposal and measures there, ``affords`` says whether one more evaluation can be paid, and the radius
+    never shrinks below ``least`` by itself.
     """
     while True:
         for proposal in proposals(point, trust):
@@ -117,8 +117,9 @@ def reach(present: Vector, trust: float, cap: float, count: int) -> np.ndarray:
 def step_within(levels: np.ndarray, damage: np.ndarray, numel: np.ndarray, total: int) -> tuple[np.ndarray, Solution]:
     """Return whole parameters of every unit that sum to ``total``, with the least damage by the model, and the solution.
 
-    ``levels`` are increasing sparsities, shape ``(K, L)``, of which the first and the last are the bounds, and ``damage`` is that
-    of every level in nats, relative to any common point of a unit. Values of the solution are sparsities above the first level.
+    ``levels`` are increasing sparsities, shape ``(K, L)``, of which the first and the last are the bounds, and ``damage`` is
+    that of every level in nats, relative to any common point of a unit. Values of the solution are sparsities above the first
+    level.
 
     Raises:
         InfeasibleBudget: The total lies outside of what the bounds allow.
