@@ -29,12 +29,12 @@ Call = Callable[..., str]
 class Export:
     """One format."""
 
-    name: str  # what users write after --to
-    call: Call  # (plan, **options) -> text
-    kinds: tuple[str, ...] = ()  # kinds of plan that it writes; empty: all
-    file: str = "plan.txt"  # name of the file where none is given
-    summary: str = ""  # a line for the help
-    use: str = ""  # how the file is used, a sentence with {file}
+    name: str  #: what users write after --to
+    call: Call  #: (plan, **options) -> text
+    kinds: tuple[str, ...] = ()  #: kinds of plan that it writes; empty: all
+    file: str = "plan.txt"  #: name of the file where none is given
+    summary: str = ""  #: a line for the help
+    use: str = ""  #: how the file is used, a sentence with {file}
 
     def text(self, plan: Plan, given: Mapping[str, Any]) -> str:
         """Return the content of the file.

@@ -29,16 +29,16 @@ Call = Callable[..., Any]
 class Kind:
     """One kind of plan."""
 
-    name: str  # what files and users write
-    decides: str  # what a block gets, in a sentence ("decides sparsity for 12 blocks")
-    counts: str  # what the whole number of a block counts
-    summary: str = ""  # a line for the help
-    harms: bool = False  # whether more of it costs quality (sparsity), so that what matters gets less of it, or helps (ranks)
-    make: Call | None = None  # (scores, **{budget: ...}, **options) -> Plan, for sweeps
-    budget: str = "budget"  # name of that function's budget
-    predicts: bool = False  # whether its plans say the damage that they expect, in nats: extra["predicted"], for sweeps
-    apply: Call | None = None  # (model, plan, ...): how a model gets what the plan says
-    command: str = ""  # the command that such a plan is for
+    name: str  #: what files and users write
+    decides: str  #: what a block gets, in a sentence ("decides sparsity for 12 blocks")
+    counts: str  #: what the whole number of a block counts
+    summary: str = ""  #: a line for the help
+    harms: bool = False  #: whether more of it costs quality (sparsity), so that what matters gets less of it, or helps (ranks)
+    make: Call | None = None  #: (scores, **{budget: ...}, **options) -> Plan, for sweeps
+    budget: str = "budget"  #: name of that function's budget
+    predicts: bool = False  #: whether its plans say the damage that they expect, in nats: extra["predicted"], for sweeps
+    apply: Call | None = None  #: (model, plan, ...): how a model gets what the plan says
+    command: str = ""  #: the command that such a plan is for
 
 
 KINDS: Registry[Kind] = Registry("kind of plan", group="layerbudget.kinds")

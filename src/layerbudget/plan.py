@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from .errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
 from .kinds import KINDS
-from .records import Block, BlockRecord, digest, values_by_name
+from .records import Block, BlockRecord, values_by_name
 from .storage import reading
 from .storage.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, ShapeSettings, SmallerShapes
 from .storage.writing import new_file
@@ -21,21 +21,13 @@ from .storage.writing import new_file
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanBlock:
-    """Share of one block.
+    """Share of one block."""
 
-    Attributes:
-        name: Block name as in the model (``model.layers.3`` or a Linear's full name).
-        value: Sparsity in [0, 1], or the continuous number of experts or ranks.
-        count: Pruned parameters (sparsity), experts, or rank of every module of the block.
-        numel: Prunable parameters of the block.
-        modules: Full names of the block's weight matrices: what applying the plan touches.
-    """
-
-    name: reading.Name
-    value: float
-    count: reading.Count
-    numel: reading.Count
-    modules: tuple[reading.Name, ...]
+    name: reading.Name  #: Block name as in the model (``model.layers.3`` or a Linear's full name).
+    value: float  #: Sparsity in [0, 1], or the continuous number of experts or ranks.
+    count: reading.Count  #: Pruned parameters (sparsity), experts, or rank of every module of the block.
+    numel: reading.Count  #: Prunable parameters of the block.
+    modules: tuple[reading.Name, ...]  #: Full names of the block's weight matrices: what applying the plan touches.
 
     @classmethod
     def of(cls, block: Block, value: float, count: int) -> PlanBlock:
@@ -50,33 +42,21 @@ class PlanBlock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(BlockRecord):
-    """A decision for every block. It cannot be changed, and ``plan[name]`` is what a block gets.
-
-    Attributes:
-        kind: ``sparsity``, ``bits``, ``ranks``, ... (:mod:`layerbudget.kinds`).
-        rule: Name of the rule that made it (``mdl``, ``uniform``, ``owl``, ...).
-        model: ``{id, revision, digest}`` of the model that it belongs to.
-        blocks: What each block gets, in natural order.
-        budget: ``{unit, limit, spent}``.
-        hyperparameters: Everything that the rule was given.
-        certificate: ``{status, multiplier, gap, kkt_residual, inert[], ...}``; empty for rules without a program.
-        scores_digest: Content hash of the scores file, null for rules that use none.
-        extra: What only some plans say.
-        made_by: The command that made it; empty where Python did.
-    """
+    """A decision for every block. It cannot be changed, and ``plan[name]`` is what a block gets."""
 
     what: ClassVar[str] = "plan"
 
-    kind: str
-    rule: str
-    model: Mapping[str, Any]
-    blocks: tuple[PlanBlock, ...]
-    budget: Mapping[str, Any]
-    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kind: str  #: ``sparsity``, ``bits``, ``ranks``, ... (:mod:`layerbudget.kinds`).
+    rule: str  #: Name of the rule that made it (``mdl``, ``uniform``, ``owl``, ...).
+    model: Mapping[str, Any]  #: ``{id, revision, digest}`` of the model that it belongs to.
+    blocks: tuple[PlanBlock, ...]  #: What each block gets, in natural order.
+    budget: Mapping[str, Any]  #: ``{unit, limit, spent}``.
+    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  #: Everything that the rule was given.
+    #: ``{status, multiplier, gap, kkt_residual, inert[], ...}``; empty for rules without a program.
     certificate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    scores_digest: str | None = None
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    made_by: str = ""
+    scores_digest: str | None = None  #: Content hash of the scores file, null for rules that use none.
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  #: What only some plans say.
+    made_by: str = ""  #: The command that made it; empty where Python did.
 
     def __post_init__(self) -> None:
         KINDS.find(self.kind)
@@ -93,21 +73,11 @@ class Plan(BlockRecord):
         return self._column("count", np.int64)
 
     @property
-    def numel(self) -> np.ndarray:
-        """Prunable parameters per block, shape ``(K,)``."""
-        return self._column("numel", np.int64)
-
-    @property
     def pruner(self) -> tuple[str | None, dict[str, Any]]:
         """Method and options of the pruner whose damage decided a plan of sparsities; None where no pruner was measured."""
         if self.kind != "sparsity" or "method" not in self.hyperparameters:
             return None, {}
         return str(self.hyperparameters["method"]), dict(self.hyperparameters.get("own") or self.extra.get("own") or {})
-
-    @property
-    def digest(self) -> str:
-        """Content hash of the plan, without its command."""
-        return digest({k: v for k, v in self.to_dict().items() if k != "made_by"})
 
     @property
     def sparsity(self) -> float:
@@ -184,12 +154,8 @@ class Plan(BlockRecord):
     ) -> Self:
         """Return a plan of one's own: values by block name, or in the order of the blocks.
 
-        Args:
-            blocks: The blocks.
-            values: Sparsities in [0, 1], or whole numbers of experts or ranks (or of what the kind counts).
-            kind: Kind of plan whose values are one number per block.
-            rule: What to call where the values come from.
-            model: ``{id, revision, digest}`` of the model; without it the plan is not checked against one.
+        Values are sparsities in [0, 1], or whole numbers of what the kind counts. ``rule`` is what to call where they come
+        from; without ``{id, revision, digest}`` of a model the plan is not checked against one.
 
         Raises:
             InvalidInput: Values that are missing, unknown, not finite or outside the kind's domain.
@@ -237,15 +203,10 @@ def _count(kind: str, block: Block, value: float) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowGroups:
-    """Pruned entries per group of rows: the part of a plan that is too large for its JSON file, which holds its digest.
+    """Pruned entries per group of rows: the part of a plan that is too large for its JSON file, which holds its digest."""
 
-    Attributes:
-        size: Rows of a group; the last group of a matrix may be smaller.
-        counts: By full name of the matrix, shape ``(groups,)`` each, int64.
-    """
-
-    size: int
-    counts: Mapping[str, np.ndarray]
+    size: int  #: Rows of a group; the last group of a matrix may be smaller.
+    counts: Mapping[str, np.ndarray]  #: By full name of the matrix, shape ``(groups,)`` each, int64.
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -304,11 +265,7 @@ class RowGroups:
 
 
 def beside(plan: Path | str) -> Path:
-    """Return where the counts of a plan's file lie.
-
-    >>> beside("out/plan.json").name
-    'plan.rows.safetensors'
-    """
+    """Return where the counts of a plan's file lie: ``plan.rows.safetensors`` for ``plan.json``."""
     return Path(plan).with_suffix(".rows.safetensors")
 
 

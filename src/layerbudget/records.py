@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import html
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -255,6 +254,16 @@ class BlockRecord(Record):
         """Block names, in order."""
         return [b.name for b in self.blocks]
 
+    @property
+    def numel(self) -> np.ndarray:
+        """Prunable parameters per block, shape ``(K,)``."""
+        return self._column("numel", np.int64)
+
+    @property
+    def digest(self) -> str:
+        """Content hash of the record, without versions and command."""
+        return digest({k: v for k, v in self.to_dict().items() if k not in ("versions", "made_by")})
+
     def _column(self, name: str, dtype: Any) -> np.ndarray:
         return freeze(np.array([getattr(b, name) for b in self.blocks], dtype=dtype))  # type: ignore[no-any-return]
 
@@ -289,23 +298,8 @@ class BlockRecord(Record):
             rows = [*rows[: _ROWS - 2], "  ...", rows[-1]]
         return "\n".join([title, *rows])
 
-    def _repr_html_(self) -> str:
-        """A small table for notebooks: layers downwards, matrices across."""
-        title, cells = self._shown()
-        places = [_PLACE.match(name) for name in self.names]
-        at = [(p["layer"], p["rest"] or "") if p else (n, "") for p, n in zip(places, self.names, strict=True)]
-        rows, columns = (tuple(dict.fromkeys(x)) for x in zip(*at, strict=True))
-        text = dict(zip(at, cells, strict=True))
-        head = "".join(f"<th>{html.escape(c)}</th>" for c in ("", *columns))
-        body = "".join(
-            f"<tr><th>{html.escape(r)}</th>" + "".join(f"<td>{text.get((r, c), '')}</td>" for c in columns) + "</tr>"
-            for r in rows
-        )
-        return f"<table><caption>{html.escape(title)}</caption><tr>{head}</tr>{body}</table>"
-
 
 _ROWS = 6
-_PLACE = re.compile(r"(?P<layer>.*?\.\d+)(?:\.(?P<rest>.*))?$")
 
 
 def values_by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float]) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .errors import DegenerateScores, InvalidInput
-from .records import Block, BlockRecord, digest, values_by_name
+from .records import Block, BlockRecord, values_by_name
 from .storage import reading
 
 Table = tuple[tuple[float | None, ...], ...]
@@ -28,43 +28,29 @@ def _table(rows: Any, shape: tuple[int, int], name: str) -> Table:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Scores(BlockRecord):
-    """Layer scores for D dampings and K blocks. They cannot be changed, and ``scores[name]`` is that of a block.
-
-    Attributes:
-        estimator: Name of the estimator (``fisher-gram``, ``gradient-norm``, ...).
-        blocks: The K blocks, in natural order; values below are in this order.
-        damping: The D dampings (one entry, 0.0, where the estimator has none).
-        damping_unit: ``absolute`` (loss/parameter^2), ``max`` or ``mean`` (relative to the largest or mean eigenvalue
-            of each block's curvature), ``median`` (relative to the median over blocks of the largest one), ``none``.
-        gain: ``D x K`` values. In nats of average loss for gains; otherwise what ``unit`` says.
-        standard_error: ``D x K``, null where the estimator has none.
-        noise_floor: ``D x K``: the value expected from noise alone, null where not known.
-        status: ``D x K`` words: ``ok``, or what is wrong with that entry.
-        orientation: ``gain`` (larger = deserves more capacity) or ``redundancy`` (larger = prune more).
-        model: ``{id, revision, digest}``.  data: ``{source, samples, length, digest}``.
-        seed: Seed of whatever was random.  versions: Package versions.  extra: Estimator-specific results.
-        made_by: The command that made it; empty where Python did.
-    """
+    """Layer scores for D dampings and K blocks. They cannot be changed, and ``scores[name]`` is that of a block."""
 
     what: ClassVar[str] = "scores"
     command: ClassVar[str] = "score"
 
-    estimator: str
-    blocks: tuple[Block, ...]
-    gain: Table
-    damping: tuple[float, ...] = (0.0,)
+    estimator: str  #: Name of the estimator (``fisher-gram``, ``gradient-norm``, ...).
+    blocks: tuple[Block, ...]  #: The K blocks, in natural order; values below are in this order.
+    gain: Table  #: ``D x K`` values. In nats of average loss for gains; otherwise what ``unit`` says.
+    damping: tuple[float, ...] = (0.0,)  #: The D dampings (one entry, 0.0, where the estimator has none).
+    #: ``absolute`` (loss/parameter^2), ``max`` or ``mean`` (relative to the largest or mean eigenvalue of each block's
+    #: curvature), ``median`` (relative to the median over blocks of the largest one), ``none``.
     damping_unit: str = "none"
-    standard_error: Table = ()
-    noise_floor: Table = ()
-    status: tuple[tuple[str, ...], ...] = ()
+    standard_error: Table = ()  #: ``D x K``, null where the estimator has none.
+    noise_floor: Table = ()  #: ``D x K``: the value expected from noise alone, null where not known.
+    status: tuple[tuple[str, ...], ...] = ()  #: ``D x K`` words: ``ok``, or what is wrong with that entry.
     unit: str = "nats of average loss"
-    orientation: str = "gain"
-    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    seed: reading.Count = 0
+    orientation: str = "gain"  #: ``gain`` (larger = deserves more capacity) or ``redundancy`` (larger = prune more).
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)  #: ``{id, revision, digest}``.
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)  #: ``{source, samples, length, digest}``.
+    seed: reading.Count = 0  #: Seed of whatever was random.
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    made_by: str = ""
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  #: Estimator-specific results.
+    made_by: str = ""  #: The command that made it; empty where Python did.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,16 +65,6 @@ class Scores(BlockRecord):
         tables = {name: _table(getattr(self, name), shape, name) for name in ("gain", "standard_error", "noise_floor")}
         for name, value in {**tables, "status": status, "damping": tuple(float(d) for d in self.damping)}.items():
             object.__setattr__(self, name, value)
-
-    @property
-    def numel(self) -> np.ndarray:
-        """Prunable parameters per block, shape ``(K,)``."""
-        return self._column("numel", np.int64)
-
-    @property
-    def digest(self) -> str:
-        """Content hash of the record, without versions and command."""
-        return digest({k: v for k, v in self.to_dict().items() if k not in ("versions", "made_by")})
 
     def index(self, damping: float | None = None) -> int:
         """Return the row of a damping; the middle row when none is named.

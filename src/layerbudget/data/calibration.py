@@ -16,22 +16,15 @@ from ..errors import InvalidInput, UnknownStructure
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class CalibrationSet:
-    """``samples x length`` tokens, and what a loss needs beside them.
+    """``samples x length`` tokens, and what a loss needs beside them."""
 
-    Attributes:
-        input_ids: ``(samples, length)`` token ids, int64.
-        attention_mask: ``(samples, length)``, 1 for real tokens; ``None`` when there is no padding.
-        labels: ``(samples,)`` class labels for a classification head; ``(samples, length)`` token labels with -100 where no
-            loss is taken; ``None`` for plain language modelling (labels are the inputs, padding excluded).
-        source: What the user named (``stdlib``, a file, a hub dataset).
-        seed: Seed of the sampling.
-    """
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor | None = None
+    input_ids: torch.Tensor  #: ``(samples, length)`` token ids, int64.
+    attention_mask: torch.Tensor | None = None  #: ``(samples, length)``, 1 for real tokens; ``None`` when there is no padding.
+    #: ``(samples,)`` class labels for a head; ``(samples, length)`` token labels with -100 where no loss is taken; ``None`` for
+    #: plain language modelling (labels are the inputs, padding excluded).
     labels: torch.Tensor | None = None
-    source: str = "own tensors"
-    seed: int = 0
+    source: str = "own tensors"  #: What the user named (``stdlib``, a file, a hub dataset).
+    seed: int = 0  #: Seed of the sampling.
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 2 or not self.input_ids.numel():

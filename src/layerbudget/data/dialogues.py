@@ -54,9 +54,9 @@ class Dialogue:
     """A text with the spans that are learned."""
 
     text: str
-    learned: _Spans  # (start, end) of the answers, in characters
-    special: bool  # whether the tokenizer adds its own beginning (a chat template has written everything already)
-    ended: bool  # whether an end-of-text token follows the text (a template has its own)
+    learned: _Spans  #: (start, end) of the answers, in characters
+    special: bool  #: whether the tokenizer adds its own beginning (a chat template has written everything already)
+    ended: bool  #: whether an end-of-text token follows the text (a template has its own)
 
 
 def format_of(row: Any) -> str | None:

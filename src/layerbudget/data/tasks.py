@@ -33,23 +33,23 @@ Kept = TypeVar("Kept")
 class Example:
     """One labelled row."""
 
-    text: str  # what an encoder reads
-    pair: str | None  # second sentence, where the task has two
-    label: int  # index into the task's labels
-    prompt: str  # what a causal LM reads
-    choices: int  # how many of the task's labels are possible answers (a question may have fewer options than another)
+    text: str  #: what an encoder reads
+    pair: str | None  #: second sentence, where the task has two
+    label: int  #: index into the task's labels
+    prompt: str  #: what a causal LM reads
+    choices: int  #: how many of the task's labels are possible answers (a question may have fewer options than another)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """A labelled task."""
 
-    name: str  # name of the task, or the file
-    labels: tuple[str, ...]  # an encoder's head has as many outputs
-    answers: tuple[str, ...]  # what a causal LM must say for each label
-    metric: str  # matthews, f1 or accuracy: the task's own headline
+    name: str  #: name of the task, or the file
+    labels: tuple[str, ...]  #: an encoder's head has as many outputs
+    answers: tuple[str, ...]  #: what a causal LM must say for each label
+    metric: str  #: matthews, f1 or accuracy: the task's own headline
     train: tuple[Example, ...]
-    evaluation: dict[str, tuple[Example, ...]]  # held-out rows by split
+    evaluation: dict[str, tuple[Example, ...]]  #: held-out rows by split
 
     @property
     def digest(self) -> str:

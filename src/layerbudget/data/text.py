@@ -177,10 +177,10 @@ def _drawn(count: int, seed: int, shuffle: bool) -> np.ndarray:
 class Texts:
     """Rows of text for a language model."""
 
-    name: str  # what the user named
+    name: str  #: what the user named
     train: tuple[Encoded, ...]
-    evaluation: dict[str, tuple[Encoded, ...]]  # held-out rows by split
-    metric: str = "loss"  # nats per learned token
+    evaluation: dict[str, tuple[Encoded, ...]]  #: held-out rows by split
+    metric: str = "loss"  #: nats per learned token
 
     @property
     def digest(self) -> str:

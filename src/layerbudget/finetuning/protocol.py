@@ -16,43 +16,26 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """Numbers of a fine-tuning run (AdamW, linear decay).
+    """Numbers of a fine-tuning run (AdamW, linear decay)."""
 
-    Attributes:
-        lr: Peak learning rate.
-        epochs: Passes over the training rows.
-        batch: Rows per optimiser step.
-        accumulation: Backward passes per optimiser step (causal LMs only: transformers drops the item count for BERT heads).
-        warmup: Steps of linear warm-up, at most half of all.
-        alpha: LoRA alpha of experts; ranks use ``ratio``.
-        ratio: ``alpha / r`` of ranks, at the plan's mean rank where the policy lets it vary.
-        alpha_policy: How the scale of an update follows its rank: see :mod:`layerbudget.decisions.ranks.apply`.
-        dropout: LoRA dropout.
-        cutoff: Longest sequence in tokens.
-        top_k: Experts per token.
-        balance: Weight of the load-balancing loss.
-        on_prompt: Take the loss on the prompt as well (causal LMs).
-        weight_decay: AdamW's.
-        clip: Largest gradient norm.
-        start: ``default`` (PEFT's), or ``gradients``: ranks start in the top directions of the task's gradient.
-    """
-
-    lr: float = 1e-3
-    epochs: float = 3.0
-    batch: int = 32
+    lr: float = 1e-3  #: Peak learning rate.
+    epochs: float = 3.0  #: Passes over the training rows.
+    batch: int = 32  #: Rows per optimiser step.
+    #: Backward passes per optimiser step (causal LMs only: transformers drops the item count for BERT heads).
     accumulation: int = 1
-    warmup: int = 50
-    alpha: float = 16.0
-    ratio: float = 2.0
+    warmup: int = 50  #: Steps of linear warm-up, at most half of all.
+    alpha: float = 16.0  #: LoRA alpha of experts; ranks use ``ratio``.
+    ratio: float = 2.0  #: ``alpha / r`` of ranks, at the plan's mean rank where the policy lets it vary.
+    #: How the scale of an update follows its rank: see :mod:`layerbudget.decisions.ranks.apply`.
     alpha_policy: str = "constant-ratio"
-    dropout: float = 0.0
-    cutoff: int = 256
-    top_k: int = 2
-    balance: float = 0.0
-    on_prompt: bool = False
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    start: str = "default"
+    dropout: float = 0.0  #: LoRA dropout.
+    cutoff: int = 256  #: Longest sequence in tokens.
+    top_k: int = 2  #: Experts per token.
+    balance: float = 0.0  #: Weight of the load-balancing loss.
+    on_prompt: bool = False  #: Take the loss on the prompt as well (causal LMs).
+    weight_decay: float = 0.0  #: AdamW's.
+    clip: float = 1.0  #: Largest gradient norm.
+    start: str = "default"  #: ``default`` (PEFT's), or ``gradients``: ranks start in the top directions of the task's gradient.
 
     def __post_init__(self) -> None:
         for name in ("lr", "epochs", "batch", "accumulation", "alpha", "ratio", "cutoff", "top_k", "clip"):
