@@ -9,20 +9,14 @@ from __future__ import annotations
 
 
 class LayerbudgetError(Exception):
-    """Base of all errors of this package.
-
-    Args:
-        what: What is wrong, with the user's own numbers.
-        feasible: The range that would have been accepted.
-        remedy: The cheapest thing to do about it.
-    """
+    """Base of all errors of this package: what is wrong, what would have been accepted, what to do about it."""
 
     def __init__(self, what: str, feasible: str = "", remedy: str = "") -> None:
         self.what, self.feasible, self.remedy = what, feasible, remedy
         super().__init__(" ".join(part for part in (what, feasible, remedy) if part))
 
-    def __str__(self) -> str:
-        return " ".join(part for part in (self.what, self.feasible, self.remedy) if part)
+    def __str__(self) -> str:  # that of a KeyError is in quotes
+        return str(self.args[0])
 
 
 class InvalidInput(LayerbudgetError, ValueError):

@@ -1,16 +1,7 @@
 """Kinds of plan as data: what a block gets, what its count counts, and which way it cuts. No torch here.
 
 How plans of this package's kinds are made and applied is in :mod:`layerbudget.decisions.apply`. A kind of one's own is one
-object, with its functions in it::
-
-    from layerbudget.kinds import KINDS, Kind
-
-    KINDS.add("windows", Kind(
-        name="windows", decides="attention window", counts="tokens", apply=give_windows,
-        summary="a sliding window for every layer",
-    ))
-
-or comes with a package that names its module in the entry-point group ``layerbudget.kinds``.
+object with its functions in it, which ``KINDS.add`` registers, also from the entry-point group ``layerbudget.kinds``.
 """
 
 from __future__ import annotations

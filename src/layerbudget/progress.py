@@ -19,12 +19,7 @@ def say(progress: Progress | None, phase: str) -> None:
 
 
 class Steps:
-    """Counts steps for a callback, from zero.
-
-    Args:
-        progress: Called with steps done and in total, at once with zero; None is told nothing.
-        total: Steps of one pass.
-        phase: What is being done.
+    """Counts steps for a callback of ``(done, total)``, which is told of zero at once; ``total`` is that of one pass.
 
     >>> told = []
     >>> tick = Steps(lambda done, total: told.append((done, total)), 3)

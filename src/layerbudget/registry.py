@@ -124,11 +124,8 @@ def load_function(home: str | T, package: str | None) -> T:
 class Registry(Generic[T]):
     """A table of names that others can add to.
 
-    Args:
-        what: What one entry is called in a sentence.
-        group: Entry-point group; its modules are imported before the table is read.
-        own: This package's entries: objects, or ``module:name`` strings that are imported when they are used.
-        home: Package that ``own`` is relative to.
+    ``what`` is one entry in a sentence. Modules of the entry-point ``group`` are imported before the table is read. Entries of
+    its ``own`` are objects, or ``module:name`` strings below the package ``home`` that are imported when they are used.
 
     >>> numbers = Registry("number", group="layerbudget.none", own={"half": "fractions:Fraction"})
     >>> numbers.add("one", 1)

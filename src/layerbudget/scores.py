@@ -100,8 +100,7 @@ class Scores(BlockRecord):
     def weights(self, damping: float | None = None, *, smoothing: float = 0.0) -> np.ndarray:
         """Return normalised weights ``q_k = (s_k + eps) / sum_j (s_j + eps)``, ``eps = smoothing * mean(s)``; paper eq. (qk).
 
-        Negative values (an excess over a noise floor, say) count as zero. A redundancy score enters as
-        ``max(s) - s``.
+        Negative values (an excess over a noise floor, say) count as zero. A redundancy score enters as ``max(s) - s``.
 
         Raises:
             DegenerateScores: Nothing positive is left.

@@ -135,24 +135,32 @@ def test_an_epoch_is_the_order_of_one_process_and_then_rows_that_teach_nothing()
         assert sorted(expected) == list(range(11)) and list(shared) == [*expected, 11] and len(shared) == 12
 
 
-def test_two_processes_train_the_adapter_of_one_and_refuse_what_they_cannot_share(speaker, tmp_path):
-    """The refusals and the training in one start."""
+def test_two_processes_train_the_adapter_of_one_with_shared_weights_too_and_refuse_what_they_cannot_share(speaker, tmp_path):
+    """The refusals, DDP and FSDP in one start; there is one batch of held-out rows, which one process runs for both."""
     rows = ("--data", str(speaker / "rows.jsonl"))
     assert main(command(speaker, "ranks.json", tmp_path / "one", *rows)) == 0
-    words = command(speaker, "ranks.json", tmp_path / "two", *rows, "--json")
+    runs = {name: command(speaker, "ranks.json", tmp_path / name, *rows, "--json") for name in ("ddp", "fsdp")}
     script = tmp_path / "all.py"
     script.write_text(
-        "import os, sys\nfrom layerbudget.cli import main\n"
-        f"words = {words!r}\n"
+        "import os, sys\nfrom accelerate.state import AcceleratorState\nfrom layerbudget.cli import main\n"
+        "from layerbudget.finetuning import training\n"
+        f"runs = {runs!r}\n"
         "wrong = (['--batch', '15'], ['--batch', '9', '--set', 'accumulation=9'], ['--set', 'start=gradients'])\n"
-        "codes = [main([*words, *more]) for more in wrong]\n"
-        "os.environ['ACCELERATE_USE_DEEPSPEED'] = 'true'\ncodes.append(main(words))\n"
+        "codes = [main([*runs['ddp'], *more]) for more in wrong]\n"
+        "os.environ['ACCELERATE_USE_DEEPSPEED'] = 'true'\ncodes.append(main(runs['ddp']))\n"
         "os.environ |= {'ACCELERATE_USE_DEEPSPEED': 'false', 'ACCELERATE_USE_FSDP': 'true', 'FSDP_VERSION': '1'}\n"
-        "codes.append(main(words))\n"
-        "os.environ |= {'FSDP_VERSION': '2', 'FSDP_OFFLOAD_PARAMS': 'true'}\ncodes.append(main(words))\n"
-        f"made = os.path.exists({str(tmp_path / 'two')!r})\n"
-        "for name in ('ACCELERATE_USE_FSDP', 'FSDP_VERSION', 'FSDP_OFFLOAD_PARAMS'):\n    del os.environ[name]\n"
-        "sys.exit(0 if codes == [2] * 6 and not made and main(words) == 0 else 1)\n"
+        "codes.append(main(runs['fsdp']))\n"
+        "os.environ |= {'FSDP_VERSION': '2', 'FSDP_OFFLOAD_PARAMS': 'true'}\ncodes.append(main(runs['fsdp']))\n"
+        f"made = os.path.exists({str(tmp_path / 'ddp')!r}) or os.path.exists({str(tmp_path / 'fsdp')!r})\n"
+        "del os.environ['FSDP_OFFLOAD_PARAMS']\nos.environ['ACCELERATE_USE_FSDP'] = 'false'\n"
+        "trained = main(runs['ddp'])\n"
+        "os.environ['ACCELERATE_USE_FSDP'] = 'true'\nAcceleratorState._reset_state()\n"
+        "held, gather = [], training.trained\n"  # a process holds half of everything while it trains
+        "def seen(model):\n"
+        "    held.append(sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters()))\n"
+        "    return gather(model)\n"
+        "training.trained = seen\ntrained = trained or main(runs['fsdp'])\n"
+        "sys.exit(trained or codes != [2] * 6 or made or not held or max(held) > 0.6)\n"
     )
     done = launched([str(script)])
     said = " ".join(done.stderr.split())
@@ -168,26 +176,10 @@ def test_two_processes_train_the_adapter_of_one_and_refuse_what_they_cannot_shar
         "--fsdp_offload_params cannot be used",
     ):
         assert sentence in said, sentence
-    assert json.loads(done.stdout)["metrics"]["held_out"]["loss"]["value"] > 0  # one document, of process 0
-    assert same(tmp_path / "one", tmp_path / "two") < 1e-3
-
-
-def test_two_processes_that_share_weights_train_the_adapter_of_one(speaker, tmp_path, fsdp):
-    """There is one batch of held-out rows, so one process runs it for the other's sake alone."""
-    script = tmp_path / "shared.py"  # a process holds half of everything while it trains
-    script.write_text(
-        "import sys\nfrom layerbudget.cli import main\nfrom layerbudget.finetuning import training\n"
-        "found, gather = [], training.trained\n"
-        "def seen(model):\n"
-        "    found.append(sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters()))\n"
-        "    return gather(model)\n"
-        "training.trained = seen\ncode = main(sys.argv[1:])\nsys.exit(code or (not found or max(found) > 0.6))\n"
-    )
-    words = ("--data", str(speaker / "rows.jsonl"), "--seeds", "0", "1", "--epochs", "1")
-    assert main(command(speaker, "ranks.json", tmp_path / "one", *words)) == 0
-    done = launched([str(script), *command(speaker, "ranks.json", tmp_path / "two", *words)])
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert same(tmp_path / "one", tmp_path / "two", (0, 1)) < 1e-3
+    documents = [json.loads(text) for text in done.stdout.replace("}\n{", "}\0{").split("\0")]  # of process 0 alone
+    assert [d["metrics"]["held_out"]["loss"]["value"] > 0 for d in documents] == [True, True]
+    for name in runs:
+        assert same(tmp_path / "one", tmp_path / name) < 1e-3
 
 
 def test_commands_train_a_seed_each_and_one_puts_them_together(speaker, tmp_path):

@@ -52,13 +52,9 @@ def text_of(row: Row, where: object, column: str = "") -> str:
 
 
 def encode(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, everything: bool = False) -> list[Encoded]:
-    """Rows of one format as tokens; those that keep nothing to learn are left out, and said to be.
+    """Rows of one format, each with the name of its file, as at most ``limit`` tokens; ``everything`` learns prompts too.
 
-    Args:
-        rows: Rows with the name of their file; conversations, prompts with answers, or plain texts (learned whole).
-        tokenizer: The model's tokenizer.
-        limit: Longest row in tokens; the rest is cut off.
-        everything: Learn prompts as well.
+    Rows that keep nothing to learn are left out, and said to be.
 
     Raises:
         InvalidInput: Rows of several formats, a row that does not parse, or a tokenizer that gives no places of its tokens.

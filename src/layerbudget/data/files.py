@@ -21,11 +21,7 @@ def is_local(name: str) -> bool:
 
 
 def read_rows(name: str, *, group: str = "calibration") -> Iterator[tuple[Row, str]]:
-    """Rows of a file or folder, each with the name of its file.
-
-    Args:
-        name: A file, a folder of files, or a folder that ``datasets`` saved.
-        group: ``calibration`` or ``evaluation``: which split of a saved dataset that has several.
+    """Rows of a file or folder, each with the name of its file; ``group`` chooses a split of a saved dataset.
 
     Raises:
         NotFound: Nothing is there.

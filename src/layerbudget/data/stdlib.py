@@ -56,12 +56,6 @@ def read(group: str) -> tuple[list[tuple[str, str]], list[str]]:
     """Documents of a group, ``[(name, text), ...]``, and its modules that this Python does not have.
 
     Documents come in a fixed order, one per source file, named by its path inside the library.
-
-    Args:
-        group: ``"training"``, ``"calibration"`` or ``"evaluation"``.
-
-    Raises:
-        InvalidInput: The group is not one of the three.
     """
     groups = {"calibration": CALIBRATION, "evaluation": EVALUATION}
     if group not in (*groups, "training"):

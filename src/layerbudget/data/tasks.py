@@ -68,11 +68,7 @@ class Task:
 
 
 def first_rows(rows: tuple[Kept, ...], n: int | None) -> tuple[Kept, ...]:
-    """At most ``n`` rows, the first ones of a fixed shuffle, in their own order; all where ``n`` is None.
-
-    Raises:
-        InvalidInput: Fewer than one.
-    """
+    """At most ``n`` rows, the first ones of a fixed shuffle, in their own order; all where ``n`` is None."""
     if n is not None and n < 1:
         raise InvalidInput(f"{n} rows are asked for.", "At least one is needed.", "Leave the limit out for all.")
     if n is None or n >= len(rows):

@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import resource
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from ..data.text import calibration
 from ..decisions.sparsity.apply import prune
 from ..decisions.sparsity.plan import plan_sparsity
 from ..decisions.sparsity.save import save_pruned
+from ..doctor.watch import MemoryMonitor
 from ..errors import AlreadyExists, MissingDependency
 from ..evaluation.perplexity import Evaluation, evaluation_set, perplexity
 from ..evaluation.statistics import ratio
@@ -39,11 +37,6 @@ MEASURED, PASSES = 16, 20  # sequences that decide the directional plan, and for
 MAX_SPARSITY_ABOVE_TARGET = 0.1
 
 
-def paired_difference(a: Evaluation, b: Evaluation) -> tuple[float, float]:
-    """Mean and standard error of ``log perplexity(a) - log perplexity(b)``, paired by window."""
-    return ratio(np.array(a.nll) - np.array(b.nll), np.array(a.counts, dtype=float))[:2]
-
-
 def verdict(rows: list[dict[str, Any]]) -> str:
     """Say for each target whether the curvature plan and the directional plan differ from uniform on this text."""
     parts = []
@@ -61,30 +54,18 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     return "Verdict: " + "; ".join(parts) + "."
 
 
-def peak_memory_mib() -> float:
-    """Largest resident size of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1024 if sys.platform != "darwin" else peak / 1024**2
-
-
 def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, progress: Progress | None = None) -> dict[str, Any]:
     """Run the main job and write ``scores.json``, ``plan.json``, ``result.json``, ``overview.png`` and ``pruned/``.
 
     Plan and model that are saved are the ones with the lowest held-out perplexity at the first target. Nothing is written into
-    ``out`` before everything is measured.
-
-    Args:
-        out: Folder of the results.
-        seed: Of the draw of the text and of the permuted plans.
-        overwrite: Write into a folder that holds files.
-        progress: Called with steps done and in total.
+    ``out`` before everything is measured. The seed is that of the draw of the text and of the permuted plans.
 
     Raises:
         AlreadyExists: ``out`` holds files and ``overwrite`` is false.
     """
     if out.exists() and any(out.iterdir()) and not overwrite:
         raise AlreadyExists(f"{out} is not empty.", "", "Choose another --out or pass --overwrite.")
-    began = time.perf_counter()
+    monitor = MemoryMonitor()
     tick = Steps(progress, 3 + 2 * len(TARGETS) * len(RULES), "loading")
     tokenizer, dense = load_tokenizer("demo"), load_model("demo")
     data = calibration("stdlib", tokenizer, samples=SAMPLES, length=LENGTH, seed=seed)
@@ -119,12 +100,13 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, progress: Pro
     scores.save(out / "scores.json", overwrite=True)
     plan.save(out / "plan.json", overwrite=True)
     save_pruned(model, tokenizer, plan, receipt, out / "pruned", overwrite=True)
+    seconds, memory = monitor.end()
     result = {
         "saved": {"model": label, "target": TARGETS[0], "rule": plan.rule},
         "rows": rows,
         "verdict": verdict(rows),
-        "seconds": time.perf_counter() - began,
-        "peak_memory_mib": peak_memory_mib(),
+        "seconds": seconds,
+        "peak_memory_mib": memory / 2**20,
         "method": "wanda",
         "data": data.describe(),
         "seed": seed,
@@ -146,8 +128,11 @@ def _plan(rule: str, target: float, model: Any, data: CalibrationSet, scores: Sc
 
 
 def _row(label: str, target: float | None, sparsity: float, found: Evaluation, base: Evaluation | None) -> dict[str, Any]:
+    """A row of the table; its difference to uniform is that of log perplexities, paired by window."""
     row = {"model": label, "target": target, "sparsity": sparsity, **found.to_dict()}
     row["perplexity"] = row.pop("value")
-    mean, error = paired_difference(found, base) if base is not None and base is not found else (None, None)
+    mean = error = None
+    if base is not None and base is not found:
+        mean, error = ratio(np.array(found.nll) - np.array(base.nll), np.array(found.counts, dtype=float))[:2]
     row.update(log_difference=mean, log_difference_error=error, vs_uniform=None if mean is None else math.expm1(mean))
     return row

@@ -66,10 +66,7 @@ class Protocol:
                 raise InvalidInput(f"{who} does not read {name}.", "It would have no effect.", "Leave it out.")
 
     def changed(self, values: Mapping[str, Any]) -> Protocol:
-        """Return another protocol with these numbers.
-
-        Raises:
-            InvalidInput: An unknown name, a value of another type, or one outside its range.
+        """Return another protocol with these numbers; what is unknown or out of range is refused.
 
         >>> Protocol().changed({"dropout": 0.1, "cutoff": 512}).cutoff
         512

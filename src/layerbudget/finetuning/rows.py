@@ -67,14 +67,9 @@ def _sums(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Rows(_Batches):
-    """Labelled examples for one model and one tokenizer.
+    """Labelled examples for one model and one tokenizer: prompt and answer (``causal``), or text and label for a head.
 
-    Args:
-        task: The task.
-        tokenizer: The model's tokenizer.
-        causal: Prompt and answer (causal LM) instead of text and label (head).
-        cutoff: Longest sequence in tokens; a long prompt loses its beginning, never its answer.
-        on_prompt: Take the loss on the prompt as well.
+    A sequence has at most ``cutoff`` tokens; a long prompt loses its beginning, never its answer.
     """
 
     def __init__(self, task: Task, tokenizer: Any, *, causal: bool, cutoff: int, on_prompt: bool = False) -> None:
