@@ -155,7 +155,7 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
     if name == "walk":
         return lambda: feed(model, data, partition(model, "layer"), Nothing(), batch_size=batch_size, walk="layers")
     if name in ("wanda", "sparsegpt", "magnitude"):
-        plan = lb.Plan.from_values(partition(model, "layer"), [0.5] * len(partition(model, "layer")))
+        plan = lb.plan_sparsity(partition(model, "layer"), sparsity=0.5, rule="uniform")
         given = None if name == "magnitude" else data
         return lambda: lb.prune(model, plan, given, name, batch_size, folder=folder)
     if name == "perplexity":

@@ -9,7 +9,7 @@ import pytest
 from tests import zoo
 
 import layerbudget as lb
-from layerbudget.errors import UnknownBlock
+from layerbudget.errors import InvalidInput, UnknownBlock
 
 SCORES = zoo.scores(np.arange(1.0, 13.0))
 PLAN = lb.plan_sparsity(SCORES, sparsity=0.5)
@@ -62,3 +62,6 @@ def test_blocks_are_found_by_name():
 def test_values_may_come_in_order_or_by_name():
     values = {b.name: float(i) for i, b in enumerate(SCORES.blocks, 1)}
     assert lb.Scores.from_values(SCORES.blocks, values) == lb.Scores.from_values(SCORES.blocks, list(values.values()))
+    for wrong, said in (([0.5], "1 values for 12"), ({"x": 1.0}, "unknown blocks"), ([np.nan] * 12, "finite")):
+        with pytest.raises(InvalidInput, match=said):
+            lb.Scores.from_values(SCORES.blocks, wrong)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from .errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
 from .kinds import KINDS
-from .records import Block, BlockRecord, values_by_name
+from .records import Block, BlockRecord
 from .storage import reading
 from .storage.schemas import Certificate, Extra, Formats, PlanBudget, RecipeExtra, ShapeSettings, SmallerShapes
 from .storage.writing import new_file
@@ -142,40 +142,6 @@ class Plan(BlockRecord):
                 "Score this model and plan again, or use the model that the plan names.",
             )
 
-    @classmethod
-    def from_values(
-        cls,
-        blocks: Sequence[Block],
-        values: Mapping[str, float] | Sequence[float],
-        *,
-        kind: str = "sparsity",
-        rule: str = "given",
-        model: Mapping[str, Any] | None = None,
-    ) -> Self:
-        """Return a plan of one's own: values by block name, or in the order of the blocks.
-
-        Values are sparsities in [0, 1], or whole numbers of what the kind counts. ``rule`` is what to call where they come
-        from; without ``{id, revision, digest}`` of a model the plan is not checked against one.
-
-        Raises:
-            InvalidInput: Values that are missing, unknown, not finite or outside the kind's domain.
-
-        >>> from layerbudget.records import Block, Module
-        >>> b = Block(name="layers.0", modules=(Module(name="layers.0.q", d_in=4, d_out=5),))
-        >>> Plan.from_values([b], {"layers.0": 0.5}).counts
-        array([10])
-        """
-        numbers = values_by_name(blocks, values)
-        if kind in ("joint", "shapes", "bits", "recipe"):
-            raise InvalidInput(f"A plan of kind {kind} is more than one number per block.", "", "Use its own plan function.")
-        rows = tuple(PlanBlock.of(b, v, _count(kind, b, v)) for b, v in zip(blocks, numbers, strict=True))
-        spent, unit = sum(r.count for r in rows), "parameters" if kind == "sparsity" else KINDS.find(kind).counts
-        if kind == "ranks":
-            spent = sum(r.count * sum(m.d_in + m.d_out for m in b.modules) for r, b in zip(rows, blocks, strict=True))
-            unit = "params"
-        budget = {"unit": unit, "limit": spent, "spent": spent}
-        return cls(kind=kind, rule=rule, model=dict(model or {}), blocks=rows, budget=budget)
-
     def _check(self) -> None:
         super()._check()
         shapes: dict[str, Any] = {"budget": PlanBudget, "extra": _EXTRA.get(self.kind, Extra)}
@@ -189,16 +155,6 @@ class Plan(BlockRecord):
 
 
 _EXTRA = {"shapes": SmallerShapes, "bits": Formats, "recipe": RecipeExtra}
-
-
-def _count(kind: str, block: Block, value: float) -> int:
-    if kind == "sparsity":
-        if not 0.0 <= value <= 1.0:
-            raise InvalidInput(f"{block.name} is to have sparsity {value:g}.", "It lies in [0, 1].", "Give a fraction.")
-        return int(round(value * block.numel))
-    if value < 0 or value != int(value):
-        raise InvalidInput(f"{block.name} is to have {value:g} {kind}.", "They are counted.", "Give a whole number.")
-    return int(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

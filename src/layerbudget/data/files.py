@@ -1,7 +1,4 @@
-"""Rows of local files: a text, or an object with named columns. What the columns mean is said elsewhere.
-
-A folder that ``datasets`` saved (``save_to_disk``) is read as what it is; of any other folder, every file with a known ending.
-"""
+"""Rows of local files: a text, or an object with named columns. What the columns mean is said elsewhere."""
 
 from __future__ import annotations
 
@@ -20,18 +17,15 @@ def is_local(name: str) -> bool:
     return Path(name).expanduser().exists() or name.startswith(("/", "./", "../", "~")) or Path(name).suffix in _READERS
 
 
-def read_rows(name: str, *, group: str = "calibration") -> Iterator[tuple[Row, str]]:
-    """Rows of a file or folder, each with the name of its file; ``group`` chooses a split of a saved dataset.
+def read_rows(name: str) -> Iterator[tuple[Row, str]]:
+    """Rows of a file or of all files of a folder, each with the name of its file.
 
     Raises:
         NotFound: Nothing is there.
         InvalidInput: An unknown ending, or content that does not parse.
-        MissingDependency: ``datasets`` or ``pyarrow`` is needed and not installed.
+        MissingDependency: ``pyarrow`` is needed and not installed.
     """
     path = Path(name).expanduser()
-    if any((path / f).is_file() for f in ("state.json", "dataset_dict.json")):
-        yield from ((row, str(path)) for row in _saved(path, group))
-        return
     known = f"Known endings are {', '.join(_READERS)}."
     files = sorted(f for f in path.rglob("*") if f.suffix in _READERS and f.is_file()) if path.is_dir() else [path]
     if not files or not files[0].is_file():
@@ -48,22 +42,6 @@ def read_rows(name: str, *, group: str = "calibration") -> Iterator[tuple[Row, s
                 told = f"A row of {file} is {row!r:.40}."
                 raise InvalidInput(told, "A row is a text or an object with one.", "Correct the file.")
             yield row, str(file)
-
-
-def _saved(path: Path, group: str) -> list[dict[str, Any]]:
-    """Rows of a dataset that ``save_to_disk`` wrote; of several splits the one that fits the purpose."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingDependency(f"{path} needs the package datasets.", "", "pip install datasets.") from error
-    try:
-        found = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{path} does not read as a saved dataset ({error}).", "", "Save it again.") from error
-    if isinstance(found, datasets.DatasetDict):
-        order = ("test", "validation", "train") if group == "evaluation" else ("train", "validation", "test")
-        found = found[next((s for s in order if s in found), next(iter(found)))]
-    return list(found.to_list())
 
 
 def _plain(path: Path) -> list[Any]:

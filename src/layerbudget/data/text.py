@@ -61,7 +61,7 @@ def _read_rows(source: str, group: str, limit: int | None = None) -> list[tuple[
         return [(text, source) for _, text in documents]
     parts = [p.strip() for p in source.split(",") if p.strip()]
     if parts and all(is_local(p) for p in parts):
-        return [found for part in parts for found in read_rows(part, group=group)]
+        return [found for part in parts for found in read_rows(part)]
     return [(row, source) for row in _read_hub(source, group, limit)]
 
 
