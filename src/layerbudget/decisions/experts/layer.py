@@ -2,8 +2,8 @@ r"""The adapted module: a frozen base layer with LoRA experts and a router, and 
 
 For tokens ``x (T, d_in)``, stacked factors ``A (E r, d_in)`` and ``B (d_out, E r)`` and a gate ``(T, E)`` that is zero for
 experts that were not chosen, the update is ``y_t = scale * sum_e gate_{t,e} B_e A_e x_t``. Two matrix products compute it for
-all experts, with the gate applied in between, in rank space (``T x E r`` numbers). That is E/k times the arithmetic that is
-needed, and still the fastest for the counts in use: adapters of rank 8 are bound by memory traffic, not by arithmetic.
+all experts, with the gate applied in between, in rank space (``T x E r`` numbers): adapters of rank 8 are bound by memory
+traffic, not by arithmetic.
 
 Balance: for a module with E experts, ``loss = E sum_e f_e P_e``: ``f_e`` is the share of the top-k choices that went to expert
 e, ``P_e`` the mean of its full softmax. It is 1 at perfect balance (Shazeer et al. 2017; Fedus et al. 2021; MoLA). The loss is
@@ -15,7 +15,6 @@ the first pass without gradients.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from typing import Any, cast
@@ -45,11 +44,6 @@ def peft_type_of_experts() -> PeftType:
     return PeftType[name]
 
 
-def _field(default: Any, text: str) -> Any:
-    given = {"default_factory": dict} if default is dict else {"default": default}
-    return dataclasses.field(**given, metadata={"help": text})
-
-
 @dataclasses.dataclass
 class ExpertsConfig(PeftConfig):
     """Which modules get how many LoRA experts, and how a token chooses among them.
@@ -62,29 +56,35 @@ class ExpertsConfig(PeftConfig):
     that sees the module's own input. One expert is plain LoRA without a router; zero experts leave the module untouched.
     Routing follows the published MoLA (softmax in float32 over all experts, top-k, renormalised to one).
 
-    Every field has its help; a pattern is one escaped full name per key (PEFT saves patterns with sorted keys and the first
-    match wins, so overlapping patterns would mean something else after loading).
+    A pattern is one escaped full name per key: PEFT saves patterns with sorted keys and the first match wins, so overlapping
+    patterns would mean something else after loading.
+
+    Attributes:
+        r: Rank of every expert.
+        lora_alpha: Numerator of the scale alpha / r.
+        lora_dropout: Dropout on the experts' input, one mask per module; the router sees it without.
+        target_modules, exclude_modules, modules_to_save: As everywhere in PEFT.
+        experts: Experts of a module that no pattern names.
+        experts_pattern: Experts by escaped full name.
+        top_k: Experts per token; a module with fewer experts uses all of its own.
+        balance_coefficient: Weight of the load-balancing loss, averaged over the modules of a layer and summed over layers.
+        init_weights: Start every B at zero: the adapted model equals the base model.
 
     Raises:
         InvalidInput: A rank, a count or a top-k below one, or a dropout outside [0, 1).
     """
 
-    r: int = _field(8, "Rank of every expert.")
-    lora_alpha: float = _field(16, "Numerator of the scale alpha / r.")
-    lora_dropout: float = _field(0.0, "Dropout on the experts' input, one mask per module; the router sees it without.")
-    target_modules: list[str] | set[str] | str | None = _field(None, "Modules to adapt, as everywhere in PEFT.")
-    exclude_modules: list[str] | set[str] | str | None = _field(None, "Modules to leave out.")
-    experts: int = _field(1, "Experts of a module that no pattern names.")
-    experts_pattern: dict[str, int] = _field(dict, "Experts by escaped full name.")
-    top_k: int = _field(2, "Experts per token; a module with fewer experts uses all of its own.")
-    balance_coefficient: float = _field(
-        0.0, "Weight of the load-balancing loss, averaged over the modules of a layer and summed over layers."
-    )
-    modules_to_save: list[str] | None = _field(None, "Further modules to train and save, such as a classification head.")
-    layers_to_transform: list[int] | int | None = _field(None, "Layer indices to adapt.")
-    layers_pattern: list[str] | str | None = _field(None, "Name of the layer list.")
-    bias: str = _field("none", "Only 'none'.")
-    init_weights: bool = _field(True, "Start every B at zero: the adapted model equals the base model.")
+    r: int = 8
+    lora_alpha: float = 16
+    lora_dropout: float = 0.0
+    target_modules: list[str] | set[str] | str | None = None
+    exclude_modules: list[str] | set[str] | str | None = None
+    experts: int = 1
+    experts_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
+    top_k: int = 2
+    balance_coefficient: float = 0.0
+    modules_to_save: list[str] | None = None
+    init_weights: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,8 +97,6 @@ class ExpertsConfig(PeftConfig):
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}.", f"It is an integer of at least {low}.", "")
         if not 0.0 <= self.lora_dropout < 1.0:
             raise InvalidInput(f"lora_dropout is {self.lora_dropout}.", "It lies in [0, 1).", "The paper used 0.05.")
-        if self.bias != "none":
-            raise InvalidInput(f"bias is {self.bias!r}.", "Experts train no biases; it is 'none'.", "Leave it out.")
         for name, count in self.experts_pattern.items():
             if not isinstance(count, int) or count < 0:
                 raise InvalidInput(f"{name} asks for {count!r} experts.", "A count is an integer of at least 0.", "")
@@ -125,38 +123,14 @@ def route(logits: Tensor, top_k: int) -> Tensor:
     return torch.zeros_like(logits).scatter(-1, index, values.softmax(-1))
 
 
-def spread(gate: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return every expert's gate repeated over its ranks: ``(..., E) -> (..., E r)``.
-
-    A product with the 0/1 block matrix ``I_E (x) 1_r``: exact, and faster than a broadcast over a last axis of length r.
-    """
-    gate = gate.to(dtype)
-    return gate @ _blocks(gate.shape[-1], rank, gate)
-
-
-def _blocks(experts: int, rank: int, like: Tensor) -> Tensor:
-    """``I_E (x) 1_r`` in the type and on the device of ``like``; made once, for it costs as much as the product with it."""
-    if type(like) not in (Tensor, nn.Parameter) or torch.compiler.is_compiling():
-        return _made(experts, rank, like.dtype, like.device)  # a traced or wrapped tensor must not outlive its trace
-    return _kept(experts, rank, like.dtype, like.device)
-
-
-def _made(experts: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.eye(experts, dtype=dtype, device=device).repeat_interleave(rank, dim=1)
-
-
-_kept = functools.lru_cache(maxsize=64)(_made)
-
-
 class _GatedProduct(torch.autograd.Function):
-    """``(hidden * spread(gate)) B'``, keeping rank space and gate for the backward pass; their product is made again there."""
+    """``(hidden * gate) B'``, keeping rank space and gate for the backward pass; their product is made again there."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(hidden: Tensor, gate: Tensor, b: Tensor, rank: int) -> Tensor:
-        return F.linear(hidden * spread(gate, rank, hidden.dtype), b)
+        return F.linear(hidden * gate.repeat_interleave(rank, dim=-1), b)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
@@ -166,31 +140,21 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         hidden, gate, b = ctx.saved_tensors
-        factor = spread(gate, ctx.rank, hidden.dtype)
+        factor = gate.repeat_interleave(ctx.rank, dim=-1)
         gradient = gradient.to(hidden.dtype)
         inner = gradient @ b.to(hidden.dtype)
         gated = (hidden * factor).reshape(-1, hidden.shape[-1])
         for_b = gradient.reshape(-1, gradient.shape[-1]).T @ gated
-        for_gate = (inner * hidden) @ _blocks(gate.shape[-1], ctx.rank, hidden).T
-        return inner * factor, for_gate.to(gate.dtype), for_b.to(b.dtype), None
-
-
-def fused(hidden: Tensor, gate: Tensor, b: Tensor, rank: int, scale: float) -> Tensor:
-    """Return ``(..., d_out)``: the rank space ``hidden (..., E r)``, gated, times ``B (d_out, E r)``."""
-    return _GatedProduct.apply(hidden, (gate * scale).to(hidden.dtype), b, rank)
+        for_gate = (inner * hidden).unflatten(-1, (gate.shape[-1], ctx.rank)).sum(-1)
+        return inner * factor, for_gate, for_b.to(b.dtype), None
 
 
 class Routing:
-    """State that all layers of one adapted model share.
-
-    Attributes:
-        mask: Padding mask ``(batch, length)`` of the batch at work, 1 for real tokens; ``None`` counts all.
-        scale: Factor of the balance gradient; ``1 / gradient_accumulation_steps`` under accumulation.
-    """
+    """State that all layers of one adapted model share."""
 
     def __init__(self) -> None:
-        self.mask: Tensor | None = None
-        self.scale = 1.0
+        self.mask: Tensor | None = None  # padding (batch, length) of the batch at work, 1 for real tokens; None counts all
+        self.scale = 1.0  # of the balance gradient: 1 / gradient_accumulation_steps
 
     def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the batch's padding mask: a forward pre-hook of the adapted model."""
@@ -210,13 +174,7 @@ class Routing:
 
 
 def balance_loss(logits: Tensor, gate: Tensor, tokens: Tensor | None = None) -> Tensor:
-    """Return ``E sum_e f_e P_e`` of one module, a scalar.
-
-    Args:
-        logits: Router logits ``(..., E)``.
-        gate: Gate ``(..., E)``, zero for experts that were not chosen.
-        tokens: Flat mask of the tokens that count.
-    """
+    """``E sum_e f_e P_e`` of router logits and gate ``(..., E)``; ``tokens`` is a flat mask of the tokens that count."""
     experts = logits.shape[-1]
     probabilities = logits.float().reshape(-1, experts).softmax(-1)
     chosen = (gate.detach().reshape(-1, experts) > 0).float()
@@ -331,10 +289,11 @@ class ExpertsLinear(nn.Module, BaseTunerLayer):
         if logits is None:
             return b(hidden * scale), None
         gate = route(logits, self.lora_experts_top_k[name])
+        scaled = (gate * scale).to(hidden.dtype)
         if _plain(b):
-            update = fused(hidden, gate, b.weight, rank, scale)
+            update = _GatedProduct.apply(hidden, scaled, b.weight, rank)
         else:
-            update = b(hidden * spread(gate * scale, rank, hidden.dtype))
+            update = b(hidden * scaled.repeat_interleave(rank, dim=-1))
         coefficient = self.lora_experts_balance[name] * self.routing.scale
         if not (coefficient and self.training and torch.is_grad_enabled()):
             return update, None
@@ -355,11 +314,7 @@ class ExpertsLinear(nn.Module, BaseTunerLayer):
         return result
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refuse: no weight holds an update that depends on the token.
-
-        Raises:
-            InvalidInput: Always.
-        """
+        """Refuse: no weight holds an update that depends on the token."""
         raise InvalidInput(
             "A mixture of experts cannot be merged: its update depends on the token.",
             "Plain LoRA ranks can be merged.",

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...errors import CoverageError, InvalidInput, LayerbudgetError
 from ...plan import Plan
-from ..ranks.apply import attach, base_name, check_modules, counts_by_module, pattern
+from ..ranks.apply import attach, base_name, check_modules, counts_by_module, pattern, targets_of
 from .layer import NAME, PREFIX, ExpertsConfig, ExpertsLinear, Routing, peft_type_of_experts, shape_of
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class BalanceScale(TrainerCallback):
 
 
 def to_experts_config(plan: Plan, *, rank: int | None = None, top_k: int = 2, **options: Any) -> ExpertsConfig:
-    """Return a plan of experts as an ``ExpertsConfig``: one escaped full name per module.
+    """A plan of experts as an ``ExpertsConfig``: one escaped full name per module.
 
     Args:
         plan: A plan of kind ``experts``; a block's count goes to each of its modules.
@@ -138,25 +138,18 @@ def to_experts_config(plan: Plan, *, rank: int | None = None, top_k: int = 2, **
     Raises:
         InvalidInput: A plan of another kind, or no module with an expert.
     """
-    counts = counts_by_module(plan, "experts")
-    adapted = {m: e for m, e in counts.items() if e > 0}
-    if not adapted:
-        raise InvalidInput(
-            "Every block of this plan has zero experts.", "", "Plan with a larger budget, or a minimum per layer."
-        )
+    targets, adapted = targets_of(plan, "experts")
     settings = {
         "r": int(rank or plan.hyperparameters.get("expert_rank", 8)),
-        "target_modules": sorted(adapted),
-        "exclude_modules": sorted(m for m, e in counts.items() if e == 0) or None,
         "experts": 0,
         "experts_pattern": {pattern(m): e for m, e in adapted.items()},
         "top_k": top_k,
     }
-    return ExpertsConfig(**{**settings, **options})
+    return ExpertsConfig(**{**targets, **settings, **options})
 
 
 def adapted_experts(model: nn.Module, adapter_name: str = "default") -> dict[str, int]:
-    """Return the experts by module, read from the tensors of an adapted model."""
+    """Experts by module, read from the tensors of an adapted model."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, ExpertsLinear) and adapter_name in module.lora_experts_A:
@@ -168,20 +161,9 @@ def adapted_experts(model: nn.Module, adapter_name: str = "default") -> dict[str
 def add_experts(
     model: nn.Module, plan: Plan, *, adapter_name: str = "default", config: Any = None, validate: bool = True, **options: Any
 ) -> PeftModel:
-    """Return the model adapted by a plan of experts, counted again.
+    """The model adapted by a plan of experts, counted again; arguments and errors as :func:`layerbudget.add_ranks`.
 
-    Args:
-        model: The model that the plan was made for.
-        plan: A plan of kind ``experts``.
-        adapter_name: Name of the adapter in PEFT.
-        config: A configuration of one's own; by default :func:`to_experts_config` makes it from ``options``.
-        validate: Refuse a model whose content digest is not the plan's.
-        options: Passed to :func:`to_experts_config`.
-
-    Raises:
-        ModelMismatch: The plan was made for another model.
-        UnknownBlock: The plan names a module that the model does not have.
-        CoverageError: A fused or tied module, or a recount that differs from the plan; names the module.
+    ``options`` are passed to :func:`to_experts_config`, unless a ``config`` is given.
     """
     counts = counts_by_module(plan, "experts")
     check_modules(model, plan, counts, validate=validate)

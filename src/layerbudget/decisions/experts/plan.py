@@ -33,20 +33,18 @@ def plan_experts(
     fixed: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Plan:
-    """Return a plan of LoRA experts.
+    """A plan of LoRA experts.
 
     Args:
         scores: The scores; blocks alone suffice for ``uniform``, ``size`` and the MoLA shapes.
         total: Budget as a number of experts, the minimum ones included.
-        budget: Or in any unit: ``"64M params"``, ``"1.2 GiB"``, ``"3% flops"``, see
-            :func:`layerbudget.planning.costs.parse_budget`.
+        budget: Or in any unit: ``"64M params"``, ``"1.2 GiB"``, ``"3% flops"`` of the blocks' own.
         min_experts: Experts that every block has anyway (the base, which earns no utility).
         lower: Smallest number of experts; what it has above ``min_experts`` earns utility.
         max_experts: Cap per block.
         expert_rank: Rank of one expert.
-        rule: ``mdl``, ``permuted``, ``uniform``, ``size``, ``layerif``, ``alphalora``, ``mola-5555``, ``mola-2468``,
-            ``mola-8642`` (or ``mola-`` with other digits), a rule of your own
-            (:mod:`layerbudget.planning.rule`), or a function of a problem that returns one value per block.
+        rule: ``mdl``, ``permuted``, ``uniform``, ``size``, ``layerif``, ``alphalora``, ``mola-5555`` (or other digits), a rule
+            of your own (:mod:`layerbudget.planning.rule`), or a function of a problem that returns one value per block.
         bytes_per_parameter: For budgets in bytes; 2 (bf16) by default.
         latency: Seconds per expert by block name, for latency budgets.
         fixed: Experts of some blocks, by name or regular expression; a published rule then divides the rest over the others.

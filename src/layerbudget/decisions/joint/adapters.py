@@ -23,19 +23,12 @@ _WRITTEN = 4  # bytes of a parameter: adapters are trained and written in float3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Base:
-    """The base that the adapters of a recipe are trained on.
-
-    Attributes:
-        bits: The plan of its formats.
-        ranks: The plan of the adapters.
-        written: Whether the model comes from a folder that ``apply`` wrote by this recipe.
-        limit: Bytes of file and adapter.
-    """
+    """The base that the adapters of a recipe are trained on."""
 
     bits: Plan
     ranks: Plan
-    written: bool
-    limit: int
+    written: bool  # whether the model comes from a folder that ``apply`` wrote by this recipe
+    limit: int  # bytes of file and adapter
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -48,10 +41,7 @@ class Base:
             round_matrices(model, formats_of_plan(self.bits), method=str(self.bits.extra["method"]))
 
     def recount(self, adapter_folder: Path) -> dict[str, int]:
-        """Bytes of base and adapter from what is there: the receipt, or the plan where nothing was written, and the file.
-
-        Args:
-            adapter_folder: Where the adapter was written.
+        """Bytes of the base as planned, and of the adapter in its file.
 
         Raises:
             CoverageError: The adapter is not as large as planned.
@@ -69,12 +59,7 @@ class Base:
 
 
 def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
-    """Return the base of a recipe: a folder that was written by it, or a model that is still to be rounded.
-
-    Args:
-        plan: Of kind ``recipe``.
-        folder: Where the model was loaded from.
-        model: The model.
+    """The base of a recipe: the folder from which the model was loaded, or the model, which is still to be rounded.
 
     Raises:
         ModelMismatch: The model is another one, or was written by another plan.
@@ -90,11 +75,20 @@ def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
             f"It is trained and written in {_WRITTEN}.",
             f"Plan it again: layerbudget plan joint ... --set bytes_per_parameter={_WRITTEN}.",
         )
+    base = Base(bits=bits, ranks=ranks, written=True, limit=int(plan.budget["limit"]))
     receipt = Path(folder) / "receipt.json"
-    if (Path(folder) / "plan.json").is_file() and receipt.is_file():
-        held = Plan.load(Path(folder) / "plan.json")
-        if held.kind == "bits":
-            return _written(bits, ranks, held, QuantisationReceipt.load(receipt), int(plan.budget["limit"]))
+    held = Plan.load(Path(folder) / "plan.json") if (Path(folder) / "plan.json").is_file() and receipt.is_file() else None
+    if held is not None and held.kind == "bits":
+        if held.digest != bits.digest:
+            raise ModelMismatch(
+                "This folder was written by another plan than this recipe.",
+                "Adapters belong on the base of their recipe.",
+                "Write it: layerbudget apply MODEL RECIPE -o BASE.",
+            )
+        tensors = QuantisationReceipt.load(receipt).tensors
+        if tensors != bits.budget["file"]:
+            raise CoverageError(f"The base takes {tensors} bytes, {bits.budget['file']} were planned.", "", "Write it again.")
+        return base
     bits.validate(describe(model, str(folder)))
     method = str(bits.extra["method"])
     if find_quantiser(method).statistic != "none":
@@ -103,18 +97,4 @@ def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
             "Its base is written first.",
             "Write it: layerbudget apply MODEL RECIPE -o BASE, and finetune BASE.",
         )
-    return Base(bits=bits, ranks=ranks, written=False, limit=int(plan.budget["limit"]))
-
-
-def _written(bits: Plan, ranks: Plan, held: Plan, receipt: QuantisationReceipt, limit: int) -> Base:
-    if held.digest != bits.digest:
-        raise ModelMismatch(
-            "This folder was written by another plan than this recipe.",
-            "Adapters belong on the base of their recipe.",
-            "Write it: layerbudget apply MODEL RECIPE -o BASE.",
-        )
-    if receipt.tensors != bits.budget["file"]:
-        raise CoverageError(
-            f"The base takes {receipt.tensors} bytes, {bits.budget['file']} were planned.", "", "Write it again."
-        )
-    return Base(bits=bits, ranks=ranks, written=True, limit=limit)
+    return dataclasses.replace(base, written=False)

@@ -29,9 +29,7 @@ def plan_joint(
     min_capacity: ArrayLike = 0,
     max_capacity: ArrayLike | None = None,
     max_sparsity: ArrayLike = 0.7,
-    min_sparsity: ArrayLike = 0.0,
     exponent: float = 1.0,
-    prune_exponent: float = 1.0,
     exponent_on: str = "density",
     alpha: float = 0.5,
     gamma: float = 0.9,
@@ -40,10 +38,9 @@ def plan_joint(
     penalty: str | Function = "quadratic",
     spend: str = "exactly",
     damping: float | None = None,
-    smoothing: float = 0.0,
     bytes_per_parameter: float = 2.0,
 ) -> Plan:
-    """Return a plan of pruning and adapters together: bytes added minus bytes freed meet one budget.
+    """A plan of pruning and adapters together: bytes added minus bytes freed meet one budget.
 
     Args:
         scores: The scores: a block with a large gain deserves adapters and protection.
@@ -53,9 +50,7 @@ def plan_joint(
         min_capacity: Ranks or experts that every block gets.
         max_capacity: Cap per block; a rank never exceeds the smallest side of the block's matrices.
         max_sparsity: Cap per block.
-        min_sparsity: Floor per block.
         exponent: Exponent of the adapting weights.
-        prune_exponent: Exponent of the pruning weights.
         exponent_on: ``density`` or ``block``.
         alpha: Price of capacity.
         gamma: Weight of the utility.
@@ -64,7 +59,6 @@ def plan_joint(
         penalty: Of pruning: ``quadratic``, ``log-barrier`` or an object.
         spend: ``exactly`` or ``at_most``.
         damping: Which row of the scores.
-        smoothing: Added to every score, in units of the mean score.
         bytes_per_parameter: 2 for bf16, for weights and adapters.
 
     Returns:
@@ -90,43 +84,32 @@ def plan_joint(
     numel = scores.numel.astype(np.float64)
     options: dict[str, Any] = {"capacity": capacity, "bytes_per_parameter": bytes_per_parameter}
     options |= {"expert_rank": 8 if expert_rank is None else expert_rank} if capacity == "experts" else {}
-    cost = unit_cost(scores.blocks, "bytes", **options)
-    q = scores.weights(damping, smoothing=smoothing)
-    shared: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "alpha": alpha, "gamma": gamma}
+    cost, q = unit_cost(scores.blocks, "bytes", **options), scores.weights(damping)
     sides = smallest_sides(scores.blocks) if capacity == "ranks" else np.full(numel.size, np.inf)
-    lower = np.minimum(bound_vector(min_capacity, numel.size, "min_capacity", 0.0), sides)
-    upper = np.minimum(bound_vector(max_capacity, numel.size, "max_capacity", np.inf), sides)
-    bounds: dict[str, Any] = {"lower": lower, "upper": upper, "utility": utility}
+    constants: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "alpha": alpha, "gamma": gamma}
+    adapting: dict[str, Any] = {
+        **constants,
+        "utility": utility,
+        "lower": np.minimum(bound_vector(min_capacity, numel.size, "min_capacity", 0.0), sides),
+        "upper": np.minimum(bound_vector(max_capacity, numel.size, "max_capacity", np.inf), sides),
+    }
+    savings = numel * bytes_per_parameter
     solution = solve_joint(
-        q,
-        cost,
-        numel * bytes_per_parameter,
-        limit,
-        prune_exponent=prune_exponent,
-        eta=eta,
-        penalty=penalty,
-        max_sparsity=max_sparsity,
-        min_sparsity=min_sparsity,
-        spend=spend,
-        **shared,
-        **bounds,
+        q, cost, savings, limit, eta=eta, penalty=penalty, max_sparsity=max_sparsity, spend=spend, **adapting
     )
-    caps = solution.program.prune.high
-    wish = float(numel @ solution.sparsity)
-    pruned = round_parameters(solution.sparsity, numel, int(np.ceil(wish * (1.0 - 1e-12) - 1e-9)), caps)
+    wish = int(np.ceil(float(numel @ solution.sparsity) * (1.0 - 1e-12) - 1e-9))
+    pruned = round_parameters(solution.sparsity, numel, wish, solution.program.prune.high)
     freed = float(pruned.sum()) * bytes_per_parameter
-    rounded = _whole(q, cost, solution, limit + freed, spend, {**shared, **bounds})
-    hyper = {**shared, "eta": eta, "prune_exponent": prune_exponent, "spend": spend, **options, "max_sparsity": max_sparsity}
-    hyper |= {"min_sparsity": min_sparsity, "min_capacity": min_capacity, "max_capacity": max_capacity, "damping": damping}
+    rounded = _whole(q, cost, solution, limit + freed, spend, adapting)
+    hyper = {**constants, "eta": eta, "spend": spend, **options, "max_sparsity": max_sparsity, "damping": damping}
+    hyper |= {"min_capacity": min_capacity, "max_capacity": max_capacity}
     words = {"utility": getattr(utility, "name", utility), "penalty": getattr(penalty, "name", penalty)}
     hyper |= {k: v for k, v in words.items() if v not in ("log", "quadratic")}  # those of the paper
     values, counts = (dict(zip(scores.names, v.tolist(), strict=True)) for v in (solution.capacity, rounded.counts))
     adapters = {"kind": capacity, "expert_rank": options.get("expert_rank"), "values": values, "counts": counts}
     record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": wanted.text}
     extra = {"capacity": {**adapters, "bytes": rounded.spent}, "rounding": rounded.to_dict()}
-    return make_plan(
-        scores, "joint", "mdl", solution.sparsity, pruned, record, hyper | {"smoothing": smoothing}, solution, extra
-    )
+    return make_plan(scores, "joint", "mdl", solution.sparsity, pruned, record, hyper, solution, extra)
 
 
 def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend: str, options: dict[str, Any]) -> Rounded:
@@ -140,26 +123,20 @@ def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend:
 
 def split_joint(plan: Plan) -> tuple[Plan, Plan]:
     """The sparsity plan and the ranks (or experts) plan of a joint plan, ready to be applied one after the other."""
-    adapters = plan.extra["capacity"]
-    prune = dataclasses.replace(
-        plan,
-        kind="sparsity",
-        budget={"unit": "parameters", "limit": int(plan.counts.sum()), "spent": int(plan.counts.sum())},
-    )
+    adapters, held, pruned = plan.extra["capacity"], plan.hyperparameters, int(plan.counts.sum())
+    prune = dataclasses.replace(plan, kind="sparsity", budget={"unit": "parameters", "limit": pruned, "spent": pruned})
     blocks = tuple(
         dataclasses.replace(b, value=float(adapters["values"][b.name]), count=int(adapters["counts"][b.name]))
         for b in plan.blocks
     )
     money = {"unit": "bytes", "limit": adapters["bytes"], "spent": adapters["bytes"]}
-    held, hyper = plan.hyperparameters, dict[str, Any]()
-    if held:  # as a plan of adapters alone records them
-        hyper = Terms(
-            kind=adapters["kind"],
-            floor=held.get("min_capacity", 0),
-            cap=held.get("max_capacity"),
-            expert_rank=held.get("expert_rank", 8),
-            bytes_per_parameter=held.get("bytes_per_parameter"),
-        ).record()
-        options = ("exponent", "exponent_on", "utility", "spend", "alpha", "gamma", "damping", "smoothing")
-        hyper |= {name: held[name] for name in options if name in held}
+    terms = Terms(  # as a plan of adapters alone records them
+        kind=adapters["kind"],
+        floor=held["min_capacity"],
+        cap=held["max_capacity"],
+        expert_rank=held.get("expert_rank", 8),
+        bytes_per_parameter=held["bytes_per_parameter"],
+    )
+    options = ("exponent", "exponent_on", "utility", "spend", "alpha", "gamma", "damping")
+    hyper = terms.record() | {name: held[name] for name in options if name in held}
     return prune, dataclasses.replace(plan, kind=adapters["kind"], blocks=blocks, budget=money, hyperparameters=hyper)

@@ -11,7 +11,7 @@ packed integers store a zero in as many bits as any other weight, so that they f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from ...planning.costs import parse_budget, rank_parameters
 from ...records import to_jsonable
 from ...scores import Scores
 from ...solvers.inputs import number
-from ...solvers.mixed import Recipe, mix_recipe
+from ...solvers.mixed import mix_recipe
 from ..bits.program import Table, extra_of, plan_blocks
 from ..ranks.plan import increments_of
 
@@ -44,7 +44,7 @@ def plan_recipe(
     damping: float | None = None,
     bytes_per_parameter: float = 4.0,
 ) -> Plan:
-    """Return a plan of bits and ranks together: the model's file and its adapter within one limit.
+    """A plan of bits and ranks together: the model's file and its adapter within one limit.
 
     Args:
         ranks: Scores of ``rank-gain``, by linear.
@@ -60,8 +60,8 @@ def plan_recipe(
         bytes_per_parameter: Of the adapter: 4, the float32 that ``finetune`` writes.
 
     Returns:
-        A plan of kind ``recipe``: values are bits per weight, counts bytes of the base. ``extra`` has what a plan of bits
-        has and ``adapter``: ranks, bytes, predicted gain. :func:`split_recipe` gives the two plans that are applied.
+        A plan of kind ``recipe``: values are bits per weight, counts bytes of the base, ``extra`` that of a plan of bits and
+        ``adapter``: ranks, bytes, predicted gain.
 
     Raises:
         ModelMismatch: Records of different models.
@@ -95,52 +95,18 @@ def plan_recipe(
             f"The smallest recipe takes {least} bytes, {table.fixed} of them what no plan changes.",
             "Raise the limit, lower min_capacity, or allow smaller formats.",
         )
-    most = ranks.extra.get("loss") if gain is None else gain
-    worth, scale = bounded(gains_of(ranks, damping), high, None if most is None else number(most, "gain"))
+    worth, most = gains_of(ranks, damping), ranks.extra.get("loss") if gain is None else gain
+    total = sum(float(row[: int(top)].sum()) for row, top in zip(worth, high, strict=True))
+    scale = 1.0 if most is None or total <= number(most, "gain") else most / total
+    worth = [scale * row for row in worth]
     found = mix_recipe(
         table.damage, table.size, worth, cost, limit - table.fixed, lower=low, upper=high, multiple=multiple, exchange=exchange
     )
-    given: dict[str, Any] = {"budget": budget, "min_capacity": min_capacity, "max_capacity": max_capacity, "multiple": multiple}
-    given |= {"exchange": exchange, "gain": gain, "damping": damping, "bytes_per_parameter": bytes_per_parameter}
-    given |= {"method": table.method}
-    return _plan(ranks, formats, table, found, cost, limit, given, scale)
-
-
-def gains_of(ranks: Scores, damping: float | None = None) -> list[np.ndarray]:
-    """Nats of the first, second, ... rank of every block: half the squared singular value less that of noise alone.
-
-    Raises:
-        InvalidInput: Scores without increments.
-    """
-    rows = increments_of(ranks, damping)
-    floor = ranks.extra.get("increments_floor")
-    noise = rows if floor is None else floor[ranks.index(damping)]
-    less = [np.zeros(len(r)) if floor is None else np.asarray(n, dtype=np.float64) for r, n in zip(rows, noise, strict=True)]
-    return [0.5 * np.maximum(np.asarray(r, dtype=np.float64) - n, 0.0) for r, n in zip(rows, less, strict=True)]
-
-
-def bounded(worth: Sequence[np.ndarray], high: np.ndarray, most: float | None) -> tuple[list[np.ndarray], float]:
-    """The gains, and the factor that keeps the sum of all of them within the caps at or below ``most`` (1 where it is)."""
-    total = sum(float(row[: int(top)].sum()) for row, top in zip(worth, high, strict=True))
-    scale = 1.0 if most is None or total <= most else most / total
-    return [scale * row for row in worth], scale
-
-
-def _plan(
-    ranks: Scores,
-    formats: Scores,
-    table: Table,
-    found: Recipe,
-    cost: np.ndarray,
-    limit: int,
-    given: Mapping[str, Any],
-    scale: float,
-) -> Plan:
-    blocks = plan_blocks(table, found.chosen)
-    base = sum(b.count for b in blocks)
-    adapter = int((cost * found.ranks).sum())
+    hyper: dict[str, Any] = {"budget": budget, "min_capacity": min_capacity, "max_capacity": max_capacity, "multiple": multiple}
+    hyper |= {"exchange": exchange, "gain": gain, "damping": damping, "bytes_per_parameter": bytes_per_parameter}
+    blocks, adapter = plan_blocks(table, found.chosen), int((cost * found.ranks).sum())
     own = [PlanBlock.of(b, float(r), int(r)).to_dict() for b, r in zip(ranks.blocks, found.ranks, strict=True)]
-    spent = base + table.fixed + adapter
+    base = sum(b.count for b in blocks)
     extra = {
         **extra_of(table, found.chosen),
         "bits": 8 * base / table.numel,
@@ -156,17 +122,31 @@ def _plan(
             "scores": ranks.digest,
         },
     }
+    base += table.fixed
     return Plan(
         kind=KIND,
         rule="choices",
         model=dict(formats.model),
         blocks=blocks,
-        hyperparameters=to_jsonable(given),
-        budget={"unit": "bytes", "limit": limit, "spent": spent, "base": base + table.fixed, "adapter": adapter},
+        hyperparameters=to_jsonable({**hyper, "method": table.method}),
+        budget={"unit": "bytes", "limit": limit, "spent": base + adapter, "base": base, "adapter": adapter},
         certificate=found.choice.certificate(),
         scores_digest=formats.digest,
         extra=extra,
     )
+
+
+def gains_of(ranks: Scores, damping: float | None = None) -> list[np.ndarray]:
+    """Nats of the first, second, ... rank of every block: half the squared singular value less that of noise alone.
+
+    Raises:
+        InvalidInput: Scores without increments.
+    """
+    rows = increments_of(ranks, damping)
+    floor = ranks.extra.get("increments_floor")
+    noise = rows if floor is None else floor[ranks.index(damping)]
+    less = [np.zeros(len(r)) if floor is None else np.asarray(n, dtype=np.float64) for r, n in zip(rows, noise, strict=True)]
+    return [0.5 * np.maximum(np.asarray(r, dtype=np.float64) - n, 0.0) for r, n in zip(rows, less, strict=True)]
 
 
 def split_recipe(plan: Plan) -> tuple[Plan, Plan]:

@@ -36,20 +36,12 @@ if TYPE_CHECKING:
 
 
 def to_lora_config(
-    plan: Plan,
-    *,
-    alpha_policy: str = "constant-ratio",
-    ratio: float = 2.0,
-    dropout: float = 0.0,
-    **options: Any,
+    plan: Plan, *, alpha_policy: str = "constant-ratio", ratio: float = 2.0, dropout: float = 0.0, **options: Any
 ) -> LoraConfig:
-    """Return a plan of ranks as a ``peft.LoraConfig``.
-
-    Every module is named by its escaped full name, once, with its own rank and alpha: PEFT saves patterns with sorted keys and
-    takes the first match, so overlapping patterns would mean something else after loading. Modules of rank zero are excluded.
+    """A plan of ranks as a ``peft.LoraConfig``: every module by its escaped full name, once, with its own rank and alpha.
 
     Args:
-        plan: A plan of kind ``ranks``.
+        plan: A plan of kind ``ranks``; modules of rank zero are excluded.
         alpha_policy: ``constant-ratio``, ``constant-alpha`` or ``rslora`` (see the module's text).
         ratio: Scale of a module of mean rank; of every module under ``constant-ratio``.
         dropout: LoRA dropout.
@@ -65,10 +57,7 @@ def to_lora_config(
 
     if alpha_policy not in ALPHA_POLICIES:
         raise InvalidInput(f"alpha_policy is {alpha_policy!r}.", f"Policies are {', '.join(ALPHA_POLICIES)}.", "")
-    ranks = counts_by_module(plan, "ranks")
-    adapted = {m: r for m, r in ranks.items() if r > 0}
-    if not adapted:
-        raise InvalidInput("Every rank of this plan is zero.", "", "Plan with a larger budget.")
+    targets, adapted = targets_of(plan, "ranks")
     mean, largest = sum(adapted.values()) / len(adapted), max(adapted.values())
     common = ratio * (math.sqrt(mean) if alpha_policy == "rslora" else mean)
     scale = (lambda r: ratio * r) if alpha_policy == "constant-ratio" else (lambda r: common)
@@ -77,18 +66,16 @@ def to_lora_config(
         "lora_alpha": scale(largest),
         "lora_dropout": dropout,
         "use_rslora": alpha_policy == "rslora",
-        "target_modules": sorted(adapted),
-        "exclude_modules": sorted(m for m, r in ranks.items() if r == 0) or None,
         "rank_pattern": {pattern(m): r for m, r in adapted.items()},
         "alpha_pattern": {pattern(m): scale(r) for m, r in adapted.items()},
     }
-    return LoraConfig(**{**settings, **options})
+    return LoraConfig(**{**targets, **settings, **options})
 
 
 def add_ranks(
     model: nn.Module, plan: Plan, *, adapter_name: str = "default", config: Any = None, validate: bool = True, **options: Any
 ) -> PeftModel:
-    """Return the model adapted by a plan of ranks, counted again.
+    """The model adapted by a plan of ranks, counted again.
 
     Args:
         model: The model that the plan was made for.
@@ -105,14 +92,6 @@ def add_ranks(
     """
     ranks = counts_by_module(plan, "ranks")
     check_modules(model, plan, ranks, validate=validate)
-    lost = [n for n in adaptable(model, partition(model, "linear"))[1] if ranks.get(n)]
-    if lost:
-        endings = "|".join(sorted({n.rpartition(".")[2] for n in lost}))
-        raise CoverageError(
-            f"PEFT refuses this plan's modules: it puts no adapter on {lost[0]} ({len(lost)} such matrices).",
-            "It refuses outputs of state space mixers, and takes plain gate, up and down beside fused experts for the experts.",
-            f"Score with --exclude and a regular expression of those ('[.]({endings})$'), and plan again.",
-        )
     return attach(model, config or to_lora_config(plan, **options), ranks, adapted_ranks, "rank", adapter_name)
 
 
@@ -169,6 +148,21 @@ def counts_by_module(plan: Plan, kind: str) -> dict[str, int]:
     return {module: block.count for module, block in plan.by_module().items()}
 
 
+def targets_of(plan: Plan, kind: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """The modules that a PEFT configuration names, and the rank or experts of those that get some.
+
+    Raises:
+        InvalidInput: The plan is of another kind, or gives no module any.
+    """
+    counts = counts_by_module(plan, kind)
+    adapted = {m: c for m, c in counts.items() if c > 0}
+    if not adapted:
+        raise InvalidInput(
+            f"Every block of this plan has zero {kind}.", "", "Plan with a larger budget, or a minimum per block."
+        )
+    return {"target_modules": sorted(adapted), "exclude_modules": sorted(set(counts) - set(adapted)) or None}, adapted
+
+
 def pattern(name: str) -> str:
     r"""Return the escaped full name, the only kind of PEFT pattern that means the same after saving.
 
@@ -190,12 +184,6 @@ def adapter_config(model: nn.Module, adapter: str) -> Any:
 
 def check_modules(model: nn.Module, plan: Plan, counts: Mapping[str, int], *, validate: bool = True) -> None:
     """Refuse a model that does not have the modules that get capacity, before it is adapted.
-
-    Args:
-        model: The model before any adapter.
-        plan: The plan, for its model digest.
-        counts: Rank or experts by module name.
-        validate: Refuse a model whose content digest is not the plan's.
 
     Raises:
         ModelMismatch: The plan was made for another model.
@@ -227,6 +215,14 @@ def check_modules(model: nn.Module, plan: Plan, counts: Mapping[str, int], *, va
                 "A plan adapts modules that own their weight.",
                 f"Exclude {name} from the plan (--exclude), or untie the model first.",
             )
+    lost = [n for n in adaptable(model, partition(model, "linear"))[1] if counts.get(n)]
+    if lost:
+        endings = "|".join(sorted({n.rpartition(".")[2] for n in lost}))
+        raise CoverageError(
+            f"PEFT refuses this plan's modules: it puts no adapter on {lost[0]} ({len(lost)} such matrices).",
+            "It refuses outputs of state space mixers, and takes plain gate, up and down beside fused experts for the experts.",
+            f"Score with --exclude and a regular expression of those ('[.]({endings})$'), and plan again.",
+        )
 
 
 def attach(
@@ -237,29 +233,14 @@ def attach(
     unit: str,
     adapter_name: str,
 ) -> Any:
-    """Return the model adapted by PEFT, compared with the plan module by module.
-
-    Args:
-        model: The model before any adapter.
-        config: The PEFT configuration.
-        counts: Rank or experts by module name.
-        read: Reads the same from the adapted model.
-        unit: ``rank`` or ``experts``, for the message.
-        adapter_name: Name of the adapter in PEFT.
+    """The model adapted by PEFT; ``read`` gives rank or experts by module of it, which must be the planned ``counts``.
 
     Raises:
-        CoverageError: PEFT refuses, or names the first module that differs.
+        CoverageError: Names the first module that differs.
     """
     from peft import get_peft_model
 
-    try:
-        adapted = get_peft_model(cast(Any, model), config, adapter_name=adapter_name)
-    except ValueError as error:
-        raise CoverageError(
-            f"PEFT refuses this plan's modules: {error}",
-            "",
-            "Score with --exclude and a regular expression of that module (for a Mamba mixer '\\.out_proj$'), and plan again.",
-        ) from error
+    adapted = get_peft_model(cast(Any, model), config, adapter_name=adapter_name)
     found, expected = read(adapted, adapter_name), {m: c for m, c in counts.items() if c}
     for name in sorted(set(found) | set(expected)):
         got, planned = found.get(name, 0), expected.get(name, 0)

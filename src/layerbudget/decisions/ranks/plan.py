@@ -38,7 +38,7 @@ def plan_ranks(
     fixed: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Plan:
-    """Return a plan of LoRA ranks (partition by ``linear`` for one rank per matrix).
+    """A plan of LoRA ranks (partition by ``linear`` for one rank per matrix).
 
     Args:
         scores: The scores; blocks alone suffice for ``uniform`` and ``size``.
@@ -47,9 +47,9 @@ def plan_ranks(
         multiple: Ranks are multiples of this.
         min_rank: Smallest rank; 0 lets a block go without an adapter.
         max_rank: Cap; a rank never exceeds the smallest side of the block's matrices.
-        rule: ``by-rank`` (scores of ``rank-gain``: the gain of every further rank; the default for those), ``mdl`` (the
-            default for others), ``uniform``, ``size``, the controls ``by-rank-permuted`` and ``permuted``, a rule of your
-            own (:mod:`layerbudget.planning.rule`), or a function of a problem that returns one value per block.
+        rule: ``by-rank`` (the gain of every further rank; the default for scores of ``rank-gain``), ``mdl`` (for others),
+            ``uniform``, ``size``, the controls ``by-rank-permuted`` and ``permuted``, a rule of your own
+            (:mod:`layerbudget.planning.rule`), or a function of a problem that returns one value per block.
         bytes_per_parameter: For budgets in bytes; 2 (bf16) by default.
         latency: Seconds per rank by block name, for latency budgets.
         fixed: Rank of some blocks, by name or regular expression.

@@ -30,23 +30,15 @@ from .units import Remake, cut, find_parts, refitted, where_is
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShapeReceipt(Result):
-    """Recount of a model that became smaller.
+    """Recount of a model that became smaller."""
 
-    Attributes:
-        unit: Of the next four.
-        before, after, saved, planned: What the layers amount to.
-        parameters: ``{before, after}``.
-        layers: ``{name: {heads, groups, width}}``.
-        dropped: Layers that are gone.
-    """
-
-    unit: str
+    unit: str  # of the next four
     before: float
     after: float
     saved: float
     planned: float
-    parameters: Mapping[str, int]
-    layers: Mapping[str, Mapping[str, int]]
+    parameters: Mapping[str, int]  # before, after
+    layers: Mapping[str, Mapping[str, int]]  # {name: {heads, groups, width}}
     dropped: Sequence[str]
 
 

@@ -9,10 +9,8 @@ dense model's residual stream behind this part, ``r`` the present model's stream
 
 ``rho`` relative to the mean of the diagonal of ``H_SS``. It, and the damping of ``V_0``, are chosen for every matrix by the
 error on sequences that the fit has not seen (four folds; ``inf``, which is ``V_0``, is among the candidates): a short text
-overfits the stream easily. ``refit`` gives what the matrix itself would have given *now*; ``stream`` aims at what the dense
-model had, so that a layer also makes up for what the layers before it have lost. Where the matrix has a bias, moments are
-centred and the bias takes the mean of what is left. Shapes do not change. The stream needs layers that add their parts to it as
-they are: ``h + attention + MLP``, in sequence or side by side.
+overfits the stream easily. Where the matrix has a bias, moments are centred and the bias takes the mean of what is left. The
+stream needs layers that add their parts to it as they are: ``h + attention + MLP``, in sequence or side by side.
 
 The first is the layer-wise objective of SparseGPT (arXiv 2301.00774) for whole units; the second corrects for the inputs' own
 error as GPTAQ (arXiv 2504.02692) does for quantisation, one step further out, at the stream.
@@ -89,13 +87,7 @@ class Aim:
         return first
 
     def remake(self, module: nn.Module, damping: float, stiffness: Sequence[float] = _STIFFNESS) -> Remake:
-        """The way of ``stream``; a bias is replaced when it is taken.
-
-        Args:
-            module: The matrix.
-            damping: The least candidate for the damping of ``V_0``, relative to the mean of the diagonal of ``H``.
-            stiffness: Candidates for ``rho``, relative to the mean of the diagonal of ``H_SS``.
-        """
+        """The way of ``stream`` for a matrix; a bias is replaced when it is taken. ``damping`` is the least that is tried."""
         bias = cast("nn.Parameter | None", module.bias)
 
         def make(weight: torch.Tensor, h: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -139,10 +131,7 @@ def _ways(
 
 
 class Stream:
-    """The dense model's residual stream beside a walk whose layers are cut one after the other.
-
-    Args:
-        walk: After ``capture``; nothing is cut yet.
+    """The dense model's residual stream beside a walk, captured, whose layers will be cut one after the other.
 
     Raises:
         CoverageError: Several processes.

@@ -161,20 +161,12 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """One MLP.
-
-    Attributes:
-        owner: Full name of its parent module.
-        producers: Full names of the matrices that make the inner units.
-        consumer: Full name of the matrix that reads them.
-        stacked: 2 when one producer holds gate and up.
-        width: Inner units.
-    """
+    """The MLP of one layer; names as in :class:`Attention`."""
 
     owner: str
     producers: tuple[str, ...]
     consumer: str
-    stacked: int
+    stacked: int  # 2 when one producer holds gate and up
     width: int
 
     @property

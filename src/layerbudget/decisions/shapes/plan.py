@@ -4,8 +4,7 @@ Everything that a layer may lose is a change of its matrices (:mod:`layerbudget.
 predicted as for any treatment (:mod:`layerbudget.sensitivity.directional.terms`): at the dense model by the second term,
 at treated points by both. The budget is approached in a few strides, each planned where the last one has put the model; then
 steps within a trust region go on while the measured divergence falls. Every one of them is an exact program over whole units
-(:mod:`layerbudget.decisions.shapes.program`). What comes out is applied as any such plan, layer after layer, compensation
-included.
+(:mod:`layerbudget.decisions.shapes.program`).
 """
 
 from __future__ import annotations

@@ -24,11 +24,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...compressors.treating import matrices
 from ...data.calibration import CalibrationSet
 from ...execution.divergence import Reference
 from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites
-from ...models.blocks import partition, weight_of
+from ...models.blocks import is_conv1d, matrix_of, partition
 from ...sensitivity.directional.directions import Directions, Written
 from ...sensitivity.directional.terms import QuadraticTerms, quadratic_terms
 from ...sensitivity.directional.trials import Originals
@@ -43,18 +42,12 @@ Grams = dict[str, InputMoments]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Measurements at a state ``(K, 3)``.
+    """Measurements at a state."""
 
-    Attributes:
-        state, around: The state, and the alternatives around it.
-        forms: Derivatives along the way to them, with the divergence at the state.
-        grams: Second moments of the inputs there, for every fold.
-    """
-
-    state: np.ndarray
-    around: np.ndarray
-    forms: QuadraticTerms
-    grams: list[Grams]
+    state: np.ndarray  # (K, 3)
+    around: np.ndarray  # alternatives, (K, A, 3)
+    forms: QuadraticTerms  # derivatives along the way to them, with the divergence at the state
+    grams: list[Grams]  # second moments of the inputs at the state, for every fold those of the other folds
 
     @property
     def divergence(self) -> float:
@@ -87,13 +80,6 @@ class _Indexed(Directions):
 
 class ShapePoint:
     """The model on its way through states of a :class:`~layerbudget.decisions.shapes.program.ShapeSpace`.
-
-    Args:
-        model: The dense model; :meth:`restore` brings it back.
-        data: Calibration tokens.
-        space: What every layer may lose.
-        damping: Relative to the mean of the second moments' diagonal.
-        batch_size: Sequences per forward.
 
     Attributes:
         passes: Forward equivalents so far: forward 1, backward 2.
@@ -133,8 +119,8 @@ class ShapePoint:
     @torch.no_grad()
     def become(self, name: str, gram: InputMoments, wanted: Sequence[int]) -> list[torch.Tensor]:
         """A matrix when so many units are gone; -1: when its layer is."""
-        m, present = self.matrices[name], weight_of(self.model, name)
-        dense = matrices(present[0], nn.Parameter(self.held.held[name], requires_grad=False))[0].double()
+        m, module = self.matrices[name], self.model.get_submodule(name)
+        dense = (self.held.held[name].T if is_conv1d(module) else self.held.held[name]).double()
         h = damped(torch.as_tensor(gram.value), self.damping)
         units = sorted({u for u in wanted if u > 0})
         keep = {u: m.where.columns(k) for u, k in stays(m.where, dense, h, units, m.part.by).items()} if units else {}
@@ -143,7 +129,7 @@ class ShapePoint:
             weight = torch.zeros_like(dense) if gone else dense.clone()
             if gone in keep:
                 weight[:, keep[gone]] = refitted(dense, h, keep[gone])
-            made.append(weight.to(present[1].dtype))
+            made.append(weight.to(self.held.held[name].dtype))
         return made
 
     def _wanted(self, name: str, row: list[int]) -> int:
@@ -156,21 +142,16 @@ class ShapePoint:
         for name, m in self.matrices.items():
             wanted = self._wanted(name, state[m.layer].tolist())
             if wanted:
-                matrices(*weight_of(self.model, name))[0].copy_(self.become(name, grams[name], [wanted])[0])
+                matrix_of(self.model.get_submodule(name)).copy_(self.become(name, grams[name], [wanted])[0])
             if wanted == _NOTHING and name in self.biases:
                 self.biases[name][0].data.zero_()
 
     def evaluate(
         self, state: np.ndarray, alternatives: np.ndarray, grams: Sequence[Grams], *, draws: int, seed: int
     ) -> Evaluation:
-        """Go to a state, and return both terms along the way to every alternative; at the dense model the first one vanishes.
+        """Go to a state, by moments for every fold, and measure both terms along the way to every alternative.
 
-        Args:
-            state: ``(K, 3)``.
-            alternatives: ``(K, A, 3)``.
-            grams: Moments with which the model is moved there, for every fold.
-            draws: Draws of labels.
-            seed: Of the draws.
+        At the dense model the first one vanishes.
         """
         found, gathered = list[QuadraticTerms](), list[Grams]()
         for reference, moments in zip(self.references, grams, strict=True):
@@ -189,7 +170,7 @@ class ShapePoint:
         def make(name: str) -> Directions:
             rows = [self._wanted(name, row) for row in alternatives[self.matrices[name].layer].tolist()]
             distinct = list(dict.fromkeys(rows))
-            present = matrices(*weight_of(self.model, name))[0].detach()
+            present = matrix_of(self.model.get_submodule(name)).detach()
             deltas = [w - present for w in self.become(name, grams[name], distinct)]
             return _Indexed(deltas, np.array([distinct.index(row) for row in rows]))
 
@@ -212,15 +193,11 @@ def _others(found: Sequence[Grams]) -> list[Grams]:
     """For every fold the sum over the others; its own where there is one only."""
     if len(found) == 1:
         return list(found)
-    out = []
-    for mine in range(len(found)):
-        sums: dict[int, InputMoments] = {}
-        for name, first in found[mine].items():  # matrices of one input share theirs
-            if id(first) not in sums:
-                rest = [torch.as_tensor(g[name].value) for i, g in enumerate(found) if i != mine]
-                sums[id(first)] = InputMoments("gram", value=torch.stack(rest).sum(0))
-        out.append({name: sums[id(first)] for name, first in found[mine].items()})
-    return out
+    values = [{name: torch.as_tensor(moments.value) for name, moments in grams.items()} for grams in found]
+    return [
+        {n: InputMoments("gram", value=torch.stack([v[n] for v in values if v is not mine]).sum(0)) for n in mine}
+        for mine in values
+    ]
 
 
 def _mean(found: Sequence[QuadraticTerms]) -> QuadraticTerms:

@@ -73,15 +73,8 @@ class Part:
 class ShapeSpace:
     """The program: alternatives of every layer, and what has to be saved.
 
-    Args:
-        parts: The parts of all layers, in order.
-        budget: What is to be saved: ``"25% flops"``, ``"2 GiB"``, ``"300M params"``.
-        kinds: Which kinds may lose units.
-        max_removed: Largest share of the units of one part.
-        depth: So many whole layers may go.
-        even: All layers that stay lose the same number of heads and of MLP units.
-        allowed: With ``even``: numbers of removed units that the config can express, by kind; all by default.
-        bytes_per_parameter: Of the weights.
+    Arguments are those of :func:`~layerbudget.decisions.shapes.plan.plan_shapes`, and ``allowed``: numbers of removed units
+    that the config can express, by kind, with ``even``; all by default.
 
     Attributes:
         layers: Layers that may lose something, K of them.
@@ -205,15 +198,12 @@ class ShapeSpace:
         return np.floor(np.where(alternatives[:, :, GONE] == 1, self.rest[:, None], units) + 1e-6).astype(np.int64)
 
     def step(self, alternatives: np.ndarray, damage: np.ndarray, share: float = 1.0) -> tuple[np.ndarray, Choice]:
-        """The alternatives with the least damage by the model among those that save enough.
+        """The alternatives with the least damage by the model among those that save enough: rows ``(K, 3)``, and the choice.
 
         Args:
             alternatives: ``(K, A, 3)``.
             damage: Of the model, of any sign, ``(K, A)``; infinite where an alternative is out of reach.
             share: Of what has to be saved in the end.
-
-        Returns:
-            The rows chosen, ``(K, 3)``, and the choice.
 
         Raises:
             InfeasibleBudget: Nothing within reach saves enough.
@@ -240,9 +230,7 @@ class ShapeSpace:
     def plan(
         self, state: np.ndarray, damage: float, solution: Choice, hyper: Mapping[str, Any], model: Mapping[str, Any]
     ) -> Plan:
-        """Return a state as a plan: one block per part, ``count`` the matrix parameters that go.
-
-        ``extra["shapes"]`` holds ``{part: {layer, kind, by, units, removed}}``, ``extra["dropped"]`` the layers that go.
+        """A state as a plan: one block per part, ``count`` the matrix parameters that go.
 
         Raises:
             InfeasibleBudget: It does not save enough.
@@ -286,7 +274,7 @@ def _check(parts: Sequence[Part], kinds: Sequence[str], share: float, target: fl
     wrong, there = [k for k in kinds if k not in KINDS], sorted({p.kind for p in parts} - {"rest"})
     if wrong or not any(p.kind in kinds for p in parts):
         raise InvalidInput(
-            f"There is nothing of kind {(wrong or list(kinds))[0]!r} to remove.",
+            f"There is nothing of kind {next(iter(wrong or kinds), '')!r} to remove.",
             f"Kinds are {', '.join(KINDS)}; these layers have {', '.join(there) or 'none'}.",
             "Correct kinds.",
         )

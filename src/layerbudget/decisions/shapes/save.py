@@ -43,13 +43,7 @@ def _built(model: nn.Module, change: Callable[[Any], None] = lambda config: None
 
 
 def undescribed(model: nn.Module, now: Where, wanted: Where) -> str:
-    """Why a plain config cannot describe a model whose layers all have such heads, or such an MLP; empty where it can.
-
-    Args:
-        model: The model.
-        now: What its config says.
-        wanted: What it should say.
-    """
+    """Why a config that says ``now`` cannot say that all layers have such heads, or such an MLP; empty where it can."""
 
     def alone(config: Any) -> None:
         wanted.write(config, now)
@@ -94,10 +88,7 @@ def follow(model: nn.Module, before: Sequence[Where], after: Sequence[Where]) ->
 
 
 def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str]) -> dict[str, Collection[int]]:
-    """Numbers of units, equal in all layers, that a plain config can describe.
-
-    Returns:
-        Numbers by kind; a kind without an entry may lose any number.
+    """Numbers of units, equal in all layers, that a plain config can describe; a kind without an entry may lose any number.
 
     Raises:
         UnknownStructure: Nothing of these kinds can be described.
@@ -117,7 +108,7 @@ def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str])
             )
         if not fits or isinstance(where, Attention):
             allowed[part.kind] = fits
-    if len(refused) < len(kinds):
+    if not refused or len(refused) < len(kinds):
         return allowed
     raise UnknownStructure(
         "; ".join(refused) + ".",
@@ -127,11 +118,7 @@ def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str])
 
 
 def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:
-    """Refuse a model whose MLP widths or heads a plain config cannot describe.
-
-    Args:
-        model: The model.
-        plan: Of smaller shapes, not applied yet: what it will make of the model is judged.
+    """Refuse a model whose MLP widths or heads a plain config cannot describe, or what a plan will make of it.
 
     Raises:
         UnknownStructure: Layers differ (a plain config has one field for all of them), or the config derives the size of a head

@@ -29,16 +29,13 @@ Remake = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (
 
 
 def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "auto", multiple: int = 8) -> list[Part]:
-    """The attention, MLP and other matrices of every layer, with the units that they can lose.
+    """The attention, MLP and other matrices of every layer, in order, with the units that they can lose.
 
     Args:
         model: Any transformers model with one list of layers.
         kinds: Kinds that must be there.
         by: ``groups`` (key-value heads with their query heads), ``queries`` (one query head of every group) or ``auto``.
         multiple: Channels of one MLP unit; a remainder always stays.
-
-    Returns:
-        Parts in the order of the layers; matrices that cannot lose units are in ``<layer>.rest``.
 
     Raises:
         UnknownStructure: A layer lacks one of ``kinds`` in a layout that is known.
@@ -109,14 +106,8 @@ def where_is(model: nn.Module, part: Part) -> Where:
 def stays(where: Where, weight: torch.Tensor, h: torch.Tensor, units: Sequence[int], by: str) -> dict[int, torch.Tensor]:
     """Query heads, or channels of the MLP, that stay when so many units go, by that number; increasing.
 
-    Units go one after the other and costs are updated after every removal, so that of two copies one stays.
-
-    Args:
-        where: The heads or the MLP of a layer.
-        weight: ``(d_out, channels)`` of the matrix that reads them.
-        h: Second moments of its inputs, positive definite.
-        units: Numbers of units.
-        by: ``groups``, ``queries`` (not the same one in every group), or ``8 channels``.
+    Units go one after the other and costs are updated after every removal, so that of two copies one stays. ``weight`` is of
+    the matrix that reads them, ``(d_out, channels)``; ``h`` has the second moments of its inputs.
     """
     if isinstance(where, Attention):
         return {u: _heads_that_stay(where, weight, h, u, by) for u in units}
@@ -169,13 +160,7 @@ def _removed(work: torch.Tensor, inverse: torch.Tensor, gone: torch.Tensor) -> t
 def removal_order(weight: torch.Tensor, h: torch.Tensor, count: int) -> torch.Tensor:
     """So many channels in the order in which they go: one after the other, each time the one that costs least.
 
-    Costs are updated after every removal (of a few channels at once above 1024), so that of two copies one stays. The channels
-    of a smaller count are the first of a larger one's.
-
-    Args:
-        weight: ``(d_out, d)``.
-        h: Second moments of the channels, ``(d, d)``, positive definite.
-        count: How many go.
+    Costs are updated after every removal (of a few channels at once above 1024).
     """
     inverse, work = torch.cholesky_inverse(torch.linalg.cholesky(h)), weight
     alive, order = torch.ones(len(h), dtype=torch.bool, device=h.device), torch.zeros(0, dtype=torch.long, device=h.device)
