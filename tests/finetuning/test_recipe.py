@@ -18,8 +18,7 @@ import layerbudget as lb
 from layerbudget.cli import main
 from layerbudget.data.text import read_texts
 from layerbudget.decisions.bits.sensitivity import rounding_damage
-from layerbudget.decisions.joint.adapters import base_of
-from layerbudget.decisions.joint.recipe import gains_of, plan_recipe, sentences, split_recipe
+from layerbudget.decisions.joint.recipe import base_of, gains_of, plan_recipe, sentences, split_recipe
 from layerbudget.errors import InvalidInput, ModelMismatch
 from layerbudget.evaluation.perplexity import perplexity
 from layerbudget.finetuning.rows import TextRows

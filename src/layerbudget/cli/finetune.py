@@ -148,7 +148,7 @@ def _validated_plan(a: argparse.Namespace) -> tuple[Any, Any, Any]:
         check_kind(plan.kind, ("ranks", "experts", "recipe"), "cannot be trained")
     base = load_model(a, stream=None, four_bit=False)  # a cast keeps the digest
     if plan.kind == "recipe":
-        from ..decisions.joint.adapters import base_of
+        from ..decisions.joint.recipe import base_of
 
         recipe = base_of(plan, a.model, base)
         return recipe.ranks, base, recipe

@@ -56,7 +56,7 @@ def test_a_configuration_that_misses_a_module_another_kind_and_an_empty_plan_are
     del config.experts_pattern["model\\.layers\\.2\\.mlp\\.up_proj"]
     with pytest.raises(CoverageError, match=r"model\.layers\.2\.mlp\.up_proj was not adapted; the plan gives it experts 2"):
         add_experts(model, plan, config=config)
-    with pytest.raises(InvalidInput, match="kind 'ranks'"):
+    with pytest.raises(InvalidInput, match="kind ranks gives no experts"):
         to_experts_config(zoo.linears(model, 2))
     with pytest.raises(InvalidInput, match="zero experts"):
         to_experts_config(zoo.layers(model, [0, 0, 0, 0]))

@@ -193,7 +193,7 @@ def test_another_model_another_kind_and_an_empty_plan_are_refused():
     plan = zoo.linears(model, ranks_of)
     with pytest.raises(ModelMismatch):
         add_ranks(zoo.adaptable(num_hidden_layers=3), plan)
-    with pytest.raises(InvalidInput, match="kind 'experts'"):
+    with pytest.raises(InvalidInput, match="kind experts gives no ranks"):
         to_lora_config(zoo.layers(model, [1, 1, 1, 1]))
     with pytest.raises(InvalidInput, match="zero"):
         to_lora_config(zoo.linears(model, 0))

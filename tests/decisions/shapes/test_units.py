@@ -194,10 +194,6 @@ def test_refusals():
         remove_units(model, data, 1.0)
     with pytest.raises(InvalidInput, match="groups, queries"):
         remove_units(model, data, 0.5, by="magic")
-    with pytest.raises(UnknownStructure, match=r"groups of \[2, 1\]"):
-        attentions(model)[0].cut(model, torch.tensor([0, 1, 2]))
-    with pytest.raises(UnknownStructure, match="at least one head"):
-        attentions(model)[0].cut(model, torch.tensor([], dtype=torch.long))
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     remove_units(model, data, {"model.layers.1": 0.5}, by="queries")
     with pytest.raises(UnknownStructure, match="one number of heads for all layers"):

@@ -1,4 +1,4 @@
-"""A recipe: a format for every matrix and a rank for every adapter, under one limit in bytes. No torch.
+"""A recipe: a format for every matrix and a rank for every adapter, under one limit in bytes; and the base to train on.
 
 From two records of one model: what every format costs (``plan bits --save-scores``) and what every further rank is worth
 (``score --estimator rank-gain --by linear``). Damage is the KL from the dense model in nats per token. A rank's worth is half
@@ -11,13 +11,15 @@ packed integers store a zero in as many bits as any other weight, so that they f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
+from ...compressors.base import find_quantiser
+from ...errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from ...plan import Plan, PlanBlock
 from ...planning.capacity import Terms, smallest_sides
 from ...planning.costs import parse_budget, rank_parameters
@@ -25,10 +27,14 @@ from ...records import to_jsonable
 from ...scores import Scores
 from ...solvers.inputs import number
 from ...solvers.mixed import mix_recipe
-from ..bits.program import Table, extra_of, plan_blocks
+from ..bits.program import Table, extra_of, formats_of_plan, plan_blocks
 from ..ranks.plan import increments_of
 
+if TYPE_CHECKING:
+    from torch import nn
+
 KIND = "recipe"
+_WRITTEN = 4  # bytes of a parameter: adapters are trained and written in float32
 
 
 def plan_recipe(
@@ -42,7 +48,7 @@ def plan_recipe(
     exchange: float = 1.0,
     gain: float | None = None,
     damping: float | None = None,
-    bytes_per_parameter: float = 4.0,
+    bytes_per_parameter: float = _WRITTEN,
 ) -> Plan:
     """A plan of bits and ranks together: the model's file and its adapter within one limit.
 
@@ -207,3 +213,89 @@ def sentences(plan: Plan) -> Sequence[str]:
         f"Rounding costs {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token; training along the best directions "
         f"of these ranks would gain up to {a['gain']:.4g} by the quadratic model{scaled}.",
     ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Base:
+    """The base that the adapters of a recipe are trained on."""
+
+    bits: Plan
+    ranks: Plan
+    written: bool  # whether the model comes from a folder that ``apply`` wrote by this recipe
+    limit: int  # bytes of file and adapter
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Settings that tell results on this base from others."""
+        return {"formats": self.bits.digest, "written": self.written}
+
+    def prepare(self, model: nn.Module) -> None:
+        """Put a model that was just loaded into the planned formats: its folder may hold them already."""
+        from ..bits.apply import round_matrices
+
+        if not self.written:
+            round_matrices(model, formats_of_plan(self.bits), method=str(self.bits.extra["method"]))
+
+    def recount(self, adapter_folder: Path) -> dict[str, int]:
+        """Bytes of the base as planned, and of the adapter in its file.
+
+        Raises:
+            CoverageError: The adapter is not as large as planned.
+        """
+        from ..bits.packed import recount_safetensors
+
+        tensors = recount_safetensors(adapter_folder)
+        adapter, ranks = sum(tensors.values()), sum(size for name, size in tensors.items() if ".lora_" in name)
+        if ranks != self.ranks.budget["spent"]:
+            raise CoverageError(
+                f"The ranks take {ranks} bytes in the adapter's file, {self.ranks.budget['spent']} were planned.",
+                "",
+                "Report this.",
+            )
+        base = int(self.bits.budget["file"])
+        return {"base": base, "adapter": adapter, "spent": base + adapter, "limit": self.limit}
+
+
+def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
+    """The base of a recipe: the folder from which the model was loaded, or the model, which is still to be rounded.
+
+    Raises:
+        ModelMismatch: The model is another one, or was written by another plan.
+        InvalidInput: Formats that need text to be rounded to, and a model that is not in them; an adapter counted in other
+            numbers than it is written in.
+        CoverageError: A written file that is not as large as planned.
+    """
+    from ...models.blocks import describe
+    from ..bits.apply import QuantisationReceipt
+
+    bits, ranks = split_recipe(plan)
+    each = plan.hyperparameters["bytes_per_parameter"]
+    if each != _WRITTEN:
+        raise InvalidInput(
+            f"The recipe counts {each:g} bytes per parameter of the adapter.",
+            f"It is trained and written in {_WRITTEN}.",
+            f"Plan it again: layerbudget plan joint ... --set bytes_per_parameter={_WRITTEN}.",
+        )
+    base = Base(bits=bits, ranks=ranks, written=True, limit=int(plan.budget["limit"]))
+    receipt = Path(folder) / "receipt.json"
+    held = Plan.load(Path(folder) / "plan.json") if (Path(folder) / "plan.json").is_file() and receipt.is_file() else None
+    if held is not None and held.kind == "bits":
+        if held.digest != bits.digest:
+            raise ModelMismatch(
+                "This folder was written by another plan than this recipe.",
+                "Adapters belong on the base of their recipe.",
+                "Write it: layerbudget apply MODEL RECIPE -o BASE.",
+            )
+        tensors = QuantisationReceipt.load(receipt).tensors
+        if tensors != bits.budget["file"]:
+            raise CoverageError(f"The base takes {tensors} bytes, {bits.budget['file']} were planned.", "", "Write it again.")
+        return base
+    bits.validate(describe(model, str(folder)))
+    method = str(bits.extra["method"])
+    if find_quantiser(method).statistic != "none":
+        raise InvalidInput(
+            f"The recipe rounds by {method}, which reads text.",
+            "Its base is written first.",
+            "Write it: layerbudget apply MODEL RECIPE -o BASE, and finetune BASE.",
+        )
+    return dataclasses.replace(base, written=False)

@@ -12,9 +12,8 @@ alpha follows it. The policies:
 - ``rslora``: one alpha, scale ``alpha / sqrt(r)`` (Kalajdzievski 2023).
 - ``constant-alpha``: one alpha; scale ``alpha / r`` falls with rank (what a bare ``rank_pattern`` does).
 
-A module of the plan's mean rank has the scale ``ratio``: a uniform plan trains alike under all three, and a learning rate tuned
-for it serves each. With a common scale the first steps of Adam grow
-with the rank (every rank adds a step of its own), with ``rslora`` by its root, with ``constant-alpha`` not at all.
+A module of the plan's mean rank has the scale ``ratio``: a uniform plan trains alike under all three. With a common scale the
+first steps of Adam grow with the rank, with ``rslora`` by its root, with ``constant-alpha`` not at all.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from ...errors import CoverageError, InvalidInput, UnknownBlock
+from ...kinds import check_kind
 from ...models.blocks import adaptable, describe, is_conv1d, partition
 from ...plan import Plan
 from .plan import ALPHA_POLICIES
@@ -134,17 +134,12 @@ def fold_scales(model: nn.Module, ratio: float = 2.0, adapter_name: str = "defau
 
 
 def counts_by_module(plan: Plan, kind: str) -> dict[str, int]:
-    """Return the rank or number of experts of every module that the plan names.
+    """Rank or number of experts of every module that the plan names.
 
     Raises:
         InvalidInput: The plan is of another kind.
     """
-    if plan.kind != kind:
-        raise InvalidInput(
-            f"This plan is of kind {plan.kind!r}.",
-            f"A plan of kind {kind!r} is needed here.",
-            f"Make one with `layerbudget plan {kind}`.",
-        )
+    check_kind(plan.kind, (kind,), f"gives no {kind}")
     return {module: block.count for module, block in plan.by_module().items()}
 
 
@@ -164,7 +159,7 @@ def targets_of(plan: Plan, kind: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def pattern(name: str) -> str:
-    r"""Return the escaped full name, the only kind of PEFT pattern that means the same after saving.
+    r"""The escaped full name, the only kind of PEFT pattern that means the same after saving.
 
     >>> pattern("model.layers.1.mlp.up_proj")
     'model\\.layers\\.1\\.mlp\\.up_proj'

@@ -17,6 +17,7 @@ from ...execution.inputs import gram_of
 from ...execution.modes import inference
 from ...execution.processes import shard
 from ...execution.walk import Walk
+from ...kinds import check_kind
 from ...models.blocks import configs_of, describe, layers
 from ...plan import Plan
 from ...progress import Progress, Steps
@@ -66,12 +67,7 @@ def apply_shapes(
         ModelMismatch: The plan belongs to another model.
         CoverageError: The recount differs from the plan.
     """
-    if plan.kind != "shapes":
-        raise InvalidInput(
-            f"A plan of kind {plan.kind!r} holds no shapes.",
-            "Shapes are planned by plan_shapes.",
-            "Use apply_plan, which takes every kind.",
-        )
+    check_kind(plan.kind, ("shapes",), "holds no shapes")
     plan.validate(describe(model))
     shapes, dropped, hyper = plan.extra["shapes"], list(plan.extra["dropped"]), plan.hyperparameters
     parts = {p.name: p for p in find_parts(model, kinds=(), by=hyper["by"], multiple=hyper["multiple"])}

@@ -113,19 +113,8 @@ class Attention:
 
         ``keep`` holds their indices, increasing, equally many of every key-value head that stays. ``weight`` is the new
         ``(d_out, kept * head_dim)`` weight of the consumer; by default it keeps its own columns.
-
-        Raises:
-            UnknownStructure: Groups of different sizes would be left, or no head at all.
         """
-        sizes = torch.bincount(keep // self.per_group, minlength=self.groups)
-        groups = torch.nonzero(sizes).flatten()
-        if not len(keep) or len(set(sizes[groups].tolist())) > 1:
-            raise UnknownStructure(
-                f"{self.owner}: {len(keep)} of {self.heads} query heads would leave groups of {sizes.tolist()} per key-value "
-                "head.",
-                "Grouped-query attention needs the same number of query heads in every group, and at least one head.",
-                "Remove whole groups, or as many query heads from every group.",
-            )
+        groups = torch.unique(keep // self.per_group)
         queries, keys = self.columns(keep), self.columns(groups)
         rows = {
             "separate": [queries, keys, keys],
