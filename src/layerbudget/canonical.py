@@ -12,28 +12,19 @@ from typing import Any
 
 def to_jsonable(value: Any) -> Any:
     """Turn numpy scalars and arrays, tuples and dataclasses into plain JSON values; NaN and infinities become null."""
-    kind = type(value)  # the plain kinds first: a large plan has millions of them
-    if kind is str or kind is int or kind is bool or value is None:
+    if value is None or isinstance(value, (str, int)):
         return value
-    if kind is float:
+    if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if kind is dict:
-        return {k if type(k) is str else str(k): to_jsonable(v) for k, v in value.items()}
-    if kind is list or kind is tuple:
+    if isinstance(value, (list, tuple)):
         return [to_jsonable(v) for v in value]
     if isinstance(value, Mapping):
         return {str(k): to_jsonable(v) for k, v in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_jsonable(value.to_dict() if hasattr(value, "to_dict") else dataclasses.asdict(value))
-    if isinstance(value, str) or value is None or isinstance(value, bool):
-        return value
     if hasattr(value, "tolist"):
         return to_jsonable(value.tolist())
-    if isinstance(value, Iterable):
-        return [to_jsonable(v) for v in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value
+    return [to_jsonable(v) for v in value] if isinstance(value, Iterable) else value
 
 
 def dumps(record: Any) -> str:

@@ -53,7 +53,7 @@ def _prune(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     from ..execution.processes import is_main
     from ..report.page import runtime_box
 
-    a.method, own = method_of(plan, a.method, own_of(a, prune, taken=("plan", "folder", "progress")))
+    a.method, own = method_of(plan, a.method, own_of(a, prune, taken=("plan", "progress")))
     blind = find_treatment(a.method).statistic == "none"
     if blind:
         refuse(a, (*DATA, "resume"), a.method)

@@ -9,6 +9,7 @@ writes into a layer is kept in a file, which is mapped in turn (:meth:`Mapped.re
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import BadModel, CorruptFile, CoverageError
+from ..errors import CorruptFile, CoverageError
 from .blocks import layer_lists
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Mapped] = weakref.WeakKeyDictionary()
@@ -49,54 +50,23 @@ def need_settled(model: nn.Module, what: str) -> None:
         )
 
 
-def _tensor_files(folder: Path | str) -> dict[str, Path]:
-    """File of every tensor of a safetensors checkpoint."""
+def _tensors(file: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """Tensors of a file, all or some, as views of a new mapping of it."""
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise BadModel(
-            f"{folder} holds no safetensors files, so its weights cannot stay on disk.",
-            "Weights are mapped from safetensors files.",
-            "Save the model with save_pretrained, or load it whole.",
-        )
-    found: dict[str, Path] = {}
-    for file in files:
-        try:
-            with safe_open(file, "pt") as handle:
-                found.update(dict.fromkeys(handle.keys(), file))
-        except (SafetensorError, OSError) as error:
-            raise CorruptFile(f"{file} is not a safetensors file ({error}).", "", "Download or save it again.") from error
-    return found
-
-
-def _open_tensors(files: Mapping[str, Path]) -> dict[str, torch.Tensor]:
-    """Tensors as views of newly mapped files."""
-    from safetensors import safe_open
-
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(set(files.values())):
+    try:
         with safe_open(file, "pt") as handle:
-            found.update({name: handle.get_tensor(name) for name, own in files.items() if own == file})
-    return found
-
-
-def _stored_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    """The floating type that most of the weights are stored in."""
-    sizes: dict[torch.dtype, int] = {}
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
-    return max(sizes, key=lambda d: sizes[d]) if sizes else torch.float32
+            return {name: handle.get_tensor(name) for name in (handle.keys() if names is None else names)}
+    except (SafetensorError, OSError) as error:
+        raise CorruptFile(f"{file} is not a safetensors file ({error}).", "", "Download or save it again.") from error
 
 
 class Mapped:
     """Where a model's weights lie, and which of its layers are at hand.
 
     Args:
-        model: Made from ``tensors``.
-        files: File of every tensor.
-        tensors: The mapped tensors.
+        model: Made from mapped tensors.
+        places: ``(file, name)`` of these tensors by the addresses of their values.
         dtype: In which layers compute.
         device: Where layers compute.
 
@@ -107,19 +77,15 @@ class Mapped:
     def __init__(
         self,
         model: nn.Module,
-        files: Mapping[str, Path],
-        tensors: Mapping[str, torch.Tensor],
+        places: Mapping[int, tuple[Path, str]],
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.model, self.dtype, self.device = weakref.ref(model), dtype, device
-        at = {t.data_ptr(): name for name, t in tensors.items()}
         self.parameters = dict(model.named_parameters())
         self.names = {id(p): name for name, p in self.parameters.items()}
-        self.places = {
-            name: (files[at[p.data_ptr()]], at[p.data_ptr()]) for name, p in self.parameters.items() if p.data_ptr() in at
-        }
+        self.places = {name: places[p.data_ptr()] for name, p in self.parameters.items() if p.data_ptr() in places}
         self.layers = [(f"{name}.{i}", layer) for name, stack in layer_lists(model) for i, layer in enumerate(stack)]
         self._own = {name: [f"{name}.{own}" for own, _ in layer.named_parameters()] for name, layer in self.layers}
         self._held: dict[str, torch.Tensor] = {}
@@ -194,7 +160,7 @@ class Mapped:
         """Map parameters again: what was written into them is gone, and with it the memory that it took."""
         wanted = {name: self.places[name] for name in names if name in self.places}
         files = {file for file, _ in wanted.values()}
-        tensors = {file: _open_tensors({key: file for own, key in wanted.values() if own == file}) for file in files}
+        tensors = {file: _tensors(file, [key for own, key in wanted.values() if own == file]) for file in files}
         for name, (file, key) in wanted.items():
             tensor = tensors[file][key]
             if name in self._held:
@@ -207,7 +173,7 @@ class Mapped:
     def again(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A parameter as its file has it, in a mapping of its own; None where it is not mapped."""
         place = self.places.get(self.names.get(id(parameter), ""))
-        return None if place is None else _open_tensors({place[1]: place[0]})[place[1]]
+        return None if place is None else _tensors(place[0], [place[1]])[place[1]]
 
     def remap(self, keys: Mapping[str, nn.Parameter], file: Path) -> None:
         """Take parameters from the tensors of a file from now on: what was written into them leaves the memory."""
@@ -228,24 +194,27 @@ def load_mapped(
         model_class: A class of transformers, or one of its automatic ones.
         config: Its configuration.
         folder: With safetensors files.
-        dtype: In which layers compute; the checkpoint's own where it is None.
+        dtype: In which layers compute; the type of most of the stored weights where it is None.
         device: Where layers compute.
 
     Raises:
-        BadModel, CorruptFile: The folder holds no safetensors files, or one that cannot be read.
+        CorruptFile: A file cannot be read.
     """
-    files = _tensor_files(folder)
-    tensors = _open_tensors(files)
-    stored = _stored_dtype(tensors.values())
+    tensors: dict[str, torch.Tensor] = {}
+    places: dict[int, tuple[Path, str]] = {}
+    sizes: collections.Counter[torch.dtype] = collections.Counter()
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        for name, tensor in _tensors(file).items():
+            tensors[name], places[tensor.data_ptr()] = tensor, (file, name)
+            sizes[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
+    stored = max(sizes, key=lambda kind: sizes[kind])
     mapping = getattr(model_class, "_model_mapping", None)
     chosen = model_class if mapping is None else mapping[type(config)]
     chosen = chosen[0] if isinstance(chosen, tuple | list) else chosen
-    model, report = chosen.from_pretrained(
-        None, config=config, state_dict=dict(tensors), dtype=stored, output_loading_info=True
-    )
+    model, report = chosen.from_pretrained(None, config=config, state_dict=tensors, dtype=stored, output_loading_info=True)
     if dtype not in (None, stored):
         _buffers_of(chosen, config, model, dtype)
-    Mapped(model, files, tensors, dtype=dtype or stored, device=device)
+    Mapped(model, places, dtype=dtype or stored, device=device)
     model.config.dtype = dtype or stored
     return model, report
 

@@ -48,14 +48,9 @@ def checksum(path: Path, key: bytes = b"") -> str:
     return found.hexdigest()
 
 
-def seal(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Sync the files of a folder and write its manifest.
-
-    Args:
-        folder: The folder.
-        names: Files and folders below it that are ours; all of it where they are left out.
-    """
-    roots = [folder] if names is None else [folder / name for name in names]
+def seal(folder: Path, names: Iterable[str] = ("",)) -> None:
+    """Sync the files of a folder, or those of the given names and below them, and write a manifest of these."""
+    roots = [folder / name for name in names]
     files = sorted({f for root in roots for f in (root.rglob("*") if root.is_dir() else [root]) if f.is_file()})
     for path in (*files, *{f.parent for f in files}):
         sync(path)
@@ -70,10 +65,9 @@ def _name(file: Path, folder: Path) -> str:
 def manifest(folder: Path) -> dict[str, Any] | None:
     """``{file: {bytes, checksum}}`` of what was written into a folder; ``None`` where that is not known."""
     try:
-        found = reading.read(folder / MANIFEST, "manifest", limit=1 << 28)
+        files = reading.read(folder / MANIFEST, "manifest", limit=1 << 28, as_type=dict[str, Any]).get("files")
     except (OSError, ValueError):
         return None
-    files = found.get("files") if isinstance(found, dict) else None
     if not isinstance(files, dict) or not all(_inside(name) and isinstance(row, dict) for name, row in files.items()):
         return None
     return files
@@ -97,8 +91,8 @@ def broken(folder: Path) -> list[str] | None:
 
 
 def _free(path: Path) -> Path:
-    """A name for what has to make room: ``NAME.yours``, ``NAME.yours1``, ..., the first that nothing has."""
-    return next(p for i in range(1 << 20) if not os.path.lexists(p := path.with_name(f"{path.name}.yours{i or ''}")))
+    """That name followed by nothing, 1, 2, ...: the first that nothing has."""
+    return next(p for i in range(1 << 20) if not os.path.lexists(p := path.with_name(f"{path.name}{i or ''}")))
 
 
 def check_folder(out_dir: Path | str, *, overwrite: bool = False) -> Path:
@@ -138,22 +132,21 @@ def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path
     """
     out = check_folder(out_dir, overwrite=overwrite)
     exists = out.is_dir()
-    (out if exists else out.parent).mkdir(parents=True, exist_ok=True)
-    temporary, lock = new_temporary(out if exists else out.parent, _OWN if exists else out.name)
+    parent = out if exists else out.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    temporary, lock = new_temporary(parent, _OWN if exists else out.name)
     try:
         with whole(out):
             yield temporary
         os.chmod(temporary, 0o755)
         seal(temporary)
-        if not exists:
-            _rename(temporary, out)
-        else:
-            with locked(out):
-                if not overwrite and _holds_something(out):
-                    os.rename(temporary, kept := _free(out / "result"))
-                    raise _taken(out, "filled", kept)
-                _begin(temporary, out)
-                _finish(out)
+        placed = _move_in(temporary, out, overwrite) if exists else _rename(temporary, out)
+        if not placed:
+            os.rename(temporary, kept := _free(parent / f"{out.name}-result"))
+        sync(parent)
+        if not placed:
+            what = f"{out} was filled by somebody else meanwhile; the result is in {kept}."
+            raise AlreadyExists(what, "", "Move it.")
     except BaseException:
         if not (out / JOURNAL).is_file():  # from the journal on, the new result counts
             shutil.rmtree(temporary, ignore_errors=True)
@@ -162,29 +155,31 @@ def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path
         release(lock)
 
 
-def _taken(out: Path, how: str, kept: Path) -> AlreadyExists:
-    return AlreadyExists(f"{out} was {how} by somebody else meanwhile; the result is in {kept}.", "", "Move it.")
-
-
-def _rename(temporary: Path, out: Path) -> None:
-    """Give a finished folder its name; where somebody took that name meanwhile, another one."""
+def _rename(temporary: Path, out: Path) -> bool:
+    """Whether a finished folder got its name; somebody may have taken that meanwhile."""
     try:
         os.rename(temporary, out)
-    except OSError as error:
-        kept = next(p for p in (out.with_name(f"{out.name}-{i}") for i in range(1, 1 << 20)) if not p.exists())
-        os.rename(temporary, kept)
-        raise _taken(out, "made", kept) from error
-    finally:
-        sync(out.parent)
+    except OSError:
+        return False
+    return True
 
 
-def _begin(temporary: Path, out: Path) -> None:
-    """Write the journal: what comes, what goes, and what of the user's is in the way."""
-    come = [_name(f, temporary) for f in sorted(temporary.rglob("*")) if f.is_file()]
-    old = {n: row for n, row in (manifest(out) or {}).items() if _unchanged(out / n, row)}
-    aside = {n: _name(_free(out / n), out) for n in come if n not in old and n != MANIFEST and os.path.lexists(out / n)}
-    record = {"schema_version": 1, "from": temporary.name, "come": come, "go": sorted(set(old) - set(come)), "aside": aside}
-    write_text(out / JOURNAL, reading.dump(record), overwrite=True)
+def _move_in(temporary: Path, out: Path, overwrite: bool) -> bool:
+    """Write the journal - what comes, what goes, and what of the user's is in the way - and do what it says.
+
+    False where the folder was to be empty and is not any more.
+    """
+    with locked(out):
+        if not overwrite and _holds_something(out):
+            return False
+        come = [_name(f, temporary) for f in sorted(temporary.rglob("*")) if f.is_file()]
+        old = {n: row for n, row in (manifest(out) or {}).items() if _unchanged(out / n, row)}
+        theirs = [n for n in come if n not in old and n != MANIFEST and os.path.lexists(out / n)]
+        record = {"schema_version": 1, "from": temporary.name, "come": come, "go": sorted(set(old) - set(come))}
+        record |= {"aside": {n: _name(_free(out / f"{n}.yours"), out) for n in theirs}}
+        write_text(out / JOURNAL, reading.dump(record), overwrite=True)
+        _finish(out)
+    return True
 
 
 def _finish(out: Path) -> None:

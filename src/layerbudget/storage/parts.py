@@ -31,12 +31,9 @@ _PART = re.compile(r"([A-Za-z0-9_-]+)\.([0-9a-f]{32})\.(json|npy|npz|safetensors
 
 
 class Parts:
-    """The parts of one run.
+    """The parts of one run, kept in a folder; with ``None`` nothing is.
 
-    Args:
-        folder: Where they are kept; with ``None`` nothing is.
-        request: Everything that changes a number; ``resume.json`` shows it to people who look into the folder.
-        shared: Runs of several requests keep their parts in this folder. It then belongs to none of them.
+    ``request`` is everything that changes a number. A ``shared`` folder holds the parts of several requests.
 
     Raises:
         ModelMismatch: The folder holds another run.
@@ -155,13 +152,8 @@ def _key_of(folder: Path) -> str | None:
 class Cells:
     """The cells of a grid, each measured by one of several processes and found by all of them.
 
-    Args:
-        folder: Where they are kept; ``None`` keeps them in memory.
-        part: ``(i, n)``: this process measures every n-th cell, beginning with the i-th (from 1).
-
-    Attributes:
-        made: Cells that were measured here.
-        kept: Cells that were found.
+    They are kept in a folder, with ``None`` in memory. The process of ``part`` ``(i, n)`` measures every n-th cell, beginning
+    with the i-th (from 1). ``made`` counts cells that were measured here, ``kept`` those that were found.
     """
 
     def __init__(self, folder: Path | str | None, part: tuple[int, int] = (1, 1)) -> None:

@@ -4,68 +4,57 @@ from __future__ import annotations
 
 from typing import Any
 
-from typing_extensions import Required, TypedDict
+from typing_extensions import NotRequired, TypedDict
 
-from . import reading
+from .reading import Count, Size
 
 
 class PlanBudget(TypedDict):
-    """Budget of every plan."""
-
     unit: str
     limit: float
     spent: float
 
 
-class _Continuous(TypedDict, total=False):
-    """Fields of continuous programs only."""
-
-    kkt_residual: float
-
-
-class Certificate(_Continuous):
-    """Solution of a plan that solved a program."""
-
-    status: str
-    message: str
-    multiplier: float
-    shadow_price: float | None
-    gap: float
-    at_lower: int
-    at_upper: int
-    inert: list[str]
+Certificate = TypedDict(
+    "Certificate",
+    {
+        "status": str,
+        "message": str,
+        "multiplier": float,
+        "shadow_price": float | None,
+        "gap": float,
+        "at_lower": int,
+        "at_upper": int,
+        "inert": list[str],
+        "kkt_residual": NotRequired[float],  # of continuous programs
+    },
+)
 
 
-class Rounding(TypedDict, total=False):
-    """How whole numbers were found."""
-
-    exact: Required[bool]
-    gap: Required[float | None]
-    method: Required[str]
-    value: Required[float]
-    optimum: Required[float]
-    spent: Required[float]
-    budget: Required[float]
-    price: float | None
+class _Rounding(TypedDict):
+    exact: bool
+    gap: float | None
+    method: str
+    value: float
+    optimum: float
+    spent: float
+    budget: float
+    price: NotRequired[float | None]
 
 
 class Extra(TypedDict, total=False):
-    """Further fields of some plans."""
-
-    rounding: Rounding | None
+    rounding: _Rounding | None
     uniform_share: float | None
     convexified: dict[str, float] | None
     capacity: dict[str, Any]
 
 
 class Formats(TypedDict):
-    """Further fields of a plan of bits."""
-
     formats: dict[str, str]
     family: str
     runtime: str
     method: str
-    fixed_bytes: reading.Count
+    fixed_bytes: Count
     bits: float
     predicted: float
     predicted_error: float
@@ -73,43 +62,35 @@ class Formats(TypedDict):
     near_ties: list[dict[str, Any]]
 
 
-class Adapter(TypedDict):
-    """Adapter of a recipe."""
-
+class _Adapter(TypedDict):
     blocks: list[dict[str, Any]]
-    bytes: reading.Count
+    bytes: Count
     gain: float
-    parameters: reading.Count
+    parameters: Count
     scores: str | None
 
 
-class RecipeExtra(Formats):
-    """Further fields of a recipe."""
-
-    adapter: Adapter
-
-
-class Shape(TypedDict):
-    """Removal from one part of a layer."""
-
+class _Shape(TypedDict):
     layer: str
     kind: str
     by: str
-    units: reading.Count
-    removed: reading.Count
+    units: Count
+    removed: Count
 
 
 class SmallerShapes(TypedDict):
-    """Further fields of a plan of smaller shapes."""
-
-    shapes: dict[str, Shape]
+    shapes: dict[str, _Shape]
     dropped: list[str]
 
 
 class ShapeSettings(TypedDict):
-    """Fields of a plan of smaller shapes that applying it reads."""
-
     by: str
-    multiple: reading.Size
+    multiple: Size
     compensate: str
     bytes_per_parameter: float
+
+
+class RecipeExtra(Formats):
+    """Further fields of a recipe: those of a plan of bits, and its adapter."""
+
+    adapter: _Adapter

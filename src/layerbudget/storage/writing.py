@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ..errors import AlreadyExists, InvalidInput
 
@@ -48,7 +49,7 @@ def sync(path: Path) -> None:
 
 
 def real(path: Path | str) -> Path:
-    """The place that a path leads to: links are followed, so that what is written lies where the user put the link to.
+    """The place that a path leads to, links followed.
 
     Raises:
         InvalidInput: Links that lead in a circle, or a name that no file can have.
@@ -64,11 +65,16 @@ def real(path: Path | str) -> Path:
     return found
 
 
+def _above(path: Path) -> Path:
+    """The nearest folder that exists: a path itself, or one above it."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
 def check_writable(path: Path) -> None:
     """Refuse a path in whose folder, or in the nearest one that exists above it, nothing can be made. It is tried."""
-    folder = path.absolute().parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    folder = _above(path.absolute().parent)
     try:
         handle, name = tempfile.mkstemp(dir=folder, prefix=f".{PROBE}.", suffix=SUFFIX)
         os.close(handle)
@@ -126,13 +132,7 @@ def write_bytes(path: Path | str, content: bytes, *, overwrite: bool = False) ->
 
 @contextlib.contextmanager
 def new_file(parent: Path, stem: str, place: Callable[[Path], Path]) -> Iterator[Path]:
-    """A temporary file that is synced and takes its place when all went well, and vanishes when not.
-
-    Args:
-        parent: Its folder.
-        stem: What it will be called, more or less.
-        place: The path that it gets, asked for when its content is there.
-    """
+    """A temporary file that is synced and gets the path ``place(it)`` when all went well, and vanishes when not."""
     temporary, lock = new_temporary(parent, stem, folder=False)
     try:
         yield temporary
@@ -150,10 +150,11 @@ def new_file(parent: Path, stem: str, place: Callable[[Path], Path]) -> Iterator
 def new_temporary(parent: Path, name: str, *, folder: bool = True) -> tuple[Path, int]:
     """A locked temporary folder or file; pass the second to :func:`release` when it has its own name."""
     while True:
+        named: dict[str, Any] = {"dir": parent, "prefix": f".{name[:_NAME]}.", "suffix": SUFFIX}
         if folder:
-            made = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name[:_NAME]}.", suffix=SUFFIX))
+            made = Path(tempfile.mkdtemp(**named))
         else:
-            handle, text = tempfile.mkstemp(dir=parent, prefix=f".{name[:_NAME]}.", suffix=SUFFIX)
+            handle, text = tempfile.mkstemp(**named)
             os.close(handle)
             made = Path(text)
         lock = _lock(made)
@@ -223,11 +224,7 @@ def sweep(folder: Path, name: str | None = None) -> None:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[None]:
-    """Say of a disk that is full, or was taken away, what safetensors and torch say with errors of their own.
-
-    Raises:
-        InvalidInput: The file could not be written.
-    """
+    """Turn what safetensors and torch say of a disk that is full, or was taken away, into :class:`InvalidInput`."""
     from safetensors import SafetensorError
 
     try:
@@ -242,26 +239,20 @@ def whole(path: Path) -> Iterator[None]:
 
 
 def check_space(needs: Mapping[Path | str, float]) -> None:
-    """Refuse results that the disk has no room for, before they are computed.
-
-    Args:
-        needs: About how many bytes each place will take; what lies on one file system is added up.
+    """Refuse results that the disk has no room for; ``{place: about how many bytes}``, added up on each file system.
 
     Raises:
         InvalidInput: Says how much is needed and how much is free.
     """
-    disks: dict[int, list[tuple[Path | str, Path, float]]] = {}
-    for path, needed in needs.items():
-        folder = real(path)
-        while not folder.is_dir() and folder != folder.parent:
-            folder = folder.parent
-        disks.setdefault(folder.stat().st_dev, []).append((path, folder, needed))
-    for places in disks.values():
-        needed, free = sum(n for _, _, n in places), shutil.disk_usage(places[0][1]).free
+    disks: dict[int, list[Path | str]] = {}
+    for path in needs:
+        disks.setdefault(_above(real(path)).stat().st_dev, []).append(path)
+    for paths in disks.values():
+        folder, needed = _above(real(paths[0])), sum(needs[path] for path in paths)
+        free = shutil.disk_usage(folder).free
         if needed > free:
-            named = " and ".join(str(path) for path, _, _ in places)
             raise InvalidInput(
-                f"{named} will take about {_size(needed)}, and {_size(free)} are free in {places[0][1]}.",
+                f"{' and '.join(map(str, paths))} will take about {_size(needed)}, and {_size(free)} are free in {folder}.",
                 "The result is not computed where it could not be kept.",
                 "Free some space, or choose another output.",
             )

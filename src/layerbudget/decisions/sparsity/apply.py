@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ...compressors.base import Level, Treatment, find_treatment
+from ...compressors.base import Level, find_treatment
 from ...compressors.select import check_group, parse_pattern, share
 from ...compressors.treating import Job, Treating
 from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput, ModelMismatch, UnknownBlock
 from ...execution.modes import inference
 from ...execution.processes import broadcast, is_main, process_group, shard
-from ...execution.walk import Walk
+from ...execution.walk import Walk, check_autocast
 from ...kinds import check_kind
 from ...models.blocks import check_finite, describe, layers, partition, weight_of
 from ...models.machine import computation, versions
 from ...models.offload import mapped
-from ...plan import Plan, PlanBlock, members
+from ...plan import Plan, members
 from ...progress import Progress, Steps
 from ...records import Module
 from ...storage.parts import Parts
@@ -44,7 +44,6 @@ def prune(
     *,
     true_sequential: bool = False,
     store: str | None = None,
-    folder: Path | str | None = None,
     resume: Path | str | None = None,
     autocast: str | None = None,
     **own: Any,
@@ -69,15 +68,11 @@ def prune(
         progress: Called with (layers done, layers up to the last one that is pruned); without data with matrices.
         true_sequential: Recollect inputs for every group of matrices that share one (q/k/v, o, gate/up, down).
         store: Where activations live: ``device`` (default), ``cpu`` or ``disk``.
-        folder: Where ``disk`` puts its temporary files.
         resume: Folder for per-block checkpoints; a run that was interrupted continues from it. They stay there until
             :func:`layerbudget.storage.parts.clear`, to be called once the pruned model is saved.
         autocast: ``bfloat16`` or ``float16``: run the calibration forwards in that precision. Statistics, factorisations and
             weights stay in their own; entries near the threshold may change places. Several times faster on CPUs with AMX.
         **own: Options of the method; of SparseGPT ``damping`` (relative to the mean of its Hessian's diagonal, 0.01).
-
-    Returns:
-        The receipt, with zeros recounted.
 
     Raises:
         ModelMismatch: The plan belongs to another model.
@@ -88,52 +83,57 @@ def prune(
     """
     method, own = method_of(plan, method, own)
     treatment = find_treatment(method).with_options(own)
-    _check_read(treatment, true_sequential=true_sequential, autocast=autocast, resume=resume)
-    batch_size = 1 if parity else 8 if batch_size is None else batch_size
-    treating = Treating(model, treatment, parity=parity, true_sequential=true_sequential)
+    blind = treatment.statistic == "none"
+    for name, value in {"true_sequential": true_sequential, "autocast": autocast, "resume": resume}.items():
+        if blind and value:
+            what = f"The method {treatment.name} does not read {name}."
+            raise InvalidInput(what, "It would have no effect.", "Leave it out.")
+    check_autocast(autocast)
     if autocast and parity:
         raise InvalidInput("parity and autocast exclude each other.", "The references run in the model's own precision.", "")
     check_kind(plan.kind, ("sparsity",), "cannot be pruned")
-    if data is None and treatment.statistic != "none":
+    if data is None and not blind:
         raise InvalidInput(f"{treatment.name} needs calibration data.", "", "Pass data, or use method magnitude.")
     identity = describe(model)
     plan.validate(identity)
     check_finite(model)
     jobs = _jobs(model, plan, parity, pattern)
+    batch_size = 1 if parity else 8 if batch_size is None else batch_size
     settings = {"method": treatment.name, "batch_size": batch_size, "parity": parity, "pattern": pattern}
     settings |= {"true_sequential": true_sequential, "autocast": autocast, **treatment.resolve_options(own)}
-    started = time.monotonic()
-    with _parts_folder(model, resume, folder) as kept:
-        if treatment.statistic == "none" or data is None:
-            forwards, notes = _without_data(treating, jobs, _Checkpoints(kept, {}), progress)
+    identity["computation"] = computation(model)
+    request: dict[str, Any] = {"plan": plan.digest, "model": identity["digest"], **settings, "versions": versions()}
+    request |= {"data": "" if blind or data is None else data.digest, "computation": identity["computation"]}
+    started, forwards = time.monotonic(), 0
+    treating = Treating(model, treatment, parity=parity, true_sequential=true_sequential)
+    with _parts_folder(model, resume) as folder:
+        checkpoints = _Checkpoints(model, folder, request)
+        if blind or data is None:
+            notes = _matrices(treating, jobs, checkpoints, progress)
         else:
-            request = {"plan": plan.digest, "model": identity["digest"], "data": data.digest, **settings}
-            request |= {"computation": computation(model), "versions": versions()}
             with inference(model):
-                walk = Walk(
-                    model, shard(data), batch_size=batch_size, store=store or "device", folder=folder, autocast=autocast
-                )
+                walk = Walk(model, shard(data), batch_size=batch_size, store=store or "device", autocast=autocast)
                 try:
-                    notes = _over_layers(treating, jobs, walk, _Checkpoints(kept, request), progress)
+                    notes = _layers(treating, jobs, walk, checkpoints, progress)
                 finally:
                     walk.close()
             forwards = walk.forwards
     seconds = time.monotonic() - started
     notes += other_pruner(plan, method)
     found = recount(model, plan.blocks)
-    planned = {b.name: sum(jobs[m].level.zeros for m in b.modules) for b in plan.blocks}
     if not parity:
-        notes += check_recount(found, {name: t.level.zeros for name, t in jobs.items()})
+        notes += check_recount(found, {name: job.level.zeros for name, job in jobs.items()})
+    planned = {b.name: sum(jobs[m].level.zeros for m in b.modules) for b in plan.blocks}
     return Receipt(
         method=treatment.name,
         settings={**settings, "store": store or "device"},
         plan_digest=plan.digest,
-        model={**identity, "computation": computation(model)},
-        data=data.describe() if data is not None and treatment.statistic != "none" else {},
-        blocks={name: {**block, "planned": planned[name]} for name, block in found["blocks"].items()},
-        modules=found["modules"],
-        sparsity=found["sparsity"],
-        planned=sum(planned.values()) / found["numel"],
+        model=identity,
+        data={} if blind or data is None else data.describe(),
+        blocks={name: {**block, "planned": planned[name]} for name, block in found.blocks.items()},
+        modules=found.modules,
+        sparsity=found.sparsity,
+        planned=sum(planned.values()) / found.numel,
         forwards=forwards,
         seconds=seconds,
         notes=notes,
@@ -159,137 +159,117 @@ def other_pruner(plan: Plan, method: str) -> tuple[str, ...]:
     )
 
 
-def _check_read(treatment: Treatment, **given: Any) -> None:
-    """Refuse options of the passes over data where the method makes none."""
-    for name, value in given.items():
-        if treatment.statistic == "none" and value is not None and value is not False:
-            raise InvalidInput(
-                f"The method {treatment.name} does not read {name}.", "It would have no effect.", "Leave it out."
-            )
-
-
 @contextlib.contextmanager
-def _parts_folder(model: nn.Module, resume: Path | str | None, folder: Path | str | None) -> Iterator[Path | str | None]:
+def _parts_folder(model: nn.Module, resume: Path | str | None) -> Iterator[Path | str | None]:
     """Where finished layers are kept: weights that lie in files go to new ones, which vanish when nothing maps them."""
     if resume is not None or mapped(model) is None:
         yield resume
         return
-    together = process_group()
-    if together is None:
-        with tempfile.TemporaryDirectory(prefix="layerbudget-", dir=folder) as temporary:
-            yield temporary
-        return
-    shared = together.broadcast(lambda: tempfile.mkdtemp(prefix="layerbudget-", dir=folder))
+    group = process_group()
+    folder = broadcast(lambda: tempfile.mkdtemp(prefix="layerbudget-"))
     try:
-        yield shared
+        yield folder
     finally:
-        together.barrier()
-        if together.is_main:
-            shutil.rmtree(shared, ignore_errors=True)
+        if group is not None:
+            group.barrier()
+        if is_main():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Checkpoints:
     """The pruned weights of every finished layer, as parts of a run."""
 
-    def __init__(self, folder: Path | str | None, request: Mapping[str, Any]) -> None:
-        self.parts, self.off = Parts(folder if is_main() else None, request), folder is None
+    def __init__(self, model: nn.Module, folder: Path | str | None, request: Mapping[str, Any]) -> None:
+        self.model, self.files, self.off = model, mapped(model), folder is None
+        self.parts = Parts(folder if is_main() else None, request)
 
-    def _find(self, index: int) -> Path | None:
-        return None if self.off else broadcast(lambda: self.parts.find(f"block-{index}"))
-
-    def load(self, model: nn.Module, index: int, names: Sequence[str]) -> bool:
-        """Put back the weights of a finished layer; false when it is not finished, or broken."""
-        file = self._find(index)
+    def load(self, index: int, names: Sequence[str]) -> bool:
+        """Take the weights of a finished layer from its file, or map them there; false when it is not finished, or broken."""
+        file = None if self.off else broadcast(lambda: self.parts.find(f"block-{index}"))
         if file is None:
             return False
+        weights = {name: weight_of(self.model, name)[1] for name in names}
+        if self.files is not None:
+            self.files.remap(weights, file)
+            return True
         from safetensors.torch import load_file
 
-        if self._remap(model, file, names):
-            return True
-        held = load_file(file)
-        for name in names:
-            weight_of(model, name)[1].data.copy_(held[name])
+        for name, tensor in load_file(file).items():
+            weights[name].data.copy_(tensor)
         return True
 
-    def save(self, model: nn.Module, index: int, names: Sequence[str]) -> None:
+    def save(self, index: int, names: Sequence[str]) -> None:
         """Keep the weights of a finished layer, and let them lie there where the model's weights lie in files."""
         from safetensors.torch import save_file
 
         if self.parts.folder is not None:
-            tensors = {n: weight_of(model, n)[1].detach().cpu().contiguous() for n in names}
+            tensors = {n: weight_of(self.model, n)[1].detach().cpu().contiguous() for n in names}
             self.parts.put(f"block-{index}", "safetensors", lambda path: save_file(tensors, path))
-        file = None if mapped(model) is None else self._find(index)
-        if file is not None:
-            self._remap(model, file, names)
-
-    def _remap(self, model: nn.Module, file: Path, names: Sequence[str]) -> bool:
-        files = mapped(model)
-        if files is not None:
-            files.remap({name: weight_of(model, name)[1] for name in names}, file)
-        return files is not None
+        if self.files is not None:
+            self.load(index, names)
 
 
-def _without_data(
+def _matrices(
     treating: Treating, jobs: Mapping[str, Job], checkpoints: _Checkpoints, progress: Progress | None
-) -> tuple[int, tuple[str, ...]]:
-    """Every matrix by itself."""
-    active = [t for t in jobs.values() if not t.level.idle]
+) -> tuple[str, ...]:
+    """Treat every matrix by itself, without data."""
+    active = [job for job in jobs.values() if not job.level.idle]
     tick = Steps(progress, len(active))
     for done, job in enumerate(active, 1):
         treating.jobs([job], {})
-        checkpoints.save(treating.model, done, [job.module.name])
+        checkpoints.save(done, [job.module.name])
         tick()
-    return 0, ()
+    return ()
 
 
-def _over_layers(
+def _layers(
     treating: Treating, jobs: Mapping[str, Job], walk: Walk, checkpoints: _Checkpoints, progress: Progress | None
 ) -> tuple[str, ...]:
-    active = [t for t in jobs.values() if not t.level.idle]
-    by_layer = [[t for t in active if t.module.name.startswith(f"{name}.")] for name, _ in layers(treating.model)]
-    last = max((i for i, work in enumerate(by_layer) if work), default=-1)
+    """Treat layer after layer, up to the last one that loses something; notes."""
+    active = [job for job in jobs.values() if not job.level.idle]
+    by_layer = [[job for job in active if job.module.name.startswith(f"{name}.")] for name, _ in layers(treating.model)]
+    while by_layer and not by_layer[-1]:
+        by_layer.pop()
     notes: list[str] = []
-    tick = Steps(progress, last + 1)
-    if last >= 0:
+    tick = Steps(progress, len(by_layer))
+    if by_layer:
         walk.capture()
-    for i in range(last + 1):
-        names = [t.module.name for t in by_layer[i]]
-        if not checkpoints.load(treating.model, i, names):
-            notes += treating.layer(walk, by_layer[i])
-            checkpoints.save(treating.model, i, names)
-        if i < last:
+    for i, work in enumerate(by_layer):
+        names = [job.module.name for job in work]
+        if not checkpoints.load(i, names):
+            notes += treating.layer(walk, work)
+            checkpoints.save(i, names)
+        if i + 1 < len(by_layer):
             walk.advance()
         tick()
     return tuple(notes)
 
 
 def _jobs(model: nn.Module, plan: Plan, parity: bool, pattern: str | None) -> dict[str, Job]:
-    """Return the level of each weight matrix: the plan split over the model's matrices."""
+    """The level of each weight matrix: the plan split over the model's matrices."""
     known = {m.name: m for b in partition(model, "linear") for m in b.modules}
-    _check_rows(plan, parity=parity, pattern=pattern)
+    if plan.rows is not None and (parity or pattern):
+        raise InvalidInput(
+            f"The plan decides groups of {plan.rows.size} rows, and {'parity' if parity else 'pattern'} was given.",
+            "It fixes every group's count.",
+            "Leave it out, or plan by linear.",
+        )
     zeroed, group = parse_pattern(pattern) if pattern else (None, 0)
     per_block = _zeroed_per_block(plan, zeroed, group) if group else {}
     jobs: dict[str, Job] = {}
     for block in plan.blocks:
         missing = [m for m in block.modules if m not in known]
         if missing:
-            raise UnknownBlock(
-                f"The plan's {block.name} names {missing[0]!r}, which the model does not have.", "", "Plan again."
-            )
+            what = f"The plan's {block.name} names {missing[0]!r}, which the model does not have."
+            raise UnknownBlock(what, "", "Plan again.")
         modules = [known[m] for m in block.modules]
-        if sum(m.numel for m in modules) != block.numel:
-            raise ModelMismatch(
-                f"{block.name} has {block.numel} weights in the plan and {sum(m.numel for m in modules)} in the model.",
-                "",
-                "Plan this model.",
-            )
-        if group:
-            for m in modules:
-                check_group(m.d_in, group, m.name)
-            n = per_block[block.name]
-            counts = [m.numel // group * n for m in modules]
-        else:
-            counts = share(block.count, [m.numel for m in modules])
+        numel = [m.numel for m in modules]
+        if sum(numel) != block.numel:
+            what = f"{block.name} has {block.numel} weights in the plan and {sum(numel)} in the model."
+            raise ModelMismatch(what, "", "Plan this model.")
+        for m in modules if group else ():
+            check_group(m.d_in, group, m.name)
+        counts = [n // group * per_block[block.name] for n in numel] if group else share(block.count, numel)
         for m, count in zip(modules, counts, strict=True):
             level = Level(
                 zeros=count,
@@ -301,31 +281,18 @@ def _jobs(model: nn.Module, plan: Plan, parity: bool, pattern: str | None) -> di
     return jobs
 
 
-def _check_rows(plan: Plan, **given: Any) -> None:
-    if plan.rows is None:
-        return
-    for name, value in given.items():
-        if value:
-            raise InvalidInput(
-                f"The plan decides groups of {plan.rows.size} rows, and {name} was given.",
-                "It fixes every group's count.",
-                "Leave it out, or plan by linear.",
-            )
-
-
 def _rows_of(plan: Plan, module: Module, count: int) -> tuple[int, np.ndarray] | None:
     """Zeros of every group of rows of a matrix, where the plan says so."""
     if plan.rows is None:
         return None
-    size, zeros = plan.rows.size, plan.rows.counts.get(module.name)
+    size, zeros = plan.rows.size, plan.rows.require().counts.get(module.name)
     if zeros is None:
         raise UnknownBlock(f"The plan has no counts for the rows of {module.name}.", "", "Plan again.")
     room = np.tile(members(module.d_out, size) * module.d_in, module.copies)
-    groups = room.size
-    if zeros.shape != (groups,) or (zeros < 0).any() or (zeros > room).any() or int(zeros.sum()) != count:
+    if zeros.shape != room.shape or (zeros < 0).any() or (zeros > room).any() or int(zeros.sum()) != count:
         raise InvalidInput(
             f"The counts of the rows of {module.name} do not fit: {zeros.size} groups, {int(zeros.sum())} entries.",
-            f"It has {groups} groups of {size} rows and loses {count} entries.",
+            f"It has {room.size} groups of {size} rows and loses {count} entries.",
             "Plan again.",
         )
     return size, zeros
@@ -344,17 +311,9 @@ def _zeroed_per_block(plan: Plan, zeroed: int | None, group: int) -> dict[str, i
         return {b.name: zeroed for b in plan.blocks}
     chosen = {b.name: b.count * group // b.numel for b in plan.blocks}
     missing = sum(b.count for b in plan.blocks) - sum(chosen[b.name] * b.numel / group for b in plan.blocks)
-    order = sorted(plan.blocks, key=lambda b: -(b.count * group / b.numel % 1))
-    for block in _raised(order, missing, group):
-        chosen[block.name] += 1
-    return chosen
-
-
-def _raised(order: list[PlanBlock], missing: float, group: int) -> list[PlanBlock]:
-    raised = []
-    for block in order:
+    for block in sorted(plan.blocks, key=lambda b: -(b.count * group / b.numel % 1)):
         step = block.numel / group
         if missing >= step / 2 and block.count * group % block.numel:
-            raised.append(block)
+            chosen[block.name] += 1
             missing -= step
-    return raised
+    return chosen

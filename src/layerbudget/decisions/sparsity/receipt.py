@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -62,12 +61,7 @@ class Receipt(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Recount(Result):
-    """Zeros of a model's prunable weights.
-
-    Attributes:
-        numel, zeros, sparsity: In total.
-        blocks, modules: ``{name: {numel, zeros, sparsity}}``.
-    """
+    """Zeros of a model's prunable weights: in total, and ``{name: {numel, zeros, sparsity}}`` of blocks and matrices."""
 
     numel: int
     zeros: int
@@ -85,38 +79,22 @@ def recount(model: nn.Module, blocks: Iterable[Block | PlanBlock]) -> Recount:
     by_block: dict[str, Any] = {}
     by_module: dict[str, Any] = {}
     for block in blocks:
+        own = {}
         for module in block.modules:
             name = module if isinstance(module, str) else module.name
-            weight = weight_of(model, name)[1]
-            by_module[name] = _count(int(weight.numel()), _zeros(weight.detach()))
-        names = [m if isinstance(m, str) else m.name for m in block.modules]
-        by_block[block.name] = _count(*(sum(by_module[n][k] for n in names) for k in ("numel", "zeros")))
-    total = _count(*(sum(b[k] for b in by_block.values()) for k in ("numel", "zeros")))
-    return Recount(**total, blocks=by_block, modules=by_module)
+            weight = weight_of(model, name)[1].detach()
+            own[name] = _counted(weight.numel(), weight.numel() - int(torch.count_nonzero(weight)))
+        by_block[block.name] = _summed(own)
+        by_module |= own
+    return Recount(**_summed(by_block), blocks=by_block, modules=by_module)
 
 
-_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 18  # entries that stay in the cache
-
-
-def _zeros(weight: torch.Tensor) -> int:
-    """Entries that are zero, of either sign; on a processor counted as whole numbers, which is several times faster.
-
-    >>> _zeros(torch.tensor([0.0, -0.0, 1.0, float("nan")], dtype=torch.bfloat16))
-    2
-    """
-    whole = _WHOLE.get(weight.element_size())
-    if weight.device.type != "cpu" or whole is None or not weight.is_floating_point() or not weight.is_contiguous():
-        return int(weight.numel() - torch.count_nonzero(weight))
-    found, flat = 0, weight.view(whole).reshape(-1).numpy()
-    for start in range(0, flat.size, _CHUNK):
-        part = flat[start : start + _CHUNK]
-        found += part.size - int(np.count_nonzero(part + part))  # twice a number: its sign is gone, nothing else
-    return found
-
-
-def _count(numel: int, zeros: int) -> dict[str, Any]:
+def _counted(numel: int, zeros: int) -> dict[str, Any]:
     return {"numel": numel, "zeros": zeros, "sparsity": zeros / numel if numel else 0.0}
+
+
+def _summed(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return _counted(*(sum(part[key] for part in parts.values()) for key in ("numel", "zeros")))
 
 
 def recount_rows(model: nn.Module, plan: Plan) -> dict[str, Any]:
@@ -129,33 +107,28 @@ def recount_rows(model: nn.Module, plan: Plan) -> dict[str, Any]:
         return {}
     size, exact, groups = plan.rows.size, 0, 0
     for name, planned in plan.rows.counts.items():
-        owner, parameter = weight_of(model, name)
-        per_row = [(view == 0).sum(1) for view in matrices(owner, parameter)]
+        per_row = [(view == 0).sum(1) for view in matrices(*weight_of(model, name))]
         zeros = torch.cat([by_groups(rows[:, None], size, 0).sum(1) for rows in per_row]).cpu().numpy()
         if (zeros < planned).any():
             g = int((zeros < planned).argmax())
-            raise CoverageError(
-                f"Rows {g * size} and following of {name} hold {zeros[g]} zeros, {planned[g]} were planned.",
-                "",
-                "Something restored weights; report this.",
-            )
+            raise _too_few(f"The group of rows {g} of {name}", int(zeros[g]), int(planned[g]))
         groups, exact = groups + len(planned), exact + int((zeros == planned).sum())
     return {"size": size, "groups": groups, "exact": exact, "digest": plan.rows.digest}
 
 
-def check_recount(found: Mapping[str, Any], planned: Mapping[str, int]) -> tuple[str, ...]:
+def check_recount(found: Recount, planned: Mapping[str, int]) -> tuple[str, ...]:
     """Return notes about matrices that hold more zeros than planned: they were there before, or rounding made them.
 
     Raises:
         CoverageError: A matrix holds fewer zeros than planned.
     """
-    notes = []
+    held = {name: found.modules[name]["zeros"] for name in planned}
     for name, count in planned.items():
-        zeros = found["modules"][name]["zeros"]
-        if zeros < count:
-            raise CoverageError(
-                f"{name} holds {zeros} zeros, {count} were planned.", "", "Something restored weights; report this."
-            )
-        if zeros > count:
-            notes.append(f"{name} holds {zeros} zeros, {count} were planned.")
-    return tuple(notes)
+        if held[name] < count:
+            raise _too_few(name, held[name], count)
+    return tuple(f"{n} holds {held[n]} zeros, {count} were planned." for n, count in planned.items() if held[n] > count)
+
+
+def _too_few(what: str, zeros: int, planned: int) -> CoverageError:
+    told = f"{what} holds {zeros} zeros, {planned} were planned."
+    return CoverageError(told, "", "Something restored weights; report this.")
