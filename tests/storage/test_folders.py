@@ -1,5 +1,6 @@
 """Folders of results: whole or not at all, wherever a run is killed; the user's files stay."""
 
+import json
 import os
 
 import pytest
@@ -120,13 +121,15 @@ def test_what_somebody_is_writing_now_is_left_alone(tmp_path):
     assert not temporary.exists()
 
 
-def test_a_journal_leads_nowhere_else(tmp_path):
+def test_a_manifest_leads_nowhere_else(tmp_path):
     out, other = tmp_path / "out", tmp_path / "other"
     save(out, OLD)
     other.mkdir()
     (other / "file").write_text("x")
-    text = '{"schema_version": 1, "from": "../other", "come": ["../other/file"], "go": ["../other/file"], "aside": {}}'
-    (out / folders.JOURNAL).write_text(text)
-    with pytest.raises(InvalidInput, match="broken"):
-        folders.recover(out)
-    assert (other / "file").exists()
+    row = {"bytes": 1, "checksum": folders.checksum(other / "file")}
+    (out / folders.MANIFEST).write_text(json.dumps({"files": {"../other/file": row}}))
+    with pytest.raises(AlreadyExists, match="no manifest"):
+        save(out, NEW, overwrite=True)
+    (out / folders.COMMIT).mkdir()
+    folders.recover(out)
+    assert (other / "file").exists() and content(out) == OLD

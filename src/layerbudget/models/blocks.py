@@ -51,10 +51,9 @@ def transposed(owner: nn.Module) -> bool:
 def _active(root: nn.Module, name: str, copies: int) -> int:
     """How many experts of the module of that name one token passes through: what its routing or a configuration says."""
     around = root.get_submodule(name.rpartition(".")[0])
-    routing = [getattr(m, "top_k", None) for m in (root.get_submodule(name), around, *around.children())]
-    configs = [getattr(m.config, "num_experts_per_tok", None) for m in root.modules() if hasattr(m, "config")]
-    said = [found for found in (*routing, *configs) if isinstance(found, int) and found > 0]
-    return min(said[0], copies) if said else copies
+    said = [getattr(m, "top_k", None) for m in (root.get_submodule(name), around, *around.children())]
+    said += [getattr(m.config, "num_experts_per_tok", None) for m in root.modules() if hasattr(m, "config")]
+    return min(next((n for n in said if isinstance(n, int) and n > 0), copies), copies)
 
 
 def config_of(model: nn.Module) -> Any:
@@ -88,13 +87,6 @@ def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return found
 
 
-def _decoder(model: nn.Module) -> nn.Module | None:
-    """The language model inside a model of several kinds of input; None for an encoder-decoder, and where none is said."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not hasattr(model, "get_decoder"):
-        return None
-    return cast("nn.Module | None", pretrained(model).get_decoder())
-
-
 def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every decoder (or encoder) layer, in natural order.
 
@@ -104,7 +96,10 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         UnknownStructure: No list of layers, or several; the message lists what was found.
     """
     lists = layer_lists(model)
-    decoder = _decoder(model) if len(lists) > 1 else None
+    two_texts = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    decoder: Any = None
+    if len(lists) > 1 and not two_texts and hasattr(model, "get_decoder"):
+        decoder = pretrained(model).get_decoder()
     if decoder is not None:
         inside = set(decoder.modules())
         lists = [(name, stack) for name, stack in lists if stack in inside] or lists
@@ -145,16 +140,11 @@ def _weights(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, tor
 def weight_of(model: nn.Module, name: str, *, packed: bool = False) -> tuple[nn.Module, nn.Parameter]:
     """Owner module and parameter of a weight matrix named as in a :class:`~layerbudget.records.Module`.
 
-    Args:
-        model: The model.
-        name: Full name.
-        packed: Also accept quantised weights, whose parameter is no matrix of numbers (for callers that need only the owner).
-
     Raises:
         UnknownBlock: The model has no such matrix.
-        CoverageError: It is quantised.
+        CoverageError: It is quantised, and ``packed`` (for callers that need only the owner) is false.
     """
-    for candidate, own in ((name, "weight"), tuple(name.rsplit(".", 1)) if "." in name else (name, "weight")):
+    for candidate, own in ((name, "weight"), name.rpartition(".")[::2]):
         try:
             owner = model.get_submodule(candidate)
         except AttributeError:
@@ -191,17 +181,20 @@ def partition(
         UnknownBlock: The expressions leave no matrix.
         InvalidInput: An expression does not compile.
     """
-    patterns = {k: _compile(v, k) for k, v in (("include", include), ("exclude", exclude)) if v}
+    wanted, unwanted = _compile(include or "", "include"), _compile(exclude or "(?!)", "exclude")
+    pattern = None if by in ("layer", "linear") else _compile(by, "by")
     groups: dict[str, list[Module]] = {}
-    seen: set[int] = {id(p) for p in _embedding_weights(model)}
+    seen = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for block_name, root in _roots(model, by):
         for name, _, parameter, record in _weights(root, block_name):
-            wanted = "include" not in patterns or patterns["include"].search(name)
-            unwanted = id(parameter) in seen or ("exclude" in patterns and patterns["exclude"].search(name))
-            key = _group(name, block_name, by) if wanted and not unwanted else None
-            if key is not None:
-                seen.add(id(parameter))
-                groups.setdefault(key, []).append(record)
+            if id(parameter) in seen or not wanted.search(name) or unwanted.search(name):
+                continue
+            found = pattern.search(name) if pattern else None
+            if pattern and not found:
+                continue
+            seen.add(id(parameter))
+            key = _text_of(found) if found else block_name if by == "layer" else name
+            groups.setdefault(key, []).append(record)
     if not groups:
         raise UnknownBlock(
             f"No weight matrix is left with by={by!r}, include={include!r}, exclude={exclude!r}.",
@@ -214,7 +207,7 @@ def partition(
 def left_out(model: nn.Module, blocks: Sequence[Any]) -> dict[str, int]:
     """Matrices that no block of a model or plan holds, embeddings and the output head aside: weights by full name, in order."""
     held = {m if isinstance(m, str) else m.name for b in blocks for m in b.modules}
-    seen = {id(p) for p in _embedding_weights(model)}
+    seen = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     seen |= {id(p) for p in (head.parameters() if head is not None else ())}
     seen |= {id(p) for n, p in model.named_parameters() if n in held or n.rpartition(".")[0] in held}
@@ -225,7 +218,6 @@ def left_out(model: nn.Module, blocks: Sequence[Any]) -> dict[str, int]:
     return found
 
 
-ENOUGH = 0.99  # of the matrices' weights; where blocks hold less, it is said
 # Mixers of state space models use these weights inside a fused kernel, where an adapter's output would be lost: PEFT refuses.
 _MIXERS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _FUSED = ("out_proj", "conv1d")
@@ -262,6 +254,9 @@ def _renamed(model: nn.Module, names: Sequence[str]) -> set[str]:
     return (set(names) & linear) - set(config.target_modules or ())
 
 
+ENOUGH = 0.99  # of the matrices' weights; where blocks hold less, it is said
+
+
 def share_held(model: nn.Module, blocks: Sequence[Any]) -> float:
     """Share of the matrices' weights that the blocks hold, embeddings and the output head aside."""
     held = sum(b.numel for b in blocks)
@@ -284,19 +279,9 @@ def _roots(model: nn.Module, by: str) -> list[tuple[str, nn.Module]]:
         return [("", model)]
 
 
-def _group(name: str, block_name: str, by: str) -> str | None:
-    if by == "layer":
-        return block_name
-    if by == "linear":
-        return name
-    found = _compile(by, "by").search(name)
-    if not found:
-        return None
-    return found.group(1) if found.groups() and found.group(1) is not None else found.group(0)
-
-
-def _embedding_weights(model: nn.Module) -> list[torch.Tensor]:
-    return [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+def _text_of(found: re.Match[str]) -> str:
+    """The first group of a match, where it has one, else all of it."""
+    return found.group(1) if found.groups() and found.group(1) is not None else found.group()
 
 
 def _sample(tensor: torch.Tensor) -> bytes:

@@ -2,9 +2,10 @@
 
 A folder that does not exist is filled under a temporary name beside its own and renamed. One that exists (empty, a link to a
 folder, the working directory, a mount point, an older result) keeps its place: the new files are made in a temporary folder
-inside it, a journal names what comes and what goes, and then they are moved in one by one. A run that is killed before the
-journal leaves the old result, one that is killed after it leaves a journal that the next run finishes. Files that no manifest
-names are the user's: they stay, and where a new file needs their name they are kept as ``NAME.yours``.
+inside it, which is renamed to ``.commit.layerbudget`` when it is whole; then they are moved in one by one, the manifest last. A
+run that is killed before that rename leaves the old result, one that is killed after it leaves a folder that the next run
+finishes. Files that no manifest names are the user's: they stay, and where a new file needs their name they are kept as
+``NAME.yours``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import AlreadyExists, InvalidInput
+from ..errors import AlreadyExists
 from . import reading
 from .writing import (
     PROBE,
@@ -35,8 +36,7 @@ from .writing import (
 )
 
 MANIFEST = "manifest.json"
-JOURNAL = ".commit" + SUFFIX
-_OWN = "new"  # the name of temporary folders inside a result
+COMMIT = ".commit" + SUFFIX
 
 
 def checksum(path: Path, key: bytes = b"") -> str:
@@ -134,7 +134,7 @@ def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path
     exists = out.is_dir()
     parent = out if exists else out.parent
     parent.mkdir(parents=True, exist_ok=True)
-    temporary, lock = new_temporary(parent, _OWN if exists else out.name)
+    temporary, lock = new_temporary(parent, "new" if exists else out.name)
     try:
         with whole(out):
             yield temporary
@@ -148,8 +148,7 @@ def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path
             what = f"{out} was filled by somebody else meanwhile; the result is in {kept}."
             raise AlreadyExists(what, "", "Move it.")
     except BaseException:
-        if not (out / JOURNAL).is_file():  # from the journal on, the new result counts
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # where it was committed it has another name
         raise
     finally:
         release(lock)
@@ -165,61 +164,41 @@ def _rename(temporary: Path, out: Path) -> bool:
 
 
 def _move_in(temporary: Path, out: Path, overwrite: bool) -> bool:
-    """Write the journal - what comes, what goes, and what of the user's is in the way - and do what it says.
-
-    False where the folder was to be empty and is not any more.
-    """
+    """Commit a finished folder inside the old result, and move its files in; False where that was to be empty and is not."""
     with locked(out):
         if not overwrite and _holds_something(out):
             return False
-        come = [_name(f, temporary) for f in sorted(temporary.rglob("*")) if f.is_file()]
-        old = {n: row for n, row in (manifest(out) or {}).items() if _unchanged(out / n, row)}
-        theirs = [n for n in come if n not in old and n != MANIFEST and os.path.lexists(out / n)]
-        record = {"schema_version": 1, "from": temporary.name, "come": come, "go": sorted(set(old) - set(come))}
-        record |= {"aside": {n: _name(_free(out / f"{n}.yours"), out) for n in theirs}}
-        write_text(out / JOURNAL, reading.dump(record), overwrite=True)
+        os.rename(temporary, out / COMMIT)
+        sync(out)
         _finish(out)
     return True
 
 
 def _finish(out: Path) -> None:
-    """Do what the journal says; it may have been done in part."""
-    record = reading.read(out / JOURNAL, "journal", limit=1 << 28)
-    source = out / str(record["from"])
-    if source not in left_behind(out, _OWN) and source.exists():
-        raise ValueError(f"{source.name} is no temporary folder")
-    for name in (n for n in record["come"] if _inside(n) and (source / n).is_file()):
-        target, aside = out / name, record["aside"].get(name, "")
-        if _inside(aside) and not os.path.lexists(out / aside) and os.path.lexists(target):
-            os.rename(target, out / aside)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(source / name, target)
-    for name in filter(_inside, record["go"]):
+    """Put the files of a committed folder in the place of those of the old manifest; it may have been done in part."""
+    source = out / COMMIT
+    old = {name: row for name, row in (manifest(out) or {}).items() if _unchanged(out / name, row)}
+    for name in set(old) - set(manifest(source) or old):
         (out / name).unlink(missing_ok=True)
-    for inner in {(out / n).parent for n in (*record["come"], *record["go"])}:
-        if inner.is_dir():
-            sync(inner)
-    (out / JOURNAL).unlink()
-    shutil.rmtree(source, ignore_errors=True)
+    come = sorted((f for f in source.rglob("*") if f.is_file()), key=lambda f: f.name == MANIFEST)  # the old one goes last
+    for file in come:
+        name = _name(file, source)
+        target = out / name
+        if name != MANIFEST and name not in old and os.path.lexists(target):
+            os.rename(target, _free(target.with_name(f"{target.name}.yours")))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, target)
+    for folder in {out, *((out / _name(file, source)).parent for file in come)}:
+        sync(folder)
+    shutil.rmtree(source)
 
 
 def recover(out: Path) -> None:
-    """Finish what a killed run had decided (its journal), and remove what it had only begun.
-
-    Raises:
-        InvalidInput: The journal cannot be read.
-    """
-    if (out / JOURNAL).is_file():
-        try:
-            with locked(out):
-                if (out / JOURNAL).is_file():  # nobody else finished it while this run waited
-                    _finish(out)
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidInput(
-                f"{out / JOURNAL} is broken ({error}): a killed run was moving its files in.",
-                "",
-                "Look at that folder, and remove the file.",
-            ) from error
+    """Finish what a killed run had committed, and remove what it had only begun."""
+    if (out / COMMIT).is_dir():
+        with locked(out):
+            if (out / COMMIT).is_dir():  # nobody else finished it while this run waited
+                _finish(out)
     if out.is_dir():
         sweep(out)
     for name in (out.name, PROBE):

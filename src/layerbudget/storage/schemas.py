@@ -6,29 +6,29 @@ from typing import Any
 
 from typing_extensions import NotRequired, TypedDict
 
-from .reading import Count, Size
+from . import reading
 
 
 class PlanBudget(TypedDict):
+    """Budget of every plan."""
+
     unit: str
     limit: float
     spent: float
 
 
-Certificate = TypedDict(
-    "Certificate",
-    {
-        "status": str,
-        "message": str,
-        "multiplier": float,
-        "shadow_price": float | None,
-        "gap": float,
-        "at_lower": int,
-        "at_upper": int,
-        "inert": list[str],
-        "kkt_residual": NotRequired[float],  # of continuous programs
-    },
-)
+class Certificate(TypedDict):
+    """Solution of a plan that solved a program; ``kkt_residual`` is there in continuous ones."""
+
+    status: str
+    message: str
+    multiplier: float
+    shadow_price: float | None
+    gap: float
+    at_lower: int
+    at_upper: int
+    inert: list[str]
+    kkt_residual: NotRequired[float]
 
 
 class _Rounding(TypedDict):
@@ -43,6 +43,8 @@ class _Rounding(TypedDict):
 
 
 class Extra(TypedDict, total=False):
+    """Further fields of some plans."""
+
     rounding: _Rounding | None
     uniform_share: float | None
     convexified: dict[str, float] | None
@@ -50,11 +52,13 @@ class Extra(TypedDict, total=False):
 
 
 class Formats(TypedDict):
+    """Further fields of a plan of bits."""
+
     formats: dict[str, str]
     family: str
     runtime: str
     method: str
-    fixed_bytes: Count
+    fixed_bytes: reading.Count
     bits: float
     predicted: float
     predicted_error: float
@@ -64,33 +68,37 @@ class Formats(TypedDict):
 
 class _Adapter(TypedDict):
     blocks: list[dict[str, Any]]
-    bytes: Count
+    bytes: reading.Count
     gain: float
-    parameters: Count
+    parameters: reading.Count
     scores: str | None
+
+
+class RecipeExtra(Formats):
+    """Further fields of a recipe."""
+
+    adapter: _Adapter
 
 
 class _Shape(TypedDict):
     layer: str
     kind: str
     by: str
-    units: Count
-    removed: Count
+    units: reading.Count
+    removed: reading.Count
 
 
 class SmallerShapes(TypedDict):
+    """Further fields of a plan of smaller shapes."""
+
     shapes: dict[str, _Shape]
     dropped: list[str]
 
 
 class ShapeSettings(TypedDict):
+    """Fields of a plan of smaller shapes that applying it reads."""
+
     by: str
-    multiple: Size
+    multiple: reading.Size
     compensate: str
     bytes_per_parameter: float
-
-
-class RecipeExtra(Formats):
-    """Further fields of a recipe: those of a plan of bits, and its adapter."""
-
-    adapter: _Adapter

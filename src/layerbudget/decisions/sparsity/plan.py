@@ -84,8 +84,6 @@ def plan_by_scores(
 ) -> Plan:
     """Return a plan of a sparsity for every block, decided by a rule from scores.
 
-    An option that the rule does not read is refused; what is left out has the rule's own default.
-
     Args:
         scores: The scores; blocks alone suffice for the rules ``uniform`` and ``size`` and for measured curves.
         sparsity: Pruned parameters over prunable parameters of all blocks, fixed and excluded ones included.
@@ -95,13 +93,11 @@ def plan_by_scores(
             ``alphapruning``, ``owl``, a rule of your own (:mod:`layerbudget.planning.rule`), or a function of a
             problem that returns one value per block.
         penalty: Penalty of the program, see :func:`layerbudget.solvers.sparsify`; or measured curves
-            ``{block name: (ratios, losses)}``, which replace the scores (damage is measured, not predicted) and cap every block
-            at its last ratio: the rule is then ``calibrated``. How far they were from convex is in
-            ``plan.extra["convexified"]``.
+            ``{block name: (ratios, losses)}``, which replace the scores and cap every block at its last ratio: the rule is then
+            ``calibrated``. How far they were from convex is in ``plan.extra["convexified"]``.
         fixed: Sparsity of some blocks, by name or regular expression.
         exclude: Regular expression: blocks that must stay dense.
-        **options: Of the rule, see :doc:`/options`: ``exponent``, ``exponent_on``, ``damping``, ``smoothing``, ``spend``,
-            ``bits``, ``eta``, ``units``, ``seed``, ``width``, ``parity``, or its own.
+        **options: Of the rule, see :doc:`/options`; what the rule does not read is refused.
 
     Returns:
         A plan of kind ``sparsity``. ``count`` is the whole number of parameters to prune per block; the counts sum to

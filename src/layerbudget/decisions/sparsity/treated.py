@@ -44,11 +44,7 @@ from ...storage.writing import check_space
 
 
 class Units:
-    """Units of a decision over the matrices of a model: blocks, or groups of their rows.
-
-    Args:
-        blocks: Blocks; one matrix each where rows are decided.
-        rows: Rows of a group; None where whole blocks are decided.
+    """Units of a decision over the matrices of a model: blocks, or groups of ``rows`` rows of blocks with one matrix each.
 
     Attributes:
         modules: Matrices in order.
@@ -72,11 +68,8 @@ class Units:
             for m in block.modules:
                 if rows is not None:
                     if m.copies > 1 and m.d_out % rows:
-                        raise InvalidInput(
-                            f"The experts of {m.name} have {m.d_out} rows, which do not split into groups of {rows}.",
-                            "",
-                            "Choose a divisor, or decide by linear.",
-                        )
+                        what = f"The experts of {m.name} have {m.d_out} rows, which do not split into groups of {rows}."
+                        raise InvalidInput(what, "", "Choose a divisor, or decide by linear.")
                     sizes.append(np.tile(members(m.d_out, rows) * m.d_in, m.copies))
                 self.first[m.name], self.groups[m.name] = units, len(sizes[-1])
             units += len(sizes[-1])
@@ -145,14 +138,7 @@ class Point(QuadraticTerms):
 
 
 class TreatedModel:
-    """A model on its way between treated points; :meth:`restore` brings it back.
-
-    Args:
-        model: The dense model.
-        data: The text that decides.
-        units: What is decided.
-        treatment: The pruner.
-        batch_size: Sequences per forward.
+    """A dense model on its way between points where a pruner has treated it; :meth:`restore` brings it back.
 
     Attributes:
         passes: Forward equivalents of this text so far: forward 1, backward 2.
@@ -198,10 +184,8 @@ class TreatedModel:
     def evaluate(self, counts: np.ndarray, given: Found, levels: np.ndarray) -> Point:
         """Go to a plan and look around: three forward equivalents, one more for fused experts.
 
-        Args:
-            counts: The plan.
-            given: The statistics with which the model is treated.
-            levels: Sparsities of every unit along which derivatives are wanted, ``(K, L)``.
+        ``given`` are the statistics with which the model is treated, ``levels`` the sparsities of every unit along which
+        derivatives are wanted, shape ``(K, L)``.
         """
         self.move(counts, given)
         gathered: dict[str, list[InputMoments]] = {}
