@@ -166,6 +166,8 @@ def _rename(temporary: Path, out: Path) -> bool:
 def _move_in(temporary: Path, out: Path, overwrite: bool) -> bool:
     """Commit a finished folder inside the old result, and move its files in; False where that was to be empty and is not."""
     with locked(out):
+        if (out / COMMIT).is_dir():  # of a run that was killed meanwhile
+            _finish(out)
         if not overwrite and _holds_something(out):
             return False
         os.rename(temporary, out / COMMIT)
