@@ -20,7 +20,7 @@ from ...data.calibration import CalibrationSet
 from ...errors import InvalidInput, ModelMismatch, UnknownBlock
 from ...execution.modes import inference
 from ...execution.processes import broadcast, is_main, process_group, shard
-from ...execution.walk import Walk, check_autocast
+from ...execution.walk import Walk
 from ...kinds import check_kind
 from ...models.blocks import check_finite, describe, layers, partition, weight_of
 from ...models.machine import computation, versions
@@ -88,7 +88,6 @@ def prune(
         if blind and value:
             what = f"The method {treatment.name} does not read {name}."
             raise InvalidInput(what, "It would have no effect.", "Leave it out.")
-    check_autocast(autocast)
     if autocast and parity:
         raise InvalidInput("parity and autocast exclude each other.", "The references run in the model's own precision.", "")
     check_kind(plan.kind, ("sparsity",), "cannot be pruned")
@@ -285,7 +284,7 @@ def _rows_of(plan: Plan, module: Module, count: int) -> tuple[int, np.ndarray] |
     """Zeros of every group of rows of a matrix, where the plan says so."""
     if plan.rows is None:
         return None
-    size, zeros = plan.rows.size, plan.rows.require().counts.get(module.name)
+    size, zeros = plan.rows.size, plan.rows.counts.get(module.name)
     if zeros is None:
         raise UnknownBlock(f"The plan has no counts for the rows of {module.name}.", "", "Plan again.")
     room = np.tile(members(module.d_out, size) * module.d_in, module.copies)
