@@ -34,16 +34,10 @@ _MODEL_IS = "MODEL is demo, a local folder written by save_pretrained, or a hub 
 def check_id(name: str, kind: str, *, file: str | None = None, revision: str | None = None) -> None:
     """Refuse a name that is no hub id, and a hub id while the hub cannot be reached; one attempt, no retry.
 
-    A hub id is ``owner/name`` where ``owner`` is no folder here. What is in the cache already is never asked for.
-
-    Args:
-        name: What the user wrote.
-        kind: ``model`` or ``dataset``.
-        file: A file whose presence in the cache makes the network needless.
-        revision: Revision of that file.
+    A hub id is ``owner/name`` where ``owner`` is no folder here. The hub is not asked where the cache has that file of it.
 
     Raises:
-        NotFound: Says which of the two.
+        NotFound: Says which of the two; ``kind`` is ``model`` or ``dataset``.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -197,9 +191,7 @@ def find_device(name: str) -> torch.device:
 
 
 def four_bit_config(compute: torch.dtype) -> Any:
-    """Configuration of a base in 4 bits (NF4) whose products are computed in a type, as QLoRA does.
-
-    Heads and poolers, which are trained whole, stay as they are.
+    """Configuration of a base in 4 bits (NF4) whose products are computed in a type, as QLoRA does; heads and poolers stay.
 
     Raises:
         MissingDependency: bitsandbytes is not installed.

@@ -41,10 +41,7 @@ def keep_freed() -> None:
 def in_threads(work: Callable[[T], None], items: Sequence[T], workers: int | None = None) -> None:
     """Do many small things side by side, one thread each, where torch's own threads would find too little to share.
 
-    Args:
-        work: Called once per item.
-        items: In order of their beginning.
-        workers: Threads; as many as torch has by default. With one, or one item, nothing is started.
+    There are as many ``workers`` as torch has threads by default; with one, or one item, nothing is started.
     """
     threads = torch.get_num_threads()
     workers = threads if workers is None else workers
@@ -53,10 +50,9 @@ def in_threads(work: Callable[[T], None], items: Sequence[T], workers: int | Non
             work(item)
         return
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found = [pool.submit(work, item) for item in items]
+        done = pool.map(work, items)
     torch.set_num_threads(threads)
-    for each in found:
-        each.result()
+    list(done)  # raises what a thread raised
 
 
 def free_bytes(device: torch.device | str = "cpu") -> int:

@@ -62,25 +62,14 @@ def _tensors(file: Path, names: Iterable[str] | None = None) -> dict[str, torch.
 
 
 class Mapped:
-    """Where a model's weights lie, and which of its layers are at hand.
+    """Where the weights of a model made from mapped tensors lie, and which of its layers are at hand.
 
-    Args:
-        model: Made from mapped tensors.
-        places: ``(file, name)`` of these tensors by the addresses of their values.
-        dtype: In which layers compute.
-        device: Where layers compute.
-
-    Attributes:
-        places: ``{parameter name: (file, tensor name)}`` of the parameters that are mapped.
+    ``places`` has file and name of these tensors by the address of their values, and as an attribute by the parameter's name.
+    Layers compute in that precision on that device.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        places: Mapping[int, tuple[Path, str]],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, model: nn.Module, places: Mapping[int, tuple[Path, str]], *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.model, self.dtype, self.device = weakref.ref(model), dtype, device
         self.parameters = dict(model.named_parameters())
@@ -188,14 +177,9 @@ class Mapped:
 def load_mapped(
     model_class: Any, config: Any, folder: Path | str, *, dtype: torch.dtype | None, device: torch.device
 ) -> tuple[nn.Module, Mapping[str, Any]]:
-    """A model made from the files of a folder without copying them, and what transformers reports of its loading.
+    """A model made from the safetensors files of a folder without copying them, and what transformers reports of its loading.
 
-    Args:
-        model_class: A class of transformers, or one of its automatic ones.
-        config: Its configuration.
-        folder: With safetensors files.
-        dtype: In which layers compute; the type of most of the stored weights where it is None.
-        device: Where layers compute.
+    Layers compute in ``dtype``, or where that is None in the type of most of the stored weights.
 
     Raises:
         CorruptFile: A file cannot be read.

@@ -21,13 +21,7 @@ BESIDE = 1 << 22  # bytes of tokenizer, plan and receipt
 
 
 def check_room(model: nn.Module, out: Path | str, *, resume: Path | str | None = None, plan: Plan | None = None) -> None:
-    """Refuse to make a checkpoint as large as this model where it, or the parts of the run, could not be saved.
-
-    Args:
-        model: The model.
-        out: Where its checkpoint will lie.
-        resume: Where finished layers are kept meanwhile.
-        plan: The plan, whose matrices those layers are.
+    """Refuse to make a checkpoint as large as this model where it, or the planned matrices of a resumed run, find no room.
 
     Raises:
         InvalidInput: Says what is needed and what is free.
@@ -49,13 +43,7 @@ def save_pruned(
     The folder appears complete or not at all. The weights are stored densely, zeros included, so that every runtime reads
     them; no ``sparsity_config`` is written, because runtimes without sparse kernels refuse such models.
 
-    Args:
-        model: The pruned model.
-        tokenizer: Saved beside it where it is not None.
-        plan: The plan that was applied.
-        receipt: What :func:`layerbudget.decisions.sparsity.apply.prune` returned.
-        out_dir: Must not exist, or be empty.
-        overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
+    With ``overwrite`` the files that the folder's ``manifest.json`` names are replaced, and no others.
 
     Raises:
         AlreadyExists: The folder exists and is not empty (with ``overwrite``: and is none of ours).

@@ -60,19 +60,11 @@ class Units:
         self.modules = [m for b in self.blocks for m in b.modules]
         self.first: dict[str, int] = {}
         self.groups: dict[str, int] = {}
-        sizes: list[np.ndarray] = []
-        units = 0
-        for block in self.blocks:
-            if rows is None:
-                sizes.append(np.array([block.numel]))
+        sizes = [np.array([b.numel]) if rows is None else _sizes(b.modules[0], rows) for b in self.blocks]
+        starts = np.cumsum([0, *(len(size) for size in sizes)])
+        for block, start, size in zip(self.blocks, starts, sizes, strict=False):
             for m in block.modules:
-                if rows is not None:
-                    if m.copies > 1 and m.d_out % rows:
-                        what = f"The experts of {m.name} have {m.d_out} rows, which do not split into groups of {rows}."
-                        raise InvalidInput(what, "", "Choose a divisor, or decide by linear.")
-                    sizes.append(np.tile(members(m.d_out, rows) * m.d_in, m.copies))
-                self.first[m.name], self.groups[m.name] = units, len(sizes[-1])
-            units += len(sizes[-1])
+                self.first[m.name], self.groups[m.name] = int(start), len(size)
         self.numel = np.concatenate(sizes).astype(np.int64)
 
     @classmethod
@@ -118,6 +110,14 @@ class Units:
         if self.rows is None:
             return blocks, None
         return blocks, RowGroups(size=self.rows, counts={m.name: counts[self.of(m.name)] for m in self.modules})
+
+
+def _sizes(m: Module, rows: int) -> np.ndarray:
+    """Parameters of every group of rows of a matrix."""
+    if m.copies > 1 and m.d_out % rows:
+        what = f"The experts of {m.name} have {m.d_out} rows, which do not split into groups of {rows}."
+        raise InvalidInput(what, "", "Choose a divisor, or decide by linear.")
+    return np.tile(members(m.d_out, rows) * m.d_in, m.copies)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -203,20 +203,16 @@ class TreatedModel:
             listen=moments_of_sites(gathered, self.treatment.statistic, self.folder) if reads and not self.fused else None,
         )
         self.passes += terms.passes
-        if reads and self.fused:  # their inputs are formed inside their module
-            gathered = self._again().found
+        if reads and self.fused:  # their inputs are formed inside their module: a forward of its own
+            found, walk = self._statistics(), self.reference.walk
+            with inference(self.model):
+                walk.capture()
+                found.finals(walk)
+            gathered = found.found
             self.passes += 1.0
         elif reads:
             share_statistics(gathered)
         return Point(**vars(terms), counts=counts, given=given, levels=levels, moments=gathered)
-
-    def _again(self) -> InputStatistics:
-        """Statistics of the model's inputs as it is now, by a forward of its own."""
-        found, walk = self._statistics(), self.reference.walk
-        with inference(self.model):
-            walk.capture()
-            found.finals(walk)
-        return found
 
     def apply(self, counts: np.ndarray) -> float:
         """Divergence of a plan as the pruner itself applies it, each layer seeing what the treated ones below it give."""
