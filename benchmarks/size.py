@@ -157,7 +157,7 @@ def task(name: str, model: Any, data: CalibrationSet, batch_size: int, folder: P
     if name in ("wanda", "sparsegpt", "magnitude"):
         plan = lb.plan_sparsity(partition(model, "layer"), sparsity=0.5, rule="uniform")
         given = None if name == "magnitude" else data
-        return lambda: lb.prune(model, plan, given, name, batch_size, folder=folder)
+        return lambda: lb.prune(model, plan, given, name, batch_size)
     if name == "perplexity":
         return lambda: lb.perplexity(model, data, batch_size=batch_size)
     if name == "measure":
@@ -204,6 +204,7 @@ def run_one(given: argparse.Namespace) -> dict[str, Any]:
     watch.start()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=given.scratch) as folder:
+        tempfile.tempdir = folder  # finished layers of streamed models lie there too
         result = task(given.task, model, data, given.batch_size, Path(folder))()
     seconds = time.perf_counter() - start
     watch.ended.set()

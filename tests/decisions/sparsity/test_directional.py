@@ -43,12 +43,8 @@ def uneven(name="llama"):
     [
         ("layer", "wanda"),
         ("linear", "magnitude"),
-        ("linear", "wanda"),
         ("linear", "sparsegpt"),
-        ("rows:1", "wanda"),
-        ("rows:5", "magnitude"),
         ("rows:5", "wanda"),
-        ("rows:5", "sparsegpt"),
     ],
 )
 def test_a_plan_is_better_than_uniform_and_does_what_it_says(by, method):
@@ -117,11 +113,11 @@ def test_padding_and_batches_change_nothing():
     assert plans[0].extra["measured"] == pytest.approx(plans[1].extra["measured"], rel=1e-2)
 
 
-@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
-def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, method):
+@pytest.mark.parametrize(("method", "by"), [("wanda", "rows:4"), ("sparsegpt", "linear")])
+def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, method, by):
     model, data = uneven(), zoo.tokens()
     before = copy.deepcopy(model.state_dict())
-    options = {"by": "rows:4", "passes": 19, "batch_size": 8, "method": method}
+    options = {"by": by, "passes": 19, "batch_size": 8, "method": method}
     whole = plan_sparsity(model, data, **options)
     look, calls = TreatedModel.evaluate, []
 
@@ -137,7 +133,7 @@ def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, me
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     monkeypatch.setattr(TreatedModel, "evaluate", look)
     again = plan_sparsity(model, data, resume=str(tmp_path / "kept"), **options)
-    assert again.digest == whole.digest and again.extra["rows"].digest == whole.extra["rows"].digest
+    assert again.digest == whole.digest and again.rows == whole.rows
     with pytest.raises(ModelMismatch):
         plan_sparsity(model, data, resume=str(tmp_path / "kept"), **{**options, "sparsity": 0.6})
 
