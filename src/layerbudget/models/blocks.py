@@ -224,10 +224,7 @@ _FUSED = ("out_proj", "conv1d")
 
 
 def adaptable(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[Block], list[str]]:
-    """Blocks without the matrices on which no adapter can go, and the names of those matrices.
-
-    A block that loses all its matrices is left out.
-    """
+    """The blocks that are left without the matrices on which no adapter can go, and the names of those matrices."""
     names = [m.name for b in blocks for m in b.modules]
     lost = _renamed(model, names)
     if getattr(getattr(model, "config", None), "model_type", None) in _MIXERS:
@@ -237,10 +234,7 @@ def adaptable(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[Block], l
 
 
 def _renamed(model: nn.Module, names: Sequence[str]) -> set[str]:
-    """Linear layers whose names PEFT takes for those of single experts that transformers 5 holds in one stack.
-
-    Asked of PEFT itself, with all Linear layers as targets: what it turns into parameters of the stack gets no adapter.
-    """
+    """Linear layers that PEFT takes for single experts of a stack, asked of PEFT itself: these get no adapter."""
     if not any(p.ndim == 3 for p in model.parameters()):
         return set()
     try:
@@ -334,14 +328,8 @@ def describe(model: nn.Module, identifier: str | None = None) -> dict[str, Any]:
 _FINITE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def known_finite(model: nn.Module) -> None:
-    """Spare a model whose weights lie on disk further readings of all of them."""
-    check_finite(model)
-    _FINITE.add(model)
-
-
-def check_finite(model: nn.Module) -> None:
-    """Refuse a model with NaN or infinite weights.
+def check_finite(model: nn.Module, *, once: bool = False) -> None:
+    """Refuse a model with NaN or infinite weights; ``once`` spares one whose weights lie on disk further readings of them.
 
     Raises:
         BadModel: Names the first such tensor.
@@ -354,3 +342,5 @@ def check_finite(model: nn.Module) -> None:
             raise BadModel(
                 f"{name} holds {bad} values that are not finite.", "Weights must be finite.", "Reload or repair the checkpoint."
             )
+    if once:
+        _FINITE.add(model)

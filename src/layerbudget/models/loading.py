@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import BadModel, CorruptFile, InvalidInput, LayerbudgetError, MissingDependency, NotFound, UnknownStructure
 from ..records import Block
 from ..storage import reading
-from .blocks import check_finite, known_finite, partition, pretrained, text_config
+from .blocks import check_finite, partition, pretrained, text_config
 from .machine import SHARE, free_bytes
 from .offload import load_mapped, mapped
 
@@ -332,7 +332,7 @@ def load_model(
             "Download or save the whole checkpoint.",
         )
     model = pretrained(unpacked(model if four_bit or streamed else model.to(place)).eval())
-    known_finite(model) if streamed else check_finite(model)
+    check_finite(model, once=bool(streamed))
     model.config._name_or_path = name
     return model
 

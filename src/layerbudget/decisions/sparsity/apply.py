@@ -50,13 +50,13 @@ def prune(
 ) -> Receipt:
     """Prune a model in place under a plan, and return the receipt.
 
-    Every block loses exactly the planned number of weights, unless ``parity`` or ``pattern`` is given. The number is split over
-    the matrices of the block in proportion to their size. Layers are pruned in order. A layer first runs dense, to collect the
-    statistics of its inputs. Then it runs pruned, to give the next layer its inputs.
+    Every block loses exactly the planned number of weights, unless ``parity`` or ``pattern`` is given, split over its matrices
+    in proportion to their size. A layer first runs dense, to collect the statistics of its inputs, then pruned, to give the
+    next layer its inputs.
 
     Args:
-        model: Any transformers model with one list of layers. Changed in place; no copy is made.
-        plan: A sparsity plan of this model, per block or per Linear.
+        model: Any transformers model with one list of layers.
+        plan: A sparsity plan of this model.
         data: Calibration tokens; not needed for ``magnitude``.
         method: ``magnitude``, ``wanda``, ``sparsegpt``, or a treatment of your own (:mod:`layerbudget.compressors.base`).
             Without one it is the plan's own, with the options that it was measured with; ``wanda`` where none was measured.

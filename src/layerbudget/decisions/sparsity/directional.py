@@ -107,18 +107,13 @@ def plan_by_damage(
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Path:
-    """Where a descent went: accepted plans, a record of each, and what the model at the last one wants.
+    """Where a descent went, and what the model at the last point wants."""
 
-    Attributes:
-        goal: The plan that it wants, not visited; None where it wants nothing.
-        promise: What that would change, by the model.
-    """
-
-    counts: list[np.ndarray]
-    log: list[dict[str, Any]]
+    counts: list[np.ndarray]  # accepted plans
+    log: list[dict[str, Any]]  # a record of each
     solution: Solution | None = None
-    goal: np.ndarray | None = None
-    promise: float = 0.0
+    goal: np.ndarray | None = None  # the plan that it wants, not visited; None where it wants nothing
+    promise: float = 0.0  # what that would change, by the model
 
 
 def _descend(

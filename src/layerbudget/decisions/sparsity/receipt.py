@@ -19,44 +19,26 @@ from ...records import Block, Record, Result
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Receipt(Record):
-    """The record of one pruning run.
-
-    Attributes:
-        method: ``magnitude``, ``wanda``, ``sparsegpt``, ...
-        settings: Pattern, parity, batch size and whatever else decided the masks.
-        plan_digest: Content hash of the plan.
-        model: ``{id, revision, digest}`` before pruning.
-        data: Calibration provenance; empty for magnitude.
-        blocks: ``{name: {numel, planned, zeros, sparsity}}``.
-        modules: ``{name: {numel, zeros, sparsity}}``.
-        sparsity: Zeros over prunable weights, recounted (embeddings, head, norms and biases are not prunable weights).
-        planned: The plan's own total.
-        forwards: Forwards of one block on one batch that were run.
-        seconds: Wall time.
-        notes: Everything that deserves a sentence.
-        versions: Of Python, torch and transformers.
-        rows: ``{size, groups, exact, digest}`` of a plan that decides groups of rows: how many hold exactly what was planned.
-        made_by: The command that made it; empty where Python did.
-    """
+    """The record of one pruning run. Prunable weights are those of matrices in the layers: no embeddings, head, norms, biases."""
 
     what: ClassVar[str] = "receipt"
     command: ClassVar[str] = "apply"
 
     method: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # pattern, parity, batch size and whatever else decided the masks
     plan_digest: str
-    model: Mapping[str, Any]
-    data: Mapping[str, Any]
-    blocks: Mapping[str, Mapping[str, Any]]
-    modules: Mapping[str, Mapping[str, Any]]
-    sparsity: float
-    planned: float
-    forwards: int
+    model: Mapping[str, Any]  # id, revision, digest, before pruning
+    data: Mapping[str, Any]  # calibration provenance; empty for magnitude
+    blocks: Mapping[str, Mapping[str, Any]]  # {name: {numel, planned, zeros, sparsity}}
+    modules: Mapping[str, Mapping[str, Any]]  # {name: {numel, zeros, sparsity}}
+    sparsity: float  # zeros over prunable weights, recounted
+    planned: float  # the plan's own total
+    forwards: int  # of one block on one batch
     seconds: float
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    rows: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    made_by: str = ""
+    rows: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # see recount_rows
+    made_by: str = ""  # the command that made it; empty where Python did
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

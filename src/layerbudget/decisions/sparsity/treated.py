@@ -122,19 +122,12 @@ def _sizes(m: Module, rows: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Point(QuadraticTerms):
-    """Measurements at the point where a plan had put the model.
+    """Measurements at the point where a plan had put the model."""
 
-    Attributes:
-        counts: The plan: pruned entries of every unit.
-        given: Statistics with which the model was treated.
-        levels: Sparsities of every unit along which the terms were taken, ``(K, L)``.
-        moments: Statistics of the inputs here.
-    """
-
-    counts: np.ndarray
-    given: Found
-    levels: np.ndarray
-    moments: Found
+    counts: np.ndarray  # the plan: pruned entries of every unit
+    given: Found  # statistics with which the model was treated
+    levels: np.ndarray  # sparsities of every unit along which the terms were taken, (K, L)
+    moments: Found  # statistics of the inputs here
 
 
 class TreatedModel:
