@@ -19,7 +19,7 @@ from ...records import Block, Record, Result
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Receipt(Record):
-    """The record of one pruning run. Prunable weights are those of matrices in the layers: no embeddings, head, norms, biases."""
+    """The record of one pruning run. Prunable weights are the matrices of the layers: no embeddings, head, norms or biases."""
 
     what: ClassVar[str] = "receipt"
     command: ClassVar[str] = "apply"
