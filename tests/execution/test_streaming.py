@@ -126,14 +126,6 @@ def test_plans_by_directional_damage_are_those_of_the_whole_model(folders, name,
     assert [p.digest for p in found[0]] == [p.digest for p in found[1]]
 
 
-def test_half_of_the_text_judges_streamed_models_too(folders):
-    models = [load_model(str(folders["llama-tied", "bfloat16"]), dtype="float32", stream=s) for s in (False, True)]
-    given = {"by": ("layer", "linear"), "method": "sparsegpt", "passes": 18, "batch_size": 4}
-    tried = [plan_sparsity(m, zoo.tokens(samples=6), **given).extra["tried"] for m in models]
-    assert tried[0].keys() == tried[1].keys()
-    assert all(tried[0][by] == pytest.approx(tried[1][by], rel=1e-5) for by in tried[0])
-
-
 def test_bad_checkpoints_are_refused_in_a_sentence(folders, tmp_path):
     with pytest.raises((InvalidInput, BadModel), match="safetensors"):
         (tmp_path / "empty").mkdir()
