@@ -14,7 +14,6 @@ from layerbudget.decisions.ranks.plan import plan_ranks
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.records import dumps, write_text
 from layerbudget.report.data import solved_grid
-from layerbudget.report.figures import new_figure, save_figure
 from layerbudget.report.page import build_page, write_report
 from layerbudget.report.tables import grid_of
 
@@ -23,7 +22,7 @@ DEMO = [
     {"model": "dense", "target": None, "sparsity": 0.0, "perplexity": 3.0, "standard_error": 0.1},
     {"model": "uniform", "target": 0.5, "sparsity": 0.5, "perplexity": 4.0, "standard_error": 0.1, "log_difference": None},
     {"model": "curvature plan", "target": 0.5, "sparsity": 0.5, "perplexity": 3.9, "standard_error": 0.1,
-     "log_difference": -0.03, "log_difference_error": 0.01, "predicted": 0.2, "measured": 0.25},
+     "log_difference": -0.03, "log_difference_error": 0.01},
 ]  # fmt: skip
 
 
@@ -51,7 +50,7 @@ def by_rank():
 @pytest.fixture
 def folders(tmp_path):
     """One folder of each kind."""
-    for name in ("demo", "scores", "ranks", "experts", "pruned", "tuned", "other", "compared", "reproduced"):
+    for name in ("demo", "scores", "ranks", "experts", "pruned", "tuned", "other", "compared"):
         (tmp_path / name).mkdir()
     scores = zoo.scores([1.0, 2.0, 3.0])
     scores.save(tmp_path / "demo" / "scores.json")
@@ -71,16 +70,6 @@ def folders(tmp_path):
     }  # fmt: skip
     write_text(tmp_path / "tuned" / "result.json", dumps(tuned))
     write_text(tmp_path / "compared" / "comparison.json", dumps(CONTEST))
-    claims = [{"claim": "a above b", "met": True, "detail": "by 2"}, {"claim": "b above c", "met": None, "detail": "p = 1"}]
-    paper = {
-        "experiment": "experts",
-        "items": ["table-5"],
-        "setting": {"scale": "small"},
-        "finding": "a wins",
-        "claims": claims,
-    }
-    write_text(tmp_path / "reproduced" / "result.json", dumps(paper))
-    save_figure(new_figure(2, 2), tmp_path / "reproduced" / "figure.png")
     write_text(tmp_path / "other" / "table.json", dumps({"sentence": "x", "rows": [{"name": "a<b", "value": 1.5}]}))
     return tmp_path
 
@@ -102,8 +91,7 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
         "ranks": ("LoRA ranks", "take uniform", "No command is recorded"),
         "experts": ("9 LoRA experts", "The plan in words"),
         "tuned": ("rows.jsonl: ranks, rule by-rank", "Before: 2.5000", "told from", "loss before"),
-        "compared": ("6 plans of sparsity compared: owl(own) is first", 'data-chart="curve"', "The comparison: made"),
-        "reproduced": ("Table 5 of the paper", "A wins.", "Met: a above b (by 2).", "Open: b above c", "data:image/png"),
+        "compared": ("6 plans of sparsity compared: owl(own) is first", 'data-chart="paired"', "The comparison: made"),
         "other": ("Results of other", "a&lt;b"),
     }  # fmt: skip
     for name, parts in said.items():
@@ -117,11 +105,11 @@ def test_every_kind_of_folder_has_its_headline(folders, pruned):
 def test_the_grid_is_the_planners_own(folders):
     scores = zoo.scores([1.0, 2.0, 3.0])
     grid = solved_grid(scores, "sparsity")
-    for budget, column in ((0.3, grid["budgets"].index(0.3)), (0.6, grid["budgets"].index(0.6))):
-        for row, exponent in enumerate(grid["exponents"]):
-            plan = plan_sparsity(scores, sparsity=budget, exponent=exponent)
-            assert grid["plans"][row][column]["values"] == pytest.approx(plan.values, rel=1e-3)
-    assert solved_grid(by_rank(), "ranks")["exponents"] == [] and solved_grid(scores, "shapes") is None
+    for budget in (0.3, 0.6):
+        plan = plan_sparsity(scores, sparsity=budget)
+        assert grid["plans"][grid["budgets"].index(budget)]["values"] == pytest.approx(plan.values, rel=1e-3)
+        assert grid["budgets"][solved_grid(scores, "sparsity", plan)["start"]] == budget
+    assert solved_grid(scores, "shapes") is None
     ranks = solved_grid(by_rank(), "ranks")
     assert max(ranks["budgets"]) < 64, "budgets beyond what was measured have no place"
 
@@ -143,11 +131,9 @@ const errors = console.error; console.error = (...a) => { trouble.push(a.join(' 
 ACT = """
 <script>
 const heights = () => [...document.querySelectorAll('figure[data-chart=water] .bar')].map(b => b.getAttribute('height')).join();
-const before = heights(), slider = document.getElementById('budget'), exponent = document.getElementById('exponent');
+const before = heights(), slider = document.getElementById('budget');
 const found = {bars: before.split(',').length, wide: document.documentElement.scrollWidth <= innerWidth};
 if (slider) { slider.value = slider.max; slider.dispatchEvent(new Event('input')); found.moved = heights() !== before; }
-const after = heights();
-if (exponent) { exponent.value = 0; exponent.dispatchEvent(new Event('input')); found.exponent = heights() !== after; }
 if (slider) { document.getElementById('own').click(); found.back = heights() === before; }
 const first = document.querySelector('.cell');
 if (first) {
@@ -178,4 +164,3 @@ def test_in_a_browser_the_slider_moves_the_bars_and_nothing_is_reported(folders,
         assert found["svg"] >= 1
         if name in ("demo", "ranks"):
             assert found["moved"] and found["back"] and found["walked"] and found["cells"] >= 3, (name, found)
-            assert found.get("exponent", True)

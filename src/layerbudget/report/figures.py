@@ -15,14 +15,12 @@ from ..scores import Scores
 from ..storage.writing import write_bytes
 
 INK, ACCENT, MUTED, ALERT = "#1f2933", "#0b7285", "#adb5bd", "#d9480f"
+_COLOURS = {"mdl": ACCENT, "curvature plan": ACCENT, "uniform": INK, "permuted": MUTED, "directional": ALERT,
+            "directional plan": ALERT, "dense": "#74b816"}  # fmt: skip
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure that needs no display.
-
-    Raises:
-        MissingDependency: matplotlib is not installed.
-    """
+    """Return an empty figure that needs no display, or say that matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -34,25 +32,18 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path | str) -> Path:
-    """Write a PNG for screens and, beside it, an SVG for papers whose words stay words; equal bytes for equal figures.
-
-    Args:
-        figure: From :func:`new_figure`.
-        path: Of the PNG.
-    """
+    """Write a PNG and, beside it, an SVG whose words stay words; equal bytes for equal figures. Returns the PNG's path."""
     from matplotlib import rc_context
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "layerbudget"}):
-        for suffix, own in ((path.suffix or ".png", {"dpi": 130, "metadata": {"Software": None}}), (".svg", _SVG)):
+        png, svg = {"dpi": 130, "metadata": {"Software": None}}, {"metadata": {"Date": None, "Creator": None}}
+        for suffix, own in ((path.suffix or ".png", png), (".svg", svg)):
             text = io.BytesIO()
             figure.savefig(text, format=suffix[1:], **own)
             write_bytes(path.with_suffix(suffix), text.getvalue(), overwrite=True)
     return path
-
-
-_SVG = {"metadata": {"Date": None, "Creator": None}}
 
 
 def _plain(axes: Any, title: str) -> None:
@@ -61,18 +52,16 @@ def _plain(axes: Any, title: str) -> None:
     axes.tick_params(labelsize=8)
 
 
-def _vector(row: Sequence[float | None], missing: float = np.nan) -> np.ndarray:
-    return np.array([missing if v is None else v for v in row], dtype=np.float64)
+def _vector(row: Sequence[float | None]) -> np.ndarray:
+    return np.array([np.nan if v is None else v for v in row])
 
 
-def draw_gains(axes: Any, scores: Scores, damping: float | None = None) -> None:
+def _draw_gains(axes: Any, scores: Scores) -> None:
     """Bars of the scores with standard errors, and the noise floor of each block as a line."""
-    row = scores.index(damping)
-    gain = _vector(scores.gain[row])
-    error = _vector(scores.standard_error[row], missing=0.0)
-    x = np.arange(len(gain))
+    row = scores.index()
+    x, gain, floor = np.arange(len(scores.blocks)), _vector(scores.gain[row]), _vector(scores.noise_floor[row])
+    error = np.nan_to_num(_vector(scores.standard_error[row]))
     axes.bar(x, gain, color=ACCENT, yerr=error, error_kw={"lw": 0.8, "ecolor": INK})
-    floor = _vector(scores.noise_floor[row])
     if np.isfinite(floor).any():
         axes.hlines(floor, x - 0.4, x + 0.4, color=ALERT, lw=1.5, label="noise floor")
         axes.legend(fontsize=8, frameon=False)
@@ -81,27 +70,25 @@ def draw_gains(axes: Any, scores: Scores, damping: float | None = None) -> None:
     axes.set_ylabel(scores.unit, fontsize=8)
 
 
-def draw_plans(axes: Any, plans: Sequence[Plan]) -> None:
-    """The plans as steps over the blocks."""
-    colours = {"mdl": ACCENT, "uniform": INK, "permuted": MUTED, "calibrated": ALERT, "directional": ALERT}
+def _draw_plans(axes: Any, plans: Sequence[Plan]) -> None:
+    """The plans as steps over the blocks; matrices stand within their layers."""
     for plan in plans:
-        x = (np.arange(len(plan.blocks)) + 0.5) * len(plans[0].blocks) / len(plan.blocks) - 0.5  # matrices within their layers
-        axes.step(x, plan.values, where="mid", label=plan.rule, color=colours.get(plan.rule), lw=1.8)
+        x = (np.arange(len(plan.blocks)) + 0.5) * len(plans[0].blocks) / len(plan.blocks) - 0.5
+        axes.step(x, plan.values, where="mid", label=plan.rule, color=_COLOURS.get(plan.rule), lw=1.8)
     _plain(axes, "the plan: " + plans[0].kind + " per block")
     axes.set_xlabel("block", fontsize=8)
     axes.legend(fontsize=8, frameon=False)
 
 
-def draw_results(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+def _draw_results(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """Perplexity of every model, grouped by target."""
     labels = [r["model"] if r["target"] is None else f"{r['model']} {r['target']:.0%}" for r in rows]
-    colours = {"curvature plan": ACCENT, "uniform": INK, "permuted": MUTED, "dense": "#74b816", "directional plan": ALERT}
     y = np.arange(len(rows))[::-1]
-    values = [r["perplexity"] for r in rows]
-    axes.barh(y, values, xerr=[r["standard_error"] for r in rows], color=[colours.get(r["model"], ACCENT) for r in rows])
+    values, errors = [r["perplexity"] for r in rows], [r["standard_error"] for r in rows]
+    axes.barh(y, values, xerr=errors, color=[_COLOURS.get(r["model"], ACCENT) for r in rows])
     axes.set_yticks(y, labels, fontsize=8)
-    for place, value, row in zip(y, values, rows, strict=True):
-        axes.text(value + row["standard_error"], place, f"  {value:.2f}", va="center", fontsize=8, color=INK)
+    for place, value, error in zip(y, values, errors, strict=True):
+        axes.text(value + error, place, f"  {value:.2f}", va="center", fontsize=8, color=INK)
     axes.margins(x=0.18)
     _plain(axes, "the result: held-out perplexity (lower is better)")
 
@@ -110,23 +97,7 @@ def overview(scores: Scores, plans: Sequence[Plan], rows: Sequence[Mapping[str, 
     """One PNG: gains, plans, results."""
     figure = new_figure(13, 4.2)
     axes = figure.subplots(1, 3)
-    draw_gains(axes[0], scores)
-    draw_plans(axes[1], plans)
-    draw_results(axes[2], rows)
-    return save_figure(figure, path)
-
-
-def damping_sweep(scores: Scores, path: Path | str) -> Path:
-    """Share of every block against the damping: where lines cross, the ranking depends on the damping."""
-    figure = new_figure(7, 4.2)
-    axes = figure.subplots()
-    table = np.stack([_vector(row) for row in scores.gain])
-    share = table / np.nansum(table, axis=1, keepdims=True)
-    for k, name in enumerate(scores.names):
-        axes.plot(scores.damping, share[:, k], marker="o", ms=3, lw=1.2, label=name.rsplit(".", 1)[-1])
-    if all(d > 0 for d in scores.damping):
-        axes.set_xscale("log")
-    axes.set_xlabel(f"damping ({scores.damping_unit})", fontsize=8)
-    axes.legend(fontsize=7, ncols=2, frameon=False, title="block", title_fontsize=7)
-    _plain(axes, f"{scores.estimator}: share of each block against the damping")
+    _draw_gains(axes[0], scores)
+    _draw_plans(axes[1], plans)
+    _draw_results(axes[2], rows)
     return save_figure(figure, path)

@@ -33,10 +33,10 @@ function layers(names, x, y) {
 const short = name => name.replace(/^.*?\.(\d+)(\.|$)/, "$1 ").trim();
 
 // --- what is shown now: the plan itself, or a place of the grid
-const state = {own: !!(D.value), exponent: G ? G.start[0] : 0, budget: G ? G.start[1] : 0};
+const state = {own: !!(D.value), budget: G ? G.start : 0};
 function shown() {
   if (state.own || !G) return {values: D.value, cap: D.water && D.water.cap, uniform: D.water && D.water.uniform};
-  return G.plans[state.exponent][state.budget];
+  return G.plans[state.budget];
 }
 const capOf = (now, k) => Array.isArray(now.cap) ? now.cap[k] : now.cap;
 function ceiling() {
@@ -133,8 +133,6 @@ function say() {
   if (!said || !G) return;
   const now = shown(), v = now.values;
   document.querySelector("output[for=budget]").textContent = num(G.budgets[state.budget]);
-  const e = document.querySelector("output[for=exponent]");
-  if (e) e.textContent = num(G.exponents[state.exponent]);
   const mean = v.reduce((a, b) => a + b, 0) / v.length, sd = Math.sqrt(v.reduce((a, b) => a + (b - mean) ** 2, 0) / v.length);
   const capped = now.cap ? v.filter((x, k) => x >= capOf(now, k) - 1e-6).length : 0;
   said.textContent = (state.own ? "The plan of this folder: " : "Solved for these settings: ") +
@@ -200,46 +198,14 @@ function paired() {
   f.innerHTML = `<svg viewBox="0 0 ${W} ${H}">${h}</svg><p class="tip">difference in ${esc(D.paired.unit)}</p>${words}`;
 }
 
-function predicted() {
-  const f = figure("predicted");
-  if (!f) return;
-  const P = D.predicted.pairs, W = Math.min(width(f), 560), H = 280, L = 60, B = 40;
-  const top = Math.max(...P.map(p => Math.max(p.x, p.y))) * 1.1 || 1, x = v => L + (W - L - 20) * v / top, y = v => 10 + (H - B - 10) * (1 - v / top);
-  let h = ticks(0, top, 4).map(t => `<line class="axis" x1="${L}" x2="${W - 20}" y1="${y(t)}" y2="${y(t)}"/><text class="soft" text-anchor="end" x="${L - 6}" y="${y(t) + 4}">${num(t)}</text><text class="soft" text-anchor="middle" x="${x(t)}" y="${H - B + 16}">${num(t)}</text>`).join("");
-  h += `<line x1="${x(0)}" y1="${y(0)}" x2="${x(top)}" y2="${y(top)}" stroke="var(--warm)" stroke-dasharray="5 4"/>`;
-  P.forEach(p => { h += `<circle cx="${x(p.x)}" cy="${y(p.y)}" r="6" fill="var(--hi)"><title>${esc(p.label)}: predicted ${num(p.x)}, measured ${num(p.y)}</title></circle>`; });
-  f.innerHTML = `<svg viewBox="0 0 ${W} ${H}" style="max-width:${W}px">${h}</svg><p class="tip">predicted (across) against measured (up), ${esc(D.predicted.unit)}</p>`;
-}
-
-function curve() {
-  const f = figure("curve");
-  if (!f) return;
-  const C = D.curve, W = width(f), H = 280, L = 56, B = 38, all = C.series.flatMap(s => s.points);
-  const xs = all.map(p => p[0]), ys = all.map(p => p[1]), x0 = Math.min(...xs), x1 = Math.max(...xs), y0 = Math.min(...ys), y1 = Math.max(...ys);
-  const pad = (y1 - y0 || 1) * .08, x = v => L + (W - L - 16) * (v - x0) / (x1 - x0 || 1), y = v => 10 + (H - B - 10) * (1 - (v - y0 + pad) / (y1 - y0 + 2 * pad));
-  let h = ticks(y0, y1, 5).map((t, _, all) => `<line class="axis" x1="${L}" x2="${W - 16}" y1="${y(t)}" y2="${y(t)}"/><text class="soft" text-anchor="end" x="${L - 6}" y="${y(t) + 4}">${mark(t, all)}</text>`).join("");
-  h += [...new Set(xs)].map(t => `<text class="soft" text-anchor="middle" x="${x(t)}" y="${H - B + 18}">${num(t)}</text>`).join("");
-  const hue = i => `hsl(${(205 + i * 47) % 360} 55% var(--lift))`;
-  C.series.forEach((s, i) => {
-    const plain = s.name === "uniform", col = plain ? "var(--ink)" : hue(i);
-    h += `<polyline fill="none" stroke="${col}" stroke-width="2" ${plain ? 'stroke-dasharray="6 4"' : ""} points="${s.points.map(p => x(p[0]) + "," + y(p[1])).join(" ")}"/>`;
-    h += s.points.map(p => `<circle cx="${x(p[0])}" cy="${y(p[1])}" r="4" fill="${col}"><title>${esc(s.name)} at ${num(p[0])}: ${+p[1].toPrecision(5)}</title></circle>`).join("");
-  });
-  const keys = C.series.map((s, i) => `<span style="white-space:nowrap;margin-right:1em"><b style="color:${s.name === "uniform" ? "var(--ink)" : hue(i)}">${s.name === "uniform" ? "╌" : "━"}</b> ${esc(s.name)}</span>`).join("");
-  f.innerHTML = `<svg viewBox="0 0 ${W} ${H}">${h}</svg><p class="tip">${keys}</p><p class="tip">${esc(C.budget)} (across) and ${esc(C.unit)} (up)</p>`;
-}
-
 function moving() { network(); water(); say(); }
-function all() { moving(); gains(); results(); paired(); curve(); predicted(); }
-for (const id of ["budget", "exponent"]) {
-  const input = document.getElementById(id);
-  if (input) input.addEventListener("input", () => { state[id] = +input.value; state.own = false; moving(); });
-}
-const own = document.getElementById("own");
+function all() { moving(); gains(); results(); paired(); }
+const slider = document.getElementById("budget"), own = document.getElementById("own");
+if (slider) slider.addEventListener("input", () => { state.budget = +slider.value; state.own = false; moving(); });
 if (own) own.addEventListener("click", () => {
   if (!D.value) return;
-  state.own = true; [state.exponent, state.budget] = G.start;
-  for (const id of ["budget", "exponent"]) { const i = document.getElementById(id); if (i) i.value = state[id]; }
+  state.own = true;
+  slider.value = state.budget = G.start;
   moving();
 });
 for (const c of document.querySelectorAll("pre code"))  // a flag is not broken at its dashes

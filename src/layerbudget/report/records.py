@@ -1,29 +1,21 @@
-"""Results of a folder, by kind: scores, plans, receipts, fine-tunings, comparisons and anything else with rows."""
+"""Results of a folder, by kind: what they are, what they say in words, and the commands that made them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import LayerbudgetError, NotFound
+from ..kinds import KINDS
 from ..plan import Plan
 from ..scores import Scores
 from ..storage import reading
 
 # Files of a checkpoint or of a run that are no results.
-_PASSED = (
-    "config",
-    "tokenizer",
-    "generation_config",
-    "special_tokens",
-    "vocab",
-    "added_tokens",
-    "chat_template",
-    "labels",
-    "identity",
-)
+_PASSED = ("config", "tokenizer", "generation_config", "special_tokens", "vocab", "added_tokens", "chat_template", "labels",
+           "identity")  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -33,28 +25,29 @@ class Found:
     Attributes:
         folder: Its name.
         scores: The first scores file.
-        plan: The first plan.
         plans: All plans by file.
-        receipt: Of ``prune``.
+        receipt: Of ``apply``.
         result: ``result.json`` of a demo, or what else was measured.
         tuned: ``result.json`` of a fine-tuning.
         contest: ``comparison.json`` of scores and rules.
         others: Further records by file.
-        seeds: Records of single seeds.
         figures: PNG files.
     """
 
     folder: str
     scores: Scores | None = None
-    plan: Plan | None = None
     plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
     receipt: dict[str, Any] | None = None
     result: dict[str, Any] | None = None
     tuned: dict[str, Any] | None = None
     contest: dict[str, Any] | None = None
     others: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    seeds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     figures: list[Path] = dataclasses.field(default_factory=list)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The first plan."""
+        return next(iter(self.plans.values()), None)
 
 
 def gather(folder: Path | str) -> Found:
@@ -65,28 +58,22 @@ def gather(folder: Path | str) -> Found:
         CorruptFile: One of them does not parse.
     """
     folder = Path(folder)
-    found = Found(folder=folder.resolve().name)
-    for path, record in _records(folder):
-        _sort(found, path, record)
-    if found.tuned is not None:
-        found.tuned.setdefault("against", found.others.pop("against.json", None))
-        found.seeds = [r for _, r in _records(folder, "seed-*/result.json")]
-    found.figures = sorted(folder.glob("*.png")) if folder.is_dir() else []
-    if found == Found(folder=found.folder):
-        raise NotFound(
-            f"{folder} holds no results.", "It should hold scores.json, plan.json, receipt.json, result.json or figures.",
-            "Run demo, score, plan, prune, finetune or compare first.",
-        )  # fmt: skip
-    return found
-
-
-def _records(folder: Path, pattern: str = "*.json") -> Iterator[tuple[Path, dict[str, Any]]]:
-    for path in sorted(folder.glob(pattern)) if folder.is_dir() else []:
+    found = Found(folder=folder.resolve().name, figures=sorted(folder.glob("*.png")))
+    for path in sorted(folder.glob("*.json")):
         if path.name.startswith(_PASSED) or path.name.endswith(".index.json"):
             continue
         record = reading.read(path, "result", remedy="Make it again, or move it away.")
         if isinstance(record, dict):
-            yield path, record
+            _sort(found, path, record)
+    if found.tuned is not None:
+        found.tuned.setdefault("against", found.others.pop("against.json", None))
+    if found == Found(folder=found.folder):
+        raise NotFound(
+            f"{folder} holds no results.",
+            "It should hold scores.json, plan.json, receipt.json, result.json or figures.",
+            "Run demo, score, plan, apply, finetune or compare first.",
+        )
+    return found
 
 
 def _sort(found: Found, path: Path, record: dict[str, Any]) -> None:
@@ -94,17 +81,14 @@ def _sort(found: Found, path: Path, record: dict[str, Any]) -> None:
         found.scores = found.scores or Scores.load(path)
     elif "kind" in record and "blocks" in record and "budget" in record:
         found.plans[path.name] = Plan.load(path)
-        found.plan = found.plan or found.plans[path.name]
     elif "plan_digest" in record and "modules" in record:
         found.receipt = record
     elif "trained_parameters" in record and "metrics" in record:
         found.tuned = record
     elif {"budgets", "held_out", "sentences", "seeds"} <= set(record):
         found.contest = found.contest or record
-    elif path.name == "result.json" or "rows" in record:
-        found.result = found.result or record
-        if found.result is not record:
-            found.others[path.name] = record
+    elif found.result is None and (path.name == "result.json" or "rows" in record):
+        found.result = record
     else:
         found.others[path.name] = record
 
@@ -114,34 +98,47 @@ def tables_of(record: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, A
     for name, value in record.items():
         if isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
             yield name, value
-        elif isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
-            flat = [{"": k, **v} for k, v in value.items()]
-            if all(not isinstance(x, (dict, list)) for row in flat for x in row.values()):
+        elif isinstance(value, dict):
+            flat = [{"": k, **v} for k, v in value.items() if isinstance(v, dict)]
+            if flat and len(flat) == len(value) and not any(isinstance(x, (dict, list)) for row in flat for x in row.values()):
                 yield name, flat
             else:
                 yield from ((f"{name}: {inner}", rows) for inner, rows in tables_of(value))
-        elif isinstance(value, dict):
-            yield from ((f"{name}: {inner}", rows) for inner, rows in tables_of(value))
 
 
-def explained(plan: Plan) -> list[str]:
-    """A plan in sentences; for kinds that cannot be explained, their budget."""
-    from ..plans.explain import explain_plan
-
-    try:
-        return list(explain_plan(plan).sentences)
-    except (LayerbudgetError, KeyError):
-        return [
-            f"The rule {plan.rule} spends {plan.budget.get('spent')} of {plan.budget.get('limit')} {plan.budget.get('unit')}."
-        ]
+# ---- in words
 
 
-Record = Mapping[str, Any]
-_MOST = 40
+def headline_of(found: Found) -> tuple[str, str]:
+    """A title, and what is to be known in one sentence."""
+    result = found.result or {}
+    verdict = str(result.get("verdict") or result.get("sentence") or "")
+    if found.tuned is not None:
+        return _tuned_headline(found.tuned)
+    if found.contest is not None:
+        return _contest_headline(found.contest)
+    if found.plan is not None:
+        of = str(found.plan.model.get("id") or "the model").rpartition("/")[2]
+        return f"{_amount(found.plan)} for {of}", verdict or _plan_verdict(found.plan, found.receipt)
+    if found.scores is not None:
+        of = str(found.scores.model.get("id") or "the model").rpartition("/")[2]
+        said = verdict or str(found.scores.extra.get("verdict") or f"{len(found.scores.blocks)} blocks scored.")
+        return f"What the layers of {of} can still gain", said
+    return f"Results of {found.folder}", verdict
 
 
-def contest_headline(record: Record) -> tuple[str, str]:
-    """Title and sentence of a comparison of scores and rules."""
+def _tuned_headline(tuned: Mapping[str, Any]) -> tuple[str, str]:
+    metrics = next(iter(tuned["metrics"].values()))
+    metric, seeds = metrics[tuned["metric"]], len(tuned["seeds"])
+    error = "" if metric["stderr"] is None else f" ± {metric['stderr']:.2g}"
+    said = [f"Held-out {tuned['metric']} {metric['value']:.4f}{error} over {f'{seeds} seeds' if seeds > 1 else 'one seed'}."]
+    if metrics.get("loss_before") is not None:
+        said.append(f"Before: {metrics['loss_before']['value']:.4f}.")
+    said += [verdict for split in (tuned.get("against") or {}).values() if (verdict := split.get("verdict"))][:1]
+    return f"{tuned['task'].rpartition('/')[2]}: {tuned['kind']}, rule {tuned['rule']}", " ".join(said)
+
+
+def _contest_headline(record: Mapping[str, Any]) -> tuple[str, str]:
     kind, seeds = record["kind"], len(record["seeds"])
     if not record["budgets"]:
         return f"A comparison of {kind}, not finished", " ".join(record["sentences"])
@@ -151,82 +148,72 @@ def contest_headline(record: Record) -> tuple[str, str]:
     return title, f"{seeds} {'seed' if seeds == 1 else 'seeds'}, {record['held_out']} held-out items. {' '.join(said)}"
 
 
-def experiment_headline(record: Record) -> tuple[str, str]:
-    """Title and sentence of an experiment of the paper."""
-    items = " and ".join(str(i).replace("-", " ").capitalize() for i in record.get("items", ()))
-    finding = str(record.get("finding", ""))
-    return f"{items or record['experiment']} of the paper, reproduced", finding[:1].upper() + finding[1:] + "."
+def _amount(plan: Plan) -> str:
+    if plan.kind == "sparsity":
+        return f"{plan.sparsity:.0%} sparsity"
+    if plan.kind == "ranks":
+        return f"LoRA ranks {plan.counts.min()} to {plan.counts.max()}"
+    if plan.kind == "experts":
+        return f"{plan.counts.sum()} LoRA experts"
+    return f"A plan of {plan.kind}"
 
 
-def said_of(found: Found) -> list[str]:
-    """Sentences of a comparison, or where the shape of the paper's result was met."""
-    if found.contest is not None:
-        return list(found.contest["sentences"])
-    words = {True: "Met", False: "Not met", None: "Open"}
-    claims = (found.result or {}).get("claims") or []
-    return [f"{words[c['met']]}: {c['claim']} ({c['detail']})." for c in claims if isinstance(c, dict) and "met" in c]
+def _plan_verdict(plan: Plan, receipt: Mapping[str, Any] | None) -> str:
+    share = plan.extra.get("uniform_share")
+    if receipt is not None and "bits" in receipt:
+        bits = f"{receipt['bits']:.4f} bits per weight in {receipt['family']}"
+        return f"Recounted: {receipt['bytes']:,} bytes, {bits}, by {receipt['method']}."
+    if receipt is not None:
+        return f"Recounted: {receipt['sparsity']:.4%} zeros, {receipt['planned']:.4%} planned, by {receipt['method']}."
+    if share is not None:
+        advice = "take uniform" if share >= 0.95 else "the rest is what there is to win"
+        return f"The same rank everywhere has {share:.1%} of this plan's gain: {advice}."
+    spread = plan.values.std() / max(abs(plan.values.mean()), 1e-300)
+    near = ", nearly uniform" if spread < 0.05 else ""
+    return f"{plan.rule} over {len(plan.blocks)} blocks, from {plan.values.min():.3g} to {plan.values.max():.3g}{near}."
+
+
+def cards_of(found: Found) -> list[tuple[str, str]]:
+    """Short facts beside the headline."""
+    cards: list[tuple[str, str]] = []
+    if (plan := found.plan) is not None:
+        given = plan.counts if plan.kind in ("ranks", "experts") else plan.values
+        cards += [("blocks", f"{len(plan.blocks)}"), (KINDS.find(plan.kind).decides, f"{given.min():.3g} – {given.max():.3g}")]
+        cards.append(("rule", plan.rule))
+        status = plan.certificate.get("status") or ("optimal" if plan.extra.get("rounding", {}).get("exact") else None)
+        cards += [("certificate", str(status))] if status else []
+    if found.scores is not None:
+        cards.append(("scores", found.scores.estimator))
+    if found.receipt is not None and "bits" in found.receipt:
+        cards.append(("recounted bits per weight", f"{found.receipt['bits']:.4f}"))
+    elif found.receipt is not None:
+        cards.append(("recounted zeros", f"{found.receipt['sparsity']:.3%}"))
+    if found.tuned is not None:
+        cards.append(("trained parameters", f"{found.tuned['trained_parameters']:,}"))
+    if found.result is not None and found.result.get("seconds"):
+        cards.append(("run time", f"{found.result['seconds']:.0f} s"))
+    return cards
+
+
+def explained(plan: Plan) -> list[str]:
+    """A plan in sentences; for kinds that cannot be explained, their budget."""
+    from ..plans.explain import explain_plan
+
+    try:
+        return list(explain_plan(plan).sentences)
+    except (LayerbudgetError, KeyError):
+        spent, limit, unit = (plan.budget.get(k) for k in ("spent", "limit", "unit"))
+        return [f"The rule {plan.rule} spends {spent} of {limit} {unit}."]
 
 
 def commands_of(found: Found) -> list[str]:
     """The commands that made the results, as the records hold them; a note for what Python made, which has none."""
-    result = found.result or {}
-    demo = "saved" in result
-    records: list[tuple[str, Any]] = [] if demo else [("scores", found.scores), ("plan", found.plan)]
-    records += [("receipt", found.receipt), ("fine-tuning", found.tuned), ("comparison", found.contest)]
-    records += [("demo", result)] if demo else []
+    demo = found.result if "saved" in (found.result or {}) else None
+    records: dict[str, Any] = {"demo": demo} if demo else {"scores": found.scores, "plan": found.plan}
+    records |= {"receipt": found.receipt, "fine-tuning": found.tuned, "comparison": found.contest}
     lines = []
-    for what, record in records:
+    for what, record in records.items():
         if record is not None:
             made = record.made_by if isinstance(record, (Plan, Scores)) else record.get("made_by")
             lines.append(made or f"# The {what}: made from Python, or by an older release. No command is recorded.")
-    if "experiment" in result:
-        held = result.get("setting") or {}
-        named = "".join(f" --{k.replace('_', '-')} {held[k]}" for k in ("scale", "model", "paper") if k in held)
-        lines.append(f"python -m paper run {result['experiment']}{named} -o {found.folder}")
     return lines
-
-
-def contest_paired(record: Record) -> dict[str, Any] | None:
-    """Differences to uniform with their intervals, contenders before their controls."""
-    many = len(record["budgets"]) > 1
-    items = [
-        {"label": f"{r['name']} at {b['budget']:g}" if many else r["name"], "value": u["difference"], "low": u["low"],
-         "high": u["high"], "sentence": ""}
-        for b in record["budgets"] for r in b["rows"] if (u := r["versus_uniform"]) and not r["control"]
-    ]  # fmt: skip
-    return {"unit": f"{record['unit']}, against uniform", "items": items[:_MOST]} if items else None
-
-
-def curve_of(found: Found) -> dict[str, Any] | None:
-    """Measurements at several budgets, one line per plan: ``{unit, budget, series: [{name, points}]}``."""
-    rows: list[tuple[str, float, float]] = []
-    unit, budget = "perplexity", "target"
-    if found.contest is not None:
-        unit, budget = found.contest["unit"], found.contest["kind"]
-        rows = [
-            (r["name"], b["budget"], r["mean"])
-            for b in found.contest["budgets"]
-            for r in b["rows"]
-            if r["control"] != "permuted"
-        ]
-    elif found.result is not None:
-        rows = [
-            (r["model"], r["target"], r["perplexity"])
-            for r in found.result.get("rows") or [] if _point(r)
-        ]  # fmt: skip
-    series: dict[str, list[list[float]]] = {}
-    for name, x, y in rows:
-        series.setdefault(name, []).append([x, y])
-    lines = [{"name": n, "points": sorted(p)} for n, p in series.items() if len({x for x, _ in p}) > 1]
-    return {"unit": unit, "budget": budget, "series": _best(lines)} if lines else None
-
-
-def _point(row: Record) -> bool:
-    return all(isinstance(row.get(k), (int, float)) for k in ("target", "perplexity")) and "model" in row
-
-
-def _best(lines: Sequence[dict[str, Any]], most: int = 8) -> list[dict[str, Any]]:
-    """The lowest lines, and uniform wherever it is."""
-    ordered = sorted(lines, key=lambda line: line["points"][-1][1])
-    kept = ordered[:most]
-    return kept + [line for line in ordered[most:] if line["name"] == "uniform"]

@@ -1,8 +1,10 @@
-"""Tables for the terminal."""
+"""Tables of records, as the terminal and the page show them, and the place of every matrix in the network."""
 
 from __future__ import annotations
 
 import dataclasses
+import html
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,29 +17,92 @@ from ..records import Block, natural_key
 from ..scores import Scores
 
 MOST_COLUMNS = 12
+_WORDS = ("block", "status", "model")  # columns that begin at the left
 
 
-def _cell(value: float | None, form: str = ".4g") -> str:
-    return "-" if value is None else format(value, form)
+def cell(value: Any) -> str:
+    """A value as it is read in a table."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return json.dumps(value) if isinstance(value, (list, dict)) else str(value)
 
 
-def scores_table(scores: Scores, damping: float | None = None) -> Table:
-    """One row per block: score, standard error, noise floor, status, share."""
-    row = scores.index(damping)
-    title = (
-        f"{scores.estimator}, {scores.data.get('samples')} x {scores.data.get('length')} tokens of {scores.data.get('source')}"
-    )
+@dataclasses.dataclass(frozen=True)
+class Sheet:
+    """A title, a header and rows of values; rich prints it, :meth:`html` is for a page."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+    def __rich__(self) -> Table:
+        """The table for a terminal: names of blocks stay whole."""
+        table = Table(title=self.title)
+        for name in self.header:
+            table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=name == "block")
+        for row in self.rows:
+            table.add_row(*map(cell, row))
+        return table
+
+    def html(self) -> str:
+        """The table for a page, without its title; it scrolls sideways where the page is narrow."""
+        head = "".join(f'<th scope="col">{html.escape(h)}</th>' for h in self.header)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell(v))}</td>" for v in row) + "</tr>" for row in self.rows)
+        return f'<div class="wide" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def facts(record: Mapping[str, Any]) -> Sheet:
+    """Names and values of a record."""
+    return Sheet("", ("field", "value"), list(record.items()))
+
+
+def sheet_of(rows: Sequence[Mapping[str, Any]], title: str = "") -> Sheet:
+    """A list of objects, one column per name that any of them has."""
+    names = list(dict.fromkeys(k for row in rows for k in row))
+    return Sheet(title, names, [[row.get(n) for n in names] for row in rows])
+
+
+def scores_table(scores: Scores, damping: float | None = None) -> Sheet:
+    """One row per block: score, standard error, noise floor, status."""
+    i = scores.index(damping)
+    title = f"{scores.estimator}, {scores.data.get('samples')} x {scores.data.get('length')} tokens of "
+    title += f"{scores.data.get('source')}, {scores.unit}"
     if scores.damping_unit != "none":
-        title += f", damping {scores.damping[row]:g} ({scores.damping_unit})"
-    table = Table(title=title)
-    for name in ("block", "parameters", "score", "standard error", "noise floor", "status"):
-        table.add_column(name, justify="left" if name in ("block", "status") else "right", no_wrap=name == "block")
-    for k, block in enumerate(scores.blocks):
-        table.add_row(
-            block.name, f"{block.numel:,}", _cell(scores.gain[row][k]), _cell(scores.standard_error[row][k]),
-            _cell(scores.noise_floor[row][k]), scores.status[row][k],
-        )  # fmt: skip
-    return table
+        title += f", damping {scores.damping[i]:g} ({scores.damping_unit})"
+    columns = (scores.gain[i], scores.standard_error[i], scores.noise_floor[i], scores.status[i])
+    rows = [(b.name, b.numel, *values) for b, *values in zip(scores.blocks, *columns, strict=True)]
+    return Sheet(title, ("block", "parameters", "score", "standard error", "noise floor", "status"), rows)
+
+
+def plan_table(plan: Plan) -> Sheet:
+    """One row per block: what it gets."""
+    budget = plan.budget
+    title = f"{plan.kind} by {plan.rule}: {budget.get('spent')} of {budget.get('limit')} {budget.get('unit')}"
+    return Sheet(title, ("block", "parameters", "value", "count"), [(b.name, b.numel, b.value, b.count) for b in plan.blocks])
+
+
+def path_table(plan: Plan) -> Sheet:
+    """Steps of a plan by directional damage: predicted and measured change, divergence, passes."""
+    title = f"steps: {plan.extra['forward_passes']:.0f} forward equivalents"
+    if plan.extra.get("held_out") is not None:
+        title += f"; on text that did not decide {plan.extra['held_out']:.4f} nats (half of the text deciding)"
+    names = ("step", "predicted", "measured", "divergence", "held_out", "passes")
+    rows = [[entry.get(name) for name in names] for entry in plan.extra["path"]]
+    return Sheet(title, ("step", "predicted", "measured", "nats per token", "held out", "passes"), rows)
+
+
+def demo_table(result: Mapping[str, Any]) -> Sheet:
+    """Dense, uniform, permuted and planned models: recounted sparsity and perplexity."""
+    names = ("model", "target", "sparsity", "perplexity", "standard_error", "vs_uniform")
+    header = ("model", "target", "recounted sparsity", "perplexity", "standard error", "vs uniform")
+    title = "held-out perplexity after Wanda pruning (standard library, evaluation modules)"
+    return Sheet(title, header, [[row.get(name) for name in names] for row in result["rows"]])
 
 
 def plan_grid(
@@ -54,7 +119,7 @@ def plan_grid(
     grid = grid_of(plan.blocks)
     if grid.whole or len(grid.columns) > MOST_COLUMNS:
         return None
-    words = [_decided(plan, k) for k in range(len(plan.blocks))] if said is None else list(said)
+    words = [_decided(plan, block) for block in plan.blocks] if said is None else list(said)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("layer", justify="right", no_wrap=True)
     for name in grid.columns:
@@ -70,49 +135,10 @@ def plan_grid(
     return table
 
 
-def _decided(plan: Plan, k: int) -> str:
-    block = plan.blocks[k]
+def _decided(plan: Plan, block: PlanBlock) -> str:
     if plan.kind in ("ranks", "experts"):
         return f"{block.count}"
     return f"{100 * block.value:.0f}" if plan.kind == "sparsity" else f"{block.value:.3g}"
-
-
-def plan_table(plan: Plan) -> Table:
-    """One row per block: what it gets."""
-    table = Table(
-        title=f"{plan.kind} by {plan.rule}: {plan.budget.get('spent')} of {plan.budget.get('limit')} {plan.budget.get('unit')}"
-    )
-    for name in ("block", "parameters", "value", "count"):
-        table.add_column(name, justify="left" if name == "block" else "right", no_wrap=name == "block")
-    for block in plan.blocks:
-        table.add_row(block.name, f"{block.numel:,}", f"{block.value:.4f}", f"{block.count:,}")
-    return table
-
-
-def path_table(plan: Plan) -> Table:
-    """Steps of a plan by directional damage: predicted and measured change, divergence, passes."""
-    table = Table(title=f"steps: {plan.extra['forward_passes']:.0f} forward equivalents")
-    for name in ("step", "predicted", "measured", "nats per token", "passes"):
-        table.add_column(name, justify="right")
-    for entry in plan.extra["path"]:
-        cells = [_cell(entry.get(name), "+.4f") for name in ("predicted", "measured")]
-        cells += [_cell(entry["divergence"], ".4f"), f"{entry['passes']:.0f}"]
-        table.add_row(str(entry["step"]), *cells)
-    return table
-
-
-def demo_table(result: Mapping[str, Any]) -> Table:
-    """Dense, uniform, permuted and planned models: recounted sparsity and perplexity."""
-    table = Table(title="held-out perplexity after Wanda pruning (standard library, evaluation modules)")
-    for name in ("model", "target", "recounted sparsity", "perplexity", "standard error", "vs uniform"):
-        table.add_column(name, justify="left" if name == "model" else "right")
-    for row in result["rows"]:
-        table.add_row(
-            row["model"], "-" if row["target"] is None else f"{row['target']:.0%}", f"{row['sparsity']:.4%}",
-            f"{row['perplexity']:.3f}", f"{row['standard_error']:.3f}",
-            "-" if row.get("vs_uniform") is None else f"{row['vs_uniform']:+.3%}",
-        )  # fmt: skip
-    return table
 
 
 _PLACE = re.compile(r"^(?P<stack>.*?)\.(?P<layer>\d+)(?:\.(?P<rest>.*))?$")
@@ -140,21 +166,14 @@ class Grid:
 
 
 def grid_of(blocks: Sequence[Block | PlanBlock]) -> Grid:
-    """Lay blocks out by layer and matrix; what stands in no layer gets a row of its own.
-
-    Args:
-        blocks: Blocks of scores or of a plan.
-    """
+    """Blocks of scores or of a plan by layer and matrix; what stands in no layer gets a row of its own."""
     places: list[tuple[str, str, int]] = []
     for k, block in enumerate(blocks):
-        for module in block.modules or ():
+        for module in block.modules or (block.name,):
             name = module if isinstance(module, str) else module.name
             found = _PLACE.match(name)
             row = f"{found['stack']}.{found['layer']}" if found else name
-            rest = (found["rest"] or "all") if found else "all"
-            places.append((row, rest, k))
-        if not block.modules:
-            places.append((block.name, "all", k))
+            places.append((row, (found["rest"] if found else None) or "all", k))
     rows = sorted({p[0] for p in places}, key=natural_key)
     columns = list(dict.fromkeys(p[1] for p in places))
     across, down = ({label: i for i, label in enumerate(labels)} for labels in (columns, rows))
