@@ -130,14 +130,8 @@ def calibration(
     Rows of a fine-tuning format (:mod:`layerbudget.data.dialogues`) become one sample each, with the loss on the answers only.
     Where there are fewer samples than asked for, all are used, and that is said.
 
-    Args:
-        source: As in :func:`read_documents`, or a list of texts or rows of your own.
-        tokenizer: A transformers tokenizer.
-        samples: Number of windows; ``None`` for all there are.
-        length: Tokens per window.
-        seed: Seed of the draw (without replacement, windows do not overlap).
-        group: ``calibration`` or ``evaluation``.
-        shuffle: Draw at random; otherwise take the first windows in order.
+    The source is as in :func:`read_documents`, or a list of texts or rows of your own. ``samples`` windows (``None``: all) are
+    drawn at random without overlap, or are the first ones in order (``shuffle=False``).
 
     Raises:
         NotEnoughText: Not one sample; the message says how much there was.
@@ -205,15 +199,9 @@ def read_texts(
 ) -> Texts:
     """Rows of text to train on, and rows that are held out.
 
-    Conversations, completions and instructions are learned on their answers; plain texts whole, long ones in pieces.
-
-    Args:
-        source: As in :func:`read_documents`.
-        tokenizer: The model's tokenizer.
-        limit: Longest row in tokens.
-        everything: Learn prompts as well.
-        held_out: Another source of held-out rows; by default a tenth of the rows, chosen by a hash of their content (of the
-            standard library its evaluation modules).
+    Conversations, completions and instructions are learned on their answers (``everything``: also their prompts), plain texts
+    whole; a row has at most ``limit`` tokens. ``held_out`` is another source of held-out rows; by default they are a tenth of
+    the rows, chosen by a hash of their content (of the standard library its evaluation modules).
 
     Raises:
         InvalidInput, NotFound, MissingDependency: As reading the source does.

@@ -199,12 +199,8 @@ def initialise_from_gradients(
 def load_adapter(model: nn.Module, folder: Path | str, *, merge: bool = False) -> Any:
     """Return the model with a saved adapter, in evaluation mode; every tensor of the file is in it.
 
-    ``PeftModel.from_pretrained`` only warns where tensors find no place.
-
-    Args:
-        model: The base model.
-        folder: What ``save_pretrained`` wrote (``seed-0/adapter`` of a fine-tuning).
-        merge: Add the update to the base's weights and return the plain model (ranks only).
+    ``PeftModel.from_pretrained`` only warns where tensors find no place. The folder is what ``save_pretrained`` wrote
+    (``seed-0/adapter`` of a fine-tuning). ``merge`` adds the update to the base's weights and returns the plain model (ranks).
 
     Raises:
         NotFound: No adapter is there.

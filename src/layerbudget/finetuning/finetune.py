@@ -60,12 +60,13 @@ def finetune(
 ) -> dict[str, Any]:
     """Fine-tune a plan over seeds; return the record that is also written to ``result.json``.
 
+    It has per split and metric the mean, the standard error and the values by seed; trained parameters; the plan's and the
+    task's digests; ``against``, see :func:`compare`.
+
     Args:
-        model: ``demo``, a local folder or a hub id; or ``seed -> model``, as
-            :func:`layerbudget.finetuning.adapters.classifier_loader` makes it.
+        model: ``demo``, a folder, a hub id, or ``seed -> model`` (:func:`layerbudget.finetuning.adapters.classifier_loader`).
         plan: A plan of ranks or experts.
-        task: A file of rows of text for a language model (:func:`layerbudget.data.text.read_texts` reads it), such rows, or a
-            labelled task.
+        task: A source of rows of text (:func:`layerbudget.data.text.read_texts`), such rows, or a labelled task.
         out: Folder of the results; one sub-folder per seed.
         tokenizer: The model's tokenizer; it is found where the model is named.
         protocol: Numbers of the run.
@@ -77,10 +78,6 @@ def finetune(
         against: Another result folder, for paired tests.
         callbacks: Further callbacks of the Trainer; they must not change numbers.
         progress: Called with steps done, steps in total, and what is at work.
-
-    Returns:
-        Per split and metric the mean, the standard error and the values by seed; trained parameters; the plan's and the
-        task's digests; ``against``, see :func:`compare`.
 
     Raises:
         AlreadyExists: ``out`` holds something that is not replaced.

@@ -60,9 +60,6 @@ def check(protocol: Protocol, settings: Mapping[str, Any], *, bf16: bool) -> Non
     """Refuse what several processes cannot share, before anything is loaded or written.
 
     ``settings`` is what the loader says of its base, ``bf16`` whether bfloat16 autocast was asked for.
-
-    Raises:
-        InvalidInput: Says what, and what to do.
     """
     found = process_group()
     processes = int(os.environ.get("WORLD_SIZE", "1"))
