@@ -17,11 +17,10 @@ from ..scores import Scores
 from ..solvers.inputs import Vector, bound_vector, number
 from ..solvers.programs import allocate
 from ..solvers.rounding import round_capacity
-from ..solvers.separable import Solution
 from .costs import Budget, amount_of, parse_budget, unit_cost
 from .rule import Decision, Problem, find_rule, rule
 
-# Constants of the programs, which have defaults of their own: recorded where they were given.
+# Constants of the programs, recorded where they were given.
 _CONSTANTS = ("alpha", "gamma", "bits", "eta", "units")
 # Options of the price, and the units of budgets that read them.
 _PRICING: Mapping[str, tuple[str, ...]] = {
@@ -46,12 +45,7 @@ def record_of(scores: Scores | Sequence[Block]) -> Scores | None:
 
 
 def matching(blocks: Sequence[Block], pattern: str) -> list[int]:
-    """Return the indices of the blocks with this name, or else of those whose name the regular expression finds.
-
-    Raises:
-        UnknownBlock: None does.
-        InvalidInput: The expression does not compile.
-    """
+    """Return the indices of the blocks with this name, or else of those that the regular expression finds (one at least)."""
     names = [b.name for b in blocks]
     try:
         found = [i for i, n in enumerate(names) if n == pattern] or [i for i, n in enumerate(names) if re.search(pattern, n)]
@@ -66,25 +60,23 @@ def make_plan(
     scores: Scores | Sequence[Block],
     kind: str,
     rule: str,
-    value: Vector,
+    decision: Decision,
     counts: np.ndarray,
     budget: Mapping[str, Any],
     hyperparameters: Mapping[str, Any],
-    solution: Solution | None,
-    extra: Mapping[str, Any],
 ) -> Plan:
-    """Return the plan of a decision."""
-    record = record_of(scores)
+    """Return the plan of a decision with its whole numbers."""
+    record, solution = record_of(scores), decision.solution
     return Plan(
         kind=kind,
         rule=rule,
         model=dict(record.model) if record is not None else {},
-        blocks=tuple(PlanBlock.of(b, v, c) for b, v, c in zip(blocks_of(scores), value, counts, strict=True)),
+        blocks=tuple(PlanBlock.of(b, v, c) for b, v, c in zip(blocks_of(scores), decision.value, counts, strict=True)),
         budget=dict(budget),
         hyperparameters=to_jsonable(dict(hyperparameters)),
         certificate=to_jsonable(solution.certificate()) if solution is not None else {},
         scores_digest=record.digest if record is not None else None,
-        extra=to_jsonable(dict(extra)),
+        extra=to_jsonable(dict(decision.extra)),
     )
 
 
@@ -102,16 +94,9 @@ def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
 class Terms:
     """Bounds of a plan of capacity under every rule: floors, caps, multiples, fixed blocks, and what a unit costs.
 
-    Attributes:
-        kind: ``experts`` or ``ranks``.
-        floor: Smallest count, a scalar or shape ``(K,)``.
-        cap: Largest count; None for none.
-        base: Experts that every block has anyway and that earn nothing.
-        multiple: Counts are multiples of this.
-        fixed: Counts of some blocks, by name or regular expression.
-        expert_rank: Rank of one expert.
-        bytes_per_parameter: For prices in bytes; 2 where it is None.
-        latency: Seconds per unit by block.
+    ``kind`` is ``experts`` or ``ranks``. Counts are multiples of ``multiple`` between ``floor`` and ``cap``, scalars or shape
+    ``(K,)``; ``base`` are experts that every block has anyway and that earn nothing, ``fixed`` the counts of some blocks by
+    name or regular expression. The rest prices a unit; ``latency`` is in seconds by block.
     """
 
     kind: str
@@ -156,12 +141,7 @@ class Terms:
         return cost, number(amount_of(wanted, blocks, **scale), "budget")
 
     def problem(self, scores: Scores | Sequence[Block], wanted: Budget) -> Problem:
-        """Return what a rule is to decide.
-
-        Raises:
-            InvalidInput: A price that the unit does not read, or a fixed count that is none.
-            UnknownBlock: ``fixed`` matches nothing.
-        """
+        """Return what a rule is to decide."""
         blocks, words = blocks_of(scores), _NAMES[self.kind]
         k = len(blocks)
         cost, limit = self._priced(blocks, wanted)
@@ -208,11 +188,7 @@ def _pin(blocks: Sequence[Block], low: Vector, high: Vector, fixed: Mapping[str,
 
 
 def one_budget(given: Mapping[str, Any], default: str) -> Budget:
-    """Return the one budget that was given.
-
-    Raises:
-        InvalidInput: None was, or several.
-    """
+    """Return the one budget that was given; none or several are refused."""
     named = {k: v for k, v in given.items() if v is not None}
     if len(named) != 1:
         raise InvalidInput(
@@ -250,7 +226,7 @@ def decide(
     counts = np.asarray(decision.counts)
     budget = {"unit": wanted.unit, "limit": problem.target, "text": wanted.text, "spent": float(problem.amount @ counts)}
     hyper = {**(record or {}), **terms.record(), **recorded(options)}
-    return make_plan(scores, terms.kind, chosen.name, decision.value, counts, budget, hyper, decision.solution, decision.extra)
+    return make_plan(scores, terms.kind, chosen.name, decision, counts, budget, hyper)
 
 
 def _allocated(problem: Problem, weights: Vector, *, method: str = "auto", spend: str = "exactly", **options: Any) -> Decision:
@@ -291,9 +267,9 @@ def _by_scores(
     units: str | None = None,
 ) -> Decision:
     """Water-filling with the scores as weights (:func:`layerbudget.solvers.allocate`), rounded with a proven gap."""
-    chosen: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "utility": utility}
-    chosen |= {"spend": spend, "method": method, **constants_of(alpha=alpha, gamma=gamma, units=units)}
-    return _allocated(problem, problem.weights(damping, smoothing), **chosen)
+    constants = constants_of(alpha=alpha, gamma=gamma, units=units)
+    q, chosen = problem.weights(damping, smoothing), {"exponent": exponent, "exponent_on": exponent_on, "utility": utility}
+    return _allocated(problem, q, spend=spend, method=method, **chosen, **constants)
 
 
 @rule("ranks", "uniform", summary="the same rank everywhere, as far as the bounds allow")

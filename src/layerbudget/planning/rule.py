@@ -58,15 +58,11 @@ class Problem:
     """The input of a rule.
 
     Attributes:
-        kind: Kind of plan.
-        blocks: The K blocks.
-        scores: Their scores; None where only blocks were given.
-        amount: Budget per unit of a block's value, shape ``(K,)``: parameters of the block (sparsity), price of one expert or
-            rank.
+        scores: None where only blocks were given.
+        amount: Budget per unit of a block's value, shape ``(K,)``: its parameters, or the price of an expert or rank.
         target: Parameters that must go, or what may be spent.
-        low, high: Bounds of the values, shape ``(K,)``; equal for blocks that are fixed.
-        held: Mask of the fixed blocks.
-        base: Capacity that every block has anyway and that earns nothing, shape ``(K,)`` (experts).
+        low, high: Bounds of the values, shape ``(K,)``; equal for the blocks that are fixed, whose mask is ``held``.
+        base: Experts that every block has anyway and that earn nothing, shape ``(K,)``.
         multiple: Counts are multiples of this.
         order: For a control, the order in which it puts measured values on the wrong blocks.
     """
@@ -123,7 +119,7 @@ class Decision:
             sparsities are shifted by one number, capacities scaled.
         counts: Whole numbers, where the rule makes them itself.
         solution: The certified solution, for rules that solve a program.
-        target: Parameters that go, where the rule departs from the target.
+        target: Parameters that go, where the program prunes more than was asked for.
         extra: What the plan should say beside it.
     """
 
@@ -213,10 +209,7 @@ def rules_of(kind: str) -> dict[str, Rule]:
 
 
 def find_rule(kind: str, rule: str | Callable[..., Any]) -> Rule:
-    """Return a rule by its name, or a function of one's own as a rule.
-
-    A name such as ``my.py:name`` runs that file first. A function of a :class:`Problem` returns one value per block, or a
-    :class:`Decision`.
+    """Return a rule by its name (``my.py:name`` runs that file first), or a function of one's own as a rule.
 
     Raises:
         InvalidInput: There is no such rule.

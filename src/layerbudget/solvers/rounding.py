@@ -28,18 +28,11 @@ METHODS = ("auto", "floor")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rounded:
-    """Integer decision (frozen).
+    """Integer decision: ``counts``, shape ``(K,)``, with their utility ``value`` and what they ``spent`` of the ``budget``.
 
-    Attributes:
-        counts: Integers, shape ``(K,)``.
-        value: Utility of the counts.
-        bound: No integer decision is better than this.
-        optimum: Continuous optimum.
-        gap: ``(bound - value) / |bound|``; zero when the counts are proven optimal.
-        spent, budget: In the user's unit; ``spent <= budget``.
-        method: What was used.
-        exact: Whether optimality is proven.
-        price: Shadow price (utility per unit of budget), where the method finds one.
+    No integer decision is better than ``bound``; ``optimum`` is that of the continuous program. ``gap`` is
+    ``(bound - value) / |bound|``, zero where the counts are proven optimal (``exact``). ``price`` is the utility per unit of
+    budget, where the method finds one.
     """
 
     counts: np.ndarray
@@ -62,12 +55,9 @@ class Rounded:
 
 
 def round_capacity(solution: Solution, *, method: str = "auto", multiple: int = 1) -> Rounded:
-    """Turn an allocation into integers that never exceed the budget.
+    """Turn what :func:`layerbudget.solvers.allocate` returned into multiples of a number that never exceed the budget.
 
-    Args:
-        solution: What :func:`layerbudget.solvers.allocate` returned.
-        method: ``auto`` (the best integers) or ``floor`` (the paper's rule).
-        multiple: Counts are multiples of this (rank 8, say).
+    ``method`` is ``auto`` (the best integers) or ``floor`` (the paper's rule).
 
     Raises:
         InvalidInput: A solution of another program, or an unknown method.
@@ -208,7 +198,7 @@ def allocate_increments(
         cost: Budget per unit ``c_k > 0``, shape ``(K,)`` or a scalar.
         budget: What may be spent.
         lower: Smallest count (paid first, whatever it is worth).
-        upper: Largest count (none by default).
+        upper: Largest count.
         multiple: Counts are multiples of this.
 
     Raises:
@@ -290,11 +280,7 @@ def _relaxed(gain: Vector, cost: Vector, budget: float) -> float:
 def round_parameters(values: ArrayLike, numel: ArrayLike, total: int, caps: ArrayLike = 1.0) -> np.ndarray:
     """Return whole numbers of pruned parameters per block that sum to ``total``, each within one of ``values * numel``.
 
-    Args:
-        values: Sparsity per block, shape ``(K,)``.
-        numel: Prunable parameters per block.
-        total: Sum of the counts.
-        caps: Largest sparsity per block; no count exceeds ``floor(caps * numel)`` unless the total demands it.
+    ``values`` and ``caps`` are sparsities; no count exceeds ``floor(caps * numel)`` unless the total demands it.
 
     >>> round_parameters([0.25, 0.5, 0.5], [3, 3, 3], 4).tolist()
     [1, 2, 1]

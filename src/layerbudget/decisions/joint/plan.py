@@ -12,6 +12,7 @@ from ...errors import InvalidInput, UnknownUnit
 from ...plan import Plan
 from ...planning.capacity import Terms, make_plan, smallest_sides
 from ...planning.costs import parse_budget, unit_cost
+from ...planning.rule import Decision
 from ...scores import Scores
 from ...solvers.inputs import Vector, bound_vector, choice
 from ...solvers.joint import JointSolution, solve_joint
@@ -109,7 +110,8 @@ def plan_joint(
     adapters = {"kind": capacity, "expert_rank": options.get("expert_rank"), "values": values, "counts": counts}
     record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": wanted.text}
     extra = {"capacity": {**adapters, "bytes": rounded.spent}, "rounding": rounded.to_dict()}
-    return make_plan(scores, "joint", "mdl", solution.sparsity, pruned, record, hyper, solution, extra)
+    decision = Decision(value=solution.sparsity, solution=solution, extra=extra)
+    return make_plan(scores, "joint", "mdl", decision, pruned, record, hyper)
 
 
 def _whole(q: Vector, cost: Vector, solution: JointSolution, left: float, spend: str, options: dict[str, Any]) -> Rounded:

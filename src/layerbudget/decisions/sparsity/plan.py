@@ -132,17 +132,16 @@ def plan_by_scores(
         held=held,
     )
     decision = chosen.decide(problem, read)
-    value = decision.value
     if decision.target is not None:
-        total, high = decision.target, np.maximum(high, value)
+        total, high = decision.target, np.maximum(high, decision.value)
     elif decision.solution is None:
-        value = _fitted(problem, decision)
-    counts = round_parameters(value, numel, total, high)
+        decision = dataclasses.replace(decision, value=_fitted(problem, decision.value))
+    counts = round_parameters(decision.value, numel, total, high)
     budget = {"unit": "parameters", "limit": total, "spent": int(counts.sum())}
     hyper: dict[str, Any] = {"sparsity": sparsity, "max_sparsity": cap, "min_sparsity": min_sparsity}
     hyper |= recorded({k: v for k, v in read.items() if (k, v) != ("spend", "exactly")})
     hyper |= {"fixed": dict(fixed or {}), "exclude": exclude}
-    return make_plan(scores, "sparsity", chosen.name, value, counts, budget, hyper, decision.solution, decision.extra)
+    return make_plan(scores, "sparsity", chosen.name, decision, counts, budget, hyper)
 
 
 def _total(sparsity: float, numel: Vector, low: Vector, high: Vector) -> int:
@@ -156,9 +155,9 @@ def _total(sparsity: float, numel: Vector, low: Vector, high: Vector) -> int:
     return total
 
 
-def _fitted(problem: Problem, decision: Decision) -> Vector:
+def _fitted(problem: Problem, value: Vector) -> Vector:
     """The values of a rule, shifted by one number and cut to the bounds where they do not meet the target."""
-    value, n = decision.value, problem.amount
+    n = problem.amount
     inside = (value >= problem.low - 1e-12).all() and (value <= problem.high + 1e-12).all()
     if inside and abs(float(np.dot(n, value)) - problem.target) <= 0.5:
         return value
