@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from layerbudget.evaluation.statistics import compare_means
-from layerbudget.plans.again import transfer_scores
+from layerbudget.plans.compare import transfer_scores
 from layerbudget.progress import Progress, Steps
 from layerbudget.solvers.transfer import spearman
 

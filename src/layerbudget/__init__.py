@@ -46,10 +46,9 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .models.loading import load_model as load_model
     from .models.loading import load_tokenizer as load_tokenizer
     from .plan import Plan as Plan
-    from .plans.again import plan_again as plan_again
-    from .plans.again import transfer_scores as transfer_scores
     from .plans.compare import diff_plans as diff_plans
     from .plans.compare import sweep as sweep
+    from .plans.compare import transfer_scores as transfer_scores
     from .plans.explain import explain_plan as explain_plan
     from .report.page import write_report as write_report
     from .scores import Scores as Scores
@@ -78,8 +77,7 @@ _HOMES = {
     "decisions.joint.plan": "plan_joint",
     "plan": "Plan",
     "plans.explain": "explain_plan",
-    "plans.compare": "diff_plans sweep",
-    "plans.again": "plan_again transfer_scores",
+    "plans.compare": "diff_plans sweep transfer_scores",
     "decisions.apply": "apply_plan",
     "decisions.sparsity.apply": "prune",
     "decisions.sparsity.receipt": "recount",

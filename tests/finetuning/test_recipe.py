@@ -25,7 +25,6 @@ from layerbudget.finetuning.rows import TextRows
 from layerbudget.models.blocks import partition
 from layerbudget.models.loading import unpacked
 from layerbudget.plan import Plan
-from layerbudget.plans.again import plan_again
 
 pytest.importorskip("compressed_tensors")
 WIDE = {"intermediate_size": 64, "hidden_size": 64, "vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -95,8 +94,6 @@ def test_a_recipe_says_what_it_is_and_what_it_cannot_be(place, limit, capsys):
     bits, adapters = split_recipe(plan)
     assert (bits.kind, adapters.kind) == ("bits", "ranks") and adapters.counts.min() >= 1 and adapters.counts.max() <= 4
     assert bits.budget["file"] + adapters.budget["spent"] == plan.budget["spent"]
-    again = plan_again(adapters, ranks)
-    assert again.counts.min() >= 1 and again.counts.max() <= 4 and again.budget["spent"] <= adapters.budget["limit"]
     worth = sum(g[:r].sum() for g, r in zip(gains_of(ranks), adapters.counts, strict=True))
     assert plan.extra["adapter"]["gain"] == pytest.approx(plan.extra["adapter"]["scale"] * worth)
     richer = plan_recipe(ranks, formats, budget=limit, max_capacity=4, min_capacity=1, exchange=50.0)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tests import zoo
 
 from layerbudget.decisions.apply import rules_of
 from layerbudget.decisions.experts.plan import plan_experts
@@ -11,9 +12,9 @@ from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import InfeasibleBudget, InvalidInput, ModelMismatch, UnknownUnit
 from layerbudget.models.loading import blocks_from_config
 from layerbudget.plan import Plan
+from layerbudget.planning.capacity import smallest_sides
 from layerbudget.planning.costs import rank_parameters, unit_cost
-from layerbudget.plans.again import transfer_scores
-from layerbudget.plans.compare import diff_plans, sweep
+from layerbudget.plans.compare import diff_plans, sweep, transfer_scores
 from layerbudget.plans.explain import explain_plan
 from layerbudget.scores import Scores
 from layerbudget.solvers import rules
@@ -196,3 +197,55 @@ def test_alphalora_takes_the_spectral_tail_as_it_is(mistral, rng):
     assert np.all(np.diff(plan.counts[np.argsort(list(alpha.values()))]) >= -1)
     with pytest.raises(InvalidInput, match="spectral-tail"):
         rules.alphalora_experts([-1.0, 2.0], 8)
+
+
+def tiny(rng, by):
+    """Scores of a model whose matrices are small."""
+    small = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
+    blocks = blocks_from_config(small, by=by)
+    values = rng.random(len(blocks)) ** 3 + 1e-3
+    return Scores.from_values(blocks, {b.name: float(v) for b, v in zip(blocks, values, strict=True)})
+
+
+@pytest.mark.parametrize("count", [80, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_random_joint_plans(count):
+    rng, made, refused = np.random.default_rng(4), 0, 0
+    while made < count:
+        scores = tiny(rng, str(rng.choice(["layer", "linear"])))
+        sides, capacity = smallest_sides(scores.blocks), str(rng.choice(["ranks", "experts"]))
+        most = {"max_capacity": int(rng.integers(4, 40))} if rng.random() < 0.5 else {}
+        least = {"min_capacity": int(rng.integers(0, 3))}
+        size = float(scores.numel.sum()) * 2
+        try:
+            plan = plan_joint(
+                scores, budget=f"{rng.uniform(-0.6, 0.7) * size:.0f} bytes", capacity=capacity, max_sparsity=0.7, **most,
+                **least, spend=str(rng.choice(["exactly", "at_most"])), exponent=float(rng.choice([0.5, 1.0, 2.0])),
+            )  # fmt: skip
+        except InfeasibleBudget:
+            refused += 1
+            assert refused < 20 * count
+            continue
+        made += 1
+        counts = np.array(list(plan.extra["capacity"]["counts"].values()))
+        assert plan.budget["spent"] <= plan.budget["limit"] + 1e-6
+        assert (counts >= least["min_capacity"]).all() and (counts <= most.get("max_capacity", np.inf)).all()
+        assert capacity == "experts" or (counts <= sides).all()
+        pruned, added = split_joint(plan)
+        assert (pruned.counts <= np.floor(0.7 * scores.numel)).all() and added.counts.tolist() == counts.tolist()
+
+
+def test_ranks_of_a_joint_plan_fit_their_matrices():
+    """Four blocks of 64 x 64 had rank 361."""
+    with pytest.raises(InfeasibleBudget):
+        plan_joint(zoo.scores([30, 30, 6.5, 6.5]), budget="200 KB")
+    plan = plan_joint(zoo.scores([30, 30, 6.5, 6.5]), budget="200 KB", spend="at_most")
+    assert max(plan.extra["capacity"]["counts"].values()) <= 64
+    with pytest.raises(InvalidInput, match="Experts have one"):
+        plan_joint(zoo.scores([3, 2]), budget="1 KB", expert_rank=4)
+
+
+def test_ranks_above_a_side_are_refused():
+    with pytest.raises((InvalidInput, InfeasibleBudget)):
+        plan_ranks(zoo.scores([3, 2]), mean_rank=65)
+    with pytest.raises((InvalidInput, InfeasibleBudget)):
+        plan_ranks(zoo.scores([3, 2]), mean_rank=8, fixed={"model.layers.0": 65})

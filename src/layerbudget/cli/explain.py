@@ -110,7 +110,7 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
 
 def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
     """Show what a plan made on one task costs on another."""
-    from ..plans.again import transfer_scores
+    from ..plans.compare import transfer_scores
 
     options = given(a, "program", "sparsity", "budget") | own_of(a, transfer_scores)
     result = {"program": a.program, **transfer_scores(need_scores(a.source), need_scores(a.target), **options).to_dict()}

@@ -109,13 +109,6 @@ class Terms:
     bytes_per_parameter: float | None = None
     latency: Mapping[str, float] | None = None
 
-    @classmethod
-    def of(cls, plan: Plan) -> Terms:
-        """Return the terms that a plan records."""
-        held = plan.hyperparameters
-        names = {**_NAMES[plan.kind], **{name: name for name in ("fixed", *_PRICING)}}
-        return cls(kind=plan.kind, **{field: held[name] for field, name in names.items() if held.get(name) is not None})
-
     def record(self) -> dict[str, Any]:
         """Return the terms as a plan records them."""
         named = {name: getattr(self, field) for field, name in _NAMES[self.kind].items()}

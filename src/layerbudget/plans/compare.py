@@ -1,4 +1,4 @@
-"""The difference of two plans, and a grid of plans over budgets and exponents."""
+"""The difference of two plans, grids of plans over budgets and exponents, and what a plan made on one task costs on another."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..decisions.apply import maker, makers
 from ..decisions.ranks.plan import increments_of
-from ..errors import ModelMismatch
+from ..decisions.sparsity.plan import default_cap
+from ..errors import InvalidInput, ModelMismatch
 from ..kinds import KINDS, Kind
 from ..plan import Plan
+from ..planning.costs import amount_of, parse_budget, unit_cost
 from ..records import Result
 from ..registry import options_of, resolve_options
 from ..scores import Scores
 from ..solvers.inputs import Vector, choice
-from ..solvers.transfer import spearman
+from ..solvers.transfer import Transfer, spearman, transfer_allocation, transfer_sparsity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,3 +142,68 @@ def _row(plan: Plan, kind: Kind, q: Vector, worth: Sequence[Sequence[float]] | N
         "largest": float(value.max()),
         "spread": float(value.std()),
     }
+
+
+def transfer_scores(
+    source: Scores,
+    target: Scores,
+    *,
+    program: str = "sparsity",
+    sparsity: float | None = None,
+    max_sparsity: ArrayLike | None = None,
+    penalty: str | None = None,
+    budget: str | float | None = None,
+    max_experts: float | None = None,
+    utility: str | None = None,
+    exponent: float = 1.0,
+    exponent_on: str = "density",
+    damping: float | None = None,
+    smoothing: float = 0.0,
+) -> Transfer:
+    """Return what deciding on the source's scores costs under the target's objective, beside deciding on its own.
+
+    Args:
+        source: Scores that the decision is made from.
+        target: Scores of the task that it is used on; the same blocks.
+        program: ``sparsity`` or ``experts``.
+        sparsity: Global sparsity, 0.5 by default.
+        max_sparsity: Its cap, :func:`layerbudget.decisions.sparsity.plan.default_cap` by default.
+        penalty: Of sparsity, ``quadratic`` by default.
+        budget: Of experts, see :func:`layerbudget.planning.costs.parse_budget`; 160 experts by default.
+        max_experts: Their cap, none by default; every block has one expert at least.
+        utility: Of experts, ``log`` by default.
+        exponent: Exponent of the weights.
+        exponent_on: ``density`` or ``block``.
+        damping: Which row of the scores.
+        smoothing: Added to every score, in units of the mean score; the bounds need positive weights.
+
+    Raises:
+        ModelMismatch: The records hold different blocks.
+        InvalidInput: An option of the other program.
+        UnknownUnit, InfeasibleBudget: As the programs raise them.
+    """
+    choice(program, "program", ("sparsity", "experts"))
+    own = {"sparsity": {"sparsity": sparsity, "max_sparsity": max_sparsity, "penalty": penalty}}
+    own["experts"] = {"budget": budget, "max_experts": max_experts, "utility": utility}
+    other = own["experts" if program == "sparsity" else "sparsity"]
+    for name in (n for n, value in other.items() if value is not None):
+        known = f"It reads {', '.join(own[program])}."
+        raise InvalidInput(f"The program {program} does not read {name}.", known, f"Leave {name} out.")
+    if source.names != target.names or (source.numel != target.numel).any():
+        raise ModelMismatch(
+            f"The source has {len(source.names)} blocks and the target {len(target.names)}, not the same ones.",
+            "Both records need the same blocks of one model.",
+            "Score both tasks with one model and one partition.",
+        )
+    q, r = source.weights(damping, smoothing=smoothing), target.weights(damping, smoothing=smoothing)
+    shared: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "spend": "exactly"}
+    if program == "sparsity":
+        share = 0.5 if sparsity is None else sparsity
+        cap = default_cap(share) if max_sparsity is None else max_sparsity
+        shared |= {} if penalty is None else {"penalty": penalty}
+        return transfer_sparsity(q, r, source.numel, sparsity=share, max_sparsity=cap, **shared)
+    wanted = parse_budget("160 experts" if budget is None else budget, default="experts")
+    cost = unit_cost(source.blocks, wanted.unit, capacity="experts", expert_rank=8)
+    upper = None if max_experts is None else np.full(cost.size, float(max_experts))
+    shared |= {} if utility is None else {"utility": utility}
+    return transfer_allocation(q, r, cost, amount_of(wanted, source.blocks), base=1.0, upper=upper, **shared)
