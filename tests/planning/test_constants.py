@@ -62,21 +62,20 @@ def test_transfer_bounds_for_every_utility_and_penalty(scores, program, options)
         lb.transfer_scores(scores, other, program=program, **money, **foreign)
 
 
-def test_bits_of_codelength(mistral, data):
-    blocks = lb.partition(mistral)
-    scores = lb.score(mistral, data, blocks, "fisher-gram", damping=1.0)
-    plan = lb.plan_sparsity(scores)
+def test_bits_of_codelength():
+    fields = {"unit": "nats of average loss", "data": {"samples": 6, "length": 10}}
+    scores, other = (zoo.scores(v, **fields) for v in ([0.3, 0.2, 0.1], [0.3, 0.2, 0.2]))
+    plan, n = lb.plan_sparsity(scores), 6 * 9
     found = codelengths(plan, scores)
-    n = data.samples * (data.length - 1)
     assert found["tokens"] == n
     for name, gain in zip(scores.names, scores.values(), strict=True):
         assert found["bits"][name] == pytest.approx(n * gain / (2 * math.log(2)))
+    assert found["per_parameter"][scores.names[0]] == found["bits"][scores.names[0]] / scores.blocks[0].numel
     text = " ".join(lb.explain_plan(plan, scores).sentences)
     assert "bits of codelength" in text and "bits of codelength" not in " ".join(lb.explain_plan(plan).sentences)
-    first = codelengths(plan, scores, 1000)["bits"][scores.names[0]]
-    assert first == pytest.approx(1000 * scores.values()[0] / (2 * math.log(2)))
+    assert codelengths(plan, scores, 1000)["bits"][scores.names[0]] == pytest.approx(300 / (2 * math.log(2)))
     with pytest.raises(ModelMismatch):
-        codelengths(plan, lb.score(mistral, data, blocks, "fisher-gram", damping=2.0))
-    norm = lb.score(mistral, data, blocks, "gradient-norm")
+        codelengths(plan, other)
+    norm = zoo.scores([3.0, 2.0, 1.0])
     with pytest.raises(InvalidInput, match="Bits are those of gains"):
         codelengths(lb.plan_sparsity(norm), norm)

@@ -23,7 +23,7 @@ def cases(count):
 
 
 def test_equals_brute_force_and_stays_below_the_relaxation():
-    for rows, cost, budget, low, high in cases(150):
+    for rows, cost, budget, low, high in cases(80):
         found = allocate_increments(rows, cost, budget, lower=low, upper=high)
         worth = [np.concatenate([[0.0], np.cumsum(r), np.full(9, r.sum())]) for r in rows]
         decisions = itertools.product(*[range(a, b + 1) for a, b in zip(low, high, strict=True)])

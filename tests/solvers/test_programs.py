@@ -1,8 +1,6 @@
 """Both programs against closed forms, a plain bisection, CVXPY + Clarabel, and their own statuses."""
 
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -43,7 +41,7 @@ def test_plain_bisection_agrees(k, rng):
     assert np.allclose(s.value, np.clip(t * n / (2 * w), 0, m), atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_clarabel_agrees(seed):
     cp = pytest.importorskip("cvxpy")
     rng = np.random.default_rng(seed)
@@ -241,12 +239,3 @@ def test_weights_of_four_hundred_decades_are_solved(rng):
         q = 10.0 ** rng.uniform(-200, 200, k)
         s = allocate(q, rng.random(k) + 0.1, 3.0 * k * rng.random(), upper=rng.random(k) * 9 + 4, spend="exactly")
         assert s.gap <= 1e-9 and s.kkt_residual <= 1e-9 and abs(s.slack) <= 1e-12 * s.budget
-
-
-def test_the_core_never_imports_torch():
-    code = (
-        "import sys, layerbudget.solvers, layerbudget.planning, layerbudget.plan;"
-        "import layerbudget.planning.costs, layerbudget.cli.plan;"
-        "sys.exit(any(m == 'torch' or m.startswith('torch.') for m in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

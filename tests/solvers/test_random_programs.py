@@ -12,7 +12,7 @@ from layerbudget.errors import InfeasibleBudget
 from layerbudget.solvers import CalibratedPenalty, allocate, solve_joint, sparsify
 
 BAR = 1e-9
-LENGTHS = [pytest.param(300, id="300"), pytest.param(10_000, id="10000", marks=pytest.mark.slow)]
+LENGTHS = [pytest.param(150, id="150"), pytest.param(10_000, id="10000", marks=pytest.mark.slow)]
 EXACT = {"spend": "exactly"}
 
 
@@ -151,7 +151,7 @@ def test_two_halves_do_not_move_anybody(exponent):
         b = allocate(*halved, 3 * n.sum(), exponent=exponent, **EXACT)
         assert np.allclose(np.delete(b.value, k), a.value, rtol=1e-8, atol=1e-8)
 
-    run(100, check)
+    run(50, check)
 
 
 def test_more_weight_more_capacity_and_less_pruning():
@@ -165,7 +165,7 @@ def test_more_weight_more_capacity_and_less_pruning():
         a, b = (sparsify(v, n, sparsity=0.3, **EXACT).value[k] for v in (q, more))
         assert b <= a * (1 + 1e-12)
 
-    run(200, check)
+    run(80, check)
 
 
 def test_alpha_and_gamma_cancel_when_the_budget_binds():
@@ -176,7 +176,7 @@ def test_alpha_and_gamma_cancel_when_the_budget_binds():
         ]
         assert np.allclose(values[0], values[1], rtol=1e-10) and np.allclose(values[0], values[2], rtol=1e-10)
 
-    run(200, check)
+    run(80, check)
 
 
 def test_infeasible_instances_are_refused():

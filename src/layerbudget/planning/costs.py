@@ -19,11 +19,14 @@ from ..records import Block
 from ..solvers.inputs import Vector
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 UNITS = ("experts", "ranks", "params", "bytes", "flops", "latency")
 _WORDS = {**{word: word for word in UNITS}, "param": "params", "parameter": "params", "parameters": "params"}
 _WORDS |= {"flop": "flops", "flops/token": "flops", "expert": "experts", "rank": "ranks", "byte": "bytes"}
+# "64M params", "64Mparams", "3 flops", "1.2 GiB", "0.5 ms"
+_UNITS = {scale + gap + word: (_SCALES[scale], unit) for scale in _SCALES for gap in ("", " ") for word, unit in _WORDS.items()}
+_UNITS |= {"b": (1.0, "bytes"), "us": (1e-6, "latency"), "ms": (1e-3, "latency"), "s": (1.0, "latency")}
+_UNITS |= {f"{scale}b": (_SCALES[scale], "bytes") for scale in "kmgt"}
+_UNITS |= {f"{scale}ib": (2.0 ** (10 * power), "bytes") for power, scale in enumerate("kmgt", 1)}
 _TEXT = re.compile(r"\s*([-+]?[\d_.,]*\d(?:e[-+]?\d+)?)\s*(%?)\s*([a-z/]*)\s*([a-z/]*)\s*")
 _NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|[\d_]*)(\.\d+)?(e[-+]?\d+)?")  # "1,5" may mean 1.5 or 15: it is refused
 _EXAMPLES = "'160 experts', '512 ranks', '64M params', '1.2 GiB', '400M flops', '3% flops', '3% params', '0.5 ms'"
@@ -54,34 +57,19 @@ def parse_budget(text: str | float | int, *, default: str = "params") -> Budget:
         return Budget(amount=float(text), unit=default, text=str(text))
     found = _TEXT.fullmatch(text.lower())
     if found and _NUMBER.fullmatch(found[1]):
-        digits, percent, first, second = found.groups()
-        unit: str | None
+        amount, percent, words = float(re.sub("[_,]", "", found[1])), found[2], f"{found[3]} {found[4]}".strip()
         if percent:
-            scale, unit = 0.01, None if first and second else _WORDS.get(second or first or default)
+            scale, unit = 0.01, _WORDS.get(words or default)
+        elif words in _SCALES and not (words == "b" and default == "bytes"):
+            scale, unit = _SCALES[words], default
         else:
-            scale, unit = _scaled_unit(first, second, default)
-        amount = float(digits.replace("_", "").replace(",", ""))
+            scale, unit = _UNITS.get(words, (0.0, None))
         if unit is not None:
             amount = amount / 100.0 if percent else amount * scale
             return Budget(amount=amount, unit=unit, relative=bool(percent), text=text)
     raise UnknownUnit(
         f"The budget {text!r} is in no known unit.", f"Known units: {', '.join(UNITS)}.", f"Write it like {_EXAMPLES}."
     )
-
-
-def _scaled_unit(first: str, second: str, default: str) -> tuple[float, str | None]:
-    """``64M params`` has two words, ``1.2 GiB``, ``64Mparams``, ``20M`` and ``3 flops`` have one."""
-    if second:
-        return _SCALES.get(first, 0.0), _WORDS.get(second) if first in _SCALES else None
-    if first in _BYTES and (len(first) > 1 or default == "bytes"):
-        return _BYTES[first], "bytes"
-    if first in _SECONDS:
-        return _SECONDS[first], "latency"
-    if first in _WORDS:
-        return 1.0, _WORDS[first]
-    if first in _SCALES:
-        return _SCALES[first], default
-    return _SCALES.get(first[:1], 0.0), _WORDS.get(first[1:]) if first[:1] in _SCALES else None
 
 
 def rank_parameters(blocks: Sequence[Block]) -> Vector:

@@ -25,12 +25,9 @@ from ..solvers.transfer import Transfer, spearman, transfer_allocation, transfer
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PlanDifference(Result):
-    """How two plans differ.
+    """How two plans of one kind differ; rules and budgets are those of the first and the second.
 
     Attributes:
-        kind: Of both plans.
-        rules: Of the first and the second.
-        budgets: Of the first and the second.
         moved: Half the sum of absolute differences of counts: what would have to change hands.
         largest: The row of ``blocks`` that differs most.
         rank_correlation: Spearman's, of the values.

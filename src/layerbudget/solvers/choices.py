@@ -42,16 +42,13 @@ class Choice:
     """A certified choice.
 
     Attributes:
-        chosen: Index of the alternative of every item, ``(K,)``.
-        damage: Its total.
-        spent, budget: Bytes; ``spent <= budget`` always.
+        chosen: Index of the alternative of every item, ``(K,)``; ``damage`` is their total, ``spent`` their bytes.
         status: ``optimal``, ``slack`` (every item has its best alternative, bytes are left), ``bounded`` (the search was cut).
         lower_bound: No choice within the budget has less damage. Equal to ``damage`` where the status is not ``bounded``.
         relaxed: ``L(price)``, the bound of the linear relaxation.
         price: Damage that one more byte would save at the margin.
         reduced: ``r_ij`` at the price, ``(K, m)``: how much worse than the relaxation an alternative is by itself.
-        unit: Of ``spent`` and ``budget``.
-        among: What else every choice keeps to, for the message: ``" and with at most 1 layer gone"``.
+        unit, among: Words of the message: ``"bytes"``, ``" and with at most 1 layer gone"``.
     """
 
     chosen: np.ndarray
@@ -106,7 +103,7 @@ def choose(damage: ArrayLike, size: ArrayLike, budget: int) -> Choice:
     ([1, 0], 5, 9.0, 'optimal')
     """
     d, c = _checked(damage, size)
-    budget, k = int(budget), np.arange(len(d))
+    budget = int(budget)
     least = int(np.where(np.isfinite(d), c, _LARGEST).min(axis=1).sum())
     if budget < least:
         raise InfeasibleBudget(
@@ -114,18 +111,7 @@ def choose(damage: ArrayLike, size: ArrayLike, budget: int) -> Choice:
             f"Feasible are {least} bytes and more.",
             "Raise the budget, or allow smaller formats.",
         )
-    found = _solve(d, c, budget, _segments(d, c))
-    return Choice(
-        chosen=found.chosen,
-        damage=float(d[k, found.chosen].sum()),
-        spent=int(c[k, found.chosen].sum()),
-        budget=budget,
-        status=found.status,
-        lower_bound=found.bound,
-        relaxed=found.relaxed,
-        price=found.price,
-        reduced=np.maximum(found.reduced, 0.0),
-    )
+    return _solve(d, c, budget, _segments(d, c))
 
 
 def _checked(damage: ArrayLike, size: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
@@ -175,18 +161,7 @@ def _segments(d: np.ndarray, c: np.ndarray) -> _Segments:
     return _Segments(start, *(np.concatenate(x) for x in zip(*parts, strict=True)))
 
 
-class _Found(NamedTuple):
-    """Result of the search; ``bound`` is below the damage of every choice, ``relaxed`` is that of the linear relaxation."""
-
-    chosen: np.ndarray
-    status: str
-    bound: float
-    relaxed: float
-    price: float
-    reduced: np.ndarray
-
-
-def _solve(d: np.ndarray, c: np.ndarray, budget: Any, hulls: _Segments) -> _Found:
+def _solve(d: np.ndarray, c: np.ndarray, budget: Any, hulls: _Segments) -> Choice:
     k, chosen = np.arange(len(d)), hulls.start.copy()
     order = np.argsort(-hulls.density, kind="stable")
     item, to, cost, density = (v[order] for v in hulls[1:])
@@ -209,8 +184,18 @@ def _solve(d: np.ndarray, c: np.ndarray, budget: Any, hulls: _Segments) -> _Foun
         for i, j in core.moves():
             chosen[i] = j
         status = "optimal" if lost >= core.best - core.tolerance else "bounded"
-    bound = float(d[k, chosen].sum()) if status != "bounded" else max(relaxed, base + lost)
-    return _Found(chosen, status, bound, relaxed, price, reduced)
+    damage = float(d[k, chosen].sum())
+    return Choice(
+        chosen=chosen,
+        damage=damage,
+        spent=c[k, chosen].sum().item(),
+        budget=budget,
+        status=status,
+        lower_bound=max(relaxed, base + lost) if status == "bounded" else damage,
+        relaxed=relaxed,
+        price=price,
+        reduced=np.maximum(reduced, 0.0),
+    )
 
 
 def knapsack(gain: np.ndarray, cost: Vector, budget: float) -> tuple[np.ndarray, float, bool, float, float]:
@@ -232,8 +217,8 @@ def knapsack(gain: np.ndarray, cost: Vector, budget: float) -> tuple[np.ndarray,
     d[levels > usable.sum(1)[:, None]] = np.inf
     start = np.zeros(len(gain), dtype=np.int64)
     found = _solve(d, levels * cost[:, None], budget, _Segments(start, item, step + 1, cost[item], density))
-    value = -float(d[np.arange(len(gain)), found.chosen].sum())
-    return found.chosen, -found.bound, found.status != "bounded", found.price, max(-found.relaxed - value, 0.0)
+    spread = max(found.damage - found.relaxed, 0.0)
+    return found.chosen, -found.lower_bound, found.status != "bounded", found.price, spread
 
 
 class _Core:

@@ -28,12 +28,7 @@ _STEP = 2.0**-40  # well inside a flat stretch that has no other end
 def piecewise_root(slope: Vector, offset: Vector, low: Vector, high: Vector, target: float) -> tuple[float, float, float]:
     """Solve ``sum clip(slope t + offset, low, high) = target`` for ``t``.
 
-    Args:
-        slope: Positive slopes, shape ``(K,)``.
-        offset: Offsets, shape ``(K,)``.
-        low: Lower clips, finite.
-        high: Upper clips, ``inf`` allowed.
-        target: A value between ``sum(low)`` and ``sum(high)``; outside it the nearest end is returned.
+    Slopes are positive, lower clips finite, and beyond ``sum(low)`` and ``sum(high)`` the nearest end is returned.
 
     Returns:
         ``(t, t_low, t_high)``: a root and the interval of all roots (one point unless S has a plateau at the target).
@@ -101,10 +96,7 @@ def monotone_root(spend: Callable[[float], float], knots: Vector, target: float)
     The piece is found by bisection over the sorted knots (a proven bracket), the root inside it by Brent's method in ``log p``
     down to rounding.
 
-    Args:
-        spend: Continuous, nondecreasing, defined for every positive ``p``.
-        knots: Prices at which some block leaves its floor or reaches its cap; zeros and infinities are dropped.
-        target: A value that ``spend`` takes.
+    ``knots`` are prices at which some block leaves its floor or reaches its cap; zeros and infinities are dropped.
 
     Returns:
         ``(p, p_low, p_high)`` as in :func:`piecewise_root`.

@@ -87,8 +87,7 @@ def solve_joint(
 
     Raises:
         InfeasibleBudget: Even full pruning does not free enough, or (``exactly``) the caps cannot use the budget.
-        InvalidInput: An input outside its domain.
-        DegenerateScores: All weights are zero.
+        InvalidInput, DegenerateScores: An input outside its domain; all weights are zero.
 
     >>> s = solve_joint([1.0, 3.0], 10.0, 100.0, -20.0, spend="exactly")
     >>> bool(abs(10 * s.capacity.sum() - 100 * s.sparsity.sum() + 20) < 1e-9)

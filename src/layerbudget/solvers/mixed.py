@@ -147,15 +147,7 @@ class _Branches:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Recipe:
-    """Formats and ranks with the certificate of both.
-
-    Attributes:
-        chosen: Format of every matrix, ``(K,)``.
-        ranks: Rank of every adapter, ``(M,)``.
-        damage: ``sum_i d_i``, nats per token.
-        gain: ``sum_k g_k``.
-        choice: The program's own answer: status, bound, price of a byte.
-    """
+    """Formats ``(K,)`` and ranks ``(M,)``, their damage and gain in nats per token, and the certificate of both."""
 
     chosen: np.ndarray
     ranks: np.ndarray
@@ -191,8 +183,7 @@ def mix_recipe(
 
     Raises:
         InfeasibleBudget: The smallest recipe is larger.
-        InvalidInput: Negative gains, floors above caps, broken bytes, a multiple below one.
-        LengthMismatch: Rows and costs of different numbers.
+        InvalidInput, LengthMismatch: Negative gains, floors above caps, broken bytes, rows and costs of different numbers.
 
     >>> found = mix_recipe([[9.0, 1.0], [2.0, 1.0]], [[2, 4], [2, 4]], [[3.0, 0.5]], [2], 8)
     >>> found.chosen.tolist(), found.ranks.tolist(), found.damage, found.gain, found.choice.status

@@ -183,11 +183,7 @@ def weigh(q: Vector, size: Vector, exponent: float, exponent_on: str, *, literal
 
 
 def capacity_bounds(base: ArrayLike, lower: ArrayLike, upper: ArrayLike | None, size: int) -> tuple[Vector, Vector, Vector]:
-    """Return the base, and the bounds of what comes on top of it.
-
-    Raises:
-        InfeasibleBudget: A floor above its cap.
-    """
+    """Return the base, and the bounds of what comes on top of it; a floor above its cap is refused."""
     floor, low = bound_vector(base, size, "base", 0.0), bound_vector(lower, size, "lower", 0.0)
     high = bound_vector(upper, size, "upper", np.inf)
     low, high = np.maximum(low - floor, 0.0), high - floor
@@ -202,12 +198,7 @@ def capacity_bounds(base: ArrayLike, lower: ArrayLike, upper: ArrayLike | None, 
 
 
 def sparsity_bounds(low: ArrayLike, high: ArrayLike, size: int, penalty: Function) -> tuple[Vector, Vector]:
-    """Return floors and caps; measured curves are a cap too.
-
-    Raises:
-        InvalidInput: They are not ``0 <= floor <= cap <= 1``.
-        LengthMismatch: Another number of curves than blocks.
-    """
+    """Return floors and caps, ``0 <= floor <= cap <= 1``; measured curves are a cap too."""
     a, b = bound_vector(low, size, "min_sparsity", 0.0), bound_vector(high, size, "max_sparsity", 1.0)
     if not ((a <= b).all() and b.max() <= 1.0):
         k = int(np.argmax((a > b) | (b > 1.0)))

@@ -78,10 +78,6 @@ def transfer_allocation(
 
     All other arguments are those of :func:`layerbudget.solvers.allocate`.
 
-    Raises:
-        LengthMismatch: Two vectors of different length.
-        InvalidInput, InfeasibleBudget, DegenerateScores: As the program raises them.
-
     >>> t = transfer_allocation([1.0, 2.0], [2.0, 1.0], 1.0, 4.0, spend="exactly")
     >>> 0 <= t.regret <= t.sharp_bound <= t.bound
     True
@@ -109,10 +105,6 @@ def transfer_sparsity(
     """Return the transfer of a sparsity plan from the weights ``source`` to the weights ``target``, shape ``(K,)`` each.
 
     All other arguments are those of :func:`layerbudget.solvers.sparsify`.
-
-    Raises:
-        LengthMismatch: Two vectors of different length.
-        InvalidInput, InfeasibleBudget, DegenerateScores: As the program raises them.
 
     >>> t = transfer_sparsity([1.0, 2.0], [2.0, 1.0], 1.0, sparsity=0.2, min_sparsity=0.05)
     >>> 0 <= t.regret <= t.sharp_bound <= t.bound

@@ -81,11 +81,7 @@ PENALTIES: dict[str, Callable[..., Function]] = {"quadratic": _Quadratic, "log-b
 
 
 def resolve(function: str | Function, *, concave: bool) -> Function:
-    """Return the function of a name, or the object itself where its curvature is right.
-
-    Raises:
-        InvalidInput: An unknown name, or a convex function where a concave one is needed (or the reverse).
-    """
+    """Return the function of a name, or the object itself; one of the wrong curvature is refused."""
     known = UTILITIES if concave else PENALTIES
     if isinstance(function, str):
         if function in known:
