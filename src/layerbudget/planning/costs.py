@@ -88,13 +88,8 @@ def unit_cost(
 ) -> Vector:
     """Return the price of one unit of capacity per block, in the unit, shape ``(K,)``.
 
-    Args:
-        blocks: The blocks.
-        unit: ``experts``/``ranks`` (every block costs 1), ``params``, ``bytes``, ``flops`` or ``latency``.
-        capacity: What one unit of capacity is: ``ranks`` or ``experts``.
-        expert_rank: Rank of one expert.
-        bytes_per_parameter: 2 for bf16.
-        latency: Seconds that one unit of capacity adds, by block name.
+    In its own unit, ``experts`` or ``ranks``, every block costs 1. ``capacity`` says what one unit of capacity is, a rank or an
+    expert of ``expert_rank``; a parameter has 2 bytes (bf16) by default, and ``latency`` are seconds per unit by block name.
 
     Raises:
         UnknownUnit: Not a unit, or one that these blocks are not priced in.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,37 +15,18 @@ from ..errors import InvalidInput, ModelMismatch
 from ..kinds import KINDS, Kind
 from ..plan import Plan
 from ..planning.costs import amount_of, parse_budget, unit_cost
-from ..records import Result
 from ..registry import options_of, resolve_options
 from ..scores import Scores
 from ..solvers.inputs import Vector, choice
 from ..solvers.transfer import Transfer, spearman, transfer_allocation, transfer_sparsity
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PlanDifference(Result):
-    """How two plans of one kind differ; rules and budgets are those of the first and the second.
+def diff_plans(first: Plan, second: Plan) -> dict[str, Any]:
+    """Return ``{kind, rules, budgets, moved, largest, rank_correlation, same, blocks}``: how two plans of one kind differ.
 
-    Attributes:
-        moved: Half the sum of absolute differences of counts: what would have to change hands.
-        largest: The row of ``blocks`` that differs most.
-        rank_correlation: Spearman's, of the values.
-        same: Whether all counts are equal.
-        blocks: ``{name, first, second, difference, count_difference}`` by block.
-    """
-
-    kind: str
-    rules: tuple[str, str]
-    budgets: tuple[Mapping[str, Any], Mapping[str, Any]]
-    moved: float
-    largest: Mapping[str, Any]
-    rank_correlation: float
-    same: bool
-    blocks: Sequence[Mapping[str, Any]]
-
-
-def diff_plans(first: Plan, second: Plan) -> PlanDifference:
-    """Return what differs between two plans for the same blocks.
+    ``moved`` is half the sum of absolute differences of counts: what would have to change hands. ``blocks`` has a row ``{name,
+    first, second, difference, count_difference}`` by block, of which ``largest`` differs most; the rank correlation is
+    Spearman's, of the values.
 
     Raises:
         ModelMismatch: The plans name different blocks or are of different kinds.
@@ -64,16 +44,16 @@ def diff_plans(first: Plan, second: Plan) -> PlanDifference:
         {"name": n, "first": float(a), "second": float(b), "difference": float(d), "count_difference": int(c)}
         for n, a, b, d, c in zip(first.names, first.values, second.values, change, counts, strict=True)
     ]
-    return PlanDifference(
-        kind=first.kind,
-        rules=(first.rule, second.rule),
-        budgets=(dict(first.budget), dict(second.budget)),
-        moved=float(np.abs(counts).sum() / 2),
-        largest=rows[int(np.argmax(np.abs(change)))],
-        rank_correlation=spearman(first.values, second.values),
-        same=bool((counts == 0).all()),
-        blocks=rows,
-    )
+    return {
+        "kind": first.kind,
+        "rules": (first.rule, second.rule),
+        "budgets": (dict(first.budget), dict(second.budget)),
+        "moved": float(np.abs(counts).sum() / 2),
+        "largest": rows[int(np.argmax(np.abs(change)))],
+        "rank_correlation": spearman(first.values, second.values),
+        "same": bool((counts == 0).all()),
+        "blocks": rows,
+    }
 
 
 def sweep(

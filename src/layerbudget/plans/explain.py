@@ -23,20 +23,11 @@ TAKE_UNIFORM = 0.95  # share of the gain
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Explanation(Result):
-    """A plan in words.
+    """A plan in sentences: budget, status, price, what had no influence; ``most`` and ``least`` name the blocks at either end.
 
-    Attributes:
-        kind, rule, budget, certificate: The plan's own.
-        sentences: Budget, status, price, which blocks get most and least, and what had no influence.
-        most: Names of the blocks that get most, the first before.
-        least: Names of those that get least.
-        codelengths: See :func:`codelengths`, where scores were given.
+    ``codelengths`` is there where scores were given, see :func:`codelengths`.
     """
 
-    kind: str
-    rule: str
-    budget: Mapping[str, Any]
-    certificate: Mapping[str, Any]
     sentences: Sequence[str]
     most: Sequence[str]
     least: Sequence[str]
@@ -58,10 +49,6 @@ def explain_plan(plan: Plan, scores: Scores | None = None, *, tokens: int | None
     bits = None if scores is None else codelengths(plan, scores, tokens)
     parts += [] if bits is None else [_on_codelengths(bits)]
     return Explanation(
-        kind=plan.kind,
-        rule=plan.rule,
-        budget=dict(plan.budget),
-        certificate=dict(plan.certificate),
         sentences=parts,
         most=[plan.names[i] for i in order[::-1][:5]],
         least=[plan.names[i] for i in order[:5]],

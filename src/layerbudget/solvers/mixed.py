@@ -170,16 +170,10 @@ def mix_recipe(
 ) -> Recipe:
     """Give every matrix a format and every adapter a rank.
 
-    Args:
-        damage: Of formats, ``(K, m)``; infinite where a matrix does not have one.
-        size: Bytes of formats, ``(K, m)``.
-        increments: Gain of the first, second, ... rank of every adapter, zero or more; M rows, whose lengths are caps too.
-        cost: Bytes of one rank, whole numbers, ``(M,)``.
-        budget: Bytes of everything.
-        lower: Smallest rank.
-        upper: Largest rank.
-        multiple: Ranks are multiples of this.
-        exchange: ``x``, what a nat gained by training is worth in nats of damage.
+    ``damage`` and ``size`` (bytes) of formats are ``(K, m)``, infinite where a matrix does not have one; ``increments`` are
+    the gains of the first, second, ... rank of M adapters, whose lengths are caps too, and ``cost`` the bytes of one rank,
+    ``(M,)``. Ranks are multiples of ``multiple`` between ``lower`` and ``upper``; ``exchange`` is what a nat gained by
+    training is worth in nats of damage.
 
     Raises:
         InfeasibleBudget: The smallest recipe is larger.

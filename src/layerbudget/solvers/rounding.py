@@ -192,18 +192,11 @@ def allocate_increments(
     same, so the best set of units is a prefix of every block: a knapsack of steps, solved exactly up to the reported gap, zero
     with equal costs.
 
-    Args:
-        increments: Worth of the first, second, ... unit of every block, descending; K rows of any lengths. Beyond a row's
-            end a unit is worth nothing and is not bought.
-        cost: Budget per unit ``c_k > 0``, shape ``(K,)`` or a scalar.
-        budget: What may be spent.
-        lower: Smallest count (paid first, whatever it is worth).
-        upper: Largest count.
-        multiple: Counts are multiples of this.
+    ``increments`` are K descending rows of any lengths; beyond a row's end a unit is worth nothing and is not bought. A unit
+    costs ``c_k > 0``. Floors are paid first, whatever they are worth, and counts are multiples of ``multiple``.
 
     Raises:
-        NotFinite, InvalidCost, LengthMismatch, NegativeValue: An input outside its domain.
-        InvalidInput: A worth that is negative or above its predecessor, or a multiple that is no whole number.
+        InvalidInput: A worth that is negative or above its predecessor, or another input outside its domain.
         InfeasibleBudget: Floors above caps, or above the budget.
 
     >>> allocate_increments([[4, 1], [3, 2]], cost=1, budget=3).counts.tolist()
