@@ -1,7 +1,7 @@
 r"""One byte budget for adapting and pruning (:doc:`/theory`, section 5).
 
     minimise   sum_k  alpha a_k e_k - gamma w_k phi(e_k) + eta v_k psi(rho_k)
-    subject to sum_k a_k e_k - sum_k s_k rho_k <= M,    0 <= e_k <= u_k,   rho_min_k <= rho_k <= rho_max_k
+    subject to sum_k a_k e_k - sum_k s_k rho_k <= M,    0 <= e_k <= u_k,   0 <= rho_k <= rho_max_k
 
 Experts cost bytes, pruning frees bytes, M may be negative ("shrink by 2 GB and adapt"). One constraint couples everything, so
 one multiplier decides: ``e_k`` answers the price ``alpha + lambda``, ``rho_k`` the reward ``lambda``.
@@ -45,16 +45,15 @@ class JointProgram:
 
     def __init__(self, adapt: Program, prune: Program, budget: float) -> None:
         self.adapt, self.prune, self.budget = adapt, prune, budget
-        self.low = np.concatenate((adapt.low + adapt.base, prune.low))
-        self.high = np.concatenate((adapt.high + adapt.base, prune.high))
+        self.low, self.high = np.concatenate((adapt.low, prune.low)), np.concatenate((adapt.high, prune.high))
 
     def at_multiplier(self, multiplier: float) -> tuple[Vector, Vector]:
         """Both decisions when a unit of budget is worth ``lambda``."""
         return self.adapt.at_price(self.adapt.price + multiplier), self.prune.at_price(max(multiplier, 0.0))
 
     def net(self, e: Vector, rho: Vector) -> float:
-        """Budget used: experts (base included) minus what pruning frees."""
-        return float(np.dot(self.adapt.amount, e + self.adapt.base)) - float(np.dot(self.prune.amount, rho))
+        """Budget used: what capacity takes minus what pruning frees."""
+        return float(np.dot(self.adapt.amount, e)) - float(np.dot(self.prune.amount, rho))
 
 
 def solve_joint(
@@ -64,16 +63,13 @@ def solve_joint(
     budget: float,
     *,
     exponent: float = 1.0,
-    prune_exponent: float = 1.0,
     exponent_on: str = "density",
     alpha: float = 0.5,
     gamma: float = 0.9,
     eta: float = 2.0,
-    base: ArrayLike = 0.0,
     lower: ArrayLike = 0.0,
     upper: ArrayLike | None = None,
     max_sparsity: ArrayLike = 0.55,
-    min_sparsity: ArrayLike = 0.0,
     utility: str | Function = "log",
     penalty: str | Function = "quadratic",
     spend: str = "at_most",
@@ -82,8 +78,8 @@ def solve_joint(
 
     ``cost`` is the budget per unit of capacity, ``a_k > 0``, and ``savings`` what pruning block k entirely frees, ``s_k > 0``.
     The net ``budget`` M is negative to shrink. All other arguments are those of :func:`~layerbudget.solvers.allocate` and
-    :func:`~layerbudget.solvers.sparsify`; the pruning weights have an exponent of their own, and both weight vectors are taken
-    relative to their mean. Here gamma and eta do not cancel: their ratio is what adapting a block is worth against pruning it.
+    :func:`~layerbudget.solvers.sparsify`; only adapting weights have an exponent, and both weight vectors are taken relative to
+    their mean. Here gamma and eta do not cancel: their ratio is what adapting a block is worth against pruning it.
 
     Raises:
         InfeasibleBudget: Even full pruning does not free enough, or (``exactly``) the caps cannot use the budget.
@@ -99,18 +95,18 @@ def solve_joint(
     a, s = cost_vector(cost, k), cost_vector(savings, k, "savings")
     w = _relative(weigh(q, a, exponent, exponent_on), number(gamma, "gamma", positive=True))
     v = np.where(q > 0, q, q.max() * 1e-30)
-    v = _relative(weigh(v, s, prune_exponent, exponent_on), number(eta, "eta", positive=True))
+    v = _relative(weigh(v, s, 1.0, exponent_on), number(eta, "eta", positive=True))
     price = number(alpha, "alpha") * k / float(np.add.reduce(a))
     phi, psi = resolve(utility, concave=True), resolve(penalty, concave=False)
     if isinstance(psi, CalibratedPenalty):
         raise InvalidInput("The joint program has no measured curves.", "Its penalty is smooth.", "Use penalty='quadratic'.")
-    floor, low, high = capacity_bounds(base, lower, upper, k)
-    rho_low, rho_high = sparsity_bounds(min_sparsity, max_sparsity, k, psi)
+    base, low, high = capacity_bounds(0.0, lower, upper, k)
+    rho_low, rho_high = sparsity_bounds(0.0, max_sparsity, k, psi)
     if not (isinstance(budget, (int, float)) and math.isfinite(budget)):
         raise NotFinite(f"budget is {budget!r}.", "It must be a finite number; negative to shrink.", "Give a plain number.")
     total = float(budget)
-    adapt = Program(-1, phi, w, a, price, low, high, floor, total, total, exactly)
-    prune = Program(1, psi, v, s, 0.0, rho_low, rho_high, np.zeros(k), total, total, exactly)
+    adapt = Program(-1, phi, w, a, price, low, high, base, total, total, exactly)
+    prune = Program(1, psi, v, s, 0.0, rho_low, rho_high, base, total, total, exactly)
     program = JointProgram(adapt, prune, total)
     _check(program, exactly=exactly)
     with np.errstate(all="ignore"):
@@ -168,7 +164,7 @@ def _certified(
     over = program.net(e, rho) - program.budget
     parts = (float(adapt.terms(e).sum()), adapt.price * float(np.dot(adapt.amount, e)), float(prune.terms(rho).sum()))
     primal = sum(parts)
-    gross = float(np.dot(adapt.amount, e + adapt.base)) + float(np.dot(prune.amount, rho))
+    gross = float(np.dot(adapt.amount, e)) + float(np.dot(prune.amount, rho))
     size = sum(map(abs, parts)) + abs(multiplier) * max(abs(program.budget), gross)
     dual = primal + multiplier * over
     worst_e, low_e, high_e = adapt.stationarity(e, p)
@@ -181,7 +177,7 @@ def _certified(
     else:
         status = "slack" if slack else "binding"
     return JointSolution(
-        value=np.concatenate((e + adapt.base, rho)),
+        value=np.concatenate((e, rho)),
         status=status,
         multiplier=multiplier,
         multiplier_interval=interval,

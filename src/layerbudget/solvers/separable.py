@@ -100,7 +100,7 @@ class Program(NamedTuple):
             marginal = self.scale * f.derivative(x)
         wish = np.where(marginal == price, 0.0, (marginal - price) / (np.abs(marginal) + np.abs(price)))
         above, below = x > self.low, x < self.high
-        worst = max(float((-self.sign * wish * below).max()), float((self.sign * wish * above).max()), 0.0)
+        worst = max(float((-self.sign * wish * below).max()), float((self.sign * wish * above).max())) + 0.0
         return (worst if worst == worst else math.inf), not above.any(), not below.any()
 
 
