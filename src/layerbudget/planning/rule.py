@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,31 +25,25 @@ from ..solvers.utilities import PENALTIES, UTILITIES
 
 def _shared(
     *,
-    exponent: Annotated[float, "exponent of the weights (paper: beta, kappa)"] = 1.0,
-    exponent_on: Annotated[Literal["density", "block"], "what the exponent is applied to"] = "density",
-    penalty: Annotated[Literal[tuple(PENALTIES)] | Any, "penalty of a sparsity"] = "quadratic",  # type: ignore[valid-type]
-    utility: Annotated[Literal[tuple(UTILITIES)] | Any, "utility of capacity"] = "log",  # type: ignore[valid-type]
-    spend: Annotated[
-        Literal["exactly", "at_most", "at_least"],
-        "how much of the budget is spent: at_most for capacity, at_least for sparsity (the theorems), or exactly",
-    ] = "exactly",
-    alpha: Annotated[float | None, "price of capacity; inert where the budget binds (0.5)"] = None,
-    gamma: Annotated[float | None, "weight of the utility; inert where the budget binds (0.9)"] = None,
-    bits: Annotated[float | None, "b, bits saved per pruned parameter; inert where the target binds (16)"] = None,
-    eta: Annotated[float | None, "weight of the penalty; inert where the target binds (2)"] = None,
-    units: Annotated[
-        Literal["relative", "literal"] | None,
-        "literal: costs, sizes and weights as they are, as the paper's text has it (relative)",
-    ] = None,
-    method: Annotated[Literal[METHODS], "how counts are rounded"] = "auto",  # type: ignore[valid-type]
-    damping: Annotated[float | None, "row of the scores; the middle one"] = None,
-    smoothing: Annotated[float, "added to every score, in units of the mean score"] = 0.0,
-    seed: Annotated[int, "of the controls"] = 0,
-    width: Annotated[float | None, "width of the published maps"] = None,
+    exponent: float = 1.0,  # of the weights (paper: beta, kappa)
+    exponent_on: Literal["density", "block"] = "density",
+    penalty: Literal[tuple(PENALTIES)] | Any = "quadratic",  # type: ignore[valid-type]
+    utility: Literal[tuple(UTILITIES)] | Any = "log",  # type: ignore[valid-type]
+    spend: Literal["exactly", "at_most", "at_least"] = "exactly",  # at_most capacity, at_least sparsity: the theorems
+    alpha: float | None = None,  # of the program, like the next three; inert where the budget binds
+    gamma: float | None = None,
+    bits: float | None = None,
+    eta: float | None = None,
+    units: Literal["relative", "literal"] | None = None,
+    method: Literal[METHODS] = "auto",  # type: ignore[valid-type]  # how counts are rounded
+    damping: float | None = None,  # row of the scores; the middle one
+    smoothing: float = 0.0,  # added to every score, in units of the mean score
+    seed: int = 0,  # of the controls
+    width: float | None = None,  # of the published maps
 ) -> None: ...
 
 
-# Options that several rules share: a rule names them, their type and help are here.
+# Options that several rules share: a rule names them, their types are here.
 OPTIONS: Mapping[str, Option] = options_of(_shared)
 
 
