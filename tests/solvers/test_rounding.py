@@ -120,11 +120,11 @@ def test_a_core_that_outgrows_its_limits_keeps_a_true_bound(seed, monkeypatch):
 
 
 def test_gains_proportional_to_costs_leave_a_small_gap_and_no_wait(rng):
-    cost = rng.random(1500) + 0.5
+    cost = rng.random(5000) + 0.5
     for gain in (cost, cost + 0.1):
         take, bound, _, _, _ = taken(gain, cost, float(0.3 * cost.sum()))
         assert cost[take].sum() <= 0.3 * cost.sum() * (1 + 1e-12)
-        assert 0 <= bound - gain[take].sum() <= 3e-4 * bound
+        assert 0 <= bound - gain[take].sum() <= 1e-4 * bound
 
 
 def test_parameters_sum_to_the_total_and_respect_caps(rng):
