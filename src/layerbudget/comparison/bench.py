@@ -77,9 +77,8 @@ class TextBench:
     def data(self, seed: int) -> CalibrationSet:
         """The calibration set of a seed."""
         if seed not in self._sets:
-            self._sets[seed] = calibration(
-                self.source, self.tokenizer, samples=self.samples, length=self.length, seed=seed
-            )  # fmt: skip
+            size = {"samples": self.samples, "length": self.length}
+            self._sets[seed] = calibration(self.source, self.tokenizer, **size, seed=seed)
         return self._sets[seed]
 
     def measure(self, plan: Plan, seed: int) -> dict[str, Any]:
@@ -154,9 +153,8 @@ class TaskBench:
         """``{values[questions] (1 where wrong), spent, passes, parameters}`` of the model that the plan trains."""
         with tempfile.TemporaryDirectory() as scratch:
             out = Path(scratch) / "out"
-            record = finetune(
-                self.load, plan, self.task, out, tokenizer=self.tokenizer, protocol=self.protocol, seeds=(seed,)
-            )  # fmt: skip
+            named: dict[str, Any] = {"tokenizer": self.tokenizer, "protocol": self.protocol, "seeds": (seed,)}
+            record = finetune(self.load, plan, self.task, out, **named)
             found = json.loads((out / f"seed-{seed}" / "result.json").read_text(encoding="utf-8"))
         answers, truth = found["predictions"][str(self.split)], self.task.evaluation[str(self.split)]
         steps = self.protocol.epochs * len(self.task.train)

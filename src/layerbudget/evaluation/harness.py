@@ -267,7 +267,6 @@ def _result(task: str, samples: Sequence[Row]) -> Row:
             found |= {metric: float(mean(values)), error: float(mean_stderr(values)) if len(values) > 1 else 0.0}
     likely = [[float(r[0] if isinstance(r, (tuple, list)) else r) for r in s["filtered_resps"]] for s in samples]
     chosen = [max(range(len(row)), key=row.__getitem__) for row in likely]
-    return found | {
-        "samples": len(samples), "correct": [float(s["acc"]) for s in samples],
-        "digest": digest([s["arguments"] for s in samples]), "one_class": one_class(chosen, [len(row) for row in likely]),
-    }  # fmt: skip
+    found |= {"samples": len(samples), "correct": [float(s["acc"]) for s in samples]}
+    found["digest"] = digest([s["arguments"] for s in samples])
+    return found | {"one_class": one_class(chosen, [len(row) for row in likely])}

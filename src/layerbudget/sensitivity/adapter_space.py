@@ -83,12 +83,11 @@ def score_adapter(
     refuse_direct(model, blocks, _NO_PLACE, routers=True)
     dtype, device = real_type(model)
     starts = {m.name: start_matrix(m.name, m.d_in, rank, seed).to(device, dtype) for b in blocks for m in b.modules}
-    rows = _Started(blocks, data.samples, data.length, dtype=dtype, device=device, starts=starts, rank=rank)
+    rows = _Started(blocks, data.samples, dtype=dtype, device=device, starts=starts, rank=rank)
     total = feed(model, data, blocks, rows, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples)).loss
-    scores = fisher.from_grams(
-        blocks, rows.grams * scaling**2, common.token_counts(model, data), damping, damping_unit, seed=seed,
-        replicates=replicates, loss=total, curvature="empirical Fisher of B at B=0",
-    )  # fmt: skip
+    tokens, fields = common.token_counts(model, data), {"seed": seed, "replicates": replicates}
+    name = "empirical Fisher of B at B=0"
+    scores = fisher.from_grams(blocks, rows.grams * scaling**2, tokens, damping, damping_unit, name, loss=total, **fields)
     return dataclasses.replace(scores, estimator="adapter", extra={**scores.extra, "rank": rank, "scaling": scaling})
 
 

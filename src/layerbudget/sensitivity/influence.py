@@ -121,9 +121,7 @@ def influence(
     n, sets = train.samples, (train, validation)
     total = sum(s.samples for s in sets)
     dtype, device = real_type(model)
-    products = InnerProducts(
-        modules, total, max(s.length for s in sets), (_mean_losses,), dtype=dtype, device=device, max_bytes=MEMORY
-    )
+    products = InnerProducts(modules, total, (_mean_losses,), dtype=dtype, device=device, max_bytes=MEMORY)
     runs, offset, size = [], 0, 1 if tracked(model, modules)[1] else batch_size
     for data in sets:
         for batch in batches(model, data, size):

@@ -91,10 +91,8 @@ def score_rank_gain(
     refuse_direct(model, blocks, "no adapter goes there", routers=True)
     values = common.check_damping(damping, "absolute") or (1.0,)
     scale = damping_scale(model, data, blocks, batch_size=batch_size, seed=seed, walk=walk)
-    work = _Spectra.of(
-        model, data, blocks, values=values, scale=scale, largest=largest, finished=finished, seed=seed, groups=2,
-        interleaved=True,
-    )  # fmt: skip
+    options: dict[str, Any] = {"values": values, "scale": scale, "largest": largest, "finished": finished}
+    work = _Spectra.of(model, data, blocks, seed=seed, groups=2, interleaved=True, **options)
     work.workers = torch.get_num_threads() if next(model.parameters()).device.type == "cpu" else 1
     fed = feed(model, data, blocks, work, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
     tokens = token_count(model, data)

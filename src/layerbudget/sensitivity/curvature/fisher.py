@@ -74,7 +74,7 @@ def score_gram(
         grams = stored(resume, model, data, blocks, batch_size=batch_size, sketch=pair, seed=seed, walk=walk, progress=progress)
     name = "empirical Fisher" if pair is None else f"empirical Fisher, Kronecker sketch {pair[0]}x{pair[1]}"
     tokens = common.token_counts(model, data)
-    return from_grams(blocks, grams, tokens, damping, damping_unit, seed=seed, replicates=replicates, loss=loss, curvature=name)
+    return from_grams(blocks, grams, tokens, damping, damping_unit, name, loss=loss, seed=seed, replicates=replicates)
 
 
 def from_grams(
@@ -83,11 +83,11 @@ def from_grams(
     tokens: np.ndarray,
     damping: Damping,
     unit: str,
+    curvature: str,
     *,
+    loss: float | None,
     seed: int,
     replicates: int,
-    loss: float | None,
-    curvature: str,
 ) -> Scores:
     """Scores of Gram matrices ``(K, n, n)`` of sequences with so many target tokens ``(n,)``."""
     spectra = [noise.Spectrum(k, tokens.sum()) for k in grams]
@@ -128,7 +128,7 @@ def score_monte_carlo(
         raise InvalidInput(f"draws is {draws}.", "At least one draw per token is needed.", "Use draws=1.")
     tokens, n, (dtype, device) = float(token_count(model, data)), data.samples, common.real_type(model)
     losses: tuple[Loss, ...] = (data_loss, *(SampledLoss(seed + r) for r in range(1, draws + 1)))
-    products = InnerProducts(blocks, n, data.length, losses, dtype=dtype, device=device)
+    products = InnerProducts(blocks, n, losses, dtype=dtype, device=device)
     feed(model, data, blocks, products, batch_size=batch_size, walk=walk, tick=Steps(progress, n))
     scale = tokens * draws
     eigen = [np.linalg.eigh(gram[n:, n:] / scale) for gram in products.grams]

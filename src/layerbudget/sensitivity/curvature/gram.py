@@ -2,14 +2,9 @@ r"""Inner products of per-sequence gradients, ``K = SS'``, and the gradients the
 
 Row i of S is the gradient ``S_i = B_i' A_i`` of sequence i's *summed* loss, one row for every loss and sequence. Inner products
 add over the matrices of a block and over the output rows of a matrix, so each matrix is served in *pieces* (runs of its output
-rows) that fit in memory, in one of two ways, whichever takes fewer multiplications:
-
-    gradients    keep the piece's rows ``S_i``, then ``K += SS'``
-    tokens       keep A and B of all sequences, then ``K_ij += sum_ts (A_i A_j')_ts (B_i B_j')_ts``
-
-Tokens are the shorter way where all sequences together have fewer tokens than the matrix is wide. What does not fit at once
-takes one more pass over the matrices that are open: over one layer in a walk, over the model in the whole graph. No gradient
-outlives its matrix; rows are kept where they are stored or compared one by one (:func:`collect_rows`).
+rows) that fit in memory. What does not fit at once takes one more pass over the matrices that are open: over one layer in a
+walk, over the model in the whole graph. No gradient outlives its matrix; rows are kept where they are stored or compared one by
+one (:func:`collect_rows`).
 
 The Kronecker sketch ``(B_i P_o)'(A_i P_i)`` keeps r_o x r_i numbers per sequence and matrix. The same place in every layer
 shares its Gaussian maps: each Gram matrix stays unbiased, and layers are compared under one draw.
@@ -200,25 +195,22 @@ def collect_rows(
 class _Piece:
     module: Module
     rows: slice
-    tokens: bool
     bytes: int
-    values: torch.Tensor | None = None
-    pairs: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = dataclasses.field(default_factory=dict)
+    values: torch.Tensor
 
 
 class InnerProducts(Accumulator):
     """Gram matrices of the gradients of R losses: ``grams``, ``(K, R n, R n)`` float64, sequences of the first loss first.
 
-    Gradients of n sequences of ``length`` tokens are kept in ``dtype`` and, piece by piece, in ``max_bytes`` (``MEMORY`` by
-    default). ``sketch`` is applied to inputs and output gradients; ``sides`` are the widths of a gradient,
-    ``(module) -> (d_out, d_in)``, where they are neither the matrix's nor the sketch's.
+    Gradients of n sequences are kept in ``dtype`` and, piece by piece, in ``max_bytes`` (``MEMORY`` by default). ``sketch`` is
+    applied to inputs and output gradients; ``sides`` are the widths of a gradient, ``(module) -> (d_out, d_in)``, where they
+    are neither the matrix's nor the sketch's.
     """
 
     def __init__(
         self,
         blocks: Sequence[Block],
         samples: int,
-        length: int,
         losses: Sequence[Loss] = (data_loss,),
         *,
         dtype: torch.dtype,
@@ -227,109 +219,79 @@ class InnerProducts(Accumulator):
         sketch: Sketch | None = None,
         sides: Callable[[Module], tuple[int, int]] | None = None,
     ) -> None:
-        self.losses, self.samples, self.length = losses, samples, length
-        self.dtype, self.device, self.max_bytes, self.sketch = dtype, device, max_bytes or MEMORY, sketch
+        self.losses, self.samples, self.dtype, self.device = losses, samples, dtype, device
+        self.max_bytes, self.sketch = max_bytes or MEMORY, sketch
         self.sides = sides or (sketch.sides if sketch else lambda m: (m.d_out, m.d_in))
-        self.blocks = {m.name: (k, m) for k, b in enumerate(blocks) for m in b.modules}
+        self.blocks, self.place = blocks, {m.name: (k, m) for k, b in enumerate(blocks) for m in b.modules}
         self.grams = np.zeros((len(blocks), samples * len(losses), samples * len(losses)))
-        self._blocks = blocks
         self._processes: ProcessGroup | None = None
         self._waiting: list[_Piece] = []
         self._active: dict[str, list[_Piece]] = {}
-        self._place = (0, slice(0, 0))
+        self._rows = slice(0, 0)
         self._written: set[str] = set()
 
     def bytes(self, blocks: Sequence[Block]) -> int:
         """Pieces of one pass."""
-        return min(sum(self._rows_bytes(m) for b in blocks for m in b.modules), self.max_bytes)
+        return min(sum(self._bytes_of(m) for b in blocks for m in b.modules), self.max_bytes)
 
-    def _rows_bytes(self, module: Module) -> int:
+    def _bytes_of(self, module: Module) -> int:
         d_out, d_in = self.sides(module)
         return self.samples * len(self.losses) * d_out * d_in * self.dtype.itemsize * module.copies
 
     def start(self, names: Sequence[str]) -> None:
         """Cut the matrices into pieces and choose those of the first pass."""
-        self._waiting = [piece for name in names if name in self.blocks for piece in self._pieces(self.blocks[name][1])]
+        self._waiting = [piece for name in names if name in self.place for piece in self._pieces(self.place[name][1])]
         self._next()
 
-    def _pieces(self, module: Module) -> list[_Piece]:
-        (d_out, d_in), n, r = self.sides(module), self.samples, len(self.losses)
-        whole = self._rows_bytes(module)
-        if module.copies > 1:
-            return [_Piece(module, slice(0, d_out), False, whole)]
-        positions = n * self.length
-        by_tokens = 2.0 * positions**2 * (d_in + d_out * r**2)
-        by_rows = 2.0 * positions * r * d_in * d_out + 2.0 * (n * r) ** 2 * d_in * d_out
-        kept = positions * (d_in + r * d_out) * self.dtype.itemsize
-        if by_tokens < by_rows and kept <= self.max_bytes:
-            return [_Piece(module, slice(0, d_out), True, kept)]
-        step = -(-d_out // min(d_out, -(-whole // self.max_bytes)))
-        return [
-            _Piece(module, slice(low, min(low + step, d_out)), False, whole * (min(low + step, d_out) - low) // d_out)
-            for low in range(0, d_out, step)
-        ]
+    def _pieces(self, module: Module) -> Iterator[_Piece]:
+        d_out, whole, empty = self.sides(module)[0], self._bytes_of(module), torch.empty(0)
+        parts = 1 if module.copies > 1 else min(d_out, -(-whole // self.max_bytes))
+        step = -(-d_out // parts)
+        for low in range(0, d_out, step):
+            high = min(low + step, d_out)
+            yield _Piece(module, slice(low, high), whole * (high - low) // d_out, empty)
 
     def _next(self) -> None:
         self._active, used = {}, 0
         while self._waiting and (not self._active or used + self._waiting[0].bytes <= self.max_bytes):
             piece = self._waiting.pop(0)
             used += piece.bytes
+            size = (piece.rows.stop - piece.rows.start) * self.sides(piece.module)[1] * piece.module.copies
+            piece.values = torch.zeros(len(self.losses) * self.samples, size, dtype=self.dtype, device=self.device)
             self._active.setdefault(piece.module.name, []).append(piece)
 
     def begin(self, batch: Batch, loss: int) -> None:
         """Remember whose gradients come."""
-        self._place, self._written = (loss, batch.rows), set()
+        first = loss * self.samples
+        self._rows, self._written = slice(first + batch.rows.start, first + batch.rows.stop), set()
 
     def update(self, site: Site) -> None:
-        """Keep what the active pieces need of a site."""
-        a: torch.Tensor | None = None
-        for name in site.names:
-            for piece in self._active.get(name, ()):
-                if a is None:
-                    a = self._sketched("in", site.names[0], site.a.to(self.dtype))
-                self._keep(piece, a, self._sketched("out", name, site.b[name].to(self.dtype)))
+        """Write the rows of the active pieces."""
+        sketch = self.sketch or (lambda side, name, x: x)
+        names = [name for name in site.names if name in self._active]
+        a = sketch("in", site.names[0], site.a.to(self.dtype)) if names else site.a
+        for name in names:
+            b = sketch("out", name, site.b[name].to(self.dtype))
+            for piece in self._active[name]:
+                out = piece.values[self._rows].view(len(a), -1, a.shape[-1])
+                left = b[..., piece.rows].transpose(1, 2)
+                if name in self._written:
+                    out.baddbmm_(left, a)
+                else:
+                    torch.bmm(left, a, out=out)
             self._written.add(name)
 
-    def _sketched(self, side: str, name: str, x: torch.Tensor) -> torch.Tensor:
-        return x if self.sketch is None else self.sketch(side, name, x)
-
-    def _keep(self, piece: _Piece, a: torch.Tensor, b: torch.Tensor) -> None:
-        loss, rows = self._place
-        if piece.tokens:
-            piece.pairs.setdefault((loss, rows.start), []).append((a, b))
-            return
-        out = self._own(piece)[loss * self.samples + rows.start : loss * self.samples + rows.stop]
-        out = out.view(len(a), -1, a.shape[-1])
-        left = b[..., piece.rows].transpose(1, 2)
-        if piece.module.name in self._written:
-            out.baddbmm_(left, a)
-        else:
-            torch.bmm(left, a, out=out)
-
-    def _own(self, piece: _Piece) -> torch.Tensor:
-        if piece.values is None:
-            size = (piece.rows.stop - piece.rows.start) * self.sides(piece.module)[1] * piece.module.copies
-            piece.values = torch.zeros(len(self.losses) * self.samples, size, dtype=self.dtype, device=self.device)
-        return piece.values
-
     def direct(self, name: str, gradient: torch.Tensor) -> None:
-        """Keep the gradient of a parameter that is read from autograd."""
+        """Write the gradient of a parameter that is read from autograd."""
         for piece in self._active.get(name, ()):
-            loss, rows = self._place
             gradient = gradient.to(self.dtype)
             gradient = gradient if self.sketch is None else self.sketch.direct(name, gradient)
-            self._own(piece)[loss * self.samples + rows.start] = gradient.reshape(-1)
+            piece.values[self._rows] = gradient.reshape(1, -1)
 
     def share(self, names: Sequence[str], group: ProcessGroup) -> None:
-        """Every process has rows, or tokens, of its own sequences; zeros or nothing of the others'."""
+        """Every process has the rows of its own sequences, zeros for the others'."""
         self._processes = group
-        for name in [n for n in names if n in self._active]:
-            for piece in self._active[name]:
-                if piece.tokens:
-                    for pairs in group.gather(piece.pairs):
-                        piece.pairs.update({key: value for key, value in pairs.items() if key not in piece.pairs})
-                else:
-                    group.reduce([self._own(piece)])
+        group.reduce([piece.values for name in names for piece in self._active.get(name, ())])
 
     def merge(self, group: ProcessGroup) -> None:
         """Add up what the owners of the blocks multiplied."""
@@ -337,51 +299,15 @@ class InnerProducts(Accumulator):
 
     def finalize(self, names: Sequence[str]) -> bool:
         """Multiply what was kept, forget it, and ask for another pass while pieces wait."""
-        shared: dict[int, torch.Tensor] = {}
+        group = self._processes
+        owners = None if group is None else group.owners(self.blocks)
         for name in [n for n in names if n in self._active]:
-            k = self.blocks[name][0]
-            own = self._processes is None or self._processes.owners(self._blocks)[k] == self._processes.rank
-            for piece in self._active[name]:
-                if own and piece.pairs:
-                    self.grams[k] += self._from_tokens(piece, shared)
-                elif own and piece.values is not None:
+            k = self.place[name][0]
+            if group is None or owners is None or owners[k] == group.rank:
+                for piece in self._active[name]:
                     self.grams[k] += inner(piece.values)
-                piece.values, piece.pairs = None, {}
         self._next()
         return bool(self._active)
-
-    def _from_tokens(self, piece: _Piece, shared: dict[int, torch.Tensor]) -> np.ndarray:
-        """``K_ij = sum_ts (A_i A_j')_ts (B_i B_j')_ts``; matrices with one input share its products."""
-        n, r = self.samples, len(self.losses)
-        whole = [_joined(piece.pairs, loss, n) for loss in range(r)]
-        a, b = whole[0][0], [pair[1] for pair in whole]
-        key = id(next(iter(piece.pairs.values()))[0][0])
-        if key not in shared:
-            shared.clear()
-            shared[key] = a @ a.T
-        left, out = shared[key], np.zeros((r, n, r, n))
-        t = len(a) // n
-        for i in range(r):
-            for j in range(i, r):
-                products = (b[i] @ b[j].T).mul_(left)
-                tile = products.view(n, t, n, t).sum((1, 3), dtype=torch.float64).cpu().numpy()
-                out[i, :, j, :], out[j, :, i, :] = tile, tile.T
-        return out.reshape(r * n, r * n)
-
-
-def _joined(
-    pairs: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]], loss: int, samples: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B of all sequences in order, ``(n T, d)``; calls of one matrix side by side, zeros where it did not run."""
-    found = {start: calls for (of, start), calls in pairs.items() if of == loss}
-    example = next(iter(pairs.values()))[0]
-    length = max((sum(x.shape[1] for x, _ in calls) for calls in found.values()), default=1)
-    out = tuple(part.new_zeros(samples, length, part.shape[-1]) for part in example)
-    for start, calls in found.items():
-        for whole, parts in zip(out, zip(*calls, strict=True), strict=True):
-            joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-            whole[start : start + len(joined), : joined.shape[1]] = joined
-    return out[0].flatten(0, 1), out[1].flatten(0, 1)
 
 
 def inner(rows: torch.Tensor, others: torch.Tensor | None = None) -> np.ndarray:
@@ -411,6 +337,6 @@ def gram_matrices(
         CoverageError: A weight matrix was never seen, or sequences cannot be told apart.
     """
     maps, (dtype, device) = None if sketch is None else Sketch(sketch, seed), real_type(model)
-    products = InnerProducts(blocks, data.samples, data.length, dtype=dtype, device=device, max_bytes=max_bytes, sketch=maps)
+    products = InnerProducts(blocks, data.samples, dtype=dtype, device=device, max_bytes=max_bytes, sketch=maps)
     fed = feed(model, data, blocks, products, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
     return products.grams, fed

@@ -174,10 +174,9 @@ def score_kfac(
             "Leave it out.",
         )
     seed, draws = seed or 0, 1 if draws is None else draws
-    factors = (_EKFac if corrected else _KFac).of(
-        model, data, blocks, damping=damping, unit=damping_unit, finished=finished, seed=seed, labels=labels, draws=draws,
-        groups=_GROUPS,
-    )  # fmt: skip
+    drawing: dict[str, Any] = {"labels": labels, "draws": draws, "seed": seed}
+    damped_by: dict[str, Any] = {"damping": damping, "unit": damping_unit, "finished": finished}
+    factors = (_EKFac if corrected else _KFac).of(model, data, blocks, groups=_GROUPS, **drawing, **damped_by)
     feed(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
     damped = factors.dampings()
     gain, floor, error = (np.zeros_like(damped.tau) for _ in range(3))

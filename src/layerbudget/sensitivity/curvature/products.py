@@ -1,7 +1,7 @@
 """Gradient, Hessian-vector and GGN-vector products of one block, and Lanczos started at its gradient.
 
-Layers in front of the block run once; afterwards their cached output stands in for them. Both products need second
-derivatives of attention, which the fused kernels lack: the math kernel is used for the length of a call.
+Both products need second derivatives of attention, which the fused kernels lack: the math kernel is used for the length of a
+call. Layers in front of the block take part in the forward alone.
 
 With ``T_m`` the tridiagonal matrix after m products, ``(theta_j, w_j)`` its eigenvalues and squared first eigenvector
 entries, ``zeta^2(tau) ~ |g|^2 sum_j w_j/(theta_j + tau)`` (Golub and Meurant): one run serves every damping. For a positive
@@ -21,11 +21,10 @@ import torch.autograd.forward_ad as fwad
 from torch import nn
 from torch.func import functional_call
 
-from ...errors import CoverageError, CurvatureFailure, InvalidInput, UnknownStructure
-from ...execution.loss import IGNORE, Data, batches, logits_of, summed_loss, token_count
+from ...errors import CoverageError, CurvatureFailure, InvalidInput
+from ...execution.loss import IGNORE, Batch, Data, batches, logits_of, summed_loss, token_count
 from ...execution.modes import prepared, twice_differentiable
-from ...execution.replay import Replay
-from ...models.blocks import layers, weight_of
+from ...models.blocks import weight_of
 from ...models.offload import converting
 from ...records import Block
 
@@ -49,9 +48,6 @@ class BlockProducts:
         self.parameters = [weight_of(model, m.name)[1] for m in block.modules]
         self.names = [names[id(p)] for p in self.parameters]
         self.batches = list(batches(model, data, batch_size))
-        self._start = _front_layers(model, block)
-        self._replay = Replay(model) if self._start else None
-        self._cache: list[torch.Tensor] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> BlockProducts:
@@ -66,7 +62,6 @@ class BlockProducts:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._cache.clear()
         self._stack.close()
 
     def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
@@ -82,8 +77,8 @@ class BlockProducts:
         """
         first = self.parameters[0]
         total = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
-        for i, b in enumerate(self.batches):
-            loss = summed_loss(self._logits(i), b.targets) / self.tokens
+        for b in self.batches:
+            loss = summed_loss(logits_of(self.model, b), b.targets) / self.tokens
             total += _flat(torch.autograd.grad(loss, self.parameters, allow_unused=True), self.parameters)
         square = float(total.double().square().sum())
         if not np.isfinite(square):
@@ -99,12 +94,8 @@ class BlockProducts:
         self.count += 1
         out = torch.zeros_like(vector)
         tangents = self.split(vector)
-        for i, b in enumerate(self.batches):
-            with fwad.dual_level():
-                duals = {
-                    n: fwad.make_dual(p, t.to(p.dtype)) for n, p, t in zip(self.names, self.parameters, tangents, strict=True)
-                }
-                logits, moved = fwad.unpack_dual(self._logits(i, duals))
+        for b in self.batches:
+            logits, moved = self._dual_logits(b, tangents)
             if moved is None:
                 continue
             with torch.no_grad():
@@ -122,48 +113,26 @@ class BlockProducts:
         self.count += 1
         out = torch.zeros_like(vector)
         v = self.split(vector)
-        for i, b in enumerate(self.batches):
-            loss = summed_loss(self._logits(i), b.targets) / self.tokens
+        for b in self.batches:
+            loss = summed_loss(logits_of(self.model, b), b.targets) / self.tokens
             grads = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
             inner = sum((g * t).sum() for g, t in zip(grads, v, strict=True) if g is not None)
             if isinstance(inner, torch.Tensor) and inner.requires_grad:
                 out += _flat(torch.autograd.grad(inner, self.parameters, allow_unused=True), self.parameters)
         return out
 
-    def _logits(self, i: int, duals: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        batch = self.batches[i]
-        with contextlib.ExitStack() as stack:
-            if self._replay is not None:
-                if not self._cache:
-                    self._fill_cache(self._replay)
-                stack.enter_context(self._replay.begin(self._start, self._cache[i]))
-            if duals is None:
-                return logits_of(self.model, batch)
+    def _dual_logits(self, batch: Batch, tangents: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits, and how they move with the parameters along the tangents."""
+        pairs = zip(self.names, self.parameters, tangents, strict=True)
+        with fwad.dual_level():
+            duals = {name: fwad.make_dual(p, t.to(p.dtype)) for name, p, t in pairs}
             out = functional_call(self.model, duals, batch.args, batch.kwargs)
-        logits = out if isinstance(out, torch.Tensor) else out.logits
-        return logits if logits.dtype == torch.float64 else logits.float()
-
-    @torch.no_grad()
-    def _fill_cache(self, replay: Replay) -> None:
-        replay.probe(self.batches[0].kwargs)
-        with replay.end(self._start - 1):
-            self._cache = [replay.run(b.kwargs).detach() for b in self.batches]
+            logits = out if isinstance(out, torch.Tensor) else out.logits
+            return fwad.unpack_dual(logits if logits.dtype == torch.float64 else logits.float())
 
 
 def _flat(grads: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in zip(grads, like, strict=True)])
-
-
-def _front_layers(model: nn.Module, block: Block) -> int:
-    try:
-        stack = layers(model)
-    except UnknownStructure:
-        return 0
-    owners = [i for i, (name, _) in enumerate(stack) for m in block.modules if m.name.startswith(name + ".")]
-    if not owners or len(owners) < len(block.modules):
-        return 0
-    inside = {id(p) for _, layer in stack[: min(owners)] for p in layer.parameters()}
-    return 0 if any(id(weight_of(model, m.name)[1]) in inside for m in block.modules) else min(owners)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
