@@ -77,7 +77,7 @@ class TextBench:
     def data(self, seed: int) -> CalibrationSet:
         """The calibration set of a seed."""
         if seed not in self._sets:
-            size = {"samples": self.samples, "length": self.length}
+            size: dict[str, Any] = {"samples": self.samples, "length": self.length}
             self._sets[seed] = calibration(self.source, self.tokenizer, **size, seed=seed)
         return self._sets[seed]
 

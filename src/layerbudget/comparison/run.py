@@ -45,7 +45,6 @@ class ScoreComparison(Result):
             ``{name, rule, score, control, mean, versus_uniform, versus_permuted, rank, ...}``, best first.
         cost: ``{score: {forward, backward, seconds}}`` in sequences through the model, per seed.
         sentences: What it says, in words.
-        settings: What was asked for.  versions: Of the packages.
         complete: False where other parts of the run are still to come; there are then no rows.
     """
 
@@ -62,7 +61,7 @@ class ScoreComparison(Result):
 
 
 def _scored(
-    bench: Bench, cells: Cells, name: str, given: str | Scores | Mapping[str, float], seed: int, options: Mapping[str, Any]
+    bench: Bench, cells: Cells, name: str, given: str | Scores | Mapping[str, float], seed: int
 ) -> tuple[Scores, Mapping[str, float]] | None:
     """A score record of one seed and what it cost; ``None`` where the cell is left to another part."""
     if isinstance(given, Scores):
@@ -76,10 +75,10 @@ def _scored(
     def make() -> dict[str, Any]:
         started = time.monotonic()
         with counted(bench.model) as passes:
-            record = score(bench.model, data, bench.blocks, given, **options)
+            record = score(bench.model, data, bench.blocks, given)
         return {"scores": record.to_dict(), **passes, "seconds": time.monotonic() - started}
 
-    key = {"score": given, "options": dict(options), **bench.identity, "data": None if data is None else data.digest}
+    key = {"score": given, "options": {}, **bench.identity, "data": None if data is None else data.digest}
     cell = cells.get({"what": "score", **key}, make)
     return None if cell is None else (Scores.from_dict(cell["scores"]), {k: cell[k] for k in _COST})
 
@@ -94,7 +93,6 @@ def compare_scores(
     seeds: Sequence[int] = (0,),
     controls: bool = True,
     options: Mapping[str, Any] | None = None,
-    score_options: Mapping[str, Mapping[str, Any]] | None = None,
     folder: Path | str | None = None,
     part: tuple[int, int] = (1, 1),
     progress: Progress | None = None,
@@ -110,7 +108,6 @@ def compare_scores(
         seeds: Seeds of the calibration draw (or of the training), and of the controls.
         controls: Add a permuted control of every pair that reads its score.
         options: Bounds of the plans and options of rules.
-        score_options: Options of estimators, by the name of the score.
         folder: Keep finished cells here; a run that was stopped goes on.
         part: ``(i, n)``: measure every n-th missing cell only, so that n processes share the folder.
         progress: Called with cells done and in total.
@@ -138,7 +135,7 @@ def compare_scores(
     spent: dict[str, list[Mapping[str, float]]] = {name: [] for name in named}
     tick = Steps(progress, len(seeds) * len(named), "scores")
     for seed, (name, given) in itertools.product(seeds, named.items()):
-        found = _scored(bench, cells, name, given, seed, (score_options or {}).get(name, {}))
+        found = _scored(bench, cells, name, given, seed)
         tick()
         if found is not None:
             records[seed][name] = found[0]

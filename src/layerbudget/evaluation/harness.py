@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -116,7 +117,9 @@ def one_class(answers: Sequence[int], options: Sequence[int]) -> int | None:
     return int(answers[0]) if same else None
 
 
+@functools.cache
 def _task_manager() -> Any:
+    """The harness's index of tasks: thousands of files, so it is read once."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 from ..errors import InvalidInput, ModelMismatch
 
@@ -175,11 +175,14 @@ def paired_t(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | 
     if error <= 1e-9 * abs(mean):
         p = 2.0 ** (1 - n) if mean else 1.0
         return Comparison(test="sign, exact", difference=mean, low=mean, high=mean, p=p, n=n, detectable=None)
+    detectable = detectable_difference(error * math.sqrt(df + 1), df + 1)
+    return Comparison(test="paired t", difference=mean, **_t_test(mean, error, df), n=n, detectable=detectable)
+
+
+def _t_test(mean: float, error: float, df: float) -> dict[str, float]:
+    """95 % interval and two-sided p-value of a mean."""
     width = float(stats.t.ppf(1 - _LEVEL / 2, df)) * error
-    return Comparison(
-        test="paired t", difference=mean, low=mean - width, high=mean + width, n=n,
-        p=float(2 * stats.t.sf(abs(mean) / error, df)), detectable=detectable_difference(error * math.sqrt(df + 1), df + 1),
-    )  # fmt: skip
+    return {"low": mean - width, "high": mean + width, "p": float(2 * stats.t.sf(abs(mean) / error, df))}
 
 
 def ratio(d: np.ndarray, w: np.ndarray) -> tuple[float, float, float]:
@@ -195,13 +198,13 @@ def ratio(d: np.ndarray, w: np.ndarray) -> tuple[float, float, float]:
     return mean, error, max(1.0, round(whole**2 / float(w @ w), 9) - 1)
 
 
-def power(difference: float, deviation: float, n: float, level: float = _LEVEL) -> float:
-    """Power of the two-sided paired t-test for a true difference, given the standard deviation of the paired differences.
+def power(difference: float, deviation: float, n: float) -> float:
+    """Power of the two-sided paired t-test at level 0.05 for a true difference, given the deviation of the paired differences.
 
     >>> round(power(1.0, 1.0, 10), 3)
     0.803
     """
-    width, shift = stats.t.ppf(1 - level / 2, n - 1) * _deviations(n), difference / deviation * math.sqrt(n)
+    width, shift = stats.t.ppf(1 - _LEVEL / 2, n - 1) * _deviations(n), difference / deviation * math.sqrt(n)
     return float((stats.norm.cdf(shift - width) + stats.norm.cdf(-shift - width)).mean())
 
 
@@ -214,19 +217,16 @@ def _deviations(n: float) -> np.ndarray:
     return np.sqrt(stats.chi2.ppf((np.arange(4000) + 0.5) / 4000, n - 1) / (n - 1))
 
 
-def detectable_difference(deviation: float, n: float, target: float = 0.8, level: float = _LEVEL) -> float:
-    """Smallest true difference that the paired t-test finds with the target power.
+def detectable_difference(deviation: float, n: float) -> float:
+    """Smallest true difference that the paired t-test finds with power 0.8.
 
     >>> round(detectable_difference(1.0, 10), 2)
     1.0
     """
-    low, high = 0.0, deviation
-    while power(high, deviation, n, level) < target:
+    high = deviation
+    while power(high, deviation, n) < 0.8:
         high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if power(middle, deviation, n, level) < target else (low, middle)
-    return high
+    return float(optimize.brentq(lambda x: power(x, deviation, n) - 0.8, 0.0, high, xtol=1e-12 * high))
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -265,11 +265,7 @@ def difference(a: np.ndarray, b: np.ndarray, weights: np.ndarray | None = None) 
         return {"difference": mean, "low": mean, "high": mean, "p": 1.0, "error": 0.0, "df": None, **record}
     error = math.sqrt(variance)
     df = round(variance**2 / sum(v**2 / n for v, n in parts if v > 0), 9)
-    width = float(stats.t.ppf(0.975, df)) * error
-    return {
-        "difference": mean, "low": mean - width, "high": mean + width, "p": float(2 * stats.t.sf(abs(mean) / error, df)),
-        "error": error, "df": df, **record,
-    }  # fmt: skip
+    return {"difference": mean, **_t_test(mean, error, df), "error": error, "df": df, **record}
 
 
 def corrected(test: Mapping[str, Any], adjusted: float, tests: int) -> dict[str, Any]:
@@ -291,11 +287,9 @@ def holm(p: Sequence[float]) -> list[float]:
     >>> [round(x, 3) for x in holm([0.01, 0.04, 0.03])]
     [0.03, 0.06, 0.06]
     """
-    order = np.argsort(p, kind="stable")
-    adjusted, worst = np.empty(len(p)), 0.0
-    for step, i in enumerate(order):
-        worst = max(worst, min(1.0, (len(p) - step) * p[i]))
-        adjusted[i] = worst
+    order, adjusted = np.argsort(p, kind="stable"), np.empty(len(p))
+    scaled = np.arange(len(p), 0, -1) * np.asarray(p, dtype=np.float64)[order]
+    adjusted[order] = np.maximum.accumulate(np.minimum(scaled, 1.0))
     return adjusted.tolist()
 
 

@@ -1,17 +1,8 @@
-r"""K-FAC and EK-FAC, one Kronecker-factored curvature per weight matrix, damped exactly.
-
-K-FAC (expand setting): ``C ~ G (x) A`` with ``A = mean_t a_t a_t'`` over positions and ``G = (1/N) sum_t b_t b_t'``, ``b`` the
-output gradients of the summed loss under labels drawn from the model (empirical labels on request). With
-``A = Q_A diag(l_A) Q_A'``, ``G = Q_G diag(l_G) Q_G'`` and ``M = Q_G' dW Q_A``,
-
-    zeta^2(tau) = sum_ij M_ij^2 / (L_ij + tau),   L = l_G l_A'  (K-FAC),   L = (1/N) sum_i (Q_G' S_i Q_A)^2  (EK-FAC),
-
-S_i being sampled-label gradients of sequence i (George et al. 2018). Gains of a block add over its matrices: coupling between
-matrices is dropped. Fused experts have no hooks and are refused.
+r"""K-FAC and EK-FAC, one Kronecker-factored curvature per weight matrix, damped exactly: :func:`score_kfac`.
 
 From tokens only the eigenvectors with eigenvalues above zero are needed: with ``X X' = U diag(k) U'`` and
-``B~ B~' = W diag(h) W'``, ``M = h^-1/2 W' (B~ B') U k^1/2``, an m x m matrix, and what of the gradient lies outside, where the
-curvature is zero, counts ``(|dW|^2 - |M|^2)/tau``.
+``B~ B~' = W diag(h) W'``, the gradient in the eigenbasis is ``M = h^-1/2 W' (B~ B') U k^1/2``, an m x m matrix, and what of the
+gradient lies outside, where the curvature is zero, counts ``(|dW|^2 - |M|^2)/tau``.
 """
 
 from __future__ import annotations
@@ -147,13 +138,19 @@ def score_kfac(
 ) -> Scores:
     """Gain under K-FAC, or EK-FAC (``corrected``), with exact damping.
 
+    The curvature of a matrix is ``C = G (x) A`` (expand setting) with ``A = mean_t a_t a_t'`` over positions and
+    ``G = (1/N) sum_t b_t b_t'``, b the output gradients of the summed loss. With ``A = Q_A diag(l_A) Q_A'``,
+    ``G = Q_G diag(l_G) Q_G'`` and the gradient in their eigenbasis, ``M = Q_G' dW Q_A``,
+
+        g'(C + tau I)^-1 g = sum_ij M_ij^2 / (L_ij + tau),   L = l_G l_A':
+
+    the damping is added to C itself, not to its factors. EK-FAC has the second moments in that basis instead,
+    ``L = (1/N) sum_i (Q_G' S_i Q_A)^2`` with the gradients S_i of the sequences (George et al. 2018). Gains of a block add over
+    its matrices: coupling between matrices is dropped.
+
     The gradient is kept in J = 4 groups of sequences. The noise floor is
     ``sum_j (g_j - g)'(C + tau I)^-1 (g_j - g) / (J(J-1))`` over their mean gradients, the standard error a jackknife over them,
     both with the curvature held fixed.
-
-    For the Kronecker-factored curvature ``C = G (x) A`` of a matrix, with eigenvalues ``l_G``, ``l_A`` and M its gradient in
-    their eigenbasis, ``g'(C + tau I)^-1 g = sum_ij M_ij^2 / (l_G,i l_A,j + tau)``: the damping tau is added to C itself, not to
-    its factors. EK-FAC takes the true second moments in that basis in the place of ``l_G,i l_A,j``.
 
     Labels are ``sampled`` from the model (the Fisher; ``draws`` per token, 1 by default, from the content of a sequence and
     ``seed``), or the ``data``'s own (the empirical Fisher). By layers one layer's factors exist at a time, all of them with
