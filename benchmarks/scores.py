@@ -28,7 +28,7 @@ from layerbudget.execution import loss as L
 from layerbudget.execution.backward import feed
 from layerbudget.models import blocks as model_blocks
 from layerbudget.models.machine import versions
-from layerbudget.sensitivity.curvature import gram, kronecker, products
+from layerbudget.sensitivity.curvature import exact, gram, kronecker
 from layerbudget.sensitivity.gain import score
 
 TARGETS = {
@@ -98,7 +98,7 @@ def cases(model: nn.Module, data: CalibrationSet, size: int) -> dict[str, Callab
         def run() -> float:
             spent = 0.0
             for k in which:
-                with products.BlockProducts(model, part, blocks[k], size) as p:
+                with exact.BlockProducts(model, part, blocks[k], size) as p:
                     p.gradient()  # fills the cache of the layers in front, once per score
                     first = clock()
                     p.ggn(torch.randn(blocks[k].numel))

@@ -17,9 +17,8 @@ from layerbudget.sensitivity.certificate import (
     conjugate_gradients,
     direct_check,
 )
-from layerbudget.sensitivity.curvature.exact import score_ggn
+from layerbudget.sensitivity.curvature.exact import BlockProducts, score_ggn
 from layerbudget.sensitivity.curvature.fisher import score_gram
-from layerbudget.sensitivity.curvature.products import BlockProducts
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from tests import zoo
 
 from layerbudget.execution import loss as L
-from layerbudget.sensitivity.curvature.products import BlockProducts
+from layerbudget.sensitivity.curvature.exact import BlockProducts
 from layerbudget.sensitivity.gain import score
 
 

@@ -30,8 +30,8 @@ from ..models.blocks import is_conv1d, weight_of
 from ..progress import Progress, Steps
 from ..records import Block
 from .curvature.common import check_damping, check_inputs
+from .curvature.exact import BlockProducts, lanczos
 from .curvature.gram import chunks, collect_rows, inner
-from .curvature.products import BlockProducts, lanczos
 
 CURVATURES, UNITS = ("fisher", "ggn", "hessian"), ("max", "absolute")
 DAMPINGS = (0.1, 1.0, 10.0)

@@ -10,7 +10,6 @@ of several machines merge by copying. Numbers come back bit by bit.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..execution.loss import Data, FeatureSet
+from ..execution.loss import Data
 from ..models import blocks as model_blocks
 from ..models.machine import computation, versions
 from ..progress import Progress, Steps
@@ -78,18 +77,6 @@ def _identity(model: nn.Module, blocks: Sequence[Block]) -> dict[str, Any]:
     }
 
 
-def sequence_keys(data: Data) -> list[str]:
-    """Content hash of every sequence (tokens, mask, labels): what a stored row belongs to."""
-    parts = [data.inputs, data.labels] if isinstance(data, FeatureSet) else [data.input_ids, data.attention_mask, data.labels]
-    keys = []
-    for i in range(data.samples):
-        h = hashlib.sha256()
-        for part in parts:
-            h.update(b"-" if part is None else part[i].cpu().numpy().tobytes())
-        keys.append(h.hexdigest()[:16])
-    return keys
-
-
 def gram_matrices(
     folder: Path | str,
     model: nn.Module,
@@ -105,7 +92,7 @@ def gram_matrices(
     """Gram matrices ``(K, n, n)`` from stored rows; sequences that the folder lacks are computed and stored first."""
     request = {**_identity(model, blocks), "sketch": sketch, "seed": seed if sketch else None}
     parts = Parts(folder, request, shared=True)
-    names = [f"rows-{digest(request)}-{key}" for key in sequence_keys(data)]
+    names = [f"rows-{digest(request)}-{data.select([i]).digest}" for i in range(data.samples)]
     missing = [i for i, name in enumerate(names) if parts.find(name) is None]
     tick = Steps(progress, len(missing))
     for start in range(0, len(missing), batch_size):
