@@ -308,7 +308,7 @@ def factors(model, data, blocks, *, tokens, batch_size=8, **options):
     found = {}
 
     class Kept(Factors):
-        def _by_tokens(self, module):
+        def by_tokens(self, module):
             return tokens
 
         def settle(self, name, factors):

@@ -151,12 +151,12 @@ def _squares(shape: Shape, text: Text) -> float:
     return 4.0 * (sum(d**2 for d in shape.inputs) + 3 * max(shape.inputs) ** 2 + 3 * largest)
 
 
-def _factors(sums: int, copies: int, halves: int) -> Callable[[Shape, Text], float]:
-    """Both factors of every matrix, ``sums`` of its gradients, and the largest decomposed; of few tokens, their rows."""
+def _factors(sums: int, copies: int, halves: int, *, rows: bool) -> Callable[[Shape, Text], float]:
+    """Both factors of every matrix, ``sums`` of its gradients, and the largest decomposed; of few tokens, their ``rows``."""
 
     def state(shape: Shape, text: Text) -> float:
         inputs, outputs = shape.inputs, [m.d_out for m in shape.matrices]
-        if text.tokens <= max(inputs):
+        if rows and text.tokens <= max(inputs):
             return 4.0 * text.tokens * (sum(inputs) + 2 * sum(outputs)) + 224.0 * text.tokens**2
         held = 4.0 * (sum(d**2 for d in (*inputs, *outputs)) + sums * shape.numel)
         return held + max(8.0 * (copies * (m.d_in**2 + m.d_out**2) + halves * m.numel) for m in shape.matrices)
@@ -195,9 +195,9 @@ WORK: dict[str, Work] = {
         losses=1,
         state=lambda shape, text: 32.0 * text.samples * sum(m.copies * m.d_out for m in shape.matrices),
     ),
-    "rank-gain": Work(forwards=5.4, graph="layer", losses=2, state=_factors(2, 2, 5), solve=_cubes(1.0)),
-    "kfac": Work(forwards=5.4, graph="layer", losses=2, state=_factors(4, 3, 6), solve=_cubes(24.0)),
-    "ekfac": Work(forwards=10.0, graph="layer", losses=2, state=_factors(4, 3, 6), solve=_cubes(24.0)),
+    "rank-gain": Work(forwards=5.4, graph="layer", losses=2, state=_factors(2, 2, 5, rows=True), solve=_cubes(1.0)),
+    "kfac": Work(forwards=5.4, graph="layer", losses=2, state=_factors(4, 3, 6, rows=False), solve=_cubes(24.0)),
+    "ekfac": Work(forwards=10.0, graph="layer", losses=2, state=_factors(4, 3, 6, rows=False), solve=_cubes(24.0)),
     "fisher-trace": Work(forwards=3.9, graph="layer", losses=1),
     "ggn": Work(graph="model", state=lambda shape, text: 12.0 * shape.numel),
     "hessian": Work(graph="model", state=lambda shape, text: 12.0 * shape.numel),

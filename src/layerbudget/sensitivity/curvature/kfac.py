@@ -1,15 +1,10 @@
-r"""K-FAC and EK-FAC, one Kronecker-factored curvature per weight matrix, damped exactly: :func:`score_kfac`.
-
-From tokens only the eigenvectors with eigenvalues above zero are needed: with ``X X' = U diag(k) U'`` and
-``B~ B~' = W diag(h) W'``, the gradient in the eigenbasis is ``M = h^-1/2 W' (B~ B') U k^1/2``, an m x m matrix, and what of the
-gradient lies outside, where the curvature is zero, counts ``(|dW|^2 - |M|^2)/tau``.
-"""
+"""K-FAC and EK-FAC, one Kronecker-factored curvature per weight matrix, damped exactly: :func:`score_kfac`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -21,7 +16,7 @@ from ...execution.loss import Batch, Data, token_count
 from ...execution.processes import ProcessGroup
 from ...execution.sites import Site
 from ...progress import Progress, Steps
-from ...records import Block
+from ...records import Block, Module
 from ...scores import Scores
 from ..stored import Finished
 from . import common
@@ -29,29 +24,19 @@ from .common import Damping, Dampings, Unit
 from .kronecker import Factors, Sums, Tokens
 
 _GROUPS = 4
-_RANK = 1e-10  # eigenvalues below this part of the largest are rounding
-_RANK32 = 1e-6
 
 
 @dataclasses.dataclass(eq=False)
 class Rotated:
-    """One matrix's gradients, group by group, in the eigenbasis of its curvature.
-
-    Attributes:
-        parts: ``(J, p, q)`` float64.
-        eigenvalues: ``(p, q)`` of the curvature.
-        rest: ``(J, J)`` inner products of what lies where the curvature is zero.
-    """
+    """One matrix's gradients, group by group, ``(J, p, q)`` float64, and the eigenvalues ``(p, q)``, in its eigenbasis."""
 
     parts: torch.Tensor
     eigenvalues: torch.Tensor
-    rest: torch.Tensor
 
     def form(self, weights: torch.Tensor, tau: float) -> float:
         """``v'(C + tau I)^-1 v`` of the weighted sum v of the groups."""
         v = torch.tensordot(weights.to(self.parts), self.parts, 1)
-        outside = float(weights.to(self.rest) @ self.rest @ weights.to(self.rest))
-        return float((v.square() / (self.eigenvalues + tau)).sum()) + max(outside, 0.0) / tau
+        return float((v.square() / (self.eigenvalues + tau)).sum())
 
     def forms(self, tau: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Gain ``(D,)``, noise floor ``(D,)`` and leave-one-group-out gains ``(D, J)``.
@@ -67,57 +52,11 @@ class Rotated:
         return np.array(gain), np.array(floor), np.array(jack)
 
 
-def rotate(found: Sums | Tokens, groups: int) -> Rotated:
+def rotate(found: Sums) -> Rotated:
     """Rotate the gradients of one matrix into the eigenbasis of its factors."""
-    if isinstance(found, Tokens):
-        return _from_tokens(found, groups)
     (g, qg), (a, qa) = found.eigen()
     parts = torch.stack([qg.T @ part.double() @ qa for part in found.parts])
-    none = torch.zeros(len(parts), len(parts), dtype=torch.float64, device=parts.device)
-    return Rotated(parts, torch.outer(g.clamp_min(0), a.clamp_min(0)), none)
-
-
-def _spectrum(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues above rounding and eigenvectors of ``rows rows'``."""
-    values, vectors = torch.linalg.eigh((rows @ rows.T).double())
-    threshold = _RANK if rows.dtype == torch.float64 else _RANK32
-    keep = values > threshold * values[-1].clamp_min(1e-300)
-    return values[keep], vectors[:, keep]
-
-
-def token_basis(found: Tokens) -> tuple[torch.Tensor, ...]:
-    """``(k, U, h, W)`` of the inputs (shared) and of the drawn output gradients."""
-    if "spectrum" not in found.cache:
-        found.cache["spectrum"] = _spectrum(found.x)
-    return (*found.cache["spectrum"], *_spectrum(found.drawn))
-
-
-def _from_tokens(found: Tokens, groups: int) -> Rotated:
-    k, u, h, w = token_basis(found)
-    left = (w.T @ (found.drawn @ found.b.T).double()) / h.sqrt()[:, None]  # (p, m)
-    right = u * k.sqrt()  # (m, q)
-    parts = torch.stack([left[:, found.group == j] @ right[found.group == j] for j in range(groups)])
-    whole = ((found.b @ found.b.T) * (found.x @ found.x.T)).double()
-    member = torch.nn.functional.one_hot(found.group, groups).double()
-    inside = torch.einsum("apq,bpq->ab", parts, parts)
-    rest = member.T @ whole @ member - inside
-    if float(rest.trace()) <= (_RANK if found.x.dtype == torch.float64 else _RANK32) * float(whole.trace().abs()):
-        rest = torch.zeros_like(rest)  # rounding
-    return Rotated(parts, torch.outer(h / found.scale, k / found.positions), rest)
-
-
-def second_moments(found: Tokens, basis_: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """EK-FAC's eigenvalues from tokens: ``(1/N) sum_i (Q_G' S_i Q_A)^2`` over sequences and draws, ``(p, q)``."""
-    k, u, h, w = basis_
-    right, left = u * k.sqrt(), w * h.sqrt()
-    m = len(right)
-    total: Any = torch.zeros(len(h), len(k), dtype=torch.float64, device=right.device)
-    for r in range(len(left) // m):
-        rows = left[r * m : (r + 1) * m]
-        for i in found.sequence.unique().tolist():
-            own = found.sequence == i
-            total += (rows[own].T @ right[own]).square()
-    return total / found.scale
+    return Rotated(parts, torch.outer(g.clamp_min(0), a.clamp_min(0)))
 
 
 def score_kfac(
@@ -214,13 +153,17 @@ class _KFac(Factors):
                 self.forms[name] = (whole, noise, jack)
         self.done = frozenset(m.name for k in found for m in self.blocks[k].modules)
 
+    def by_tokens(self, module: Module) -> bool:
+        """Never: the eigenbasis needs the sums."""
+        return False
+
     def settle(self, name: str, found: Sums | Tokens) -> None:
-        self.add(name, rotate(found, self.groups))
+        self.add(name, rotate(cast(Sums, found)))
 
     def add(self, name: str, found: Rotated) -> None:
         k = self.place[name]
         self.held[k][name] = found
-        self.largest[k] = max(self.largest[k], float(found.eigenvalues.max()) if found.eigenvalues.numel() else 0.0)
+        self.largest[k] = max(self.largest[k], float(found.eigenvalues.max()))
         self.trace[k] += float(found.eigenvalues.sum())
         self.waiting[k] -= 1
         if self.local and not self.waiting[k]:
@@ -255,7 +198,7 @@ class _KFac(Factors):
 
 
 class _EKFac(_KFac):
-    """A second pass over the matrices that came by sums, for the second moments in their eigenbasis.
+    """A second pass over the matrices, for the second moments in their eigenbasis.
 
     Every process settles every matrix: their second moments are added up, so there is nothing to bring together.
     """
@@ -267,12 +210,8 @@ class _EKFac(_KFac):
         self._second = False
 
     def settle(self, name: str, found: Sums | Tokens) -> None:
-        if isinstance(found, Tokens):
-            turned = rotate(found, self.groups)
-            turned.eigenvalues = second_moments(found, token_basis(found))
-            self.add(name, turned)
-        else:
-            self._again[name] = (found, torch.zeros(found.parts.shape[1:], dtype=torch.float64, device=found.g.device))
+        sums = cast(Sums, found)
+        self._again[name] = (sums, torch.zeros(sums.parts.shape[1:], dtype=torch.float64, device=sums.g.device))
 
     def needs(self, loss: int) -> bool:
         return super().needs(loss) and (not self._second or loss > 0 or self.own)
@@ -309,7 +248,7 @@ class _EKFac(_KFac):
             self._second = bool(self._again)
             return self._second
         for name, (found, moments) in self._again.items():
-            turned = rotate(found, self.groups)
+            turned = rotate(found)
             turned.eigenvalues = moments / self._scale
             self.add(name, turned)
         self._again, self._second = {}, False

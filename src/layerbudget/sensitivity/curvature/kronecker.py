@@ -70,7 +70,6 @@ class Tokens:
         positions: P.
         scale: ``N R``: ``G = drawn' drawn / scale``.
         group: ``(m,)`` group of every token.
-        sequence: ``(m,)`` sequence of every token.
         cache: As in :class:`Sums`.
     """
 
@@ -80,7 +79,6 @@ class Tokens:
     positions: float
     scale: float
     group: torch.Tensor
-    sequence: torch.Tensor
     cache: dict[str, Any]
 
 
@@ -203,7 +201,8 @@ class Factors(Accumulator):
     def settled(self) -> None:
         """The matrices that :meth:`finalize` was told of are settled."""
 
-    def _by_tokens(self, m: Module) -> bool:
+    def by_tokens(self, m: Module) -> bool:
+        """Whether the tokens of a matrix are kept in the place of sums."""
         positions = self.samples * self.length
         smaller = positions * (m.d_in + len(self.losses) * m.d_out) < m.d_in**2 + m.d_out**2
         return smaller and positions <= max(m.d_in, m.d_out)
@@ -212,7 +211,7 @@ class Factors(Accumulator):
         """Sums, or tokens, of all matrices."""
         total, positions = 0, self.samples * self.length
         for m in (m for b in blocks for m in b.modules):
-            if self._by_tokens(m):
+            if self.by_tokens(m):
                 total += positions * (m.d_in + len(self.losses) * m.d_out)
             else:
                 total += 3 * (m.d_in**2 + m.d_out**2) + (1 + self.groups) * m.d_in * m.d_out
@@ -238,7 +237,7 @@ class Factors(Accumulator):
         known = self.outputs.get(site.names[0])
         leader = site.names[0] if known is None else known.leader
         held = self.inputs.setdefault(leader, _Input())
-        tokens = all(self._by_tokens(self.modules[n]) for n in site.names)  # one input, one form
+        tokens = all(self.by_tokens(self.modules[n]) for n in site.names)  # one input, one form
         for name in site.names:
             self.outputs.setdefault(name, _Output(self.modules[name], tokens, leader))
         if self._loss == len(self.losses) - 1:  # once per batch
@@ -354,7 +353,6 @@ class Factors(Accumulator):
             positions=entry.positions,
             scale=self._scale,
             group=self._group(sequence).to(x.device),
-            sequence=sequence.to(x.device),
             cache=cache,
         )
 
