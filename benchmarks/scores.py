@@ -92,7 +92,7 @@ def cases(model: nn.Module, data: CalibrationSet, size: int) -> dict[str, Callab
             """Nothing: the factors alone are timed."""
 
     def kfac() -> None:
-        feed(model, data, blocks, Factors.of(model, data, blocks), batch_size=size)
+        feed(model, data, blocks, Factors(model, data, blocks), batch_size=size)
 
     def ggn(which: list[int]) -> Callable[[], float]:
         def run() -> float:

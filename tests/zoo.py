@@ -314,5 +314,5 @@ def factors(model, data, blocks, *, tokens, batch_size=8, **options):
         def settle(self, name, factors):
             found[name] = factors
 
-    feed(model, data, blocks, Kept.of(model, data, blocks, **options), batch_size=batch_size)
+    feed(model, data, blocks, Kept(model, data, blocks, **options), batch_size=batch_size)
     return found

@@ -209,7 +209,7 @@ def test_rank_gain_chooses_tokens_where_they_are_fewer():
     model, data = zoo.tiny("mistral", hidden_size=64, intermediate_size=96), zoo.tokens(4, 5)
     model = model.double()
     blocks = partition(model, "linear")
-    factors = Factors.of(model, data, blocks)
+    factors = Factors(model, data, blocks)
     assert any(factors.by_tokens(m) for b in blocks for m in b.modules)
     whole, walked = (score(model, data, blocks, "rank-gain", walk=w) for w in ("whole", "layers"))
     assert np.allclose(numbers(whole), numbers(walked), rtol=1e-8, atol=1e-12)

@@ -44,12 +44,13 @@ def refuse(needs):
 
 PEAK = """
 import resource, torch
+from tests import zoo
 from layerbudget.records import Module
 from layerbudget.sensitivity.curvature.kronecker import Factors, _Output
 from layerbudget.sensitivity.rank_gain import whitened
 torch.set_num_threads(1)
 d, n = 300, 2400
-factors = Factors([], 4, 4, 16.0, dtype=torch.float32)
+factors = Factors(zoo.dense("mlp", torch.float32), zoo.labelled("mlp"), [])
 held = _Output(Module(name="m", d_in=d, d_out=n), False)
 held.sums, held.parts = torch.eye(n), torch.randn(2, n, d)
 torch.linalg.cholesky_ex(torch.eye(64).double())

@@ -91,9 +91,9 @@ def score_rank_gain(
     refuse_direct(model, blocks, "no adapter goes there", routers=True)
     values = common.check_damping(damping, "absolute") or (1.0,)
     scale = damping_scale(model, data, blocks, batch_size=batch_size, seed=seed, walk=walk)
-    options: dict[str, Any] = {"values": values, "scale": scale, "largest": largest, "finished": finished}
-    work = _Spectra.of(model, data, blocks, seed=seed, groups=2, interleaved=True, **options)
-    work.workers = torch.get_num_threads() if next(model.parameters()).device.type == "cpu" else 1
+    workers = torch.get_num_threads() if next(model.parameters()).device.type == "cpu" else 1
+    options: dict[str, Any] = {"seed": seed, "groups": 2, "interleaved": True, "finished": finished, "workers": workers}
+    work = _Spectra(model, data, blocks, values=values, scale=scale, largest=largest, **options)
     fed = feed(model, data, blocks, work, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
     tokens = token_count(model, data)
     increments, floor = ([[rank.tolist() for rank in row] for row in side] for side in work.ranks)
@@ -113,27 +113,16 @@ def score_rank_gain(
 class _Spectra(Factors):
     """Sums and largest ones of the squared singular values, of the gradient and of the difference of its halves."""
 
-    def __init__(
-        self,
-        *given: Any,
-        values: Sequence[float],
-        scale: tuple[float, float],
-        largest: int,
-        finished: Finished | None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *given: Any, values: Sequence[float], scale: tuple[float, float], largest: int, **options: Any) -> None:
         super().__init__(*given, **options)
-        self.values, self.scale, self.finished = values, scale, finished
+        self.values, self.scale = values, scale
         self.gain = np.zeros((2, len(values), len(self.blocks)))
         self.size = [min(largest, *(min(m.d_in, m.d_out) for m in b.modules)) for b in self.blocks]
         self.ranks = [[[np.zeros(n) for n in self.size] for _ in values] for _ in range(2)]
-        self.waiting = [len(b.modules) for b in self.blocks]
-        found = {} if finished is None else finished.found
-        for k, record in found.items():
+        for k, record in ({} if self.finished is None else self.finished.found).items():
             self.gain[:, :, k] = record["gain"]
             for side, row in itertools.product(range(2), range(len(values))):
                 self.ranks[side][row][k][:] = record["ranks"][side][row]
-        self.done = frozenset(m.name for k in found for m in self.blocks[k].modules)
         self._found: dict[str, list[tuple[Spectrum, Spectrum]]] = {}
 
     def settle(self, name: str, found: Sums | Tokens) -> None:

@@ -112,7 +112,7 @@ def score_kfac(
     seed, draws = seed or 0, 1 if draws is None else draws
     drawing: dict[str, Any] = {"labels": labels, "draws": draws, "seed": seed}
     damped_by: dict[str, Any] = {"damping": damping, "unit": damping_unit, "finished": finished}
-    factors = (_EKFac if corrected else _KFac).of(model, data, blocks, groups=_GROUPS, **drawing, **damped_by)
+    factors = (_EKFac if corrected else _KFac)(model, data, blocks, groups=_GROUPS, **drawing, **damped_by)
     feed(model, data, blocks, factors, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))
     damped = factors.dampings()
     gain, floor, error = (np.zeros_like(damped.tau) for _ in range(3))
@@ -138,20 +138,16 @@ class _KFac(Factors):
     """Forms of every matrix as soon as the damping of its block is known."""
 
     def __init__(self, *given: Any, damping: Damping, unit: str, finished: Finished | None, **options: Any) -> None:
-        super().__init__(*given, **options)
         self.damping, self.unit, self.local = damping, unit, common.is_local(damping, unit)
-        self.waiting = [len(b.modules) for b in self.blocks]
+        super().__init__(*given, finished=finished if self.local else None, **options)
         self.held: list[dict[str, Rotated]] = [{} for _ in self.blocks]
         self.largest, self.trace = np.zeros((2, len(self.blocks)))
         self.forms: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self.finished = finished if self.local else None
-        found = {} if self.finished is None else self.finished.found
-        for k, record in found.items():
-            self.largest[k], self.trace[k], self.waiting[k] = record["largest"], record["trace"], 0
+        for k, record in ({} if self.finished is None else self.finished.found).items():
+            self.largest[k], self.trace[k] = record["largest"], record["trace"]
             for name, forms in record["forms"].items():
                 whole, noise, jack = (np.array(form) for form in forms)
                 self.forms[name] = (whole, noise, jack)
-        self.done = frozenset(m.name for k in found for m in self.blocks[k].modules)
 
     def by_tokens(self, module: Module) -> bool:
         """Never: the eigenbasis needs the sums."""

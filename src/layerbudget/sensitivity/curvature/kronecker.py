@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from ...errors import CoverageError, InvalidInput
 from ...execution.backward import Accumulator, Loss, SampledLoss, data_loss
@@ -27,6 +26,7 @@ from ...execution.processes import ProcessGroup
 from ...execution.sites import Site, refuse_direct
 from ...models.machine import in_threads
 from ...records import Block, Module
+from ..stored import Finished
 from .common import real_type
 
 _PANEL = 128
@@ -135,64 +135,55 @@ class Factors(Accumulator):
     """Factors and gradients of every matrix: :meth:`settle` gets each as soon as it is whole.
 
     Args:
-        blocks: Whose matrices.
-        samples: n sequences.
-        length: T.
-        tokens: N target tokens.
-        dtype: Of the sums and rows.
+        model: The model.
+        data: n sequences of T tokens, N of which are targets.
+        blocks: Whose matrices; fused experts are refused before anything runs.
         seed: Of the drawn labels.
         labels: ``sampled`` from the model, or the ``data``'s own (empirical Fisher).
         draws: Label draws per token.
         groups: J groups of sequences, at most n.
         interleaved: Sequence i belongs to group ``i mod J``, else to ``i J / n``.
-
-    Attributes:
+        finished: Blocks that an earlier run has settled.
         workers: Threads in which :meth:`settle` may be called at a time.
-        done: Matrices that an earlier run has settled.
+
+    Raises:
+        CoverageError: Fused experts.
+        InvalidInput: Fewer than one draw.
     """
 
     def __init__(
         self,
+        model: nn.Module,
+        data: Data,
         blocks: Sequence[Block],
-        samples: int,
-        length: int,
-        tokens: float,
         *,
-        dtype: torch.dtype,
         seed: int = 0,
         labels: str = "sampled",
         draws: int = 1,
         groups: int = 4,
         interleaved: bool = False,
+        finished: Finished | None = None,
+        workers: int = 1,
     ) -> None:
         if draws < 1:
             raise InvalidInput(f"draws is {draws}.", "At least one draw per token is needed.", "Use draws=1.")
+        refuse_direct(model, blocks, "K-FAC has no factors for it")
         self.own = labels == "data"
         self.losses: tuple[Loss, ...] = (data_loss, *(SampledLoss(seed + r + 1) for r in range(0 if self.own else draws)))
-        self.blocks, self.dtype = blocks, dtype
+        self.blocks, self.dtype, self.workers, self.finished = blocks, real_type(model)[0], workers, finished
         self.modules = {m.name: m for b in blocks for m in b.modules}
         self.place = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
-        self.samples, self.length, self.total = samples, length, float(tokens)
-        self.groups, self.interleaved = max(1, min(groups, samples)), interleaved
+        self.samples, self.length, self.total = data.samples, data.length, float(token_count(model, data))
+        self.groups, self.interleaved = max(1, min(groups, data.samples)), interleaved
+        found = {} if finished is None else finished.found
+        self.done = frozenset(m.name for k in found for m in blocks[k].modules)
+        self.waiting = [0 if k in found else len(b.modules) for k, b in enumerate(blocks)]
         self.inputs: dict[str, _Input] = {}
         self.outputs: dict[str, _Output] = {}
-        self.workers = 1
-        self.done: frozenset[str] = frozenset()
         self._processes: ProcessGroup | None = None
         self._idle = False
         self._batch: Batch | None = None
         self._loss = 0
-
-    @classmethod
-    def of(cls, model: nn.Module, data: Data, blocks: Sequence[Block], **options: Any) -> Self:
-        """A consumer for a model and its data; fused experts are refused before anything runs.
-
-        Raises:
-            CoverageError: Fused experts.
-        """
-        refuse_direct(model, blocks, "K-FAC has no factors for it")
-        tokens = float(token_count(model, data))
-        return cls(blocks, data.samples, data.length, tokens, dtype=real_type(model)[0], **options)
 
     def settle(self, name: str, found: Sums | Tokens) -> None:
         """One matrix is whole."""
