@@ -24,12 +24,8 @@ _BOUNDS = ("max_sparsity", "min_sparsity", "max_rank", "min_rank", "multiple", "
 class Entry:
     """One plan of a comparison, at one budget and seed.
 
-    Attributes:
-        name: ``rule(score)``, ``rule(score, permuted)``, or the rule alone where it ignores the score.
-        rule: The rule.
-        score: The score; None where the rule ignores it.
-        control: ``""``, ``uniform`` or ``permuted``.
-        plan: The plan.
+    Its name is ``rule(score)``, ``rule(score, permuted)``, or the rule alone where it ignores the score, which is None then;
+    ``control`` is ``""``, ``uniform`` or ``permuted``.
     """
 
     name: str

@@ -298,11 +298,7 @@ def ranking(
 ) -> list[dict[str, Any]]:
     """Order by mean, with the uncertainty of every place: bootstrap over seeds and items, the same draws for all.
 
-    Args:
-        tables: Measurements ``(seeds, items)`` by name.
-        weights: Tokens of the items; equal ones by default.
-        replicates: Draws.
-        seed: Of the draws.
+    Tables are ``(seeds, items)``; ``weights`` are tokens of the items, equal ones by default.
 
     Returns:
         Best first, equals on one place: ``{name, mean, rank, rank_low, rank_high (95 %), first (share of draws in which it is
@@ -355,11 +351,8 @@ def compare_means(first: Rows, second: Rows) -> Comparison:
 def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str] = ("A", "B")) -> dict[str, Any]:
     """Compare two results of ``evaluate``.
 
-    Args:
-        first: With ``tasks`` (each with ``correct`` and ``digest``) and ``perplexity`` (each with ``nll``, ``counts`` and
-            ``digest``).
-        second: Another one, of the same questions and text.
-        names: How to call them.
+    Both have ``tasks`` (each with ``correct`` and ``digest``) and ``perplexity`` (each with ``nll``, ``counts`` and
+    ``digest``), of the same questions and text; ``names`` is how to call them.
 
     Returns:
         ``{tasks: {name: test}, mean (two tasks and more), perplexity: {source: test}, sentences[]}``; differences are first

@@ -26,13 +26,9 @@ _GIVEN = ("progress", "resume", "finished", "corrected")
 class Estimator:
     """One way of scoring blocks.
 
-    Attributes:
-        name: What users write.
-        home: ``module:function`` below this package, or the function itself.
-        summary: A line for the help and the docs.
-        data: Whether it reads data at all.
-        linear: Whether it knows Linear and Conv1D only, and refuses fused experts.
-        preset: Arguments that tell it from another estimator with the same function.
+    ``home`` is ``module:function`` below this package, or the function itself; ``summary`` a line for the help and the docs.
+    ``data`` says whether it reads data at all, ``linear`` whether it knows Linear and Conv1D only and refuses fused experts.
+    ``preset`` are arguments that tell it from another estimator with the same function.
     """
 
     name: str
