@@ -77,7 +77,7 @@ def test_ggn_products_and_bracket_against_the_dense_matrix(name):
         assert scores.status[i][0] == "ok" and low == pytest.approx(truth, rel=2e-3)
 
 
-@pytest.mark.parametrize("name", ("mlp", "mistral", "gpt2"))
+@pytest.mark.parametrize("name", ("mlp", "mistral"))
 def test_bracket_contains_the_truth_after_every_product_and_the_eigenvalue_of_the_damping_is_settled(name):
     model, data, block, dense = with_ggn(name)
     with BlockProducts(model, data, block, 2) as p:
