@@ -24,10 +24,8 @@ _KEEP_BYTES = 256 << 20
 def kl_sum(logits: torch.Tensor, clean: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[float, float]:
     """``sum_t KL(p_t || q_t)`` in nats over real tokens (samples of a classifier), and how many there are.
 
-    Args:
-        logits: Of ``q``, ``(B, T, V)`` or ``(B, C)``.
-        clean: Log-probabilities of ``p``, the same shape.
-        mask: Which tokens are real, ``(B, T)``; all where it is None or there are no tokens.
+    ``logits`` are those of q, ``clean`` the log-probabilities of p, ``(B, T, V)`` or ``(B, C)``; ``mask`` ``(B, T)`` says which
+    tokens are real.
 
     >>> p = torch.tensor([[0.5, 0.5]]).log()
     >>> round(kl_sum(torch.tensor([[0.25, 0.75]]).log(), p)[0], 4)
@@ -57,17 +55,10 @@ def mean(found: float, tokens: float) -> float:
 
 
 class Reference:
-    """The dense model's output on some text, kept to compare with; several processes share the sequences.
+    """The output of the model as it is now on some text, kept to compare with; several processes share the sequences.
 
-    Args:
-        model: The dense model, at the moment of making this.
-        data: The text; padding is moved behind the tokens. Where it has answers, only they are compared.
-        batch_size: Sequences per forward.
-        listen: Statistics to gather from the same forward.
-
-    Attributes:
-        data: The text, padding behind the tokens.
-        walk: A walk over this process's sequences, with the inputs of layer 0.
+    Padding is moved behind the tokens; where the text has answers, only they are compared. ``listen`` gathers its statistics
+    from the same forward. ``walk`` goes over this process's sequences, with the inputs of layer 0.
     """
 
     def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int, listen: InputStatistics | None = None) -> None:

@@ -126,18 +126,11 @@ def share_statistics(found: Mapping[str, Sequence[InputMoments]], *, parity: boo
 
 
 class InputStatistics:
-    """Gather statistics for the matrices of one block.
-
-    Args:
-        model: The model.
-        modules: Matrices of the block that will be pruned.
-        kind: ``diagonal`` or ``gram``.
-        parity: See :class:`InputMoments`.
-        folder: See :class:`InputMoments`.
+    """Input moments of some matrices; :class:`InputMoments` says what ``kind``, ``parity`` and ``folder`` are.
 
     Attributes:
-        found: Statistics by matrix name, one per copy (a fused mixture has one per expert). Matrices that share an input
-            share the object.
+        found: Moments by matrix name, one per copy (a fused mixture has one per expert). Matrices that share an input share
+            the object.
     """
 
     def __init__(
@@ -189,11 +182,7 @@ class InputStatistics:
 
     @contextlib.contextmanager
     def listening(self, mask: torch.Tensor | None) -> Iterator[None]:
-        """Gather from the forward of one batch that somebody else runs, to its end.
-
-        Args:
-            mask: Which tokens are real, ``(B, T)``; None when all are.
-        """
+        """Gather from the forward of one batch that somebody else runs; the mask ``(B, T)`` says which tokens are real."""
         self._mask, self._waiting, self._ends = mask, {*self.owners, *self.fused}, False
         with self._hooks():
             yield

@@ -12,35 +12,25 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..data.calibration import CalibrationSet
 from ..errors import InvalidInput
 from ..records import Block
+from .loss import FeatureSet
 
 T = TypeVar("T")
 
 
-class _Sequences(Protocol):
-    @property
-    def samples(self) -> int: ...
-
-    def select(self, rows: list[int]) -> Any: ...
-
-
-Some = TypeVar("Some", bound=_Sequences)
+Some = TypeVar("Some", bound=CalibrationSet | FeatureSet)
 
 
 class ProcessGroup:
-    """The processes of one run, two or more.
-
-    Attributes:
-        rank: Number of this process.
-        size: How many there are.
-    """
+    """The processes of one run, two or more: how many there are, and the number of this one."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -169,7 +159,8 @@ def shard(data: Some) -> Some:
         InvalidInput: There are fewer than processes.
     """
     group = process_group()
-    return data if group is None else data.select(group.shard(range(data.samples)))
+    mine: Any = data if group is None else data.select(group.shard(range(data.samples)))
+    return mine
 
 
 def total(values: np.ndarray) -> np.ndarray:

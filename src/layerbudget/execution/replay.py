@@ -66,14 +66,7 @@ def _first(output: Any) -> torch.Tensor:
 
 
 class Replay:
-    """A model with one list of layers, whose forward begins and ends where it is told.
-
-    Args:
-        model: Any transformers model with one list of layers.
-
-    Attributes:
-        layers: ``(name, layer)`` in order.
-        rest: What a layer returns behind its hidden states: None for a bare tensor, else Nones (after :meth:`probe`).
+    """A model whose forward begins and ends where it is told; ``layers`` are ``(name, layer)`` in order.
 
     Raises:
         UnknownStructure: The model has no list of layers, or several.
@@ -82,7 +75,7 @@ class Replay:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.layers = layers(model)
-        self.rest: tuple[Any, ...] | None = None
+        self.rest: tuple[Any, ...] | None = None  # what a layer returns behind its hidden states: Nones, or a bare tensor
 
     def probe(self, inputs: Inputs) -> None:
         """See what a layer returns, on a piece of one sequence.
@@ -195,13 +188,8 @@ def recorded(stack: Sequence[nn.Module]) -> Iterator[dict[int, tuple[torch.Tenso
 def unwalkable(model: nn.Module, names: Iterable[str], runs: Sequence[Batch]) -> str:
     """Why this model cannot be run one layer at a time, or an empty string.
 
-    Layers that share state (key and value caches, inputs per layer) are found by running a piece of one sequence both ways, and
-    gradients that flow beside the hidden states as well.
-
-    Args:
-        model: The model.
-        names: Matrices that are asked for.
-        runs: What it will run on.
+    Layers that share state (key and value caches, inputs per layer) are found by running a piece of one sequence both ways.
+    ``names`` are the matrices that are asked for, ``runs`` what it will run on.
     """
     try:
         replay = Replay(model)

@@ -67,13 +67,9 @@ def tracked(model: nn.Module, blocks: Sequence[Block]) -> tuple[dict[nn.Module, 
 
 
 def refuse_direct(model: nn.Module, blocks: Sequence[Block], why: str, *, routers: bool = False) -> None:
-    """Refuse matrices that no Linear owns, before anything runs.
+    """Refuse matrices that no Linear owns, before anything runs, and say why.
 
-    Args:
-        model: The model.
-        blocks: Whose matrices.
-        why: What cannot be had of them.
-        routers: Refuse routers too that are a Linear and return whom they chose: nothing can be added to their output.
+    With ``routers`` those routers too that are a Linear and return whom they chose: nothing can be added to their output.
 
     Raises:
         CoverageError: Names the first, and the option that leaves all of them out.
@@ -95,12 +91,7 @@ def owners_of(names: Sequence[str]) -> str:
 
 
 class Collector:
-    """Context manager that hands every ``(a, b)`` pair of a backward pass to ``consume``.
-
-    Args:
-        model: The model.
-        blocks: Whose weight matrices to watch.
-        consume: Called with a :class:`Site` once all its output gradients are there.
+    """Context manager that hands every ``(a, b)`` pair of a backward pass to ``consume``, as :class:`Site`.
 
     Attributes:
         direct: Parameters that are read from autograd, by name; they need batches of one sequence.
@@ -145,12 +136,7 @@ class Collector:
     ) -> None:
         """Run the backward pass over ``size`` sequences of ``length`` positions; deliver every site.
 
-        Args:
-            loss: A summed loss, or hidden states whose gradient is given.
-            size: Sequences.
-            length: Positions of each.
-            retain: Keep the graph for another pass.
-            gradient: Of the hidden states.
+        ``loss`` is a summed loss, or hidden states whose ``gradient`` is given; ``retain`` keeps the graph for another pass.
         """
         self._size, self._length, self._retain = size, length, retain
         for parameter in self.direct.values():

@@ -19,18 +19,11 @@ from .replay import Replay
 
 
 class Walk:
-    """The walk forwards.
+    """The walk forwards, inside :func:`~layerbudget.execution.modes.inference`.
 
-    Use it inside :func:`~layerbudget.execution.modes.inference`. After :meth:`capture` the store holds the inputs of layer 0;
-    :meth:`advance` moves it to the next layer.
-
-    Args:
-        model: Any transformers model with one list of layers.
-        data: Calibration tokens.
-        batch_size: Sequences per forward.
-        store: Where activations live: ``device``, ``cpu`` or ``disk``.
-        folder: Parent of the temporary folder for ``disk``.
-        autocast: ``bfloat16`` or ``float16``: matrix products of the forwards in that precision, weights untouched.
+    After :meth:`capture` the store holds the inputs of layer 0; :meth:`advance` moves it to the next layer. Activations live
+    where ``store`` says: ``device``, ``cpu`` or ``disk`` (in ``folder``). With ``autocast`` the matrix products of the forwards
+    are in ``bfloat16`` or ``float16``; weights are untouched.
 
     Attributes:
         layers: ``(name, layer)`` in order.
@@ -114,24 +107,14 @@ class Walk:
         self.position += 1
 
     def tail(self, index: int, batch: int, hidden: torch.Tensor | None = None) -> Any:
-        """The model's own output for one batch, with the forward begun at layer ``index`` (its length: at the head).
-
-        Args:
-            index: Layer.
-            batch: Batch.
-            hidden: Input of the layer; the stored one by default.
-        """
+        """The model's own output for one batch, with the forward begun at layer ``index`` (its length: at the head)."""
         hidden = self.store.get(batch) if hidden is None else hidden
         self.forwards += len(self.layers) - index
         with self.replay.begin(index, hidden), self._precision():
             return self.model(**self.inputs(batch))
 
     def finals(self, during: Callable[[int], AbstractContextManager[Any]] = contextlib.nullcontext) -> list[torch.Tensor]:
-        """Hidden states behind the last layer, from the stored ones in front of the current layer.
-
-        Args:
-            during: A context to be in while a batch runs through a layer.
-        """
+        """Hidden states behind the last layer, by batch; a batch runs through a layer in the context ``during(batch)``."""
         hidden = [self.store.get(batch) for batch in range(self.batches)]
         for i in range(self.position, len(self)):
             for batch in range(self.batches):

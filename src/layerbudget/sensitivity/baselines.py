@@ -134,11 +134,7 @@ def _metric(model: nn.Module, block: Block, power: dict[str, torch.Tensor]) -> l
 def removal_error(weight: torch.Tensor, gram: torch.Tensor, share: float = 0.5, width: int = 128) -> float:
     """Squared error of the output that the greedy removal causes, summed over rows and tokens.
 
-    Args:
-        weight: ``(d_out, d_in)``.
-        gram: ``sum x x'``, ``(d_in, d_in)``.
-        share: Fraction of every block of a row that goes; whole entries, rounded down.
-        width: Inputs of a block.
+    Of a weight ``(d_out, d_in)`` and ``gram = sum x x'``; ``share`` of every ``width`` inputs of a row goes, rounded down.
 
     >>> removal_error(torch.tensor([[1.0, 2.0]]), torch.eye(2), 0.5, 2)
     1.0

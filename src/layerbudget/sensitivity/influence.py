@@ -58,15 +58,9 @@ class Influence:
 
 
 def influence_table(train: np.ndarray, cross: np.ndarray, numel: int) -> tuple[np.ndarray, float]:
-    """DataInf's influence of one weight tensor from its inner products.
+    """DataInf's influence ``(m, n)`` of one weight tensor of ``numel`` entries, and ``lambda``; zeros without any gradient.
 
-    Args:
-        train: ``K = G G'``, ``(n, n)``.
-        cross: ``A = V G'``, ``(m, n)``.
-        numel: Entries of the tensor.
-
-    Returns:
-        ``(I, lambda)``, I of shape ``(m, n)``; zeros where every gradient is zero.
+    ``train`` is ``K = G G'``, ``(n, n)``, and ``cross`` ``A = V G'``, ``(m, n)``.
 
     >>> g, v = np.array([[1.0, 0.0], [0.0, 2.0]]), np.array([[1.0, 1.0]])
     >>> table, lam = influence_table(g @ g.T, v @ g.T, 2)

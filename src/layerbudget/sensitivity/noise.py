@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 from scipy.stats import kendalltau
 
 from ..errors import InvalidInput
@@ -106,13 +106,8 @@ def samples_needed(signal: np.ndarray, error: np.ndarray, n: int) -> float:
 def verdict(n: int, z: np.ndarray, share: float, stability: float, needed: float, agreement: float) -> str:
     """Say in one sentence whether the ranking can be trusted.
 
-    Args:
-        n: Sequences.
-        z: z-scores of the blocks, ``(K,)``.
-        share: Part of the mean gain that is noise floor.
-        stability: Kendall tau of the excess gains of halves.
-        needed: See :func:`samples_needed`.
-        agreement: Kendall tau between raw gain and excess.
+    Of n sequences: z-scores of the blocks ``(K,)``, the share of the mean gain that is noise floor, Kendall's tau of the excess
+    gains of halves, :func:`samples_needed`, and Kendall's tau between raw gain and excess.
 
     >>> verdict(64, np.array([5.0, 4.0, 0.1]), 0.3, 0.8, 20.0, 1.0)
     '2 of 3 blocks stand above the noise (z > 2), which makes up 30 % of the gain; halves of the 64 sequences rank blocks \
@@ -134,20 +129,9 @@ alike by excess (Kendall tau 0.80): usable.'
     return f"{body}; {more} the top third from the bottom third."
 
 
-def falling(values: Sequence[float]) -> list[float]:
-    """Nearest nonnegative row that never rises: slopes of the concave hull of the running sum (pooled adjacent violators).
-
-    >>> falling([5.0, 1.0, 3.0, -1.0])
-    [5.0, 2.0, 2.0, 0.0]
-    """
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        total, count = float(value), 1
-        while pools and pools[-1][0] * count < total * pools[-1][1]:
-            before, n = pools.pop()
-            total, count = total + before, count + n
-        pools.append((total, count))
-    return [max(total / count, 0.0) for total, count in pools for _ in range(count)]
+def _falling(values: np.ndarray) -> list[float]:
+    """Nearest nonnegative row that never rises."""
+    return isotonic_regression(values, increasing=False).x.clip(0.0).tolist()
 
 
 def subtract_floor(scores: Scores) -> Scores:
@@ -172,7 +156,7 @@ def subtract_floor(scores: Scores) -> Scores:
     extra = {**scores.extra, "floor_subtracted": True}
     if "increments" in extra:
         extra["increments"] = [
-            [falling(np.subtract(row, lower).tolist()) for row, lower in zip(rows, lowers, strict=True)]
+            [_falling(np.subtract(row, lower)) for row, lower in zip(rows, lowers, strict=True)]
             for rows, lowers in zip(extra["increments"], extra.pop("increments_floor"), strict=True)
         ]
     return dataclasses.replace(scores, gain=gain, noise_floor=(), extra=extra)

@@ -107,19 +107,21 @@ def test_one_draw_is_the_square_of_the_sequence_gradient_along_the_change(name):
     model, data = zoo.dense(name), zoo.labelled(name)
     moves = deltas(model, name, 2)
     found = Along(model, data, moves, draws=1, batch_size=3)
-    tokens, sums = 0, {n: np.zeros((2, data.samples)) for n in moves}
+    tokens, sums = np.zeros(data.samples), {n: np.zeros((2, data.samples)) for n in moves}
     for s, batch in enumerate(L.unlabelled(model, data, 1)):
         logits = L.logits_of(model, batch)
         loss = L.summed_loss(logits, L.sampled_targets(logits.detach(), batch, 0))
-        tokens += int((batch.targets != L.IGNORE).sum())
+        tokens[s] = int((batch.targets != L.IGNORE).sum())
         for n, candidates in moves.items():
             owner, parameter = weight_of(model, n)
             (grad,) = torch.autograd.grad(loss, parameter, retain_graph=True)
             grad = grad.T if type(owner).__name__ == "Conv1D" else grad.reshape(-1, grad.shape[-1])
             sums[n][:, s] = [float((grad * d).sum()) ** 2 for d in candidates]
     for n, values in sums.items():
-        assert found.damage(n) == pytest.approx(values.sum(1) / (2 * tokens), rel=1e-9)
-        error = np.sqrt(data.samples * values.var(1, ddof=1)) / (2 * tokens)
+        damage = values.sum(1) / (2 * tokens.sum())
+        assert found.damage(n) == pytest.approx(damage, rel=1e-9)
+        rest = values / 2 - damage[:, None] * tokens  # of a ratio of sums
+        error = np.sqrt(data.samples * rest.var(1, ddof=1)) / tokens.sum()
         assert found.error(n) == pytest.approx(error, rel=1e-6)
 
 

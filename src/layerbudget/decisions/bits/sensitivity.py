@@ -154,7 +154,7 @@ class _Directional:
             has, blocks = self.table.has[inside], [self.table.blocks[i] for i in inside]
             units = {m.name: k for k, b in enumerate(blocks) for m in b.modules}
             shape = (len(blocks), len(self.table.formats))
-            terms = quadratic_terms(self.model, self.data, units, errors.__getitem__, shape, per_sequence=True, **own)
+            terms = quadratic_terms(self.model, self.data, units, errors.__getitem__, shape, **own)
             self.rest[inside] = np.where(has[..., None], terms.rest, 0.0)
             norm = np.stack([sum(_norms(errors[m.name]) for m in b.modules) for b in blocks])
             self.damage[inside], kept = pooled(np.where(has, terms.second, np.inf), terms.error, norm)

@@ -205,5 +205,5 @@ def _mean(found: Sequence[QuadraticTerms]) -> QuadraticTerms:
     tokens = sum(f.tokens for f in found)
     share = [f.tokens / tokens for f in found]
     mean = {n: sum(w * getattr(f, n) for w, f in zip(share, found, strict=True)) for n in ("first", "second", "divergence")}
-    error = np.sqrt(sum((w * f.error) ** 2 for w, f in zip(share, found, strict=True)))
-    return dataclasses.replace(found[0], **mean, error=error, tokens=tokens)
+    rest = np.concatenate([w * f.rest for w, f in zip(share, found, strict=True)], axis=-1)
+    return dataclasses.replace(found[0], **mean, rest=rest, tokens=tokens)

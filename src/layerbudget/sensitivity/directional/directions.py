@@ -88,17 +88,15 @@ class Written(Directions):
 class Nested(Directions):
     """Levels of a pruner that ranks entries: what goes at one level goes at every higher one.
 
+    Fractions of an entry per row are interpolated: a group whose rows lose 10 or 11 entries is between the two.
+
     Args:
         weight: Dense weights, ``(d_out, d_in)``.
         order: Scores of the entries, the same shape; the smallest go first, ties by place.
         present: Pruned entries of every group at the present point, shape ``(groups,)``.
-        counts: Pruned entries of every group at the candidate levels, ``(groups, levels)``; any order, either side of the
-            present.
-        rows: Rows of a group; the whole matrix where it is None. The last group may be smaller.
-        by_row: Entries compete within their row, and a group's count is spread evenly over its rows (Wanda); otherwise within
-            the group (magnitude).
-
-    Fractions of an entry per row are interpolated: a group whose rows lose 10 or 11 entries is between the two.
+        counts: Pruned entries of every group at the levels, ``(groups, levels)``; any order, either side of the present.
+        rows: Rows of a group (of the last one perhaps fewer); the whole matrix where it is None.
+        by_row: Entries compete within their row, and groups spread their counts evenly (Wanda); else within the group.
     """
 
     def __init__(

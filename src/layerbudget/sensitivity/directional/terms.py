@@ -48,20 +48,18 @@ class QuadraticTerms:
     Attributes:
         first: ``<dD/dtheta, Delta>``, shape ``(units, levels)``; zero at the dense point.
         second: Half the Fisher form, the same shape.
-        error: Standard error of ``second`` over sequences (draws included), the same shape.
         tokens: N.
         passes: Forward equivalents spent: forward 1, backward 2.
-        rest: What every sequence adds to ``second`` beside its share, ``(units, levels, sequences)``, of norm ``error``: a sum
-            of units has the norm of the sum as its error. Empty where sequences were not kept apart.
+        rest: What every sequence adds to ``second`` beside its share, ``(units, levels, sequences)``: the norm of a sum of
+            units is its standard error, draws included. No sequences without draws.
         divergence: D at the present point, in nats per token; zero at the dense one.
     """
 
     first: np.ndarray
     second: np.ndarray
-    error: np.ndarray
+    rest: np.ndarray
     tokens: int
     passes: float
-    rest: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0, 0)))
     divergence: float = 0.0
 
     @property
@@ -69,22 +67,17 @@ class QuadraticTerms:
         """Both terms, ``(units, levels)``."""
         return self.first + self.second
 
+    @property
+    def error(self) -> np.ndarray:
+        """Standard error of ``second`` over sequences, ``(units, levels)``."""
+        return np.linalg.norm(self.rest, axis=-1)
+
 
 class DirectionalSums(Accumulator):
     """Derivatives along directions, added up batch by batch from the inputs and output gradients of every matrix.
 
-    The first ``gradients`` losses are divergences, whose gradient is the first term. The others are draws of labels: their
-    derivatives are squared, sequence by sequence.
-
-    Args:
-        units: Index of the first unit of every matrix.
-        directions: Changes of a matrix; asked for when its gradient is there, and dropped behind its layer.
-        shape: Units and levels.
-        losses: See :class:`~layerbudget.execution.backward.Accumulator`.
-        gradients: How many of them are divergences, 0 or 1.
-        listen: Called with every site and batch once.
-        places: Which of all sequences this process has.
-        sequences: Keep so many sequences apart.
+    The first ``gradients`` losses (0 or 1) are divergences, whose gradient is the first term. The others are draws of labels:
+    their derivatives are squared, sequence by sequence. ``places`` says which of all ``sequences`` this process has.
     """
 
     def __init__(
@@ -94,14 +87,14 @@ class DirectionalSums(Accumulator):
         shape: tuple[int, int],
         losses: Sequence[Loss],
         *,
-        gradients: int = 0,
-        listen: Listen | None = None,
-        places: Sequence[int] = (),
-        sequences: int = 0,
+        gradients: int,
+        listen: Listen | None,
+        places: Sequence[int],
+        sequences: int,
     ) -> None:
         self.units, self.make, self.losses, self.gradients = units, directions, losses, gradients
         self.listen, self.places = listen, places
-        self.sums = np.zeros((3, *shape))  # first derivatives, squares of draws, their squares
+        self.sums = np.zeros((2, *shape))  # first derivatives, squares of draws
         self.rows = np.zeros((sequences, *shape))
         self._directions: dict[str, Directions] = {}
         self._held: dict[int, torch.Tensor] = {}  # (B, groups, levels) by first unit: calls and matrices of one unit add up
@@ -164,9 +157,7 @@ class DirectionalSums(Accumulator):
             mean = torch.stack([draw[first] for draw in self._draws]).mean(0)
             units = slice(first, first + mean.shape[1])
             self.sums[1, units] += mean.sum(0).cpu().numpy()
-            self.sums[2, units] += mean.square().sum(0).cpu().numpy()
-            if len(self.rows):
-                self.rows[list(sequences), units] += mean.cpu().numpy()
+            self.rows[list(sequences), units] += mean.cpu().numpy()
         self._draws.clear()
 
     def finalize(self, names: Sequence[str]) -> bool:
@@ -194,7 +185,6 @@ def quadratic_terms(
     progress: Progress | None = None,
     listen: Listen | None = None,
     walk: str = "auto",
-    per_sequence: bool = False,
 ) -> QuadraticTerms:
     """Both terms of the damage along all directions, from one forward and ``[1 +] draws`` backwards.
 
@@ -207,14 +197,12 @@ def quadratic_terms(
         shape: Number of units, and of levels of each.
         clean: ``batch -> (B, T, V)`` log-probabilities of the dense model on this process's sequences, padding behind the
             tokens; None at the dense point, where the first term vanishes.
-        draws: Draws of labels for the second term; 0 leaves it out.
-        seed: Of the draws. Every sequence draws by its own content, so order, padding and batch size change nothing.
+        draws: Draws of labels for the second term; 0 leaves it out. Every sequence draws by its own content and the seed.
+        seed: Of the draws.
         batch_size: Sequences per pass.
         progress: Called with (sequences done, sequences).
         listen: Called with every site and batch once, for statistics of the same forward.
-        walk: ``whole``, ``layers`` or ``auto``, see :func:`layerbudget.execution.backward.feed`; draws along units that
-            span layers need the whole graph.
-        per_sequence: Keep sequences apart, for errors of sums over units.
+        walk: See :func:`layerbudget.execution.backward.feed`; draws along units that span layers need the whole graph.
 
     Raises:
         InvalidInput: Neither term is wanted, or an option outside its domain.
@@ -244,7 +232,7 @@ def quadratic_terms(
         gradients=int(clean is not None),
         listen=listen,
         places=places,
-        sequences=samples if per_sequence else 0,
+        sequences=samples if draws else 0,
     )
     way = "whole" if draws and _spanning(model, units) else walk
     fed = feed(model, batches, blocks, sums, walk=way, tick=Steps(progress, own.samples, "gradients"), alone=True)
@@ -255,20 +243,14 @@ def quadratic_terms(
     loss, *each = total(np.array([fed.loss, *counts])).tolist()
     tokens = round(sum(each))
     first, second = found[0] / tokens, found[1] / (2 * tokens)
-    n, rest = max(samples, 1), np.zeros((0, 0, 0))
-    if per_sequence:
-        rest = (total(sums.rows).T / 2).transpose(1, 0, 2) - second[..., None] * np.array(each)
-        rest *= np.sqrt(n / max(n - 1, 1)) / tokens
-        error = np.linalg.norm(rest, axis=-1)
-    else:
-        error = np.sqrt(np.maximum(found[2] - found[1] ** 2 / n, 0.0) * (n / max(n - 1, 1))) / (2 * tokens)
+    rows, counts = (total(sums.rows), np.array(each)) if draws else (sums.rows, np.zeros(0))
+    rest = (rows.T / 2).transpose(1, 0, 2) - second[..., None] * counts
     return QuadraticTerms(
         first=first,
         second=second,
-        error=error,
+        rest=rest * (np.sqrt(samples / max(samples - 1, 1)) / tokens),
         tokens=tokens,
         passes=1.0 + 2.0 * len(losses),
-        rest=rest,
         divergence=loss / sum(each) if clean is not None else 0.0,
     )
 
@@ -312,11 +294,10 @@ def _spanning(model: nn.Module, units: Mapping[str, int]) -> bool:
 def pooled(damage: np.ndarray, error: np.ndarray, norm: np.ndarray) -> tuple[np.ndarray, float]:
     r"""Predicted damages of matrices in several formats, made steadier by what the formats share.
 
-    Draws of labels are noise, and nearly independent along the rounding errors of different formats: a plan picks what is small
-    by chance. But rounding errors of one matrix are nearly random directions of the same space, so its damage per squared error
-    is nearly the same number in every format, ``log d_ij = log ||Delta_ij||^2 + level_i + format_j + rest_ij``. The additive
-    part is fitted by least squares; of the rest, which is noise and what is peculiar to a format, the share
-    ``w = max(0, 1 - noise / scatter)`` is kept (empirical Bayes: noise from the standard errors, scatter as it is found).
+    Draws of labels are noise, and nearly independent along the rounding errors of different formats. But rounding errors of one
+    matrix are nearly random directions of the same space, so its damage per squared error is nearly the same number in every
+    format, ``log d_ij = log ||Delta_ij||^2 + level_i + format_j + rest_ij``. The additive part is fitted by least squares; of
+    the rest the share ``w = max(0, 1 - noise / scatter)`` is kept (empirical Bayes: noise from the standard errors).
 
     Args:
         damage: Nats per token, ``(K, m)``; infinite or zero entries stay as they are.
