@@ -72,7 +72,7 @@ def everything():
             text = zoo.tokens(8, padded=True)
             smaller = zoo.build(name).double()
             remove_units(smaller, text, 0.5, kind="mlp", batch_size=2)
-            out[f"{name} refit damage"] = [float(p.abs().sum()) for p in smaller.parameters()]
+            out[f"{name} refit damage"] = [float(p.detach().abs().sum()) for p in smaller.parameters()]
         text = zoo.tokens(8, padded=True)
         for by in ("linear", "rows:4") if name == "llama-tied" else ("rows:4",):
             plan = plan_sparsity(model, text, by=by, passes=8, batch_size=4, method="magnitude" if name == "bert" else "wanda")
