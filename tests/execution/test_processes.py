@@ -40,6 +40,14 @@ leave()
 """
 
 
+def launched(arguments, processes=2):
+    """Run Python under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [*command, "--nproc-per-node", str(processes), *arguments]
+    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=500)
+
+
 def everything():
     """Scores, masks, plans and perplexities, by what they are of."""
     out = {}
@@ -112,10 +120,8 @@ def runs(tmp_path_factory):
         ["score", str(shards), *few, "--estimator", "fisher-trace", "-o", str(root / "s.json")],
     ]
     (root / "work.py").write_text(LAUNCHED.format(root=str(ROOT)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command += ["--nproc-per-node", "2", str(root / "work.py"), json.dumps([*jobs_of(root / "two", str(shards))[0], *refused])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(root / "found")], capture_output=True, text=True, env=environment, timeout=500)
+    jobs = json.dumps([*jobs_of(root / "two", str(shards))[0], *refused])
+    done = launched([str(root / "work.py"), jobs, str(root / "found")])
     assert done.returncode == 0, done.stderr[-3000:]
     found, codes = json.loads((root / "found").read_text())
     return root, found, codes, done
