@@ -224,8 +224,6 @@ def test_the_error_of_a_plan_is_that_of_its_damage_by_sequence(monkeypatch):
 
 def test_bad_input_is_one_sentence():
     model, data = zoo.build("llama"), zoo.tokens(2, 8)
-    with pytest.raises(InvalidInput, match="no damage 'guess'"):
-        rounding_damage(model, data, damage="guess")
     with pytest.raises(InvalidInput, match="vllm has no kernel for w3-g32"):
         rounding_damage(model, data, runtime="vllm", formats=["w3-g32"])
     with pytest.raises(InvalidInput, match="32 inputs, which w4-g128 cannot store"):

@@ -46,20 +46,9 @@ _Writer = PackedWriter | GgufWriter
 class QuantisationReceipt(Record):
     """The record of one written model, counted again from its files.
 
-    Attributes:
-        method: The quantiser.
-        family: ``gguf`` or ``compressed-tensors``.
-        plan_digest: Content hash of the plan.
-        model: ``{id, revision, digest}`` before rounding.
-        modules: ``{name: {format, bytes}}``.
-        bytes: Of all planned matrices.
-        planned: What the plan says; equal, or nothing is written.
-        tensors: Bytes of all tensors.
-        file: Size of the files.
-        bits: Bits per weight of the planned matrices.
-        notes: Everything that deserves a sentence.
-        versions: Of the packages.
-        made_by: The command that made it; empty where Python did.
+    ``modules`` is ``{name: {format, bytes}}``, ``bytes`` of all planned matrices and ``planned`` what the plan says (equal, or
+    nothing is written). ``tensors`` are the bytes of all tensors, ``file`` the size of the files, ``bits`` the bits per weight
+    of the planned matrices. ``model`` is ``{id, revision, digest}`` before rounding.
     """
 
     what: ClassVar[str] = "receipt"
@@ -103,22 +92,7 @@ def apply_bits(
 ) -> list[str]:
     """Round a model by a plan of bits, in place: afterwards it computes what a runtime computes from the written file.
 
-    Args:
-        model: Changed in place.
-        plan: Of kind ``bits``, made for this model.
-        data: Calibration tokens, for quantisers that read inputs.
-        method: ``rtn``, ``weighted`` or ``gptq``; by default the one that was measured when the plan was made.
-        batch_size: Sequences per forward.
-        progress: Called with (pieces done, pieces).
-        **own: Options of the quantiser.
-
-    Returns:
-        Notes.
-
-    Raises:
-        ModelMismatch: The plan belongs to another model.
-        InvalidInput: A plan of another kind, an unknown method, or missing data.
-        BadModel: Weights that are not finite.
+    Arguments and errors are those of :func:`write_bits`; returns notes.
     """
     formats = formats_of_plan(plan)
     plan.validate(describe(model))
@@ -141,11 +115,6 @@ def round_matrices(
 
     Embedding and head come first and are rounded to nearest; then the layers, each with the inputs that the rounded model
     below it gives.
-
-    Raises:
-        InvalidInput: An unknown method or format, missing data, a shape that a format does not divide.
-        UnknownBlock: A matrix that the model does not have.
-        MissingDependency: GGUF formats without the package gguf.
     """
     rounding = _Rounding(model, method, data, own)
     rounding.run(_pieces(model, formats), batch_size, progress)
@@ -176,7 +145,7 @@ def write_bits(
         out_dir: Must not exist, or be empty.
         data: Calibration tokens, for quantisers that read inputs.
         tokenizer: Saved beside the model where it is not None; of a GGUF file its vocabulary is part.
-        method: See :func:`apply_bits`.
+        method: ``rtn``, ``weighted`` or ``gptq``; by default the one that was measured when the plan was made.
         batch_size: Sequences per forward.
         resume: Folder that keeps finished layers; an interrupted run continues from it, to the same bytes. They stay there
             until :func:`layerbudget.storage.parts.clear`.

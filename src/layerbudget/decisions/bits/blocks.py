@@ -1,8 +1,6 @@
 """Blocks of a plan of bits: weight matrices, some of them together, and the two ends of the model.
 
-Some matrices no file holds in fewer than 16 bits, which is known before anything is measured. compressed-tensors packs plain
-Linear layers; transformers loads these but where a model reads the weight itself while it is set up, which a packed layer does
-not have. GGUF is written for the architectures of :mod:`layerbudget.decisions.bits.gguf`.
+Some matrices no file holds in fewer than 16 bits, which is known before anything is measured.
 """
 
 from __future__ import annotations
@@ -79,23 +77,21 @@ def formats_table(
 
 def _bytes(block: Block, form: Format) -> int:
     """Bytes of a block in a format; 0 where one of its matrices cannot be stored in it."""
-    fits = all(form.fits(m.d_in) for m in block.modules)
-    return sum(form.bytes(m.d_out, m.d_in, m.copies) for m in block.modules) if fits else 0
+    if not all(form.fits(m.d_in) for m in block.modules):
+        return 0
+    return sum(form.bytes(m.d_out, m.d_in, m.copies) for m in block.modules)
 
 
 def end_modules(model: nn.Module) -> list[Module]:
     """Return embedding and head as matrices; a head that is tied to the embedding is no matrix of its own."""
-    found: list[Module] = []
-    seen: set[int] = set()
+    found: dict[int, Module] = {}
     names = {id(m): name for name, m in model.named_modules()}
     for read in ("get_input_embeddings", "get_output_embeddings"):
         owner = getattr(pretrained(model), read)() if hasattr(model, read) else None
         weight = getattr(owner, "weight", None)
-        if owner is None or weight is None or weight.ndim != 2 or id(weight) in seen:
-            continue
-        seen.add(id(weight))
-        found.append(Module(name=names[id(owner)], d_in=weight.shape[1], d_out=weight.shape[0]))
-    return found
+        if weight is not None and weight.ndim == 2:
+            found.setdefault(id(weight), Module(name=names[id(owner)], d_in=weight.shape[1], d_out=weight.shape[0]))
+    return list(found.values())
 
 
 def blocks_of(model: nn.Module, runtime: Runtime, by: str = "linear") -> tuple[Block, ...]:
@@ -207,7 +203,7 @@ def _tool(target: Runtime) -> str:
 
 @torch.no_grad()
 def _is_plain(layer: nn.Linear) -> bool:
-    """Whether a layer gives what a Linear of its weight gives: packed, it is computed as one (Llama 4's router is more)."""
+    """Whether a layer gives what a Linear of its weight gives: packed, it is computed as one."""
     if type(layer).forward is nn.Linear.forward:
         return True
     x = torch.ones(1, layer.in_features).to(layer.weight)
@@ -227,27 +223,23 @@ def _read_at_start(model: nn.Module, names: Iterable[str]) -> list[str]:
     with torch.device("meta"):
         skeleton: Any = pretrained(type(model)(copy.deepcopy(config_of(model))))
     known: dict[tuple[str, str], bool] = {}
-    found = []
     for name in names:
         parent, _, leaf = name.rpartition(".")
-        kind = (type(skeleton.get_submodule(parent)).__name__, leaf)
+        kind = type(skeleton.get_submodule(parent)).__name__, leaf
         if kind not in known:
             known[kind] = _initialisation_reads(skeleton, name)
-        if known[kind]:
-            found.append(name)
-    return found
+    return [n for n in names if known[type(skeleton.get_submodule(n.rpartition(".")[0])).__name__, n.rpartition(".")[2]]]
 
 
+@torch.no_grad()
 def _initialisation_reads(skeleton: Any, name: str) -> bool:
-    layer = skeleton.get_submodule(name)
+    layer, above, model = skeleton.get_submodule(name), name.split("."), skeleton
     weight = layer._parameters.pop("weight")
     try:
-        parts, model = name.split("."), skeleton
-        with torch.no_grad():
-            for depth in range(len(parts) + 1):
-                module = skeleton.get_submodule(".".join(parts[:depth]))
-                model = module if hasattr(module, "_init_weights") else model  # a model inside initialises its own modules
-                model._init_weights(module)
+        for depth in range(len(above) + 1):
+            module = skeleton.get_submodule(".".join(above[:depth]))
+            model = module if hasattr(module, "_init_weights") else model  # a model inside initialises its own modules
+            model._init_weights(module)
     except AttributeError as error:
         if "'weight'" not in str(error):
             raise

@@ -27,11 +27,7 @@ _SPLITS = {"{1,3}| ?[^\\s": "llama-bpe", "\\p{N}| ?[^\\s": "qwen2"}
 
 
 def architecture(config: Any) -> str:
-    """Return llama.cpp's name of a model's architecture.
-
-    Raises:
-        InvalidInput: One that is not written here, or a variant that llama.cpp computes differently.
-    """
+    """Return llama.cpp's name of a model's architecture; one that is not written here or computed otherwise is refused."""
     kind = str(config.model_type)
     rope = dict(getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -66,12 +62,7 @@ def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return them the other way round.
-
-    >>> w = torch.arange(24).reshape(12, 2)
-    >>> torch.equal(unpermute(permute(w, 3), 3), w)
-    True
-    """
+    """Return them the other way round."""
     return weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -79,14 +70,10 @@ class GgufWriter:
     """Writes a GGUF file, tensor after tensor: what lies outside the layers first, then layer after layer.
 
     Args:
-        model: Its weights are read when their layer is asked for.
+        model: In float32. Its weights are read when their layer is asked for.
         tokenizer: Its vocabulary goes into the file; None leaves it out.
         formats: Format of every planned matrix.
         folder: Holds no such file.
-
-    Raises:
-        InvalidInput: An architecture that is not written here, or a model held in another precision than float32.
-        MissingDependency: Without the package gguf.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, formats: Mapping[str, str], folder: Path) -> None:
@@ -102,10 +89,9 @@ class GgufWriter:
         self.arch = architecture(self.config)
         self.parameters = dict(model.named_parameters())  # each once: a tied head is the embedding
         self.stored = tensor_names(self.gguf, self.arch, self.config.num_hidden_layers, list(self.parameters))
-        prefixes = ["", *(name for name, _ in layers(model))]
-        self.pieces = {p: [n for n in self.parameters if n.startswith(f"{p}.")] for p in prefixes[1:]}
-        inside = {n for names in self.pieces.values() for n in names}
-        self.pieces = {"": [n for n in self.parameters if n not in inside], **self.pieces}
+        inside = {p: [n for n in self.parameters if n.startswith(f"{p}.")] for p, _ in layers(model)}
+        known = {n for names in inside.values() for n in names}
+        self.pieces = {"": [n for n in self.parameters if n not in known], **inside}
         self.writer = self.gguf.GGUFWriter(folder / GGUF_FILE, self.arch)
         self.notes = self._write_head(tokenizer)
 
@@ -179,19 +165,23 @@ class GgufWriter:
         return self.notes
 
 
+_NUMBERS = {  # field of the file: of the configuration
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+}
+
+
 def _add_numbers(writer: Any, config: Any) -> None:
+    for field, name in _NUMBERS.items():
+        getattr(writer, f"add_{field}")(getattr(config, name))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    for field in ("key_length", "value_length", "rope_dimension_count"):
+        getattr(writer, f"add_{field}")(head_dim)
+    writer.add_rope_freq_base(float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
 
@@ -215,10 +205,9 @@ def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> list[str]:
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
-    for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id), ("pad", writer.add_pad_token_id)):
-        number = getattr(tokenizer, f"{name}_token_id", None)
-        if number is not None:
-            add(number)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if (number := getattr(tokenizer, name, None)) is not None:
+            getattr(writer, f"add_{name}")(number)
     writer.add_add_bos_token(bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]))
     return []
 

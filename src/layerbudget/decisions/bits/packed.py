@@ -24,7 +24,6 @@ from ...models.machine import SHARE, free_bytes
 SHARD = 1 << 29  # bytes of one file; one tensor may be larger
 PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 ZERO_POINTS = "transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."
-_ONE_BY_ONE = ("Llama4TextExperts",)  # beside packed layers transformers loads their experts as plain MLPs
 
 
 class PackedWriter:
@@ -32,12 +31,8 @@ class PackedWriter:
 
     Args:
         model: Its weights are read when their layer is asked for.
-        formats: Format of every planned matrix.
+        formats: Format of every planned matrix; one that is no ``nn.Linear`` is refused, the format has no place for it.
         folder: An empty folder.
-
-    Raises:
-        InvalidInput: A matrix that is no ``nn.Linear``: the format has no place for it.
-        MissingDependency: Without compressed-tensors.
     """
 
     def __init__(self, model: nn.Module, formats: Mapping[str, str], folder: Path) -> None:
@@ -55,8 +50,6 @@ class PackedWriter:
         # the experts one by one, which is how it would save them.
         full = {id(p): n for n, p in model.named_parameters()}
         self.fused = {n: full[id(weight_of(model, n)[1])] for n in formats if n not in self.modules}
-        owners = {p: type(self.modules[p.rpartition(".")[0]]).__name__ for p in self.fused.values()}
-        self.separate = {p for p, owner in owners.items() if owner in _ONE_BY_ONE}
         self.layers = tuple(f"{name}." for name, _ in layers(model))
         self.pending: dict[str, torch.Tensor] = {}
         self.shards: list[list[str]] = []
@@ -77,8 +70,7 @@ class PackedWriter:
         left, fused = {f"{n}.weight" for n in packed}, set(self.fused.values())
         state = {n: t for n, t in pretrained(self.model).state_dict().items() if n not in left and inside(n)}
         found = _as_saved(self.model, {n: t for n, t in state.items() if n not in fused})
-        for name, tensor in ((n, t.detach()) for n, t in state.items() if n in fused):
-            found |= _one_by_one(name, tensor) if name in self.separate else {name: tensor.clone()}
+        found |= {n: t.detach().clone() for n, t in state.items() if n in fused}
         for name, form in packed.items():
             stored = _pack(matrix_of(self.modules[name]), rounded[name][0], form, name)
             found |= {f"{name}.{part}": t for part, t in stored.items()}
@@ -93,11 +85,7 @@ class PackedWriter:
 
     def names(self) -> dict[str, list[str]]:
         """Return the names in the file of every planned matrix's weights; those that are not there count nothing."""
-        found = {n: [f"{n}.{part}" for part in ("weight", *PARTS)] for n in self.formats if n not in self.fused}
-        for name, full in self.fused.items():
-            shape = weight_of(self.model, name)[1].shape
-            found[name] = list(_one_by_one(full, torch.empty(shape, device="meta"))) if full in self.separate else [full]
-        return found
+        return {n: [self.fused[n]] if n in self.fused else [f"{n}.{p}" for p in ("weight", *PARTS)] for n in self.formats}
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors of a piece; full files are written and no longer held."""
@@ -182,13 +170,6 @@ def _quantization_config(formats: Mapping[str, Format], others: Sequence[str]) -
         "ignore": sorted({*(n for n, f in formats.items() if f.plain), *others}),
         "config_groups": config_groups,
     }
-
-
-def _one_by_one(name: str, stack: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A stack of experts ``(E, d_in, d_out)`` as the weights of one plain MLP per expert, by name."""
-    owner, _, leaf = name.rpartition(".")
-    parts = zip(("gate_proj", "up_proj"), stack.chunk(2, -1), strict=True) if leaf == "gate_up_proj" else [(leaf, stack)]
-    return {f"{owner}.{e}.{part}.weight": t[e].T.contiguous() for part, t in parts for e in range(len(t))}
 
 
 def _as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

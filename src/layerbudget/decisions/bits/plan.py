@@ -49,7 +49,7 @@ def plan_bits(
     progress: Progress | None = None,
     **options: Any,
 ) -> Plan:
-    """Give every block a format, with the least total damage within a budget of bytes.
+    """A plan that gives every block a format, with the least total damage within a budget of bytes.
 
     Args:
         source: A model, which is left as it was; or a record of the damage of every format.
@@ -68,14 +68,12 @@ def plan_bits(
         progress: Called with (steps done, steps).
         **options: Other options of :func:`~layerbudget.decisions.bits.sensitivity.rounding_damage`.
 
-    Returns:
-        The plan. ``extra`` has the format of every matrix, the predicted damage with its error, near ties, what the rules
-        without a program would have given at the same budget, and the check.
+    Its ``extra`` has the format of every matrix, the predicted damage with its error, near ties, what the rules without a
+    program would have given at the same budget, and the check.
 
     Raises:
         InfeasibleBudget: A budget below the smallest plan; said before anything is measured.
         CoverageError: A check of a streamed model, whose weights stay in their files.
-        InvalidInput: Options that scores do not read.
     """
     if isinstance(source, Scores):
         if data is not None or check is not None or options:
@@ -158,6 +156,7 @@ def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[st
 
 
 def _verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str:
+    """What the check says: the plan's KL and the baselines' beside it, or which baseline is better."""
     own = table[rule]["kl"]
     if best != rule:
         row = table[best]
@@ -170,7 +169,7 @@ def _verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> st
         for n, r in table.items()
         if n != rule and not r["same"]
     ]
-    alike = [n for n, r in table.items() if r["same"]]
     beside = [f"beside it {', '.join(parts)}"] if parts else []
-    beside += [f"{' and '.join(alike)} {'choose' if len(alike) > 1 else 'chooses'} the same formats"] if alike else []
+    if alike := [n for n, r in table.items() if r["same"]]:
+        beside.append(f"{' and '.join(alike)} {'choose' if len(alike) > 1 else 'chooses'} the same formats")
     return f"On held-out text KL {own:.4g} with {table[rule]['bytes']} bytes; {'; '.join(beside)}."

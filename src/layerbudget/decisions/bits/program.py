@@ -34,16 +34,11 @@ class Table:
     """Bytes and damage of K blocks in m formats.
 
     Attributes:
-        blocks: The blocks.
         formats: Names, the smallest first.
         size: Bytes, ``(K, m)``; where a block does not have a format its damage is infinite.
-        damage: Nats per token, ``(K, m)``.
-        error: Their standard errors, ``(K, m)``.
+        damage: Nats per token, ``(K, m)``, with the standard errors ``error``.
         rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, of norm ``error``.
         fixed: Bytes of what no plan changes.
-        family: Of the formats.
-        runtime: What will read the file.
-        method: The quantiser that will write it.
         unwritten: Matrices that stay in 16 bits because no file holds them in fewer, with the reason.
     """
 
@@ -114,13 +109,7 @@ class Table:
         return np.where(self.has, self.size, _HUGE).min(axis=1)
 
     def limit(self, bits: float | None, budget: str | None) -> int:
-        """Return the bytes that the blocks may take.
-
-        Raises:
-            InvalidInput: Both are given or none, or bits per weight that no plan can have.
-            UnknownUnit: A budget that is not in bytes.
-            InfeasibleBudget: The smallest plan is larger.
-        """
+        """Return the bytes that the blocks may take; a budget below the smallest plan is refused."""
         if (bits is None) == (budget is None):
             raise InvalidInput("Give either bits or a budget.", "", "For example bits=3.5, or budget='1.2 GiB'.")
         if bits is not None:
@@ -156,12 +145,7 @@ def check_bits(bits: float | None) -> None:
 
 
 def plan_from_table(scores: Scores, *, bits: float | None = None, budget: str | None = None, rule: str = "choices") -> Plan:
-    """Return a plan from damages that are known: :func:`~layerbudget.decisions.bits.plan.plan_bits` of scores.
-
-    Raises:
-        InfeasibleBudget: The smallest plan is larger.
-        InvalidInput: Scores that say nothing of formats, or an unknown rule.
-    """
+    """Return a plan from damages that are known: :func:`~layerbudget.decisions.bits.plan.plan_bits` of scores."""
     if rule not in RULES:
         raise InvalidInput(f"There is no rule {rule!r} for bits.", f"There are {', '.join(RULES)}.", "Choose one of those.")
     table = Table.of(scores)

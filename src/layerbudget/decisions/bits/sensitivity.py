@@ -4,11 +4,10 @@ For block i in format j, with ``Delta_ij`` what the format makes of its matrices
 
     d_ij = 1/2 (1/N) sum_s E_y [ (sum_t b_st(y)' Delta_ij a_st)^2 ],
 
-for all i and j from ``1 + 2 draws`` passes (:mod:`layerbudget.sensitivity.directional.terms`): rounding is so small a
-step that the dense point is enough. Predictions of one matrix are pooled over its formats
-(:mod:`layerbudget.sensitivity.directional.terms`), since draws of labels are noise and a plan picks what is small by chance.
-The rounding errors are those of the quantiser that will write the file. The damage of embedding and head is measured (mean KL
-from the dense output): they are few, and an embedding has no inputs. Standard errors are over sequences.
+for all i and j from ``1 + 2 draws`` passes: rounding is so small a step that the dense point is enough. Predictions of one
+matrix are pooled over its formats (:mod:`layerbudget.sensitivity.directional.terms`). The rounding errors are those of the
+quantiser that will write the file. The damage of embedding and head is measured (mean KL from the dense output): they are few,
+and an embedding has no inputs. Standard errors are over sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ...compressors.base import Level
 from ...compressors.quantisers import Quantiser
 from ...compressors.treating import Found, Job, Treating, matrices
 from ...data.calibration import CalibrationSet
-from ...errors import CoverageError, InvalidInput
+from ...errors import CoverageError
 from ...execution.divergence import next_tokens, sequence_losses
 from ...execution.loss import IGNORE, pad_right, unlabelled
 from ...execution.modes import inference
@@ -45,14 +44,12 @@ from .program import ESTIMATOR, Table
 
 KEEP_BYTES = 1 << 30  # rounding errors of larger models are made again whenever they are needed
 CACHED = 1 << 17  # entries of a matrix that are rounded together
-MEASURES = ("directional", "relative")
 
 
 def rounding_damage(
     model: nn.Module,
     data: CalibrationSet,
     *,
-    damage: str = "directional",
     draws: int = 4,
     batch_size: int = 8,
     seed: int = 0,
@@ -61,13 +58,11 @@ def rounding_damage(
     progress: Progress | None = None,
     **formats: Any,
 ) -> Scores:
-    """Bytes and damage of every block in every format; the model is left as it was.
+    """Scores with bytes and damage of every block in every format; the model is left as it was.
 
     Args:
         model: Any transformers model with one list of layers.
         data: Calibration tokens.
-        damage: ``directional``, or ``relative``: ``|Delta|^2 / |W|^2`` to nearest, which takes no pass and is no damage yet,
-            but to be weighed by a score.
         draws: Draws of labels.
         batch_size: Sequences per forward.
         seed: Of the draws.
@@ -76,15 +71,9 @@ def rounding_damage(
         progress: Called with (steps done, steps).
         **formats: Other options of :func:`~layerbudget.decisions.bits.blocks.formats_table`.
 
-    Returns:
-        A record of the estimator ``rounding``, from which :func:`~layerbudget.decisions.bits.plan.plan_bits` plans.
-
     Raises:
         CoverageError: A streamed model with a quantiser that reads inputs.
-        InvalidInput: An unknown damage, or see :func:`~layerbudget.decisions.bits.blocks.formats_table`.
     """
-    if damage not in MEASURES:
-        raise InvalidInput(f"There is no damage {damage!r}.", f"There are {', '.join(MEASURES)}.", "Choose one of those.")
     quantiser = quantiser_of(method)
     if mapped(model) is not None and quantiser.statistic != "none":
         raise CoverageError(
@@ -93,13 +82,9 @@ def rounding_damage(
             "Plan with --method rtn, or use --no-stream.",
         )
     table = formats_table(model, method=method, unwritten=unwritten, **formats)
-    passes, kept = 0.0, 1.0
-    if damage == "relative":
-        table = _relative(model, table)
-    else:
-        table, passes, kept = _Directional(model, data, table, batch_size).run(draws, seed, progress)
+    table, passes, kept = _Damage(model, data, table, batch_size).run(draws, seed, progress)
     first, k = np.argmax(table.has, axis=1), np.arange(len(table.blocks))
-    how = {"passes": passes, "kept": kept, "measure": damage, "seed": seed}
+    how = {"passes": passes, "kept": kept, "measure": "directional", "seed": seed}
     return Scores(
         estimator=ESTIMATOR,
         blocks=tuple(table.blocks),
@@ -113,21 +98,7 @@ def rounding_damage(
     )
 
 
-def _relative(model: nn.Module, table: Table) -> Table:
-    """Squared rounding errors to nearest over the squared weights."""
-    damage = table.damage.copy()
-    for i, block in enumerate(table.blocks):
-        if all(m.name in table.unwritten for m in block.modules):
-            continue
-        names = [f if has else None for f, has in zip(table.formats, table.has[i], strict=True)]
-        views = [matrices(*weight_of(model, m.name)) for m in block.modules]
-        errors = sum(RoundingErrors(v, quantiser_of("rtn"), names, mapped(model)).norms() for v in views)
-        weights = sum(float(v.detach().float().square().sum()) for held in views for v in held)
-        damage[i] = np.where(table.has[i], errors / max(weights, np.finfo(float).tiny), np.inf)
-    return dataclasses.replace(table, damage=damage)
-
-
-class _Directional:
+class _Damage:
     """Damage of a table's blocks in its formats."""
 
     def __init__(self, model: nn.Module, data: CalibrationSet, table: Table, batch_size: int) -> None:
@@ -144,11 +115,10 @@ class _Directional:
 
     def run(self, draws: int, seed: int, progress: Progress | None) -> tuple[Table, float, float]:
         """The table with damages, the passes that it took, and the share of the formats' differences that pooling kept."""
-        kept = 1.0
+        kept, inside = 1.0, [i for i, layer in self.layer.items() if layer is not None]
         with inference(self.model):
             self._measure_ends()
-            errors = self._rounding_errors(progress)
-        inside = [i for i, layer in self.layer.items() if layer is not None]
+            errors = self._rounding_errors(inside, progress)
         if inside:
             own: dict[str, Any] = {"draws": draws, "seed": seed, "batch_size": self.batch_size, "progress": progress}
             has, blocks = self.table.has[inside], [self.table.blocks[i] for i in inside]
@@ -179,15 +149,13 @@ class _Directional:
         if offloaded is not None:
             offloaded.leave()
 
-    def _rounding_errors(self, progress: Progress | None) -> dict[str, Directions]:
+    def _rounding_errors(self, inside: Sequence[int], progress: Progress | None) -> dict[str, Directions]:
         """Rounding errors of all matrices inside the layers; a quantiser that reads inputs walks the dense model."""
         reads = self.quantiser.statistic != "none"
         walk = Walk(self.model, self.data, batch_size=self.batch_size) if reads else None
-        layers = sorted({layer for layer in self.layer.values() if layer is not None})
-        last = max(layers) + 1 if layers else 0
+        last = 1 + max((layer for layer in self.layer.values() if layer is not None), default=-1)
         errors: dict[str, Directions] = {}
         tick = Steps(progress, last, "rounding layers")
-        inside = [i for i, layer in self.layer.items() if layer is not None]
         try:
             if walk is not None:
                 walk.capture()
@@ -249,41 +217,35 @@ class RoundingErrors(Directions):
     ) -> None:
         self.views, self.quantiser, self.names, self.offloaded = list(views), quantiser, list(names), offloaded
         self.groups, self.levels = 1, len(self.names)
-        self._norms: dict[str, float] = {}
 
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
         """See :meth:`Directions.along`."""
-        return torch.stack([self._along(gradient, name) for name in self.names], -1)[:, None]
+        found = gradient.new_zeros(len(gradient), 1, self.levels, dtype=torch.float64)
+        for level in range(self.levels):
+            start = 0
+            for errors in self._rows(level):
+                rows = gradient[:, start : start + len(errors)]
+                found[:, 0, level] += torch.einsum("boi,oi->bo", rows, errors.to(gradient)).double().sum(1)
+                start += len(errors)
+        return found
 
     def all(self) -> list[torch.Tensor]:
         """The errors in every format, ``(copies * d_out, d_in)`` each; zero where there is no format."""
         none = torch.cat([torch.zeros_like(v) for v in self.views])
-        return [none if name is None else torch.cat(list(self._rows(name))) for name in self.names]
+        return [none if name is None else torch.cat(list(self._rows(j))) for j, name in enumerate(self.names)]
 
     def norms(self) -> np.ndarray:
         """Squared norms of the rounding errors, ``(levels,)``."""
-        for name in (n for n in self.names if n is not None and n not in self._norms):
-            self._norms[name] = sum(float(errors.square().sum()) for errors in self._rows(name))
-        return np.array([0.0 if n is None else self._norms[n] for n in self.names])
+        return np.array([sum(float(errors.square().sum()) for errors in self._rows(j)) for j in range(self.levels)])
 
-    def _along(self, gradient: torch.Tensor, name: str | None) -> torch.Tensor:
-        found, norm, start = gradient.new_zeros(len(gradient), dtype=torch.float64), 0.0, 0
-        for errors in self._rows(name) if name is not None else ():
-            rows = gradient[:, start : start + len(errors)]
-            found += torch.einsum("boi,oi->bo", rows, errors.to(gradient)).double().sum(1)
-            norm += 0.0 if name in self._norms else float(errors.square().sum())
-            start += len(errors)
-        if name is not None:  # they were made here, and making them is what takes the time
-            self._norms.setdefault(name, norm)
-        return found
-
-    def _rows(self, name: str) -> Iterator[torch.Tensor]:
-        """Some rows at a time: as many as stay in the processor's cache through all that rounding does to them."""
-        level = Level(format=name)
+    def _rows(self, level: int) -> Iterator[torch.Tensor]:
+        """Errors of some rows at a time: as many as stay in the processor's cache through all that rounding does to them."""
+        if self.names[level] is None:
+            return
         for view in self.views:
             for rows in view.detach().split(max(1, CACHED // view.shape[1])):
                 held = rows if self.offloaded is None else rows.to(self.offloaded.device, self.offloaded.dtype)
-                yield self.quantiser.apply(held, None, level) - held
+                yield self.quantiser.apply(held, None, Level(format=self.names[level])) - held
 
 
 def _norms(directions: Directions) -> np.ndarray:
@@ -294,13 +256,7 @@ def _norms(directions: Directions) -> np.ndarray:
 
 
 class DenseOutput:
-    """The dense model's output on a text, and how far another one's is from it.
-
-    Args:
-        model: The dense model.
-        data: The text.
-        batch_size: Sequences per forward.
-    """
+    """The dense model's output on a text, and how far another one's is from it."""
 
     def __init__(self, model: nn.Module, data: CalibrationSet, batch_size: int = 8) -> None:
         self.data, self.batch_size = cast(CalibrationSet, pad_right(data)), batch_size
@@ -313,10 +269,7 @@ class DenseOutput:
         return iter(self.data.batches(self.batch_size, self.device))
 
     def rows(self, model: nn.Module) -> np.ndarray:
-        """``(sequences, 4)``: summed KL in nats, compared tokens, summed next-token loss, predicted tokens.
-
-        Where the data has answers, both are of the answers only, as damages are.
-        """
+        """``(sequences, 4)``: summed KL in nats, compared tokens, summed loss, predicted tokens (of answers, if any)."""
         out = []
         with inference(model):
             for batch, clean, compared in zip(self._batches(), self.clean, self.compared, strict=True):
@@ -346,7 +299,7 @@ class DenseOutput:
 def mean_and_rest(rows: np.ndarray) -> tuple[float, np.ndarray]:
     """Mean per token of ``(sums, tokens)`` by sequence, and what every sequence adds beside its share, ``(sequences,)``.
 
-    The norm of the rest is the standard error over sequences (ratio estimator); of a sum of means it is the norm of the sum.
+    Its norm is the standard error over sequences (ratio estimator); of a sum of means it is the norm of the sum.
     """
     total, tokens = rows.sum(0)
     n = len(rows)
