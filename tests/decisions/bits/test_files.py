@@ -185,9 +185,6 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
     gpt2, sliding, llama = wide("gpt2"), wide("mistral-sliding"), wide("llama")
     with pytest.raises(InvalidInput, match="gpt2 model is not written as GGUF"):
         GgufWriter(gpt2, None, {}, tmp_path)
-    plan = planned(gpt2, "compressed-tensors", 5.0, unwritten="plan")
-    with pytest.raises(InvalidInput, match="is no plain Linear"):
-        packed.PackedWriter(gpt2, plan.extra["formats"], tmp_path)
     plan = planned(sliding, "gguf", 6.0, unwritten="plan")
     with pytest.raises(InvalidInput, match="with sliding_window = 8"):
         write_bits(sliding, plan, out)

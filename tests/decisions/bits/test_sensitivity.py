@@ -84,11 +84,11 @@ def test_the_fisher_form_along_the_rounding_error_predicts_what_is_measured(meth
 def test_errors_made_again_are_errors_kept(monkeypatch):
     """Large models keep nothing and round some rows at a time; a matrix that a format does not divide has no error there."""
     found = []
-    for keep, cached in ((1 << 30, R.CACHED), (0, R.CACHED), (0, 100)):
+    for keep, cached in ((1 << 30, R.CACHED), (0, 100)):
         monkeypatch.setattr(R, "KEEP_BYTES", keep)
         monkeypatch.setattr(R, "CACHED", cached)
         found.append(
-            Table.of(rounding_damage(zoo.build("mixtral"), zoo.tokens(4, 8), formats=["w3-g32", "w4-channel"], draws=2))
+            Table.of(rounding_damage(zoo.build("mixtral"), zoo.tokens(4, 8), formats=["w3-g32", "w4-channel"], draws=1))
         )
     assert all(np.allclose(found[0].damage, other.damage, rtol=1e-5) for other in found[1:])
     assert np.isinf(found[0].damage).any()

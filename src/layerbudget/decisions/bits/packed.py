@@ -16,7 +16,7 @@ from torch import nn
 
 from ...compressors.formats import Format, find_format, need_packing
 from ...compressors.quantisers import Rounded
-from ...errors import BadModel, CorruptFile, CoverageError, InvalidInput
+from ...errors import BadModel, CorruptFile, CoverageError
 from ...models.blocks import config_of, layers, matrix_of, pretrained, weight_of
 from ...models.loading import load_model
 from ...models.machine import SHARE, free_bytes
@@ -31,7 +31,8 @@ class PackedWriter:
 
     Args:
         model: Its weights are read when their layer is asked for.
-        formats: Format of every planned matrix; one that is no ``nn.Linear`` is refused, the format has no place for it.
+        formats: Format of every planned matrix; what is no plain Linear has 16 bits
+            (:func:`~layerbudget.decisions.bits.blocks.check_writable` refuses the rest).
         folder: An empty folder.
     """
 
@@ -39,13 +40,6 @@ class PackedWriter:
         need_packing()
         self.model, self.formats, self.folder = model, {n: find_format(f) for n, f in formats.items()}, folder
         self.modules = dict(model.named_modules())
-        for name, form in self.formats.items():
-            if not isinstance(self.modules.get(name), nn.Linear) and not form.plain:
-                raise InvalidInput(
-                    f"{name} is no plain Linear, and compressed-tensors packs nothing else.",
-                    "Fused experts and Conv1D stay in 16 bits.",
-                    "Plan again with --unwritten 16-bit; or export this plan (--to auto-round) for a tool that writes them.",
-                )
         # Stacks of experts keep the names that they have in the model: beside packed layers transformers 5.23 does not find
         # the experts one by one, which is how it would save them.
         full = {id(p): n for n, p in model.named_parameters()}
