@@ -15,7 +15,7 @@ from layerbudget.plan import Plan
 from layerbudget.report.page import build_page
 from layerbudget.scores import Scores
 
-TEXT = ["--samples", "2", "--length", "12"]
+TEXT = ["--samples", "3", "--length", "12"]
 SCORE = ["score", "demo", *TEXT, "--seed", "5", "--damping", "0.3", "0.1", "--set", "walk=layers"]
 # Kind of folder: what is run, and the record whose digest decides.
 FOLDERS = {
@@ -60,7 +60,7 @@ def test_the_printed_command_makes_the_same_again(kind, tmp_path, monkeypatch):
     ran(tmp_path / "again", [shlex.split(line)[1:] for line in lines], monkeypatch)
     assert digest_of(tmp_path / "again" / name) == digest_of(tmp_path / "first" / name)
     if kind == "scores":  # a line without its samples would not do
-        changed = [line.replace("--samples 2", "--samples 1") for line in lines]
+        changed = [line.replace("--samples 3", "--samples 2") for line in lines]
         assert changed != lines
         ran(tmp_path / "other", [shlex.split(line)[1:] for line in changed], monkeypatch)
         assert digest_of(tmp_path / "other" / name) != digest_of(tmp_path / "first" / name)
