@@ -225,7 +225,7 @@ def predicted(given: argparse.Namespace, config: Any, passes: float) -> dict[str
     shape = shape_of_config(config, torch.bfloat16)
     token = time_token(shape, torch.bfloat16, given.device)
     text = Text(samples=given.samples, length=given.length, batch=given.batch_size)
-    found = price(given.task, [Part(kind=kind, text=text, forwards=passes if kind == "directional" else None)], shape, token, 1)
+    found = price(given.task, [Part(kind, text, passes if kind == "directional" else None)], shape, token, 1)
     return {"predicted_gib": found.memory / 2**30, "predicted_seconds": found.seconds}
 
 

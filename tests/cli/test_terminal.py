@@ -8,20 +8,7 @@ from rich.console import Console
 from tests import zoo
 
 from layerbudget.cli import main
-from layerbudget.cli.display import Terminal, wrapped
 from layerbudget.report.tables import plan_grid
-
-
-def test_sentences_break_between_words():
-    text = "Most goes to model.layers.0.mlp.gate_proj (16), least to model.layers.0.self_attn.k_proj (1); the mean is 3.976."
-    lines = wrapped(text, 40).splitlines()
-    assert all(len(line) <= 40 or " " not in line for line in lines) and " ".join(lines) == text
-    for terminal, count in ((True, 4), (False, 1)):
-        out = io.StringIO()
-        console = Terminal(stderr=False)
-        console.file, console._width, console._force_terminal = out, 40, terminal
-        console.print(text)
-        assert out.getvalue().count("\n") == count
 
 
 def test_a_plan_of_matrices_is_a_picture_with_the_parameters_of_every_layer(mistral):

@@ -37,7 +37,6 @@ def test_healthy_models_have_no_warning(request, family, data):
     assert not [f for f in diagnosis.findings if f.severity in ("warning", "problem")], str(diagnosis)
     assert {f.check for f in diagnosis.findings} >= {
         "weights",
-        "mode",
         "ties",
         "coverage",
         "padding",
@@ -59,9 +58,8 @@ def test_half_precision_is_named(mistral, data):
 
 
 def test_active_dropout(gpt2, data):
-    diagnosis = diagnose(gpt2.train(), None, data)
-    assert "dropout" in found(diagnosis, "mode", "warning")[0].what and gpt2.training
-    assert not found(diagnosis, "determinism", "warning")  # the check itself runs in evaluation mode
+    diagnosis = diagnose(gpt2.train(), None, data)  # the checks run in evaluation mode, and leave the model as it was
+    assert gpt2.training and not found(diagnosis, "determinism", "warning")
 
 
 def test_randomness_that_evaluation_mode_leaves_on(mistral, data):
@@ -194,7 +192,7 @@ def test_command(folder, capsys):
     options = ["--data", str(folder / "text.txt"), "--samples", "4", "--length", "16"]
     assert main(["doctor", str(folder), *options, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["ok"] and record["samples"] == 4 and len(record["forecast"]) > 10
+    assert record["ok"] and len(record["forecast"]) > 10
     assert any("does not add" in f["what"] for f in record["findings"])
 
 

@@ -14,11 +14,27 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from .options import COMMANDS, check_numbers, line_of
 
-SHARED = ("score", "plan sparsity", "apply", "finetune", "evaluate")  # these can run in several processes
+PROCESSES = ("score", "plan sparsity", "apply", "finetune", "evaluate")  # these can run in several
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors say which option was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        known = options_below(self) | options_below(_common())
+        strange = [w.partition("=")[0] for w in message.split() if w.startswith("--")]
+        meant = [m for w in strange if w not in known for m in difflib.get_close_matches(w, known, n=1, cutoff=0.75)]
+        super().error(f"{message}. Did you mean {', '.join(meant)}?" if meant else message)
+
+
+def options_below(parser: argparse.ArgumentParser) -> set[str]:
+    """Return how the options of a parser, and of the commands in it, are typed."""
+    actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return {*parser._option_string_actions, *(o for a in actions for p in a.choices.values() for o in options_below(p))}
 
 
 def _common() -> argparse.ArgumentParser:
@@ -28,27 +44,6 @@ def _common() -> argparse.ArgumentParser:
     group.add_argument("--quiet", action="store_true", help="show no progress and no expected cost")
     group.add_argument("--overwrite", action="store_true", help="replace existing output")
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors say which option was meant."""
-
-    _given: Sequence[str] = ()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._given = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        parser: argparse.ArgumentParser = self
-        for word in self._given:
-            below = next((a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {})
-            parser = below.get(word, parser)
-        known = [o for p in (parser, _common()) for o in p._option_string_actions if o.startswith("--")]
-        given = [w.partition("=")[0] for w in self._given if w.startswith("--")]
-        strange = [w for w in given if not any(o.startswith(w) for o in known)]
-        meant = [m for w in strange for m in difflib.get_close_matches(w, known, n=1, cutoff=0.75)]
-        super().error(f"{message}. Did you mean {', '.join(meant)}?" if meant else message)
 
 
 def build_parser(verb: str | None = None) -> argparse.ArgumentParser:
@@ -85,16 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Waiting threads that sleep instead of spinning halve the time on a machine that others use too (read when torch loads).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = parse(list(sys.argv[1:] if argv is None else argv))
-    from rich.logging import RichHandler
-
     from ..errors import LayerbudgetError
     from ..records import dumps, running
-    from .display import Terminal, conclude, dismiss
+    from .display import conclude, terminal
 
-    arguments.console = Terminal(stderr=arguments.json)
-    errors = Terminal(stderr=True)
-    handlers = [RichHandler(console=errors, show_time=False, show_path=False)]
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True, handlers=handlers)
+    arguments.console, errors = terminal(stderr=arguments.json), terminal()
     _quiet_libraries()
     try:
         check_numbers(arguments)
@@ -116,11 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("layerbudget: interrupted; finished stages are kept.")
         return 130
-    finally:
-        dismiss(arguments)
     if arguments.json and writes:
         sys.stdout.write(dumps(result))
-    return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
+    return int(result.get("exit_code", 0))
 
 
 def _join(arguments: argparse.Namespace) -> bool:
@@ -129,23 +117,24 @@ def _join(arguments: argparse.Namespace) -> bool:
         return True
     from ..errors import InvalidInput
     from ..execution.processes import join
-    from .display import Terminal
 
-    words = " ".join(filter(None, (arguments.verb, getattr(arguments, "kind", None) if arguments.verb == "plan" else None)))
-    if words not in SHARED:
+    words = f"plan {arguments.kind}" if arguments.verb == "plan" else arguments.verb
+    if words not in PROCESSES:
         raise InvalidInput(
             f"{words} runs in one process, and the launcher started {os.environ['WORLD_SIZE']}.",
-            f"Work is shared by {', '.join(SHARED)}.",
+            f"Work is shared by {', '.join(PROCESSES)}.",
             "Start it without torchrun.",
         )
     together = join(getattr(arguments, "device", None))
-    if together is not None and not together.is_main:
-        arguments.quiet, arguments.console = True, Terminal(stderr=True)
-        arguments.console.quiet = True
-    return together is None or together.is_main
+    if together is None or together.is_main:
+        return True
+    arguments.quiet = arguments.console.quiet = True
+    return False
 
 
 def _quiet_libraries() -> None:
+    """Show warnings of this package alone."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("torch", "transformers", "peft", "accelerate", "datasets", "bitsandbytes"):  # of their own insides

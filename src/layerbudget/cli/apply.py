@@ -6,17 +6,18 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from ..compressors.base import QUANTISERS, TREATMENTS, find_quantiser, find_treatment
+from ..compressors.base import QUANTISERS, TREATMENTS
+from ..registry import options_of
 from .display import expect, progress_bar, say, say_share, text_of, words_of
-from .options import DATA, add_data, add_model, add_resume, add_set, add_verb, batch_of, load, one_process, own_of, refuse
+from .options import DATA, add, add_data, add_out, add_set, add_verb, batch_of, given, load, one_process, refuse, settings
 
 
 def register(subparsers: Any) -> None:
     """Add the parser of ``apply``."""
     p = add_verb(subparsers, "apply", handler)
-    add_model(p)
+    add(p, "model")
     p.add_argument("plan", metavar="PLAN", help="plan.json of sparsity, bits or shapes, or a recipe, made for this model")
-    p.add_argument("-o", "--out", required=True, metavar="DIR", help="folder of the written model")
+    add_out(p, "folder of the written model", required=True, metavar="DIR")
     names = tuple(dict.fromkeys((*TREATMENTS.names(), *QUANTISERS.names())))
     p.add_argument("--method", choices=names, help="pruner or quantiser (default: what the plan was measured with; else wanda)")
     p.add_argument("--pattern", metavar="N:M", help="zero n of every m inputs; n:8 with a literal n lets each block differ")
@@ -27,7 +28,7 @@ def register(subparsers: Any) -> None:
         "an option of the method, as in damping=0.1; of pruning true_sequential, parity, autocast (precision of forwards) or "
         "store (where activations live: device, cpu, disk)",
     )
-    add_resume(advanced, "finished layers")
+    add(advanced, "--resume")
 
 
 def handler(a: argparse.Namespace) -> dict[str, Any]:
@@ -53,35 +54,23 @@ def _prune(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     from ..execution.processes import is_main
     from ..report.page import runtime_box
 
-    a.method, own = method_of(plan, a.method, own_of(a, prune, taken=("plan", "progress")))
-    blind = find_treatment(a.method).statistic == "none"
+    treatment = TREATMENTS.find(method_of(plan, a.method, {})[0])
+    a.method, own = method_of(plan, a.method, settings(a, prune, options_of(treatment)))
+    blind = treatment.statistic == "none"
     if blind:
         refuse(a, (*DATA, "resume"), a.method)
     model, tokenizer, data = load(a, data=not blind)
     check_room(model, a.out, resume=a.resume, plan=plan)
-    text, again = text_of(data, a), 5.0 if own.get("true_sequential") else 1.0
-    what = f"{a.method} to {plan.budget['spent']:,} zeros" + (f" with {words_of(data)}" if data is not None else "")
-    expect(a, what, model, lambda _: treating(a.method, text, again=again))
+    parts = treating(a.method, text_of(data, a), again=5.0 if own.get("true_sequential") else 1.0)
+    expect(a, words_of(f"{a.method} to {plan.budget['spent']:,} zeros", data), model, parts)
     say_share(a, model, plan.blocks)
-    said = other_pruner(plan, a.method)
-    say(a, said)
+    said, own = other_pruner(plan, a.method), own | given(a, "pattern", "resume")
+    say(a, *said)
     with progress_bar(a, f"prune by {a.method}") as progress:
-        receipt = prune(
-            model,
-            plan,
-            data,
-            a.method,
-            batch_of(a, model, data),
-            pattern=a.pattern,
-            progress=progress,
-            resume=a.resume,
-            **own,
-        )
+        receipt = prune(model, plan, data, a.method, batch_of(a, model, data), progress=progress, **own)
     out = save_pruned(model, tokenizer, plan, receipt, a.out, overwrite=a.overwrite) if is_main() else a.out
-    a.console.print(
-        f"Recounted sparsity {receipt.sparsity:.6f} (planned {receipt.planned:.6f}) in {receipt.seconds:.1f} s; saved to {out}."
-    )
-    say(a, receipt.notes[: len(receipt.notes) - len(said)])
+    counted = f"Recounted sparsity {receipt.sparsity:.6f} (planned {receipt.planned:.6f}) in {receipt.seconds:.1f} s"
+    say(a, f"{counted}; saved to {out}.", *receipt.notes[: len(receipt.notes) - len(said)])
     a.console.print(runtime_box(pattern=a.pattern))
     blocks = {name: record["sparsity"] for name, record in receipt.blocks.items()}
     return {"sparsity": receipt.sparsity, "blocks": blocks, "output": str(out)}
@@ -99,17 +88,17 @@ def _shrink(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     refuse(a, ("method", "pattern", "set", "resume"), f"a plan of kind {plan.kind}")
     model, tokenizer, data = load(a)
     check_room(model, a.out, plan=plan)
-    text = text_of(data, a)
-    expect(a, f"smaller shapes with {words_of(data)}", model, lambda _: treating("sparsegpt", text))
+    expect(a, words_of("smaller shapes", data), model, treating("sparsegpt", text_of(data, a)))
     check_exportable(model, plan)
     before = sum(p.numel() for p in model.parameters())
     with progress_bar(a, "remove heads and widths, layers") as progress:
         done = dict(apply_shapes(model, plan, data, batch_size=batch_of(a, model, data), progress=progress))
     out = save_smaller(model, tokenizer, a.out, plan=plan, record=done, overwrite=a.overwrite) if is_main() else a.out
     after = sum(p.numel() for p in model.parameters())
-    a.console.print(
+    say(
+        a,
         f"Removed {done['saved']:.6g} {done['unit']} (planned {done['planned']:.6g}); parameters {before} -> {after} "
-        f"({after / before:.3f}x, embeddings included); saved to {out}."
+        f"({after / before:.3f}x, embeddings included); saved to {out}.",
     )
     a.console.print(runtime_box(plan.kind))
     return {**done, "parameters_before": before, "parameters_after": after, "output": str(out)}
@@ -129,36 +118,26 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     plan = bits_of(plan)
     formats_of_plan(plan)
     a.method = a.method or str(plan.extra["method"])
-    blind = find_quantiser(a.method).statistic == "none"
+    quantiser = QUANTISERS.find(a.method)
+    blind = quantiser.statistic == "none"
     if blind:
         refuse(a, DATA, f"the method {a.method}")
     a.dtype = a.dtype or "float32"  # grids of formats are finer than what checkpoints hold
-    own = own_of(a, write_bits, taken=("progress",))
+    own = settings(a, write_bits, options_of(quantiser)) | given(a, "method", "resume", "overwrite")
     model, tokenizer, data = load(a, data=not blind)
     rest = max(0, sum(p.numel() for p in model.parameters()) - int(plan.numel.sum()))
     size = BESIDE + int(plan.counts.sum()) + 2 * rest  # what the plan counted, the rest in two bytes each, and a tokenizer
-    check_space(dict.fromkeys([a.out, *([a.resume] if a.resume else [])], size))
-    text, what = text_of(data, a), f"{a.method}{f' with {words_of(data)}' if data is not None else ''}"
-    expect(a, what, model, lambda _: treating(a.method, text))
+    check_space(dict.fromkeys(filter(None, (a.out, a.resume)), size))
+    expect(a, words_of(a.method, data), model, treating(a.method, text_of(data, a)))
     with progress_bar(a, f"quantise by {a.method}") as progress:
-        receipt = write_bits(
-            model,
-            plan,
-            a.out,
-            data,
-            tokenizer=tokenizer,
-            method=a.method,
-            batch_size=batch_of(a, model, data),
-            resume=a.resume,
-            overwrite=a.overwrite,
-            progress=progress,
-            **own,
-        )
-    a.console.print(
+        own |= {"tokenizer": tokenizer, "batch_size": batch_of(a, model, data), "progress": progress}
+        receipt = write_bits(model, plan, a.out, data, **own)
+    say(
+        a,
         f"Recounted {receipt.bytes} bytes (planned {receipt.planned}), {receipt.bits:.4f} bits per weight; "
-        f"{receipt.file} bytes of file; saved to {a.out}."
+        f"{receipt.file} bytes of file; saved to {a.out}.",
+        *receipt.notes,
     )
-    say(a, receipt.notes)
     return {**receipt.to_dict(), "output": str(a.out)}
 
 

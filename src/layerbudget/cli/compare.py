@@ -8,90 +8,82 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InvalidInput
-from .display import begin, expect, progress_bar, say, show_table
-from .options import add_model, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings
+from ..registry import Option
+from .display import expect, progress_bar, say, show_table
+from .options import add, add_out, add_set, add_verb, given, load_model, load_tokenizer, refuse, settings
 
 _KINDS = ("sparsity", "ranks", "experts")  # the first is applied and measured on text, the others are trained
 _TEXT = ("data", "evaluate", "windows", "length", "method", "device")
 _TASK = ("task", "data_dir", "epochs", "lr")
-_OWN = {"controls": True, "train_rows": None, "test_rows": None, "split": None}  # by --set, beside the options of rules
+_OWN = {  # by --set, beside the options of rules
+    "controls": Option(name="controls", type=bool, default=True),
+    "train_rows": Option(name="train_rows", type=int),
+    "test_rows": Option(name="test_rows", type=int),
+    "split": Option(name="split", type=str),
+}
 
 
 def register(subparsers: Any) -> None:
     """Add the parser of ``compare``."""
     p = add_verb(subparsers, "compare", handler)
-    add_model(p)
-    p.add_argument("-o", "--out", required=True, metavar="DIR", help="cells (kept, resumed), and the table as JSON and CSV")
+    add(p, "model")
+    add_out(p, "cells (kept, resumed), and the table as JSON and CSV", required=True, metavar="DIR")
     p.add_argument("--scores", required=True, help="comma-separated: estimators, gain, owl, alphapruning, or .csv/.json files")
     p.add_argument("--rules", help="comma-separated rules of that kind of plan (default: mdl)")
     budget = p.add_mutually_exclusive_group(required=True)
     budget.add_argument("--sparsity", type=float, nargs="+", help="global sparsities")
     budget.add_argument("--ranks", type=float, nargs="+", help="mean ranks of LoRA adapters, trained on --task")
     budget.add_argument("--experts", type=int, nargs="+", help="totals of LoRA experts, trained on --task")
-    p.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the calibration draw or the training (default: 0)")
-    p.add_argument("--by", default="layer", help="blocks: layer, linear, or a regular expression (default: layer)")
-    p.add_argument("--samples", type=int, default=64, help="calibration sequences, or training rows scored (default: 64)")
+    add(p, "--seeds", help="of the calibration draw or the training (default: 0)")
+    add(p, "--by")
+    add(p, "--samples", default=64, help="calibration sequences, or training rows scored (default: 64)")
     text = p.add_argument_group("sparsity, measured on text")
-    text.add_argument("--data", help="calibration text (default: stdlib)")
+    add(text, "--data", "--device")
     text.add_argument("--evaluate", metavar="DATA", help="held-out text (default: the evaluation part of --data)")
-    text.add_argument("--windows", type=int, help="held-out windows (default: 96)")
-    text.add_argument("--length", type=int, help="tokens per sequence and window (default: 256)")
+    add(text, "--windows", help="held-out windows (default: 96)")
+    add(text, "--length", help="tokens per sequence and window (default: 256)")
     text.add_argument("--method", help="pruner (default: wanda)")
-    text.add_argument("--device", help="cpu, cuda, ...; auto (default): the accelerator where there is one")
     task = p.add_argument_group("ranks and experts, trained on a task")
     task.add_argument("--task", help="cola, mrpc, rte, commonsenseqa, openbookqa, scienceqa, or a file")
-    task.add_argument("--data-dir", metavar="DIR", help="folder with the task's original files")
-    task.add_argument("--epochs", type=float, help="passes over the training rows (default: 3)")
-    task.add_argument("--lr", type=float, help="peak learning rate (default: 0.001)")
+    add(task, "--data-dir")
+    add(task, "--epochs", help="passes over the training rows (default: 3)")
+    add(task, "--lr", help="peak learning rate (default: 0.001)")
     advanced = p.add_argument_group("advanced")
     add_set(
         advanced,
         "an option of rules (exponent, max_sparsity, ...; rules that do not read it go without), controls=false to leave the "
         "permuted controls out, train_rows, test_rows, or the split of held-out rows that counts",
     )
-    advanced.add_argument(
-        "--part", default="1/1", metavar="I/N", help="make every N-th missing cell and no table: N processes share --out"
-    )
+    part = "make every N-th missing cell and no table: N processes share --out"
+    advanced.add_argument("--part", default="1/1", metavar="I/N", help=part)
 
 
 def handler(a: argparse.Namespace) -> dict[str, Any]:
     """Compare, show the ranking and the sentences, leave the files."""
     from ..comparison.run import compare_scores, flat, leave
+    from ..decisions.apply import maker
     from ..records import check_output
     from ..storage.parts import parse_part
 
     kind = next(k for k in _KINDS if getattr(a, k) is not None)
     part = parse_part(a.part)
     check_output(f"{a.out}/comparison.json", overwrite=a.overwrite)
-    own = {**_OWN, **settings(a)}
-    controls, *rows, split = (own.pop(name) for name in _OWN)
-    if kind in ("ranks", "experts"):
-        bench = _task_bench(a, rows, split)
-    else:
-        bench = _text_bench(a)
+    own = settings(a, maker(kind), _OWN)
+    controls = own.pop("controls", True)
+    *rows, split = (own.pop(name, None) for name in ("train_rows", "test_rows", "split"))
+    bench = _text_bench(a) if kind == "sparsity" else _task_bench(a, rows, split)
     names, rules = ([w.strip() for w in text.split(",") if w.strip()] for text in (a.scores, a.rules or "mdl"))
     _expect(a, bench, kind, names, rules, controls)
     with progress_bar(a, "compare") as progress:
-        result = compare_scores(
-            bench,
-            names,
-            rules,
-            getattr(a, kind),
-            kind=kind,
-            seeds=a.seeds,
-            controls=controls,
-            options=own,
-            folder=a.out,
-            part=part,
-            progress=progress,
-        )
+        own = {"kind": kind, "seeds": a.seeds, "controls": controls, "options": own, "folder": a.out, "part": part}
+        result = compare_scores(bench, names, rules, getattr(a, kind), progress=progress, **own)
     if not result.complete or part[1] > 1:
-        say(a, result.sentences)
+        say(a, *result.sentences)
         return {**result}
     head = ("budget", "place", "plan", result.unit, "against uniform", "Holm p", "places", "first")
     show_table(a, f"{kind}, {len(result.seeds)} seeds, {result.held_out} held-out items", head, map(_row, flat(result)))
     files = leave(result, a.out, overwrite=a.overwrite)
-    say(a, [*result.sentences, f"Written to {a.out}: {', '.join(sorted(files))}."])
+    say(a, *result.sentences, f"Written to {a.out}: {', '.join(sorted(files))}.")
     return {**result, "files": files}
 
 
@@ -110,14 +102,13 @@ def _expect(a: argparse.Namespace, bench: Any, kind: str, names: Sequence[str], 
     count = len(getattr(a, kind)) * len(a.seeds)
     what = f"{kind} by {', '.join(names)} under {', '.join(rules)}, {count} budgets and seeds"
     if kind in ("ranks", "experts"):
-        begin(a, f"{a.model}: {what}, {len(bench.task.train)} rows to train on each", None)
+        expect(a, f"{what}, {len(bench.task.train)} rows to train on each")
         return
     text = Text(samples=bench.samples, length=bench.length, batch=bench.batch_size)
     held = Text(samples=bench.windows.samples, length=bench.windows.length, batch=bench.batch_size)
-    found: dict[str, Any] = {"rules": len(rules), "budgets": len(getattr(a, kind)), "seeds": len(a.seeds)}
-    found |= {"method": bench.method, "controls": controls}
+    plans = count * (1 + len(names) * len(rules) * (2 if controls else 1))  # uniform and controls too
     scores = [ALIASES.get(name, name) for name in names]
-    expect(a, what, bench.model, lambda shape: comparing(text, held, shape, scores, **found))
+    expect(a, what, bench.model, comparing(text, held, scores, bench.method, seeds=len(a.seeds), plans=plans))
 
 
 def _text_bench(a: argparse.Namespace) -> Any:
@@ -126,19 +117,12 @@ def _text_bench(a: argparse.Namespace) -> Any:
 
     refuse(a, _TASK, "a comparison of sparsities, which is measured on text")
     a.read = {"data": a.data or "stdlib", "length": a.length or 256, "windows": a.windows or 96, "rules": a.rules}
-    source, length = a.read["data"], a.read["length"]
+    source, length, windows = a.read["data"], a.read["length"], a.read["windows"]
     tokenizer = load_tokenizer(a)
-    windows = evaluation_set(a.evaluate or source, tokenizer, length=length, windows=a.windows or 96)
-    return TextBench(
-        model=load_model(a, dtype="float32", stream=None),
-        tokenizer=tokenizer,
-        source=source,
-        windows=windows,
-        samples=a.samples,
-        length=length,
-        by=a.by,
-        **given(a, "method"),
-    )
+    held_out = evaluation_set(a.evaluate or source, tokenizer, length=length, windows=windows)
+    own = {"samples": a.samples, "length": length, "by": a.by, **given(a, "method")}
+    model = load_model(a, dtype="float32")
+    return TextBench(model=model, tokenizer=tokenizer, source=source, windows=held_out, **own)
 
 
 def _task_bench(a: argparse.Namespace, rows: Sequence[int | None], split: str | None) -> Any:

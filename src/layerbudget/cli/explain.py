@@ -12,7 +12,7 @@ from ..plan import Plan
 from ..records import to_jsonable
 from .display import expect, progress_bar, say, show_table, text_of, words_of
 from .files import need_scores
-from .options import COMMANDS, add_data, add_model, add_set, add_verb, batch_of, given, load, own_of
+from .options import COMMANDS, add, add_data, add_out, add_set, add_verb, batch_of, given, load, options_for, settings
 
 QUESTIONS = ("plan", "diff", "sweep", "transfer", "certify")
 
@@ -54,19 +54,14 @@ def register(subparsers: Any) -> None:
     p.add_argument("--sparsity", type=float, help="global sparsity of the sparsity program (default: 0.5)")
     p.add_argument("--budget", help="budget of the experts program (default: 160 experts)")
     add_set(p, "a number of the program: max_sparsity, exponent, damping, smoothing, utility, penalty, ...")
-    p = add_verb(
-        questions, "certify", run_certify, "which pairs of blocks the gain orders for certain, and whether the loss agrees"
-    )
-    add_model(p)
-    p.add_argument("--by", default="layer", help="blocks: layer, linear, or a regular expression (default: layer)")
-    p.add_argument(
-        "--curvature",
-        choices=("fisher", "ggn", "hessian"),
-        default="fisher",
-        help="hessian is the paper's own; ggn and hessian solve by conjugate gradients (default: fisher)",
-    )
-    p.add_argument("--damping", type=float, nargs="+", help="one or more dampings (default: 0.1 1 10)")
-    p.add_argument("-o", "--out", metavar="FILE", help="write table and certificates as JSON")
+    summary = "which pairs of blocks the gain orders for certain, and whether the loss agrees"
+    p = add_verb(questions, "certify", run_certify, summary)
+    add(p, "model", "--by")
+    curvatures = ("fisher", "ggn", "hessian")
+    words = "hessian is the paper's own; ggn and hessian solve by conjugate gradients (default: fisher)"
+    p.add_argument("--curvature", choices=curvatures, default="fisher", help=words)
+    add(p, "--damping", help="one or more dampings (default: 0.1 1 10)")
+    add_out(p, "write table and certificates as JSON", metavar="FILE")
     add_set(p, "damping_unit (max, absolute) or steps, the most products of conjugate gradients")
     add_data(p, samples=32, length=128)
 
@@ -79,7 +74,7 @@ def run_plan(a: argparse.Namespace) -> dict[str, Any]:
         raise InvalidInput("--tokens has no meaning without --scores.", "Bits are those of gains.", "Name the scores.")
     plan, scores = Plan.load(a.plan), None if a.scores is None else need_scores(a.scores)
     result = explain_plan(plan, scores, tokens=a.tokens)
-    say(a, result["sentences"])
+    say(a, *result["sentences"])
     return to_jsonable(result)
 
 
@@ -91,7 +86,7 @@ def run_diff(a: argparse.Namespace) -> dict[str, Any]:
     rows = [(r["name"], r["first"], r["second"], r["difference"], r["count_difference"]) for r in result["blocks"]]
     title = f"{result['rules'][0]} against {result['rules'][1]}"
     show_table(a, title, ("block", "first", "second", "difference", "count"), rows)
-    say(a, [f"{result['moved']:g} units change hands; rank correlation {result['rank_correlation']:.3f}."])
+    say(a, f"{result['moved']:g} units change hands; rank correlation {result['rank_correlation']:.3f}.")
     return to_jsonable(result)
 
 
@@ -100,7 +95,7 @@ def run_sweep(a: argparse.Namespace) -> dict[str, Any]:
     from ..decisions.apply import maker
     from ..plans.compare import sweep
 
-    options = given(a, "rule") | own_of(a, maker(a.kind))
+    options = given(a, "rule") | settings(a, maker(a.kind))
     budgets = [int(b) for b in a.budgets] if a.kind == "experts" else a.budgets
     result = sweep(need_scores(a.scores), kind=a.kind, budgets=budgets, exponents=a.exponents, **options)
     names = ("budget", "exponent", "value", "smallest", "largest", "spread", "status", "front")
@@ -112,8 +107,8 @@ def run_transfer(a: argparse.Namespace) -> dict[str, Any]:
     """Show what a plan made on one task costs on another."""
     from ..plans.compare import transfer_scores
 
-    options = given(a, "program", "sparsity", "budget") | own_of(a, transfer_scores)
-    result = {"program": a.program, **transfer_scores(need_scores(a.source), need_scores(a.target), **options).to_dict()}
+    found = transfer_scores(need_scores(a.source), need_scores(a.target), **options_for(a, transfer_scores))
+    result = {"program": a.program, **found.to_dict()}
     show_table(a, "transfer", ("quantity", "value"), [(k, v) for k, v in result.items() if k != "program"])
     return to_jsonable(result)
 
@@ -125,27 +120,18 @@ def run_certify(a: argparse.Namespace) -> dict[str, Any]:
     from ..records import check_output, dumps, write_text
     from ..sensitivity.certificate import certify_ranking, direct_check
 
-    own = own_of(a, direct_check, taken=("progress", "batch_size", "curvature"))
+    own = options_for(a, direct_check)
     if "steps" in own and a.curvature == "fisher":
         raise InvalidInput("steps has no meaning for fisher.", "It needs no products.", "Leave it out.")
     if a.out:
         check_output(a.out, overwrite=a.overwrite)
     model, _, data = load(a)
-    priced, text = "fisher-gram" if a.curvature == "fisher" else a.curvature, text_of(data, a)
-    what = f"direct check, curvature {a.curvature}, on {words_of(data)}"
-    expect(a, what, model, lambda shape: scoring(priced, text, shape))
-    blocks = partition(model, a.by)
+    priced = "fisher-gram" if a.curvature == "fisher" else a.curvature
+    what = words_of(f"direct check, curvature {a.curvature},", data)
+    expect(a, what, model, scoring(priced, text_of(data, a)))
     with progress_bar(a, "direct check") as progress:
-        table = direct_check(
-            model,
-            data,
-            blocks,
-            curvature=a.curvature,
-            damping=a.damping,
-            batch_size=batch_of(a, model, data),
-            progress=progress,
-            **own,
-        )
+        own |= {"batch_size": batch_of(a, model, data), "progress": progress}
+        table = direct_check(model, data, partition(model, a.by), **own)
     pairs = {name: certify_ranking(table, with_gap=gap) for name, gap in (("paper", False), ("with_gap", True))}
     result = {
         "schema_version": 1,
@@ -159,7 +145,7 @@ def run_certify(a: argparse.Namespace) -> dict[str, Any]:
     }
     _show_certified(a, result)
     if a.out:
-        say(a, [f"Written to {write_text(a.out, dumps(result), overwrite=a.overwrite)}."])
+        say(a, f"Written to {write_text(a.out, dumps(result), overwrite=a.overwrite)}.")
     return to_jsonable(result)
 
 
@@ -195,8 +181,8 @@ def _show_certified(a: argparse.Namespace, result: Mapping[str, Any]) -> None:
     show_table(a, f"pairs of blocks ordered for certain, curvature {result['curvature']}", head, rows)
     for r in result["summary"]:
         start = f"Damping {r['damping']:g}:"
-        say(a, [f"{start} {block} is not ok ({status}) and certifies nothing." for block, status in r["not_ok"].items()])
+        say(a, *(f"{start} {block} is not ok ({status}) and certifies nothing." for block, status in r["not_ok"].items()))
         wrong = ", ".join(f"{n} of {k}" for k, n in r["contradicted"].items() if n)
-        say(a, [f"{start} the measured losses contradict {wrong}."] if wrong else [])
+        say(a, *([f"{start} the measured losses contradict {wrong}."] if wrong else []))
     if result["curvature"] != "hessian":
-        say(a, ["The paper's rule is for the Hessian; for another curvature read the column with the gap, or the exact one."])
+        say(a, "The paper's rule is for the Hessian; for another curvature read the column with the gap, or the exact one.")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from ..errors import CorruptFile, InvalidInput
 from ..records import Block
@@ -16,11 +19,7 @@ LARGEST = 1e100  # of a measured number: squares and sums of such are still numb
 
 
 def load_scores(path: str) -> Scores | Sequence[Block]:
-    """Return scores from scores.json, or from a table with the shapes of the blocks; or blocks from a model's config.json.
-
-    Raises:
-        NotFound, CorruptFile: No such file, or none of these.
-    """
+    """Return scores from scores.json, or from a table with the shapes of the blocks; or blocks from a model's config.json."""
     file = Path(path)
     if not file.suffix and not file.exists():
         from ..models.loading import resolve
@@ -46,44 +45,36 @@ def load_scores(path: str) -> Scores | Sequence[Block]:
 
 
 def need_scores(path: str) -> Scores:
-    """Return scores from scores.json.
-
-    Raises:
-        InvalidInput: A configuration, which holds no scores.
-    """
+    """Return scores from scores.json."""
     found = load_scores(path)
     if isinstance(found, Scores):
         return found
     raise InvalidInput(f"{path} is a configuration and holds no scores.", "", "Score the model first: layerbudget score.")
 
 
-def read_curves(path: str) -> tuple[dict[str, tuple[list[float], list[float]]], str | None]:
-    """Return measured curves ``{block: (ratios, losses)}``, and the pruner that they are of where it is named.
-
-    Raises:
-        NotFound, CorruptFile: No such file, or no curves in it.
-    """
+def _read(path: str, what: str, kind: Any, needed: str) -> tuple[Any, Mapping[str, Any]]:
+    """A table of blocks in a JSON file: what it holds under that name or as a whole, and the whole."""
     record = reading.read(Path(path), "JSON")
-    curves = record.get("curves", record) if isinstance(record, Mapping) else None
     try:
-        found = {str(k): ([float(x) for x in v[0]], [float(x) for x in v[1]]) for k, v in curves.items()}  # type: ignore[union-attr]
-    except (AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
-        raise CorruptFile(
-            f"{path} holds no curves ({error!r}).", "It needs {block: [ratios, losses]}.", "Measure again."
-        ) from error
-    beyond = next((k for k, sides in found.items() for side in sides for x in side if not abs(x) <= LARGEST), None)
+        found = msgspec.convert(record[what] if isinstance(record, Mapping) and what in record else record, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise CorruptFile(f"{path} holds no {what} ({error}).", f"It needs {needed}.", "Measure again.") from error
+    return found, record
+
+
+def read_curves(path: str) -> tuple[dict[str, tuple[list[float], list[float]]], str | None]:
+    """Return measured curves ``{block: (ratios, losses)}``, and the pruner that they are of where it is named."""
+    needed = "{block: [ratios, losses]}"
+    curves, record = _read(path, "curves", dict[str, tuple[list[float], list[float]]], needed)
+    beyond = next((k for k, sides in curves.items() for side in sides for x in side if not abs(x) <= LARGEST), None)
     if beyond is not None:
         raise CorruptFile(f"{path}: the curve of {beyond} holds numbers beyond {LARGEST:g}.", "", "Measure again.")
-    return found, record.get("method")
+    return curves, record.get("method") if "curves" in record else None
 
 
 def read_latency(path: str) -> dict[str, float]:
     """Return seconds per unit of capacity ``{block: seconds}``."""
-    record = reading.read(Path(path), "JSON")
-    try:
-        return {str(k): float(v) for k, v in record.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CorruptFile(f"{path} holds no latencies ({error!r}).", "It needs {block: seconds}.", "Measure again.") from error
+    return _read(path, "latencies", dict[str, float], "{block: seconds}")[0]
 
 
 def read_fixed(items: Iterable[str]) -> dict[str, float]:

@@ -7,10 +7,11 @@ import inspect
 import json
 import math
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import BadModel, InvalidInput, NotFinite
 from ..registry import Option, options_of
 
 # Verbs in the order of the flow: module, which has register(subparsers) and is imported for its own verbs only, and summary.
@@ -30,68 +31,80 @@ COMMANDS = {
 COMMON = "--json, --quiet and --overwrite may follow every command: see layerbudget --help."
 DATA = ("data", "samples", "length", "seed", "batch_size")
 PLACE = ("dtype", "device", "stream")
+_ASIDE = ("help", "resume", "part")  # change no number: where parts and processes are
+_FILLED = ("batch_size", "progress", "folder", "fixed", "tokenizer", "overwrite", "kinds")  # by the commands themselves
 _LARGEST = 1 << 53  # beyond it, whole numbers and the arithmetic of budgets part
 
+# Options of more than one command. What is not given is None, so that a command can refuse what it would not read.
+SHARED: dict[str, dict[str, Any]] = {
+    "model": {"metavar": "MODEL", "help": "demo, a local folder, or a hub id (owner/name[@revision])"},
+    "--by": {"default": "layer", "help": "blocks: layer, linear, or a regular expression (default: layer)"},
+    "--exclude": {"metavar": "REGEX", "help": "leave out matrices whose full name matches"},
+    "--damping": {"type": float, "nargs": "+", "help": "one or more dampings"},
+    "--data": {"help": "stdlib, c4, wikitext2, name[:config[:split[:column]]], or local files (default: stdlib)"},
+    "--samples": {"type": int, "help": "number of calibration sequences"},
+    "--length": {"type": int, "help": "tokens per sequence (default: 256)"},
+    "--seed": {"type": int, "help": "seed of the draw of the text, and of whatever else is random (default: 0)"},
+    "--seeds": {"type": int, "nargs": "+", "default": [0], "help": "one run per seed (default: 0)"},
+    "--batch-size": {"type": int, "help": "sequences per forward pass (default: 8, fewer where memory is short)"},
+    "--windows": {"type": int, "help": "at most so many held-out windows"},
+    "--data-dir": {"metavar": "DIR", "help": "folder with the tasks' original files"},
+    "--epochs": {"type": float, "help": "passes over the training rows"},
+    "--lr": {"type": float, "help": "peak learning rate"},
+    "--dtype": {"help": "float32, bfloat16, float16; auto (default): what the checkpoint holds"},
+    "--device": {"help": "cpu, cuda, cuda:1, ...; auto (default): the accelerator where there is one"},
+    "--stream": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "leave the weights in their files and bring one layer at a time (default: above half of the memory)",
+    },
+    "--four-bit": {"action": "store_true", "help": "hold the model's matrices in 4 bits (NF4, needs bitsandbytes)"},
+    "--resume": {"metavar": "DIR", "help": "keep what is finished here; the same command then goes on from it"},
+}
 
-def add_verb(
-    subparsers: Any, name: str, handler: Callable[..., Any], summary: str | None = None, **options: Any
-) -> argparse.ArgumentParser:
+
+def add_verb(subparsers: Any, name: str, handler: Callable[..., Any], summary: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of a command, or of one kind of it."""
     summary = summary or COMMANDS[name][1]
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, epilog=COMMON, **options)
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, epilog=COMMON)
     parser.set_defaults(handler=handler, leaf=parser)
     return parser
 
 
-def add_model(parser: argparse.ArgumentParser, what: str = "demo, a local folder, or a hub id (owner/name[@revision])") -> None:
-    """``MODEL``."""
-    parser.add_argument("model", metavar="MODEL", help=what)
+def add(parser: Any, *names: str, **changes: Any) -> None:
+    """Add shared options; ``changes`` replace what the table says of them."""
+    for name in names:
+        parser.add_argument(name, **{**SHARED[name], **changes})
+
+
+def add_out(parser: Any, help: str, **more: Any) -> None:
+    """Add ``--out``."""
+    parser.add_argument("-o", "--out", help=help, **more)
+
+
+def add_set(parser: Any, what: str) -> None:
+    """Add ``--set NAME=VALUE``."""
+    words = f"set {what} (may be repeated; --set help lists them)"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=words)
 
 
 def add_data(parser: argparse.ArgumentParser, *, samples: int = 128, length: int = 256, dtype: str = "auto") -> None:
-    """Text, and the place where the model runs.
-
-    What is not given stays ``None``, so that a command can refuse what it would not read; :func:`load` fills in the defaults.
-    """
+    """Add options of text, and of the place where the model runs; :func:`load` fills in the defaults."""
     parser.set_defaults(data_defaults={"data": "stdlib", "samples": samples, "length": length, "seed": 0})
     group = parser.add_argument_group("text")
-    group.add_argument("--data", help="stdlib, c4, wikitext2, name[:config[:split[:column]]], or local files (default: stdlib)")
-    group.add_argument("--samples", type=int, help=f"number of calibration sequences (default: {samples})")
-    group.add_argument("--length", type=int, help=f"tokens per sequence (default: {length})")
-    group.add_argument("--seed", type=int, help="seed of the draw of the text, and of whatever else is random (default: 0)")
-    group.add_argument("--batch-size", type=int, help="sequences per forward pass (default: 8, fewer where memory is short)")
+    add(group, "--data", "--seed", "--batch-size")
+    add(group, "--samples", help=f"number of calibration sequences (default: {samples})")
+    add(group, "--length", help=f"tokens per sequence (default: {length})")
     add_place(parser, dtype)
 
 
 def add_place(parser: argparse.ArgumentParser, dtype: str = "auto") -> None:
-    """``--dtype --device --stream``: the same for every command that loads a model, up to the default precision."""
+    """Add ``--dtype --device --stream``."""
     group = parser.add_argument_group("model in memory")
-    group.add_argument("--dtype", help=f"float32, bfloat16, float16; auto: what the checkpoint holds (default: {dtype})")
-    group.add_argument("--device", help="cpu, cuda, cuda:1, ...; auto (default): the accelerator where there is one")
-    group.add_argument(
-        "--stream",
-        action=argparse.BooleanOptionalAction,
-        help="leave the weights in their files and bring one layer at a time (default: above half of the memory)",
-    )
+    add(group, "--dtype", help=f"float32, bfloat16, float16; auto: what the checkpoint holds (default: {dtype})")
+    add(group, "--device", "--stream")
 
 
-def add_partition(parser: argparse.ArgumentParser) -> None:
-    """``--by --include --exclude``: the blocks of a model."""
-    parser.add_argument("--by", default="layer", help="blocks: layer, linear, or a regular expression (default: layer)")
-    parser.add_argument("--include", metavar="REGEX", help="take only matrices whose full name matches")
-    parser.add_argument("--exclude", metavar="REGEX", help="leave out matrices whose full name matches")
-
-
-def add_set(parser: Any, what: str) -> None:
-    """``--set NAME=VALUE``."""
-    parser.add_argument(
-        "--set", dest="set", action="append", default=[], metavar="NAME=VALUE", help=f"set {what} (may be repeated)"
-    )
-
-
-def add_resume(parser: Any, what: str) -> None:
-    """``--resume DIR``."""
-    parser.add_argument("--resume", metavar="DIR", help=f"keep {what} here; the same command then goes on from them")
+# --- what options name ------------------------------------------------------------------------------------------------------
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -104,56 +117,51 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return (where, revision) if at and "/" in where and not Path(name).exists() else (name, None)
 
 
-def load_model(arguments: argparse.Namespace, **options: Any) -> Any:
+def load_model(a: argparse.Namespace, **options: Any) -> Any:
     """Return the model that the options name, in the precision and place that they name."""
     from ..models import loading
     from ..models.machine import keep_freed
 
     keep_freed()
-    name, revision = split_revision(arguments.model)
-    given = {"device": arguments.device or "auto"}
-    if "dtype" not in options:
-        given["dtype"] = arguments.dtype or "auto"
-    if "stream" not in options:
-        given["stream"] = arguments.stream
-    if getattr(arguments, "four_bit", False):
-        given["four_bit"] = True
-    return loading.load_model(name, revision=revision, **{**given, **options})
+    name, revision = split_revision(a.model)
+    place = {n: getattr(a, n, None) or "auto" for n in ("dtype", "device")}
+    held = {"stream": getattr(a, "stream", None), "four_bit": getattr(a, "four_bit", False)}
+    return loading.load_model(name, revision=revision, **{**place, **held, **options})
 
 
-def load_tokenizer(arguments: argparse.Namespace, *, missing: bool = False) -> Any:
-    """Return the model's tokenizer; None where it has none and ``missing`` allows that."""
-    from ..errors import BadModel
+def load_tokenizer(a: argparse.Namespace) -> Any:
+    """Return the model's tokenizer."""
     from ..models import loading
 
-    name, revision = split_revision(arguments.model)
-    try:
-        return loading.load_tokenizer(name, revision=revision)
-    except BadModel:
-        if missing:
-            return None
-        raise
+    name, revision = split_revision(a.model)
+    return loading.load_tokenizer(name, revision=revision)
 
 
-def load(arguments: argparse.Namespace, *, data: bool = True) -> tuple[Any, Any, Any]:
-    """Return model, tokenizer and calibration set that the options name; no text is read where ``data`` is false."""
+def load(a: argparse.Namespace, *, data: bool = True) -> tuple[Any, Any, Any]:
+    """Return model, tokenizer and calibration set that the options name.
+
+    Where ``data`` is false no text is read, and a tokenizer that the model does not have is None.
+    """
     from ..data.text import calibration
 
-    tokenizer, found = load_tokenizer(arguments, missing=not data), None
-    if data:
-        wanted = {
-            name: default if getattr(arguments, name) is None else getattr(arguments, name)
-            for name, default in arguments.data_defaults.items()
-        }
-        arguments.read = dict(wanted)  # what a command that repeats this one names
-        found = calibration(wanted.pop("data"), tokenizer, **wanted)
-    return load_model(arguments), tokenizer, found
+    try:
+        tokenizer = load_tokenizer(a)
+    except BadModel:
+        if data:
+            raise
+        tokenizer = None
+    if not data:
+        return load_model(a), tokenizer, None
+    a.read = {**a.data_defaults, **given(a, *a.data_defaults)}  # what a command that repeats this one names
+    wanted = dict(a.read)
+    found = calibration(wanted.pop("data"), tokenizer, **wanted)
+    return load_model(a), tokenizer, found
 
 
-def batch_of(arguments: argparse.Namespace, model: Any = None, data: Any = None, *, most: int = 8) -> int:
+def batch_of(a: argparse.Namespace, model: Any = None, data: Any = None, *, most: int = 8) -> int:
     """Return the sequences per forward pass: what was given, else at most ``most``, as many as fit into the memory."""
-    if arguments.batch_size is not None:
-        return int(arguments.batch_size)
+    if a.batch_size is not None:
+        return int(a.batch_size)
     if model is None or data is None:
         return most
     from ..execution.memory import fitting
@@ -162,140 +170,111 @@ def batch_of(arguments: argparse.Namespace, model: Any = None, data: Any = None,
     return broadcast(lambda: fitting(model, data.length, most))
 
 
-def given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+def given(a: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return the options of these names that were given."""
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return {name: value for name in names if (value := getattr(a, name, None)) is not None}
 
 
-def flag_of(arguments: argparse.Namespace, name: str) -> str:
+def settings(a: argparse.Namespace, *sources: Callable[..., Any] | Mapping[str, Option]) -> dict[str, Any]:
+    """Return the options given as ``--set NAME=VALUE``; a value is read as JSON where it is JSON, as text otherwise.
+
+    Args:
+        a: Arguments of the command.
+        sources: What reads them: functions, whose keyword-only parameters they are, or tables. A function that passes others
+            on is the judge of those. ``--set help`` prints all of them and ends the command.
+    """
+    flags = {action.dest for action in a.leaf._actions}
+    tables = [source if isinstance(source, Mapping) else options_of(source) for source in sources]
+    known = {n: option for table in tables for n, option in table.items() if n not in flags and n not in _FILLED}
+    if "help" in a.set:
+        for name, option in known.items():
+            default = "" if option.default in (None, inspect.Parameter.empty) else f"default: {option.default}"
+            says = "" if "_" in option.says else option.says  # an array's type has no plain words
+            a.console.print(f"{name}: {'; '.join(filter(None, (says, default, option.help)))}")
+        raise SystemExit(0)
+    signatures = [inspect.signature(s).parameters.values() for s in sources if not isinstance(s, Mapping)]
+    open_ended = any(p.kind is p.VAR_KEYWORD for parameters in signatures for p in parameters)
+    what, values = f"The command {a.leaf.prog}", dict[str, Any]()
+    for text in a.set:
+        name, separator, value = text.partition("=")
+        if not separator or not name.isidentifier():
+            raise InvalidInput(f"--set {text} is not NAME=VALUE.", "", "Write for example --set draws=4.")
+        if name in flags:
+            own = f"Use {flag_of(a, name)}."
+            raise InvalidInput(f"{name} cannot be given by --set.", "The command has an option of its own for it.", own)
+        if name in _FILLED or (name not in known and not open_ended):
+            raise InvalidInput(f"{what} has no option {name}.", f"--set takes {', '.join(known)}.", "Correct the name.")
+        try:
+            read = json.loads(value)
+        except (ValueError, RecursionError):
+            read = value
+        values[name] = known[name].read(read, what) if name in known else read
+    return values
+
+
+def options_for(a: argparse.Namespace, *sources: Callable[..., Any] | Mapping[str, Option]) -> dict[str, Any]:
+    """Return the options of functions or tables that were given, by flags of the command or as :func:`settings`."""
+    tables = [source if isinstance(source, Mapping) else options_of(source) for source in sources]
+    names = [name for table in tables for name in table if name not in _FILLED]
+    return {**given(a, *names), **settings(a, *sources)}
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+def flag_of(a: argparse.Namespace, name: str) -> str:
     """Return how an option is typed."""
-    strings = next((a.option_strings for a in arguments.leaf._actions if a.dest == name), ())
+    strings = next((action.option_strings for action in a.leaf._actions if action.dest == name), ())
     return next((s for s in strings if s.startswith("--")), f"--{name.replace('_', '-')}")
 
 
-def refuse(arguments: argparse.Namespace, names: Sequence[str], what: str) -> None:
-    """Refuse options that were given and would be ignored.
-
-    Raises:
-        InvalidInput: Names the first one.
-    """
-    from ..errors import InvalidInput
-
+def refuse(a: argparse.Namespace, names: Sequence[str], what: str) -> None:
+    """Refuse options that were given and would be ignored."""
     for name in names:
-        if getattr(arguments, name, None) not in (None, False, []):
-            raise InvalidInput(
-                f"{flag_of(arguments, name)} has no meaning for {what}.", "It would be ignored.", "Leave it out."
-            )
+        if getattr(a, name, None) not in (None, False, []):
+            raise InvalidInput(f"{flag_of(a, name)} has no meaning for {what}.", "It would be ignored.", "Leave it out.")
 
 
-def check_numbers(arguments: argparse.Namespace) -> None:
-    """Refuse numbers that no option can mean: not finite, beyond what a float counts, a seed or a size below zero.
-
-    Raises:
-        InvalidInput: Names the option.
-    """
-    from ..errors import InvalidInput, NotFinite
-
-    for name, found in vars(arguments).items():
-        flag = flag_of(arguments, name)
+def check_numbers(a: argparse.Namespace) -> None:
+    """Refuse numbers that no option can mean: not finite, beyond what a float counts, a seed or a size below zero."""
+    least = {"batch_size": 1, "seed": 0, "seeds": 0}
+    for name, found in vars(a).items():
         for value in found if isinstance(found, list) else [found]:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
             if not math.isfinite(value):
-                raise NotFinite(f"{flag} is {value}.", "It is a finite number.", "Correct it.")
-            if isinstance(value, int) and abs(value) > _LARGEST:
-                raise InvalidInput(f"{flag} is {value}.", f"Whole numbers go to {_LARGEST}.", "Correct it.")
-            if value < 1 and name == "batch_size":
-                raise InvalidInput(f"{flag} is {value}.", "A batch has at least one sequence.", "Use 8.")
-            if value < 0 and name in ("seed", "seeds"):
-                raise InvalidInput(f"{flag} is {value}.", "Seeds are whole numbers of at least 0.", "Use 0.")
-
-
-def settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options given as ``--set NAME=VALUE``; a value is read as JSON where it is JSON, as text otherwise.
-
-    Raises:
-        InvalidInput: It does not parse, or the command has an option of its own for it.
-    """
-    from ..errors import InvalidInput
-
-    values: dict[str, Any] = {}
-    for text in arguments.set:
-        name, separator, value = text.partition("=")
-        if not separator or not name.isidentifier():
-            raise InvalidInput(f"--set {text} is not NAME=VALUE.", "", "Write for example --set draws=4.")
-        if any(a.dest == name for a in arguments.leaf._actions):
-            own = f"Use {flag_of(arguments, name)}."
-            raise InvalidInput(f"{name} cannot be given by --set.", "The command has an option of its own for it.", own)
-        try:
-            values[name] = json.loads(value)
-        except (ValueError, RecursionError):
-            values[name] = value
-    return values
-
-
-def own_of(
-    arguments: argparse.Namespace,
-    *functions: Callable[..., Any],
-    taken: Collection[str] = (),
-    also: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return what was given by ``--set``: options of the functions, of their types.
-
-    Args:
-        arguments: Of the command.
-        functions: What reads them; the last one may pass names that it does not know on.
-        taken: Options that the command fills in itself.
-        also: Further options and their types.
-
-    Raises:
-        InvalidInput: There is no such option, or it does not have that value.
-    """
-    from ..errors import InvalidInput
-
-    what, found = f"The command {arguments.leaf.prog}", settings(arguments)
-    known = {name: option for function in functions for name, option in options_of(function, without=taken).items()}
-    known |= {name: Option(name=name, type=kind) for name, kind in (also or {}).items()}
-    passed_on = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(functions[-1]).parameters.values())
-    for name in found:
-        if name in taken or (name not in known and not passed_on):
-            raise InvalidInput(f"{what} has no option {name}.", f"--set takes {', '.join(known)}.", "Correct the name.")
-    return {name: known[name].read(value, what) if name in known else value for name, value in found.items()}
+                raise NotFinite(f"{flag_of(a, name)} is {value}.", "It is a finite number.", "Correct it.")
+            if not least.get(name, -_LARGEST) <= value <= _LARGEST and (isinstance(value, int) or name in least):
+                room = f"It is a whole number from {least.get(name, -_LARGEST)} to {_LARGEST}."
+                raise InvalidInput(f"{flag_of(a, name)} is {value}.", room, "Correct it.")
 
 
 def one_process(what: str) -> None:
-    """Refuse several processes.
-
-    Raises:
-        InvalidInput: A launcher started more than one.
-    """
-    from ..errors import InvalidInput
+    """Refuse several processes."""
     from ..execution.processes import process_group
 
     if process_group() is not None:
         raise InvalidInput(f"{what} in one process.", "A launcher started several.", "Leave torchrun out.")
 
 
-# What changes no number: where results, caches and processes are.
-_ASIDE = ("help", "resume", "part", "cells_only")
+# --- the command that repeats a result ----------------------------------------------------------------------------------------
 
 
-def line_of(arguments: argparse.Namespace, parsed: Mapping[str, Any]) -> str:
+def line_of(a: argparse.Namespace, parsed: Mapping[str, Any]) -> str:
     """Return the whole command that makes the same again: every option that changes the result, given or not.
 
     Args:
-        arguments: Of the command; what it has filled in where nothing was given counts.
+        a: Arguments of the command; what it has filled in where nothing was given counts.
         parsed: The arguments as they were parsed.
     """
-    now, read = vars(arguments), getattr(arguments, "read", {})
+    now, read = vars(a), getattr(a, "read", {})
     held = {name: now.get(name) if value is None and name not in DATA else value for name, value in parsed.items()}
     held |= {name: value for name, value in read.items() if held.get(name) is None}
-    words = arguments.leaf.prog.split()
-    for action in sorted(arguments.leaf._actions, key=lambda a: bool(a.option_strings)):
+    words = a.leaf.prog.split()
+    for action in sorted(a.leaf._actions, key=lambda action: bool(action.option_strings)):
         value = held.get(action.dest)
-        if value is None or value is False and not isinstance(action, argparse.BooleanOptionalAction):
-            continue
-        if action.dest not in _ASIDE:
+        off = value is False and not isinstance(action, argparse.BooleanOptionalAction)
+        if value is not None and not off and action.dest not in _ASIDE:
             words += _spelt(action, value)
     return shlex.join(words)
 

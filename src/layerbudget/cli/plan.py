@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..decisions.apply import rules_of
+from ..decisions.apply import find_rule, rules_of
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..planning.costs import rank_parameters
-from ..records import to_jsonable
+from ..records import check_output, to_jsonable
+from ..registry import Option
 from ..scores import Scores
 from . import measured
 from .display import ROWS, say, show_table
 from .files import load_scores, need_scores, read_curves, read_fixed, read_latency
-from .options import COMMANDS, DATA, PLACE, add_data, add_set, add_verb, given, own_of, refuse
+from .options import COMMANDS, DATA, PLACE, add, add_data, add_out, add_set, add_verb, given, options_for, refuse
 
 SCORES = "scores.json; or a .csv or .json table of name, score, d_in and d_out; for rules without scores a config.json"
+_MEASURING = ("family", "runtime", "formats", "by", "method", "unwritten", "save_scores", "resume", "set")
 
 
 def register(subparsers: Any) -> None:
@@ -27,52 +29,46 @@ def register(subparsers: Any) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     p = add_verb(kinds, "sparsity", run_sparsity, "a sparsity for every layer, matrix or group of rows")
     p.add_argument("source", metavar="MODEL|SCORES", help=f"a model, pruned and measured step by step; or {SCORES}")
-    p.add_argument("--sparsity", type=float, help="pruned share of all weights (default: 0.5)")
+    p.add_argument("--sparsity", type=float, default=0.5, help="pruned share of all weights (default: 0.5)")
     p.add_argument("--max-sparsity", type=float, help="cap of every block (default: 0.95; from scores 0.7, and room to move)")
-    _out(p)
     measured.add_sparsity(p)
     group = p.add_argument_group("from scores")
     _rule(group, "sparsity")
-    group.add_argument("--curves", metavar="FILE", help="measured damage in the place of a penalty: {block: [ratios, losses]}")
-    group.add_argument("--exclude", metavar="REGEX", help="blocks that stay dense")
+    group.add_argument("--curves", metavar="FILE", help="measured damage in place of a penalty: {block: [ratios, losses]}")
+    add(group, "--exclude", help="blocks that stay dense")
     _fix(group, "BLOCK=SPARSITY")
     add_data(p, samples=16)
-    p = measured.add_bits(kinds)
-    _out(p)
-    p = measured.add_shapes(kinds)
-    _out(p)
-    p = _program(kinds, "ranks", run_ranks, "a LoRA rank for every matrix")
-    budget = p.add_mutually_exclusive_group(required=True)
+    measured.add_bits(kinds, run_bits)
+    measured.add_shapes(kinds, run_shapes)
+    p, budget = _program(kinds, "ranks", run_ranks, "a LoRA rank for every matrix")
     budget.add_argument("--mean-rank", type=float, help="as many parameters as this rank everywhere")
     budget.add_argument("--budget", help="'20M params', '40 MB', '0.5%% flops', ...")
     p.add_argument("--max-rank", type=int, help="cap of every matrix")
-    _capacity(p, "ranks")
-    p = _program(kinds, "experts", run_experts, "LoRA experts for every block")
-    budget = p.add_mutually_exclusive_group(required=True)
+    p, budget = _program(kinds, "experts", run_experts, "LoRA experts for every block")
     budget.add_argument("--total", type=int, help="experts in all")
     budget.add_argument("--budget", help="'64M params', '1.2 GiB', '3%% flops', ...")
     p.add_argument("--max-experts", type=int, help="cap of every block")
-    _capacity(p, "experts")
-    p = _program(kinds, "joint", run_joint, "one byte budget for pruning and adapting, or for formats and ranks (a recipe)")
+    summary = "one byte budget for pruning and adapting, or for formats and ranks (a recipe)"
+    p = add_verb(kinds, "joint", run_joint, summary)
+    p.add_argument("source", metavar="SCORES", help=SCORES)
     p.add_argument(
         "--budget", required=True, help="net bytes, negative to shrink: --budget=-2GiB; of file and adapter of a recipe"
     )
     p.add_argument("--formats", metavar="FILE", help="what plan bits --save-scores wrote: decide formats in the place of zeros")
     p.add_argument("--capacity", choices=("ranks", "experts"), help="what is added (default: ranks)")
     add_set(p, "a number of the program: exponent, max_sparsity, min_capacity, alpha, ...; of a recipe exchange, gain, ...")
+    for p in kinds.choices.values():
+        add_out(p, "write the plan here (default: plan.json from a model, else it is shown)", metavar="PLAN")
 
 
-def _program(kinds: Any, name: str, handler: Callable[..., Any], summary: str) -> argparse.ArgumentParser:
+def _program(kinds: Any, name: str, handler: Callable[..., Any], summary: str) -> tuple[argparse.ArgumentParser, Any]:
+    """The parser of ranks or experts, and the group of its budget."""
     p = add_verb(kinds, name, handler, summary)
     p.add_argument("source", metavar="SCORES", help=SCORES)
-    _out(p)
-    return p
-
-
-def _out(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "-o", "--out", metavar="PLAN", help="write the plan here (default: plan.json from a model, else it is shown)"
-    )
+    p.add_argument("--latency", metavar="FILE", help="seconds per unit of capacity, for a budget in seconds: {block: seconds}")
+    _fix(p, "BLOCK=COUNT")
+    _rule(p, name)
+    return p, p.add_mutually_exclusive_group(required=True)
 
 
 def _rule(p: Any, kind: str) -> None:
@@ -83,15 +79,7 @@ def _rule(p: Any, kind: str) -> None:
 
 
 def _fix(p: Any, metavar: str) -> None:
-    p.add_argument(
-        "--fix", action="append", default=[], metavar=metavar, help="what a block gets in any case (may be repeated)"
-    )
-
-
-def _capacity(p: argparse.ArgumentParser, kind: str) -> None:
-    p.add_argument("--latency", metavar="FILE", help="seconds per unit of capacity, for a budget in seconds: {block: seconds}")
-    _fix(p, "BLOCK=COUNT")
-    _rule(p, kind)
+    p.add_argument("--fix", action="append", default=[], metavar=metavar, help="what a block gets in any case (repeatable)")
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------------
@@ -100,40 +88,62 @@ def _capacity(p: argparse.ArgumentParser, kind: str) -> None:
 def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
     """Plan a sparsity from scores, or by the damage to a model."""
     from ..decisions.sparsity.plan import plan_by_scores
+    from ..report.tables import path_table
 
-    a.sparsity = 0.5 if a.sparsity is None else a.sparsity
     if measured.is_model(a):
         refuse(a, ("curves", "exclude", "fix"), "a model, whose damage is measured: they belong to scores")
-        return measured.run_sparsity(a)
+        plan = measured.plan_sparsity(a)
+        result = _finish(a, plan)
+        a.console.print(path_table(plan))
+        say(a, measured.against_uniform(plan))
+        return result
     unread = (name for name in (*DATA, *PLACE) if name != "seed")
     refuse(a, ("by", "method", "passes", "resume", *unread), "scores: it belongs to a model")
+    own = options_for(a, plan_by_scores, _options_of_rule(a)) | given(a, "seed")
     curves, method = read_curves(a.curves) if a.curves else (None, None)
-    own = own_of(a, plan_by_scores, taken=("fixed",))
     if curves and own.get("penalty") is not None:
         raise InvalidInput("--curves and a penalty were given together.", "Curves are the penalty.", "Leave one out.")
-    options = given(a, "max_sparsity", "exclude", "rule", "seed") | own | ({"penalty": curves} if curves else {})
-    plan = plan_by_scores(load_scores(a.source), sparsity=a.sparsity, fixed=read_fixed(a.fix), **options)
+    own |= {"penalty": curves} if curves else {}
+    plan = plan_by_scores(load_scores(a.source), fixed=read_fixed(a.fix), **own)
     if method is not None:
-        plan = dataclasses.replace(plan, hyperparameters={**plan.hyperparameters, "method": str(method)})
-    return _finish(a, plan)
+        plan = dataclasses.replace(plan, hyperparameters={**plan.hyperparameters, "method": method})
+    return _finish(a, plan, write=True)
+
+
+def run_bits(a: argparse.Namespace) -> dict[str, Any]:
+    """Plan bits from what was measured, or by the damage to a model."""
+    from ..decisions.bits.plan import plan_bits
+
+    for path in filter(None, (a.out, a.save_scores)):
+        check_output(path, overwrite=a.overwrite)
+    if not a.source.endswith(".json"):
+        return _finish(a, measured.plan_bits(a))
+    refuse(a, (*_MEASURING, *DATA, *PLACE), "scores that were measured before")
+    return _finish(a, plan_bits(need_scores(a.source), **given(a, "bits", "budget", "rule")), write=True)
+
+
+def run_shapes(a: argparse.Namespace) -> dict[str, Any]:
+    """Plan heads, widths and layers to remove by the damage to a model."""
+    plan = measured.plan_shapes(a)
+    measured.show_shapes(a, plan)
+    return to_jsonable(plan.to_dict())
 
 
 def run_ranks(a: argparse.Namespace) -> dict[str, Any]:
     """Plan ranks from scores."""
     from ..decisions.ranks.plan import plan_ranks
 
-    scores = load_scores(a.source)
-    options = given(a, "mean_rank", "budget", "max_rank", "rule") | own_of(a, plan_ranks, taken=("fixed",))
-    plan = plan_ranks(scores, **options, **_counted(a))
-    return _finish(a, plan, rank_parameters(scores.blocks if isinstance(scores, Scores) else scores))
+    scores, own = load_scores(a.source), options_for(a, plan_ranks, _options_of_rule(a)) | _counted(a)
+    price = rank_parameters(scores.blocks if isinstance(scores, Scores) else scores)
+    return _finish(a, plan_ranks(scores, **own), price, write=True)
 
 
 def run_experts(a: argparse.Namespace) -> dict[str, Any]:
     """Plan experts from scores."""
     from ..decisions.experts.plan import plan_experts
 
-    options = given(a, "total", "budget", "max_experts", "rule") | own_of(a, plan_experts, taken=("fixed",))
-    return _finish(a, plan_experts(load_scores(a.source), **options, **_counted(a)))
+    own = options_for(a, plan_experts, _options_of_rule(a)) | _counted(a)
+    return _finish(a, plan_experts(load_scores(a.source), **own), write=True)
 
 
 def run_joint(a: argparse.Namespace) -> dict[str, Any]:
@@ -144,8 +154,13 @@ def run_joint(a: argparse.Namespace) -> dict[str, Any]:
     scores = need_scores(a.source)
     if a.formats:
         refuse(a, ("capacity",), "a recipe of formats and ranks")
-        return _finish(a, plan_recipe(scores, need_scores(a.formats), budget=a.budget, **own_of(a, plan_recipe)))
-    return _finish(a, plan_joint(scores, budget=a.budget, **given(a, "capacity"), **own_of(a, plan_joint)))
+        return _finish(a, plan_recipe(scores, need_scores(a.formats), **options_for(a, plan_recipe)), write=True)
+    return _finish(a, plan_joint(scores, **options_for(a, plan_joint)), write=True)
+
+
+def _options_of_rule(a: argparse.Namespace) -> Mapping[str, Option]:
+    default = "by-rank" if a.kind == "ranks" and "help" in a.set else "mdl"
+    return find_rule(a.kind, a.rule or default).options
 
 
 def _counted(a: argparse.Namespace) -> dict[str, Any]:
@@ -156,15 +171,15 @@ def _counted(a: argparse.Namespace) -> dict[str, Any]:
     return {"latency": read_latency(a.latency) if a.latency else None, "fixed": {k: int(v) for k, v in fixed.items()}}
 
 
-def _finish(a: argparse.Namespace, plan: Plan, price: Any = None) -> dict[str, Any]:
-    """Write and show a plan."""
+def _finish(a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool = False) -> dict[str, Any]:
+    """Write a plan where it is not yet, and show it."""
     from ..plans.explain import explain_plan
 
-    if a.out:
+    if a.out and write:
         plan.save(a.out, overwrite=a.overwrite)
     if not a.json:
         _show(a, plan, price)
-    say(a, explain_plan(plan)["sentences"] + ([f"Written to {a.out}."] if a.out else []))
+    say(a, *explain_plan(plan)["sentences"], *([f"Written to {a.out}."] if a.out else []))
     return to_jsonable(plan.to_dict())
 
 
@@ -173,11 +188,13 @@ def _show(a: argparse.Namespace, plan: Plan, price: Any) -> None:
     from ..report.tables import plan_grid
 
     title = f"{plan.kind} by {plan.rule}{', in percent' if plan.kind == 'sparsity' else ''}"
-    grid = plan_grid(plan, title, price=price) if len(plan.blocks) <= ROWS else None
+    formats = plan.extra["formats"] if plan.kind == "bits" else {}
+    said = [formats[b.modules[0]] for b in plan.blocks] if formats else None
+    grid = plan_grid(plan, title, price=price, said=said) if len(plan.blocks) <= ROWS else None
     if grid is not None:
         a.console.print(grid)
         return
-    extra = plan.extra.get("capacity", {}).get("counts", {})
-    head = ("block", "value", "count", "parameters") + (("capacity",) if extra else ())
-    rows = [(b.name, b.value, b.count, b.numel) + ((extra[b.name],) if extra else ()) for b in plan.blocks]
+    more = dict(zip(plan.names, said, strict=True)) if said else plan.extra.get("capacity", {}).get("counts", {})
+    head = ("block", "value", "count", "parameters") + (("format" if said else "capacity",) if more else ())
+    rows = [(b.name, b.value, b.count, b.numel) + ((more[b.name],) if more else ()) for b in plan.blocks]
     show_table(a, f"{plan.kind} by {plan.rule}", head, rows)

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .display import expect, progress_bar
-from .options import add_set, add_verb, settings
+from .display import expect, progress_bar, say
+from .options import add, add_out, add_set, add_verb, settings
 
 
 def register(subparsers: Any) -> None:
@@ -15,17 +15,17 @@ def register(subparsers: Any) -> None:
     from ..exports import EXPORTS
 
     p = add_verb(subparsers, "demo", run_demo)
-    p.add_argument("-o", "--out", default="layerbudget-demo", help="folder of the results (default: layerbudget-demo)")
-    p.add_argument("--seed", type=int, default=0, help="seed of the draw of the text (default: 0)")
+    add_out(p, "folder of the results (default: layerbudget-demo)", default="layerbudget-demo")
+    add(p, "--seed", default=0, help="seed of the draw of the text (default: 0)")
     p = add_verb(subparsers, "export", run_export)
     p.add_argument("plan", metavar="PLAN|DIR", help="plan.json, or the folder of a result that holds one")
     known = "; ".join(f"{e.name}: {e.summary}" for e in EXPORTS.all().values())
     p.add_argument("--to", metavar="FORMAT", help=f"{known} (default: by the plan's kind)")
     add_set(p, "an option of the format: method, pattern or levels of a recipe, alpha_policy or dropout of lora")
-    p.add_argument("-o", "--out", metavar="FILE", help="file to write (default: the format's usual name)")
+    add_out(p, "file to write (default: the format's usual name)", metavar="FILE")
     p = add_verb(subparsers, "report", run_report)
     p.add_argument("folder", metavar="DIR", help="folder with scores.json, plan.json, result.json, figures")
-    p.add_argument("-o", "--out", default="report.html", help="file to write (default: report.html)")
+    add_out(p, "file to write (default: report.html)", default="report.html")
 
 
 def run_demo(a: argparse.Namespace) -> dict[str, Any]:
@@ -38,15 +38,16 @@ def run_demo(a: argparse.Namespace) -> dict[str, Any]:
 
     keep_freed()
     a.model = "demo"
-    expect(a, "four plans at two targets, pruned and measured", load_model("demo"), demonstrating)
+    expect(a, "four plans at two targets, pruned and measured", load_model("demo"), demonstrating())
     with progress_bar(a, "demo") as progress:
         result = run.run_demo(Path(a.out), seed=a.seed, overwrite=a.overwrite, progress=progress)
     a.console.print(demo_table(result))
-    a.console.print(result["verdict"])
-    a.console.print(
+    say(
+        a,
+        result["verdict"],
         f"{result['seconds']:.0f} s, {result['peak_memory_mib']:.0f} MiB. Results are in {a.out}: scores.json, "
         f"plan.json (the {result['saved']['model']} at {result['saved']['target']:.0%}, the best of the table), pruned/ "
-        "(its model, a transformers checkpoint), result.json, overview.png."
+        "(its model, a transformers checkpoint), result.json, overview.png.",
     )
     return result
 
@@ -58,10 +59,10 @@ def run_export(a: argparse.Namespace) -> dict[str, Any]:
 
     plan = find_plan(a.plan)
     chosen = EXPORTS.find(a.to or format_for(plan.kind))
-    out = a.out or chosen.file
+    own, out = settings(a, chosen.options), a.out or chosen.file
     check_output(out, overwrite=a.overwrite)
-    path = write_text(out, chosen.text(plan, settings(a)), overwrite=a.overwrite)
-    a.console.print(f"{plan.kind} by {plan.rule} written to {path}. {chosen.use.format(file=path)}".strip())
+    path = write_text(out, chosen.text(plan, own), overwrite=a.overwrite)
+    say(a, f"{plan.kind} by {plan.rule} written to {path}. {chosen.use.format(file=path)}".strip())
     return {"format": chosen.name, "kind": plan.kind, "output": str(path)}
 
 
@@ -70,5 +71,5 @@ def run_report(a: argparse.Namespace) -> dict[str, Any]:
     from ..report.page import write_report
 
     path = write_report(a.folder, a.out, overwrite=a.overwrite)
-    a.console.print(f"written to {path}")
+    say(a, f"written to {path}")
     return {"output": str(path)}

@@ -194,7 +194,7 @@ def test_command_line(folder, capsys):
     ):
         assert plan_it(*words) == 2
         assert said in " ".join(capsys.readouterr().err.split())
-    assert plan_it("--save", "4% flops", "--overwrite", "--parts", "heads", "--set", "heads=queries") == 0
+    assert plan_it("--save", "4% flops", "--overwrite", "--parts", "heads", "--set", "by=queries") == 0
     capsys.readouterr()
     assert main(["apply", model, plan, "-o", str(folder / "uneven"), *text]) == 2
     assert "even=True" in capsys.readouterr().err
