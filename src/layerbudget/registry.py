@@ -48,21 +48,21 @@ class Option:
             converted = msgspec.convert(plain, self.type)
         except msgspec.ValidationError:
             told = f"The option {self.name} of {what} is {value!r}."
-            raise InvalidInput(told, f"It is {_spoken(self.type)}.", "Correct it.") from None
+            raise InvalidInput(told, f"It is {spoken(self.type)}.", "Correct it.") from None
         except TypeError:  # a type that is checked by whoever reads the option
             return value
         return converted if isinstance(value, list) else value
 
 
-def _spoken(declared: Any) -> str:
+def spoken(declared: Any) -> str:
     """A type in words, such as ``a number or a list of numbers``."""
     origin, parts = typing.get_origin(declared), typing.get_args(declared)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_spoken(part) for part in parts if part is not types.NoneType)
+        return " or ".join(spoken(part) for part in parts if part is not types.NoneType)
     if origin is typing.Literal:
         return ", ".join(map(str, parts))
     if parts:
-        return f"a list of {_spoken(parts[0]).removeprefix('a ')}s"
+        return f"a list of {spoken(parts[0]).removeprefix('a ')}s"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return words.get(declared, getattr(declared, "__name__", str(declared)))
 

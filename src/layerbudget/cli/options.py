@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadModel, InvalidInput, NotFinite
-from ..registry import Option, options_of
+from ..registry import Option, options_of, spoken
 
 # Verbs in the order of the flow: module, which has register(subparsers) and is imported for its own verbs only, and summary.
 COMMANDS = {
@@ -189,11 +189,12 @@ def settings(a: argparse.Namespace, *sources: Callable[..., Any] | Mapping[str, 
     if "help" in a.set:
         for name, option in known.items():
             default = "" if option.default in (None, inspect.Parameter.empty) else f"default: {option.default}"
-            says = "" if "_" in option.says else option.says  # an array's type has no plain words
-            a.console.print(f"{name}: {'; '.join(filter(None, (says, default, option.help)))}")
+            says = spoken(option.type)
+            plain = says if "_" not in says and says != "Any" else ""  # an array's type has no words
+            a.console.print(f"{name}: {'; '.join(filter(None, (plain, default, option.help)))}")
         raise SystemExit(0)
-    signatures = [inspect.signature(s).parameters.values() for s in sources if not isinstance(s, Mapping)]
-    open_ended = any(p.kind is p.VAR_KEYWORD for parameters in signatures for p in parameters)
+    parameters = [p for s in sources if not isinstance(s, Mapping) for p in inspect.signature(s).parameters.values()]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     what, values = f"The command {a.leaf.prog}", dict[str, Any]()
     for text in a.set:
         name, separator, value = text.partition("=")

@@ -163,13 +163,10 @@ SCORES: dict[str, Work] = {
     "kfac": Work(5.4, "layer", 2, _factors(4, 3, 6, rows=False), _cubes(24.0)),
     "ekfac": Work(10.0, "layer", 2, _factors(4, 3, 6, rows=False), _cubes(24.0)),
     "fisher-trace": Work(3.9, "layer", 1),
-    "ggn": Work(1.0, "model", 0, _bytes(12.0), each=45.0),
-    "hessian": Work(1.0, "model", 0, _bytes(12.0), each=45.0),
-    "outlier-ratio": Work(),
-    "mean-metric": Work(),
+    **dict.fromkeys(("ggn", "hessian"), Work(1.0, "model", 0, _bytes(12.0), each=45.0)),
+    **dict.fromkeys(("outlier-ratio", "mean-metric", "block-influence"), Work()),
     "reconstruction": Work(2.0, "none", 0, _squares, _numel(1500, 1.0)),
     "ablation": Work(each=0.5),
-    "block-influence": Work(),
     "spectral-tail": Work(0.01, solve=lambda shape: 10.0 * sum(m.numel * min(m.d_in, m.d_out) for m in shape.matrices)),
 }
 WORK: dict[str, Work] = SCORES | {
@@ -270,11 +267,7 @@ def shape_of(model: nn.Module) -> Shape:
 
 
 def shape_of_config(config: Any, dtype: torch.dtype) -> Shape:
-    """The sizes of a configuration's model in a precision; nothing is allocated.
-
-    Raises:
-        UnknownStructure: As :func:`shape_of`.
-    """
+    """The sizes of a configuration's model in a precision; nothing is allocated."""
     from ..models.loading import auto_class
 
     with torch.device("meta"):
@@ -282,11 +275,7 @@ def shape_of_config(config: Any, dtype: torch.dtype) -> Shape:
 
 
 def shape_in_memory(model: nn.Module) -> Shape:
-    """The sizes of a loaded model that reads text, in the bytes that it holds: its weights may be packed.
-
-    Raises:
-        UnknownStructure: As :func:`shape_of`.
-    """
+    """The sizes of a loaded model that reads text, in the bytes that it holds: its weights may be packed."""
     check_reads_text(model)
     config: Any = model.config
     if not hasattr(config, "quantization_config"):
@@ -334,11 +323,7 @@ def _seconds(run: Callable[[], torch.Tensor]) -> float:
 
 
 def place_of(model: nn.Module, text: Text) -> tuple[Shape, float, int, bool]:
-    """What :func:`price` must know of a loaded model: sizes, seconds of a token, bytes for it here, and whether it is streamed.
-
-    Raises:
-        UnknownStructure: As :func:`shape_of`.
-    """
+    """What :func:`price` must know of a loaded model: sizes, seconds of a token, bytes here, whether it is streamed."""
     shape, lies = shape_in_memory(model), mapped(model)
     home = next(model.parameters()) if lies is None else lies
     token = time_token(shape, home.dtype, home.device, model if lies is None else None, text)
@@ -348,13 +333,8 @@ def place_of(model: nn.Module, text: Text) -> tuple[Shape, float, int, bool]:
 def price(verb: str, parts: Sequence[Part], shape: Shape, token: float, machine: int, streamed: bool | None = None) -> Cost:
     """Return what a verb takes: seconds and forwards add up over its parts, memory is that of the largest.
 
-    Args:
-        verb: What users type.
-        parts: What it does.
-        shape: The model.
-        token: Seconds of one token's forward, of :func:`time_token`.
-        machine: Bytes of memory.
-        streamed: Whether weights stay in their files; None where they do so if half of the memory does not hold them.
+    ``token`` is the seconds of :func:`time_token`, ``machine`` the bytes of memory, and ``streamed`` says whether weights stay
+    in their files; where it is None they do so if half of the memory does not hold them.
     """
     seconds, forwards, memory, how = 0.0, 0.0, 0.0, "whole"
     for part in parts:

@@ -33,17 +33,10 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, tor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One result of one check.
-
-    Attributes:
-        check: Name of the check.
-        severity: ``ok``, ``note`` (good to know), ``warning`` (numbers may mislead), ``problem`` (will fail).
-        what: What was found, with numbers.
-        remedy: The cheapest thing to do; empty where there is nothing to do.
-    """
+    """One result of one check: what was found, and the cheapest thing to do where there is any."""
 
     check: str
-    severity: str
+    severity: str  # ok, note (good to know), warning (numbers may mislead) or problem (will fail)
     what: str
     remedy: str = ""
 
@@ -82,10 +75,9 @@ def diagnose(model: nn.Module, tokenizer: Any = None, data: CalibrationSet | Non
     """
     found = [f for check in (weights, ties, coverage) for f in _findings(check.__name__, check(model))]
     found += _findings("tokens", tokens(model, tokenizer, data))
-    sample = data if data is not None else _stand_in(model)
+    sample = _stand_in(model) if data is None else _learned_first(data)
     if sample is None or any(f.severity == "problem" for f in found):
         return Diagnosis(findings=tuple(found))
-    sample = _learned_first(sample)
     found += _findings("padding", padding(model, sample))
     try:
         batch, short, blocks = first_batch(model, sample), first_batch(model, _shorten(sample)), partition(model)
