@@ -97,12 +97,9 @@ def _configuration(a: argparse.Namespace) -> Any:
     from transformers import AutoConfig
 
     from ..models.loading import foreign, resolve
-    from ..storage import reading
 
     name, revision = split_revision(a.model)
     path = Path(name).expanduser()
-    if path.is_file():
-        reading.read(path, "configuration", limit=1 << 26, remedy="Point to config.json.")
     where = str(path) if path.is_file() else resolve(name, revision)
     with foreign(f"{a.model} is no configuration", "It is a transformers config.json.", "Point to a model folder."):
         return AutoConfig.from_pretrained(where, revision=revision)

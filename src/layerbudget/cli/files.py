@@ -14,34 +14,21 @@ from ..scores import Scores
 from ..sensitivity.importing import scores_with_shapes
 from ..storage import reading
 
-_HEAD = 1 << 25  # bytes that a configuration may have
 LARGEST = 1e100  # of a measured number: squares and sums of such are still numbers
 
 
 def load_scores(path: str) -> Scores | Sequence[Block]:
-    """Return scores from scores.json, or from a table with the shapes of the blocks; or blocks from a model's config.json."""
+    """Return scores from scores.json or from a table with the shapes of the blocks, or blocks from a model's config.json."""
     file = Path(path)
-    if not file.suffix and not file.exists():
-        from ..models.loading import resolve
+    if file.is_dir() or not (file.suffix or file.exists()) or file.name.endswith("config.json"):
+        from ..models.loading import blocks_from_config, resolve
 
-        file = Path(resolve(path))
-    file = file / "config.json" if file.is_dir() else file
-    if file.suffix.lower() == ".csv":
-        return scores_with_shapes(file)
-    if file.is_file() and file.stat().st_size <= _HEAD:
-        record = reading.read(file, "JSON")
-        if isinstance(record, Mapping) and "schema_version" not in record:
-            if "hidden_size" in record or "text_config" in record:
-                from ..models.loading import blocks_from_config
-
-                return blocks_from_config(file)
-        if isinstance(record, list):
-            return scores_with_shapes(file)
-    elif file.is_file():
+        return blocks_from_config(file if file.exists() else resolve(path))
+    table = file.suffix.lower() == ".csv"
+    if file.is_file() and not table:
         with file.open("rb") as handle:
-            if b'"schema_version"' not in handle.read(4096):
-                return scores_with_shapes(file)
-    return Scores.load(file)
+            table = handle.read(64).lstrip().startswith(b"[")
+    return scores_with_shapes(file) if table else Scores.load(file)
 
 
 def need_scores(path: str) -> Scores:

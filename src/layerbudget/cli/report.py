@@ -59,7 +59,7 @@ def run_export(a: argparse.Namespace) -> dict[str, Any]:
 
     plan = find_plan(a.plan)
     chosen = EXPORTS.find(a.to or format_for(plan.kind))
-    own, out = settings(a, chosen.options), a.out or chosen.file
+    own, out = settings(a, chosen.call), a.out or chosen.file
     check_output(out, overwrite=a.overwrite)
     path = write_text(out, chosen.text(plan, own), overwrite=a.overwrite)
     say(a, f"{plan.kind} by {plan.rule} written to {path}. {chosen.use.format(file=path)}".strip())
