@@ -64,7 +64,8 @@ def test_a_file_is_written_through_a_link_and_what_is_there_is_kept(tmp_path):
 
 
 def test_leftovers_of_a_dead_writer_go_at_the_next_run(tmp_path):
-    (tmp_path / ".x.json.abcd1234.layerbudget").write_text("half")
+    (tmp_path / ".x.json.abcd1234.layerbudget").mkdir()
+    (tmp_path / ".x.json.abcd1234.layerbudget" / "new").write_text("half")
     (tmp_path / ".x.json.mine").write_text("mine")
     writing.check_output(tmp_path / "x.json")
     assert [p.name for p in tmp_path.iterdir()] == [".x.json.mine"]

@@ -21,7 +21,6 @@ from typing import Any
 from ..errors import AlreadyExists
 from . import reading
 from .writing import (
-    PROBE,
     SUFFIX,
     check_writable,
     left_behind,
@@ -203,5 +202,4 @@ def recover(out: Path) -> None:
                 _finish(out)
     if out.is_dir():
         sweep(out)
-    for name in (out.name, PROBE):
-        sweep(out.parent, name)
+    sweep(out.parent, out.name)

@@ -1,7 +1,7 @@
 """One file or folder, whole or not at all: a temporary name beside its place, fsync, one rename, fsync of the folder around it.
 
-A temporary file is called ``.NAME.XXXXXXXX.layerbudget`` and locked while it is written. The system drops the lock when the
-process dies, however it dies. What has no lock any more is removed by the next run that writes to the same place.
+What is being written lies in a folder ``.NAME.XXXXXXXX.layerbudget``, which is locked meanwhile. The system drops the lock when
+the process dies, however it dies. What has no lock any more is removed by the next run that writes to the same place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from ..errors import AlreadyExists, InvalidInput
 
@@ -26,7 +25,7 @@ except ImportError:  # no such locks on this system: what killed runs leave is n
     fcntl = None
 
 SUFFIX = ".layerbudget"
-PROBE = "tried"
+_PROBE = "tried"
 _LEFT = re.compile(r"\.(.*)\.[a-z0-9_]{8}\.layerbudget")
 _NAME = 100  # characters of a name that go into a temporary one: names end at 255 bytes
 _LOST = (5, 28, 122)  # EIO, ENOSPC, EDQUOT: the data are not there; others say that this system syncs no folders
@@ -75,10 +74,9 @@ def _above(path: Path) -> Path:
 def check_writable(path: Path) -> None:
     """Refuse a path in whose folder, or in the nearest one that exists above it, nothing can be made. It is tried."""
     folder = _above(path.absolute().parent)
+    sweep(folder, _PROBE)
     try:
-        handle, name = tempfile.mkstemp(dir=folder, prefix=f".{PROBE}.", suffix=SUFFIX)
-        os.close(handle)
-        os.unlink(name)
+        shutil.rmtree(tempfile.mkdtemp(dir=folder, prefix=f".{_PROBE}.", suffix=SUFFIX), ignore_errors=True)
     except OSError as error:
         raise InvalidInput(
             f"{path} cannot be written: no file can be made in {folder} ({error.strerror}).", "", "Choose another output."
@@ -95,8 +93,7 @@ def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
     path, given = real(path), path
     _check_place(path, given, allowed=overwrite)
     check_writable(path)
-    for name in (path.name, PROBE):
-        sweep(path.parent, name)
+    sweep(path.parent, path.name)
     return path
 
 
@@ -133,30 +130,23 @@ def write_bytes(path: Path | str, content: bytes, *, overwrite: bool = False) ->
 @contextlib.contextmanager
 def new_file(parent: Path, stem: str, place: Callable[[Path], Path]) -> Iterator[Path]:
     """A temporary file that is synced and gets the path ``place(it)`` when all went well, and vanishes when not."""
-    temporary, lock = new_temporary(parent, stem, folder=False)
+    folder, lock = new_temporary(parent, stem)
+    temporary = folder / "new"
     try:
         yield temporary
         os.chmod(temporary, 0o644)
         sync(temporary)
         os.replace(temporary, place(temporary))
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     finally:
+        shutil.rmtree(folder, ignore_errors=True)
         release(lock)
     sync(parent)
 
 
-def new_temporary(parent: Path, name: str, *, folder: bool = True) -> tuple[Path, int]:
-    """A locked temporary folder or file; pass the second to :func:`release` when it has its own name."""
+def new_temporary(parent: Path, name: str) -> tuple[Path, int]:
+    """A locked temporary folder; pass the second to :func:`release` when it has its own name."""
     while True:
-        named: dict[str, Any] = {"dir": parent, "prefix": f".{name[:_NAME]}.", "suffix": SUFFIX}
-        if folder:
-            made = Path(tempfile.mkdtemp(**named))
-        else:
-            handle, text = tempfile.mkstemp(**named)
-            os.close(handle)
-            made = Path(text)
+        made = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name[:_NAME]}.", suffix=SUFFIX))
         lock = _lock(made)
         if lock is not None:
             return made, lock
@@ -202,23 +192,17 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def left_behind(folder: Path, name: str | None = None) -> list[Path]:
-    """Temporary files and folders of a name (of any) in a folder, whether or not somebody is still at work on them."""
+    """Temporary folders of a name (of any) in a folder, whether or not somebody is still at work on them."""
     found = [(entry, _LEFT.fullmatch(entry.name)) for entry in folder.iterdir()] if folder.is_dir() else []
     return [entry for entry, match in found if match and (name is None or match[1] == name[:_NAME])]
 
 
 def sweep(folder: Path, name: str | None = None) -> None:
-    """Remove what killed runs left: temporary files and folders that nobody holds a lock on."""
+    """Remove what killed runs left: temporary folders that nobody holds a lock on."""
     for entry in left_behind(folder, name):
         lock = _lock(entry, wait=False)
-        if lock is None:
-            continue
-        try:
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
-        finally:
+        if lock is not None:
+            shutil.rmtree(entry, ignore_errors=True)  # a link is left alone
             release(lock)
 
 
