@@ -74,7 +74,6 @@ def _above(path: Path) -> Path:
 def check_writable(path: Path) -> None:
     """Refuse a path in whose folder, or in the nearest one that exists above it, nothing can be made. It is tried."""
     folder = _above(path.absolute().parent)
-    sweep(folder, _PROBE)
     try:
         shutil.rmtree(tempfile.mkdtemp(dir=folder, prefix=f".{_PROBE}.", suffix=SUFFIX), ignore_errors=True)
     except OSError as error:
@@ -194,7 +193,7 @@ def locked(path: Path) -> Iterator[None]:
 def left_behind(folder: Path, name: str | None = None) -> list[Path]:
     """Temporary folders of a name (of any) in a folder, whether or not somebody is still at work on them."""
     found = [(entry, _LEFT.fullmatch(entry.name)) for entry in folder.iterdir()] if folder.is_dir() else []
-    return [entry for entry, match in found if match and (name is None or match[1] == name[:_NAME])]
+    return [entry for entry, match in found if match and (name is None or match[1] in (name[:_NAME], _PROBE))]
 
 
 def sweep(folder: Path, name: str | None = None) -> None:
