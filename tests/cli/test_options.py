@@ -91,7 +91,6 @@ RECIPE = {
     "--min-capacity": (["--budget=24KiB"], ["--budget=24KiB", "--min-capacity", 2]),
     "--exchange": ([], ["--exchange", 0.001]),
     "--gain": ([], ["--gain", 0.001]),
-    "--bytes-per-parameter": ([], ["--bytes-per-parameter", 2]),
     "--damping": ([], ["--damping", 1.0]),
 }
 SWEEP = {

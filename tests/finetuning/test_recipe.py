@@ -105,9 +105,6 @@ def test_a_recipe_says_what_it_is_and_what_it_cannot_be(place, limit, capsys):
     with pytest.raises(ModelMismatch):
         base_of(plan, place / "nowhere", other)
     model = lb.load_model(str(place / "model"))
-    half = plan_recipe(ranks, formats, budget=limit, bytes_per_parameter=2)
-    with pytest.raises(InvalidInput, match="2 bytes per parameter .* written in 4"):
-        base_of(half, place / "model", model)
     reads = Plan.from_dict({**plan.to_dict(), "extra": {**plan.to_dict()["extra"], "method": "gptq"}})
     with pytest.raises(InvalidInput, match="which reads text"):
         base_of(reads, place / "model", model)
@@ -116,7 +113,6 @@ def test_a_recipe_says_what_it_is_and_what_it_cannot_be(place, limit, capsys):
         (["900 bytes"], "smallest recipe takes"),
         (["3M params"], "not in bytes"),
         ([str(limit), "--set", "eta=2"], "has no option eta"),
-        ([f"{limit}", "--set", "bytes_per_parameter=0.3"], "whole bytes"),
         ([f"{limit}", "--set", "gain=-1"], "gain is -1"),
     ):
         assert main([*words, *more, "-o", str(place / "bad.json")]) == 2

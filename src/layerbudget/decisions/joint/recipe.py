@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 KIND = "recipe"
-_WRITTEN = 4  # bytes of a parameter: adapters are trained and written in float32
+_WRITTEN = 4.0  # bytes of a parameter: adapters are trained and written in float32
 
 
 def plan_recipe(
@@ -48,7 +48,6 @@ def plan_recipe(
     exchange: float = 1.0,
     gain: float | None = None,
     damping: float | None = None,
-    bytes_per_parameter: float = _WRITTEN,
 ) -> Plan:
     """A plan of bits and ranks together: the model's file and its adapter within one limit.
 
@@ -63,7 +62,6 @@ def plan_recipe(
         gain: Nats per token that all ranks within the caps gain at most: the fall of the held-out loss in a first run; by
             default the loss of the text that was scored.
         damping: Which row of the scores.
-        bytes_per_parameter: Of the adapter: 4, the float32 that ``finetune`` writes.
 
     Returns:
         A plan of kind ``recipe``: values are bits per weight, counts bytes of the base, ``extra`` that of a plan of bits and
@@ -86,11 +84,7 @@ def plan_recipe(
     if wanted.unit != "bytes" or wanted.relative:
         raise UnknownUnit(f"A limit of {budget} is not in bytes.", "File and adapter are planned.", "Write '1.2 GiB'.")
     table, limit = Table.of(formats), int(wanted.amount)
-    exact = rank_parameters(ranks.blocks) * bytes_per_parameter
-    if not (bytes_per_parameter > 0 and (exact == np.round(exact)).all()):
-        told = f"bytes_per_parameter is {bytes_per_parameter:g}."
-        raise InvalidInput(told, "A rank takes whole bytes.", "Use 4 for float32.")
-    cost = exact.astype(np.int64)
+    cost = (rank_parameters(ranks.blocks) * _WRITTEN).astype(np.int64)
     sides = smallest_sides(ranks.blocks)
     high = sides if max_capacity is None else np.minimum(sides, max_capacity)
     low = np.minimum(np.broadcast_to(np.asarray(min_capacity), sides.shape), sides)
@@ -109,7 +103,7 @@ def plan_recipe(
         table.damage, table.size, worth, cost, limit - table.fixed, lower=low, upper=high, multiple=multiple, exchange=exchange
     )
     hyper: dict[str, Any] = {"budget": budget, "min_capacity": min_capacity, "max_capacity": max_capacity, "multiple": multiple}
-    hyper |= {"exchange": exchange, "gain": gain, "damping": damping, "bytes_per_parameter": bytes_per_parameter}
+    hyper |= {"exchange": exchange, "gain": gain, "damping": damping, "bytes_per_parameter": _WRITTEN}
     blocks, adapter = plan_blocks(table, found.chosen), int((cost * found.ranks).sum())
     own = [PlanBlock.of(b, float(r), int(r)).to_dict() for b, r in zip(ranks.blocks, found.ranks, strict=True)]
     base = sum(b.count for b in blocks)
@@ -180,7 +174,7 @@ def split_recipe(plan: Plan) -> tuple[Plan, Plan]:
         floor=held["min_capacity"],
         cap=held["max_capacity"],
         multiple=held["multiple"],
-        bytes_per_parameter=held["bytes_per_parameter"],
+        bytes_per_parameter=_WRITTEN,
     )
     ranks = dataclasses.replace(
         plan,
@@ -261,21 +255,13 @@ def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
 
     Raises:
         ModelMismatch: The model is another one, or was written by another plan.
-        InvalidInput: Formats that need text to be rounded to, and a model that is not in them; an adapter counted in other
-            numbers than it is written in.
+        InvalidInput: Formats that need text to be rounded to, and a model that is not in them.
         CoverageError: A written file that is not as large as planned.
     """
     from ...models.blocks import describe
     from ..bits.apply import QuantisationReceipt
 
     bits, ranks = split_recipe(plan)
-    each = plan.hyperparameters["bytes_per_parameter"]
-    if each != _WRITTEN:
-        raise InvalidInput(
-            f"The recipe counts {each:g} bytes per parameter of the adapter.",
-            f"It is trained and written in {_WRITTEN}.",
-            f"Plan it again: layerbudget plan joint ... --set bytes_per_parameter={_WRITTEN}.",
-        )
     base = Base(bits=bits, ranks=ranks, written=True, limit=int(plan.budget["limit"]))
     receipt = Path(folder) / "receipt.json"
     held = Plan.load(Path(folder) / "plan.json") if (Path(folder) / "plan.json").is_file() and receipt.is_file() else None

@@ -78,9 +78,9 @@ def apply_shapes(
     unit, width = plan.budget["unit"], hyper["bytes_per_parameter"]
     names = [n for n, _ in layers(model) if n not in dropped]
     before = _amount(model, unit, width)
-    jobs = {n: int(s["removed"]) for n, s in shapes.items() if s["layer"] not in dropped}
+    jobs = {parts[n]: int(s["removed"]) for n, s in shapes.items() if s["layer"] not in dropped}
     way: dict[str, Any] = {"damping": damping, "batch_size": batch_size, "progress": progress}
-    _cut_layers(model, data, [parts[n] for n in jobs], jobs, dropped, compensate=hyper["compensate"], **way)
+    _cut_layers(model, data, jobs, dropped, compensate=hyper["compensate"], **way)
     after = _amount(model, unit, width)
     saved, planned = (before[0] - after[0], before[1] - after[1]), (float(plan.budget["spent"]), int(plan.counts.sum()))
     if saved != planned:
@@ -142,9 +142,9 @@ def remove_units(
     if unknown:
         raise UnknownBlock(f"There is no layer {unknown[0]!r}.", f"Layers are {', '.join(list(parts)[:3])}, ...", "Correct it.")
     shares = {n: fraction.get(n, 0.0) if isinstance(fraction, Mapping) else fraction for n in parts}
-    jobs = {p.name: _going(p, shares[n], multiple) for n, p in parts.items()}
+    jobs = {part: _going(part, shares[n], multiple) for n, part in parts.items()}
     way: dict[str, Any] = {"damping": damping, "batch_size": batch_size, "progress": progress}
-    _cut_layers(model, data, list(parts.values()), jobs, [], compensate="refit", **way)
+    _cut_layers(model, data, jobs, [], compensate="refit", **way)
     return {n: FIND[kind](layer, n).shape[0] for n, layer in layers(model)}
 
 
@@ -159,8 +159,7 @@ def _going(part: Part, fraction: float, multiple: int) -> int:
 def _cut_layers(
     model: nn.Module,
     data: CalibrationSet,
-    parts: Sequence[Part],
-    jobs: Mapping[str, int],
+    jobs: Mapping[Part, int],
     dropped: Sequence[str],
     *,
     compensate: str,
@@ -169,7 +168,7 @@ def _cut_layers(
     progress: Progress | None = None,
 ) -> None:
     """Take units out of parts, drop layers, and let the config follow."""
-    touched = [kind for kind in KINDS if any(p.kind == kind and jobs[p.name] for p in parts)]
+    touched = [kind for kind in KINDS if any(p.kind == kind and units for p, units in jobs.items())]
     before = {kind: [FIND[kind](layer, n) for n, layer in layers(model) if n not in dropped] for kind in touched}
     with inference(model):
         walk = Walk(model, shard(data), batch_size=batch_size)
@@ -180,7 +179,7 @@ def _cut_layers(
             walk.position = i
             if stream:
                 stream.look()
-            for part in (p for kind in KINDS for p in parts if (p.layer, p.kind) == (name, kind) and jobs[p.name]):
+            for part in (p for kind in KINDS for p in jobs if (p.layer, p.kind) == (name, kind) and jobs[p]):
                 where = where_is(model, part)
                 remake: Remake = refitted
                 if stream:
@@ -188,7 +187,7 @@ def _cut_layers(
                     gram, remake = aim.total.gram, aim.remake(model.get_submodule(where.consumer), damping)
                 else:
                     gram = gram_of(model, walk, where.consumer, where.inputs)
-                cut(model, where, gram, jobs[part.name], part.by, damping, remake)
+                cut(model, where, gram, jobs[part], part.by, damping, remake)
             if name not in dropped:
                 walk.advance()
             tick()
