@@ -1,4 +1,4 @@
-"""Plans and scores: frozen, short to look at, indexed by block."""
+"""Plans and scores: frozen, hashed, short to look at, indexed by block."""
 
 import copy
 import dataclasses
@@ -9,16 +9,16 @@ import pytest
 from tests import zoo
 
 import layerbudget as lb
-from layerbudget.errors import InvalidInput, UnknownBlock
+from layerbudget.errors import InvalidInput, MissingDependency, UnknownBlock
 
 SCORES = zoo.scores(np.arange(1.0, 13.0))
 PLAN = lb.plan_sparsity(SCORES, sparsity=0.5)
 
 
 @pytest.mark.parametrize("record", [PLAN, SCORES], ids=["plan", "scores"])
-def test_a_record_cannot_be_changed_and_equal_ones_have_one_digest(record):
+def test_a_record_cannot_be_changed_and_equal_ones_have_one_hash(record):
     again = type(record).from_dict(record.to_dict())
-    assert again == record and again.digest == record.digest
+    assert again == record and hash(again) == hash(record) and len({again, record}) == 1
     assert dataclasses.replace(record, made_by="x") != record
     for other in (pickle.loads(pickle.dumps(record)), copy.deepcopy(record)):
         assert other == record and other.digest == record.digest
@@ -49,6 +49,13 @@ def test_what_a_record_was_made_from_may_change_later():
 def test_a_record_shows_itself_in_a_few_lines(record):
     lines = repr(record).splitlines()
     assert len(lines) <= 8 and max(map(len, lines)) < 130 and "12 blocks" in lines[0] and record.names[-1] in lines[-1]
+    page = record._repr_html_()
+    assert page.startswith("<table>") and page.count("<tr>") == 13 and len(page) < 2000
+    matrices = dataclasses.replace(
+        record,
+        blocks=tuple(dataclasses.replace(b, name=f"layers.{k // 3}.m{k % 3}") for k, b in enumerate(record.blocks)),
+    )
+    assert matrices._repr_html_().count("<tr>") == 5 and "<th>m2</th>" in matrices._repr_html_()
 
 
 def test_blocks_are_found_by_name():
@@ -65,3 +72,17 @@ def test_values_may_come_in_order_or_by_name():
     for wrong, said in (([0.5], "1 values for 12"), ({"x": 1.0}, "unknown blocks"), ([np.nan] * 12, "finite")):
         with pytest.raises(InvalidInput, match=said):
             lb.Scores.from_values(SCORES.blocks, wrong)
+
+
+def test_tables_need_pandas(monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    frame = PLAN.to_pandas()
+    assert frame.loc[PLAN.names[2], "count"] == PLAN.counts[2] and list(frame.columns) == [
+        "value",
+        "count",
+        "numel",
+    ]
+    assert SCORES.to_pandas()["gain"].tolist() == SCORES.values().tolist() and isinstance(frame, pandas.DataFrame)
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(MissingDependency, match="pandas"):
+        PLAN.to_pandas()

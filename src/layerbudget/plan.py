@@ -104,6 +104,10 @@ class Plan(BlockRecord):
         title = f"Plan of {self.kind} by {self.rule}: {len(self)} blocks, {spent:,.10g} of {limit:,.10g} {unit}"
         return title, [f"{b.value:.4g}" for b in self.blocks]
 
+    def to_pandas(self) -> Any:
+        """Return a data frame with a row per block: value, count and parameters (needs pandas)."""
+        return self._frame(value=self.values, count=self.counts, numel=self.numel)
+
     def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
         """Write the file, atomically, and the counts of its groups of rows beside it; errors as of :meth:`Record.save`."""
         rows = self.rows
@@ -170,6 +174,9 @@ class RowGroups:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RowGroups) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @property
     def digest(self) -> str:

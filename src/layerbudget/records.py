@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from .canonical import digest as digest
 from .canonical import dumps as dumps
 from .canonical import to_jsonable as to_jsonable
-from .errors import CorruptFile, InvalidInput, NotFound, UnknownBlock
+from .errors import CorruptFile, InvalidInput, MissingDependency, NotFound, UnknownBlock
 from .storage import reading
 from .storage.writing import check_output as check_output
 from .storage.writing import check_writable as check_writable
@@ -146,6 +147,9 @@ class Frozen(dict[str, Any]):
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
     def __reduce__(self) -> Any:
         return Frozen, (dict(self),)
 
@@ -155,6 +159,9 @@ class FrozenList(list[Any]):
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
     append = extend = insert = remove = reverse = sort = clear = pop = _refuse  # type: ignore[assignment]
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self))
 
     def __reduce__(self) -> Any:
         return FrozenList, (list(self),)
@@ -298,8 +305,30 @@ class BlockRecord(Record):
             rows = [*rows[: _ROWS - 2], "  ...", rows[-1]]
         return "\n".join([title, *rows])
 
+    def _repr_html_(self) -> str:
+        """A small table for notebooks: layers downwards, matrices across."""
+        title, cells = self._shown()
+        places = [_PLACE.match(name) for name in self.names]
+        at = [(p["layer"], p["rest"] or "") if p else (n, "") for p, n in zip(places, self.names, strict=True)]
+        rows, columns = (tuple(dict.fromkeys(x)) for x in zip(*at, strict=True))
+        text = dict(zip(at, cells, strict=True))
+        head = "".join(f"<th>{html.escape(c)}</th>" for c in ("", *columns))
+        body = "".join(
+            f"<tr><th>{html.escape(r)}</th>" + "".join(f"<td>{text.get((r, c), '')}</td>" for c in columns) + "</tr>"
+            for r in rows
+        )
+        return f"<table><caption>{html.escape(title)}</caption><tr>{head}</tr>{body}</table>"
+
+    def _frame(self, **columns: Any) -> Any:
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingDependency("A table needs pandas.", "", "pip install pandas.") from error
+        return pandas.DataFrame(columns, index=pandas.Index(self.names, name="block"))
+
 
 _ROWS = 6
+_PLACE = re.compile(r"(?P<layer>.*?\.\d+)(?:\.(?P<rest>.*))?$")
 
 
 def values_by_name(blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float]) -> list[float]:

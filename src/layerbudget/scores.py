@@ -130,6 +130,16 @@ class Scores(BlockRecord):
         cells = zip(self.gain[row], self.status[row], strict=True)
         return title, [status if value is None else f"{value:.4g}" for value, status in cells]
 
+    def to_pandas(self, damping: float | None = None) -> Any:
+        """Return a data frame with a row per block, for one damping (needs pandas).
+
+        Raises:
+            InvalidInput: No such damping.
+        """
+        row = self.index(damping)
+        numbers = {n: np.array(getattr(self, n)[row], dtype=np.float64) for n in ("gain", "standard_error", "noise_floor")}
+        return self._frame(**numbers, status=self.status[row], numel=self.numel)
+
     @classmethod
     def from_values(cls, blocks: Sequence[Block], values: Mapping[str, float] | Sequence[float], **fields: Any) -> Scores:
         """Return a record of one's own scores: a finite value by block name, or in the order of the blocks.
