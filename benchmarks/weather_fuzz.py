@@ -276,8 +276,9 @@ SMALL = {"--samples": ["1", "2", "4", "0", "-1", "x", "99999999999999999999"], "
          "--data": ["text.txt", "text.jsonl", "missing.txt", "stdlib:x", "folder", "", "pipe", "scores.json"]}  # fmt: skip
 LEAST = {"--samples": "2", "--length": "8", "--data": "text.txt"}
 VERBS = [
-    ("score",), ("plan", "sparsity"), ("plan", "experts"), ("plan", "ranks"), ("plan", "joint"), ("plan", "shapes"),
-    ("explain", "diff"), ("explain", "plan"), ("explain", "sweep"), ("explain", "transfer"), ("apply",), ("finetune",), ("evaluate",), ("report",),
+    ("score",), ("plan", "sparsity"), ("plan", "experts"), ("plan", "ranks"), ("plan", "joint"), ("plan", "shapes"), ("plan", "bits"),
+    ("explain", "diff"), ("explain", "plan"), ("explain", "sweep"), ("explain", "transfer"), ("explain", "certify"), ("apply",), ("finetune",),
+    ("evaluate",), ("report",), ("export",), ("doctor",), ("compare",),
 ]  # fmt: skip
 POSITIONAL = {"model": ["model"] * 6 + ["missing", "folder", "scores.json", "", "no/such", "pipe"],
               "plan": ["plan.json"] * 5 + ["plan_ranks.json", "smaller.json", "scores.json", "missing.json", "pipe", "folder"],
@@ -335,7 +336,7 @@ def one_flags(number: int, sound: Path, work: Path):
             words.append(flag)
             if action.nargs != 0:
                 words += [value(action, flag, rng) for _ in range(rng.choice((1, 2)) if action.nargs == "+" else 1)]
-    if verb == ("finetune",) and "--train-rows" not in words:
+    if verb == ("finetune",):
         words += ["--set", "train_rows=8"]
     if not {"-o", "--out"} & set(words) and verb[0] == "score":
         words += ["-o", "O"]
