@@ -160,7 +160,7 @@ CELLS: dict[str, tuple[str | None, str]] = {
     "quantize": ("plan bits", "apply {m} {w}/bits.json -o {w}/packed"),
     "evaluate": (None, "evaluate {m} --perplexity {d} --length 32 --windows 4"),
     "evaluate pruned": ("prune wanda", "evaluate {w}/wanda --perplexity {d} --length 32 --windows 4"),
-    "evaluate packed": ("apply", "evaluate {w}/packed --perplexity {d} --length 32 --windows 4"),
+    "evaluate packed": ("quantize", "evaluate {w}/packed --perplexity {d} --length 32 --windows 4"),
 }  # fmt: skip
 
 
@@ -221,9 +221,10 @@ def plain(text: str) -> str:
 
 def remedies(sentence: str) -> list[list[str]]:
     """The flags that a message names, as words of a command line."""
-    found = re.findall(r"(?:(--[a-z][a-z-]*)[ =]|\b([a-z_]+)=)('[^']*'|\w[\w:.,/|%-]*\w|\w)", sentence)
+    found = re.findall(r"(?:(--(?!set )[a-z][a-z-]*)[ =]|\b([a-z_]+)=)('[^']*'|\w[\w:.,/|%-]*\w|\w)", sentence)
     named = [[flag or f"--{name.replace('_', '-')}", value.strip("'")] for flag, name, value in found]
-    return [[flag] if value == "True" else [flag, value] for flag, value in named]
+    own = [["--set", setting] for setting in re.findall(r"--set (\w+=\w[\w:.,/|%-]*\w|\w+=\w)", sentence)]
+    return [*own, *([flag] if value == "True" else [flag, value] for flag, value in named)]
 
 
 @functools.cache
