@@ -7,9 +7,9 @@
 
 Rules for ranks: uniform; gain (adapter gain, each block damped relative to its own curvature); gain-absolute (one damping for
 all blocks, the default of ``score --estimator adapter``); permuted and permuted-absolute (their scores in random order);
-by-rank (K-FAC gain of every further rank), by-rank-plain (the same without curvature), by-rank-permuted (its curves in random
-order), by-rank-shuffled (its ranks in random order among modules of equal cost), equal-parameters (every module the same
-number); gain-init (uniform ranks started in the gradient's directions, rows of A as long as PEFT's) and gain-init-unit (rows
+by-rank (K-FAC gain of every further rank), by-rank-plain (the same without curvature: the tables keep it, the package does
+not), by-rank-permuted (its curves in random order), by-rank-shuffled (its ranks in random order among modules of equal cost),
+equal-parameters (every module the same number); gain-init (uniform ranks started in the gradient's directions, rows of A as long as PEFT's) and gain-init-unit (rows
 of length 1, as EVA's); gain-absolute-init-unit (both: planned ranks, started so); eva; adalora; replan (uniform, planned
 again after 30 % of the steps: the tables keep it, the package does not, since a plan at the start gains more); none (the
 model as it is). ``rule+policy`` is the rule with scales that follow the rank
@@ -65,8 +65,8 @@ def scores_for(bench, form: str, rule: str, cache: dict):
     from layerbudget.sensitivity.adapter_space import accumulated_gradients, score_adapter
     from layerbudget.sensitivity.rank_gain import score_rank_gain
 
-    kinds = {"alphalora": "spectral", "layerif": "layerif", "gradients": "gradients", "by-rank-plain": "rank-gain-none"}
-    kinds |= {"by-rank": "rank-gain-kfac", "by-rank-permuted": "rank-gain-kfac", "by-rank-shuffled": "rank-gain-kfac"}
+    kinds = {"alphalora": "spectral", "layerif": "layerif", "gradients": "gradients"}
+    kinds |= dict.fromkeys(("by-rank", "by-rank-permuted", "by-rank-shuffled"), "rank-gain")
     kind = kinds.get(rule, "absolute" if rule.endswith("-absolute") else "gain")
     key = (form, kind)
     if key not in cache:
@@ -83,8 +83,8 @@ def scores_for(bench, form: str, rule: str, cache: dict):
 
             half = len(data) // 2
             cache[key] = score_layerif(model, data.select(slice(0, half)), blocks, validation=data.select(slice(half, None)))
-        elif kind.startswith("rank-gain"):
-            cache[key] = score_rank_gain(model, data, blocks, curvature=kind.removeprefix("rank-gain-"))
+        elif kind == "rank-gain":
+            cache[key] = score_rank_gain(model, data, blocks)
         elif kind == "gradients":
             cache[key] = accumulated_gradients(model, data, [m.name for b in blocks for m in b.modules])
         else:
