@@ -325,7 +325,6 @@ OWN = {
     "adapter": {"rank": (2, {}), "scaling": (2.0, {"damping_unit": "absolute", "damping": 0.1}), "replicates": (3, {})},
     "rank-gain": {"largest": (3, {})},
     "layerif": {"validation": ("other", {}), "aggregation": ("positive", {})},
-    "reconstruction": {"share": (0.25, {}), "width": (4, {})},
     "outlier-ratio": {"multiple": (2.0, {})},
 }  # fmt: skip
 VALUES = {"damping": 0.7, "damping_unit": "absolute", "batch_size": 1, "seed": 5}

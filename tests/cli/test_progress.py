@@ -82,7 +82,7 @@ def check_costs(result, lines):
     assert result["took"]["seconds"] > 0 and result["expected"]["seconds"] > 0 and result["expected"]["memory"] > 50e6
 
 
-QUICK = {"fisher-gram", "reconstruction"}  # backwards, and forwards
+QUICK = {"fisher-gram", "ablation"}  # backwards, and forwards
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ SCORE = ["score", "demo", *TEXT, "--seed", "5", "--damping", "0.3", "0.1", "--se
 # Kind of folder: what is run, and the record whose digest decides.
 FOLDERS = {
     "scores": ([[*SCORE, "--exclude", "down_proj"]], "scores.json"),
-    "plan": ([["score", "demo", "--estimator", "mean-metric", *TEXT],
+    "plan": ([["score", "demo", "--estimator", "outlier-ratio", *TEXT],
               ["plan", "sparsity", "scores.json", "--sparsity", "0.4", "--set", "exponent=2", "--fix", "model.layers.1=0.3",
                "--exclude", "layers.2$", "-o", "plan.json"]], "plan.json"),
     "measured": ([["plan", "sparsity", "demo", *TEXT, "--method", "magnitude", "--passes", "9", "--by",

@@ -110,7 +110,7 @@ def test_a_weight_shared_by_two_layers_gets_both_gradients():
     assert scores.gain[0][0] == pytest.approx(float((g**2 / (d + 0.1 * d.max())).sum()), rel=1e-6)
 
 
-SIGNALS = ("fisher-trace", "outlier-ratio", "spectral-tail", "ablation", "block-influence", "layerif", "reconstruction")
+SIGNALS = ("fisher-trace", "outlier-ratio", "spectral-tail", "ablation", "block-influence", "layerif")
 
 
 def signal(model, data, name, blocks=None):

@@ -9,7 +9,7 @@ import torch
 from layerbudget.decisions.sparsity.plan import plan_sparsity
 from layerbudget.errors import CoverageError, InvalidInput
 from layerbudget.models.blocks import partition
-from layerbudget.sensitivity.baselines import mean_metric, outlier_ratio
+from layerbudget.sensitivity.baselines import outlier_ratio
 
 
 def plain(model, data, layer, multiple):
@@ -45,35 +45,6 @@ def test_equals_the_plain_loop(mistral, data, padded, multiple):
         expected = [plain(mistral, d, layer, multiple) for layer in mistral.model.layers]
         assert scores.values() == pytest.approx(expected, abs=1e-4)
         assert scores.orientation == "gain" and min(expected) > 0
-
-
-def test_dlp_prunes_the_blocks_with_the_larger_metric(mistral, padded):
-    """By the recipe: importance 1 - s_i / sum s, stretched to twice the width, density around the target."""
-    scores = mean_metric(mistral, padded, partition(mistral), batch_size=4)
-    means = []
-    for layer in mistral.model.layers:
-        rows = []
-        for name, module in layer.named_modules():
-            if isinstance(module, torch.nn.Linear):
-                x = inputs_of(mistral, padded, module)
-                rows.append((module.weight.abs() * (x.square().sum(0)).sqrt()).flatten())
-        means.append(float(torch.cat(rows).mean().detach()))
-    wanted = 1 - np.array(means) / sum(means)
-    assert scores.values() == pytest.approx(wanted, rel=1e-5)
-    plan = plan_sparsity(scores, sparsity=0.5, max_sparsity=0.9, rule="dlp")
-    stretched = (wanted - wanted.min()) / (wanted.max() - wanted.min()) * 0.3
-    density = stretched - stretched.mean() + 0.5
-    assert plan.values == pytest.approx(1 - density, abs=1e-6) and int(np.argmax(plan.values)) == int(np.argmax(means))
-
-
-def inputs_of(model, data, module):
-    seen = []
-    handle = module.register_forward_hook(lambda m, inputs, out: seen.append(inputs[0][0]))
-    with torch.no_grad():
-        for i in range(data.samples):
-            model(data.input_ids[i : i + 1, : int(data.attention_mask[i].sum())])
-    handle.remove()
-    return torch.cat(seen)
 
 
 def test_atp_is_an_arithmetic_progression(mistral):

@@ -164,8 +164,7 @@ SCORES: dict[str, Work] = {
     "ekfac": Work(10.0, "layer", 2, _factors(4, 3, 6, rows=False), _cubes(24.0)),
     "fisher-trace": Work(3.9, "layer", 1),
     **dict.fromkeys(("ggn", "hessian"), Work(1.0, "model", 0, _bytes(12.0), each=45.0)),
-    **dict.fromkeys(("outlier-ratio", "mean-metric", "block-influence"), Work()),
-    "reconstruction": Work(2.0, "none", 0, _squares, _numel(1500, 1.0)),
+    **dict.fromkeys(("outlier-ratio", "block-influence"), Work()),
     "ablation": Work(each=0.5),
     "spectral-tail": Work(0.01, solve=lambda shape: 10.0 * sum(m.numel * min(m.d_in, m.d_out) for m in shape.matrices)),
 }

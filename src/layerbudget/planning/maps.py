@@ -13,8 +13,6 @@ from ..solvers.dual import piecewise_root
 from ..solvers.inputs import Vector, number
 from .rule import Decision, Problem, rule
 
-_LSA = (0.06, 0.06, 0.02, 0.04, 0.02, 0.04, 0.10, 0.15, 0.12, 0.12)  # published widths at 10 % to 80 %; the ends repeat
-
 
 @rule("sparsity", "uniform", summary="the same sparsity everywhere, as far as the bounds allow")
 def _uniform(problem: Problem) -> Decision:
@@ -48,25 +46,6 @@ def _owl(problem: Problem, *, damping: float | None = None, width: float | None 
     free, n = ~problem.held, problem.amount
     rho = problem.share + (d[free].mean() if free.any() else 0.0) - d
     return _filled(problem, np.ones(n.size), rho)
-
-
-@rule("sparsity", "dlp", summary="DLP's map: the larger a layer's mean Wanda score, the more zeros")
-def _dlp(problem: Problem, *, damping: float | None = None, width: float | None = None) -> Decision:
-    """OWL's map of the importance ``1 - s_i / sum s``, width 0.15."""
-    return _owl(problem, damping=damping, width=0.15 if width is None else width)
-
-
-@rule("sparsity", "lsa", summary="LSA's map: the larger the removal error, the more zeros")
-def _lsa(problem: Problem, *, damping: float | None = None, width: float | None = None) -> Decision:
-    """``n_k rho_k = n_k s + (mean d - d_k) mean n``, d the importances stretched to twice the width, of layers or matrices.
-
-    The width is that of the target's tenth by default.
-    """
-    free, n, value = ~problem.held, problem.amount, problem.low.copy()
-    width = _LSA[min(int(10 * problem.share + 1e-9), 9)] if width is None else width
-    d = (_span(problem, problem.oriented(damping)) * 2.0 * width)[free]
-    value[free] = problem.share + ((d.mean() - d) * n[free].mean() / n[free] if d.any() else 0.0)
-    return Decision(value=value)
 
 
 @rule("sparsity", "atp", summary="ATP: an arithmetic progression over depth")

@@ -1,11 +1,4 @@
-r"""Layer signals of other pruning methods: OWL, DLP, LSA (all from inputs of the dense model) and AlphaPruning (weights only).
-
-**LSA** (ICLR 2026, BeiYazi0/LSA). From every row w of a matrix a fraction of the entries goes, inside blocks of consecutive
-inputs, each time the one that adds least to the squared error of the row's output,
-
-    s_j = w_j^2 H_jj + 2 w_j sum_{i gone} w_i H_ij,      H = sum over tokens of x x',
-
-so that what is added up is exactly ``e' H e`` with e the entries that went. No weight is updated.
+r"""Layer signals of other pruning methods: OWL (inputs of the dense model) and AlphaPruning (weights only).
 
 **AlphaPruning, AlphaLoRA** (``haiquanlu/AlphaPruning``, ``lib/esd_utils.py``; ``morelife2017/alphalora``). For a weight with
 squared singular values ``e_0 <= ... <= e_{N-1}`` the Hill estimator at index ``i`` is
@@ -25,16 +18,14 @@ import torch
 from torch import nn
 
 from ..compressors.treating import matrices
-from ..data.calibration import CalibrationSet
 from ..errors import CoverageError, InvalidInput
-from ..execution.inputs import InputStatistics, real_tokens
-from ..execution.loss import Data, pad_right, unlabelled
+from ..execution.inputs import real_tokens
+from ..execution.loss import Data, unlabelled
 from ..execution.modes import inference
 from ..execution.sites import refuse_direct
-from ..execution.walk import Walk
-from ..models.blocks import layers, weight_of
+from ..models.blocks import weight_of
 from ..progress import Progress, Steps
-from ..records import Block, check_fraction
+from ..records import Block
 from ..scores import Scores
 from .curvature.common import record
 
@@ -77,22 +68,6 @@ def outlier_ratio(
     )
 
 
-def mean_metric(
-    model: nn.Module, data: Data, blocks: Sequence[Block], *, batch_size: int = 8, progress: Progress | None = None
-) -> Scores:
-    """DLP's importance ``1 - s_i / sum s``, ``s_i`` the mean of ``|W| sqrt(mean x^2)`` over a block (arXiv 2505.23807).
-
-    Activations grow with depth and with them the metric: later blocks count as less important.
-
-    Raises:
-        CoverageError: A matrix whose input cannot be seen (fused experts), or that no token reached.
-    """
-    power = _powers(model, data, blocks, batch_size, progress)
-    means = np.array([float(torch.cat(_metric(model, b, power)).double().mean()) for b in blocks])
-    gain = 1.0 - means / means.sum()
-    return record(blocks, "mean-metric", gain=(tuple(gain.tolist()),), unit="share", orientation="gain")
-
-
 def _powers(
     model: nn.Module, data: Data, blocks: Sequence[Block], batch_size: int, progress: Progress | None
 ) -> dict[str, torch.Tensor]:
@@ -129,96 +104,6 @@ def _metric(model: nn.Module, block: Block, power: dict[str, torch.Tensor]) -> l
     """``|W| sqrt(power)`` of the matrices of a block, flat."""
     weights = {m.name: matrices(*weight_of(model, m.name))[0] for m in block.modules}
     return [(w.float().abs() * power[name].sqrt()).flatten() for name, w in weights.items()]
-
-
-def removal_error(weight: torch.Tensor, gram: torch.Tensor, share: float = 0.5, width: int = 128) -> float:
-    """Squared error of the output that the greedy removal causes, summed over rows and tokens.
-
-    Of a weight ``(d_out, d_in)`` and ``gram = sum x x'``; ``share`` of every ``width`` inputs of a row goes, rounded down.
-
-    >>> removal_error(torch.tensor([[1.0, 2.0]]), torch.eye(2), 0.5, 2)
-    1.0
-    """
-    weight, gram = weight.float(), gram.float()
-    scores = weight.square() * gram.diagonal()
-    total = 0.0
-    for start in range(0, weight.shape[1], width):
-        stop = min(start + width, weight.shape[1])
-        inside, within, own = weight[:, start:stop], gram[start:stop, start:stop], scores[:, start:stop]
-        gone = torch.zeros_like(inside)
-        for _ in range(int(share * (stop - start))):
-            least = own.argmin(1, keepdim=True)
-            total += float(own.gather(1, least).double().sum())
-            value = inside.gather(1, least)
-            own += 2.0 * inside * value * within[least[:, 0]]
-            own.scatter_(1, least, torch.inf)
-            gone.scatter_(1, least, value)
-        scores[:, stop:] += 2.0 * weight[:, stop:] * (gone @ gram[start:stop, stop:])
-    return total
-
-
-def reconstruction(
-    model: nn.Module,
-    data: Data,
-    blocks: Sequence[Block],
-    *,
-    share: float = 0.5,
-    width: int = 128,
-    batch_size: int = 8,
-    progress: Progress | None = None,
-) -> Scores:
-    """LSA's importance ``1 - s_k / sum s``, s_k the mean over a block's matrices of :func:`removal_error`, on the dense model.
-
-    The model is walked layer by layer, one layer's second moments at a time. Blocks are layers, or single matrices.
-    ``share`` of every ``width`` inputs goes; the published default is a half.
-
-    Raises:
-        InvalidInput: Data that are not tokens, or an option outside its domain.
-        CoverageError: A matrix outside the layers, or that no token reached.
-    """
-    check_fraction(share, "share")
-    if width < 1 or int(share * width) < 1:
-        raise InvalidInput(f"width is {width}, share {share}.", "At least one entry of a block must go.", "Use width=128.")
-    padded, names = pad_right(data), [name for name, _ in layers(model)]
-    if not isinstance(padded, CalibrationSet):
-        raise InvalidInput("The reconstruction error is made from tokens.", "", "Give a calibration set.")
-    modules = [m for b in blocks for m in b.modules]
-    outside = [m.name for m in modules if not any(m.name.startswith(f"{n}.") for n in names)]
-    if outside:
-        raise CoverageError(f"{outside[0]} lies outside the layers.", "Inputs are gathered layer by layer.", "Exclude it.")
-    errors: dict[str, float] = {}
-    with inference(model):
-        walk, tick = Walk(model, padded, batch_size=batch_size), Steps(progress, len(names))
-        walk.capture()
-        for i, name in enumerate(names):
-            mine = [m for m in modules if m.name.startswith(f"{name}.")]
-            if mine:
-                statistics = InputStatistics(model, mine, "gram")
-                statistics.run(walk)
-                for m in mine:
-                    grams = [s.value for s in statistics.found.get(m.name, ())]
-                    errors[m.name] = _error(model, m.name, grams, share, width)
-            if i + 1 < len(names):
-                walk.advance()
-            tick()
-    means = np.array([np.mean([errors[m.name] for m in b.modules]) for b in blocks])
-    gain = 1.0 - means / means.sum() if means.sum() > 0 else np.ones(len(means))
-    return record(
-        blocks,
-        "reconstruction",
-        gain=(tuple(gain.tolist()),),
-        unit="share",
-        orientation="gain",
-        extra={"share": share, "width": width},
-    )
-
-
-def _error(model: nn.Module, name: str, grams: Sequence[torch.Tensor | None], share: float, width: int) -> float:
-    """:func:`removal_error` of a matrix, or summed over its copies, from upper triangles of ``sum x x'``."""
-    if not any(g is not None for g in grams):
-        raise CoverageError(f"No token reached {name}.", "", "Use more calibration samples.")
-    copies = zip(matrices(*weight_of(model, name)), grams, strict=True)
-    return sum(removal_error(w, g.triu() + g.triu(1).T, share, width) for w, g in copies if g is not None)
 
 
 def eigenvalues(weight: torch.Tensor) -> np.ndarray:

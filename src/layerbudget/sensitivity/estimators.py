@@ -87,13 +87,6 @@ _OWN = (
     Estimator(name="fisher-trace", home=".curvature.diagonal:score_trace", summary="trace of the empirical Fisher"),
     Estimator(name="outlier-ratio", home=".baselines:outlier_ratio", linear=True, summary="OWL's share of outlying weights"),
     Estimator(
-        name="mean-metric",
-        home=".baselines:mean_metric",
-        linear=True,
-        summary="DLP's importance: the smaller |W| |x|, the more",
-    ),
-    Estimator(name="reconstruction", home=".baselines:reconstruction", summary="LSA's error of a greedy removal"),
-    Estimator(
         name="spectral-tail", home=".baselines:spectral_tail", data=False, summary="AlphaPruning's exponent of weight spectra"
     ),
     Estimator(name="ablation", home=".ablation:ablation", summary="loss increase without the block"),
