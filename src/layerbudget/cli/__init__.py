@@ -125,8 +125,7 @@ def _join(arguments: argparse.Namespace) -> bool:
             f"Work is shared by {', '.join(PROCESSES)}.",
             "Start it without torchrun.",
         )
-    together = join(getattr(arguments, "device", None))
-    if together is None or together.is_main:
+    if join(getattr(arguments, "device", None)).is_main:
         return True
     arguments.quiet = arguments.console.quiet = True
     return False

@@ -254,7 +254,7 @@ def one_process(what: str) -> None:
     """Refuse several processes."""
     from ..execution.processes import process_group
 
-    if process_group() is not None:
+    if process_group().size > 1:
         raise InvalidInput(f"{what} in one process.", "A launcher started several.", "Leave torchrun out.")
 
 

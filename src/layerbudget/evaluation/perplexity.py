@@ -26,7 +26,7 @@ from ..errors import BadModel, InvalidInput
 from ..execution.divergence import next_tokens, sequence_losses
 from ..execution.loss import head_of
 from ..execution.modes import inference
-from ..execution.processes import process_group
+from ..execution.processes import process_group, shard
 from ..progress import Progress, Steps
 
 
@@ -105,8 +105,7 @@ def perplexity(
         raise BadModel(f"{type(model).__name__} predicts no next token.", "", "Perplexity needs a causal language model.")
     check_fits(model, data)
     group, counts = process_group(), predicted(data)
-    own = list(range(data.samples)) if group is None else group.shard(range(data.samples))
-    mine = data if group is None else data.select(own)
+    own, mine = group.shard(range(data.samples)), shard(data)
     device, wanted = next(model.parameters()).device, _targets(mine)
     losses: list[np.ndarray] = []
     with inference(model):
@@ -122,8 +121,7 @@ def perplexity(
             tick(len(logits))
     sums = np.zeros(data.samples)
     sums[own] = np.concatenate(losses)
-    sums = sums if group is None else group.sum(sums)
-    rows = sums / np.maximum(counts, 1)
+    rows = group.sum(sums) / np.maximum(counts, 1)
     if not np.isfinite(rows).all():
         raise BadModel("The model's loss is not finite on this text.", "", "Check the weights (layerbudget doctor).")
     mean = float(sums.sum() / counts.sum())

@@ -157,25 +157,21 @@ def feed(
     if walk not in _WALKS:
         raise InvalidInput(f"walk is {walk!r}.", f"It is one of {', '.join(_WALKS)}.", "")
     with Collector(model, blocks, consumer.update) as collector:
-        group = None if alone else process_group()
+        group = ProcessGroup() if alone else process_group()
         if isinstance(data, Sequence):
             runs = list(data)
         else:
-            most = fitting(model, data.length, batch_size)
-            if group is not None:  # whose processes share the same batches
-                most = min(*group.gather(most), -(-data.samples // group.size))
+            fits = group.gather(fitting(model, data.length, batch_size))  # all processes share the same batches
+            most = min(*fits, -(-data.samples // group.size))
             runs = list(batches(model, data, 1 if collector.direct else most))
-        if group is not None:
-            runs = group.shard(runs)
+        runs = group.shard(runs)
         way = _chosen_way(model, collector.names, runs, walk, consumer.bytes(blocks))
-        if group is not None and group.gather(way) != [way] * group.size:
+        if group.gather(way) != [way] * group.size:
             way = "layers"  # memory differs between the processes, the order of layers must not
         feeding = (_Whole if way == "whole" else _Layers)(model, runs, collector, consumer, tick or (lambda n: None), group)
-        loss = feeding.run()
-        if group is not None:
-            collector.seen = set().union(*group.gather(collector.seen))
-            consumer.merge(group)
-            loss = float(group.sum(np.array([loss]))[0])
+        loss = float(group.sum(np.array([feeding.run()]))[0])
+        collector.seen = set().union(*group.gather(collector.seen))
+        consumer.merge(group)
         collector.check_coverage()
     return Fed(way=way, loss=loss)
 
@@ -218,7 +214,7 @@ class _Whole:
     collector: Collector
     consumer: Accumulator
     tick: Callable[[int], None]
-    group: ProcessGroup | None
+    group: ProcessGroup
 
     def run(self) -> float:
         """Feed the accumulator; return the sum of the first loss."""
@@ -241,7 +237,7 @@ class _Whole:
         self.consumer.start(names)
         while more:
             yield [i for i in range(len(self.consumer.losses)) if self.consumer.needs(i)]
-            if self.group is not None:
+            if self.group.size > 1:
                 self.consumer.share(names, self.group)
             more = self.consumer.finalize(names)
 

@@ -15,7 +15,7 @@ from ..models.offload import mapped
 from .inputs import InputStatistics
 from .loss import IGNORE, compared, pad_right
 from .modes import inference
-from .processes import shard, total
+from .processes import process_group, shard
 from .walk import Walk
 
 _KEEP_BYTES = 256 << 20
@@ -50,7 +50,7 @@ def next_tokens(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 
 def mean(found: float, tokens: float) -> float:
     """``found / tokens``, of all processes together."""
-    both = total(np.array([found, tokens]))
+    both = process_group().sum(np.array([found, tokens]))
     return float(both[0] / both[1])
 
 

@@ -105,7 +105,7 @@ def share_statistics(found: Mapping[str, Sequence[InputMoments]], *, parity: boo
         CoverageError: Running means over sequences, which have an order; matrices that ran in some processes only.
     """
     together = process_group()
-    if together is None:
+    if together.size == 1:
         return
     names = sorted(found)
     if parity or together.gather(names) != [names] * together.size:

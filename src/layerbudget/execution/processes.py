@@ -10,6 +10,7 @@ so the numbers do not depend on the number of processes beyond the order of sums
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -24,16 +25,15 @@ from ..records import Block
 from .loss import FeatureSet
 
 T = TypeVar("T")
-
-
 Some = TypeVar("Some", bound=CalibrationSet | FeatureSet)
 
 
+@dataclasses.dataclass(frozen=True)
 class ProcessGroup:
-    """The processes of one run, two or more: how many there are, and the number of this one."""
+    """The processes of one run: the number of this one, and how many there are. One by itself has nothing to exchange."""
 
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    rank: int = 0
+    size: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -47,6 +47,8 @@ class ProcessGroup:
 
     def reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Add tensors up over all processes, in place; one flat sum per type and device."""
+        if self.size == 1:
+            return
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -58,21 +60,18 @@ class ProcessGroup:
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Sum of an array over all processes."""
+        if self.size == 1:
+            return values
         tensor = torch.as_tensor(np.ascontiguousarray(values, dtype=np.float64)).to(self.device)
         dist.all_reduce(tensor)
         return tensor.cpu().numpy()
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, in their order."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
+        found: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value)
         return found
-
-    def broadcast(self, make: Callable[[], T]) -> T:
-        """Return what the main process makes."""
-        held: list[Any] = [make() if self.is_main else None]
-        dist.broadcast_object_list(held, src=0)
-        return held[0]
 
     def owners(self, blocks: Sequence[Block]) -> list[int]:
         """Owner of every block: the largest first, each to the process that has least so far."""
@@ -98,21 +97,19 @@ class ProcessGroup:
 
     def barrier(self) -> None:
         """Wait until all processes are here."""
-        dist.barrier()
+        if self.size > 1:
+            dist.barrier()
 
 
-def process_group() -> ProcessGroup | None:
-    """The processes of this run, or None where it is one process."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
-        return None
-    return ProcessGroup()
+def process_group() -> ProcessGroup:
+    """The processes of this run."""
+    joined = dist.is_available() and dist.is_initialized()
+    return ProcessGroup(dist.get_rank(), dist.get_world_size()) if joined else ProcessGroup()
 
 
-def join(device: str | None = None) -> ProcessGroup | None:
-    """Join the processes that a launcher started, as it says in the environment; None where there is one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not dist.is_available():
-        return None
-    if not dist.is_initialized():
+def join(device: str | None = None) -> ProcessGroup:
+    """Join the processes that a launcher started, as it says in the environment."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available() and not dist.is_initialized():
         accelerated = torch.cuda.is_available() and device != "cpu"
         if accelerated:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -130,14 +127,15 @@ def leave() -> None:
 
 def is_main() -> bool:
     """Whether this process writes: the only one, or number 0."""
-    group = process_group()
-    return group is None or group.is_main
+    return process_group().is_main
 
 
 def broadcast(make: Callable[[], T]) -> T:
     """Return what the main process makes, in all of them."""
-    group = process_group()
-    return make() if group is None else group.broadcast(make)
+    held: list[Any] = [make() if is_main() else None]
+    if process_group().size > 1:
+        dist.broadcast_object_list(held, src=0)
+    return held[0]
 
 
 def rounds(parts: Sequence[T]) -> list[tuple[T, bool]]:
@@ -146,10 +144,8 @@ def rounds(parts: Sequence[T]) -> list[tuple[T, bool]]:
     A model whose weights are shared runs in all processes at once.
     """
     group = process_group()
-    if group is None:
-        return [(part, True) for part in parts]
     own = [(part, True) for part in parts[group.rank :: group.size]]
-    return own + [(parts[-1], False)] * (-(-len(parts) // group.size) - len(own))
+    return own + [(part, False) for part in parts[-1:]] * (-(-len(parts) // group.size) - len(own))
 
 
 def shard(data: Some) -> Some:
@@ -159,11 +155,5 @@ def shard(data: Some) -> Some:
         InvalidInput: There are fewer than processes.
     """
     group = process_group()
-    mine: Any = data if group is None else data.select(group.shard(range(data.samples)))
+    mine: Any = data if group.size == 1 else data.select(group.shard(range(data.samples)))
     return mine
-
-
-def total(values: np.ndarray) -> np.ndarray:
-    """Sum of what all processes hold."""
-    group = process_group()
-    return values if group is None else group.sum(values)

@@ -15,7 +15,7 @@ from ..data.text import Texts
 from ..errors import InvalidInput
 from ..evaluation import statistics
 from ..execution.divergence import sequence_losses
-from ..execution.processes import rounds, total
+from ..execution.processes import process_group, rounds
 from .protocol import Protocol
 
 Row = dict[str, Any]
@@ -58,7 +58,7 @@ class _Batches:
             values = measure(model(**inputs).logits, labels)
             if counts:
                 found[part] = values.cpu().numpy()
-        return total(found)
+        return process_group().sum(found)
 
 
 def _sums(logits: Tensor, labels: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def _set(name: str) -> bool:
 
 def shares_weights() -> bool:
     """Return whether the launcher asked several processes to share weights (FSDP)."""
-    return _set("ACCELERATE_USE_FSDP") and process_group() is not None
+    return _set("ACCELERATE_USE_FSDP") and process_group().size > 1
 
 
 def check(protocol: Protocol, settings: Mapping[str, Any], *, bf16: bool) -> None:
@@ -63,7 +63,7 @@ def check(protocol: Protocol, settings: Mapping[str, Any], *, bf16: bool) -> Non
     """
     found = process_group()
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if found is None:
+    if found.size == 1:
         if processes > 1:
             raise InvalidInput(
                 f"This is one of {processes} processes, which have not joined.",
@@ -227,9 +227,7 @@ class _Watch(TrainerCallback):
         control.should_log = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        group = process_group()
-        if group is not None:
-            group.barrier()  # every process has its random state in it
+        process_group().barrier()  # every process has its random state in it
         if is_main():
             folders.seal(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
 
@@ -273,7 +271,7 @@ def _arguments(
         seed=seed,
         data_seed=seed,
         num_train_epochs=protocol.epochs,
-        per_device_train_batch_size=protocol.batch // protocol.accumulation // (group.size if group else 1),
+        per_device_train_batch_size=protocol.batch // protocol.accumulation // group.size,
         gradient_accumulation_steps=protocol.accumulation,
         learning_rate=protocol.lr,
         lr_scheduler_type="linear",
@@ -321,7 +319,7 @@ def train(
     examples: Any = rows.task.train
     group, read = process_group(), rows.encoded(examples)
     steps = math.ceil(len(read) / protocol.batch) * math.ceil(protocol.epochs)
-    device = group.device if group is not None and shares_weights() else next(model.parameters()).device
+    device = group.device if shares_weights() else next(model.parameters()).device
     half = bf16 or any(p.dtype == torch.bfloat16 for p in model.parameters())
     strategy = {"save_strategy": "epoch" if keep else "no", "bf16": half, "checkpointing": checkpointing}
     arguments = _arguments(model, protocol, seed, folder, steps, device, **strategy)
@@ -332,7 +330,7 @@ def train(
 
         own.append(BalanceScale())
     options: dict[str, Any] = {"model": model, "data_collator": rows.collate, "callbacks": own}
-    if group is None:
+    if group.size == 1:
         trainer = Trainer(train_dataset=cast(Any, read), args=arguments, **options)
     else:
         kind = _ShardedTrainer if shares_weights() else _SharedTrainer
@@ -340,7 +338,7 @@ def train(
     trainer.remove_callback(PrinterCallback)  # it writes to stdout, which belongs to --json
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     found = {"training_loss": mean_loss(trainer.state.log_history), "steps": trainer.state.global_step}
-    return {**found, **({"processes": group.size} if group else {})}
+    return {**found, **({"processes": group.size} if group.size > 1 else {})}
 
 
 def judge(model: nn.Module, rows: Rows | TextRows, *, bf16: bool) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def score(
     known = None if finished is None else finished.scores()
     if known is not None:
         return known
-    aside = {"progress": progress, "resume": resume, "finished": finished if process_group() is None else None}
+    aside = {"progress": progress, "resume": resume, "finished": finished if process_group().size == 1 else None}
     arguments |= {name: value for name, value in aside.items() if value is not None and chosen.takes(name)}
     scores = _with_provenance(chosen.call(model, data, blocks, **arguments), model, data)
     if finished is not None:

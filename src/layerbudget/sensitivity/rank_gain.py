@@ -191,8 +191,7 @@ def damping_scale(
     keys = [key for batch in batches(model, data, batch_size) for key in batch.keys]
     few = data.select(sorted(sorted(range(data.samples), key=keys.__getitem__)[:count]))
     traces = _Traces(seed)
-    together = process_group()
-    alone = together is not None and few.samples < together.size
+    alone = few.samples < process_group().size
     feed(model, few, blocks, traces, batch_size=batch_size, walk=walk, alone=alone)
     tokens = float(token_count(model, few))
     widths = {m.name: m for b in blocks for m in b.modules}

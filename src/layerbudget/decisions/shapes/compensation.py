@@ -138,7 +138,7 @@ class Stream:
     """
 
     def __init__(self, walk: Walk) -> None:
-        if process_group() is not None:
+        if process_group().size > 1:
             raise CoverageError("The residual stream is matched in one process.", "", "Use one, or --set compensate=refit.")
         self.walk = walk
         self.dense = [walk.store.get(batch).clone() for batch in range(walk.batches)]
@@ -225,7 +225,7 @@ def ways_of(model: nn.Module, data: CalibrationSet, word: str = "auto") -> str:
         if word not in WAYS:
             raise InvalidInput(f"There is no compensation {word!r}.", f"Ways are {', '.join(WAYS)}.", "Use auto.")
         return word
-    if process_group() is not None:
+    if process_group().size > 1:
         return "refit"
     with inference(model):
         walk = Walk(model, data.select(slice(0, 1)), batch_size=1)

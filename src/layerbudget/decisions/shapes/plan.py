@@ -97,7 +97,7 @@ def plan_shapes(
     """
     need_settled(model, "measuring")
     check_finite(model)
-    if process_group() is not None:
+    if process_group().size > 1:
         raise CoverageError("Smaller shapes are planned in one process.", "", "Use one.")
     spaces = _spaces(
         model,

@@ -164,13 +164,11 @@ def _parts_folder(model: nn.Module, resume: Path | str | None) -> Iterator[Path 
     if resume is not None or mapped(model) is None:
         yield resume
         return
-    group = process_group()
     folder = broadcast(lambda: tempfile.mkdtemp(prefix="layerbudget-"))
     try:
         yield folder
     finally:
-        if group is not None:
-            group.barrier()
+        process_group().barrier()
         if is_main():
             shutil.rmtree(folder, ignore_errors=True)
 

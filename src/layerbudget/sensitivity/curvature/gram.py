@@ -224,7 +224,7 @@ class InnerProducts(Accumulator):
         self.sides = sides or (sketch.sides if sketch else lambda m: (m.d_out, m.d_in))
         self.blocks, self.place = blocks, {m.name: (k, m) for k, b in enumerate(blocks) for m in b.modules}
         self.grams = np.zeros((len(blocks), samples * len(losses), samples * len(losses)))
-        self._processes: ProcessGroup | None = None
+        self._processes = ProcessGroup()
         self._waiting: list[_Piece] = []
         self._active: dict[str, list[_Piece]] = {}
         self._rows = slice(0, 0)
@@ -300,10 +300,10 @@ class InnerProducts(Accumulator):
     def finalize(self, names: Sequence[str]) -> bool:
         """Multiply what was kept, forget it, and ask for another pass while pieces wait."""
         group = self._processes
-        owners = None if group is None else group.owners(self.blocks)
+        owners = group.owners(self.blocks)
         for name in [n for n in names if n in self._active]:
             k = self.place[name][0]
-            if group is None or owners is None or owners[k] == group.rank:
+            if owners[k] == group.rank:
                 for piece in self._active[name]:
                     self.grams[k] += inner(piece.values)
         self._next()

@@ -180,7 +180,7 @@ class Factors(Accumulator):
         self.waiting = [0 if k in found else len(b.modules) for k, b in enumerate(blocks)]
         self.inputs: dict[str, _Input] = {}
         self.outputs: dict[str, _Output] = {}
-        self._processes: ProcessGroup | None = None
+        self._processes = ProcessGroup()
         self._idle = False
         self._batch: Batch | None = None
         self._loss = 0
@@ -286,7 +286,7 @@ class Factors(Accumulator):
     def owns(self, name: str) -> bool:
         """Whether this process settles a matrix."""
         group = self._processes
-        return group is None or group.owners(self.blocks)[self.place[name]] == group.rank
+        return group.size == 1 or group.owners(self.blocks)[self.place[name]] == group.rank
 
     def finalize(self, names: Sequence[str]) -> bool:
         """Settle the matrices input by input, and forget them."""

@@ -28,7 +28,7 @@ from torch import nn
 from ...errors import InvalidInput, LengthMismatch, UnknownBlock
 from ...execution.backward import Accumulator, Loss, SampledLoss, feed
 from ...execution.loss import IGNORE, Batch, Data, unlabelled
-from ...execution.processes import process_group, shard, total
+from ...execution.processes import process_group, shard
 from ...execution.sites import Site, tracked
 from ...models.blocks import layer_lists, partition
 from ...progress import Progress, Steps
@@ -221,9 +221,9 @@ def quadratic_terms(
     losses: list[Loss] = [SampledLoss(1009 * seed + draw) for draw in range(draws)]
     if clean is not None:
         losses.insert(0, _divergence_from(clean, size))
-    own, together, samples = shard(data), process_group(), data.samples
+    own, group, samples = shard(data), process_group(), data.samples
     batches = list(unlabelled(model, own, size))
-    places = range(samples) if together is None else together.shard(range(samples))
+    places = group.shard(range(samples))
     sums = DirectionalSums(
         units,
         directions,
@@ -238,12 +238,12 @@ def quadratic_terms(
     fed = feed(model, batches, blocks, sums, walk=way, tick=Steps(progress, own.samples, "gradients"), alone=True)
     counts = np.zeros(samples)
     for batch in batches:
-        counts[list(places[batch.rows])] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().numpy()
-    found = total(sums.sums)
-    loss, *each = total(np.array([fed.loss, *counts])).tolist()
+        counts[places[batch.rows]] = (batch.targets != IGNORE).reshape(batch.size, -1).sum(1).cpu().numpy()
+    found = group.sum(sums.sums)
+    loss, *each = group.sum(np.array([fed.loss, *counts])).tolist()
     tokens = round(sum(each))
     first, second = found[0] / tokens, found[1] / (2 * tokens)
-    rows, counts = (total(sums.rows), np.array(each)) if draws else (sums.rows, np.zeros(0))
+    rows, counts = (group.sum(sums.rows), np.array(each)) if draws else (sums.rows, np.zeros(0))
     rest = (rows.T / 2).transpose(1, 0, 2) - second[..., None] * counts
     return QuadraticTerms(
         first=first,
