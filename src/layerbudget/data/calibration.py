@@ -79,11 +79,7 @@ class CalibrationSet:
 
 
 def check_reads_text(model: nn.Module) -> None:
-    """Refuse a model that takes no tokens: of images, of sound. A plain module, which says nothing of its inputs, passes.
-
-    Raises:
-        UnknownStructure: Says what it reads.
-    """
+    """Refuse a model that takes no tokens: of images, of sound. A plain module, which says nothing of its inputs, passes."""
     wants = getattr(model, "main_input_name", "input_ids")
     if wants != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
         told, reason = (
@@ -97,10 +93,6 @@ def check_fits(model: nn.Module, data: Any) -> None:
     """Refuse tokens that the model has no embedding for, and sequences longer than its positions.
 
     Anything without ``input_ids`` fits.
-
-    Raises:
-        InvalidInput: Says what does not fit.
-        UnknownStructure: The model takes no tokens.
     """
     ids, config = getattr(data, "input_ids", None), getattr(model, "config", None)
     if ids is None or config is None:

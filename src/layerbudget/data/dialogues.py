@@ -76,11 +76,7 @@ def format_of(row: Any) -> str | None:
 
 
 def dialogue(row: Mapping[str, Any], kind: str, tokenizer: Any, where: str = "the data") -> Dialogue:
-    """Text of one row of a format (:func:`format_of`) and its learned spans; the tokenizer's chat template writes messages.
-
-    Raises:
-        InvalidInput: A row without an answer, of another format than ``kind``, or a template that cannot be followed.
-    """
+    """Text of one row of a format (:func:`format_of`) and its learned spans; the tokenizer's chat template writes messages."""
     try:
         if kind in ("messages", "conversations"):
             return _written(_messages(row[kind]), tokenizer, where)

@@ -32,11 +32,7 @@ class Encoded:
 
 
 def text_of(row: Row, where: object, column: str = "") -> str:
-    """The text of a row: itself, a named column, a column with a usual name, or its longest text.
-
-    Raises:
-        InvalidInput: There is none.
-    """
+    """The text of a row: itself, a named column, a column with a usual name, or its longest text."""
     if isinstance(row, str):
         return row
     if column:
@@ -55,10 +51,6 @@ def encode(rows: Sequence[tuple[Row, str]], tokenizer: Any, *, limit: int, every
     """Rows of one format, each with the name of its file, as at most ``limit`` tokens; ``everything`` learns prompts too.
 
     Rows that keep nothing to learn are left out, and said to be.
-
-    Raises:
-        InvalidInput: Rows of several formats, a row that does not parse, or a tokenizer that gives no places of its tokens.
-        NotEnoughText: No row keeps anything to learn.
     """
     kinds = {format_of(row) for row, _ in rows}
     if len(kinds) > 1:

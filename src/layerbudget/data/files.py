@@ -18,13 +18,7 @@ def is_local(name: str) -> bool:
 
 
 def read_rows(name: str) -> Iterator[tuple[Row, str]]:
-    """Rows of a file or of all files of a folder, each with the name of its file.
-
-    Raises:
-        NotFound: Nothing is there.
-        InvalidInput: An unknown ending, or content that does not parse.
-        MissingDependency: ``pyarrow`` is needed and not installed.
-    """
+    """Rows of a file or of all files of a folder, each with the name of its file."""
     path = Path(name).expanduser()
     known = f"Known endings are {', '.join(_READERS)}."
     files = sorted(f for f in path.rglob("*") if f.suffix in _READERS and f.is_file()) if path.is_dir() else [path]
@@ -49,11 +43,7 @@ def _plain(path: Path) -> list[Any]:
 
 
 def text_of_file(path: Path) -> str:
-    """The text of a UTF-8 file.
-
-    Raises:
-        InvalidInput: Another encoding.
-    """
+    """The text of a UTF-8 file."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -61,11 +51,7 @@ def text_of_file(path: Path) -> str:
 
 
 def json_lines(path: Path) -> list[Any]:
-    """The values of a file with one JSON value a line; empty lines are left out.
-
-    Raises:
-        InvalidInput: A line that does not parse, by its number, or another encoding.
-    """
+    """The values of a file with one JSON value a line; empty lines are left out."""
     rows = []
     for number, line in enumerate(text_of_file(path).split("\n"), 1):  # JSON strings may hold U+2028: splitlines() cuts there
         if line.strip():

@@ -80,9 +80,6 @@ def first_rows(rows: tuple[Kept, ...], n: int | None) -> tuple[Kept, ...]:
 def known_label(value: object, known: Mapping[Any, int], where: str) -> int:
     """Index of a label value; text is compared as it is written, without regard to case and spaces around it.
 
-    Raises:
-        CorruptFile: A value that the task does not have. Guessing would turn every row into one class.
-
     >>> known_label("False", {False: 0, True: 1, "false": 0, "true": 1}, "row 1")
     0
     """

@@ -93,9 +93,6 @@ def column_rows(rows: Iterable[dict[str, Any]], column: str, source: str, limit:
     """Conversations and the like as they are, else the texts of one column (of the usual text column where none is named).
 
     Empty and missing texts are left out.
-
-    Raises:
-        InvalidInput: There is no such column.
     """
     found: list[Row] = []
     for row in rows:
@@ -202,10 +199,6 @@ def read_texts(
     Conversations, completions and instructions are learned on their answers (``everything``: also their prompts), plain texts
     whole; a row has at most ``limit`` tokens. ``held_out`` is another source of held-out rows; by default they are a tenth of
     the rows, chosen by a hash of their content (of the standard library its evaluation modules).
-
-    Raises:
-        InvalidInput, NotFound, MissingDependency: As reading the source does.
-        NotEnoughText: Fewer than two rows.
     """
     rows = _read_rows(source, "calibration")
     if held_out is None and source == "stdlib":

@@ -99,11 +99,7 @@ def moments_of_sites(
 
 
 def share_statistics(found: Mapping[str, Sequence[InputMoments]], *, parity: bool = False) -> None:
-    """Add up what several processes saw, each of its own sequences, by matrix; in one process there is nothing to do.
-
-    Raises:
-        CoverageError: Running means over sequences, which have an order; matrices that ran in some processes only.
-    """
+    """Add up what several processes saw, each of its own sequences, by matrix; in one process there is nothing to do."""
     together = process_group()
     if together.size == 1:
         return
@@ -161,11 +157,7 @@ class InputStatistics:
         return list(groups.values()) + fused
 
     def run(self, walk: Walk) -> None:
-        """Run the walk's current block on all batches, ending each forward when the last matrix has been reached.
-
-        Raises:
-            CoverageError: A matrix other than an expert was reached in some batches only, or by changing inputs.
-        """
+        """Run the walk's current block on all batches, ending each forward when the last matrix has been reached."""
         for batch in range(walk.batches):
             self._mask = walk.token_mask(batch)
             self._waiting, self._ends = {*self.owners, *self.fused}, True

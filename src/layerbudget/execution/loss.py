@@ -100,12 +100,7 @@ class Batch:
 
 
 def head_of(model: nn.Module) -> str:
-    """``causal`` (next token), ``token`` (labels at their own place) or ``classes`` (one label per sequence).
-
-    Raises:
-        UnknownStructure: A model that takes no tokens; a bare encoder or decoder, which has no loss; an encoder-decoder.
-        InvalidInput: A regression head.
-    """
+    """``causal`` (next token), ``token`` (labels at their own place) or ``classes`` (one label per sequence)."""
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None:
         return "classes"
@@ -137,10 +132,6 @@ def targets_of(model: nn.Module, data: Data) -> torch.Tensor:
     """Labels aligned with the logits, ``(samples, length)`` int64, or ``(samples,)`` for class labels.
 
     Entry t is what logit t predicts, -100 where no loss is taken.
-
-    Raises:
-        InvalidInput: The head needs labels that the data does not have, or no target token is left.
-        UnknownStructure: The model has no head.
     """
     head = head_of(model)
     if isinstance(data, FeatureSet):

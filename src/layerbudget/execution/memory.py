@@ -90,11 +90,7 @@ class Store:
 
 
 def room_for(model: nn.Module, runs: Sequence[Batch], layers: int) -> str:
-    """Where the inputs of so many layers go: the first of ``device``, ``cpu`` and ``disk`` that has room for them.
-
-    Raises:
-        InvalidInput: None has.
-    """
+    """Where the inputs of so many layers go: the first of ``device``, ``cpu`` and ``disk`` that has room for them."""
     need = hidden_bytes(model, runs) * layers
     device = next(iter(runs[0].kwargs.values())).device
     if need < SHARE * free_bytes(device):

@@ -82,11 +82,7 @@ class ProcessGroup:
         return owner
 
     def shard(self, runs: Sequence[T]) -> list[T]:
-        """Every n-th batch or sequence, beginning with this process's number.
-
-        Raises:
-            InvalidInput: There are fewer than processes.
-        """
+        """Every n-th batch or sequence, beginning with this process's number."""
         if len(runs) < self.size:
             raise InvalidInput(
                 f"{len(runs)} batches cannot be shared between {self.size} processes.",
@@ -149,11 +145,7 @@ def rounds(parts: Sequence[T]) -> list[tuple[T, bool]]:
 
 
 def shard(data: Some) -> Some:
-    """The sequences of this process.
-
-    Raises:
-        InvalidInput: There are fewer than processes.
-    """
+    """The sequences of this process."""
     group = process_group()
     mine: Any = data if group.size == 1 else data.select(group.shard(range(data.samples)))
     return mine

@@ -66,11 +66,7 @@ def _first(output: Any) -> torch.Tensor:
 
 
 class Replay:
-    """A model whose forward begins and ends where it is told; ``layers`` are ``(name, layer)`` in order.
-
-    Raises:
-        UnknownStructure: The model has no list of layers, or several.
-    """
+    """A model whose forward begins and ends where it is told; ``layers`` are ``(name, layer)`` in order."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -78,11 +74,7 @@ class Replay:
         self.rest: tuple[Any, ...] | None = None  # what a layer returns behind its hidden states: Nones, or a bare tensor
 
     def probe(self, inputs: Inputs) -> None:
-        """See what a layer returns, on a piece of one sequence.
-
-        Raises:
-            CoverageError: The model does not call its first layer.
-        """
+        """See what a layer returns, on a piece of one sequence."""
         seen: list[Any] = []
 
         def look(module: nn.Module, arguments: Any, output: Any) -> None:
@@ -146,11 +138,7 @@ class Replay:
             handle.remove()
 
     def run(self, inputs: Inputs) -> Any:
-        """Hidden states where :meth:`end` ends the forward, or what a hook ended it with.
-
-        Raises:
-            CoverageError: The forward went on to its end: a layer was not called.
-        """
+        """Hidden states where :meth:`end` ends the forward, or what a hook ended it with."""
         try:
             self.model(**inputs)
         except StopForward as stop:

@@ -45,9 +45,6 @@ def tracked(model: nn.Module, blocks: Sequence[Block]) -> tuple[dict[nn.Module, 
     """Weight matrices of some blocks as ``({hooked module: name}, {name: parameter read from autograd})``.
 
     Every module that shares a tied weight is hooked under the one name that the blocks use.
-
-    Raises:
-        UnknownBlock: The model has no such matrix.
     """
     names: dict[int, str] = {}
     direct: dict[str, nn.Parameter] = {}
@@ -70,9 +67,6 @@ def refuse_direct(model: nn.Module, blocks: Sequence[Block], why: str, *, router
     """Refuse matrices that no Linear owns, before anything runs, and say why.
 
     With ``routers`` those routers too that are a Linear and return whom they chose: nothing can be added to their output.
-
-    Raises:
-        CoverageError: Names the first, and the option that leaves all of them out.
     """
     hooked, direct = tracked(model, blocks)
     names = [*direct, *(name for module, name in hooked.items() if routers and hasattr(module, "top_k"))]
@@ -208,11 +202,7 @@ class Collector:
         )
 
     def check_coverage(self) -> None:
-        """Refuse a result that misses weight matrices.
-
-        Raises:
-            CoverageError: Some matrices never ran as modules; the message names them.
-        """
+        """Refuse a result that misses weight matrices."""
         missing = sorted(set(self.hooked.values()) - self.seen)
         if missing:
             raise CoverageError(

@@ -30,10 +30,6 @@ class Walk:
         batches: Number of batches.
         position: The layer whose inputs are stored.
         forwards: Forwards of one layer on one batch so far.
-
-    Raises:
-        InvalidInput: A batch size below one, or an unknown precision.
-        UnknownStructure: The model has no list of layers, or several.
     """
 
     def __init__(
@@ -76,11 +72,7 @@ class Walk:
         return None if mask is None or bool(mask.all()) else mask.bool()
 
     def capture(self) -> None:
-        """Fill the store with the inputs of layer 0.
-
-        Raises:
-            CoverageError: The model did not reach its first layer.
-        """
+        """Fill the store with the inputs of layer 0."""
         with self._precision():
             self.replay.probe(self.inputs(0))
             for batch in range(self.batches):

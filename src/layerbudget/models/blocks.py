@@ -91,9 +91,6 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every decoder (or encoder) layer, in natural order.
 
     Where a model that also sees images has several lists, they are those of its language model.
-
-    Raises:
-        UnknownStructure: No list of layers, or several; the message lists what was found.
     """
     lists = layer_lists(model)
     two_texts = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
@@ -329,11 +326,7 @@ _FINITE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def check_finite(model: nn.Module, *, once: bool = False) -> None:
-    """Refuse a model with NaN or infinite weights; ``once`` spares one whose weights lie on disk further readings of them.
-
-    Raises:
-        BadModel: Names the first such tensor.
-    """
+    """Refuse a model with NaN or infinite weights; ``once`` spares one whose weights lie on disk further readings of them."""
     if model in _FINITE:
         return
     for name, tensor in model.state_dict().items():

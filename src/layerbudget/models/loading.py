@@ -35,9 +35,6 @@ def check_id(name: str, kind: str, *, file: str | None = None, revision: str | N
     """Refuse a name that is no hub id, and a hub id while the hub cannot be reached; one attempt, no retry.
 
     A hub id is ``owner/name`` where ``owner`` is no folder here. The hub is not asked where the cache has that file of it.
-
-    Raises:
-        NotFound: Says which of the two; ``kind`` is ``model`` or ``dataset``.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -65,12 +62,7 @@ def check_id(name: str, kind: str, *, file: str | None = None, revision: str | N
 
 
 def resolve(name: str, revision: str | None = None) -> str:
-    """The packaged folder for ``demo``, a local folder that was checked, or the hub id as it is.
-
-    Raises:
-        NotFound: The name looks like a path and nothing is there, or the folder holds no model.
-        InvalidInput: A revision of something that is no hub repository.
-    """
+    """The packaged folder for ``demo``, a local folder that was checked, or the hub id as it is."""
     path = Path(name).expanduser()
     if revision is not None and (name == "demo" or path.is_dir()):
         raise InvalidInput(f"{name} has no revision {revision!r}.", "Hub repositories have revisions.", "Leave it out.")
@@ -148,11 +140,7 @@ def foreign(what: str, feasible: str, remedy: str) -> Iterator[None]:
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that loads such a checkpoint with its head.
-
-    Raises:
-        UnknownStructure: It reads no text, or two texts.
-    """
+    """The class of transformers that loads such a checkpoint with its head."""
     import transformers
 
     name = (getattr(config, "architectures", None) or [""])[0]
@@ -191,11 +179,7 @@ def find_device(name: str) -> torch.device:
 
 
 def four_bit_config(compute: torch.dtype) -> Any:
-    """Configuration of a base in 4 bits (NF4) whose products are computed in a type, as QLoRA does; heads and poolers stay.
-
-    Raises:
-        MissingDependency: bitsandbytes is not installed.
-    """
+    """Configuration of a base in 4 bits (NF4) whose products are computed in a type, as QLoRA does; heads and poolers stay."""
     from transformers import BitsAndBytesConfig
 
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -246,11 +230,7 @@ def unpacked(model: nn.Module) -> nn.Module:
 
 
 def check_quantised(name: str, config: Any, stream: bool | None, four_bit: bool) -> None:
-    """Refuse to stream, or to hold in 4 bits, a checkpoint whose matrices are packed already.
-
-    Raises:
-        InvalidInput: Names the option.
-    """
+    """Refuse to stream, or to hold in 4 bits, a checkpoint whose matrices are packed already."""
     if getattr(config, "quantization_config", None) and (stream or four_bit):
         raise InvalidInput(
             f"The files of {name} hold packed integers.",

@@ -37,11 +37,7 @@ def converting(model: nn.Module) -> bool:
 
 
 def need_settled(model: nn.Module, what: str) -> None:
-    """Refuse a model whose layers come and go, for work that writes trials into its weights.
-
-    Raises:
-        CoverageError: Weights are converted, or brought to a device, when their layer runs.
-    """
+    """Refuse a model whose layers come and go, for work that writes trials into its weights."""
     if converting(model):
         raise CoverageError(
             f"Layers come one at a time and are dropped again, and with them what {what} writes into them.",
@@ -180,9 +176,6 @@ def load_mapped(
     """A model made from the safetensors files of a folder without copying them, and what transformers reports of its loading.
 
     Layers compute in ``dtype``, or where that is None in the type of most of the stored weights.
-
-    Raises:
-        CorruptFile: A file cannot be read.
     """
     tensors: dict[str, torch.Tensor] = {}
     places: dict[int, tuple[Path, str]] = {}

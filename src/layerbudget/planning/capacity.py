@@ -205,10 +205,6 @@ def decide(
 
     ``given`` are options for the rule, None where they are not given; ``record`` is what the plan shall record beside terms and
     options.
-
-    Raises:
-        InvalidInput: An option that the rule does not have, or a decision that is none.
-        InfeasibleBudget: The budget is below the floors, or cannot be spent under the caps.
     """
     chosen = find_rule(terms.kind, rule)
     options = chosen.resolve_options(given)

@@ -147,11 +147,7 @@ class Rule:
         return resolve_options(f"The rule {self.name}", self.options, given)
 
     def decide(self, problem: Problem, options: Mapping[str, Any]) -> Decision:
-        """Return the decision under resolved options; a function's own value per block is checked.
-
-        Raises:
-            InvalidInput: Values of another shape, or not finite.
-        """
+        """Return the decision under resolved options; a function's own value per block is checked."""
         given = dict(options)
         if self.control:
             problem = dataclasses.replace(problem, order=shuffled(len(problem.blocks), given.pop("seed")))
@@ -203,11 +199,7 @@ def rules_of(kind: str) -> dict[str, Rule]:
 
 
 def find_rule(kind: str, rule: str | Callable[..., Any]) -> Rule:
-    """Return a rule by its name (``my.py:name`` runs that file first), or a function of one's own as a rule.
-
-    Raises:
-        InvalidInput: There is no such rule.
-    """
+    """Return a rule by its name (``my.py:name`` runs that file first), or a function of one's own as a rule."""
     if not isinstance(rule, str):
         return Rule(kind=kind, name=getattr(rule, "__name__", type(rule).__name__), function=rule)
     known = rules_of(kind)

@@ -80,11 +80,6 @@ def ablation(
 
     Returns:
         A record with orientation ``gain`` and standard errors over sequences.
-
-    Raises:
-        UnknownStructure: The model has no head.
-        InvalidInput: No token has a loss.
-        CoverageError: A block of fused experts that is not a whole layer.
     """
     replay, tick = _replay(model), Steps(progress, data.samples)
     rows: list[np.ndarray] = []
@@ -107,10 +102,6 @@ def block_influence(
 
     A layer that hardly turns its hidden states is the first to go; orientation ``gain``. One forward pass in all; padding
     is left out.
-
-    Raises:
-        InvalidInput: A block is not a whole layer.
-        UnknownStructure: The model has no head.
     """
     replay = _replay(model)
     stack = dict(replay.layers) if replay else {}

@@ -73,10 +73,6 @@ def score_adapter(
 
     Returns:
         As :func:`layerbudget.sensitivity.curvature.fisher.score_gram`, with ``estimator='adapter'``.
-
-    Raises:
-        CoverageError: Fused experts, or a weight matrix that was never seen.
-        InvalidInput: An argument outside its domain.
     """
     if rank < 1 or data.samples < 2:
         raise InvalidInput(f"rank={rank} with {data.samples} sequences.", "At least rank 1 and two sequences.", "Use rank=8.")
@@ -97,10 +93,6 @@ def accumulated_gradients(
     """Return the gradient of the mean token loss of every named weight matrix, as ``(d_out, d_in)`` (also for Conv1D).
 
     It is float32 (float64 for a float64 model), on the model's device.
-
-    Raises:
-        CoverageError: A matrix that is not a Linear, or was never seen.
-        UnknownBlock: The model has no such matrix.
     """
     common.check_inputs(batch_size)
     blocks = [_as_block(model, name) for name in modules]

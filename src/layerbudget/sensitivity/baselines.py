@@ -45,10 +45,6 @@ def outlier_ratio(
     the activation statistic (the number of sequences) cancels. More outliers: protect more (orientation ``gain``).
 
     ``multiple`` is ``M`` of the source, which uses 3 by default and recommends 5 for LLaMA-7B (the default here).
-
-    Raises:
-        CoverageError: A matrix whose input cannot be seen (fused experts), or that no token reached.
-        InvalidInput: ``multiple`` is not positive.
     """
     if not multiple > 0 or not np.isfinite(multiple):
         raise InvalidInput(f"multiple is {multiple}.", "It must be positive.", "Use 3, 5 or 7, the values of the source.")

@@ -114,9 +114,5 @@ def estimators() -> dict[str, Estimator]:
 
 
 def find_estimator(name: str) -> Estimator:
-    """The estimator of that name.
-
-    Raises:
-        InvalidInput: There is none.
-    """
+    """The estimator of that name."""
     return ESTIMATORS.find(name)

@@ -81,11 +81,6 @@ def scores_with_shapes(path: Path | str) -> Scores:
     Returns:
         Scores, larger = deserves more capacity, in arbitrary units. They name no model, so plans from them are not checked
         against one.
-
-    Raises:
-        NotFound: No such file.
-        CorruptFile: It does not parse, or a column is missing.
-        InvalidInput: A name that comes twice, a score that is not finite, or a size that is no whole number of at least 1.
     """
     path = Path(path)
     reading.check_ordinary(path, "scores")

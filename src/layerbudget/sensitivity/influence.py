@@ -107,9 +107,6 @@ def influence(
     """Influence tables of all blocks by name: sums of :func:`influence_table` over the weight tensors of each.
 
     The loss of a sample is its mean over real tokens; ``walk`` is that of :func:`layerbudget.execution.backward.feed`.
-
-    Raises:
-        CoverageError: A matrix that was never seen.
     """
     modules = [Block(name=m.name, modules=(m,)) for b in blocks for m in b.modules]
     n, sets = train.samples, (train, validation)
@@ -153,10 +150,6 @@ def score_layerif(
     Returns:
         A record; the standard error (for ``all``) is that of a sum over independent validation samples, the training
         samples taken as given. ``extra`` holds both aggregations (:func:`aggregate`) and every ``lambda``.
-
-    Raises:
-        InvalidInput: Too few samples.
-        CoverageError: A matrix that was never seen.
     """
     train = data
     if validation is None:

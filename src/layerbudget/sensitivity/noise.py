@@ -138,9 +138,6 @@ def subtract_floor(scores: Scores) -> Scores:
     """Same record with the excess over the noise floor as gain; entries below the floor weigh nothing in a plan.
 
     Gains of every further rank lose what noise alone gives each rank, and are pooled where they then rise.
-
-    Raises:
-        InvalidInput: The estimator has no noise floor.
     """
     floors = [[f for f in row if f is not None] for row in scores.noise_floor]
     if any(len(row) < len(scores.blocks) for row in floors):

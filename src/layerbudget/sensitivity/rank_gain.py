@@ -79,10 +79,6 @@ def score_rank_gain(
         ``gain`` sums all ranks; ``extra['increments']`` has, per damping and block, the gain of the first, second, ... rank;
         ``extra['increments_floor']`` the same of ``G_1 - G_2``: what noise alone gives each rank; ``extra['loss']`` the mean
         loss, which no training can gain more than.
-
-    Raises:
-        CoverageError: Fused experts, or a matrix that was never seen.
-        InvalidInput: An argument outside its domain.
     """
     if largest < 1 or data.samples < 2:
         raise InvalidInput(
@@ -205,9 +201,6 @@ def whitened(found: Sums | Tokens, a: float, s: float, count: int) -> tuple[Spec
 
     ``found`` is one matrix in two groups, ``a`` and ``s`` are the absolute dampings of its inputs' and its outputs' factor;
     the largest ``count`` are returned, descending.
-
-    Raises:
-        CurvatureFailure: A damped factor that is not positive definite.
     """
     if isinstance(found, Tokens):
         return _from_tokens(found, a, s, count)

@@ -14,11 +14,7 @@ Vector = NDArray[np.float64]
 
 
 def weight_vector(weights: ArrayLike, name: str = "weights") -> Vector:
-    """Return the weights as a vector.
-
-    Raises:
-        NotFinite, NegativeValue, LengthMismatch, DegenerateScores: Not a vector of finite weights, one of them positive.
-    """
+    """Return the weights as a vector."""
     w = _finite(_vector(weights, name), name)
     if w.min() < 0:
         raise NegativeValue(
@@ -36,11 +32,7 @@ def weight_vector(weights: ArrayLike, name: str = "weights") -> Vector:
 
 
 def cost_vector(cost: ArrayLike, size: int, name: str = "cost") -> Vector:
-    """Return positive costs of ``size`` blocks; a scalar is repeated.
-
-    Raises:
-        InvalidCost, NotFinite, LengthMismatch: A cost that is not positive and finite, or another number of them.
-    """
+    """Return positive costs of ``size`` blocks; a scalar is repeated."""
     c = _finite(_vector(cost, name, size), name)
     k = int(np.argmin(c))
     if c[k] > 0.0:
@@ -51,11 +43,7 @@ def cost_vector(cost: ArrayLike, size: int, name: str = "cost") -> Vector:
 
 
 def bound_vector(bound: ArrayLike | None, size: int, name: str, default: float) -> Vector:
-    """Return a bound of ``size`` blocks, zero or more; a scalar is repeated, ``None`` is the default.
-
-    Raises:
-        NotFinite, NegativeValue, LengthMismatch: A bound that is NaN or negative, or another number of them.
-    """
+    """Return a bound of ``size`` blocks, zero or more; a scalar is repeated, ``None`` is the default."""
     v = _vector(default if bound is None else bound, name, size)
     if v.min() >= 0.0:
         return v

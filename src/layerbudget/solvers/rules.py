@@ -16,9 +16,6 @@ def layerif_experts(values: ArrayLike, total: int, *, exponent: float = 2.0) -> 
     ``v`` is the summed influence (negative = helpful), p is 2 for all influences and 3 for positive ones in published runs.
     The fraction's floor is taken and the remainder goes to the largest fractional parts, the later block first on ties.
 
-    Raises:
-        InfeasibleBudget: Fewer experts than blocks.
-
     >>> layerif_experts([-3.0, -1.0, 0.0], 8).tolist()
     [6, 1, 1]
     """
@@ -39,10 +36,6 @@ def alphalora_experts(alpha: ArrayLike, total: int, *, exponent: float = 2.5) ->
 
     At least one each, the rest by largest remainder. (The original has no minimum, and gives what is missing to the smallest.)
 
-    Raises:
-        InfeasibleBudget: Fewer experts than blocks.
-        InvalidInput: A negative exponent.
-
     >>> alphalora_experts([2.0, 4.0, 4.0], 9, exponent=1.0).tolist()
     [2, 4, 3]
     """
@@ -57,10 +50,6 @@ def mola_experts(layers: int, shape: str | tuple[int, ...] = "2468", total: int 
 
     Where the depth does not divide, earlier groups are one layer longer. With a total, counts are rescaled to it (largest
     remainder, at least one each).
-
-    Raises:
-        InvalidInput: Not a shape, or fewer layers than groups.
-        InfeasibleBudget: Fewer experts than layers.
 
     >>> mola_experts(8, "2468").tolist()
     [2, 2, 4, 4, 6, 6, 8, 8]

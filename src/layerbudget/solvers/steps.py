@@ -120,9 +120,6 @@ def step_within(levels: np.ndarray, damage: np.ndarray, numel: np.ndarray, total
     ``levels`` are increasing sparsities, shape ``(K, L)``, of which the first and the last are the bounds, and ``damage`` is
     that of every level in nats, relative to any common point of a unit. Values of the solution are sparsities above the first
     level.
-
-    Raises:
-        InfeasibleBudget: The total lies outside of what the bounds allow.
     """
     low, n = levels[:, 0], numel.astype(np.float64)
     least, most = float(low @ n), float(levels[:, -1] @ n)

@@ -97,10 +97,6 @@ def _free(path: Path) -> Path:
 def check_folder(out_dir: Path | str, *, overwrite: bool = False) -> Path:
     """Refuse an output folder that holds something or cannot be made, before any work is done; finish or clean what a killed
     run left there.
-
-    Raises:
-        AlreadyExists: It holds something; with ``overwrite``: it has no manifest of this package.
-        InvalidInput: It cannot be made or written to.
     """
     out = real(out_dir)
     recover(out)

@@ -34,10 +34,6 @@ class Parts:
     """The parts of one run, kept in a folder; with ``None`` nothing is.
 
     ``request`` is everything that changes a number. A ``shared`` folder holds the parts of several requests.
-
-    Raises:
-        ModelMismatch: The folder holds another run.
-        InvalidInput: It is no folder, or cannot be written to.
     """
 
     def __init__(self, folder: Path | str | None, request: Any = None, *, shared: bool = False) -> None:

@@ -48,11 +48,7 @@ def sync(path: Path) -> None:
 
 
 def real(path: Path | str) -> Path:
-    """The place that a path leads to, links followed.
-
-    Raises:
-        InvalidInput: Links that lead in a circle, or a name that no file can have.
-    """
+    """The place that a path leads to, links followed."""
     try:
         found = Path(os.path.realpath(path, strict=False))
         found.exists()
@@ -83,12 +79,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_output(path: Path | str, *, overwrite: bool = False) -> Path:
-    """Refuse an output file that could not be written, before any work is done; what killed runs left of it is removed.
-
-    Raises:
-        AlreadyExists: The file exists and ``overwrite`` is false, or it is a folder.
-        InvalidInput: Its folder cannot be written to, or it is a pipe or a device.
-    """
+    """Refuse an output file that could not be written, before any work is done; what killed runs left of it is removed."""
     path, given = real(path), path
     _check_place(path, given, allowed=overwrite)
     check_writable(path)
@@ -110,12 +101,7 @@ def write_text(path: Path | str, text: str, *, overwrite: bool = False) -> Path:
 
 
 def write_bytes(path: Path | str, content: bytes, *, overwrite: bool = False) -> Path:
-    """Write a file atomically.
-
-    Raises:
-        AlreadyExists: The file exists with another content and ``overwrite`` is false.
-        InvalidInput: It is a pipe or a device.
-    """
+    """Write a file atomically."""
     path, given = real(path), Path(path)
     same = path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
     _check_place(path, given, allowed=overwrite or same)
@@ -222,11 +208,7 @@ def whole(path: Path) -> Iterator[None]:
 
 
 def check_space(needs: Mapping[Path | str, float]) -> None:
-    """Refuse results that the disk has no room for; ``{place: about how many bytes}``, added up on each file system.
-
-    Raises:
-        InvalidInput: Says how much is needed and how much is free.
-    """
+    """Refuse results that the disk has no room for; ``{place: about how many bytes}``, added up on each file system."""
     disks: dict[int, list[Path | str]] = {}
     for path in needs:
         disks.setdefault(_above(real(path)).stat().st_dev, []).append(path)

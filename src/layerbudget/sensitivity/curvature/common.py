@@ -26,11 +26,7 @@ SWEEPS = {
 
 
 def check_damping(damping: Damping, unit: str) -> tuple[float, ...] | None:
-    """Dampings as a tuple; ``None`` stays ``None`` (the default sweep).
-
-    Raises:
-        InvalidInput: An unknown unit, or a damping that is not positive and finite.
-    """
+    """Dampings as a tuple; ``None`` stays ``None`` (the default sweep)."""
     if unit not in SWEEPS:
         raise InvalidInput(f"damping_unit is {unit!r}.", f"It is one of {', '.join(SWEEPS)}.", "Use 'max'.")
     if damping is None:
@@ -98,11 +94,7 @@ def record(blocks: Sequence[Block], estimator: str, *, extra: Mapping[str, Any] 
 
 
 def check_inputs(batch_size: int) -> None:
-    """Refuse batch sizes below one.
-
-    Raises:
-        InvalidInput: It is not a positive integer.
-    """
+    """Refuse batch sizes below one."""
     if not isinstance(batch_size, int) or batch_size < 1:
         raise InvalidInput(f"batch_size is {batch_size}.", "It is a positive integer.", "Use 8.")
 

@@ -117,9 +117,6 @@ def score_diagonal(
     The noise floor is exact, ``(1/N) sum_p D_p/(D_p + tau)`` (random signs of the sequences' gradients), the standard error a
     jackknife over four groups of sequences. Memory: eight times the blocks' parameters in the ``whole`` graph, one layer's by
     ``layers`` (``walk``; ``auto`` takes the whole graph where it fits).
-
-    Raises:
-        CoverageError: A weight matrix was never seen.
     """
     groups = min(_GROUPS, data.samples)
     dtype = common.real_type(model)[0]
@@ -234,9 +231,6 @@ def score_trace(
     """``tr F_k = (1/N) sum_i |s_i|^2``, ``s_i`` the gradient of the summed loss of sequence i in block k, N tokens.
 
     The sum of the eigenvalues that the dampings of every curvature refer to.
-
-    Raises:
-        CoverageError: A matrix of a block was never seen.
     """
     norms = _SequenceNorms(blocks, common.real_type(model)[0], data.samples)
     feed(model, data, blocks, norms, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))

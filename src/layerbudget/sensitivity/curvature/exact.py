@@ -82,11 +82,7 @@ class BlockProducts:
         return [v.view(p.shape) for v, p in zip(parts, self.parameters, strict=True)]
 
     def gradient(self) -> torch.Tensor:
-        """Gradient of the mean token loss.
-
-        Raises:
-            CurvatureFailure: It is not finite.
-        """
+        """Gradient of the mean token loss."""
         first = self.parameters[0]
         total = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
         for b in self.batches:
@@ -206,11 +202,7 @@ def lanczos(
     steps: int,
     stop: Callable[[Tridiagonal], bool] | None = None,
 ) -> Tridiagonal:
-    """Run Lanczos from ``start`` for at most ``steps`` products ``v -> C v``; ``stop`` is asked after each.
-
-    Raises:
-        InvalidInput: Fewer than one step.
-    """
+    """Run Lanczos from ``start`` for at most ``steps`` products ``v -> C v``; ``stop`` is asked after each."""
     if steps < 1:
         raise InvalidInput(f"steps is {steps}.", "At least one product is needed.", "Use 30 or more.")
     square, diagonal, off = float(start.double().square().sum()), list[float](), list[float]()
@@ -269,10 +261,6 @@ def score_ggn(
     About ``0.8 sqrt(1/damping)`` products per block are needed, ``steps`` at most. Gains are the Gauss (lower) values;
     ``extra`` has ``lower``, ``upper``, ``products`` and the largest Ritz values. The status is ``bracket 3 %`` where the
     tolerance was not met.
-
-    Raises:
-        CurvatureFailure: A gradient is not finite.
-        InvalidInput: A damping or unit outside its domain.
     """
     values = _dampings(damping, damping_unit)
 
@@ -327,10 +315,6 @@ def score_hessian(
         lie below it. Between the two the status begins with ``near`` and the value is twice the decrease within the Krylov
         space that was searched: a lower bound of the gain, where that exists. ``extra`` has ``smallest_eigenvalue``
         (the smallest Ritz value) and ``safe_damping`` (absolute) per block.
-
-    Raises:
-        CurvatureFailure: A gradient is not finite.
-        InvalidInput: A damping or unit outside its domain.
     """
     values = _dampings(damping, damping_unit)
     gain: list[list[float | None]] = [[None] * len(blocks) for _ in values]

@@ -52,10 +52,6 @@ def score_gram(
     Returns:
         Gains (bounded by n/N), standard errors and floors ``d_eff/N``; ``extra`` holds excess, z,
         rank stability and the verdict.
-
-    Raises:
-        CoverageError: A weight matrix was never seen.
-        InvalidInput: A sketch outside its domain, or fewer than two sequences.
     """
     if data.samples < 2:
         raise InvalidInput(f"The data has {data.samples} sequence.", "A Gram matrix needs at least two.", "Give more text.")
@@ -119,10 +115,6 @@ def score_monte_carlo(
 
     ``zeta^2 = (|g|^2 - v'(tau I + K~/M)^-1 v / M) / tau`` with ``M = N R``, ``K~`` the Gram matrix of sampled-label
     gradients and ``v = G~ g``. With fewer rows n R than effective dimensions it tends to ``|g|^2/tau``.
-
-    Raises:
-        CoverageError: A weight matrix was never seen.
-        InvalidInput: Fewer than one draw.
     """
     if draws < 1:
         raise InvalidInput(f"draws is {draws}.", "At least one draw per token is needed.", "Use draws=1.")

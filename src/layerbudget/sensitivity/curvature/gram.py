@@ -181,11 +181,7 @@ def collect_rows(
     walk: str = "auto",
     tick: Any = None,
 ) -> list[torch.Tensor]:
-    """Gradient of every sequence, ``(n, width)`` per block.
-
-    Raises:
-        CoverageError: A weight matrix was never seen, or sequences cannot be told apart.
-    """
+    """Gradient of every sequence, ``(n, width)`` per block."""
     rows = _Rows(blocks, data.samples, None if sketch is None else Sketch(sketch, seed), *real_type(model))
     feed(model, data, blocks, rows, batch_size=batch_size, walk=walk, tick=tick)
     return rows.values
@@ -331,11 +327,7 @@ def gram_matrices(
     walk: str = "auto",
     progress: Progress | None = None,
 ) -> tuple[np.ndarray, Fed]:
-    """Gram matrices ``(K, n, n)`` of per-sequence gradients of every block, and what feeding took.
-
-    Raises:
-        CoverageError: A weight matrix was never seen, or sequences cannot be told apart.
-    """
+    """Gram matrices ``(K, n, n)`` of per-sequence gradients of every block, and what feeding took."""
     maps, (dtype, device) = None if sketch is None else Sketch(sketch, seed), real_type(model)
     products = InnerProducts(blocks, data.samples, dtype=dtype, device=device, max_bytes=max_bytes, sketch=maps)
     fed = feed(model, data, blocks, products, batch_size=batch_size, walk=walk, tick=Steps(progress, data.samples))

@@ -98,10 +98,6 @@ def score_kfac(
 
     Returns:
         Gains per block; ``extra['by_module']`` has them per weight matrix.
-
-    Raises:
-        CoverageError: Fused experts, or a weight matrix that was never seen.
-        InvalidInput: A seed or draws where no label is sampled, or fewer than one draw.
     """
     if labels == "data" and (seed is not None or draws is not None):
         raise InvalidInput(

@@ -145,10 +145,6 @@ class Factors(Accumulator):
         interleaved: Sequence i belongs to group ``i mod J``, else to ``i J / n``.
         finished: Blocks that an earlier run has settled.
         workers: Threads in which :meth:`settle` may be called at a time.
-
-    Raises:
-        CoverageError: Fused experts.
-        InvalidInput: Fewer than one draw.
     """
 
     def __init__(

@@ -64,9 +64,6 @@ class Written(Directions):
     Args:
         deltas: ``(d_out, d_in)`` each, treated minus present weights.
         rows: Rows of a group; the whole matrix where it is None.
-
-    Raises:
-        LengthMismatch: Candidates of different shapes, or none.
     """
 
     def __init__(self, deltas: Sequence[torch.Tensor], rows: int | None = None) -> None:

@@ -203,12 +203,6 @@ def quadratic_terms(
         progress: Called with (sequences done, sequences).
         listen: Called with every site and batch once, for statistics of the same forward.
         walk: See :func:`layerbudget.execution.backward.feed`; draws along units that span layers need the whole graph.
-
-    Raises:
-        InvalidInput: Neither term is wanted, or an option outside its domain.
-        LengthMismatch: A matrix with another number of levels.
-        CoverageError: A matrix that never ran.
-        CurvatureFailure: A divergence that is not finite.
     """
     if draws < 0 or batch_size < 1 or (draws == 0 and clean is None):
         raise InvalidInput(

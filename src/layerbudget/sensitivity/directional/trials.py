@@ -23,11 +23,7 @@ from ...records import Block
 
 
 class Originals:
-    """Copies of the weights of some blocks, to go back to.
-
-    Raises:
-        CoverageError: Layers come to the device one at a time.
-    """
+    """Copies of the weights of some blocks, to go back to."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
         self.model = model
