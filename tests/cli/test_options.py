@@ -25,7 +25,7 @@ from layerbudget.models.blocks import partition
 from layerbudget.models.loading import blocks_from_config
 from layerbudget.planning.rule import OPTIONS
 from layerbudget.scores import Scores
-from layerbudget.sensitivity.estimators import SHARED, estimators
+from layerbudget.sensitivity.estimators import ESTIMATORS, SHARED
 from layerbudget.sensitivity.gain import score
 from layerbudget.sensitivity.noise import subtract_floor
 
@@ -390,7 +390,7 @@ def score_cell(tiny, name, option, value, more) -> str:
 @pytest.fixture(scope="module")
 def score_tables(tiny):
     found = {}
-    for name, one in estimators().items():
+    for name, one in ESTIMATORS.all().items():
         row = {}
         for option in SHARED:
             if option not in one.options:

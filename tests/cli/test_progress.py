@@ -13,7 +13,7 @@ from tests import zoo
 from layerbudget.cli import display, main
 from layerbudget.cli.display import Progress, progress_bar
 from layerbudget.progress import Steps, say
-from layerbudget.sensitivity.estimators import estimators
+from layerbudget.sensitivity.estimators import ESTIMATORS
 
 SMALL = ("--samples", "4", "--length", "16")
 
@@ -86,10 +86,10 @@ QUICK = {"fisher-gram", "ablation"}  # backwards, and forwards
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in sorted(set(estimators()) - {"layerif"})]
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in sorted(set(ESTIMATORS.all()) - {"layerif"})]
 )
 def test_every_estimator_knows_its_total_from_the_start(name, saved_model, tmp_path, shown):
-    words = ["score", str(saved_model("llama")), "--estimator", name, *(SMALL if estimators()[name].data else ())]
+    words = ["score", str(saved_model("llama")), "--estimator", name, *(SMALL if ESTIMATORS.all()[name].data else ())]
     assert main([*words, "-o", str(tmp_path / "s.json")]) == 0
     check(shown, words)
 

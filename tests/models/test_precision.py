@@ -17,7 +17,7 @@ from layerbudget.models.blocks import partition
 from layerbudget.models.loading import load_model
 from layerbudget.models.machine import computation, versions
 from layerbudget.scores import Scores
-from layerbudget.sensitivity.estimators import estimators
+from layerbudget.sensitivity.estimators import ESTIMATORS
 from layerbudget.sensitivity.gain import score
 
 
@@ -96,7 +96,7 @@ def test_every_part_of_a_computation_is_part_of_the_request(what, tmp_path):
 
 def test_every_estimator_says_how_it_computed():
     model, data = tiny()
-    for name in estimators():
+    for name in ESTIMATORS.all():
         own = {"steps": 2} if name == "ggn" else {}
         found = score(model, data, partition(model), name, **own)
         assert found.model["computation"] == computation(model), name

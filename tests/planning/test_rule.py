@@ -115,10 +115,10 @@ def test_an_estimator_of_ones_own():
             found = {b.name: sum(weights[f"{m.name}.weight"].norm().item() ** power for m in b.modules) for b in blocks}
             return Scores.from_values(blocks, found, estimator="weight-norm", unit="squared weights")
 
-        assert registry.find_estimator("weight-norm").options["power"].default == 2.0
+        assert registry.ESTIMATORS.find("weight-norm").options["power"].default == 2.0
         found = score(model, None, partition(model), "weight-norm", power=1.0)
         assert min(found.values()) > 0 and found.model["computation"]["dtype"] == "float32"
         with pytest.raises(InvalidInput, match="weight-norm has no option damping"):
             score(model, None, partition(model), "weight-norm", damping=0.1)
     with pytest.raises(InvalidInput, match="There is no estimator"):
-        registry.find_estimator("weight-norm")
+        registry.ESTIMATORS.find("weight-norm")

@@ -12,10 +12,10 @@ from layerbudget.data.calibration import CalibrationSet
 from layerbudget.errors import InvalidInput
 from layerbudget.models.blocks import partition
 from layerbudget.scores import Scores
-from layerbudget.sensitivity.estimators import ESTIMATORS, estimators, find_estimator
+from layerbudget.sensitivity.estimators import ESTIMATORS
 from layerbudget.sensitivity.gain import score
 
-NAMES = (*estimators(), *os.environ.get("LAYERBUDGET_ESTIMATOR", "").split())
+NAMES = (*ESTIMATORS.all(), *os.environ.get("LAYERBUDGET_ESTIMATOR", "").split())
 OPTIONS = {
     **dict.fromkeys(("fisher-gram", "adapter"), {"replicates": 3}),
     "ggn": {"tolerance": 1e-6, "damping": [0.5]},
@@ -52,9 +52,9 @@ def test_batches_padding_and_the_order_of_samples_and_blocks_do_not_matter(case,
     expected = reference(name)
     assert np.isfinite(expected).any() and np.ptp(expected[np.isfinite(expected)]) > 0
     assert same(name, values(name, model, data, blocks[::-1])[:, ::-1], expected)
-    if not find_estimator(name).data:
+    if not ESTIMATORS.find(name).data:
         return
-    if "batch_size" in find_estimator(name).options and name != "gradient-norm":
+    if "batch_size" in ESTIMATORS.find(name).options and name != "gradient-norm":
         assert same(name, values(name, model, data, blocks, batch_size=2), expected)
     ids, mask = data.input_ids.clone(), data.attention_mask.clone()
     for i, n in enumerate(mask.sum(1).tolist()):
@@ -109,4 +109,4 @@ def test_an_estimator_in_a_file_is_named_with_it(tmp_path, capsys):
         said = " ".join(capsys.readouterr().err.split())
         assert "The option power of the estimator file-norm is 'high'. It is a number." in said
         with pytest.raises(InvalidInput, match="There is no estimator 'other'"):
-            find_estimator(f"{file}:other")
+            ESTIMATORS.find(f"{file}:other")

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from ..sensitivity.estimators import Estimator, estimators, find_estimator
+from ..sensitivity.estimators import ESTIMATORS, Estimator
 from .display import expect, progress_bar, say, say_share, text_of, words_of
 from .options import DATA, add, add_data, add_out, add_set, add_verb, given, load, load_model, refuse, settings
 
@@ -16,7 +16,7 @@ def register(subparsers: Any) -> None:
     p = add_verb(subparsers, "score", handler)
     add(p, "model")
     add_out(p, "write the scores here (default: scores.json)", default="scores.json")
-    known = "; ".join(f"{e.name}: {e.summary}" for e in estimators().values())
+    known = "; ".join(f"{e.name}: {e.summary}" for e in ESTIMATORS.all().values())
     p.add_argument("--estimator", help=f"{known} (default: fisher-gram)")
     add(p, "--by", "--exclude")
     p.add_argument("--include", metavar="REGEX", help="take only matrices whose full name matches")
@@ -38,7 +38,7 @@ def handler(a: argparse.Namespace) -> dict[str, Any]:
     from ..records import check_output
     from ..report.tables import scores_table
 
-    chosen = find_estimator(a.estimator or "fisher-gram")
+    chosen = ESTIMATORS.find(a.estimator or "fisher-gram")
     if a.given:
         refuse(a, ("estimator", "damping", "excess", "resume", "four_bit", *DATA, "dtype", "device"), "imported scores")
     elif not chosen.data:

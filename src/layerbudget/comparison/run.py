@@ -20,7 +20,7 @@ from ..models.machine import versions
 from ..progress import Progress, Steps
 from ..records import Result, digest, dumps, made_by, write_text
 from ..scores import Scores
-from ..sensitivity.estimators import find_estimator
+from ..sensitivity.estimators import ESTIMATORS
 from ..sensitivity.gain import score
 from ..sensitivity.importing import import_scores
 from ..storage.parts import Cells
@@ -70,7 +70,7 @@ def _scored(
         return Scores.from_values(bench.blocks, given, estimator=name), _FREE
     if Path(given).suffix in (".csv", ".json"):
         return import_scores(given, bench.blocks, estimator=name), _FREE
-    data = bench.data(seed) if find_estimator(given).data else None
+    data = bench.data(seed) if ESTIMATORS.find(given).data else None
 
     def make() -> dict[str, Any]:
         started = time.monotonic()

@@ -23,7 +23,7 @@ from ..execution.modes import prepared, twice_differentiable
 from ..execution.sites import Collector, owners_of, tracked
 from ..models.blocks import layers, left_out, partition, share_held, weight_of
 from ..records import Block
-from ..sensitivity.estimators import estimators
+from ..sensitivity.estimators import ESTIMATORS
 
 SEVERITIES = ("ok", "note", "warning", "problem")
 Found = Iterator[tuple[str, str, str]]
@@ -361,7 +361,7 @@ def refusals(model: nn.Module) -> dict[str, str]:
     fused = list(tracked(model, partition(model))[1])
     if fused:
         why = f"It knows no fused experts. Leave them out: --exclude '{owners_of(fused)}'."
-        found |= {f"score {e.name}": why for e in estimators().values() if e.linear}
+        found |= {f"score {e.name}": why for e in ESTIMATORS.all().values() if e.linear}
     try:
         find_parts(model)
     except UnknownStructure as error:

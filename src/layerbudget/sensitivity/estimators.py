@@ -62,37 +62,36 @@ class Estimator:
         return resolve_options(f"The estimator {self.name}", self.options, given)
 
 
-_OWN = (
-    Estimator(name="gradient-norm", home=".curvature.diagonal:score_gradient_norm", summary="squared norm of the gradient"),
-    Estimator(
-        name="fisher-diagonal", home=".curvature.diagonal:score_diagonal", summary="gain under the diagonal empirical Fisher"
-    ),
-    Estimator(
-        name="fisher-gram",
-        home=".curvature.fisher:score_gram",
-        summary="gain under the empirical Fisher, with noise floor, errors and verdict",
-    ),
-    Estimator(
-        name="fisher-mc", home=".curvature.fisher:score_monte_carlo", summary="gain under the Fisher with labels from the model"
-    ),
-    Estimator(name="kfac", home=".curvature.kfac:score_kfac", linear=True, summary="gain under K-FAC, damped exactly"),
-    Estimator(
-        name="ekfac", home=".curvature.kfac:score_kfac", linear=True, summary="gain under EK-FAC", preset={"corrected": True}
-    ),
-    Estimator(name="ggn", home=".curvature.exact:score_ggn", summary="gain under the exact Gauss-Newton matrix, in a bracket"),
-    Estimator(name="hessian", home=".curvature.exact:score_hessian", summary="gain under the exact Hessian: a diagnostic"),
-    Estimator(name="adapter", home=".adapter_space:score_adapter", linear=True, summary="gain of adding a LoRA adapter"),
-    Estimator(name="rank-gain", home=".rank_gain:score_rank_gain", linear=True, summary="gain of every further LoRA rank"),
-    Estimator(name="layerif", home=".influence:score_layerif", summary="LayerIF: influence of training on validation samples"),
-    Estimator(name="fisher-trace", home=".curvature.diagonal:score_trace", summary="trace of the empirical Fisher"),
-    Estimator(name="outlier-ratio", home=".baselines:outlier_ratio", linear=True, summary="OWL's share of outlying weights"),
-    Estimator(
-        name="spectral-tail", home=".baselines:spectral_tail", data=False, summary="AlphaPruning's exponent of weight spectra"
-    ),
-    Estimator(name="ablation", home=".ablation:ablation", summary="loss increase without the block"),
-    Estimator(name="block-influence", home=".ablation:block_influence", summary="ShortGPT's turn of the hidden states"),
+_OWN = {
+    "gradient-norm": (".curvature.diagonal:score_gradient_norm", "squared norm of the gradient"),
+    "fisher-diagonal": (".curvature.diagonal:score_diagonal", "gain under the diagonal empirical Fisher"),
+    "fisher-gram": (".curvature.fisher:score_gram", "gain under the empirical Fisher, with noise floor, errors and verdict"),
+    "fisher-mc": (".curvature.fisher:score_monte_carlo", "gain under the Fisher with labels from the model"),
+    "kfac": (".curvature.kfac:score_kfac", "gain under K-FAC, damped exactly"),
+    "ekfac": (".curvature.kfac:score_kfac", "gain under EK-FAC"),
+    "ggn": (".curvature.exact:score_ggn", "gain under the exact Gauss-Newton matrix, in a bracket"),
+    "hessian": (".curvature.exact:score_hessian", "gain under the exact Hessian: a diagnostic"),
+    "adapter": (".adapter_space:score_adapter", "gain of adding a LoRA adapter"),
+    "rank-gain": (".rank_gain:score_rank_gain", "gain of every further LoRA rank"),
+    "layerif": (".influence:score_layerif", "LayerIF: influence of training on validation samples"),
+    "fisher-trace": (".curvature.diagonal:score_trace", "trace of the empirical Fisher"),
+    "outlier-ratio": (".baselines:outlier_ratio", "OWL's share of outlying weights"),
+    "spectral-tail": (".baselines:spectral_tail", "AlphaPruning's exponent of weight spectra"),
+    "ablation": (".ablation:ablation", "loss increase without the block"),
+    "block-influence": (".ablation:block_influence", "ShortGPT's turn of the hidden states"),
+}
+_LINEAR = ("kfac", "ekfac", "adapter", "rank-gain", "outlier-ratio")
+
+
+def _own(name: str, home: str, summary: str) -> Estimator:
+    preset = {"corrected": True} if name == "ekfac" else {}
+    data, linear = name != "spectral-tail", name in _LINEAR
+    return Estimator(name=name, home=home, summary=summary, data=data, linear=linear, preset=preset)
+
+
+ESTIMATORS: Registry[Estimator] = Registry(
+    "estimator", group="layerbudget.estimators", own={name: _own(name, *row) for name, row in _OWN.items()}
 )
-ESTIMATORS: Registry[Estimator] = Registry("estimator", group="layerbudget.estimators", own={e.name: e for e in _OWN})
 
 
 def estimator(name: str, *, summary: str = "", data: bool = True) -> Callable[[Call], Call]:
@@ -106,13 +105,3 @@ def estimator(name: str, *, summary: str = "", data: bool = True) -> Callable[[C
         return call
 
     return add
-
-
-def estimators() -> dict[str, Estimator]:
-    """All estimators by name."""
-    return ESTIMATORS.all()
-
-
-def find_estimator(name: str) -> Estimator:
-    """The estimator of that name."""
-    return ESTIMATORS.find(name)

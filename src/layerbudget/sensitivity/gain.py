@@ -23,7 +23,7 @@ from ..progress import Progress
 from ..records import Block
 from ..scores import Scores
 from .curvature.common import check_damping, check_inputs
-from .estimators import find_estimator
+from .estimators import ESTIMATORS
 from .stored import Finished, request_of
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def score(
         model: Any transformers model with a head, or a plain classifier.
         data: The calibration set; None for an estimator that reads weights only.
         blocks: From :func:`layerbudget.models.blocks.partition`.
-        estimator: A name of :func:`layerbudget.sensitivity.estimators.estimators`.
+        estimator: A name in :data:`layerbudget.sensitivity.estimators.ESTIMATORS`.
         damping: tau, one or several, in ``damping_unit``; the default sweep where it is left out.
         damping_unit: As in :class:`layerbudget.sensitivity.curvature.common.Dampings`; ``median`` by default for ``adapter``,
             ``max`` for all others.
@@ -73,7 +73,7 @@ def score(
         CoverageError: Weight matrices that the estimator cannot see.
         CurvatureFailure: A curvature that is not positive definite at any damping.
     """
-    chosen = find_estimator(estimator)
+    chosen = ESTIMATORS.find(estimator)
     shared = {"damping": damping, "damping_unit": damping_unit, "batch_size": batch_size, "seed": seed}
     arguments: dict[str, Any] = chosen.resolve_options({**shared, **options})
     if data is None and chosen.data:

@@ -43,20 +43,6 @@ AGGREGATIONS = ("all", "positive")
 MEMORY = 4 << 30  # bytes of gradients of one pass
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Influence:
-    """Influence of every training on every validation sample through one block.
-
-    Attributes:
-        table: ``(m, n)``: rows are validation samples, columns training samples; negative is helpful. Unit: parameters
-            (the loss cancels, ``lambda`` being proportional to its square).
-        damping: ``lambda`` of each weight tensor, by name; 0 for a tensor without any gradient, which adds nothing.
-    """
-
-    table: np.ndarray
-    damping: dict[str, float]
-
-
 def influence_table(train: np.ndarray, cross: np.ndarray, numel: int) -> tuple[np.ndarray, float]:
     """DataInf's influence ``(m, n)`` of one weight tensor of ``numel`` entries, and ``lambda``; zeros without any gradient.
 
@@ -103,8 +89,11 @@ def influence(
     batch_size: int = 8,
     walk: str = "auto",
     progress: Progress | None = None,
-) -> dict[str, Influence]:
-    """Influence tables of all blocks by name: sums of :func:`influence_table` over the weight tensors of each.
+) -> dict[str, tuple[np.ndarray, dict[str, float]]]:
+    """Influence of every training on every validation sample through each block, and ``lambda`` of its weight tensors.
+
+    The table ``(m, n)`` is the sum of :func:`influence_table` over the weight tensors; negative is helpful. Its unit is
+    parameters: the loss cancels, ``lambda`` being proportional to its square.
 
     The loss of a sample is its mean over real tokens; ``walk`` is that of :func:`layerbudget.execution.backward.feed`.
     """
@@ -121,14 +110,14 @@ def influence(
         offset += data.samples
     feed(model, runs, modules, products, walk=walk, tick=Steps(progress, total))
     by_name = dict(zip([m.name for m in modules], products.grams, strict=True))
-    found: dict[str, Influence] = {}
+    found: dict[str, tuple[np.ndarray, dict[str, float]]] = {}
     for block in blocks:
         table, damping = np.zeros((validation.samples, n)), {}
         for module in block.modules:
             own = by_name[module.name]
             part, damping[module.name] = influence_table(own[:n, :n], own[n:, :n], module.numel)
             table += part
-        found[block.name] = Influence(table=table, damping=damping)
+        found[block.name] = table, damping
     return found
 
 
@@ -162,16 +151,16 @@ def score_layerif(
             )
         train, validation = data.select(slice(0, kept)), data.select(slice(kept, None))
     found = influence(model, train, validation, blocks, batch_size=batch_size, walk=walk, progress=progress)
-    gain = {way: tuple(aggregate(found[b.name].table, way) for b in blocks) for way in AGGREGATIONS}
+    gain = {way: tuple(aggregate(found[b.name][0], way) for b in blocks) for way in AGGREGATIONS}
     m = validation.samples
     errors = tuple(
-        float(found[b.name].table.sum(1).std(ddof=1) * math.sqrt(m)) if aggregation == "all" and m > 1 else None for b in blocks
+        float(found[b.name][0].sum(1).std(ddof=1) * math.sqrt(m)) if aggregation == "all" and m > 1 else None for b in blocks
     )
     extra = {
         "aggregation": aggregation,
         "validation": validation.describe(),
         "train_samples": train.samples,
-        "lambda": {name: value for b in blocks for name, value in found[b.name].damping.items()},
+        "lambda": {name: value for b in blocks for name, value in found[b.name][1].items()},
         **{way: dict(zip([b.name for b in blocks], gain[way], strict=True)) for way in AGGREGATIONS},
     }
     return record(
