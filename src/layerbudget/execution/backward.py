@@ -138,15 +138,10 @@ def feed(
 ) -> Fed:
     """Hand the inputs and output gradients of the blocks' matrices to an accumulator.
 
-    Args:
-        model: Any transformers model with a head, or a plain classifier.
-        data: What to run; or the batches themselves.
-        blocks: Whose matrices.
-        consumer: Is given the sites.
-        batch_size: Sequences per forward (one where parameters are read from autograd); halved until a layer's graph fits.
-        walk: ``whole``, ``layers``, or ``auto``: the whole graph where it fits in half of the free memory.
-        tick: Called with the sequences of every batch, once per batch and pass.
-        alone: Every one of several processes runs all of the data.
+    The data may be batches. Else a forward has ``batch_size`` sequences, halved until a layer's graph fits, or one where
+    parameters are read from autograd. ``walk`` is ``whole``, ``layers``, or ``auto``: the whole graph where it fits in half of
+    the free memory. ``tick`` is called with the sequences of every batch in every pass. With ``alone`` every one of several
+    processes runs all of the data.
 
     Raises:
         CoverageError: A weight matrix was never seen, sequences cannot be told apart; or ``layers`` for a model or blocks that

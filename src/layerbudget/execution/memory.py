@@ -41,12 +41,7 @@ def zeros_in_file(shape: Sequence[int], folder: Path | str | None, dtype: torch.
 
 
 class Store:
-    """Activations by key (of a batch, of a layer and a batch, ...).
-
-    Args:
-        where: ``device`` (where the model put them), ``cpu`` or ``disk``.
-        folder: Parent of the temporary folder for ``disk``.
-    """
+    """Activations by key, on the ``device`` where the model put them, on the ``cpu``, or on ``disk`` below a folder."""
 
     def __init__(self, where: str = "device", folder: Path | str | None = None) -> None:
         if where not in _STORES:

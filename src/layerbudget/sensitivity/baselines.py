@@ -11,7 +11,7 @@ layer that learned less: it may be pruned more (orientation ``redundancy``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 
 from ..compressors.treating import matrices
 from ..errors import CoverageError, InvalidInput
-from ..execution.inputs import real_tokens
+from ..execution.inputs import InputStatistics
 from ..execution.loss import Data, unlabelled
 from ..execution.modes import inference
 from ..execution.sites import refuse_direct
@@ -69,28 +69,15 @@ def _powers(
 ) -> dict[str, torch.Tensor]:
     """``sum over tokens x^2`` of the inputs of all matrices, ``(d_in,)`` float32, from one forward."""
     refuse_direct(model, blocks, "its inputs are formed inside its module")
-    names = [m.name for b in blocks for m in b.modules]
-    power: dict[str, torch.Tensor] = {}
-    tick, mask = Steps(progress, data.samples), None
-
-    def listen(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            added = real_tokens(inputs[0].detach().float(), mask).square().sum(0)
-            power[name] = power[name] + added if name in power else added
-
-        return hook
-
-    handles = [weight_of(model, name)[0].register_forward_pre_hook(listen(name)) for name in names]
-    try:
-        with inference(model):
-            for batch in unlabelled(model, data, batch_size):
-                mask = batch.kwargs.get("attention_mask")
+    modules, tick = [m for b in blocks for m in b.modules], Steps(progress, data.samples)
+    statistics = InputStatistics(model, modules, "diagonal")
+    with inference(model):
+        for batch in unlabelled(model, data, batch_size):
+            with statistics.listening(batch.kwargs.get("attention_mask")):
                 model(*batch.args, **batch.kwargs)
-                tick(batch.size)
-    finally:
-        for handle in handles:
-            handle.remove()
-    unseen = [n for n in names if n not in power]
+            tick(batch.size)
+    power = {name: moments.value for name, (moments,) in statistics.found.items() if moments.value is not None}
+    unseen = [m.name for m in modules if m.name not in power]
     if unseen:
         raise CoverageError(f"No token reached {unseen[0]} ({len(unseen)} matrices).", "", "Use more calibration samples.")
     return power

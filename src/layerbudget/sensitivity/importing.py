@@ -74,13 +74,8 @@ def import_scores(
 def scores_with_shapes(path: Path | str) -> Scores:
     """Scores of weight matrices that come with their shapes, each a block of its own, so that no model is needed.
 
-    Args:
-        path: ``.csv`` with the columns ``name, score, d_in, d_out`` (others are left out), or ``.json`` with a list of
-            ``{name, score, d_in, d_out}``.
-
-    Returns:
-        Scores, larger = deserves more capacity, in arbitrary units. They name no model, so plans from them are not checked
-        against one.
+    The file is a ``.csv`` with the columns ``name, score, d_in, d_out`` (others are left out), or ``.json`` with a list of such
+    objects. A larger score deserves more capacity. Plans from it are not checked against a model.
     """
     path = Path(path)
     reading.check_ordinary(path, "scores")

@@ -26,14 +26,9 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
 def read(path: Path | str, kind: str, *, limit: int = _LIMIT, as_type: Any = Any, remedy: str = "Make it again.") -> Any:
-    """Content of a JSON file.
+    """Content of a JSON file of at most ``limit`` bytes, with the type that msgspec is to find in it.
 
-    Args:
-        path: The file.
-        kind: What it should be, for messages.
-        limit: Bytes that it may have.
-        as_type: What is in it, as msgspec understands types.
-        remedy: What to do about a broken one.
+    Messages say that it should be a ``kind`` of file, and the ``remedy`` for a broken one.
 
     Raises:
         NotFound: No such file.

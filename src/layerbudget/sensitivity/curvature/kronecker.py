@@ -134,17 +134,10 @@ def real_positions(a: torch.Tensor, batch: Batch | None) -> tuple[torch.Tensor, 
 class Factors(Accumulator):
     """Factors and gradients of every matrix: :meth:`settle` gets each as soon as it is whole.
 
-    Args:
-        model: The model.
-        data: n sequences of T tokens, N of which are targets.
-        blocks: Whose matrices; fused experts are refused before anything runs.
-        seed: Of the drawn labels.
-        labels: ``sampled`` from the model, or the ``data``'s own (empirical Fisher).
-        draws: Label draws per token.
-        groups: J groups of sequences, at most n.
-        interleaved: Sequence i belongs to group ``i mod J``, else to ``i J / n``.
-        finished: Blocks that an earlier run has settled.
-        workers: Threads in which :meth:`settle` may be called at a time.
+    Labels are ``sampled`` from the model (``draws`` per token, by ``seed``) or the ``data``'s own (empirical Fisher). Sequence
+    i of n belongs to group ``i J / n`` of J ``groups``, or to ``i mod J`` where they are ``interleaved``. ``finished`` are blocks
+    that an earlier run has settled, ``workers`` the threads in which :meth:`settle` may be called at a time. Fused experts are
+    refused before anything runs.
     """
 
     def __init__(

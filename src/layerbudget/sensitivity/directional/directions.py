@@ -25,23 +25,14 @@ from ...errors import LengthMismatch
 
 
 class Directions(abc.ABC):
-    """Candidate changes of one matrix.
+    """Candidate changes of one matrix."""
 
-    Attributes:
-        groups: Groups of rows that are decided one by one.
-        levels: Candidates of every group.
-    """
-
-    groups: int
-    levels: int
+    groups: int  #: groups of rows that are decided one by one
+    levels: int  #: candidates of every group
 
     @abc.abstractmethod
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
-        """``<S, Delta>`` for every gradient, group and level, ``(B, groups, levels)`` float64.
-
-        Args:
-            gradient: ``(B, d_out, d_in)``; not changed.
-        """
+        """``<S, Delta>`` of every gradient ``(B, d_out, d_in)``, for every group and level: ``(B, groups, levels)`` float64."""
 
 
 def _groups(rows: int, size: int | None) -> int:
@@ -59,11 +50,9 @@ def _sum_groups(x: torch.Tensor, size: int | None) -> torch.Tensor:
 
 
 class Written(Directions):
-    """Candidates that are written down: any treatment, a rounding error, an update.
+    """Candidates that are written down: treated minus present weights, ``(d_out, d_in)`` each.
 
-    Args:
-        deltas: ``(d_out, d_in)`` each, treated minus present weights.
-        rows: Rows of a group; the whole matrix where it is None.
+    A group has so many ``rows``; the whole matrix where that is None.
     """
 
     def __init__(self, deltas: Sequence[torch.Tensor], rows: int | None = None) -> None:

@@ -188,21 +188,13 @@ def quadratic_terms(
 ) -> QuadraticTerms:
     """Both terms of the damage along all directions, from one forward and ``[1 +] draws`` backwards.
 
-    Args:
-        model: The model at the point where the terms are wanted.
-        data: The text; several processes share its sequences.
-        units: Index of the first unit of every matrix, by its full name. Groups of rows of one matrix follow each other.
-            Matrices with the same index are treated together: the sum of their changes is squared.
-        directions: Changes of a matrix. They are made when its gradient is there, and dropped behind its layer.
-        shape: Number of units, and of levels of each.
-        clean: ``batch -> (B, T, V)`` log-probabilities of the dense model on this process's sequences, padding behind the
-            tokens; None at the dense point, where the first term vanishes.
-        draws: Draws of labels for the second term; 0 leaves it out. Every sequence draws by its own content and the seed.
-        seed: Of the draws.
-        batch_size: Sequences per pass.
-        progress: Called with (sequences done, sequences).
-        listen: Called with every site and batch once, for statistics of the same forward.
-        walk: See :func:`layerbudget.execution.backward.feed`; draws along units that span layers need the whole graph.
+    ``units`` has the index of the first unit of every matrix, by its full name. Groups of rows of one matrix follow each other.
+    Matrices with the same index are treated together: the sum of their changes is squared. ``shape`` is the number of units,
+    and of levels of each. ``directions`` makes the changes of a matrix when its gradient is there; they are dropped behind its
+    layer. ``clean`` gives the dense model's log-probabilities ``(B, T, V)`` of a batch of this process, padding behind the
+    tokens; at the dense point it is None, and the first term vanishes. Every sequence draws labels by its own content and the
+    seed; no ``draws`` leave the second term out. ``listen`` is called with every site and batch once. Draws along units that
+    span layers need the whole graph.
     """
     if draws < 0 or batch_size < 1 or (draws == 0 and clean is None):
         raise InvalidInput(
@@ -293,13 +285,8 @@ def pooled(damage: np.ndarray, error: np.ndarray, norm: np.ndarray) -> tuple[np.
     format, ``log d_ij = log ||Delta_ij||^2 + level_i + format_j + rest_ij``. The additive part is fitted by least squares; of
     the rest the share ``w = max(0, 1 - noise / scatter)`` is kept (empirical Bayes: noise from the standard errors).
 
-    Args:
-        damage: Nats per token, ``(K, m)``; infinite or zero entries stay as they are.
-        error: Standard errors.
-        norm: ``||Delta_ij||^2``.
-
-    Returns:
-        Damages, ``(K, m)``, and the share ``w`` that was kept of what the formats do not share.
+    Damages are nats per token, ``(K, m)``; infinite or zero entries stay as they are. ``norm`` is ``||Delta_ij||^2``. With the
+    damages comes the share ``w`` that was kept of what the formats do not share.
     """
     there = np.isfinite(damage) & (damage > 0) & (norm > 0)
     free = int(there.sum() - there.any(1).sum() - there.any(0).sum() + 1)
