@@ -134,10 +134,10 @@ def real_positions(a: torch.Tensor, batch: Batch | None) -> tuple[torch.Tensor, 
 class Factors(Accumulator):
     """Factors and gradients of every matrix: :meth:`settle` gets each as soon as it is whole.
 
-    Labels are ``sampled`` from the model (``draws`` per token, by ``seed``) or the ``data``'s own (empirical Fisher). Sequence
-    i of n belongs to group ``i J / n`` of J ``groups``, or to ``i mod J`` where they are ``interleaved``. ``finished`` are blocks
-    that an earlier run has settled, ``workers`` the threads in which :meth:`settle` may be called at a time. Fused experts are
-    refused before anything runs.
+    Labels are ``sampled`` from the model (``draws`` per token, by ``seed``) or the ``data``'s own (empirical Fisher).
+    Sequence i of n belongs to group ``i J / n`` of J ``groups``, or to ``i mod J`` where they are ``interleaved``.
+    ``finished`` are blocks that an earlier run has settled, ``workers`` the threads in which :meth:`settle` may be called
+    at a time. Fused experts are refused before anything runs.
     """
 
     def __init__(
