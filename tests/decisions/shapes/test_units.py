@@ -13,7 +13,7 @@ from tests import zoo
 from layerbudget.decisions.shapes.apply import drop_layers, remove_units
 from layerbudget.decisions.shapes.layouts import channels, find_attention
 from layerbudget.decisions.shapes.save import check_exportable, save_smaller, undescribed
-from layerbudget.decisions.shapes.units import group_cost, stays
+from layerbudget.decisions.shapes.units import find_parts, group_cost, stays
 from layerbudget.errors import InfeasibleBudget, InvalidInput, UnknownBlock, UnknownStructure
 from layerbudget.models.blocks import is_conv1d, layers
 
@@ -178,6 +178,18 @@ def test_units_that_are_copies_cost_nothing():
     assert model.config.intermediate_size == 24
     with torch.no_grad():
         torch.testing.assert_close(model(data.input_ids).logits, before, rtol=2e-2, atol=2e-2)
+
+
+def test_the_other_kind_is_advised_where_it_is_there():
+    model = zoo.build("llama")
+    model.model.layers[1].self_attn.o_proj = torch.nn.Identity()
+    with pytest.raises(UnknownStructure, match="--parts mlp"):
+        find_parts(model)
+    model.model.layers[0].mlp.down_proj = torch.nn.Identity()
+    for kind in ("heads", "mlp"):
+        with pytest.raises(UnknownStructure, match="Prune its weights instead: layerbudget plan sparsity") as refused:
+            find_parts(model, kinds=[kind])
+        assert "--parts" not in str(refused.value)
 
 
 def test_refusals():

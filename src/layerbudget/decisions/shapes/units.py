@@ -51,13 +51,23 @@ def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "aut
                 where = find(layer, name)
             except UnknownStructure as error:
                 if kind in kinds:
-                    raise UnknownStructure(error.what, error.feasible, OTHER_KIND[kind]) from error
+                    raise UnknownStructure(error.what, error.feasible, _remedy(model, kind)) from error
                 continue
             mine = [left.pop(n) for n in (*where.producers, where.consumer)]
             parts.append(_part(name, kind, mine, **_units(where, mine, by, multiple)))
         if left:
             parts.append(_part(name, "rest", list(left.values())))
     return parts
+
+
+def _remedy(model: nn.Module, kind: str) -> str:
+    """The other kind where all layers have it."""
+    try:
+        for name, layer in layers(model):
+            FIND["mlp" if kind == "heads" else "heads"](layer, name)
+    except UnknownStructure:
+        return "Prune its weights instead: layerbudget plan sparsity MODEL, then apply."
+    return OTHER_KIND[kind]
 
 
 def _part(layer: str, kind: str, modules: Sequence[Module], **units: Any) -> Part:
