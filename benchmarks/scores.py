@@ -107,9 +107,9 @@ def cases(model: nn.Module, data: CalibrationSet, size: int) -> dict[str, Callab
 
         return run
 
-    def by_rank(curvature: str) -> None:
+    def by_rank() -> None:
         linears = model_blocks.partition(model, "linear")
-        score(model, data, linears, "rank-gain", curvature=curvature, batch_size=size)
+        score(model, data, linears, "rank-gain", batch_size=size)
 
     return {
         "plain forward+backward": plain,
@@ -121,8 +121,7 @@ def cases(model: nn.Module, data: CalibrationSet, size: int) -> dict[str, Callab
         "diagonal Fisher": lambda: score(model, data, blocks, "fisher-diagonal", batch_size=size) and None,
         "K-FAC": kfac,
         "EK-FAC (without eigendecompositions)": ekfac,
-        "gain by rank (K-FAC, with eigendecompositions)": lambda: by_rank("kfac"),
-        "gain by rank without curvature": lambda: by_rank("none"),
+        "gain by rank (K-FAC, with eigendecompositions)": by_rank,
         "GGN product, first block": ggn([0]),
         "GGN product, mean of first, middle, last": ggn([0, len(blocks) // 2, len(blocks) - 1]),
     }
