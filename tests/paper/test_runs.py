@@ -19,7 +19,14 @@ from paper import drift_run, expert_bench, experts_run, histogram, influences, p
 
 def speaker():
     """A model of letters that can read a whole prompt."""
-    own = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "max_position_embeddings": 512}
+    own = {
+        "vocab_size": 96,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "max_position_embeddings": 512,
+        "num_hidden_layers": 4,
+    }
     return zoo.tiny("llama", seed=0, attention="sdpa", **own)
 
 
@@ -117,7 +124,7 @@ def test_the_command_leaves_a_run(tiny, capsys, monkeypatch):
     words = ["run", "histogram", "--model", tiny["model"], "--out", tiny["out"]]
     assert main(words) == 0
     record = json.loads((Path(tiny["out"]) / "result.json").read_text())
-    assert record["items"] == ["figure-1"] and len(record["result"]["scores"]["blocks"]) == 3
+    assert record["items"] == ["figure-1"] and len(record["result"]["scores"]["blocks"]) == 4
     assert main(words) == 2  # holds a result
     assert main(["run", "pruning", "--model", tiny["model"], "--data-dir", "/nowhere/at/all"]) == 2
     with pytest.raises(NotFound, match="--data-dir"):
