@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from layerbudget.compressors import base
 from layerbudget.compressors.base import QUANTISERS, TREATMENTS, Level, find_quantiser, find_treatment
 from layerbudget.compressors.formats import TYPES, find_format, find_runtime
-from layerbudget.compressors.quantisers import Quantiser, grid_of, grouped, through_gguf
+from layerbudget.compressors.quantisers import Quantiser, grid_of, grouped
 from layerbudget.compressors.sparsegpt import inverse_factor
 from layerbudget.errors import InvalidInput
 
 gguf = pytest.importorskip("gguf")
 packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
-GGML = [t.name for t in TYPES if not t.plain]
+GGML = [t.name for t in TYPES if not t.plain and not t.name.startswith("IQ1")]  # ggml takes seconds for a row of IQ1
+OLD = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 PACKED = [f"w{b}-{g}{a}" for b in (2, 3, 4, 5, 8) for g in ("g32", "channel") for a in ("", "-asym")]
 
 
@@ -53,15 +55,15 @@ def pack(rounded, form):
 
 @pytest.mark.parametrize("method", QUANTISERS.names())
 @pytest.mark.parametrize("name", GGML)
-def test_the_writer_of_ggml_finds_the_same_grid_again(method, name):
-    """What is planned is what is written: encoding a quantised matrix with the package changes nothing."""
-    quantiser, x = find_quantiser(method), inputs()
-    for seed in range(3):
-        got = quantiser.apply(weight(seed=seed), prepared_for(quantiser, x), Level(format=name))
-        assert torch.equal(through_gguf(got, find_format(name)), got)
+def test_the_bytes_of_a_type_read_back_as_the_weights(method, name):
+    """What is planned is what is written, and what knows the inputs knows them."""
+    quantiser, x, w = find_quantiser(method), inputs(256), weight(columns=256)
+    got = quantiser.quantise(w, prepared_for(quantiser, x), Level(format=name))
+    back = gguf.dequantize(got.data, gguf.GGMLQuantizationType[name])
+    assert np.array_equal(back, got.weight.numpy()) and -(-got.data.nbytes // 32) * 32 == find_format(name).bytes(24, 256)
 
 
-@pytest.mark.parametrize("name", GGML)
+@pytest.mark.parametrize("name", OLD)
 def test_round_to_nearest_is_what_the_package_gguf_does(name):
     kind, w = gguf.GGMLQuantizationType[name], weight()
     stored = gguf.quantize(w.numpy(), kind)
@@ -97,7 +99,7 @@ def test_what_compressed_tensors_unpacks_is_what_was_planned(method, name):
     assert torch.equal(back, rounded.weight)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "w3-g32", "w3-g32-asym", "w2-g32", "w4-channel"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "IQ4_NL", "w3-g32", "w3-g32-asym", "w2-g32", "w4-channel"])
 def test_knowing_the_inputs_helps(name):
     """On the objective of each: the weighted error falls by weighted ranges, the output error by GPTQ."""
     x, w, level = inputs(), weight(), Level(format=name)
@@ -133,7 +135,8 @@ def test_sixteen_bits_and_unseen_matrices():
 
 def test_formats_know_their_bytes_and_refuse_what_they_cannot_store():
     gguf, packed, vllm = find_runtime("llama.cpp", "gguf"), find_runtime(None), find_runtime("vllm")
-    assert [f.name for f in gguf.formats([64])] == [*GGML, "F16"]
+    assert [f.name for f in gguf.formats([64])] == [*OLD, "F16"]
+    assert [f.name for f in gguf.formats([64, 512], ["Q5_0", "Q4_K", "IQ3_S"])] == ["IQ3_S", "Q4_K", "Q5_0", "F16"]
     assert packed.formats([192, 320])[1].name == "w3-g64" and packed.formats([256], group=32)[0].name == "w2-g32"
     assert [f.name for f in vllm.formats([256], ["w8-g64", "w4-channel", "bf16"])] == ["w4-channel", "w8-g64", "bf16"]
     assert find_format("w3-g32").bytes(1024, 1024) * 8 == pytest.approx(3.5 * 1024**2, rel=1e-3)

@@ -1,12 +1,14 @@
 """Formats of a weight matrix, how many bytes each takes exactly, and the runtimes that read them. No torch.
 
-Every format stores groups of consecutive inputs of a row on an even grid ``base + d q``, ``q = 0 .. levels - 1``:
+Every format stores groups of consecutive inputs of a row under scales of their own:
 
-* **GGUF** (llama.cpp): blocks of 32. ``Q4_0``, ``Q5_0``, ``Q8_0`` have a scale in 16 bits, ``Q4_1``, ``Q5_1`` a scale and
-  a minimum. A tensor is padded to 32 bytes in the file. ``F16`` is what llama.cpp falls back to where 32 does not divide.
+* **GGUF** (llama.cpp), blocks of 32, 64 or 256: ``Q4_0`` to ``Q8_0`` are the old types, ``Q2_K`` to ``Q6_K`` and ``IQ`` those
+  of most files, ``MXFP4`` and ``NVFP4`` floating point. ggml rounds to them (:mod:`layerbudget.compressors.ggml`). A tensor is
+  padded to 32 bytes in the file. ``F16`` is what remains where no block divides.
 * **compressed-tensors**, ``pack-quantized``: ``w3-g32`` is 3 bits in groups of 32, symmetric; ``w3-g32-asym`` adds a zero
   point of 3 bits per group; ``w3-channel`` has one group per row. Integers are packed without a gap into words of 32 bits
   per row (zero points per group, down the rows), scales take 16 bits, the shape 16 bytes. ``bf16`` is what is left out.
+  Integers lie on an even grid, ``base + d q`` with ``q = 0 .. levels - 1``.
 
 >>> find_format("Q4_0").bytes(64, 96), find_format("w3-g32").bytes(64, 96)
 (3456, 2704)
@@ -58,7 +60,12 @@ class Format:
     @property
     def levels(self) -> int:
         """Points of the grid."""
-        return 255 if self.name == "Q8_0" else 1 << self.bits
+        return 1 << self.bits
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether only a quantiser that reads inputs rounds to it."""
+        return self.name in _NEED_INPUTS
 
     def fits(self, d_in: int) -> bool:
         """Whether rows of so many inputs can be stored."""
@@ -93,18 +100,33 @@ class Format:
         return copies * (4 * d_out * -(-d_in * self.bits // 32) + 2 * d_out * groups + zeros + 16)
 
 
-_GGUF = (  # name, bits, inputs of a block, its bytes, bound to zero; the smallest first
-    ("Q4_0", 4, 32, 18, True),
-    ("Q4_1", 4, 32, 20, False),
-    ("Q5_0", 5, 32, 22, True),
-    ("Q5_1", 5, 32, 24, False),
-    ("Q8_0", 8, 32, 34, True),
-    ("F16", 16, 1, 2, True),
+_GGUF = (  # name, bits of a code, inputs of a block, its bytes; the smallest first
+    ("IQ1_S", 1, 256, 50),
+    ("IQ1_M", 1, 256, 56),
+    ("IQ2_XXS", 2, 256, 66),
+    ("IQ2_XS", 2, 256, 74),
+    ("IQ2_S", 2, 256, 82),
+    ("Q2_K", 2, 256, 84),
+    ("IQ3_XXS", 3, 256, 98),
+    ("IQ3_S", 3, 256, 110),
+    ("Q3_K", 3, 256, 110),
+    ("MXFP4", 4, 32, 17),
+    ("IQ4_XS", 4, 256, 136),
+    ("Q4_0", 4, 32, 18),
+    ("IQ4_NL", 4, 32, 18),
+    ("NVFP4", 4, 64, 36),
+    ("Q4_K", 4, 256, 144),
+    ("Q4_1", 4, 32, 20),
+    ("Q5_0", 5, 32, 22),
+    ("Q5_K", 5, 256, 176),
+    ("Q5_1", 5, 32, 24),
+    ("Q6_K", 6, 256, 210),
+    ("Q8_0", 8, 32, 34),
+    ("F16", 16, 1, 2),
 )
-TYPES = tuple(
-    Format(name=name, family=GGUF, bits=bits, group=group, block_bytes=size, symmetric=symmetric)
-    for name, bits, group, size, symmetric in _GGUF
-)
+_NEED_INPUTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS")  # which ggml, or llama-quantize, rounds by an importance matrix only
+_DEFAULT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16")  # any rows, and rounded in no time; others by their names
+TYPES = tuple(Format(name=name, family=GGUF, bits=bits, group=group, block_bytes=size) for name, bits, group, size in _GGUF)
 PLAIN = {GGUF: TYPES[-1], PACKED: Format(name="bf16", family=PACKED, bits=16, group=1)}
 _NAMED = {f.name.lower(): f for f in (*TYPES, PLAIN[PACKED])}
 
@@ -195,10 +217,12 @@ class Runtime:
             for form in chosen:
                 if not any(form.fits(w) for w in widths):
                     form.check("Every matrix", widths[0])
-            small = sorted((f for f in chosen if not f.plain), key=lambda f: (f.bits, f.group or 0))
+            small = sorted(
+                (f for f in chosen if not f.plain), key=lambda f: (f.block_bytes / (f.group or 1), f.bits, f.group or 0)
+            )
             return [*small, PLAIN[self.family]]
         if self.family == GGUF:
-            return list(TYPES)
+            return [f for f in TYPES if f.name in _DEFAULT]
         if group is None:
             group = next((g for g in _PACKED_GROUPS if all(w % g == 0 for w in widths)), _PACKED_GROUPS[-1])
         return [f for f in (*(find_format(f"w{b}-g{group}") for b in _PACKED_BITS), PLAIN[PACKED]) if self._runs(f)]

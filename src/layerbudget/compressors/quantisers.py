@@ -1,19 +1,16 @@
 r"""Quantisers: round a matrix onto the grid of a format, plainly, for the inputs that matter, or column by column.
 
-The grid of every group of inputs is even, ``base + d q``, with ``d`` and ``base`` exactly as the file holds them, so that a
-weight on the grid is what a runtime reads back.
-
-* **rtn** rounds to nearest, as the runtimes' own writers do without data: GGUF types through the package ``gguf`` itself,
-  compressed-tensors on the range of every group.
-* **weighted** minimises ``sum_j h_j (w_j - Q(w_j))^2`` over ranges, with ``h_j = sum x_j^2`` of the calibration text (the
-  "importance matrix" of llama.cpp).
+* **rtn** rounds to nearest, as the runtimes' own writers do without data: GGUF types through ggml itself, compressed-tensors
+  on the range of every group.
+* **weighted** minimises ``sum_j h_j (w_j - Q(w_j))^2`` over the grids that a group may have, with ``h_j = sum x_j^2`` of the
+  calibration text. GGUF types are rounded by ggml, for which ``h`` is the importance matrix.
 * **gptq** (Frantar et al., arXiv 2210.17323) minimises ``|| (W - Q) X ||^2`` over grids, greedily: with
   ``U' U = (X X' + damping)^-1`` (the factor of SparseGPT), column j is rounded, its error divided by ``U_jj`` and taken from
-  the columns behind it in proportion to ``U_j,:``. The grid of a group is fixed when its first column comes.
+  the columns behind it in proportion to ``U_j,:``. The grid of a group is fixed when its first column comes: for GGUF types by
+  ggml (:func:`layerbudget.compressors.ggml.feed_back`).
 
-A compressed-tensors file is written from scales and integers. A GGUF file is written from rounded weights: its writer looks for
-every group's scale again, in the entry that is largest (``_0``) or in the smallest and the largest (``_1``). So these entries
-keep their end of the grid, and the writer finds the grid that was planned.
+The grid of a group of compressed-tensors is even, ``base + d q``, with ``d`` and ``base`` exactly as the file holds them, so
+that a weight on the grid is what a runtime reads back.
 """
 
 from __future__ import annotations
@@ -22,11 +19,13 @@ import abc
 import dataclasses
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ..errors import InvalidInput
+from . import ggml
 from .base import Level, Treatment
-from .formats import GGUF, Format, find_format, need_gguf
+from .formats import GGUF, Format, find_format
 from .sparsegpt import COLUMNS, inverse_factor
 
 _SHRINK = tuple(1.0 - 0.02 * i for i in range(26))
@@ -37,21 +36,20 @@ class Grid:
     """Grids of some groups, all of shape ``(..., 1)`` over the inputs of the group.
 
     Attributes:
-        d: Step. It may be negative in ``Q4_0`` and ``Q5_0``, where the largest entry takes the side with one level more.
+        d: Step.
         base: Value of ``q = 0``.
         top: Largest ``q``.
-        zero: Zero point as compressed-tensors keeps it, int8; None for GGUF.
+        zero: Zero point as compressed-tensors keeps it, int8.
     """
 
     d: torch.Tensor
     base: torch.Tensor
     top: int
-    zero: torch.Tensor | None = None
+    zero: torch.Tensor
 
     def nearest(self, weight: torch.Tensor) -> torch.Tensor:
         """The nearest ``q``, as float."""
-        step = torch.where(self.d == 0, torch.ones_like(self.d), self.d)
-        return (weight - self.base).div_(step).round_().clamp_(0, self.top)
+        return (weight - self.base).div_(self.d).round_().clamp_(0, self.top)
 
     def round(self, weight: torch.Tensor) -> torch.Tensor:
         """The nearest points of the grid."""
@@ -64,32 +62,10 @@ def grouped(weight: torch.Tensor, form: Format) -> torch.Tensor:
 
 
 def grid_of(groups: torch.Tensor, form: Format, shrink: float | torch.Tensor = 1.0) -> Grid:
-    """The grid that the format gives to groups of weights ``(..., inputs)``, float32, whose range ``shrink`` makes smaller."""
-    return (_gguf_grid if form.family == GGUF else _packed_grid)(groups, form, shrink)
+    """The grid of groups of weights ``(..., inputs)``, float32, whose range ``shrink`` makes smaller.
 
-
-def _half(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float16).to(torch.float32)
-
-
-def _gguf_grid(groups: torch.Tensor, form: Format, shrink: float | torch.Tensor) -> Grid:
-    """As ggml: the entry of largest size spans the grid of ``_0``, smallest and largest entry that of ``_1``."""
-    top = form.levels - 1
-    if not form.symmetric:
-        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-        middle, half = (low + high) / 2, (high - low) / 2 * shrink
-        return Grid(d=_half(2 * half / top), base=_half(middle - half), top=top)
-    if form.name == "Q8_0":
-        d = _half(groups.abs().amax(-1, keepdim=True) * shrink / 127)
-        return Grid(d=d, base=-127 * d, top=top)
-    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    offset = form.levels // 2
-    d = _half(extreme * shrink / -offset)
-    return Grid(d=d, base=-offset * d, top=top)
-
-
-def _packed_grid(groups: torch.Tensor, form: Format, shrink: float | torch.Tensor) -> Grid:
-    """As compressed-tensors: zero is a point of the grid; scales are kept in bfloat16, zero points in int8."""
+    Zero is a point of the grid; scales are kept in bfloat16, zero points in int8.
+    """
     low = groups.amin(-1, keepdim=True).clamp(max=0) * shrink
     high = groups.amax(-1, keepdim=True).clamp(min=0) * shrink
     span, least = form.levels - 1, -(1 << (form.bits - 1))
@@ -98,19 +74,6 @@ def _packed_grid(groups: torch.Tensor, form: Format, shrink: float | torch.Tenso
     zero = torch.zeros_like(raw) if form.symmetric else torch.round((least - low / raw).clamp(least, least + span))
     d = raw.to(torch.bfloat16).to(torch.float32)
     return Grid(d=d, base=(least - zero) * d, top=form.levels - 1, zero=zero.to(torch.int8))
-
-
-def _pinned(groups: torch.Tensor, form: Format) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``(input, q)`` of every row of one GGUF group ``(rows, inputs)``: entries from which its writer takes the grid."""
-    if form.family != GGUF:
-        return []
-    low, high = torch.zeros_like(groups[:, 0]), torch.full_like(groups[:, 0], form.levels - 1)
-    if not form.symmetric:
-        return [(groups.argmin(-1), low), (groups.argmax(-1), high)]
-    extreme = groups.abs().argmax(-1)
-    if form.name != "Q8_0":
-        return [(extreme, low)]
-    return [(extreme, torch.where(groups.gather(-1, extreme[:, None])[:, 0] > 0, high, low))]
 
 
 def _best_grid(groups: torch.Tensor, form: Format, importance: torch.Tensor) -> Grid:
@@ -131,12 +94,14 @@ class Rounded:
 
     Attributes:
         weight: ``(d_out, d_in)``, float32: exactly what a runtime reads back.
-        scale, zero: Of compressed-tensors, ``(d_out, groups)``, bfloat16 and int8; None for others, which need none beside it.
+        scale, zero: Of compressed-tensors, ``(d_out, groups)``, bfloat16 and int8.
+        data: Of GGUF, the bytes of the file, ``(d_out, bytes of a row)``; None for 16 bits.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
+    data: np.ndarray | None = None
 
 
 class Quantiser(Treatment):
@@ -163,28 +128,29 @@ class Quantiser(Treatment):
         if form.plain:
             half = torch.float16 if form.family == GGUF else torch.bfloat16
             return Rounded(weight=weight.to(half).to(torch.float32))
-        if prepared is None and self.statistic != "none":
-            return Nearest().onto(weight, None, form)
-        return self.onto(weight, prepared, form)
+        chosen = Nearest() if prepared is None and self.statistic != "none" else self
+        if form.family != GGUF:
+            return chosen.onto(weight, prepared, form)
+        data = chosen.in_ggml(weight, prepared, form)
+        return Rounded(weight=torch.from_numpy(ggml.dequantise(data, form.name)).to(weight.device), data=data)
 
     @abc.abstractmethod
     def onto(self, weight: torch.Tensor, prepared: Any, form: Format) -> Rounded:
-        """The matrix on the grid of a format that is none of plain numbers and divides it."""
+        """The matrix on the grid of a format of compressed-tensors that is none of plain numbers and divides it."""
+
+    @abc.abstractmethod
+    def in_ggml(self, weight: torch.Tensor, prepared: Any, form: Format) -> np.ndarray:
+        """The bytes of the matrix in a type of llama.cpp that divides it, ``(d_out, bytes of a row)``."""
 
 
 def _on_grid(groups: torch.Tensor, grid: Grid, shape: torch.Size) -> Rounded:
     weight = grid.round(groups).reshape(shape)
-    if grid.zero is None:
-        return Rounded(weight=weight)
     return Rounded(weight=weight, scale=grid.d[..., 0].to(torch.bfloat16), zero=grid.zero[..., 0])
 
 
-def through_gguf(weight: torch.Tensor, form: Format) -> torch.Tensor:
-    """Quantised and read back by the package ``gguf``, float32."""
-    gguf = need_gguf()
-    kind = gguf.GGMLQuantizationType[form.name]
-    data = weight.detach().to(torch.float32).cpu().contiguous().numpy()
-    return torch.from_numpy(gguf.dequantize(gguf.quantize(data, kind), kind)).to(weight.device)
+def _by_ggml(weight: torch.Tensor, form: Format, importance: torch.Tensor | None) -> np.ndarray:
+    weights = None if importance is None else importance.detach().to(torch.float32).cpu().numpy()
+    return ggml.quantise(weight.detach().to(torch.float32).cpu().numpy(), form.name, weights, threads=torch.get_num_threads())
 
 
 class Nearest(Quantiser):
@@ -194,10 +160,12 @@ class Nearest(Quantiser):
 
     def onto(self, weight: torch.Tensor, prepared: Any, form: Format) -> Rounded:
         """See :meth:`Quantiser.onto`."""
-        if form.family == GGUF:
-            return Rounded(weight=through_gguf(weight, form))
         groups = grouped(weight, form)
         return _on_grid(groups, grid_of(groups, form), weight.shape)
+
+    def in_ggml(self, weight: torch.Tensor, prepared: Any, form: Format) -> np.ndarray:
+        """See :meth:`Quantiser.in_ggml`; where ggml asks for importances all columns count alike."""
+        return _by_ggml(weight, form, torch.ones(weight.shape[1]) if form.needs_inputs else None)
 
 
 class Weighted(Quantiser):
@@ -211,6 +179,10 @@ class Weighted(Quantiser):
         groups = grouped(weight, form)
         importance = prepared.to(torch.float32).reshape(1, groups.shape[1], -1)
         return _on_grid(groups, _best_grid(groups, form, importance), weight.shape)
+
+    def in_ggml(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format) -> np.ndarray:
+        """See :meth:`Quantiser.in_ggml`."""
+        return _by_ggml(weight, form, prepared)
 
 
 class GPTQ(Quantiser):
@@ -243,19 +215,17 @@ class GPTQ(Quantiser):
                 groups = block[low : low + size].T.contiguous()
                 grid = grid_of(groups, form)
                 grids.append(grid)
-                held = _pinned(groups, form)
                 for j in range(low, low + size):
                     q = grid.nearest(block[j][:, None])[:, 0]
-                    for column, end in held:
-                        q = torch.where(column == j - low, end, q)
                     rounded = (grid.base + grid.d * q[:, None])[:, 0]
                     torch.sub(block[j], rounded, out=errors[j]).div_(upper[j, j])
                     block[j + 1 :].addr_(upper[j, j + 1 :], errors[j], alpha=-1)
                     out[start + j] = rounded
             if stop < work.shape[0]:
                 work[stop:] -= prepared[start:stop, stop:].T @ errors
-        zeros = [g.zero for g in grids if g.zero is not None]
-        if not zeros:
-            return Rounded(weight=out.T.contiguous())
         scale = torch.cat([g.d for g in grids], 1).to(torch.bfloat16)
-        return Rounded(weight=out.T.contiguous(), scale=scale, zero=torch.cat(zeros, 1))
+        return Rounded(weight=out.T.contiguous(), scale=scale, zero=torch.cat([g.zero for g in grids], 1))
+
+    def in_ggml(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format) -> np.ndarray:
+        """See :meth:`Quantiser.in_ggml`."""
+        return ggml.feed_back(weight.detach().cpu(), prepared.cpu(), form.name)

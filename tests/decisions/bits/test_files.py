@@ -151,6 +151,29 @@ def test_llama_cpp_computes_the_same(tmp_path):
     assert np.abs(np.exp(theirs) - np.exp(ours)).max() < 0.02
 
 
+@pytest.mark.parametrize(
+    ("formats", "bits"), [(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"), 4.6), (("IQ2_XS", "IQ3_S", "IQ4_XS", "MXFP4"), 3.6)]
+)
+def test_the_types_that_people_download(tmp_path, formats, bits):
+    """Rows that 256 divides: K, IQ and FP4 types, codes by error feedback; transformers reads the rounded model."""
+    size = {**WIDE, "hidden_size": 256, "intermediate_size": 512}
+    model, dense, text = zoo.build("llama", **size), zoo.build("llama", **size), zoo.tokens(24, 24, vocabulary=96)
+    own = {"family": "gguf", "draws": 1, "method": "gptq", "formats": formats}
+    plan = plan_bits(rounding_damage(model, text, **own), bits=bits)
+    used = set(plan.extra["formats"].values())
+    assert len(used) > 1 and used <= {*formats, "F16"}
+    receipt = write_bits(model, plan, tmp_path / "out", text)
+    assert receipt.bytes == receipt.planned == plan.budget["spent"]
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32).eval()
+    assert torch.allclose(logits(back), logits(model), atol=2e-4, rtol=1e-4)
+    nearest = zoo.build("llama", **size)
+    apply_bits(nearest, plan, text, method="weighted")
+    far, near = (float((logits(m) - logits(dense)).square().sum()) for m in (nearest, model))
+    assert near < 0.9 * far
+    with pytest.raises(InvalidInput, match="IQ2_XS needs to know the inputs"):
+        rounding_damage(dense, text, family="gguf", formats=["IQ2_XS"])
+
+
 def test_recipes_for_other_tools():
     model = wide("llama")
     plan = planned(model, "compressed-tensors", 4.2)
@@ -171,7 +194,7 @@ def test_nothing_half_written(tmp_path, monkeypatch):
         patch.setattr(A, "recount_gguf", lambda file: {t.name: 1 for t in gguf.GGUFReader(file).tensors})
         write_bits(wide("llama"), plan, out)
     with monkeypatch.context() as patch, pytest.raises(CoverageError, match="reads back as other weights"):
-        patch.setattr(GgufWriter, "_turned", lambda self, name, tensor, turn: tensor + 0.01)
+        patch.setattr(GgufWriter, "_turned", lambda self, name, t, turn: t + 0.01 if t.is_floating_point() else t)
         write_bits(wide("llama"), plan, out)
     assert not list(tmp_path.iterdir())
     out.mkdir()

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...compressors.formats import ALIGNMENT, GGUF, PACKED, Format, Runtime, find_format, find_runtime, need_gguf
+from ...compressors.base import find_quantiser
+from ...compressors.formats import ALIGNMENT, GGUF, PACKED, TYPES, Format, Runtime, find_format, find_runtime, need_gguf
 from ...errors import InvalidInput, UnknownBlock
 from ...models.blocks import config_of, layers, partition, pretrained, weight_of
 from ...records import Block, Module, natural_key
@@ -58,6 +59,13 @@ def formats_table(
     kept = np.array([all(m.name in reasons for m in b.modules) for b in blocks])
     widths = sorted({m.d_in for b, stays in zip(blocks, kept, strict=True) if not stays for m in b.modules})
     chosen = target.formats(widths, formats, group)
+    blind = [f.name for f in chosen if f.needs_inputs and find_quantiser(method).statistic == "none"]
+    if blind:
+        raise InvalidInput(
+            f"{blind[0]} needs to know the inputs of a matrix, and {method} does not read them.",
+            "Types that need them: " + ", ".join(f.name for f in TYPES if f.needs_inputs) + ".",
+            "Use --method weighted or gptq, or leave the type out.",
+        )
     size = np.array([[_bytes(b, f) for f in chosen] for b in blocks], dtype=np.int64)
     has = (size > 0) & (np.array([f.plain for f in chosen]) | ~kept[:, None])
     return Table(

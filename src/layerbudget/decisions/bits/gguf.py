@@ -1,4 +1,4 @@
-"""A GGUF file with a type per tensor: quantised by the package ``gguf``, read by llama.cpp and transformers."""
+"""A GGUF file with a type per tensor: rounded by ggml, written by the package ``gguf``, read by llama.cpp and transformers."""
 
 from __future__ import annotations
 
@@ -123,14 +123,16 @@ class GgufWriter:
 
     def tensors(self, piece: str, rounded: Mapping[str, Sequence[Rounded]]) -> dict[str, torch.Tensor]:
         """Return what the file holds of a layer (outside the layers: of ``""``) whose weights are at hand."""
-        return {self.stored[n]: torch.from_numpy(self._data(n)) for n in self.pieces[piece]}
+        made = {f"{n}.weight": torch.from_numpy(r[0].data) for n, r in rounded.items() if r[0].data is not None}
+        return {self.stored[n]: torch.from_numpy(self._data(n, made.get(n))) for n in self.pieces[piece]}
 
-    def _data(self, name: str) -> np.ndarray:
+    def _data(self, name: str, made: torch.Tensor | None) -> np.ndarray:
+        """What the file holds of a tensor: the bytes that the quantiser made, or plain numbers."""
         kind, tensor = self._kind(name), self._turned(name, self.parameters[name].detach(), permute)
         values = tensor.to(torch.float32).cpu().contiguous().numpy()
         if kind.name == "F32":
             return values
-        data: np.ndarray = self.gguf.quantize(values, kind)
+        data: np.ndarray = self.gguf.quantize(values, kind) if made is None else self._turned(name, made, permute).numpy()
         if name.rpartition(".")[0] in self.formats and not np.array_equal(self.gguf.dequantize(data, kind), values):
             raise CoverageError(f"{name} reads back as other weights than were planned.", "", "Report this; nothing is kept.")
         return data
