@@ -1,6 +1,7 @@
 """The house rules that a machine can check."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,11 @@ from pathlib import Path
 import layerbudget
 
 SRC = Path(layerbudget.__file__).parent
+
+
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def test_the_decision_core_never_imports_torch():
@@ -45,7 +51,7 @@ def test_editors_and_type_checkers_see_every_public_name():
 
 def test_no_print_no_bare_except_no_assert():
     for file in SRC.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             where = f"{file.relative_to(SRC)}:{getattr(node, 'lineno', 0)}"
             assert not (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"), where
             assert not (isinstance(node, ast.ExceptHandler) and node.type is None), where
@@ -92,7 +98,7 @@ ROOMS = (
 
 def imports_of(file: Path) -> set[str]:
     """Modules of this package that a file imports, also inside functions; what serves type checkers only is left out."""
-    tree, parts = ast.parse(file.read_text()), file.relative_to(SRC).with_suffix("").parts
+    tree, parts = tree_of(file), file.relative_to(SRC).with_suffix("").parts
     package = parts if parts[-1] == "__init__" else parts
     found: set[str] = set()
 
@@ -104,7 +110,7 @@ def imports_of(file: Path) -> set[str]:
             base = [p for p in base if p]
             for name in node.names:
                 whole = [*base, name.name]
-                found.add("/".join(whole if is_module(whole) else base))
+                found.add("/".join(whole if is_module(tuple(whole)) else base))
         for child in ast.iter_child_nodes(node):
             look(child)
 
@@ -112,10 +118,12 @@ def imports_of(file: Path) -> set[str]:
     return found
 
 
-def is_module(parts: list[str]) -> bool:
+@functools.cache
+def is_module(parts: tuple[str, ...]) -> bool:
     return SRC.joinpath(*parts).with_suffix(".py").is_file() or SRC.joinpath(*parts, "__init__.py").is_file()
 
 
+@functools.cache
 def names_and_imports() -> dict[str, set[str]]:
     files = {"/".join(f.relative_to(SRC).with_suffix("").parts).removesuffix("/__init__"): f for f in SRC.rglob("*.py")}
     return {name: imports_of(file) for name, file in files.items() if name not in ("__init__", "__main__")}
