@@ -9,6 +9,7 @@ import configparser as b
 import email.message as c
 import http.client as d
 import inspect
+import itertools
 import json
 import logging as e
 import mailbox as f
@@ -23,18 +24,20 @@ import zipfile as m
 MODULES = (a, b, c, d, e, f, g, h, i, j, k, m)
 
 
-def rows(count: int = 300) -> list[dict]:
+def all_rows():
     """Rows of ``messages``, one per documented function of at most 40 lines."""
-    found = []
     for module in MODULES:
         source = inspect.getsource(module)
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and node.end_lineno - node.lineno < 40:
                 asked = f"Write {node.name} of {module.__name__}: {ast.get_docstring(node).splitlines()[0]}"
                 said = ast.get_source_segment(source, node)
-                turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-                found.append({"messages": turns})
-    return found[:count]
+                yield {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+
+
+def rows(count: int = 300) -> list[dict]:
+    """The first ones."""
+    return list(itertools.islice(all_rows(), count))
 
 
 if __name__ == "__main__":
