@@ -53,7 +53,7 @@ def built(files, stock, tmp_path_factory):
     from lm_eval.tasks import TaskManager
 
     datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
-    theirs = TaskManager(include_path=str(stock)).load([f"stock_{t}" for t in SEVEN])["tasks"]
+    theirs = TaskManager(include_path=str(stock), include_defaults=False).load([f"stock_{t}" for t in SEVEN])["tasks"]
     return harness.local_tasks(SEVEN, files), theirs
 
 
@@ -171,7 +171,7 @@ def test_accuracy_by_length_is_told_where_the_task_has_it(files, saved_model, ca
 
 def test_evaluate_against_a_model_and_against_a_file(files, saved_model, tmp_path, capsys):
     first, second = saved_model("llama"), saved_model("mistral")
-    common = ["--tasks", "boolq,winogrande", "--data-dir", str(files), "--quiet"]
+    common = ["--tasks", "boolq,winogrande", "--data-dir", str(files), "--limit", "8", "--quiet"]
     assert main(["evaluate", str(second), *common, "--out", str(tmp_path / "b.json")]) == 0
     capsys.readouterr()
     found = []
