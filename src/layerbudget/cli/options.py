@@ -175,13 +175,14 @@ def given(a: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(a, name, None)) is not None}
 
 
-def settings(a: argparse.Namespace, *sources: Callable[..., Any] | Mapping[str, Option]) -> dict[str, Any]:
+def settings(a: argparse.Namespace, *sources: Callable[..., Any] | Mapping[str, Option], what: str = "") -> dict[str, Any]:
     """Return the options given as ``--set NAME=VALUE``; a value is read as JSON where it is JSON, as text otherwise.
 
     Args:
         a: Arguments of the command.
         sources: What reads them: functions, whose keyword-only parameters they are, or tables. A function that passes others
             on is the judge of those. ``--set help`` prints all of them and ends the command.
+        what: Whose options they are, in messages; the command's where nothing is said.
     """
     flags = {action.dest for action in a.leaf._actions}
     tables = [source if isinstance(source, Mapping) else options_of(source) for source in sources]
@@ -195,7 +196,7 @@ def settings(a: argparse.Namespace, *sources: Callable[..., Any] | Mapping[str, 
         raise SystemExit(0)
     parameters = [p for s in sources if not isinstance(s, Mapping) for p in inspect.signature(s).parameters.values()]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    what, values = f"The command {a.leaf.prog}", dict[str, Any]()
+    what, values = what or f"the command {a.leaf.prog}", dict[str, Any]()
     for text in a.set:
         name, separator, value = text.partition("=")
         if not separator or not name.isidentifier():
@@ -204,7 +205,7 @@ def settings(a: argparse.Namespace, *sources: Callable[..., Any] | Mapping[str, 
             own = f"Use {flag_of(a, name)}."
             raise InvalidInput(f"{name} cannot be given by --set.", "The command has an option of its own for it.", own)
         if name in _FILLED or (name not in known and not open_ended):
-            raise InvalidInput(f"{what} has no option {name}.", f"--set takes {', '.join(known)}.", "Correct the name.")
+            raise InvalidInput(f"{what[:1].upper()}{what[1:]} has no option {name}.", f"--set takes {', '.join(known)}.", "Correct the name.")
         try:
             read = json.loads(value)
         except (ValueError, RecursionError):

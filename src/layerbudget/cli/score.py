@@ -69,7 +69,7 @@ def _measured(a: argparse.Namespace, chosen: Estimator) -> Any:
     from ..sensitivity.noise import subtract_floor
 
     known = {n: dataclasses.replace(o, type=str) if n == "validation" else o for n, o in chosen.options.items()}
-    options = given(a, "damping", "batch_size") | settings(a, known)
+    options = given(a, "damping", "batch_size") | settings(a, known, what=f"the estimator {chosen.name}")
     validation = options.pop("validation", None)
     chosen.resolve_options(options)
     model, tokenizer, data = load(a, data=chosen.data)
