@@ -42,6 +42,17 @@ def tokenizer():
     )
 
 
+@pytest.fixture(scope="module")
+def short_corpus():
+    """Two modules of the standard library in each group: ``stdlib`` is tokenised whole, however few samples are drawn of it."""
+    from layerbudget.data import stdlib
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stdlib, "CALIBRATION", ("csv", "statistics"))
+        patch.setattr(stdlib, "EVALUATION", ("fractions", "textwrap"))
+        yield
+
+
 @pytest.fixture
 def saved_model(tmp_path, tokenizer):
     """A function that saves a model with its tokenizer and returns the folder."""

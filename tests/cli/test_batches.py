@@ -13,6 +13,7 @@ from layerbudget.cli.options import batch_of
 from layerbudget.execution import memory
 from layerbudget.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("short_corpus")
 FEW = ["--samples", "6", "--length", "24", "--quiet", "--json"]
 
 

@@ -11,6 +11,7 @@ from tests import zoo
 
 from layerbudget.cli import COMMANDS, build_parser, main
 
+pytestmark = pytest.mark.usefixtures("short_corpus")
 SMALL = ("--samples", "6", "--length", "24", "--quiet")
 
 
@@ -40,7 +41,8 @@ def test_score_plan_prune_evaluate_on_other_architectures(saved_model, tmp_path,
 
 
 def test_another_process_writes_the_same_bytes_and_one_document(saved_model, tmp_path, monkeypatch):
-    words = ["score", str(saved_model("llama")), *SMALL[:4], "-o", "s.json", "--json"]
+    (tmp_path / "text.txt").write_text("a few words of text " * 60)
+    words = ["score", str(saved_model("llama")), "--data", str(tmp_path / "text.txt"), *SMALL[:4], "-o", "s.json", "--json"]
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
