@@ -205,7 +205,9 @@ def settings(a: argparse.Namespace, *sources: Callable[..., Any] | Mapping[str, 
             own = f"Use {flag_of(a, name)}."
             raise InvalidInput(f"{name} cannot be given by --set.", "The command has an option of its own for it.", own)
         if name in _FILLED or (name not in known and not open_ended):
-            raise InvalidInput(f"{what[:1].upper()}{what[1:]} has no option {name}.", f"--set takes {', '.join(known)}.", "Correct the name.")
+            raise InvalidInput(
+                f"{what[:1].upper()}{what[1:]} has no option {name}.", f"--set takes {', '.join(known)}.", "Correct the name."
+            )
         try:
             read = json.loads(value)
         except (ValueError, RecursionError):
