@@ -110,6 +110,12 @@ def _kind(name: str) -> int:
     return int(need_gguf().GGMLQuantizationType[name])
 
 
+def _block(name: str) -> tuple[int, int]:
+    """Weights and bytes of a block."""
+    form = find_format(name)
+    return form.group or 1, form.block_bytes
+
+
 # ---- codes: the part of a block that is one weight's own
 
 
@@ -119,12 +125,12 @@ def code_bits(name: str) -> np.ndarray | None:
 
     None for lattices, where one code says several weights.
     """
-    form, random = find_format(name), np.random.default_rng(0)
-    bits = np.arange(8 * form.block_bytes)
-    weight, size = np.full(bits.size, -1), np.zeros(bits.size)
+    (count, size), random = _block(name), np.random.default_rng(0)
+    bits = np.arange(8 * size)
+    weight, effect = np.full(bits.size, -1), np.zeros(bits.size)
     shared = np.zeros(bits.size, dtype=bool)
     for _ in range(_TRIES):
-        block = quantise(random.standard_normal((1, form.group)), name, np.ones(form.group))
+        block = quantise(random.standard_normal((1, count)), name, np.ones(count))
         flipped = np.repeat(block, bits.size, 0)
         flipped[bits, bits // 8] ^= (1 << (bits % 8)).astype(np.uint8)
         with np.errstate(all="ignore"):  # a flipped bit of a scale may make it infinite
@@ -133,13 +139,13 @@ def code_bits(name: str) -> np.ndarray | None:
         shared |= hit.sum(1) > 1
         one = hit.sum(1) == 1
         weight[one] = hit[one].argmax(1)
-        size[one] = np.maximum(size[one], change[one].max(1))
+        effect[one] = np.maximum(effect[one], change[one].max(1))
     weight[shared] = -1
-    counts = np.bincount(weight[weight >= 0], minlength=form.group)
+    counts = np.bincount(weight[weight >= 0], minlength=count)
     if counts.min() < 2 or counts.min() != counts.max():
         return None
-    order = np.lexsort((size, weight))
-    places = order[weight[order] >= 0].reshape(form.group, -1)
+    order = np.lexsort((effect, weight))
+    places = order[weight[order] >= 0].reshape(count, -1)
     # Within one byte digits stand in their order; only there is a level no multiple of its code, so that sizes may mislead.
     together = (places // 8 == places[:, :1] // 8).all(1, keepdims=True)
     return np.where(together, np.sort(places), places)
@@ -153,9 +159,9 @@ def with_codes(data: np.ndarray, name: str, codes: np.ndarray) -> np.ndarray:
         name: A type that is no lattice.
         codes: ``(rows, columns)``, whole numbers below the number of levels.
     """
-    places, form = _places(name), find_format(name)
-    bits = np.unpackbits(data.reshape(-1, form.block_bytes), axis=1, bitorder="little")
-    bits[:, places] = (codes.reshape(-1, form.group, 1) >> np.arange(places.shape[1])) & 1
+    places, (count, size) = _places(name), _block(name)
+    bits = np.unpackbits(data.reshape(-1, size), axis=1, bitorder="little")
+    bits[:, places] = (codes.reshape(-1, count, 1) >> np.arange(places.shape[1])) & 1
     return np.packbits(bits, axis=1, bitorder="little").reshape(data.shape)
 
 
@@ -165,9 +171,9 @@ def levels(name: str) -> np.ndarray:
 
     Even types have ``t[code] = code``.
     """
-    form, count = find_format(name), 1 << _places(name).shape[1]
-    block = quantise(np.random.default_rng(1).standard_normal((1, form.group)), name, np.ones(form.group))
-    every = np.repeat(np.arange(count)[:, None], form.group, 1)
+    weights, count = _block(name)[0], 1 << _places(name).shape[1]
+    block = quantise(np.random.default_rng(1).standard_normal((1, weights)), name, np.ones(weights))
+    every = np.repeat(np.arange(count)[:, None], weights, 1)
     values = dequantise(with_codes(np.repeat(block, count, 0), name, every), name).astype(np.float64)
     clearest = np.abs(values[1] - values[0]).argmax()
     found: np.ndarray = (values[:, clearest] - values[0, clearest]) / (values[1, clearest] - values[0, clearest])
@@ -176,8 +182,8 @@ def levels(name: str) -> np.ndarray:
 
 def grid(data: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return ``base`` and ``step`` of every weight, ``(rows, columns)`` each: see :func:`levels`."""
-    form = find_format(name)
-    shape = (data.shape[0], data.shape[1] // form.block_bytes * form.group)
+    count, size = _block(name)
+    shape = (data.shape[0], data.shape[1] // size * count)
     base, one = (dequantise(with_codes(data, name, np.full(shape, code)), name) for code in (0, 1))
     return base, one - base
 
@@ -218,9 +224,8 @@ def feed_back(weight: torch.Tensor, upper: torch.Tensor, name: str) -> np.ndarra
             error = block - torch.from_numpy(dequantise(data, name).T)
             errors = torch.linalg.solve_triangular(inside.T, error, upper=False)
         else:
-            codes, errors = _choose_codes(
-                block, inside, *(torch.from_numpy(g.T.copy()) for g in grid(data, name)), levels(name)
-            )
+            base, step = (torch.from_numpy(g.T.copy()) for g in grid(data, name))
+            codes, errors = _choose_codes(block, inside, base, step, levels(name))
             data = with_codes(data, name, codes.T)
         rest -= upper[start : start + size, start + size :].T @ errors
         found.append(data)
