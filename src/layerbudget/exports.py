@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .decisions.bits.export import auto_round, gptq_model, llama_cpp
+from .decisions.bits.export import auto_round, llama_cpp
 from .errors import InvalidInput, MissingDependency, NotFound
 from .plan import Plan
 from .registry import Registry, options_of, resolve_options
@@ -176,10 +176,3 @@ export(
     summary="AutoRound's layer_config",
     use="AutoRound(model, layer_config=json.load(open('{file}'))) quantises by it.",
 )(auto_round)
-export(
-    "gptqmodel",
-    kinds=("bits",),
-    file="dynamic.json",
-    summary="GPTQModel's dynamic",
-    use="QuantizeConfig(dynamic=json.load(open('{file}'))) quantises by it.",
-)(gptq_model)

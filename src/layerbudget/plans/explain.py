@@ -131,15 +131,9 @@ def _on_decision(plan: Plan) -> list[str]:
 
 def _on_formats(plan: Plan) -> list[str]:
     """Prediction of a plan of bits, changes that noise leaves open, and the check of the whole plan."""
-    e, said, others = plan.extra, [], ""
-    if forced := e.get("forced"):
-        said.append(
-            f"The budget leaves nothing to decide: every block has its {forced['format']} format. There is a choice from "
-            f"{forced['from_bits']:.4f} bits per weight ({forced['from_bytes']} bytes in all) to {forced['to_bits']:.4f}."
-        )
-    else:
-        rows = (f"{n} {r['predicted']:.4g} in {r['spent']} bytes" for n, r in e["baselines"].items() if n != plan.rule)
-        others = f" (without a program: {', '.join(rows)})"
+    e, said = plan.extra, []
+    rows = (f"{n} {r['predicted']:.4g} in {r['spent']} bytes" for n, r in e["baselines"].items() if n != plan.rule)
+    others = f" (without a program: {', '.join(rows)})" if e["baselines"] else ""
     said.append(
         f"{e['bits']:.4f} bits per weight, {plan.budget['spent'] + e['fixed_bytes']} bytes with what stays as it is. "
         f"Damages of single blocks add up to {e['predicted']:.4g} +- {e['predicted_error']:.1g} nats per token{others}."

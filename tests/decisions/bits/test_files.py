@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
 import json
 import re
@@ -20,7 +19,7 @@ from layerbudget.cli import main
 from layerbudget.decisions.bits import apply as A
 from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
-from layerbudget.decisions.bits.export import auto_round, gptq_model, llama_cpp
+from layerbudget.decisions.bits.export import auto_round, llama_cpp
 from layerbudget.decisions.bits.gguf import GgufWriter
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
@@ -181,11 +180,6 @@ def test_recipes_for_other_tools():
     assert {n: f"w{w['bits']}-g{w['group_size']}" for n, w in made.items()} == dict(formats)
     with pytest.raises(InvalidInput, match="holds no gguf formats"):
         llama_cpp(plan)
-    given = {n: "w4-g32" for n in formats} | {next(iter(formats)): "bf16"}
-    rules = json.loads(gptq_model(dataclasses.replace(plan, extra={**plan.extra, "formats": given})))
-    assert [next(r for r in rules if re.match(r[2:], n))[:2] for n in given] == ["-:", *["+:"] * (len(given) - 1)]
-    with pytest.raises(InvalidInput, match="GPTQModel has no 5 bits"):
-        gptq_model(dataclasses.replace(plan, extra={**plan.extra, "formats": dict.fromkeys(formats, "w5-g32")}))
 
 
 def test_nothing_half_written(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ which they go to the file, so that a run that was stopped continues; it writes t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ from ...records import Record, write_text
 from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
 from .blocks import check_writable, layers_of, modules_by_name
-from .export import auto_round, gptq_model, llama_cpp
+from .export import auto_round, llama_cpp
 from .gguf import GGUF_FILE, GgufWriter, recount_gguf
 from .packed import ZERO_POINTS, PackedWriter, check_loads, recount_safetensors
 from .program import formats_of_plan
@@ -286,8 +285,6 @@ def _finish(folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, write
         write_text(folder / "tensor-types.txt", llama_cpp(plan))
     else:
         write_text(folder / "autoround-layer_config.json", auto_round(plan))
-        with contextlib.suppress(InvalidInput):  # widths that its kernels do not have
-            write_text(folder / "gptqmodel-dynamic.json", gptq_model(plan))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if not gguf and ZERO_POINTS not in notes:

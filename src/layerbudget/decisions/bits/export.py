@@ -12,7 +12,6 @@ from ...plan import Plan
 from .program import formats_of_plan
 
 _FIRST = ("llama", "qwen2", "qwen3")  # architectures whose names are tried first
-_GPTQ_BITS = (2, 3, 4, 8)
 
 
 def llama_cpp(plan: Plan) -> str:
@@ -24,19 +23,11 @@ def llama_cpp(plan: Plan) -> str:
 
 def auto_round(plan: Plan) -> str:
     """Return ``{module: {bits, group_size, sym, data_type}}`` as JSON, for ``AutoRound(layer_config=...)``."""
-    plain = {"bits": 16, "data_type": "float"}
-    return _json({n: plain if f.plain else {**_words(f), "data_type": "int"} for n, f in _formats(plan, PACKED).items()})
-
-
-def gptq_model(plan: Plan) -> str:
-    """Return ``{"+:regex": {bits, group_size, sym}}``, ``"-:regex"`` for what stays, for ``QuantizeConfig(dynamic=...)``."""
-    out: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, form in _formats(plan, PACKED).items():
-        if not form.plain and form.bits not in _GPTQ_BITS:
-            known = f"It has {', '.join(map(str, _GPTQ_BITS))}."
-            raise InvalidInput(f"GPTQModel has no {form.bits} bits.", known, "Plan with --formats of those.")
-        out[f"{'-' if form.plain else '+'}:^{re.escape(name)}$"] = {} if form.plain else _words(form)
-    return _json(out)
+        whole = {"bits": form.bits, "group_size": -1 if form.group is None else form.group, "sym": form.symmetric}
+        found[name] = {"bits": 16, "data_type": "float"} if form.plain else {**whole, "data_type": "int"}
+    return json.dumps(found, indent=1) + "\n"
 
 
 def _formats(plan: Plan, family: str) -> dict[str, Format]:
@@ -44,14 +35,6 @@ def _formats(plan: Plan, family: str) -> dict[str, Format]:
     if any(f.family != family for f in found.values()):
         raise InvalidInput(f"This plan holds no {family} formats.", "", f"Plan with --format {family}.")
     return found
-
-
-def _words(form: Format) -> dict[str, Any]:
-    return {"bits": form.bits, "group_size": -1 if form.group is None else form.group, "sym": form.symmetric}
-
-
-def _json(record: dict[str, Any]) -> str:
-    return json.dumps(record, indent=1) + "\n"
 
 
 def _gguf_names(modules: list[str]) -> dict[str, str]:

@@ -174,7 +174,6 @@ def _plan(scores: Scores, table: Table, limit: int, given: Mapping[str, Any]) ->
         "predicted": predicted,
         "baselines": {n: totals(c) for n, c in baselines.items()},
         "near_ties": _ties(table, found) if rule == "choices" else [],
-        **_forced(table, limit),
     }
     return Plan(
         kind="bits",
@@ -205,18 +204,6 @@ def extra_of(table: Table, chosen: np.ndarray) -> dict[str, Any]:
 
 def _unwritten(table: Table) -> dict[str, Any]:
     return {"unwritten": dict(table.unwritten)} if table.unwritten else {}
-
-
-def _forced(table: Table, limit: int) -> dict[str, Any]:
-    """Where a budget allows one plan alone: which, and from where to where there is a choice."""
-    low, high = table.smallest, np.where(table.has, table.size, 0).max(axis=1)
-    larger = np.where(table.has & (table.size > low[:, None]), table.size - low[:, None], _HUGE)
-    first, most = int(low.sum()) + int(larger.min()), int(high.sum())
-    if first <= limit < most or most == low.sum():
-        return {}
-    from_bits, to_bits = (_bits_up(size, table.numel) for size in (first, most))
-    which = "smallest" if limit < first else "largest"
-    return {"forced": {"format": which, "from_bits": from_bits, "to_bits": to_bits, "from_bytes": first + table.fixed}}
 
 
 def _ties(table: Table, found: Choice) -> list[dict[str, Any]]:
