@@ -102,9 +102,6 @@ def make_grid(
         seed: Of the permuted controls.
         controls: Make a control of every pair that reads its score: the rule's own, or the rule on permuted scores.
         options: Bounds, and options of rules; a rule gets those that it reads.
-
-    Raises:
-        InvalidInput: No pair makes a plan, or an option that no rule reads.
     """
     chosen, options = [find_rule(kind, r) for r in rules], dict(options or {})
     for name in options:

@@ -274,10 +274,6 @@ def to_csv(result: ScoreComparison) -> str:
 
 
 def leave(result: ScoreComparison, out: Path | str, *, overwrite: bool = False) -> Mapping[str, str]:
-    """Write ``comparison.json`` and ``comparison.csv``.
-
-    Raises:
-        AlreadyExists: A file is there with other content and ``overwrite`` is false.
-    """
+    """Write ``comparison.json`` and ``comparison.csv``."""
     texts = {"json": dumps({"schema_version": 1, **result, "made_by": made_by()}), "csv": to_csv(result)}
     return {k: str(write_text(Path(out) / f"comparison.{k}", text, overwrite=overwrite)) for k, text in texts.items()}

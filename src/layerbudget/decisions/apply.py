@@ -38,20 +38,12 @@ def makers() -> dict[str, Callable[..., Any] | str]:
 
 
 def maker(kind: str) -> Callable[..., Any]:
-    """Return ``(scores, **{budget: ...}, **options) -> Plan`` of a kind.
-
-    Raises:
-        InvalidInput: Plans of this kind are not made from scores.
-    """
+    """Return ``(scores, **{budget: ...}, **options) -> Plan`` of a kind."""
     return _function(kind, makers(), "made from scores by one call")
 
 
 def applier(kind: str) -> Callable[..., Any]:
-    """Return ``(model, plan, ...)`` that gives a model what a plan of this kind says.
-
-    Raises:
-        InvalidInput: A kind that is applied in more than one step.
-    """
+    """Return ``(model, plan, ...)`` that gives a model what a plan of this kind says."""
     own = {name: found.apply for name, found in KINDS.all().items() if found.apply is not None}
     return _function(kind, {**_APPLY, **own}, "applied by one call")
 

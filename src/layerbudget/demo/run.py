@@ -59,9 +59,6 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, progress: Pro
 
     Plan and model that are saved are the ones with the lowest held-out perplexity at the first target. Nothing is written into
     ``out`` before everything is measured. The seed is that of the draw of the text and of the permuted plans.
-
-    Raises:
-        AlreadyExists: ``out`` holds files and ``overwrite`` is false.
     """
     if out.exists() and any(out.iterdir()) and not overwrite:
         raise AlreadyExists(f"{out} is not empty.", "", "Choose another --out or pass --overwrite.")

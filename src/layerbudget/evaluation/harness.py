@@ -72,13 +72,7 @@ LOCAL: dict[str, tuple[Callable[[Row, int, str], Row], tuple[str, ...], str]] = 
 
 
 def local_rows(task: str, data_dir: Path | str) -> list[Row]:
-    """Rows of a task from local files, in the column layout that the harness's definition expects.
-
-    Raises:
-        InvalidInput: No local reader for this task.
-        NotFound: None of the task's files is there.
-        CorruptFile: A label or a column that the task does not have.
-    """
+    """Rows of a task from local files, in the column layout that the harness's definition expects."""
     if task not in LOCAL:
         raise InvalidInput(
             f"{task} has no local reader.", f"Local tasks are {', '.join(LOCAL)}.", "Drop --data-dir to ask the hub."
@@ -141,12 +135,7 @@ def _definition(task: str, data_dir: Path | str | None, index: Any) -> str | dic
 
 
 def local_tasks(tasks: Sequence[str], data_dir: Path | str) -> dict[str, Any]:
-    """The harness's own task objects, built from its own definitions, with their rows from local files.
-
-    Raises:
-        MissingDependency: lm-eval is not installed.
-        InvalidInput, NotFound: A task without a local reader, or whose files are not there.
-    """
+    """The harness's own task objects, built from its own definitions, with their rows from local files."""
     manager = _task_manager()
     return {t: manager.load([_definition(t, data_dir, manager.task_index)])["tasks"][t] for t in tasks}
 
@@ -159,11 +148,7 @@ def _remedy(task: str) -> str:
 
 
 def _check_hub(tasks: Sequence[str], index: Any) -> bool:
-    """Try the hub once; whether it is out of reach, and all rows lie in the cache.
-
-    Raises:
-        NotFound: It is out of reach, and they do not.
-    """
+    """Try the hub once; whether it is out of reach, and all rows lie in the cache."""
     import datasets
     from lm_eval.tasks._yaml_loader import load_yaml
 

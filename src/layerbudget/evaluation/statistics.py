@@ -158,9 +158,6 @@ def paired_t(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | 
 
     Differences that are all equal (metrics of few questions often are) have no variance to test against; the exact sign test
     then says what so many seeds can, ``p = 2^(1 - n)``.
-
-    Raises:
-        InvalidInput: Fewer than two pairs.
     """
     first, second = (np.asarray(v, dtype=float) for v in (a, b))
     w = np.ones(first.shape) if weights is None else np.asarray(weights, dtype=float)
@@ -333,9 +330,6 @@ def mean_accuracy(tasks: Rows) -> dict[str, Any]:
 
     >>> mean_accuracy({"a": {"acc": 0.5, "stderr": 0.3}, "b": {"acc": 1.0, "stderr": 0.4}})
     {'acc': 0.75, 'stderr': 0.25, 'tasks': ['a', 'b']}
-
-    Raises:
-        InvalidInput: No task.
     """
     if not tasks:
         raise InvalidInput("There is no task to average.", "At least one is needed.", "Name some with --tasks.")

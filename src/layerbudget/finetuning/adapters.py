@@ -74,10 +74,6 @@ def classifier_loader(
         four_bit: Hold the base's Linear weights in 4 bits (NF4), as QLoRA does; computes in ``dtype``.
         prepare: Called with every model that was loaded: puts a base into the formats of a recipe.
         prepared: What it does, for the identity of what is trained on it.
-
-    Raises:
-        InvalidInput: Another precision or device.
-        MissingDependency: 4 bits without bitsandbytes.
     """
     import transformers
 
@@ -182,9 +178,6 @@ def initialise_from_gradients(
 
     ``norm`` is that of each row of A. ``1/sqrt(3)``, the default, is that of PEFT's own start, so that only the directions
     differ from it; EVA uses 1, which also makes the first steps of B larger.
-
-    Raises:
-        CoverageError: An adapted module without a gradient.
     """
     for name, module in lora_layers(model, adapter_name).items():
         if name not in gradients:

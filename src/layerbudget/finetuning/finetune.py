@@ -242,12 +242,7 @@ def _summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_result(folder: Path | str) -> dict[str, Any]:
-    """Return the summary of a fine-tuning folder.
-
-    Raises:
-        NotFound: It holds none.
-        CorruptFile: Its ``result.json`` is of something else.
-    """
+    """Return the summary of a fine-tuning folder."""
     path, remedy = Path(folder) / _RESULT, "Point to a folder that `layerbudget finetune` wrote."
     if not path.is_file():
         raise NotFound(f"{folder} has no {_RESULT}.", "", remedy)
@@ -264,10 +259,6 @@ def compare(first: Path | str, second: Path | str, names: tuple[str, str] | None
     By split: ``seeds`` (paired t over shared seeds, the task's metric; null below two), ``samples`` (McNemar over all questions
     of the first shared seed; for text a paired t over its held-out rows), each with a sentence, and ``verdict``: whether
     another training would do the same, which only seeds can say.
-
-    Raises:
-        NotFound, CorruptFile: A folder without results of fine-tuning.
-        InvalidInput: Different tasks, or no shared seed.
     """
     places = [Path(first), Path(second)]
     a, b = (read_result(folder) for folder in places)

@@ -54,11 +54,7 @@ class Protocol:
             )
 
     def check(self, kind: str, *, causal: bool | None = None) -> None:
-        """Refuse numbers that a plan of this kind, or a head (``causal`` is false), does not read.
-
-        Raises:
-            InvalidInput: Names the first one that differs from its default.
-        """
+        """Refuse numbers that a plan of this kind, or a head (``causal`` is false), does not read."""
         by_kind = {"ranks": ("alpha", "top_k", "balance"), "experts": ("ratio", "alpha_policy", "start")}
         for name in (*by_kind.get(kind, ()), *(("on_prompt",) if causal is False else ())):
             if getattr(self, name) != getattr(Protocol, name):

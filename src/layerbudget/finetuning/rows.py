@@ -169,11 +169,7 @@ class TextRows(_Batches):
 
 
 def rows_of(task: Task | Texts, tokenizer: Any, model: nn.Module, protocol: Protocol) -> Rows | TextRows:
-    """Return the batches of a task for a model.
-
-    Raises:
-        InvalidInput: Text for a model with a classification head.
-    """
+    """Return the batches of a task for a model."""
     causal = is_causal(model)
     if isinstance(task, Task):
         return Rows(task, tokenizer, causal=causal, cutoff=protocol.cutoff, on_prompt=protocol.on_prompt)

@@ -57,12 +57,7 @@ def write_report(folder: Path | str, out: Path | str, *, overwrite: bool = False
 
 
 def build_page(folder: Path | str) -> str:
-    """Return the HTML of every result in a folder: scores, plans, receipts, fine-tunings, demos, comparisons, figures.
-
-    Raises:
-        NotFound: The folder does not exist or holds none.
-        CorruptFile: One of them does not parse.
-    """
+    """Return the HTML of every result in a folder: scores, plans, receipts, fine-tunings, demos, comparisons, figures."""
     found = gather(folder)
     title, verdict = (html.escape(text) for text in headline_of(found))
     data = charts_of(found)

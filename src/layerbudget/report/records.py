@@ -51,12 +51,7 @@ class Found:
 
 
 def gather(folder: Path | str) -> Found:
-    """Read every result of a folder.
-
-    Raises:
-        NotFound: The folder does not exist or holds none.
-        CorruptFile: One of them does not parse.
-    """
+    """Read every result of a folder."""
     folder = Path(folder)
     found = Found(folder=folder.resolve().name, figures=sorted(folder.glob("*.png")))
     for path in sorted(folder.glob("*.json")):

@@ -46,11 +46,6 @@ def formats_table(
         method: The quantiser that will write the file: ``rtn``, ``weighted`` or ``gptq``.
         unwritten: What becomes of matrices that no file holds: ``refuse``, ``16-bit`` (they stay so, and count) or ``plan``
             (they are planned like all others, for a tool that writes them).
-
-    Raises:
-        InvalidInput: An unknown name, a format that the runtime does not read or that fits no matrix, or a matrix that cannot
-            be written.
-        UnknownStructure: The model has no list of layers.
     """
     target = find_runtime(runtime, family)
     blocks, reasons = _split(model, blocks_of(model, target, by), target, unwritten)

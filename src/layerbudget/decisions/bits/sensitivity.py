@@ -70,9 +70,6 @@ def rounding_damage(
         unwritten: See :func:`~layerbudget.decisions.bits.blocks.formats_table`.
         progress: Called with (steps done, steps).
         **formats: Other options of :func:`~layerbudget.decisions.bits.blocks.formats_table`.
-
-    Raises:
-        CoverageError: A streamed model with a quantiser that reads inputs.
     """
     quantiser = quantiser_of(method)
     if mapped(model) is not None and quantiser.statistic != "none":

@@ -69,9 +69,6 @@ class ExpertsConfig(PeftConfig):
         top_k: Experts per token; a module with fewer experts uses all of its own.
         balance_coefficient: Weight of the load-balancing loss, averaged over the modules of a layer and summed over layers.
         init_weights: Start every B at zero: the adapted model equals the base model.
-
-    Raises:
-        InvalidInput: A rank, a count or a top-k below one, or a dropout outside [0, 1).
     """
 
     r: int = 8

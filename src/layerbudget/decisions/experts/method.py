@@ -134,9 +134,6 @@ def to_experts_config(plan: Plan, *, rank: int | None = None, top_k: int = 2, **
         rank: Rank of every expert; by default the plan's ``expert_rank``, else 8.
         top_k: Experts per token.
         options: Passed on (``lora_alpha``, ``lora_dropout``, ``balance_coefficient``, ``task_type``, ``modules_to_save``, ...).
-
-    Raises:
-        InvalidInput: A plan of another kind, or no module with an expert.
     """
     targets, adapted = targets_of(plan, "experts")
     settings = {

@@ -66,12 +66,6 @@ def plan_recipe(
     Returns:
         A plan of kind ``recipe``: values are bits per weight, counts bytes of the base, ``extra`` that of a plan of bits and
         ``adapter``: ranks, bytes, predicted gain.
-
-    Raises:
-        ModelMismatch: Records of different models.
-        UnknownUnit: A limit that is not in bytes.
-        InfeasibleBudget: The smallest recipe is larger.
-        InvalidInput: Scores without increments or formats, or an option outside its domain.
     """
     mine, theirs = ranks.model.get("digest"), formats.model.get("digest")
     if mine and theirs and mine != theirs:
@@ -137,11 +131,7 @@ def plan_recipe(
 
 
 def gains_of(ranks: Scores, damping: float | None = None) -> list[np.ndarray]:
-    """Nats of the first, second, ... rank of every block: half the squared singular value less that of noise alone.
-
-    Raises:
-        InvalidInput: Scores without increments.
-    """
+    """Nats of the first, second, ... rank of every block: half the squared singular value less that of noise alone."""
     rows = increments_of(ranks, damping)
     floor = ranks.extra.get("increments_floor")
     noise = rows if floor is None else floor[ranks.index(damping)]
@@ -150,11 +140,7 @@ def gains_of(ranks: Scores, damping: float | None = None) -> list[np.ndarray]:
 
 
 def split_recipe(plan: Plan) -> tuple[Plan, Plan]:
-    """The plan of bits and the plan of ranks of a recipe, each as if it had been made alone.
-
-    Raises:
-        InvalidInput: A plan of another kind.
-    """
+    """The plan of bits and the plan of ranks of a recipe, each as if it had been made alone."""
     if plan.kind != KIND or "adapter" not in plan.extra:
         raise InvalidInput(f"A plan of kind {plan.kind} is no recipe.", "", "Make one: layerbudget plan joint --formats FILE.")
     adapter, base = plan.extra["adapter"], int(plan.counts.sum())
@@ -251,13 +237,7 @@ class Base:
 
 
 def base_of(plan: Plan, folder: Path | str, model: nn.Module) -> Base:
-    """The base of a recipe: the folder from which the model was loaded, or the model, which is still to be rounded.
-
-    Raises:
-        ModelMismatch: The model is another one, or was written by another plan.
-        InvalidInput: Formats that need text to be rounded to, and a model that is not in them.
-        CoverageError: A written file that is not as large as planned.
-    """
+    """The base of a recipe: the folder from which the model was loaded, or the model, which is still to be rounded."""
     from ...models.blocks import describe
     from ..bits.apply import QuantisationReceipt
 

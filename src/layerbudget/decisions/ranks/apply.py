@@ -134,21 +134,13 @@ def fold_scales(model: nn.Module, ratio: float = 2.0, adapter_name: str = "defau
 
 
 def counts_by_module(plan: Plan, kind: str) -> dict[str, int]:
-    """Rank or number of experts of every module that the plan names.
-
-    Raises:
-        InvalidInput: The plan is of another kind.
-    """
+    """Rank or number of experts of every module that the plan names."""
     check_kind(plan.kind, (kind,), f"gives no {kind}")
     return {module: block.count for module, block in plan.by_module().items()}
 
 
 def targets_of(plan: Plan, kind: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The modules that a PEFT configuration names, and the rank or experts of those that get some.
-
-    Raises:
-        InvalidInput: The plan is of another kind, or gives no module any.
-    """
+    """The modules that a PEFT configuration names, and the rank or experts of those that get some."""
     counts = counts_by_module(plan, kind)
     adapted = {m: c for m, c in counts.items() if c > 0}
     if not adapted:
@@ -178,14 +170,7 @@ def adapter_config(model: nn.Module, adapter: str) -> Any:
 
 
 def check_modules(model: nn.Module, plan: Plan, counts: Mapping[str, int], *, validate: bool = True) -> None:
-    """Refuse a model that does not have the modules that get capacity, before it is adapted.
-
-    Raises:
-        ModelMismatch: The plan was made for another model.
-        UnknownBlock: The model has no such module (a typo, or a projection that this model holds fused with others).
-        CoverageError: A module that an adapter cannot stand beside: fused three-dimensional experts, or a weight that is
-            tied to another module's.
-    """
+    """Refuse a model that does not have the modules that get capacity, before it is adapted."""
     if validate and plan.model.get("digest"):
         plan.validate({**describe(model), "id": type(model).__name__})
     modules: dict[str, Any] = dict(model.named_modules())
@@ -228,11 +213,7 @@ def attach(
     unit: str,
     adapter_name: str,
 ) -> Any:
-    """The model adapted by PEFT; ``read`` gives rank or experts by module of it, which must be the planned ``counts``.
-
-    Raises:
-        CoverageError: Names the first module that differs.
-    """
+    """The model adapted by PEFT; ``read`` gives rank or experts by module of it, which must be the planned ``counts``."""
     from peft import get_peft_model
 
     adapted = get_peft_model(cast(Any, model), config, adapter_name=adapter_name)

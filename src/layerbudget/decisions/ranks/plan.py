@@ -82,11 +82,7 @@ def plan_ranks(
 
 
 def increments_of(scores: Scores, damping: float | None) -> list[list[float]]:
-    """Return the gain of the first, second, ... rank of every block.
-
-    Raises:
-        InvalidInput: Scores without them, or no such damping.
-    """
+    """Return the gain of the first, second, ... rank of every block."""
     found = scores.extra.get("increments")
     if found is None:
         raise InvalidInput(

@@ -199,12 +199,7 @@ def _cut_layers(
 
 
 def drop_layers(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """Remove whole layers, by name, and renumber the others, in place.
-
-    Raises:
-        UnknownBlock: The model has no such layer.
-        InfeasibleBudget: No layer would be left.
-    """
+    """Remove whole layers, by name, and renumber the others, in place."""
     known = layers(model)
     wrong = [n for n in names if n not in {k for k, _ in known}]
     if wrong:
@@ -265,11 +260,7 @@ def _refill(held: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def measure_plan(model: nn.Module, plan: Plan, data: CalibrationSet, *, damping: float = 0.01, batch_size: int = 8) -> float:
-    """KL divergence per token (nats) from the model's output after applying a plan; the model is left as it was.
-
-    Raises:
-        CoverageError, InvalidInput, ModelMismatch: As :func:`apply_shapes`.
-    """
+    """KL divergence per token (nats) from the model's output after applying a plan; the model is left as it was."""
     reference = Reference(model, data, batch_size)
     with preserved(model):
         apply_shapes(model, plan, data, damping=damping, batch_size=batch_size)

@@ -131,11 +131,7 @@ def _ways(
 
 
 class Stream:
-    """The dense model's residual stream beside a walk, captured, whose layers will be cut one after the other.
-
-    Raises:
-        CoverageError: Several processes.
-    """
+    """The dense model's residual stream beside a walk, captured, whose layers will be cut one after the other."""
 
     def __init__(self, walk: Walk) -> None:
         if process_group().size > 1:
@@ -146,11 +142,7 @@ class Stream:
         self.end: list[torch.Tensor] = []
 
     def look(self) -> None:
-        """Run the walk's present layer, while it is whole, on what the dense model gives it.
-
-        Raises:
-            UnknownStructure: The layer adds something else than what its two parts give.
-        """
+        """Run the walk's present layer, while it is whole, on what the dense model gives it."""
         self.middle, self.end = [], []
         name, layer = self.walk.layers[self.walk.position]
         names = [find(layer, name).consumer for find in (find_attention, find_mlp)]
@@ -216,11 +208,7 @@ class Stream:
 
 
 def ways_of(model: nn.Module, data: CalibrationSet, word: str = "auto") -> str:
-    """A way by name; ``auto`` is ``stream`` where the layers allow it, else ``refit``.
-
-    Raises:
-        InvalidInput: Another name.
-    """
+    """A way by name; ``auto`` is ``stream`` where the layers allow it, else ``refit``."""
     if word != "auto":
         if word not in WAYS:
             raise InvalidInput(f"There is no compensation {word!r}.", f"Ways are {', '.join(WAYS)}.", "Use auto.")

@@ -192,11 +192,7 @@ class Mlp:
         return dataclasses.replace(self, width=len(keep))
 
     def write(self, config: Any, old: Where) -> None:
-        """Write the width into a config, wherever it holds the old one.
-
-        Raises:
-            UnknownStructure: The config has no field for it.
-        """
+        """Write the width into a config, wherever it holds the old one."""
         if old.shape == self.shape:
             return
         held = {f: getattr(config, f) for f in _WIDTHS if hasattr(config, f)}
@@ -213,11 +209,7 @@ Where = Attention | Mlp
 
 
 def find_attention(layer: nn.Module, name: str) -> Attention:
-    """The heads of one layer.
-
-    Raises:
-        UnknownStructure: A layout that is not known, or heads that cannot be taken out one by one.
-    """
+    """The heads of one layer."""
     for path, parent, (producers, consumer, layout), found in _lying(layer, _ATTENTIONS):
         inner = producers[0].rpartition(".")[0]
         owner, inputs = parent.get_submodule(inner), _inputs(found[-1])
@@ -247,11 +239,7 @@ def find_attention(layer: nn.Module, name: str) -> Attention:
 
 
 def find_mlp(layer: nn.Module, name: str) -> Mlp:
-    """The MLP of one layer.
-
-    Raises:
-        UnknownStructure: A mixture of experts, or a layout that is not known.
-    """
+    """The MLP of one layer."""
     for path, _, (producers, consumer, stacked), found in _lying(layer, _MLPS):
         if "experts" not in path and not (consumer == "c_proj" and path.endswith("attn")):
             return Mlp(

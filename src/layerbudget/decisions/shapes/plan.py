@@ -131,11 +131,7 @@ def plan_shapes(
 
 
 def _spaces(model: nn.Module, by: str, multiple: int, *, kinds: Sequence[str], even: bool, **options: Any) -> list[ShapeSpace]:
-    """The program for every unit of heads that is looked at, without those that cannot save enough.
-
-    Raises:
-        InfeasibleBudget: None of them can.
-    """
+    """The program for every unit of heads that is looked at, without those that cannot save enough."""
     find_parts(model, kinds=kinds, by=by, multiple=multiple)  # refuses layers that lack a kind
     spaces, refused = list[ShapeSpace](), list[InfeasibleBudget]()
     for word in head_units(model, kinds, by):

@@ -81,11 +81,6 @@ class ShapeSpace:
         pair: Their attention and MLP, ``(K, 2)``, None where there is none of a known layout.
         units, top, each: Units that they have and may lose, and what one of them saves, ``(K, 2)``.
         base, need: What all parts amount to, and what has to be saved of it.
-
-    Raises:
-        InvalidInput: An unknown kind, a share outside [0, 1], or no layer that can go.
-        InfeasibleBudget: All of it together does not save enough.
-        UnknownUnit: A budget in another unit.
     """
 
     def __init__(
@@ -204,9 +199,6 @@ class ShapeSpace:
             alternatives: ``(K, A, 3)``.
             damage: Of the model, of any sign, ``(K, A)``; infinite where an alternative is out of reach.
             share: Of what has to be saved in the end.
-
-        Raises:
-            InfeasibleBudget: Nothing within reach saves enough.
         """
         saved, gone = self.saved(alternatives), alternatives[:, :, GONE] == 1
         need = int(np.ceil(share * self.need))
@@ -230,11 +222,7 @@ class ShapeSpace:
     def plan(
         self, state: np.ndarray, damage: float, solution: Choice, hyper: Mapping[str, Any], model: Mapping[str, Any]
     ) -> Plan:
-        """A state as a plan: one block per part, ``count`` the matrix parameters that go.
-
-        Raises:
-            InfeasibleBudget: It does not save enough.
-        """
+        """A state as a plan: one block per part, ``count`` the matrix parameters that go."""
         if int(self.saved(state[:, None]).sum()) < self.need:
             raise InfeasibleBudget(f"{state.tolist()} saves too little.", f"{self.need} are needed.", "Report this.")
         counts = {p.name: 0 for p in self.parts}

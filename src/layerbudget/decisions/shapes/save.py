@@ -88,11 +88,7 @@ def follow(model: nn.Module, before: Sequence[Where], after: Sequence[Where]) ->
 
 
 def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str]) -> dict[str, Collection[int]]:
-    """Numbers of units, equal in all layers, that a plain config can describe; a kind without an entry may lose any number.
-
-    Raises:
-        UnknownStructure: Nothing of these kinds can be described.
-    """
+    """Numbers of units, equal in all layers, that a plain config can describe; a kind without an entry may lose any number."""
     allowed, refused = dict[str, Collection[int]](), list[str]()
     for part in (next((p for p in parts if p.kind == kind), None) for kind in kinds):
         if part is None:
@@ -118,13 +114,7 @@ def allowed_units(model: nn.Module, parts: Sequence[Part], kinds: Sequence[str])
 
 
 def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:
-    """Refuse a model whose MLP widths or heads a plain config cannot describe, or what a plan will make of it.
-
-    Raises:
-        UnknownStructure: Layers differ (a plain config has one field for all of them), or the config derives the size of a head
-            from the number of heads, or has no field for the width.
-        ModelMismatch: The plan belongs to another model.
-    """
+    """Refuse a model whose MLP widths or heads a plain config cannot describe, or what a plan will make of it."""
     shapes: Mapping[str, Any] = {}
     gone = set[str]()
     if plan is not None:
@@ -189,10 +179,6 @@ def save_smaller(
         plan: Written beside it as ``plan.json``.
         record: What :func:`~layerbudget.decisions.shapes.apply.apply_shapes` recounted; written as ``receipt.json``.
         overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
-
-    Raises:
-        UnknownStructure: Uneven shapes, or heads that the config cannot describe.
-        AlreadyExists: The folder holds something.
     """
     check_exportable(model)
     with new_folder(out_dir, overwrite=overwrite) as temporary:

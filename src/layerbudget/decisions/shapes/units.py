@@ -36,10 +36,6 @@ def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "aut
         kinds: Kinds that must be there.
         by: ``groups`` (key-value heads with their query heads), ``queries`` (one query head of every group) or ``auto``.
         multiple: Channels of one MLP unit; a remainder always stays.
-
-    Raises:
-        UnknownStructure: A layer lacks one of ``kinds`` in a layout that is known.
-        InvalidInput: A multiple below 1, or an unknown unit.
     """
     if not isinstance(multiple, int) or multiple < 1:
         raise InvalidInput(f"multiple is {multiple}.", "It must be a whole number of at least 1.", "Use 8.")
@@ -89,11 +85,7 @@ def _units(where: Where, modules: Sequence[Module], by: str, multiple: int) -> d
 
 
 def unit_of(attention: Attention, by: str) -> str:
-    """``groups`` or ``queries``; ``auto`` takes whole groups where there are several.
-
-    Raises:
-        InvalidInput: Another word.
-    """
+    """``groups`` or ``queries``; ``auto`` takes whole groups where there are several."""
     if by not in UNITS:
         raise InvalidInput(f"Heads cannot be removed by {by!r}.", f"Units are {', '.join(UNITS)}.", "Use auto.")
     return by if by != "auto" else ("groups" if attention.groups > 1 else "queries")

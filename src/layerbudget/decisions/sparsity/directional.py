@@ -76,11 +76,6 @@ def plan_by_damage(
     Returns:
         A plan of rule ``directional``; ``extra`` has the ``path``, ``forward_passes``, ``predicted`` and ``measured`` damage in
         nats per token (by the pruner itself), and ``rows`` where they are decided.
-
-    Raises:
-        CoverageError: Layers of a streamed model that come and go.
-        InvalidInput: An option outside its domain, or passes that allow no step.
-        InfeasibleBudget: Caps below the target.
     """
     check_fraction(sparsity, "sparsity")
     check_fraction(max_sparsity, "max_sparsity", low=sparsity)

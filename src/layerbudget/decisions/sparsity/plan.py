@@ -102,12 +102,6 @@ def plan_by_scores(
     Returns:
         A plan of kind ``sparsity``. ``count`` is the whole number of parameters to prune per block; the counts sum to
         ``round(sparsity * total)``, or to what caps equal to the target allow.
-
-    Raises:
-        InvalidInput: An option outside its domain, or one that the rule does not read.
-        InfeasibleBudget: Caps, floors and fixed blocks do not allow the sparsity.
-        DegenerateScores: No score is positive.
-        UnknownBlock: ``fixed`` or ``exclude`` matches nothing.
     """
     blocks = blocks_of(scores)
     check_fraction(sparsity, "sparsity")

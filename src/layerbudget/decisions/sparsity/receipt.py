@@ -80,11 +80,7 @@ def _summed(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def recount_rows(model: nn.Module, plan: Plan) -> dict[str, Any]:
-    """Return ``{size, groups, exact, digest}`` of a plan that decides rows: how many groups hold exactly what was planned.
-
-    Raises:
-        CoverageError: A group holds fewer zeros than planned.
-    """
+    """Return ``{size, groups, exact, digest}`` of a plan that decides rows: how many groups hold exactly what was planned."""
     if plan.rows is None:
         return {}
     size, exact, groups = plan.rows.size, 0, 0
@@ -99,11 +95,7 @@ def recount_rows(model: nn.Module, plan: Plan) -> dict[str, Any]:
 
 
 def check_recount(found: Recount, planned: Mapping[str, int]) -> tuple[str, ...]:
-    """Return notes about matrices that hold more zeros than planned: they were there before, or rounding made them.
-
-    Raises:
-        CoverageError: A matrix holds fewer zeros than planned.
-    """
+    """Return notes about matrices that hold more zeros than planned: they were there before, or rounding made them."""
     held = {name: found.modules[name]["zeros"] for name in planned}
     for name, count in planned.items():
         if held[name] < count:

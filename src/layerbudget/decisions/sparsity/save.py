@@ -21,11 +21,7 @@ BESIDE = 1 << 22  # bytes of tokenizer, plan and receipt
 
 
 def check_room(model: nn.Module, out: Path | str, *, resume: Path | str | None = None, plan: Plan | None = None) -> None:
-    """Refuse to make a checkpoint as large as this model where it, or the planned matrices of a resumed run, find no room.
-
-    Raises:
-        InvalidInput: Says what is needed and what is free.
-    """
+    """Refuse to make a checkpoint as large as this model where it, or the planned matrices of a resumed run, find no room."""
     held = {id(t): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
     needs: dict[Path | str, float] = {out: sum(held.values()) + BESIDE}
     if resume is not None and plan is not None:
@@ -67,9 +63,6 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None) -> 
         plan: A sparsity plan.
         method: ``wanda`` or ``sparsegpt``.
         pattern: ``n:m``, for all blocks.
-
-    Raises:
-        InvalidInput: Another kind of plan, one of rows, or ``magnitude`` (that modifier needs a training schedule).
     """
     modifier = find_treatment(method).modifier
     if plan.kind != "sparsity" or modifier is None:

@@ -50,9 +50,6 @@ class Units:
         modules: Matrices in order.
         numel: Prunable parameters of every unit, shape ``(K,)``.
         first: First unit of every matrix; a matrix has ``groups`` of them.
-
-    Raises:
-        InvalidInput: Experts whose rows do not split into groups.
     """
 
     def __init__(self, blocks: Sequence[Block], rows: int | None = None) -> None:
@@ -69,11 +66,7 @@ class Units:
 
     @classmethod
     def by(cls, model: nn.Module, by: str) -> Units:
-        """Units by name: ``layer``, ``linear``, ``rows:G``, or a regular expression over matrices.
-
-        Raises:
-            InvalidInput: ``rows:`` without a whole number.
-        """
+        """Units by name: ``layer``, ``linear``, ``rows:G``, or a regular expression over matrices."""
         if not by.startswith("rows"):
             return cls(partition(model, by))
         found = re.fullmatch(r"rows:([1-9]\d*)", by)
