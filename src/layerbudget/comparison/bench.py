@@ -36,17 +36,9 @@ from ..records import Block
 
 @dataclasses.dataclass(kw_only=True)
 class TextBench:
-    """Prune a language model by a plan and measure the loss on held-out windows.
+    """Prune a language model by a plan and measure the loss on held-out windows; its weights are put back after every plan.
 
-    Attributes:
-        model: The model; its weights are put back after every plan.
-        tokenizer: Its tokenizer.
-        source: Calibration text.
-        windows: Held-out windows.
-        method: Pruner.
-        samples, length: Of the calibration set.
-        by: Partition.
-        batch_size: Sequences per forward.
+    ``source``, ``samples`` and ``length`` say how text is drawn for scores and pruner.
     """
 
     model: nn.Module
@@ -82,11 +74,7 @@ class TextBench:
         return self._sets[seed]
 
     def measure(self, plan: Plan, seed: int) -> dict[str, Any]:
-        """``{values[windows], spent, passes}`` of the model that the plan makes.
-
-        Raises:
-            CoverageError: The recount differs from the plan.
-        """
+        """Return ``{values[windows], spent, passes}`` of the model that the plan makes; a recount that differs is refused."""
         kept = {m.name: weight_of(self.model, m.name)[1].detach().clone() for b in self.blocks for m in b.modules}
         try:
             with counted(self.model) as passes:
@@ -104,16 +92,9 @@ class TextBench:
 
 @dataclasses.dataclass(kw_only=True)
 class TaskBench:
-    """Fine-tune a plan of ranks or experts on a task and count the mistakes on its held-out rows.
+    """Fine-tune a plan of ranks or experts on a task and count the mistakes on its held-out rows (the first split by default).
 
-    Attributes:
-        load: ``seed -> model``.
-        tokenizer: Its tokenizer.
-        task: The task, with its rows limited as wanted.
-        split: Held-out rows that count; the first split by default.
-        protocol: Numbers of the training.
-        samples: Training rows that scores are made from.
-        by: Partition.
+    ``samples`` training rows are what scores are made from.
     """
 
     load: Loader

@@ -42,12 +42,9 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-    """All entries of one budget and one seed.
+    """All entries of one budget and one seed, uniform first.
 
-    Attributes:
-        entries: The entries, uniform first.
-        ignoring: Rules that make the same plan whatever the score says.
-        impossible: ``{entry: reason}`` for combinations that make no plan.
+    ``ignoring`` are rules that make the same plan whatever the score says, ``impossible`` is ``{entry: reason}``.
     """
 
     entries: Sequence[Entry]
@@ -92,16 +89,10 @@ def make_grid(
     kind: str, scores: Mapping[str, Scores], rules: Sequence[str | Any], budget: float, *, seed: int = 0,
     controls: bool = True, options: Mapping[str, Any] | None = None,
 ) -> Grid:  # fmt: skip
-    """Every score under every rule at one budget.
+    """Return every score under every rule at one budget, in the unit of the kind's door.
 
-    Args:
-        kind: Kind of plan.
-        scores: Score records by the name that they go by.
-        rules: Names of rules, or functions.
-        budget: In the unit of the kind's door.
-        seed: Of the permuted controls.
-        controls: Make a control of every pair that reads its score: the rule's own, or the rule on permuted scores.
-        options: Bounds, and options of rules; a rule gets those that it reads.
+    A control of every pair that reads its score is the rule's own, or the rule on permuted scores. A rule gets those of the
+    ``options`` that it reads; one that no rule reads is refused.
     """
     chosen, options = [find_rule(kind, r) for r in rules], dict(options or {})
     for name in options:

@@ -112,12 +112,7 @@ def compare_scores(
         part: ``(i, n)``: measure every n-th missing cell only, so that n processes share the folder.
         progress: Called with cells done and in total.
 
-    Returns:
-        Tests against uniform and against the permuted control (Holm-corrected over the contenders of a budget), the ranking
-        with its uncertainty, what each score cost, which rules ignore the score, which plans are the same.
-
-    Raises:
-        InvalidInput: No score, rule, budget or seed, or none that makes a plan.
+    Tests against uniform and against the permuted control are Holm-corrected over the contenders of a budget.
     """
     named = scores if isinstance(scores, Mapping) else {s: ALIASES.get(s, s) for s in scores}
     named = {Path(n).stem if isinstance(v, str) and Path(v).suffix else n: v for n, v in named.items()}

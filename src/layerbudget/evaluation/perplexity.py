@@ -32,16 +32,10 @@ from ..progress import Progress, Steps
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A perplexity with everything that it depends on.
+    """A perplexity with everything that it depends on; its standard error is over windows (delta method).
 
-    Attributes:
-        value: The perplexity.
-        standard_error: Over windows (delta method).
-        tokens: Predicted tokens, in ``windows`` windows of ``length``.
-        source: Where the text came from.
-        digest: Content hash of the tokens.
-        nll: Mean negative log-likelihood of each window, nats per token: pairs with another model's on the same text.
-        counts: Predicted tokens of each window, its weight in a comparison.
+    ``nll`` has the mean negative log-likelihood of each window, nats per token, which pairs with another model's on the same
+    text, and ``counts`` the predicted tokens of each, its weight in a comparison.
     """
 
     value: float

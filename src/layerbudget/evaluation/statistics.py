@@ -67,14 +67,10 @@ def _aligned(first: Labels, second: Labels) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Outcome of a paired comparison of A with B.
+    """Outcome of a paired comparison of A with B: ``difference`` of A - B, its 95 % interval ``low`` to ``high``, two-sided
+    ``p``.
 
-    Attributes:
-        test: Name of the test.
-        difference: Estimate of A - B, with the 95 % interval ``low`` to ``high``.
-        p: Two-sided p-value.
-        n: Pairs.
-        detectable: Smallest true difference that this experiment finds with 80 % power at level 0.05, where known.
+    ``detectable`` is the smallest true difference that this experiment finds with 80 % power at level 0.05, where known.
     """
 
     test: str

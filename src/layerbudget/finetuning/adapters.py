@@ -62,18 +62,12 @@ def classifier_loader(
     prepare: Callable[[nn.Module], object] | None = None,
     prepared: Mapping[str, Any] | None = None,
 ) -> NamedLoader:
-    """Return ``seed -> model``: a causal LM as it is, any other checkpoint with a fresh classification head.
+    """Return ``seed -> model``: a causal LM as it is, any other checkpoint with a fresh classification head of ``labels``
+    outputs.
 
-    Args:
-        name: ``demo``, a local folder or a hub id.
-        labels: Outputs of the head.
-        dtype: Type of the base's weights, ``float32``, ``bfloat16`` or ``auto``: what the checkpoint holds, bfloat16 for
-            16 bits of either kind; what is trained is float32 in any case.
-        device: ``cpu``, ``cuda`` or ``auto``.
-        revision: Hub revision.
-        four_bit: Hold the base's Linear weights in 4 bits (NF4), as QLoRA does; computes in ``dtype``.
-        prepare: Called with every model that was loaded: puts a base into the formats of a recipe.
-        prepared: What it does, for the identity of what is trained on it.
+    ``dtype`` is that of the base's weights (``auto``: what the checkpoint holds, bfloat16 for 16 bits of either kind); what is
+    trained is float32 in any case. ``four_bit`` holds the Linear weights in 4 bits (NF4), as QLoRA does. ``prepare`` is called
+    with every model, to put it into the formats of a recipe; ``prepared`` names that in the identity of what is trained on it.
     """
     import transformers
 

@@ -310,7 +310,6 @@ def train(
     """Train an adapted model; return its mean training loss and the number of steps.
 
     Checkpoints go into ``folder``, one per epoch where ``keep`` says so; ``checkpoint`` is the one to continue from.
-    Options are those of :func:`layerbudget.finetuning.finetune.finetune`; ``phase`` is what ``progress`` calls the work.
     """
     if not rows.causal and protocol.accumulation > 1:
         told = f"accumulation is {protocol.accumulation} for a classification head."

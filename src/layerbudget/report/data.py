@@ -112,15 +112,9 @@ def _paired(found: Found) -> dict[str, Any] | None:
 
 
 def solved_grid(scores: Scores, kind: str, plan: Plan | None = None) -> dict[str, Any] | None:
-    """Plans at several budgets, for the slider: None where these scores make no such plans.
+    """``{kind, unit, budgets, plans, start}``: plans at several budgets for the slider, which starts at ``plan``.
 
-    Args:
-        scores: The scores.
-        kind: ``sparsity``, ``ranks`` or ``experts``.
-        plan: Where the slider starts.
-
-    Returns:
-        ``{kind, unit, budgets, plans, start}``, each plan with ``values``, ``cap``, ``uniform`` and ``share``.
+    Each has ``values``, ``cap``, ``uniform`` and ``share``. None where these scores make no such plans.
     """
     if kind not in _BUDGETS or not 1 < len(scores.blocks) <= LARGEST:
         return None

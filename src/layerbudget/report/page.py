@@ -91,11 +91,7 @@ def build_page(folder: Path | str) -> str:
 
 
 def runtime_box(kind: str = "unstructured", *, pattern: str | None = None) -> str:
-    """One honest paragraph about a pruned checkpoint.
-
-    Args:
-        kind: ``shapes``, or anything else for zeros.
-        pattern: The n:m pattern, when there is one.
+    """One honest paragraph about a checkpoint with zeros (of an n:m ``pattern``), or with smaller ``shapes``.
 
     >>> runtime_box("shapes").split(". ")[0]
     'What you have: heads, MLP width or whole blocks removed'

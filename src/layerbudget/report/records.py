@@ -20,18 +20,10 @@ _PASSED = ("config", "tokenizer", "generation_config", "special_tokens", "vocab"
 
 @dataclasses.dataclass
 class Found:
-    """The results of a folder.
+    """The results of a folder: the first scores, all plans by file, and records by what made them.
 
-    Attributes:
-        folder: Its name.
-        scores: The first scores file.
-        plans: All plans by file.
-        receipt: Of ``apply``.
-        result: ``result.json`` of a demo, or what else was measured.
-        tuned: ``result.json`` of a fine-tuning.
-        contest: ``comparison.json`` of scores and rules.
-        others: Further records by file.
-        figures: PNG files.
+    ``receipt`` is of ``apply``, ``result`` of a demo or of what else was measured, ``tuned`` of a fine-tuning, ``contest`` of a
+    comparison; ``others`` are further records by file, ``figures`` PNG files.
     """
 
     folder: str

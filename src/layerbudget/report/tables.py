@@ -110,11 +110,8 @@ def plan_grid(
 ) -> Table | None:
     """The decision as a picture: layers downwards, matrices across; None where one column would say it all.
 
-    Args:
-        plan: The plan; sparsities are shown in percent, ranks and experts as they are counted.
-        title: Above it.
-        said: What to write for every block instead.
-        price: Parameters of one unit of every block: each row then ends with those of its adapters.
+    ``said`` is written for every block in the place of its value. With the ``price`` of one unit of every block, in parameters,
+    each row ends with those of its adapters.
     """
     grid = grid_of(plan.blocks)
     if grid.whole or len(grid.columns) > MOST_COLUMNS:
@@ -146,13 +143,7 @@ _PLACE = re.compile(r"^(?P<stack>.*?)\.(?P<layer>\d+)(?:\.(?P<rest>.*))?$")
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Where every matrix stands.
-
-    Attributes:
-        rows: Labels of the layers, in the model's order.
-        columns: Labels of the matrices, in the order in which they first come.
-        cells: ``(row, column) -> index of the block`` that the matrix belongs to.
-    """
+    """Where every matrix stands: labels of layers and of matrices in order, and ``(row, column) -> index of the block``."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]

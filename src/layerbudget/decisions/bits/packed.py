@@ -27,13 +27,10 @@ ZERO_POINTS = "transformers 5.23 does not load packed zero points (compressed-te
 
 
 class PackedWriter:
-    """Writes an ordinary transformers checkpoint, layer after layer, in files of limited size.
+    """Writes an ordinary transformers checkpoint into an empty folder, layer after layer, in files of limited size.
 
-    Args:
-        model: Its weights are read when their layer is asked for.
-        formats: Format of every planned matrix; what is no plain Linear has 16 bits
-            (:func:`~layerbudget.decisions.bits.blocks.check_writable` refuses the rest).
-        folder: An empty folder.
+    Weights are read when their layer is asked for. What is no plain Linear has 16 bits
+    (:func:`~layerbudget.decisions.bits.blocks.check_writable` refuses the rest).
     """
 
     def __init__(self, model: nn.Module, formats: Mapping[str, str], folder: Path) -> None:

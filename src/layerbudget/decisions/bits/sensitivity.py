@@ -60,16 +60,8 @@ def rounding_damage(
 ) -> Scores:
     """Scores with bytes and damage of every block in every format; the model is left as it was.
 
-    Args:
-        model: Any transformers model with one list of layers.
-        data: Calibration tokens.
-        draws: Draws of labels.
-        batch_size: Sequences per forward.
-        seed: Of the draws.
-        method: The quantiser that will write the file: ``rtn``, ``weighted`` or ``gptq``.
-        unwritten: See :func:`~layerbudget.decisions.bits.blocks.formats_table`.
-        progress: Called with (steps done, steps).
-        **formats: Other options of :func:`~layerbudget.decisions.bits.blocks.formats_table`.
+    Arguments are those of :func:`~layerbudget.decisions.bits.plan.plan_bits` and, as ``formats``, of
+    :func:`~layerbudget.decisions.bits.blocks.formats_table`; labels are drawn ``draws`` times by ``seed``.
     """
     quantiser = quantiser_of(method)
     if mapped(model) is not None and quantiser.statistic != "none":
@@ -198,11 +190,8 @@ class _Damage:
 class RoundingErrors(Directions):
     """Rounding errors that are made again whenever they are needed: nothing is kept of a large model.
 
-    Args:
-        views: The matrix, its copies one by one, ``(d_out, d_in)`` each.
-        quantiser: One that reads no inputs.
-        names: Formats; None where the block does not have it.
-        offloaded: The files that the views are mapped from; the weights are what layers compute with.
+    ``views`` are the copies of the matrix, ``(d_out, d_in)`` each; names of formats are None where the block does not have
+    them. Of ``offloaded`` weights the errors are those of what layers compute with.
     """
 
     def __init__(

@@ -105,10 +105,7 @@ class ExpertsConfig(PeftConfig):
 
 
 def route(logits: Tensor, top_k: int) -> Tensor:
-    """Return the gate ``(..., E)`` of router logits: softmax over all experts, top-k, renormalised; zero elsewhere.
-
-    Renormalising the k largest of a softmax equals a softmax over the k largest logits. Computed in float32 (float64
-    logits stay float64).
+    """Return the gate ``(..., E)`` of router logits: softmax over all experts, top-k, renormalised, in float32; zero elsewhere.
 
     >>> route(torch.tensor([[0.0, 1.0, 1.0]]), 2)
     tensor([[0.0000, 0.5000, 0.5000]])

@@ -127,13 +127,10 @@ class BalanceScale(TrainerCallback):
 
 
 def to_experts_config(plan: Plan, *, rank: int | None = None, top_k: int = 2, **options: Any) -> ExpertsConfig:
-    """A plan of experts as an ``ExpertsConfig``: one escaped full name per module.
+    """A plan of experts as an ``ExpertsConfig``: one escaped full name per module, with the block's count.
 
-    Args:
-        plan: A plan of kind ``experts``; a block's count goes to each of its modules.
-        rank: Rank of every expert; by default the plan's ``expert_rank``, else 8.
-        top_k: Experts per token.
-        options: Passed on (``lora_alpha``, ``lora_dropout``, ``balance_coefficient``, ``task_type``, ``modules_to_save``, ...).
+    ``rank`` is that of every expert (the plan's ``expert_rank`` by default), ``top_k`` experts read a token; options are passed
+    on (``lora_alpha``, ``lora_dropout``, ``balance_coefficient``, ``task_type``, ``modules_to_save``, ...).
     """
     targets, adapted = targets_of(plan, "experts")
     settings = {

@@ -53,7 +53,7 @@ def plan_recipe(
 
     Args:
         ranks: Scores of ``rank-gain``, by linear.
-        formats: A record of the damage of every format.
+        formats: A record of the damage of every format, of the same model.
         budget: Bytes of all tensors of the file and of the adapter: ``"1.2 GiB"``.
         min_capacity: Rank that every matrix gets.
         max_capacity: Cap per matrix.
@@ -63,9 +63,7 @@ def plan_recipe(
             default the loss of the text that was scored.
         damping: Which row of the scores.
 
-    Returns:
-        A plan of kind ``recipe``: values are bits per weight, counts bytes of the base, ``extra`` that of a plan of bits and
-        ``adapter``: ranks, bytes, predicted gain.
+    Values are bits per weight, counts bytes of the base; ``extra`` is that of a plan of bits and has the ``adapter``.
     """
     mine, theirs = ranks.model.get("digest"), formats.model.get("digest")
     if mine and theirs and mine != theirs:
@@ -217,11 +215,7 @@ class Base:
             round_matrices(model, formats_of_plan(self.bits), method=str(self.bits.extra["method"]))
 
     def recount(self, adapter_folder: Path) -> dict[str, int]:
-        """Bytes of the base as planned, and of the adapter in its file.
-
-        Raises:
-            CoverageError: The adapter is not as large as planned.
-        """
+        """Bytes of the base as planned, and of the adapter in its file, which must be the planned ones."""
         from ..bits.packed import recount_safetensors
 
         tensors = recount_safetensors(adapter_folder)

@@ -156,9 +156,7 @@ def _served(largest: int) -> int | None:
 def serving_note(plan: Plan) -> str:
     """Return what a server must be told to hold a plan's adapter, in one sentence.
 
-    vLLM (``--enable-lora``) reserves ``max_lora_rank`` for every module, and reads one ``r`` and one ``lora_alpha`` for the
-    whole adapter. Hence ``r`` is the largest rank in the configuration, and ``constant-ratio`` is the policy whose scale is
-    the same for every module.
+    vLLM (``--enable-lora``) reserves ``max_lora_rank`` for every module and reads one ``r`` and ``lora_alpha`` for the adapter.
     """
     ranks = np.repeat(plan.counts, [len(b.modules) for b in plan.blocks])
     ranks = ranks[ranks > 0]

@@ -54,16 +54,10 @@ def per_unit(by: str) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The heads of one layer.
+    """The heads of one layer, by full names: the ``owner`` splits vectors into heads, the ``consumer`` reads them.
 
-    Attributes:
-        owner: Full name of the module that splits vectors into heads.
-        producers: Full names of the matrices that make queries, keys and values.
-        consumer: Full name of the matrix that reads the heads.
-        layout: ``separate``, ``stacked`` or ``interleaved``.
-        heads: Query heads.
-        groups: Key-value heads; query head h reads key-value head ``h // (heads // groups)``.
-        head_dim: Channels of one head.
+    ``producers`` make queries, keys and values, which lie there ``separate``, ``stacked`` or ``interleaved``. Query head h
+    reads key-value head ``h // (heads // groups)``.
     """
 
     owner: str

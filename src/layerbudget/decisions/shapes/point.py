@@ -81,10 +81,8 @@ class _Indexed(Directions):
 class ShapePoint:
     """The model on its way through states of a :class:`~layerbudget.decisions.shapes.program.ShapeSpace`.
 
-    Attributes:
-        passes: Forward equivalents so far: forward 1, backward 2.
-        dense: Second moments of the dense model's inputs, for every fold those of the other folds.
-        references: The dense model's output on every fold.
+    ``passes`` are forward equivalents so far (forward 1, backward 2), ``dense`` the second moments of the dense model's inputs,
+    for every fold those of the other folds, ``references`` its output on every fold.
     """
 
     def __init__(self, model: nn.Module, data: CalibrationSet, space: ShapeSpace, damping: float, batch_size: int) -> None:

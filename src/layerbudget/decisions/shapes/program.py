@@ -33,18 +33,10 @@ HEADS, MLP, GONE = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """The attention, the MLP, or the other matrices of one layer.
+    """The attention, the MLP, or the other matrices (``rest``, which only goes with its layer) of one layer.
 
-    Attributes:
-        name: ``<layer>.heads``, ``<layer>.mlp`` or ``<layer>.rest``.
-        layer: Layer as in :func:`layerbudget.models.blocks.layers`.
-        kind: ``heads``, ``mlp`` or ``rest`` (which only goes with its layer).
-        by: What one unit is: ``groups``, ``queries``, or ``8 channels``.
-        units: Units there are; at least one stays unless the whole layer goes.
-        unit_parameters: Matrix parameters of one unit.
-        parameters: Matrix parameters of the part.
-        flops: FLOPs per token of its matrices.
-        modules: Full names of its matrices.
+    A unit is one of ``groups``, of ``queries``, or ``8 channels`` (``by``), and has ``unit_parameters``; at least one of the
+    ``units`` stays unless the whole layer goes. ``parameters`` are those of the part's matrices, ``flops`` theirs per token.
     """
 
     name: str
@@ -76,11 +68,9 @@ class ShapeSpace:
     Arguments are those of :func:`~layerbudget.decisions.shapes.plan.plan_shapes`, and ``allowed``: numbers of removed units
     that the config can express, by kind, with ``even``; all by default.
 
-    Attributes:
-        layers: Layers that may lose something, K of them.
-        pair: Their attention and MLP, ``(K, 2)``, None where there is none of a known layout.
-        units, top, each: Units that they have and may lose, and what one of them saves, ``(K, 2)``.
-        base, need: What all parts amount to, and what has to be saved of it.
+    K ``layers`` may lose something. ``pair`` has their attention and MLP, ``(K, 2)``, None where there is none of a known
+    layout; ``units``, ``top`` and ``each`` what these have, may lose, and save by one of them. ``base`` is what all parts
+    amount to, ``need`` what has to be saved of it.
     """
 
     def __init__(
@@ -193,12 +183,10 @@ class ShapeSpace:
         return np.floor(np.where(alternatives[:, :, GONE] == 1, self.rest[:, None], units) + 1e-6).astype(np.int64)
 
     def step(self, alternatives: np.ndarray, damage: np.ndarray, share: float = 1.0) -> tuple[np.ndarray, Choice]:
-        """The alternatives with the least damage by the model among those that save enough: rows ``(K, 3)``, and the choice.
+        """Rows ``(K, 3)`` with the least damage by the model among alternatives ``(K, A, 3)`` that save enough, and the choice.
 
-        Args:
-            alternatives: ``(K, A, 3)``.
-            damage: Of the model, of any sign, ``(K, A)``; infinite where an alternative is out of reach.
-            share: Of what has to be saved in the end.
+        ``damage``, ``(K, A)``, has any sign, and is infinite where an alternative is out of reach; ``share`` is that of what
+        has to be saved in the end.
         """
         saved, gone = self.saved(alternatives), alternatives[:, :, GONE] == 1
         need = int(np.ceil(share * self.need))

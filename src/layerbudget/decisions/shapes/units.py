@@ -31,11 +31,8 @@ Remake = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (
 def find_parts(model: nn.Module, *, kinds: Sequence[str] = KINDS, by: str = "auto", multiple: int = 8) -> list[Part]:
     """The attention, MLP and other matrices of every layer, in order, with the units that they can lose.
 
-    Args:
-        model: Any transformers model with one list of layers.
-        kinds: Kinds that must be there.
-        by: ``groups`` (key-value heads with their query heads), ``queries`` (one query head of every group) or ``auto``.
-        multiple: Channels of one MLP unit; a remainder always stays.
+    A layer that lacks one of ``kinds`` is refused. Heads go by ``groups`` (key-value heads with their query heads), ``queries``
+    (one query head of every group) or ``auto``; a unit of the MLP has ``multiple`` channels, and a remainder always stays.
     """
     if not isinstance(multiple, int) or multiple < 1:
         raise InvalidInput(f"multiple is {multiple}.", "It must be a whole number of at least 1.", "Use 8.")

@@ -64,7 +64,7 @@ def plan_by_damage(
         sparsity: Target.
         max_sparsity: Cap of one unit.
         by: ``layer``, ``linear``, ``rows:G``, or a regular expression.
-        method: Pruner.
+        method: Pruner, whose options are ``own``.
         passes: Most forward equivalents of the text (forward 1, backward 2) that may be spent, the last measurement included;
             two more are where the last step is measured by the pruner itself and refused.
         trust: Largest change of one unit's sparsity in the first step.
@@ -73,9 +73,8 @@ def plan_by_damage(
         progress: Called with (steps done, most steps).
         **own: Options of the method.
 
-    Returns:
-        A plan of rule ``directional``; ``extra`` has the ``path``, ``forward_passes``, ``predicted`` and ``measured`` damage in
-        nats per token (by the pruner itself), and ``rows`` where they are decided.
+    ``extra`` has the ``path``, ``forward_passes``, ``predicted`` and ``measured`` damage in nats per token (by the pruner
+    itself).
     """
     check_fraction(sparsity, "sparsity")
     check_fraction(max_sparsity, "max_sparsity", low=sparsity)

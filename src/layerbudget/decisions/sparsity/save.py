@@ -58,11 +58,6 @@ def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None) -> 
     """Return an llm-compressor recipe (YAML) with one modifier per distinct ratio, rounded to four digits.
 
     Every modifier is a stage of its own: two modifiers of one kind in one stage are one YAML key, and the second would win.
-
-    Args:
-        plan: A sparsity plan.
-        method: ``wanda`` or ``sparsegpt``.
-        pattern: ``n:m``, for all blocks.
     """
     modifier = find_treatment(method).modifier
     if plan.kind != "sparsity" or modifier is None:

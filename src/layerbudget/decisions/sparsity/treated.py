@@ -46,10 +46,7 @@ from ...storage.writing import check_space
 class Units:
     """Units of a decision over the matrices of a model: blocks, or groups of ``rows`` rows of blocks with one matrix each.
 
-    Attributes:
-        modules: Matrices in order.
-        numel: Prunable parameters of every unit, shape ``(K,)``.
-        first: First unit of every matrix; a matrix has ``groups`` of them.
+    ``numel`` has the prunable parameters of every unit, ``(K,)``; a matrix has ``groups`` of them, from ``first``.
     """
 
     def __init__(self, blocks: Sequence[Block], rows: int | None = None) -> None:
