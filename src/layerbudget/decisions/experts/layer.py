@@ -212,14 +212,7 @@ class ExpertsLinear(nn.Module, BaseTunerLayer):
     """A Linear (or GPT-2's ``Conv1D``, or a quantised Linear) with LoRA experts beside it, by adapter name."""
 
     adapter_layer_names = ("lora_experts_A", "lora_experts_B", "lora_experts_router")
-    other_param_names = (
-        "lora_experts_r",
-        "lora_experts_count",
-        "lora_experts_top_k",
-        "lora_experts_scale",
-        "lora_experts_dropout",
-        "lora_experts_balance",
-    )
+    other_param_names = ("lora_experts_config", "lora_experts_dropout", "lora_experts_balance")
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, experts: int, config: ExpertsConfig, routing: Routing) -> None:
         super().__init__()
@@ -230,10 +223,7 @@ class ExpertsLinear(nn.Module, BaseTunerLayer):
         self.lora_experts_B = nn.ModuleDict()
         self.lora_experts_router = nn.ModuleDict()
         self.lora_experts_dropout = nn.ModuleDict()
-        self.lora_experts_r: dict[str, int] = {}
-        self.lora_experts_count: dict[str, int] = {}
-        self.lora_experts_top_k: dict[str, int] = {}
-        self.lora_experts_scale: dict[str, float] = {}
+        self.lora_experts_config: dict[str, ExpertsConfig] = {}
         self.lora_experts_balance: dict[str, float] = {}
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
@@ -242,10 +232,7 @@ class ExpertsLinear(nn.Module, BaseTunerLayer):
 
     def update_layer(self, adapter_name: str, experts: int, config: ExpertsConfig) -> None:
         """Add the experts of one adapter as published: A and router uniform in ``1/sqrt(d_in)``, B zero (no change)."""
-        self.lora_experts_r[adapter_name] = config.r
-        self.lora_experts_count[adapter_name] = experts
-        self.lora_experts_top_k[adapter_name] = min(config.top_k, experts)
-        self.lora_experts_scale[adapter_name] = config.lora_alpha / config.r
+        self.lora_experts_config[adapter_name] = config
         self.lora_experts_balance[adapter_name] = config.balance_coefficient
         a = self.lora_experts_A[adapter_name] = nn.Linear(self.d_in, experts * config.r, bias=False)
         b = self.lora_experts_B[adapter_name] = nn.Linear(experts * config.r, self.d_out, bias=False)
@@ -276,13 +263,14 @@ class ExpertsLinear(nn.Module, BaseTunerLayer):
 
     def _update(self, x: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
         """Update ``(..., d_out)`` of one adapter and its balance loss, where there is one to take."""
-        scale, rank = self.lora_experts_scale[name], self.lora_experts_r[name]
+        config = self.lora_experts_config[name]
+        scale, rank = config.lora_alpha / config.r, config.r
         b = cast(nn.Linear, self.lora_experts_B[name])
         x = self._cast_input_dtype(x, cast(nn.Linear, self.lora_experts_A[name]).weight.dtype)
         hidden, logits = self._project(x, name)
         if logits is None:
             return b(hidden * scale), None
-        gate = route(logits, self.lora_experts_top_k[name])
+        gate = route(logits, config.top_k)
         scaled = (gate * scale).to(hidden.dtype)
         if _plain(b):
             update = _GatedProduct.apply(hidden, scaled, b.weight, rank)

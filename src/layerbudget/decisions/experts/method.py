@@ -148,7 +148,7 @@ def adapted_experts(model: nn.Module, adapter_name: str = "default") -> dict[str
     for name, module in model.named_modules():
         if isinstance(module, ExpertsLinear) and adapter_name in module.lora_experts_A:
             stacked = cast(nn.Linear, module.lora_experts_A[adapter_name]).weight.shape[0]
-            found[base_name(name)] = stacked // module.lora_experts_r[adapter_name]
+            found[base_name(name)] = stacked // module.lora_experts_config[adapter_name].r
     return found
 
 
