@@ -44,11 +44,6 @@ def test_constants_are_inert_where_the_budget_binds(scores):
         lb.plan_sparsity(scores, spend="at_most")
 
 
-def test_plan_joint_records_other_functions(scores):
-    plan = lb.plan_joint(scores, budget=-3000, utility="power", penalty="log-barrier")
-    assert (plan.hyperparameters["utility"], plan.hyperparameters["penalty"]) == ("power", "log-barrier")
-
-
 @pytest.mark.parametrize(
     ("program", "options"), [("experts", {"utility": "power", "max_experts": 9}), ("sparsity", {"penalty": "log-barrier"})]
 )

@@ -59,13 +59,6 @@ def _function(kind: str, table: dict[str, Any], what: str) -> Callable[..., Any]
 def apply_plan(model: Any, plan: Any, *arguments: Any, **options: Any) -> Any:
     """Give a model what a plan of any kind says: ``prune``, ``apply_shapes``, ``add_ranks``, ..., by the plan's kind.
 
-    Args:
-        model: The model.
-        plan: The plan.
-        *arguments: Passed on.
-        **options: Passed on.
-
-    Raises:
-        InvalidInput: A kind that is applied in more than one step.
+    Further arguments are those of that function. A kind that is applied in more than one step is refused.
     """
     return applier(plan.kind)(model, plan, *arguments, **options)

@@ -18,7 +18,6 @@ from ...solvers.inputs import Vector, bound_vector, choice
 from ...solvers.joint import JointSolution, solve_joint
 from ...solvers.programs import allocate
 from ...solvers.rounding import Rounded, round_capacity, round_parameters
-from ...solvers.separable import Function
 
 
 def plan_joint(
@@ -35,8 +34,6 @@ def plan_joint(
     alpha: float = 0.5,
     gamma: float = 0.9,
     eta: float = 2.0,
-    utility: str | Function = "log",
-    penalty: str | Function = "quadratic",
     spend: str = "exactly",
     damping: float | None = None,
     bytes_per_parameter: float = 2.0,
@@ -56,8 +53,6 @@ def plan_joint(
         alpha: Price of capacity.
         gamma: Weight of the utility.
         eta: Weight of the penalty; ``gamma / eta`` decides how much is pruned to pay for adapters.
-        utility: Of capacity: ``log``, ``power`` or an object.
-        penalty: Of pruning: ``quadratic``, ``log-barrier`` or an object.
         spend: ``exactly`` or ``at_most``.
         damping: Which row of the scores.
         bytes_per_parameter: 2 for bf16, for weights and adapters.
@@ -90,22 +85,17 @@ def plan_joint(
     constants: dict[str, Any] = {"exponent": exponent, "exponent_on": exponent_on, "alpha": alpha, "gamma": gamma}
     adapting: dict[str, Any] = {
         **constants,
-        "utility": utility,
         "lower": np.minimum(bound_vector(min_capacity, numel.size, "min_capacity", 0.0), sides),
         "upper": np.minimum(bound_vector(max_capacity, numel.size, "max_capacity", np.inf), sides),
     }
     savings = numel * bytes_per_parameter
-    solution = solve_joint(
-        q, cost, savings, limit, eta=eta, penalty=penalty, max_sparsity=max_sparsity, spend=spend, **adapting
-    )
+    solution = solve_joint(q, cost, savings, limit, eta=eta, max_sparsity=max_sparsity, spend=spend, **adapting)
     wish = int(np.ceil(float(numel @ solution.sparsity) * (1.0 - 1e-12) - 1e-9))
     pruned = round_parameters(solution.sparsity, numel, wish, solution.program.prune.high)
     freed = float(pruned.sum()) * bytes_per_parameter
     rounded = _whole(q, cost, solution, limit + freed, spend, adapting)
     hyper = {**constants, "eta": eta, "spend": spend, **options, "max_sparsity": max_sparsity, "damping": damping}
     hyper |= {"min_capacity": min_capacity, "max_capacity": max_capacity}
-    words = {"utility": getattr(utility, "name", utility), "penalty": getattr(penalty, "name", penalty)}
-    hyper |= {k: v for k, v in words.items() if v not in ("log", "quadratic")}  # those of the paper
     values, counts = (dict(zip(scores.names, v.tolist(), strict=True)) for v in (solution.capacity, rounded.counts))
     adapters = {"kind": capacity, "expert_rank": options.get("expert_rank"), "values": values, "counts": counts}
     record = {"unit": "bytes", "limit": limit, "spent": rounded.spent - freed, "text": wanted.text}
@@ -139,6 +129,6 @@ def split_joint(plan: Plan) -> tuple[Plan, Plan]:
         expert_rank=held.get("expert_rank", 8),
         bytes_per_parameter=held["bytes_per_parameter"],
     )
-    options = ("exponent", "exponent_on", "utility", "spend", "alpha", "gamma", "damping")
+    options = ("exponent", "exponent_on", "spend", "alpha", "gamma", "damping")
     hyper = terms.record() | {name: held[name] for name in options if name in held}
     return prune, dataclasses.replace(plan, kind=adapters["kind"], blocks=blocks, budget=money, hyperparameters=hyper)

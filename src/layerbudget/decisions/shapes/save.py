@@ -44,17 +44,8 @@ def _built(model: nn.Module, change: Callable[[Any], None] = lambda config: None
 
 def undescribed(model: nn.Module, now: Where, wanted: Where) -> str:
     """Why a config that says ``now`` cannot say that all layers have such heads, or such an MLP; empty where it can."""
-
-    def alone(config: Any) -> None:
-        wanted.write(config, now)
-        config.num_hidden_layers = 1
-        if isinstance(config.__dict__.get("layer_types"), list | tuple):
-            config.layer_types = list(config.layer_types[:1])
-
     kind, name = "heads" if isinstance(wanted, Attention) else "mlp", type(config_of(model)).__name__
-    found = _first(model, alone, kind)
-    if isinstance(found, str):  # some configurations list their layers, or refuse the change itself
-        found = _first(model, lambda config: wanted.write(config, now), kind)
+    found = _first(model, lambda config: wanted.write(config, now), kind)
     if isinstance(found, str):
         return f"{name} refuses {wanted.words} ({found})"
     if found.shape == wanted.shape:
