@@ -15,6 +15,7 @@ from tests import zoo
 from layerbudget.cli import main
 from layerbudget.decisions.shapes.apply import apply_shapes, measure_plan
 from layerbudget.decisions.shapes.plan import plan_shapes
+from layerbudget.decisions.shapes.point import ShapePoint
 from layerbudget.decisions.shapes.save import check_exportable, save_smaller
 from layerbudget.decisions.shapes.units import find_parts
 from layerbudget.errors import CoverageError, InfeasibleBudget, InvalidInput, ModelMismatch, UnknownStructure
@@ -110,6 +111,39 @@ def test_even_plans_keep_the_heads_that_a_config_cannot_lose():
     for name in ("gpt2", "bert"):
         with pytest.raises(UnknownStructure, match="No smaller number of heads.*Remove MLP units"):
             plan_shapes(zoo.build(name), data, "15% flops", kinds=("heads",), even=True)
+
+
+@pytest.mark.parametrize(("name", "samples", "starts"), [("llama", 8, 2), ("gpt2", 3, 1), ("gemma2", 8, 1)])
+def test_an_interrupted_run_continues_to_the_same_plan(tmp_path, monkeypatch, name, samples, starts):
+    """Stopped behind both strides, and again behind the next state: what was measured is found, moments are looked at again."""
+    model, data = zoo.build(name), zoo.tokens(samples=samples, padded=name != "gpt2")
+    before, kept = frozen(model), tmp_path / "kept"
+    options = {"multiple": 4, "passes": 45.0, "strides": 2, "draws": 1, "batch_size": 4, "trust": 0.5}
+    options["by"] = "auto" if starts == 2 or name == "gpt2" else "groups"
+    evaluate, calls = ShapePoint.evaluate, []
+
+    def counting(*arguments, **more):
+        calls.append(1)
+        if len(calls) == most:
+            raise KeyboardInterrupt
+        return evaluate(*arguments, **more)
+
+    monkeypatch.setattr(ShapePoint, "evaluate", counting)
+    most = 0
+    whole, needed = plan_shapes(model, data, "25% flops", **options), len(calls)
+    kept_then = starts + 2  # the dense model, for every unit of heads, and both strides
+    assert needed >= kept_then + 2
+    for most in (kept_then + 1, 2):
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            plan_shapes(model, data, "25% flops", resume=kept, **options)
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    most = 0
+    calls.clear()
+    again = plan_shapes(model, data, "25% flops", resume=kept, **options)
+    assert len(calls) == needed - kept_then - 1 and again.digest == whole.digest and again.extra == whole.extra
+    with pytest.raises(ModelMismatch):
+        plan_shapes(model, data, "20% flops", resume=kept, **options)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

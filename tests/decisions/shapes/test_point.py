@@ -113,7 +113,7 @@ def test_sequences_are_judged_by_refits_that_have_not_seen_them():
     state[:, MLP] = 4
     around = point.space.around(state, 0.2, 3)
     seen = point.evaluate(state, around, point.dense, draws=1, seed=0)
-    assert point.passes == 1.0 + 5.0 and len(seen.grams) == len(point.references) == 4
+    assert point.passes == 1.0 + 5.0 and len(seen.moments()) == len(point.references) == 4
     name = next(iter(point.matrices))
     each, second = [], []
     for fold in range(4):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,21 +22,25 @@ from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InfeasibleBudget, InvalidInput
 from ...execution.processes import process_group
 from ...models.blocks import check_finite, describe
+from ...models.machine import computation, versions
 from ...models.offload import need_settled
 from ...plan import Plan
 from ...progress import Progress, Steps
 from ...records import to_jsonable
+from ...sensitivity.directional.terms import QuadraticTerms
 from ...solvers.choices import Choice
 from ...solvers.steps import Proposal, descend
+from ...storage.parts import Parts
 from .apply import measure_plan
 from .compensation import ways_of
-from .point import Evaluation, Grams, ShapePoint
+from .point import Evaluation, Moments, ShapePoint
 from .program import GONE, KINDS, ShapeSpace
 from .save import allowed_units
 from .units import find_parts, head_units
 
 PASSES = 46.0
 _LEVELS = 7
+_KEPT = ("first", "second", "rest", "tokens", "passes", "divergence")  # of an evaluation, under resume
 _MEASURING = 5.0  # dense, three times through every layer to cut it, and the smaller model; the stream needs one more
 
 
@@ -58,6 +63,7 @@ def plan_shapes(
     damping: float = 0.01,
     batch_size: int = 8,
     seed: int = 0,
+    resume: Path | str | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide heads, MLP widths and layers together by directional damage: at least ``budget`` is saved.
@@ -83,6 +89,7 @@ def plan_shapes(
         damping: Relative to the mean of the second moments' diagonal.
         batch_size: Sequences per forward.
         seed: Of the draws.
+        resume: Folder that keeps what was measured; an interrupted run continues from it.
         progress: Called with (forward equivalents spent, most).
 
     Returns:
@@ -94,6 +101,7 @@ def plan_shapes(
         InfeasibleBudget: The caps do not allow it.
         InvalidInput: Passes that allow no step, or an option outside its domain.
         CoverageError: Layers of a streamed model that come and go, or several processes.
+        ModelMismatch: The folder holds another run.
     """
     need_settled(model, "measuring")
     check_finite(model)
@@ -113,18 +121,21 @@ def plan_shapes(
     way = ways_of(model, data, compensate)
     last = _MEASURING + (way == "stream")
     _check(draws, strides, trust, depth, passes, last, len(spaces))
-    tick = Steps(progress, int(passes), "forward equivalents")
+    identity = describe(model)
+    hyper = {"multiple": multiple, "compensate": way, "trust": trust, "strides": strides, "draws": draws, "passes": passes}
+    request = {**hyper, **spaces[0].hyper, "by": by, "seed": seed, "damping": damping, "batch_size": batch_size}
+    request |= {"model": identity["digest"], "data": data.digest, "versions": versions(), "computation": computation(model)}
+    parts, tick = Parts(resume, request), Steps(progress, int(passes), "forward equivalents")
     points = (ShapePoint(model, data, space, damping, batch_size) for space in spaces)
-    paths = [_Path(point, strides, trust, draws, seed, tick) for point in points]
+    paths = [_Path(point, strides, trust, draws, seed, tick, parts, f"start-{i}") for i, point in enumerate(points)]
     path = min(paths, key=_Path.promise) if len(paths) > 1 else paths[0]
     path.point.passes = sum(p.point.passes for p in paths)
     try:
         here, solution = path.run(passes - last)
     finally:
         path.point.restore()
-    hyper = {"multiple": multiple, "compensate": way, "trust": trust, "strides": strides, "draws": draws, "passes": passes}
     hyper |= {"by": next((p.by for p in path.space.parts if p.kind == "heads"), by), "seed": seed}
-    plan = path.space.plan(here.state, here.divergence, solution, hyper, describe(model))
+    plan = path.space.plan(here.state, here.divergence, solution, hyper, identity)
     measured = measure_plan(model, plan, data, damping=damping, batch_size=batch_size)
     extra = {"path": path.log, "forward_passes": path.point.passes + last, "measured": measured}
     return dataclasses.replace(plan, extra={**plan.extra, **to_jsonable(extra)})
@@ -162,16 +173,38 @@ def _check(draws: int, strides: int, trust: float, depth: int, passes: float, la
 class _Path:
     """The way from the dense model to a plan, with divergence, predictions and passes of every accepted point in ``log``."""
 
-    def __init__(self, point: ShapePoint, strides: int, trust: float, draws: int, seed: int, tick: Steps) -> None:
+    def __init__(
+        self, point: ShapePoint, strides: int, trust: float, draws: int, seed: int, tick: Steps, parts: Parts, name: str
+    ) -> None:
         self.point, self.space, self.strides, self.trust = point, point.space, strides, trust
-        self.draws, self.seed, self.tick = draws, seed, tick
+        self.draws, self.seed, self.tick, self.parts, self.name = draws, seed, tick, parts, name
         self.tried, self.log = 0, list[dict[str, Any]]()
-        self.here = self._evaluate(self.space.start(), 1.0, point.dense)
+        self.here = self._evaluate(self.space.start(), 1.0, Moments(lambda: point.dense))
 
-    def _evaluate(self, state: np.ndarray, trust: float, grams: Sequence[Grams]) -> Evaluation:
-        around = self.space.around(state, trust, _LEVELS)
-        found = self.point.evaluate(state, around, grams, draws=self.draws, seed=self.seed + self.tried)
+    def _evaluate(self, state: np.ndarray, trust: float, before: Moments) -> Evaluation:
+        """Measure at a state, by the moments of the one before, or find what was measured there.
+
+        Second moments are too large to be kept. Those of a state that was found are made again if something has to be
+        measured behind it: one forward for every state on the way there.
+        """
+        around, measured = self.space.around(state, trust, _LEVELS), list[Evaluation]()
+
+        def measure() -> dict[str, Any]:
+            seed = self.seed + self.tried
+            measured.append(self.point.evaluate(state, around, before(), draws=self.draws, seed=seed))
+            forms = measured[0].forms
+            return {name: np.asarray(getattr(forms, name)).tolist() for name in _KEPT}
+
+        kept = self.parts.json(f"{self.name}-{self.tried}", measure)
         self.tried += 1
+        if measured:
+            found = measured[0]
+        else:
+            forms = QuadraticTerms(**{name: np.array(v) if isinstance(v, list) else v for name, v in kept.items()})
+            self.point.passes += forms.passes
+            found = Evaluation(
+                state=state, around=around, forms=forms, moments=Moments(lambda: self.point.look(state, before()))
+            )
         self.tick(int(self.point.passes) - self.tick.done)
         return found
 
@@ -181,17 +214,17 @@ class _Path:
 
     def run(self, passes: float) -> tuple[Evaluation, Choice]:
         """Reach the budget, a part of it at a time, and go on down while that can be paid; the end, and the program there."""
-        here, grams = self.here, self.point.dense
+        here, moments = self.here, Moments(lambda: self.point.dense)
         for number in range(1, self.strides + 1):
             share = number / self.strides
             state, solution = self.space.step(here.around, here.forms.total, share)
             predicted = here.divergence + solution.damage
-            here = self._evaluate(state, self.trust if number == self.strides else 1.0, grams)
-            grams = here.grams
+            here = self._evaluate(state, self.trust if number == self.strides else 1.0, moments)
+            moments = here.moments
             self._note(here, step=0, share=share, predicted=predicted)
 
         def evaluate(last: Evaluation, proposal: Proposal) -> Evaluation:
-            return self._evaluate(proposal.state[0], proposal.trust, last.grams)
+            return self._evaluate(proposal.state[0], proposal.trust, last.moments)
 
         def affords() -> bool:
             return self.point.passes + 3.0 + 2.0 * self.draws <= passes

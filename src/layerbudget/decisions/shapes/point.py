@@ -17,7 +17,7 @@ and the wrong parts then seem cheap. It costs no more passes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch import nn
 from ...data.calibration import CalibrationSet
 from ...execution.divergence import Reference
 from ...execution.inputs import InputMoments, InputStatistics, moments_of_sites
+from ...execution.modes import inference
 from ...models.blocks import is_conv1d, matrix_of, partition
 from ...sensitivity.directional.directions import Directions, Written
 from ...sensitivity.directional.terms import QuadraticTerms, quadratic_terms
@@ -40,6 +41,20 @@ _NOTHING = -1  # units of a layer that goes
 Grams = dict[str, InputMoments]
 
 
+class Moments:
+    """Second moments of the inputs at a state, for every fold those of the other folds; made when they are asked for first."""
+
+    def __init__(self, make: Callable[[], list[Grams]]) -> None:
+        self._make: Callable[[], list[Grams]] | None = make
+        self._found: list[Grams] = []
+
+    def __call__(self) -> list[Grams]:
+        """Return them."""
+        if self._make is not None:
+            self._found, self._make = self._make(), None  # what they were made from is needed no more
+        return self._found
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
     """Measurements at a state."""
@@ -47,7 +62,7 @@ class Evaluation:
     state: np.ndarray  # (K, 3)
     around: np.ndarray  # alternatives, (K, A, 3)
     forms: QuadraticTerms  # derivatives along the way to them, with the divergence at the state
-    grams: list[Grams]  # second moments of the inputs at the state, for every fold those of the other folds
+    moments: Moments  # of the inputs at the state
 
     @property
     def divergence(self) -> float:
@@ -158,7 +173,19 @@ class ShapePoint:
             found.append(forms)
             gathered.append(seen)
         self.passes += found[0].passes
-        return Evaluation(state=state, around=alternatives, forms=_mean(found), grams=_others(gathered))
+        later = _others(gathered)
+        return Evaluation(state=state, around=alternatives, forms=_mean(found), moments=Moments(lambda: later))
+
+    def look(self, state: np.ndarray, grams: Sequence[Grams]) -> list[Grams]:
+        """Second moments at a state that has been measured, by one forward: those of its :class:`Evaluation`, to the bit."""
+        known, gathered = {b.name: b for b in partition(self.model, "linear")}, list[Grams]()
+        for reference, moments in zip(self.references, grams, strict=True):
+            self.move(state, moments)
+            listen = InputStatistics(self.model, [m for name in self.matrices for m in known[name].modules], "gram")
+            with inference(self.model):
+                listen.finals(reference.walk)
+            gathered.append({name: listen.found[name][0] for name in self.matrices})
+        return _others(gathered)
 
     def _evaluate(
         self, reference: Reference, alternatives: np.ndarray, grams: Grams, draws: int, seed: int, *, dense: bool
