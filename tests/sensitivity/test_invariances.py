@@ -108,6 +108,8 @@ def test_a_weight_shared_by_two_layers_gets_both_gradients():
     s, n = zoo.rows(model, data, blocks[:1])[0], float(data.attention_mask[:, 1:].sum())
     g, d = s.sum(0) / n, s.square().sum(0) / n
     assert scores.gain[0][0] == pytest.approx(float((g**2 / (d + 0.1 * d.max())).sum()), rel=1e-6)
+    trace = score(model, data, blocks, "fisher-trace").values()
+    assert trace == pytest.approx([float(s.square().sum()) / n for s in zoo.rows(model, data, blocks)], rel=1e-6)
 
 
 SIGNALS = ("fisher-trace", "outlier-ratio", "spectral-tail", "ablation", "block-influence", "layerif")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -198,8 +199,12 @@ class _SequenceNorms(Gradients):
         self.table = np.zeros((len(blocks), samples))
 
     def update(self, site: Site) -> None:
-        for name, b in site.b.items():
-            self.table[self.place[name], self.rows] += _square_norms(site.a.to(self.dtype), b.to(self.dtype)).cpu().numpy()
+        """Norms without the gradients, where a matrix is used once; the gradients of several uses are summed, then squared."""
+        once = [name for name in site.names if not site.open.get(name, 0) and name not in self._batch]
+        for name in once:
+            found = _square_norms(site.a.to(self.dtype), site.b[name].to(self.dtype))
+            self.table[self.place[name], self.rows] += found.cpu().numpy()
+        super().update(dataclasses.replace(site, names=[name for name in site.names if name not in once]))
 
     def add(self, name: str, rows: torch.Tensor) -> None:
         self.table[self.place[name], self.rows] += rows.double().square().flatten(1).sum(1).cpu().numpy()
