@@ -200,7 +200,7 @@ class _Path:
         if measured:
             found = measured[0]
         else:
-            forms = QuadraticTerms(**{name: np.array(v) if isinstance(v, list) else v for name, v in kept.items()})
+            forms = QuadraticTerms(**{**kept, **{name: np.array(kept[name]) for name in ("first", "second", "rest")}})
             self.point.passes += forms.passes
             found = Evaluation(
                 state=state, around=around, forms=forms, moments=Moments(lambda: self.point.look(state, before()))
