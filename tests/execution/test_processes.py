@@ -1,9 +1,6 @@
 """One process and two give the same numbers, masks and plans; process 0 writes; what cannot be shared refuses."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +8,7 @@ import pytest
 import torch
 from tests import zoo
 from tests.execution.test_backward import ESTIMATORS, data_for, numbers
+from tests.launching import launched
 
 import layerbudget as lb
 from layerbudget.cli import main
@@ -38,14 +36,6 @@ if group.is_main:
     open(sys.argv[2], "w").write(json.dumps([out, codes]))
 leave()
 """
-
-
-def launched(arguments, processes=2):
-    """Run Python under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [*command, "--nproc-per-node", str(processes), *arguments]
-    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=500)
 
 
 def everything():

@@ -21,7 +21,7 @@ from ..compressors.base import QUANTISERS, find_quantiser, find_treatment
 from ..data.calibration import check_reads_text
 from ..errors import UnknownStructure
 from ..execution.modes import inference
-from ..models.blocks import layers, partition
+from ..models.blocks import layers, partition, text_config
 from ..models.machine import SHARE, free_bytes
 from ..models.offload import mapped
 from ..records import Module
@@ -254,7 +254,7 @@ def shape_of(model: nn.Module) -> Shape:
     matrices = tuple(m for b in partition(model, "layer") if b.name == middle for m in b.modules)
     if not matrices:
         raise UnknownStructure(f"{type(model).__name__} has layers without matrices.", "", "Report the model.")
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     return Shape(
         matrices=matrices,
         layers=len(stack),

@@ -21,6 +21,12 @@ from .walk import Walk
 _KEEP_BYTES = 256 << 20
 
 
+def token_divergence(logits: torch.Tensor, clean: torch.Tensor) -> torch.Tensor:
+    """``KL(p_t || q_t)`` in nats of every token; ``logits`` ``(..., V)`` are those of q, ``clean`` log-probabilities of p."""
+    now = torch.log_softmax(logits.float(), dim=-1)
+    return (clean.exp() * (clean - now)).sum(-1)
+
+
 def kl_sum(logits: torch.Tensor, clean: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[float, float]:
     """``sum_t KL(p_t || q_t)`` in nats over real tokens (samples of a classifier), and how many there are.
 
@@ -31,8 +37,7 @@ def kl_sum(logits: torch.Tensor, clean: torch.Tensor, mask: torch.Tensor | None 
     >>> round(kl_sum(torch.tensor([[0.25, 0.75]]).log(), p)[0], 4)
     0.1438
     """
-    now = torch.log_softmax(logits.float(), dim=-1)
-    each = (clean.exp() * (clean - now)).sum(-1)
+    each = token_divergence(logits, clean)
     real = torch.ones_like(each) if mask is None or mask.shape != each.shape else mask.to(each)
     return float((each * real).sum()), float(real.sum())
 

@@ -24,7 +24,7 @@ from ..data.tasks import Task
 from ..data.text import Texts
 from ..decisions.ranks.apply import add_ranks, lora_layers
 from ..errors import BadModel, CoverageError, InvalidInput, NotFound
-from ..models.loading import auto_class, check_quantised, find_device, foreign, four_bit_config, held_dtype, resolve, unpacked
+from ..models.loading import find_checkpoint, foreign, held_dtype, unpacked
 from ..plan import Plan
 from ..sensitivity.adapter_space import accumulated_gradients
 from ..storage import reading
@@ -76,25 +76,23 @@ def classifier_loader(
     if device not in DEVICES:
         known = f"It is one of {', '.join(DEVICES)}."
         raise InvalidInput(f"The device is {device!r}.", known, "Choose a card with CUDA_VISIBLE_DEVICES.")
-    place, where = find_device(device), resolve(name, revision)
-    config = transformers.AutoConfig.from_pretrained(where, revision=revision)
-    check_quantised(name, config, None, four_bit)
+    found = find_checkpoint(name, revision=revision, device=device, four_bit=four_bit)
     if dtype == "auto":
-        dtype = "bfloat16" if held_dtype(config).itemsize == 2 else "float32"
+        dtype = "bfloat16" if held_dtype(found.config).itemsize == 2 else "float32"
     options: dict[str, Any] = {"dtype": PRECISIONS[dtype], "revision": revision}
     if four_bit:
-        options |= {"quantization_config": four_bit_config(PRECISIONS[dtype]), "device_map": {"": place.type}}
-    auto: Any = auto_class(config)
+        options |= found.in_four_bits(PRECISIONS[dtype])
+    auto = found.auto
     if auto not in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
         auto = transformers.AutoModelForSequenceClassification  # a head of the checkpoint may have another number of labels
         options |= {"num_labels": labels, "ignore_mismatched_sizes": True}
 
     def load(seed: int) -> nn.Module:
         transformers.set_seed(seed)
-        model: nn.Module = unpacked(auto.from_pretrained(where, **options))
+        model: nn.Module = unpacked(auto.from_pretrained(found.where, **options))
         if prepare is not None:
             prepare(model)
-        return model if four_bit or shares_weights() else model.to(place)
+        return model if four_bit or shares_weights() else model.to(found.place)
 
     return NamedLoader(load, {"dtype": dtype, "quantised": four_bit, "revision": revision, **(prepared or {})})
 

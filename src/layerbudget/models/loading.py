@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import re
@@ -239,6 +240,33 @@ def check_quantised(name: str, config: Any, stream: bool | None, four_bit: bool)
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A model that is about to be loaded: its folder or hub id, its configuration, the class that reads it, and where to."""
+
+    where: str
+    config: Any
+    auto: Any
+    place: torch.device
+
+    def in_four_bits(self, compute: torch.dtype) -> dict[str, Any]:
+        """Options of ``from_pretrained`` for a base in 4 bits whose products are computed in a type."""
+        return {"quantization_config": four_bit_config(compute), "device_map": {"": str(self.place)}}
+
+
+def find_checkpoint(name: str, *, revision: str | None, device: str, four_bit: bool, stream: bool | None = None) -> Checkpoint:
+    """What is to be loaded, looked up before any weight is read. Arguments and errors are those of :func:`load_model`."""
+    from transformers import AutoConfig
+
+    place = find_device(device)
+    where = resolve(name, revision)
+    with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
+        config = AutoConfig.from_pretrained(where, revision=revision)
+        auto = auto_class(config)
+    check_quantised(name, config, stream, four_bit)
+    return Checkpoint(where=where, config=config, auto=auto, place=place)
+
+
 def _streams(stream: bool | None, where: str, config: Any, dtype: str, place: torch.device, four_bit: bool) -> bool:
     """Whether weights stay in their files: as was asked, else where they would take more than half of what is free."""
     size = sum(file.stat().st_size for file in Path(where).glob("*.safetensors"))
@@ -282,22 +310,15 @@ def load_model(
         InvalidInput: Unknown dtype, or a device that this machine does not have.
         MissingDependency: 4 bits without bitsandbytes.
     """
-    from transformers import AutoConfig
-
     if dtype not in (*DTYPES, "auto"):
         raise InvalidInput(
             f"dtype is {dtype!r}.", f"It is one of auto, {', '.join(DTYPES)}.", "Use float32 unless memory is short."
         )
-    place = find_device(device)
-    where = resolve(name, revision)
+    found = find_checkpoint(name, revision=revision, device=device, four_bit=four_bit, stream=stream)
+    where, config, auto, place = found.where, found.config, found.auto, found.place
     with foreign(f"{name} could not be loaded", _MODEL_IS, "Check the name, or download it first and give the folder."):
-        config = AutoConfig.from_pretrained(where, revision=revision)
-        auto = auto_class(config)
-        check_quantised(name, config, stream, four_bit)
         streamed = _streams(stream, where, config, dtype, place, four_bit)
-        nf4: dict[str, Any] = {}
-        if four_bit:
-            nf4 = {"quantization_config": four_bit_config(held_dtype(config, dtype)), "device_map": {"": str(place)}}
+        nf4 = found.in_four_bits(held_dtype(config, dtype)) if four_bit else {}
         if streamed:
             model, report = load_mapped(auto, config, where, dtype=DTYPES.get(dtype), device=place)
         else:

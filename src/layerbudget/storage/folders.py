@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,29 @@ def new_folder(out_dir: Path | str, *, overwrite: bool = False) -> Iterator[Path
         raise
     finally:
         release(lock)
+
+
+def write_model(
+    model: Any,
+    tokenizer: Any,
+    out_dir: Path | str,
+    beside: Mapping[str, Callable[[Path], object]],
+    *,
+    overwrite: bool = False,
+    **options: Any,
+) -> Path:
+    """Write what ``save_pretrained`` of a model and of its tokenizer (where there is one) writes, and files beside it.
+
+    ``beside`` has by name what writes such a file; ``options`` go to the model's ``save_pretrained``. The folder is that of
+    :func:`new_folder`, and is returned.
+    """
+    with new_folder(out_dir, overwrite=overwrite) as folder:
+        model.save_pretrained(folder, **options)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        for name, write in beside.items():
+            write(folder / name)
+    return Path(out_dir)
 
 
 def _rename(temporary: Path, out: Path) -> bool:

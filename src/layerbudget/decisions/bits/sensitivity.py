@@ -25,7 +25,7 @@ from ...compressors.quantisers import Quantiser
 from ...compressors.treating import Found, Job, Treating, matrices
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError
-from ...execution.divergence import next_tokens, sequence_losses
+from ...execution.divergence import next_tokens, sequence_losses, token_divergence
 from ...execution.loss import IGNORE, pad_right, unlabelled
 from ...execution.modes import inference
 from ...execution.walk import Walk
@@ -260,7 +260,7 @@ class DenseOutput:
         with inference(model):
             for batch, clean, compared in zip(self._batches(), self.clean, self.compared, strict=True):
                 logits = model(**batch).logits.float()
-                each = (clean.exp() * (clean - torch.log_softmax(logits, dim=-1))).sum(-1)
+                each = token_divergence(logits, clean)
                 mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
                 target = next_tokens(batch["input_ids"], mask)
                 if self.data.labels is not None:

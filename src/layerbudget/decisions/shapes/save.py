@@ -22,7 +22,7 @@ from ...models.blocks import config_of, describe, layers, pretrained, text_confi
 from ...models.machine import versions
 from ...plan import Plan
 from ...records import SCHEMA_VERSION, dumps, write_text
-from ...storage.folders import new_folder
+from ...storage.folders import write_model
 from .layouts import FIND, Attention, Where
 from .program import OTHER_KIND, Part
 from .units import where_is
@@ -172,14 +172,9 @@ def save_smaller(
         overwrite: Replace what an earlier call wrote: the files that the folder's ``manifest.json`` names, and no others.
     """
     check_exportable(model)
-    with new_folder(out_dir, overwrite=overwrite) as temporary:
-        pretrained(model).save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-        if plan is not None:
-            plan.save(temporary / "plan.json")
-        if record is not None:
-            digest = {"plan_digest": plan.digest} if plan is not None else {}
-            content = {"schema_version": SCHEMA_VERSION, **digest, **record, "versions": versions()}
-            write_text(temporary / "receipt.json", dumps(content))
-    return Path(out_dir)
+    beside: dict[str, Callable[[Path], object]] = {} if plan is None else {"plan.json": plan.save}
+    if record is not None:
+        digest = {"plan_digest": plan.digest} if plan is not None else {}
+        content = dumps({"schema_version": SCHEMA_VERSION, **digest, **record, "versions": versions()})
+        beside["receipt.json"] = lambda path: write_text(path, content)
+    return write_model(pretrained(model), tokenizer, out_dir, beside, overwrite=overwrite)

@@ -13,7 +13,7 @@ from ...errors import InvalidInput
 from ...models.blocks import pretrained
 from ...models.offload import mapped
 from ...plan import Plan
-from ...storage.folders import new_folder
+from ...storage.folders import write_model
 from ...storage.writing import check_space
 from .receipt import Receipt
 
@@ -44,14 +44,9 @@ def save_pruned(
     Raises:
         AlreadyExists: The folder exists and is not empty (with ``overwrite``: and is none of ours).
     """
-    with new_folder(out_dir, overwrite=overwrite) as folder:
-        limits: dict[str, Any] = {} if mapped(model) is None else {"max_shard_size": "1GB"}
-        pretrained(model).save_pretrained(folder, **limits)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        plan.save(folder / "plan.json")
-        receipt.save(folder / "receipt.json")
-    return Path(out_dir)
+    limits = {} if mapped(model) is None else {"max_shard_size": "1GB"}
+    beside = {"plan.json": plan.save, "receipt.json": receipt.save}
+    return write_model(pretrained(model), tokenizer, out_dir, beside, overwrite=overwrite, **limits)
 
 
 def recipe(plan: Plan, method: str = "wanda", *, pattern: str | None = None) -> str:
