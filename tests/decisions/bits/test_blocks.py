@@ -34,6 +34,13 @@ def mamba2():
     return transformers.Mamba2ForCausalLM(config).eval()
 
 
+def modernbert():
+    torch.manual_seed(0)
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    config = transformers.ModernBertConfig(num_hidden_layers=2, num_attention_heads=4, **{**WIDE, **ids})
+    return transformers.ModernBertForMaskedLM(config).eval()
+
+
 def mixtral():
     return zoo.build("mixtral", **WIDE)
 
@@ -44,6 +51,8 @@ def mixtral():
         (mixtral, "compressed-tensors", "6 of 18 matrices .*a stack of experts.*--unwritten 16-bit"),
         (mixtral, "gguf", "20 of 20 matrices .*mixtral model is not written as GGUF.*export --to tensor-types"),
         (lambda: zoo.build("gpt2"), "compressed-tensors", "12 of 12 matrices .*a Conv1D.*export --to auto-round"),
+        (mamba2, "compressed-tensors", "2 of 4 matrices .*out_proj: transformers reads its weight"),
+        (modernbert, "compressed-tensors", "8 of 8 matrices .*None is left to plan"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, make, family, said):
@@ -62,7 +71,7 @@ def test_plain_layers_can_all_be_written(name):
     assert unwritable(model, names, find_runtime("transformers")) == {}
 
 
-@pytest.mark.parametrize(("make", "bits", "by"), [(mixtral, 14.2, "linear"), (mixtral, 14.2, "layer")])
+@pytest.mark.parametrize(("make", "bits", "by"), [(mixtral, 14.2, "linear"), (mixtral, 14.2, "layer"), (mamba2, 9.0, "linear")])
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_the_rest_stays_in_16_bits_and_is_counted(tmp_path, make, bits, by, method):
     model, data = make(), zoo.tokens(3, 12, vocabulary=96)
@@ -100,7 +109,11 @@ def test_nothing_is_called_saved_that_does_not_load(tmp_path, monkeypatch):
         r: plan_bits(rounding_damage(model, data, draws=1, group=32, unwritten="plan", runtime=r), bits=6.0)
         for r in ("transformers", "vllm")
     }
-    with pytest.raises(CoverageError, match="transformers does not load what was written: 'Linear' object has no attribute"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CoverageError, match="transformers does not load what was written: 'Linear' object has no attribute"),
+    ):
+        patch.setattr("layerbudget.decisions.bits.apply.check_writable", lambda *a: None)
         write_bits(model, plans["transformers"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     receipt = write_bits(mamba2(), plans["vllm"], tmp_path / "vllm")
@@ -112,11 +125,28 @@ def test_nothing_is_called_saved_that_does_not_load(tmp_path, monkeypatch):
     assert any("was not loaded again" in n for n in receipt.notes)
 
 
+def gemma3n():
+    torch.manual_seed(0)
+    config = transformers.Gemma3nTextConfig(
+        **{**WIDE, "intermediate_size": [64, 64]}, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size_per_layer_input=96, hidden_size_per_layer_input=8, laurel_rank=4, num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"], activation_sparsity_pattern=[0.0, 0.0], sliding_window=8,
+    )  # fmt: skip
+    return transformers.Gemma3nForCausalLM(config).eval()
+
+
+def test_a_model_inside_a_model_initialises_its_own_modules():
+    model = gemma3n()
+    names = [b.name for b in zoo.B.partition(model, "linear")]
+    assert unwritable(model, names, find_runtime("transformers")) == {}
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (mixtral, "matrices.*a stack of experts.*Plan again with --unwritten 16-bit, or export.*auto-round"),
-        (lambda: zoo.build("gpt2", n_embd=64), "12 of 12 matrices.*Conv1D.*Nothing was done.*Export the plan"),
+        (mamba2, "2 of 4 matrices.*out_proj: transformers reads.*Plan again with --unwritten 16-bit, or export.*auto-round"),
+        (modernbert, "8 of 8 matrices.*Nothing was done.*Export the plan for a tool that writes them"),
+        (lambda: zoo.build("gpt2", n_embd=64), "12 of 12 matrices.*Conv1D.*Export the plan"),
     ],
 )
 def test_a_plan_for_another_tool_is_refused_before_anything_is_rounded(monkeypatch, tmp_path, make, said):

@@ -5,8 +5,10 @@ Some matrices no file holds in fewer than 16 bits, which is known before anythin
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,7 +156,10 @@ def unwritable(model: nn.Module, names: Sequence[str], target: Runtime) -> dict[
             found[name] = f"it is {'a Conv1D' if type(owner).__name__ == 'Conv1D' else 'a stack of experts'}, no plain Linear"
         elif not _is_plain(owner):
             found[name] = f"it is a {type(owner).__name__}, which gives something else than a plain Linear"
-    return found
+    if target.name == "transformers":
+        why = "transformers reads its weight while it loads, and packed it has none"
+        found |= dict.fromkeys(_read_at_start(model, [n for n in names if n not in found]), why)
+    return {n: found[n] for n in names if n in found}
 
 
 def _split(model: nn.Module, blocks: Sequence[Block], target: Runtime, what: str) -> tuple[tuple[Block, ...], dict[str, str]]:
@@ -209,3 +214,39 @@ def _is_plain(layer: nn.Linear) -> bool:
     if not isinstance(found, torch.Tensor):
         return False
     return found.is_meta or torch.allclose(found, nn.functional.linear(x, layer.weight, layer.bias), rtol=1e-2, atol=1e-2)
+
+
+def _read_at_start(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Linear layers whose weight the model's own initialisation reads: it runs at every load, also over packed layers.
+
+    It is tried on the model without values: one layer of each kind loses its weight, and what is above it is initialised.
+    """
+    if not hasattr(model, "_init_weights"):
+        return []
+    with torch.device("meta"):
+        skeleton: Any = pretrained(type(model)(copy.deepcopy(config_of(model))))
+    known: dict[tuple[str, str], bool] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        kind = type(skeleton.get_submodule(parent)).__name__, leaf
+        if kind not in known:
+            known[kind] = _initialisation_reads(skeleton, name)
+    return [n for n in names if known[type(skeleton.get_submodule(n.rpartition(".")[0])).__name__, n.rpartition(".")[2]]]
+
+
+@torch.no_grad()
+def _initialisation_reads(skeleton: Any, name: str) -> bool:
+    layer, above, model = skeleton.get_submodule(name), name.split("."), skeleton
+    weight = layer._parameters.pop("weight")
+    try:
+        for depth in range(len(above) + 1):
+            module = skeleton.get_submodule(".".join(above[:depth]))
+            model = module if hasattr(module, "_init_weights") else model  # a model inside initialises its own modules
+            model._init_weights(module)
+    except AttributeError as error:
+        if "'weight'" not in str(error):
+            raise
+        return True
+    finally:
+        layer._parameters["weight"] = weight
+    return False

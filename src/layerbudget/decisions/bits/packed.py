@@ -206,7 +206,7 @@ def check_loads(folder: Path, runtime: str) -> list[str]:
         raise CoverageError(
             f"transformers does not load what was written: {said}.",
             "Nothing is kept.",
-            "Plan with --runtime vllm, or export the plan for a tool that quantises by it (--to auto-round).",
+            "Plan again: `plan bits` says before it measures which matrices cannot be packed; or plan with --runtime vllm.",
         ) from error
     return []
 
