@@ -30,8 +30,8 @@ class Export:
     """One format."""
 
     name: str  #: what users write after --to
-    call: Call  #: (plan, **options) -> text
-    kinds: tuple[str, ...] = ()  #: kinds of plan that it writes; empty: all
+    call: Call  #: gives the text of a plan, and takes options by their names
+    kinds: tuple[str, ...] = ()  #: kinds of plan that it writes, all where it is empty
     file: str = "plan.txt"  #: name of the file where none is given
     summary: str = ""  #: a line for the help
     use: str = ""  #: how the file is used, a sentence with {file}

@@ -25,10 +25,10 @@ class Kind:
     counts: str  #: what the whole number of a block counts
     summary: str = ""  #: a line for the help
     harms: bool = False  #: whether more of it costs quality (sparsity), so that what matters gets less of it, or helps (ranks)
-    make: Call | None = None  #: (scores, **{budget: ...}, **options) -> Plan, for sweeps
+    make: Call | None = None  #: makes a plan from scores and a budget, for sweeps
     budget: str = "budget"  #: name of that function's budget
-    predicts: bool = False  #: whether its plans say the damage that they expect, in nats: extra["predicted"], for sweeps
-    apply: Call | None = None  #: (model, plan, ...): how a model gets what the plan says
+    predicts: bool = False  #: whether plans say the damage that they expect (``extra["predicted"]``, nats)
+    apply: Call | None = None  #: gives a model what a plan of it says
     command: str = ""  #: the command that such a plan is for
 
 

@@ -27,7 +27,7 @@ class PlanBlock:
     value: float  #: Sparsity in [0, 1], or the continuous number of experts or ranks.
     count: reading.Count  #: Pruned parameters (sparsity), experts, or rank of every module of the block.
     numel: reading.Count  #: Prunable parameters of the block.
-    modules: tuple[reading.Name, ...]  #: Full names of the block's weight matrices: what applying the plan touches.
+    modules: tuple[reading.Name, ...]  #: Full names of the weight matrices of the block, which applying the plan touches.
 
     @classmethod
     def of(cls, block: Block, value: float, count: int) -> PlanBlock:

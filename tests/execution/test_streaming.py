@@ -196,7 +196,7 @@ def test_anonymous_memory_is_that_of_a_layer(tmp_path):
     assert streamed < whole - 0.5 * size, (streamed, whole, size)
 
 
-def test_pruning_reads_the_masks_from_new_files(tmp_path):
+def test_pruning_reads_the_masks_from_new_files(tmp_path, monkeypatch):
     """What a layer loses is written and mapped again, layer by layer."""
     zoo.build("mistral").save_pretrained(tmp_path / "model", max_shard_size="20KB")
     model = load_model(str(tmp_path / "model"), stream=True)
@@ -204,7 +204,8 @@ def test_pruning_reads_the_masks_from_new_files(tmp_path):
     plan = plan_sparsity(score(model, data, blocks, "fisher-trace"), sparsity=0.5)
     lies = mapped(model)
     before = dict(lies.places)
-    prune(model, plan, data, "wanda", folder=tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    prune(model, plan, data, "wanda")
     moved = {n for n, place in lies.places.items() if place != before[n]}
     assert moved == {f"{m.name}.weight" for b in blocks for m in b.modules}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]

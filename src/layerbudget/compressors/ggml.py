@@ -210,7 +210,7 @@ def feed_back(weight: torch.Tensor, upper: torch.Tensor, name: str) -> np.ndarra
     Args:
         weight: ``(rows, columns)``.
         upper: ``U``, ``(columns, columns)``.
-        name: A type of :data:`layerbudget.compressors.formats.TYPES` that divides the columns.
+        name: A type of ``layerbudget.compressors.formats.TYPES`` that divides the columns.
     """
     work = torch.empty(weight.shape[::-1], dtype=torch.float32).copy_(weight.detach().T)
     upper, size = upper.to(work), int(find_format(name).group or 0)

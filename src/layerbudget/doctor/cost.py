@@ -90,7 +90,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One kind of :data:`WORK` on some text, as a part of a verb.
+    """One kind of ``WORK`` on some text, as a part of a verb.
 
     It is done ``times`` times, with so many ``forwards`` (its kind's by default); ``held`` weights are never streamed.
     """

@@ -44,7 +44,7 @@ class NamedLoader:
     """``seed -> model`` that can say what it loads before it does."""
 
     load: Loader
-    settings: Mapping[str, Any]  #: precision and revision of the base: a part of the identity of what is trained on it
+    settings: Mapping[str, Any]  #: precision and revision of the base, part of the identity of what is trained on it
 
     def __call__(self, seed: int) -> nn.Module:
         """Return the model of that seed."""

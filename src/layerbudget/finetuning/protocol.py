@@ -21,12 +21,12 @@ class Protocol:
     lr: float = 1e-3  #: Peak learning rate.
     epochs: float = 3.0  #: Passes over the training rows.
     batch: int = 32  #: Rows per optimiser step.
-    #: Backward passes per optimiser step (causal LMs only: transformers drops the item count for BERT heads).
+    #: Backward passes per optimiser step, for causal LMs only, because transformers drops the item count for BERT heads.
     accumulation: int = 1
     warmup: int = 50  #: Steps of linear warm-up, at most half of all.
     alpha: float = 16.0  #: LoRA alpha of experts; ranks use ``ratio``.
     ratio: float = 2.0  #: ``alpha / r`` of ranks, at the plan's mean rank where the policy lets it vary.
-    #: How the scale of an update follows its rank: see :mod:`layerbudget.decisions.ranks.apply`.
+    #: How the scale of an update follows its rank (:mod:`layerbudget.decisions.ranks.apply`).
     alpha_policy: str = "constant-ratio"
     dropout: float = 0.0  #: LoRA dropout.
     cutoff: int = 256  #: Longest sequence in tokens.

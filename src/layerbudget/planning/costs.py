@@ -34,7 +34,7 @@ _EXAMPLES = "'160 experts', '512 ranks', '64M params', '1.2 GiB', '400M flops', 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """An amount in one of :data:`UNITS` (latency in seconds), or a fraction of the base model's; ``text`` as it was written."""
+    """An amount in one of ``UNITS`` (latency in seconds), or a fraction of the base model's; ``text`` as it was written."""
 
     amount: float
     unit: str

@@ -51,7 +51,7 @@ def score(
         model: Any transformers model with a head, or a plain classifier.
         data: The calibration set; None for an estimator that reads weights only.
         blocks: From :func:`layerbudget.models.blocks.partition`.
-        estimator: A name in :data:`layerbudget.sensitivity.estimators.ESTIMATORS`.
+        estimator: A name in ``layerbudget.sensitivity.estimators.ESTIMATORS``.
         damping: tau, one or several, in ``damping_unit``; the default sweep where it is left out.
         damping_unit: As in :class:`layerbudget.sensitivity.curvature.common.Dampings`; ``median`` by default for ``adapter``,
             ``max`` for all others.

@@ -155,8 +155,9 @@ def adapted_experts(model: nn.Module, adapter_name: str = "default") -> dict[str
 def add_experts(
     model: nn.Module, plan: Plan, *, adapter_name: str = "default", config: Any = None, validate: bool = True, **options: Any
 ) -> PeftModel:
-    """The model adapted by a plan of experts, counted again; arguments and errors as :func:`layerbudget.add_ranks`.
+    """The model adapted by a plan of experts, counted again.
 
+    Arguments and errors are those of :func:`~layerbudget.decisions.ranks.apply.add_ranks`.
     ``options`` are passed to :func:`to_experts_config`, unless a ``config`` is given.
     """
     counts = counts_by_module(plan, "experts")
