@@ -113,7 +113,7 @@ def resolve_options(what: str, options: Mapping[str, Option], given: Mapping[str
 
 
 def load_function(home: str | T, package: str | None) -> T:
-    """What an entry names: itself, or ``module:name`` below a package, imported when it is asked for."""
+    """The object that an entry names: itself, or ``module:name`` below a package, imported when it is asked for."""
     if not isinstance(home, str):
         return home
     module, name = home.split(":")

@@ -322,7 +322,7 @@ def _seconds(run: Callable[[], torch.Tensor]) -> float:
 
 
 def place_of(model: nn.Module, text: Text) -> tuple[Shape, float, int, bool]:
-    """What :func:`price` must know of a loaded model: sizes, seconds of a token, bytes here, whether it is streamed."""
+    """Facts of a loaded model that :func:`price` needs: sizes, seconds of a token, bytes here, whether it is streamed."""
     shape, lies = shape_in_memory(model), mapped(model)
     home = next(model.parameters()) if lies is None else lies
     token = time_token(shape, home.dtype, home.device, model if lies is None else None, text)

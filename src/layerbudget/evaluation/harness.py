@@ -243,7 +243,7 @@ def evaluate_tasks(
 
 
 def _result(task: str, samples: Sequence[Row]) -> Row:
-    """What :func:`evaluate_tasks` returns of a task, from the harness's record of every example."""
+    """Result of one task for :func:`evaluate_tasks`, from the harness's record of every example."""
     from lm_eval.api.metrics import mean, mean_stderr
 
     if not samples or "acc" not in samples[0]:

@@ -146,7 +146,7 @@ def finetune(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What the seeds of one fine-tuning share."""
+    """Everything that the seeds of one fine-tuning share."""
 
     load: Loader
     plan: Plan

@@ -255,7 +255,7 @@ class Checkpoint:
 
 
 def find_checkpoint(name: str, *, revision: str | None, device: str, four_bit: bool, stream: bool | None = None) -> Checkpoint:
-    """What is to be loaded, looked up before any weight is read. Arguments and errors are those of :func:`load_model`."""
+    """The checkpoint to be loaded, looked up before any weight is read; arguments and errors as of :func:`load_model`."""
     from transformers import AutoConfig
 
     place = find_device(device)

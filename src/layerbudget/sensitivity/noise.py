@@ -191,7 +191,7 @@ def summarise(
 
 
 def _judged(out: dict[str, np.ndarray], n: int, half: np.ndarray) -> dict[str, Any]:
-    """What follows from gains and floors, of all sequences and of halves."""
+    """Excess, signal and verdict from gains and floors, of all sequences and of halves."""
     excess = out["gain"] - out["floor"]
     with np.errstate(divide="ignore", invalid="ignore"):
         z = np.where(out["null_deviation"] > 0, excess / out["null_deviation"], 0.0)

@@ -127,7 +127,7 @@ class GgufWriter:
         return {self.stored[n]: torch.from_numpy(self._data(n, made.get(n))) for n in self.pieces[piece]}
 
     def _data(self, name: str, made: torch.Tensor | None) -> np.ndarray:
-        """What the file holds of a tensor: the bytes that the quantiser made, or plain numbers."""
+        """Content of a tensor in the file: the bytes that the quantiser made, or plain numbers."""
         kind, tensor = self._kind(name), self._turned(name, self.parameters[name].detach(), permute)
         values = tensor.to(torch.float32).cpu().contiguous().numpy()
         if kind.name == "F32":

@@ -156,7 +156,7 @@ def describe_rows(rows: np.ndarray, beside: np.ndarray | None = None) -> dict[st
 
 
 def _verdict(rule: str, best: str, table: Mapping[str, Mapping[str, Any]]) -> str:
-    """What the check says: the plan's KL and the baselines' beside it, or which baseline is better."""
+    """A sentence on the check: the plan's KL and the baselines' beside it, or which baseline is better."""
     own = table[rule]["kl"]
     if best != rule:
         row = table[best]

@@ -80,7 +80,7 @@ class Attention:
 
     @property
     def words(self) -> str:
-        """What a config must say of it."""
+        """Its description in a sentence, such as ``8 heads of 64 channels``."""
         return f"{self.heads} heads of {self.head_dim} channels"
 
     @property
@@ -93,7 +93,7 @@ class Attention:
         return self.groups if by == "groups" else self.per_group
 
     def without(self, units: int, by: str) -> Attention:
-        """What is left without so many units, ``groups`` or ``queries``."""
+        """The part that is left without so many units, ``groups`` or ``queries``."""
         if by == "groups":
             return dataclasses.replace(self, heads=self.heads - units * self.per_group, groups=self.groups - units)
         return dataclasses.replace(self, heads=self.heads - units * self.groups)
@@ -159,7 +159,7 @@ class Mlp:
 
     @property
     def words(self) -> str:
-        """What a config must say of it."""
+        """Its description in a sentence, such as ``8 heads of 64 channels``."""
         return f"width {self.width}"
 
     @property
@@ -172,7 +172,7 @@ class Mlp:
         return self.width // per_unit(by)
 
     def without(self, units: int, by: str) -> Mlp:
-        """What is left without so many units, as in ``8 channels``."""
+        """The part that is left without so many units, as in ``8 channels``."""
         return dataclasses.replace(self, width=self.width - units * per_unit(by))
 
     def columns(self, keep: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a plain config can say of a smaller model, and writing one as an ordinary checkpoint.
+"""Smaller models that a plain config can describe, and writing one as an ordinary checkpoint.
 
 A plain config has one width and one number of heads for all layers, so uneven shapes work in memory but cannot be written.
 Families that derive the size of a head from the number of heads (GPT-2, OPT, GPT-NeoX, BERT) cannot be written with fewer. What
@@ -123,7 +123,7 @@ def check_exportable(model: nn.Module, plan: Plan | None = None) -> None:
 
 
 def _all(named: Sequence[tuple[str, nn.Module]], kind: str) -> dict[str, Where]:
-    """What every layer has; nothing where one of them has none, for then nothing was removed."""
+    """The parts that every layer has; nothing where one of them has none, for then nothing was removed."""
     try:
         return {name: FIND[kind](layer, name) for name, layer in named}
     except UnknownStructure:
