@@ -165,6 +165,8 @@ def test_quantisers_and_pruners_keep_their_tables():
                 return weight
 
         assert "sign" in QUANTISERS.names() and "sign" not in TREATMENTS.names()
+        with pytest.raises(InvalidInput, match="sign does not round to llama.cpp's types"):
+            find_quantiser("sign").apply(weight(), None, Level(format="Q4_0"))
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):

@@ -138,9 +138,13 @@ class Quantiser(Treatment):
     def onto(self, weight: torch.Tensor, prepared: Any, form: Format) -> Rounded:
         """The matrix on the grid of a format of compressed-tensors that is none of plain numbers and divides it."""
 
-    @abc.abstractmethod
     def in_ggml(self, weight: torch.Tensor, prepared: Any, form: Format) -> np.ndarray:
-        """The bytes of the matrix in a type of llama.cpp that divides it, ``(d_out, bytes of a row)``."""
+        """The bytes of the matrix in a type of llama.cpp that divides it, ``(d_out, bytes of a row)``; refused by default."""
+        raise InvalidInput(
+            f"{self.name} does not round to llama.cpp's types.",
+            "rtn, weighted and gptq do.",
+            "Use one of those, or plan for compressed-tensors.",
+        )
 
 
 def _on_grid(groups: torch.Tensor, grid: Grid, shape: torch.Size) -> Rounded:
