@@ -53,11 +53,11 @@ VERBS = {
         ["score", "model", *DATA, "--estimator", "kfac", "--set", "walk=layers", "--resume", "stage", "-o", "out.json"],
         ["--overwrite"], "out.json", ("stage/notes",),
     ),
-    "measure": Verb(["plan", "sparsity", "model", *DATA, "--resume", "parts", "-o", "out.json"], ["--overwrite"], "out.json", ("parts/notes",)),
+    "plan sparsity": Verb(["plan", "sparsity", "model", *DATA, "--resume", "parts", "-o", "out.json"], ["--overwrite"], "out.json", ("parts/notes",)),
     "plan shapes": Verb(
         ["plan", "shapes", "model", *DATA, "--save", "10% flops", "--even", "-o", "out.json"], ["--overwrite"], "out.json",
     ),
-    "quantize": Verb(
+    "apply, bits": Verb(
         ["apply", "model", "bits.json", "--quiet", "--resume", "parts", "-o", "out"], ["--overwrite"], "out", ("parts/notes",)
     ),
     "compare": Verb(
@@ -66,12 +66,12 @@ VERBS = {
     ),
     "demo": Verb(["demo", "--out", "out", "--quiet"], ["--overwrite"], "out"),
     "plan": Verb(["plan", "sparsity", "scores.json", "-o", "out.json"], ["--overwrite"], "out.json"),
-    "prune": Verb(PRUNE, ["--overwrite"], "out", ("parts/notes",)),
-    "prune, overwriting": Verb(
+    "apply": Verb(PRUNE, ["--overwrite"], "out", ("parts/notes",)),
+    "apply, overwriting": Verb(
         [*PRUNE, "--overwrite"], [], "out", ("parts/notes", "out/notes", "out/sub/notes"),
         (["apply", "model", "plan.json", "--method", "magnitude", "-o", "out"],),
     ),
-    "prune, smaller": Verb(["apply", "model", "smaller.json", *DATA, "-o", "out"], ["--overwrite"], "out"),
+    "apply, smaller": Verb(["apply", "model", "smaller.json", *DATA, "-o", "out"], ["--overwrite"], "out"),
     "finetune": Verb(["finetune", "model", "ranks.json", *TUNE, *KEPT, "-o", "out"], ["--overwrite"], "out", ("parts/notes",)),
     "finetune, overwriting": Verb(
         ["finetune", "model", "ranks.json", *TUNE, "--overwrite", "-o", "out"], [], "out", ("out/notes", "out/seed-0/notes"),

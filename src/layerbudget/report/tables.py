@@ -102,7 +102,11 @@ def demo_table(result: Mapping[str, Any]) -> Sheet:
     names = ("model", "target", "sparsity", "perplexity", "standard_error", "vs_uniform")
     header = ("model", "target", "recounted sparsity", "perplexity", "standard error", "vs uniform")
     title = "held-out perplexity after Wanda pruning (standard library, evaluation modules)"
-    return Sheet(title, header, [[row.get(name) for name in names] for row in result["rows"]])
+    rows = [
+        {**row, "vs_uniform": f"{row['vs_uniform']:+.1%}"} if row.get("vs_uniform") is not None else row
+        for row in result["rows"]
+    ]
+    return Sheet(title, header, [[row.get(name) for name in names] for row in rows])
 
 
 def plan_grid(
