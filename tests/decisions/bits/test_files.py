@@ -20,7 +20,7 @@ from layerbudget.decisions.bits import apply as A
 from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
 from layerbudget.decisions.bits.export import auto_round, llama_cpp
-from layerbudget.decisions.bits.gguf import GgufWriter
+from layerbudget.decisions.bits.gguf import GgufWriter, file_bytes, head_bytes
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
 from layerbudget.errors import AlreadyExists, CoverageError, InvalidInput, MissingDependency, ModelMismatch
@@ -126,6 +126,22 @@ def test_models_in_half_precision(tmp_path):
         write_bits(model, plan, tmp_path / name)
     files = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("half", "whole")]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_the_size_of_a_file_is_known_before_it_is_written(tmp_path, name):
+    """Metadata, vocabulary, template, padding: to the byte, whatever the types."""
+    model, tokenizer = wide(name), lb.load_tokenizer("demo")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    plan = planned(model, "gguf", 5.3)
+    known = file_bytes(model, plan.extra["formats"], tokenizer), head_bytes(model, tokenizer) + plan.budget["file"]
+    write_bits(model, plan, tmp_path / "out", tokenizer=tokenizer)
+    file = tmp_path / "out" / "model.gguf"
+    assert known == (file.stat().st_size,) * 2
+    fields = gguf.GGUFReader(file).fields
+    assert fields["tokenizer.chat_template"].contents() == tokenizer.chat_template
+    most = max(gguf.LlamaFileType, key=lambda t: t.value == fields["general.file_type"].contents()).name
+    assert most.removeprefix("MOSTLY_") in set(plan.extra["formats"].values())
 
 
 def test_llama_cpp_computes_the_same(tmp_path):
