@@ -15,6 +15,7 @@ import layerbudget as lb
 from layerbudget.compressors import TREATMENTS
 from layerbudget.compressors.base import QUANTISERS
 from layerbudget.decisions.apply import rules_of
+from layerbudget.decisions.ranks.apply import adapted_ranks
 from layerbudget.kinds import KINDS
 from layerbudget.planning.rule import RULES
 from layerbudget.sensitivity.estimators import ESTIMATORS
@@ -65,10 +66,11 @@ def test_the_four_doors_of_a_contributor(registries):
     assert len(blocks) == 5 and all(len(block.splitlines()) <= 40 for block in blocks)
 
 
-def test_the_serving_page_merges_an_adapter():
+def test_the_serving_page_merges_an_adapter_and_pads_one():
     space: dict = {}
-    (block,) = blocks_of("docs/serving.md")
-    exec(compile(block, "docs/serving.md", "exec"), space)
+    for block in blocks_of("docs/serving.md"):
+        exec(compile(block, "docs/serving.md", "exec"), space)
+    assert set(adapted_ranks(space["adapted"]).values()) == {4}
     assert not any("lora" in name for name, _ in space["merged"].named_parameters())
 
 

@@ -40,6 +40,28 @@ def test_a_lora_config_gives_every_module_its_rank(mistral, tmp_path, capsys):
         assert found == {m: b.count for m, b in plan.by_module().items() if b.count}
 
 
+def test_axolotl_gets_the_ranks_that_peft_gets(mistral, tmp_path):
+    """The lines that axolotl hands to PEFT's LoraConfig (its `_build_peft_lora_config`) adapt as the plan says."""
+    import peft
+
+    plan = zoo.linears(mistral, lambda n: 3 if "q_proj" in n else 5 if "down" in n else 0)
+    plan.save(tmp_path / "ranks.json")
+    out = tmp_path / "ranks.yaml"
+    words = ["export", str(tmp_path / "ranks.json"), "--to", "axolotl", "-o", str(out)]
+    assert main(words) == 0
+    read = yaml.safe_load(out.read_text())
+    patterns = {"rank_pattern": read["lora_rank_pattern"], "alpha_pattern": read["lora_alpha_pattern"]}
+    assert all(isinstance(v, int) and v > 0 for p in patterns.values() for v in p.values())
+    own = {"r": read["lora_r"], "lora_alpha": read["lora_alpha"], "target_modules": read["lora_target_modules"]}
+    adapted = peft.get_peft_model(zoo.mistral(), peft.LoraConfig(**own, **patterns))
+    assert adapted_ranks(adapted) == {m: b.count for m, b in plan.by_module().items() if b.count}
+    assert {m.scaling["default"] for m in adapted.modules() if hasattr(m, "lora_A")} == {2.0}
+    assert main([*words, "--overwrite", "--set", "alpha_policy=constant-alpha"]) == 0  # the mean is whole here: 4
+    plan = zoo.linears(mistral, lambda n: 3 if "q_proj" in n else 6 if "down" in n else 4 if "up" in n else 0)
+    with pytest.raises(InvalidInput, match="whole alphas"):
+        EXPORTS.find("axolotl").text(plan, {"alpha_policy": "constant-alpha"})
+
+
 def test_a_recipe_names_every_module_once_and_says_how_it_is_run(sparsity, tmp_path, capsys):
     out = tmp_path / "recipe.yaml"
     assert main(["export", str(tmp_path), "--set", "method=sparsegpt", "--set", "levels=2", "-o", str(out)]) == 0

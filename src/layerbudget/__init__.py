@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, so that editors and 
     from .decisions.joint.plan import plan_joint as plan_joint
     from .decisions.ranks.apply import add_ranks as add_ranks
     from .decisions.ranks.apply import fold_scales as fold_scales
+    from .decisions.ranks.apply import pad_ranks as pad_ranks
     from .decisions.ranks.apply import to_lora_config as to_lora_config
     from .decisions.ranks.plan import plan_ranks as plan_ranks
     from .decisions.shapes.apply import apply_shapes as apply_shapes
@@ -84,7 +85,7 @@ _HOMES = {
     "decisions.sparsity.save": "save_pruned",
     "decisions.bits.apply": "write_bits",
     "decisions.shapes.apply": "apply_shapes remove_units",
-    "decisions.ranks.apply": "add_ranks fold_scales to_lora_config",
+    "decisions.ranks.apply": "add_ranks fold_scales pad_ranks to_lora_config",
     "decisions.experts.method": "add_experts",
     "finetuning.finetune": "finetune",
     "finetuning.adapters": "load_adapter",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from .decisions.bits.export import auto_round, llama_cpp
 from .errors import InvalidInput, MissingDependency, NotFound
@@ -95,14 +96,47 @@ def lora_json(plan: Plan, *, alpha_policy: str = "constant-ratio", dropout: floa
     Raises:
         MissingDependency: peft is not installed.
     """
+    config = _lora_config(plan, alpha_policy, dropout)
+    record = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    return json.dumps(record, indent=1, sort_keys=True) + "\n"
+
+
+@export(
+    "axolotl",
+    kinds=("ranks",),
+    file="axolotl-ranks.yaml",
+    summary="the part of axolotl's YAML that says ranks",
+    use="Put the lines of {file} into the YAML of your run; older versions of axolotl than #3673 refuse them.",
+)
+def axolotl_yaml(plan: Plan, *, alpha_policy: str = "constant-ratio", dropout: float = 0.0) -> str:
+    """Return ``lora_rank_pattern``, ``lora_alpha_pattern`` and what belongs to them, as YAML.
+
+    Raises:
+        InvalidInput: An alpha that is no whole number, which axolotl does not read.
+        MissingDependency: peft is not installed.
+    """
+    config = _lora_config(plan, alpha_policy, dropout)
+    alphas = {config.lora_alpha, *config.alpha_pattern.values()}
+    if any(alpha != int(alpha) for alpha in alphas):
+        raise InvalidInput(
+            f"axolotl reads whole alphas, and {alpha_policy} gives {next(a for a in sorted(alphas) if a != int(a)):g}.",
+            "With --set alpha_policy=constant-ratio alpha is twice the rank.",
+            "Use that, or export --to lora.",
+        )
+    lines: dict[str, Any] = {"adapter": "lora", "lora_r": config.r, "lora_alpha": int(config.lora_alpha)}
+    lines |= {"lora_dropout": config.lora_dropout, **({"peft_use_rslora": True} if config.use_rslora else {})}
+    lines |= {"lora_target_modules": sorted(config.target_modules), "lora_rank_pattern": dict(config.rank_pattern)}
+    lines["lora_alpha_pattern"] = {k: int(v) for k, v in config.alpha_pattern.items()}
+    return str(yaml.safe_dump(lines, sort_keys=False, width=1000))
+
+
+def _lora_config(plan: Plan, alpha_policy: str, dropout: float) -> Any:
     try:
         from .decisions.ranks.apply import to_lora_config
 
-        config = to_lora_config(plan, alpha_policy=alpha_policy, dropout=dropout, task_type="CAUSAL_LM")
+        return to_lora_config(plan, alpha_policy=alpha_policy, dropout=dropout, task_type="CAUSAL_LM")
     except ImportError as error:
         raise MissingDependency("A LoraConfig needs peft.", "", 'pip install "layerbudget[peft]".') from error
-    record = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
-    return json.dumps(record, indent=1, sort_keys=True) + "\n"
 
 
 @export(

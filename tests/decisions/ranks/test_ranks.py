@@ -14,7 +14,8 @@ from torch import nn
 
 import layerbudget as lb
 from layerbudget.data.calibration import CalibrationSet
-from layerbudget.decisions.ranks.apply import adapted_ranks, add_ranks, fold_scales, to_lora_config
+from layerbudget.decisions.bits.gguf import permute
+from layerbudget.decisions.ranks.apply import adapted_ranks, add_ranks, fold_scales, lora_layers, pad_ranks, to_lora_config
 from layerbudget.decisions.ranks.plan import serving_note
 from layerbudget.errors import CoverageError, InvalidInput, ModelMismatch, UnknownBlock
 from layerbudget.finetuning.adapters import initialise_from_gradients
@@ -82,6 +83,72 @@ def test_folded_scales_are_one_and_change_nothing(policy, tmp_path):
     assert {m.scaling["default"] for m in loaded.modules() if hasattr(m, "lora_A") and "default" in m.lora_A} == {1.5}
     with pytest.raises(InvalidInput, match="positive"):
         fold_scales(model, 0.0)
+
+
+@pytest.mark.parametrize("policy", ["constant-ratio", "rslora", "constant-alpha"])
+def test_padded_ranks_are_one_and_change_nothing(policy, tmp_path):
+    model = add_ranks(zoo.adaptable().double(), zoo.linears(zoo.adaptable(), ranks_of), alpha_policy=policy).double().eval()
+    zoo.perturb(model)
+    with torch.no_grad():
+        expected = model(input_ids=ids()).logits
+    assert pad_ranks(model, 1.5) == 8
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(zoo.adaptable().double(), tmp_path).double().eval()
+    config = loaded.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.use_rslora) == (8, 12, False) and not config.rank_pattern
+    assert set(adapted_ranks(loaded).values()) == {8}
+    for again in (model, loaded):
+        with torch.no_grad():
+            assert torch.allclose(again(input_ids=ids()).logits, expected, atol=1e-12)
+
+
+def test_llama_cpp_applies_padded_ranks_as_peft_does(tmp_path):
+    """A file with one alpha: llama.cpp divides it by the rank of each tensor, which is right only where ranks are one."""
+    llama, gguf = pytest.importorskip("xllamacpp"), pytest.importorskip("gguf")
+    model, tokenizer = lb.load_model("demo"), lb.load_tokenizer("demo")
+    text = lb.calibration("stdlib", tokenizer, samples=2, length=32)
+    lb.write_bits(model, lb.plan_bits(model, text, bits=16, family="gguf", draws=1), tmp_path / "base", tokenizer=tokenizer)
+    plan = zoo.linears(model, lambda n: {"q_proj": 2, "v_proj": 5, "down_proj": 8}.get(n.rpartition(".")[2], 0))
+    adapted = add_ranks(model, plan).eval()
+    zoo.perturb(adapted, scale=0.05)
+    heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+
+    def write(file, alpha):
+        writer = gguf.GGUFWriter(tmp_path / file, "llama")
+        writer.add_type("adapter")
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", alpha)
+        for module, layer in lora_layers(adapted).items():
+            a, b = (part["default"].weight.detach() for part in (layer.lora_A, layer.lora_B))
+            b = permute(b, heads) if module.endswith("q_proj") else b
+            for end, tensor in (("lora_a", a), ("lora_b", b)):
+                writer.add_tensor(f"{names.get_name(module)}.weight.{end}", tensor.contiguous().numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        adapter = llama.CommonAdapterLoraInfo()
+        adapter.path, adapter.scale = str(tmp_path / file), 1.0
+        options = llama.CommonParams()
+        options.model.path, options.n_ctx, options.lora_adapters = str(tmp_path / "base/model.gguf"), 128, [adapter]
+        options.cpuparams.n_threads, options.warmup = 1, False
+        asked = {"prompt": "def read(path):", "max_tokens": 1, "temperature": 0, "logprobs": 20}
+        answer = llama.Server(options).handle_completions(asked)
+        held = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        return {entry["id"]: entry["logprob"] for entry in held[:20]}
+
+    with torch.no_grad():
+        logits = adapted(**tokenizer("def read(path):", return_tensors="pt")).logits[0, -1]
+        mine = torch.log_softmax(logits, -1)
+
+    def farthest(found):
+        return max(abs(value - float(mine[i])) for i, value in found.items())
+
+    uneven = farthest(write("uneven.gguf", 2.0 * 8))
+    rank = pad_ranks(adapted)
+    padded = farthest(write("padded.gguf", 2.0 * rank))
+    assert padded < 0.05 < uneven
 
 
 def test_ten_layers_and_more_are_not_confused():

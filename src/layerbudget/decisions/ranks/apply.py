@@ -117,17 +117,53 @@ def fold_scales(model: nn.Module, ratio: float = 2.0, adapter_name: str = "defau
     Raises:
         InvalidInput: A ratio that is not positive.
     """
-    if not 0 < ratio < math.inf:
-        raise InvalidInput(f"ratio is {ratio}.", "It must be positive.", "")
+    _check_ratio(ratio)
     config = adapter_config(model, adapter_name)
     for name, module in lora_layers(model, adapter_name).items():
-        alpha = ratio * module.r[adapter_name]
-        with torch.no_grad():
-            module.lora_B[adapter_name].weight.mul_(module.scaling[adapter_name] / ratio)
-        module.scaling[adapter_name], module.lora_alpha[adapter_name] = ratio, alpha
-        module.use_rslora[adapter_name] = False
-        config.alpha_pattern[pattern(name)] = alpha
+        _scale(module, ratio, ratio * module.r[adapter_name], adapter_name)
+        config.alpha_pattern[pattern(name)] = ratio * module.r[adapter_name]
     config.use_rslora, config.lora_alpha = False, ratio * config.r
+
+
+def pad_ranks(model: nn.Module, ratio: float = 2.0, adapter_name: str = "default") -> int:
+    """Give every module the largest rank, by zeros, and the scale ``ratio``: the same update, one rank and one alpha.
+
+    llama.cpp reads one alpha and divides it by the rank of *each* tensor, so ranks that differ get scales that differ. After
+    this, all tools apply the same update. The file grows to that of the largest rank everywhere. Call it before
+    ``save_pretrained``.
+
+    Returns:
+        The rank that every module has now.
+
+    Raises:
+        InvalidInput: A ratio that is not positive.
+    """
+    _check_ratio(ratio)
+    config, layers = adapter_config(model, adapter_name), lora_layers(model, adapter_name)
+    rank = max(module.r[adapter_name] for module in layers.values())
+    for module in layers.values():
+        _scale(module, ratio, ratio * rank, adapter_name)
+        missing = rank - module.r[adapter_name]
+        a, b = module.lora_A[adapter_name], module.lora_B[adapter_name]
+        a.weight = nn.Parameter(nn.functional.pad(a.weight.detach(), (0, 0, 0, missing)), a.weight.requires_grad)
+        b.weight = nn.Parameter(nn.functional.pad(b.weight.detach(), (0, missing)), b.weight.requires_grad)
+        a.out_features = b.in_features = module.r[adapter_name] = rank
+    config.use_rslora, config.r, config.lora_alpha = False, rank, ratio * rank
+    config.rank_pattern, config.alpha_pattern = {}, {}
+    return rank
+
+
+def _check_ratio(ratio: float) -> None:
+    if not 0 < ratio < math.inf:
+        raise InvalidInput(f"ratio is {ratio}.", "It must be positive.", "")
+
+
+def _scale(module: Any, ratio: float, alpha: float, adapter_name: str) -> None:
+    """Move what the scale of a module differs from ``ratio`` into its B."""
+    with torch.no_grad():
+        module.lora_B[adapter_name].weight.mul_(module.scaling[adapter_name] / ratio)
+    module.scaling[adapter_name], module.lora_alpha[adapter_name] = ratio, alpha
+    module.use_rslora[adapter_name] = False
 
 
 # What adapters of every kind share: names, checks before, a recount after.
