@@ -135,7 +135,10 @@ def test_sixteen_bits_and_unseen_matrices():
 
 def test_formats_know_their_bytes_and_refuse_what_they_cannot_store():
     gguf, packed, vllm = find_runtime("llama.cpp", "gguf"), find_runtime(None), find_runtime("vllm")
-    assert [f.name for f in gguf.formats([64])] == [*OLD, "F16"]
+    assert [f.name for f in gguf.formats([64])] == ["MXFP4", "Q4_0", "IQ4_NL", *OLD[1:], "F16"]
+    without, all_of_them = ({f.name for f in gguf.formats([64, 512], inputs=reads)} for reads in (False, True))
+    assert all_of_them - without == {"IQ2_XXS", "IQ2_XS"} and len(without) == 17
+    assert not {"IQ1_S", "IQ1_M", "NVFP4"} & all_of_them, "only by their names"
     assert [f.name for f in gguf.formats([64, 512], ["Q5_0", "Q4_K", "IQ3_S"])] == ["IQ3_S", "Q4_K", "Q5_0", "F16"]
     assert packed.formats([192, 320])[1].name == "w3-g64" and packed.formats([256], group=32)[0].name == "w2-g32"
     assert [f.name for f in vllm.formats([256], ["w8-g64", "w4-channel", "bf16"])] == ["w4-channel", "w8-g64", "bf16"]

@@ -125,7 +125,8 @@ _GGUF = (  # name, bits of a code, inputs of a block, its bytes; the smallest fi
     ("F16", 16, 1, 2),
 )
 _NEED_INPUTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS")  # which ggml, or llama-quantize, rounds by an importance matrix only
-_DEFAULT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16")  # any rows, and rounded in no time; others by their names
+# Not in the menu unless named: IQ1 ruins what it rounds and takes ggml longest, NVFP4 loses to IQ4_NL in the same bytes.
+_BY_NAME = ("IQ1_S", "IQ1_M", "NVFP4")
 TYPES = tuple(Format(name=name, family=GGUF, bits=bits, group=group, block_bytes=size) for name, bits, group, size in _GGUF)
 PLAIN = {GGUF: TYPES[-1], PACKED: Format(name="bf16", family=PACKED, bits=16, group=1)}
 _NAMED = {f.name.lower(): f for f in (*TYPES, PLAIN[PACKED])}
@@ -199,13 +200,16 @@ class Runtime:
             "Choose one of those.",
         )
 
-    def formats(self, widths: Sequence[int], names: Sequence[str] | None = None, group: int | None = None) -> list[Format]:
+    def formats(
+        self, widths: Sequence[int], names: Sequence[str] | None = None, group: int | None = None, *, inputs: bool = False
+    ) -> list[Format]:
         """Formats to choose among, the smallest first and sixteen bits last.
 
         Args:
             widths: Inputs of the matrices.
-            names: Formats to choose among; by default those of the family that it can run.
+            names: Formats to choose among; by default those of the family that it can run and some matrix can have.
             group: Group size of compressed-tensors; by default the largest of 128, 64 and 32 that divides all widths.
+            inputs: Whether the quantiser reads inputs; by default types that need them are left out without it.
 
         Raises:
             InvalidInput: A format that it cannot run, or that no matrix can have; a group size where blocks are fixed.
@@ -222,7 +226,8 @@ class Runtime:
             )
             return [*small, PLAIN[self.family]]
         if self.family == GGUF:
-            return [f for f in TYPES if f.name in _DEFAULT]
+            open_to = (f for f in TYPES if f.name not in _BY_NAME and (inputs or not f.needs_inputs))
+            return [f for f in open_to if f.plain or any(f.fits(w) for w in widths)]
         if group is None:
             group = next((g for g in _PACKED_GROUPS if all(w % g == 0 for w in widths)), _PACKED_GROUPS[-1])
         return [f for f in (*(find_format(f"w{b}-g{group}") for b in _PACKED_BITS), PLAIN[PACKED]) if self._runs(f)]

@@ -53,8 +53,9 @@ def formats_table(
     blocks, reasons = _split(model, blocks_of(model, target, by), target, unwritten)
     kept = np.array([all(m.name in reasons for m in b.modules) for b in blocks])
     widths = sorted({m.d_in for b, stays in zip(blocks, kept, strict=True) if not stays for m in b.modules})
-    chosen = target.formats(widths, formats, group)
-    blind = [f.name for f in chosen if f.needs_inputs and find_quantiser(method).statistic == "none"]
+    reads = find_quantiser(method).statistic != "none"
+    chosen = target.formats(widths, formats, group, inputs=reads)
+    blind = [f.name for f in chosen if f.needs_inputs and not reads]
     if blind:
         raise InvalidInput(
             f"{blind[0]} needs to know the inputs of a matrix, and {method} does not read them.",
