@@ -2,9 +2,9 @@ r"""ggml's own quantiser for every type of llama.cpp: round rows, read them back
 
 :func:`quantise` gives the bytes that ``llama-quantize`` writes, with or without an importance matrix. A block of a type holds
 some scales and one code per weight. In all types but the lattices (IQ1 to IQ3) a code stands in bits of its own and says one
-weight. So other codes may stand under the scales that ggml has chosen, and :func:`feed_back` finds better ones for the output
-of a layer. Where the bits of a code lie is found by trying: a bit that changes one weight of a block is a bit of its code, one
-that changes several belongs to a scale.
+weight. So other codes may stand under the scales that ggml has chosen, and :mod:`layerbudget.compressors.feedback` finds
+better ones for the output of a layer. Where the bits of a code lie is found by trying: a bit that changes one weight of a block
+is a bit of its code, one that changes several belongs to a scale.
 
 The functions are those of the shared object in the wheel of ``xllamacpp``, called through ctypes.
 """
@@ -12,6 +12,7 @@ The functions are those of the shared object in the wheel of ``xllamacpp``, call
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..errors import InvalidInput, MissingDependency
 from .formats import find_format, need_gguf
@@ -151,18 +151,54 @@ def code_bits(name: str) -> np.ndarray | None:
     return np.where(together, np.sort(places), places)
 
 
-def with_codes(data: np.ndarray, name: str, codes: np.ndarray) -> np.ndarray:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Bits of many codes that lie alike in their bytes: of every code those from ``low`` on, in a byte from ``bit`` on.
+
+    No byte comes twice in ``inside``, so that all are written at once.
+    """
+
+    weights: np.ndarray
+    inside: np.ndarray
+    low: int
+    bit: int
+    mask: int
+
+
+@functools.cache
+def _places(name: str) -> tuple[_Place, ...]:
+    """Where the codes of a block lie, in as few steps as their layout allows."""
+    bits = code_bits(name)
+    if bits is None:
+        raise InvalidInput(f"{name} is a lattice: a code says several weights.", "", "Round whole blocks of it.")
+    width, runs = bits.shape[1], dict[tuple[int, int, int], list[tuple[int, int]]]()
+    for weight, own in enumerate(bits.tolist()):
+        low = 0
+        for high in range(1, width + 1):
+            if high == width or own[high] != own[high - 1] + 1 or own[high] % 8 == 0:
+                runs.setdefault((low, own[low] % 8, (1 << (high - low)) - 1), []).append((weight, own[low] // 8))
+                low = high
+    return tuple(
+        _Place(weights=np.array([w for w, _ in held]), inside=np.array([b for _, b in held]), low=low, bit=bit, mask=mask)
+        for (low, bit, mask), held in runs.items()
+    )
+
+
+def with_codes(data: np.ndarray, name: str, codes: np.ndarray | int) -> np.ndarray:
     """Return the bytes with other codes under the same scales.
 
     Args:
         data: ``(rows, bytes of a row)``, as :func:`quantise` made them.
         name: A type that is no lattice.
-        codes: ``(rows, columns)``, whole numbers below the number of levels.
+        codes: ``(rows, columns)`` of uint8, each below the number of levels; or one for all weights.
     """
-    places, (count, size) = _places(name), _block(name)
-    bits = np.unpackbits(data.reshape(-1, size), axis=1, bitorder="little")
-    bits[:, places] = (codes.reshape(-1, count, 1) >> np.arange(places.shape[1])) & 1
-    return np.packbits(bits, axis=1, bitorder="little").reshape(data.shape)
+    count, size = _block(name)
+    out = data.reshape(-1, size).T.copy()  # a row for every byte of a block, so that a step below writes whole rows
+    each = np.broadcast_to(np.uint8(codes), (count, 1)) if isinstance(codes, int) else codes.reshape(-1, count).T
+    for place in _places(name):
+        out[place.inside] &= ~np.uint8(place.mask << place.bit)
+        out[place.inside] |= (each[place.weights] >> place.low & place.mask) << place.bit
+    return np.ascontiguousarray(out.T).reshape(data.shape)
 
 
 @functools.cache
@@ -171,78 +207,29 @@ def levels(name: str) -> np.ndarray:
 
     Even types have ``t[code] = code``.
     """
-    weights, count = _block(name)[0], 1 << _places(name).shape[1]
-    block = quantise(np.random.default_rng(1).standard_normal((1, weights)), name, np.ones(weights))
-    every = np.repeat(np.arange(count)[:, None], weights, 1)
-    values = dequantise(with_codes(np.repeat(block, count, 0), name, every), name).astype(np.float64)
-    clearest = np.abs(values[1] - values[0]).argmax()
-    found: np.ndarray = (values[:, clearest] - values[0, clearest]) / (values[1, clearest] - values[0, clearest])
-    return found
+    block = _some_block(name)
+    values = np.stack([dequantise(with_codes(block, name, code), name)[0] for code in range(1 << find_format(name).bits)])
+    change = (values - values[0]).astype(np.float64)
+    clearest = np.abs(change[1]).argmax()
+    found: np.ndarray = change[:, clearest] / change[1, clearest]
+    whole = found.round()
+    return whole if np.allclose(found, whole, atol=1e-4) else found
+
+
+@functools.cache
+def span(name: str) -> int:
+    """Return how many consecutive weights share their scale."""
+    base, step = grid(_some_block(name), name)
+    changes = np.flatnonzero((np.diff(base[0]) != 0) | (np.diff(step[0]) != 0)) + 1
+    return int(np.gcd.reduce([*changes, base.shape[1]]))
+
+
+def _some_block(name: str) -> np.ndarray:
+    """A block of random weights."""
+    return quantise(np.random.default_rng(1).standard_normal((1, _block(name)[0])), name)
 
 
 def grid(data: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return ``base`` and ``step`` of every weight, ``(rows, columns)`` each: see :func:`levels`."""
-    count, size = _block(name)
-    shape = (data.shape[0], data.shape[1] // size * count)
-    base, one = (dequantise(with_codes(data, name, np.full(shape, code)), name) for code in (0, 1))
+    base, one = (dequantise(with_codes(data, name, code), name) for code in (0, 1))
     return base, one - base
-
-
-def _places(name: str) -> np.ndarray:
-    found = code_bits(name)
-    if found is None:
-        raise InvalidInput(f"{name} is a lattice: a code says several weights.", "", "Round whole blocks of it.")
-    return found
-
-
-# ---- error feedback between and inside blocks
-
-
-def feed_back(weight: torch.Tensor, upper: torch.Tensor, name: str) -> np.ndarray:
-    r"""Return the bytes of a matrix whose later columns make up for the rounding of earlier ones, ``(rows, bytes of a row)``.
-
-    GPTQ (arXiv 2210.17323) inside ggml's grids. With ``U' U = (X X' + damping)^-1``, every block of columns is taken as the
-    columns before it have left it, ``W_b``. ggml chooses its scales, for columns that count ``1 / U_jj^2`` each: what an error
-    costs after the later columns have made up for it. Then codes are chosen column by column, and ``(w_j - q_j) / U_jj`` is
-    taken from the later columns in proportion to ``U_j,:``. Codes of a lattice stay as ggml chose them, and the error of the
-    whole block is fed back, ``E U_bb^-1 U_b,:`` with ``E = W_b - Q_b``, which is the same step for all its columns together.
-
-    Args:
-        weight: ``(rows, columns)``.
-        upper: ``U``, ``(columns, columns)``.
-        name: A type of ``layerbudget.compressors.formats.TYPES`` that divides the columns.
-    """
-    work = torch.empty(weight.shape[::-1], dtype=torch.float32).copy_(weight.detach().T)
-    upper, size = upper.to(work), int(find_format(name).group or 0)
-    importance = upper.diagonal().square().reciprocal().numpy()
-    found = []
-    for start in range(0, work.shape[0], size):
-        block, rest = work[start : start + size], work[start + size :]
-        inside = upper[start : start + size, start : start + size]
-        data = quantise(block.T.numpy(), name, importance[start : start + size])
-        if code_bits(name) is None:
-            error = block - torch.from_numpy(dequantise(data, name).T)
-            errors = torch.linalg.solve_triangular(inside.T, error, upper=False)
-        else:
-            base, step = (torch.from_numpy(g.T.copy()) for g in grid(data, name))
-            codes, errors = _choose_codes(block, inside, base, step, levels(name))
-            data = with_codes(data, name, codes.T)
-        rest -= upper[start : start + size, start + size :].T @ errors
-        found.append(data)
-    return np.concatenate(found, 1)
-
-
-def _choose_codes(
-    block: torch.Tensor, upper: torch.Tensor, base: torch.Tensor, step: torch.Tensor, table: np.ndarray
-) -> tuple[np.ndarray, torch.Tensor]:
-    """The codes of a block, column after column (rows of ``block``, which is used up), and the errors divided by ``U_jj``."""
-    order = table.argsort(kind="stable")
-    steps = torch.from_numpy(table[order]).to(block)
-    between = (steps[1:] + steps[:-1]) / 2
-    one_over = torch.where(step == 0, 0.0, 1 / step)
-    places, errors = torch.empty(block.shape, dtype=torch.long), torch.empty_like(block)
-    for j in range(len(block)):
-        places[j] = torch.bucketize((block[j] - base[j]) * one_over[j], between)
-        torch.sub(block[j], base[j] + step[j] * steps[places[j]], out=errors[j]).div_(upper[j, j])
-        block[j + 1 :].addr_(upper[j, j + 1 :], errors[j], alpha=-1)
-    return order[places.numpy()], errors

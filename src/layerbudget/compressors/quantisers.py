@@ -7,7 +7,7 @@ r"""Quantisers: round a matrix onto the grid of a format, plainly, for the input
 * **gptq** (Frantar et al., arXiv 2210.17323) minimises ``|| (W - Q) X ||^2`` over grids, greedily: with
   ``U' U = (X X' + damping)^-1`` (the factor of SparseGPT), column j is rounded, its error divided by ``U_jj`` and taken from
   the columns behind it in proportion to ``U_j,:``. The grid of a group is fixed when its first column comes: for GGUF types by
-  ggml (:func:`layerbudget.compressors.ggml.feed_back`).
+  ggml (:func:`layerbudget.compressors.feedback.feed_back`).
 
 The grid of a group of compressed-tensors is even, ``base + d q``, with ``d`` and ``base`` exactly as the file holds them, so
 that a weight on the grid is what a runtime reads back.
@@ -25,6 +25,7 @@ import torch
 from ..errors import InvalidInput
 from . import ggml
 from .base import Level, Treatment
+from .feedback import feed_back
 from .formats import GGUF, Format, find_format
 from .sparsegpt import COLUMNS, inverse_factor
 
@@ -232,4 +233,4 @@ class GPTQ(Quantiser):
 
     def in_ggml(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format) -> np.ndarray:
         """See :meth:`Quantiser.in_ggml`."""
-        return ggml.feed_back(weight.detach().cpu(), prepared.cpu(), form.name)
+        return feed_back(weight.detach().cpu(), prepared.cpu(), form.name, threads=torch.get_num_threads())
