@@ -36,3 +36,12 @@ def test_json_draws_no_table(tmp_path, capsys):
     out = capsys.readouterr()
     assert len(json.loads(out.out)["blocks"]) == 500 and "layer" not in out.err.splitlines()[0].split()[:1]
     assert len(out.err.splitlines()) < 30
+
+
+def test_columns_stand_in_the_order_in_which_a_layer_runs_them():
+    names = [f"model.layers.0.{n}" for n in ("mlp.down_proj", "mlp.gate_proj", "mlp.norm_like", "mlp.up_proj")]
+    names += [f"model.layers.0.self_attn.{n}_proj" for n in "koqv"]
+    found = grid_of([Block(name=n, modules=(Module(name=n, d_in=2, d_out=2),)) for n in names])
+    assert [c.removesuffix("_proj") for c in found.columns] == ["q", "k", "v", "o", "gate", "up", "down", "norm_like"]
+    for (_, column), k in found.cells.items():
+        assert names[k].endswith(found.columns[column])

@@ -18,6 +18,7 @@ from ..scores import Scores
 
 MOST_COLUMNS = 12
 _WORDS = ("block", "status", "model")  # columns that begin at the left
+_READ = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")  # matrices in the order in which a layer runs them
 
 
 def cell(value: Any) -> str:
@@ -160,6 +161,12 @@ class Grid:
         return all(owners.setdefault(row, k) == k for (row, _), k in self.cells.items()) and len(owners) == len(self.rows)
 
 
+def _turn(column: str) -> int:
+    """Place of a matrix in the order of reading; those of other names follow as they come."""
+    name = column.rpartition(".")[2].removesuffix("_proj")
+    return _READ.index(name) if name in _READ else len(_READ)
+
+
 def grid_of(blocks: Sequence[Block | PlanBlock]) -> Grid:
     """Blocks of scores or of a plan by layer and matrix; what stands in no layer gets a row of its own."""
     places: list[tuple[str, str, int]] = []
@@ -170,7 +177,7 @@ def grid_of(blocks: Sequence[Block | PlanBlock]) -> Grid:
             row = f"{found['stack']}.{found['layer']}" if found else name
             places.append((row, (found["rest"] if found else None) or "all", k))
     rows = sorted({p[0] for p in places}, key=natural_key)
-    columns = list(dict.fromkeys(p[1] for p in places))
+    columns = sorted(dict.fromkeys(p[1] for p in places), key=_turn)
     across, down = ({label: i for i, label in enumerate(labels)} for labels in (columns, rows))
     cells = {(down[r], across[c]): k for r, c, k in places}
     stacks = {r.rpartition(".")[0] for r in rows if _PLACE.match(r)}
