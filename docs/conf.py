@@ -20,6 +20,7 @@ napoleon_use_rtype = False
 autodoc_mock_imports = ["bitsandbytes"]
 templates_path = ["_templates"]
 exclude_patterns = ["_build/html", "_build/doctrees", "_templates"]
+html_extra_path = ["llms.txt"]
 html_theme = "furo"
 html_title = "layerbudget"
 html_math_renderer = "mathml"

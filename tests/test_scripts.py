@@ -1,0 +1,50 @@
+"""What docs/scripts.md promises to programs: the fields of every document, and the exit codes."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+from layerbudget.cli import main, parse
+
+PAGE = (Path(__file__).parents[1] / "docs/scripts.md").read_text(encoding="utf-8")
+TEXT = ["--samples", "2", "--length", "16"]
+COMMANDS = (  # row of the page's table, and a command of it; later ones read what earlier ones write
+    ("`score`", ["score", "demo", "--estimator", "fisher-trace", *TEXT, "-o", "scores.json"]),
+    ("`plan`", ["plan", "sparsity", "scores.json", "-o", "plan.json"]),
+    ("`apply` of sparsity", ["apply", "demo", "plan.json", "-o", "pruned", "--method", "magnitude"]),
+    ("`explain`", ["explain", "plan.json"]),
+    ("`explain diff`", ["explain", "diff", "plan.json", "plan.json"]),
+    ("`export`", ["export", "plan.json", "--to", "csv"]),
+    ("`plan`", ["plan", "bits", "demo", "--bits", "4", *TEXT, "--set", "draws=1", "--set", "check=0", "-o", "bits.json"]),
+    ("`apply` of bits", ["apply", "demo", "bits.json", "-o", "small"]),
+    ("`evaluate`", ["evaluate", "demo", "--perplexity", "stdlib", "--windows", "1"]),
+    ("`doctor`", ["doctor", "demo"]),
+    ("`report`", ["report", "."]),
+)
+
+
+def test_every_document_has_the_fields_that_the_page_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    promised = {verb: set(re.findall(r"\w+", said)) for verb, said in re.findall(r"^\| (`[^|]+) \| (`[^|]+) \|$", PAGE, re.M)}
+    assert set(promised) == {verb for verb, _ in COMMANDS}
+    for verb, words in COMMANDS:
+        assert main([*words, "--json", "--quiet"]) == 0
+        assert set(json.loads(capsys.readouterr().out)) - {"expected", "took"} == promised[verb], words
+
+
+def test_a_mistake_is_exit_code_2_one_sentence_and_nothing_on_stdout(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "ranks", "none.json", "--mean-rank", "2", "--json"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("layerbudget: ") and not list(tmp_path.iterdir())
+
+
+def test_the_commands_of_the_short_form_can_be_parsed():
+    short = (Path(__file__).parents[1] / "docs/llms.txt").read_text(encoding="utf-8")
+    lines = [line for line in re.findall(r"`(layerbudget [^`]+)`", short) if line != "layerbudget VERB"]
+    assert len(lines) > 8
+    for line in lines:
+        assert parse(shlex.split(line)[1:]).handler
+    for page in re.findall(r"\((\S+)\.html\)", short):
+        assert (Path(__file__).parents[1] / f"docs/{page}.md").is_file()
