@@ -1,12 +1,14 @@
 """The commands of the decision core, run as the command line runs them."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
 from tests import zoo
 from tests.cli.helpers import command_result as run
 
+from layerbudget.cli import parse
 from layerbudget.errors import CorruptFile, InvalidInput, ModelMismatch, NotFound
 from layerbudget.plan import Plan
 
@@ -99,3 +101,12 @@ def test_mistakes(files):
     ):
         with pytest.raises(kind):
             run(*words)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("sparsity", ["--sparsity", 0.5]), ("ranks", ["--mean-rank", 4])])
+def test_a_plan_ends_with_the_command_that_follows(files, kind, words):
+    _, shown = run("plan", kind, files / "a.json", *words, "-o", files / "a plan.json")
+    said = shlex.split(shown.strip().splitlines()[-1])
+    assert said[:2] == ["Next:", "layerbudget"] and str(files / "a plan.json") in said
+    assert parse(said[2:]).plan == str(files / "a plan.json")
+    assert "-o plan.json keeps the plan" in run("plan", kind, files / "a.json", *words)[1]

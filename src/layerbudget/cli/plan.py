@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..decisions.apply import find_rule, rules_of
 from ..errors import InvalidInput
+from ..kinds import KINDS
 from ..plan import Plan
 from ..planning.costs import rank_parameters
 from ..records import check_output, to_jsonable
@@ -93,10 +95,8 @@ def run_sparsity(a: argparse.Namespace) -> dict[str, Any]:
     if measured.is_model(a):
         refuse(a, ("curves", "exclude", "fix"), "a model, whose damage is measured: they belong to scores")
         plan = measured.plan_sparsity(a)
-        result = _finish(a, plan)
         a.console.print(path_table(plan))
-        say(a, measured.against_uniform(plan))
-        return result
+        return _finish(a, plan, verdict=[measured.against_uniform(plan)])
     unread = (name for name in (*DATA, *PLACE) if name != "seed")
     refuse(a, ("by", "method", "passes", "resume", *unread), "scores: it belongs to a model")
     own = options_for(a, plan_by_scores, _options_of_rule(a)) | given(a, "seed")
@@ -126,6 +126,7 @@ def run_shapes(a: argparse.Namespace) -> dict[str, Any]:
     """Plan heads, widths and layers to remove by the damage to a model."""
     plan = measured.plan_shapes(a)
     measured.show_shapes(a, plan)
+    say_next(a, plan)
     return to_jsonable(plan.to_dict())
 
 
@@ -171,7 +172,9 @@ def _counted(a: argparse.Namespace) -> dict[str, Any]:
     return {"latency": read_latency(a.latency) if a.latency else None, "fixed": {k: int(v) for k, v in fixed.items()}}
 
 
-def _finish(a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool = False) -> dict[str, Any]:
+def _finish(
+    a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool = False, verdict: Sequence[str] = ()
+) -> dict[str, Any]:
     """Write a plan where it is not yet, and show it."""
     from ..plans.explain import explain_plan
 
@@ -179,8 +182,20 @@ def _finish(a: argparse.Namespace, plan: Plan, price: Any = None, *, write: bool
         plan.save(a.out, overwrite=a.overwrite)
     if not a.json:
         _show(a, plan, price)
-    say(a, *explain_plan(plan)["sentences"], *([f"Written to {a.out}."] if a.out else []))
+    say(a, *explain_plan(plan)["sentences"], *verdict, *([f"Written to {a.out}."] if a.out else []))
+    say_next(a, plan)
     return to_jsonable(plan.to_dict())
+
+
+def say_next(a: argparse.Namespace, plan: Plan) -> None:
+    """Say the command that follows: what is done with a plan of this kind."""
+    command = KINDS.find(plan.kind).command
+    if not a.out:
+        say(a, "Nothing is written: -o plan.json keeps the plan.")
+    elif command:
+        model = str(getattr(a, "model", None) or plan.model.get("id") or "MODEL")
+        more = {"apply": ["-o", "DIR"], "finetune": ["--data", "FILE", "-o", "DIR"]}[command]
+        say(a, f"Next: {shlex.join(['layerbudget', command, model, a.out, *more])}")
 
 
 def _show(a: argparse.Namespace, plan: Plan, price: Any) -> None:
