@@ -1,0 +1,476 @@
+"""KL of files in llama.cpp's types at the bytes of its own mixes: the mix, uniform, and scores under one exact program.
+
+    python benchmarks/types_quality.py MODEL --base model-f32.gguf --quantise llama-quantize [--like Q4_K_M ...] [--out FOLDER]
+
+MODEL is a transformers folder with calibration.txt and evaluation.txt (``train_second_model.py``); ``--base`` the same model as
+GGUF in F32. llama-quantize makes every mix with our importance matrix; the bytes of its planned tensors are the budget. Every
+score gives damages of the same types to the same exact program, so that only the damage differs. Weights are those of the file:
+ggml's rounding with the importance matrix (``weighted``), or with error feedback (``gptq``). Held-out windows decide nothing; KL
+is in nats per token from the dense model, and differences are paired by window. Passes are forward equivalents (a backward is
+two). Rounded matrices and finished rows are kept in ``--scratch`` and not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+import layerbudget as lb
+from layerbudget.compressors import ggml
+from layerbudget.compressors.base import Level
+from layerbudget.compressors.formats import find_format
+from layerbudget.compressors.treating import Treating, matrices
+from layerbudget.data.calibration import CalibrationSet
+from layerbudget.decisions.bits.apply import quantiser_of, round_matrices
+from layerbudget.decisions.bits.blocks import formats_table
+from layerbudget.decisions.bits.gguf import unpermute
+from layerbudget.decisions.bits.program import Table, uniform
+from layerbudget.decisions.bits.sensitivity import rounding_damage
+from layerbudget.execution.modes import inference
+from layerbudget.execution.walk import Walk
+from layerbudget.models.blocks import config_of, describe, weight_of
+from layerbudget.records import dumps, write_text
+from layerbudget.solvers.choices import choose
+from program import environment
+
+MIXES = ("Q2_K", "IQ2_M", "Q3_K_M", "IQ3_M", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K_M")
+MENU = "IQ2_XXS IQ2_XS IQ2_S Q2_K IQ3_XXS IQ3_S Q3_K IQ4_XS IQ4_NL Q4_K Q5_K Q6_K Q8_0".split()
+NARROW = ["Q4_1", "Q5_0", "Q5_1"]  # beside them where 256 does not divide all rows
+METHODS = ("weighted", "gptq")
+RULES = ("mix", "uniform", "row-error", "gradient", "squared", "measured", "directional", "sampled", "directional, whole")
+SAID = {
+    "row-error": "#15550's score",
+    "gradient": "gradient x change",
+    "squared": "squared gradient x squared error",
+    "measured": "measured singly",
+    "sampled": "directional, sampled rows",
+    "directional, whole": "directional, layer after layer",
+}
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+
+
+# ---- GGUF files: where a matrix lies, what it holds, importance matrices
+
+
+def places(model: torch.nn.Module, names: list[str]) -> dict[str, list[str]]:
+    """Tensors of the file that hold a matrix, several where the file keeps parts of it apart."""
+    config = config_of(model)
+    arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[ARCHITECTURES[config.model_type]]
+    known, found = gguf.get_tensor_name_map(arch, config.num_hidden_layers), {}
+    for name in names:
+        layer = name.split(".")[2] if ".layers." in name else ""
+        if name.endswith("experts.gate_up_proj"):
+            found[name] = [f"blk.{layer}.ffn_gate_exps.weight", f"blk.{layer}.ffn_up_exps.weight"]
+        elif name.endswith("experts.down_proj"):
+            found[name] = [f"blk.{layer}.ffn_down_exps.weight"]
+        else:
+            found[name] = [f"{known.get_name(name)}.weight"]
+    return found
+
+
+def from_file(
+    model: torch.nn.Module, file: Path, names: list[str]
+) -> tuple[dict[str, list[torch.Tensor]], dict[str, str], int]:
+    """Weights of some matrices in a file, one per copy, their types, and the bytes that they take."""
+    held, config = {t.name: t for t in gguf.GGUFReader(file).tensors}, config_of(model)
+    weights, types, size = {}, {}, 0
+    for name, parts in places(model, names).items():
+        read = [torch.from_numpy(gguf.dequantize(held[p].data, held[p].tensor_type).copy()) for p in parts]
+        whole = torch.cat(read, -2)
+        if config.model_type == "llama" and name.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if name.endswith("q_proj") else config.num_key_value_heads
+            whole = unpermute(whole, heads)
+        weights[name] = list(whole) if whole.ndim == 3 else [whole]
+        types[name] = held[parts[0]].tensor_type.name
+        size += sum(-(-int(held[p].n_bytes) // 32) * 32 for p in parts)
+    return weights, types, size
+
+
+def write_importance(model: torch.nn.Module, moments: Mapping[str, Any], file: Path, chunk: int) -> None:
+    """An importance matrix as llama.cpp's own tool writes it: sums of squared inputs and counts, experts apart."""
+    writer = gguf.GGUFWriter(file, "", use_temp_file=False)
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", ["calibration"])
+    writer.add_uint32("imatrix.chunk_count", 1)
+    writer.add_uint32("imatrix.chunk_size", chunk)
+    for name, parts in places(model, list(moments)).items():
+        own = moments[name]
+        width = next(m.value.shape[0] for m in own if m.value is not None)
+        sums = np.stack([np.zeros(width, np.float32) if m.value is None else m.value.diagonal().numpy() for m in own])
+        for part in parts:
+            writer.add_tensor(f"{part}.in_sum2", sums)
+            writer.add_tensor(f"{part}.counts", np.array([[m.rows] for m in own], dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def remembered(folder: Path) -> None:
+    """Let ggml keep what it rounds, by content: damages, plans and files round the same matrices."""
+
+    def keep(call: Any) -> Any:
+        @functools.wraps(call)
+        def kept(weight: Any, *rest: Any, **more: Any) -> np.ndarray:
+            given = [np.ascontiguousarray(x) for x in (weight, *rest) if isinstance(x, np.ndarray | torch.Tensor)]
+            key = hashlib.blake2b(digest_size=16)
+            for part in (call.__name__, *(x for x in rest if isinstance(x, str)), *given):
+                key.update(part.encode() if isinstance(part, str) else part.tobytes())
+            file = folder / key.hexdigest()[:2] / f"{key.hexdigest()}.npy"
+            if file.is_file():
+                return np.load(file)
+            made = call(weight, *rest, **more)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(".part.npy")
+            np.save(part, made)
+            part.rename(file)
+            return made
+
+        return kept
+
+    ggml.quantise, ggml.feed_back = keep(ggml.quantise), keep(ggml.feed_back)
+
+
+# ---- one model
+
+
+class Bench:
+    """A model, its calibration text, held-out windows, and its matrices in every type."""
+
+    def __init__(self, a: argparse.Namespace) -> None:
+        self.a, self.name = a, Path(a.model).name
+        tokenizer = lb.load_tokenizer(a.model)
+        self.model = lb.load_model(a.model, dtype="float32").eval()
+        self.fit = lb.calibration(f"{a.model}/calibration.txt", tokenizer, samples=a.samples, length=a.length, seed=a.seed)
+        stream = torch.tensor(tokenizer(Path(a.model, "evaluation.txt").read_text(), verbose=False)["input_ids"])
+        starts = torch.linspace(0, len(stream) - a.length, a.windows).long()
+        self.held = torch.stack([stream[i : i + a.length] for i in starts])
+        widths = {m.d_in for b in self._table(["Q8_0"], "weighted").blocks for m in b.modules}
+        self.menu = [*MENU, *(NARROW if any(w % 256 for w in widths) else [])]
+        self.table = self._table(self.menu, "weighted")
+        self.modules = {m.name: m for b in self.table.blocks for m in b.modules}
+        self.dense = {n: [v.clone() for v in self.views(n)] for n in self.modules}
+        self.clean = self.log_probabilities(self.held)
+        self.moments, self.head = self._moments()
+        self.imatrix = a.scratch / f"{self.name}-{a.seed}.imatrix.gguf"
+        write_importance(self.model, self.moments, self.imatrix, a.length)
+        self._tables: dict[tuple[str, str], tuple[Table, float]] = {}
+        self._made: dict[tuple[str, str, str], list[np.ndarray]] = {}
+        self._prepared: dict[Any, Any] = {}
+
+    def _table(self, menu: list[str], method: str) -> Table:
+        table = formats_table(self.model, formats=menu, family="gguf", method=method, unwritten="plan")
+        blind = np.array([find_format(f).needs_inputs for f in table.formats])
+        ends = np.array([".layers." not in b.name for b in table.blocks])  # no importance matrix: llama-quantize refuses
+        damage = np.where(ends[:, None] & blind, np.inf, table.damage)
+        return Table(**{**{f: getattr(table, f) for f in table.__dataclass_fields__}, "damage": damage})
+
+    def views(self, name: str) -> list[torch.Tensor]:
+        return matrices(*weight_of(self.model, name))
+
+    @torch.no_grad()
+    def put(self, weights: Mapping[str, list[torch.Tensor]]) -> None:
+        """The dense model, with some matrices as given."""
+        for name, dense in self.dense.items():
+            for view, new in zip(self.views(name), weights.get(name, dense), strict=True):
+                view.copy_(new)
+
+    @torch.no_grad()
+    def log_probabilities(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.log_softmax(self.model(input_ids=part).logits.float(), -1) for part in ids.split(4)]
+
+    def _moments(self) -> tuple[dict[str, Any], torch.Tensor]:
+        """Second moments of every matrix's inputs in the dense model, and the mean squares of the head's."""
+        found, treating = {}, Treating(self.model, quantiser_of("gptq"))
+        with inference(self.model):
+            walk = Walk(self.model, self.fit, batch_size=8)
+            walk.capture()
+            for layer, (prefix, _) in enumerate(walk.layers):
+                inside = [m for n, m in self.modules.items() if n.startswith(f"{prefix}.")]
+                found |= treating.collect(walk, inside).found
+                if layer + 1 < len(walk):
+                    walk.advance()
+            base = self.model.get_decoder()
+            hidden = [base.norm(h) for h in walk.finals()]
+            walk.close()
+        return found, torch.cat([h.reshape(-1, h.shape[-1]) for h in hidden]).square().mean(0)
+
+    def rounded(self, name: str, kind: str, method: str) -> list[torch.Tensor]:
+        """A matrix in a type with the dense model's inputs, one tensor per copy."""
+        if find_format(kind).plain:
+            return [v.half().float() for v in self.dense[name]]
+        if (name, kind, method) not in self._made:
+            quantiser, own = quantiser_of(method), self.moments.get(name)
+            made = []
+            for i, view in enumerate(self.dense[name]):
+                made.append(quantiser.quantise(view, self._prepare(own and own[i], method), Level(format=kind)).data)
+            self._made[name, kind, method] = made
+        return [torch.from_numpy(ggml.dequantise(d, kind)) for d in self._made[name, kind, method]]
+
+    def _prepare(self, moment: Any, method: str) -> Any:
+        if moment is None or moment.value is None:
+            return None
+        if (moment, method) not in self._prepared:
+            made = moment.value.diagonal().contiguous() if method == "weighted" else quantiser_of(method).prepare(moment.value)
+            self._prepared[moment, method] = made
+        return self._prepared[moment, method]
+
+    def written(self, types: Mapping[str, str], method: str) -> dict[str, list[torch.Tensor]]:
+        return {n: self.rounded(n, kind, method) for n, kind in types.items()}
+
+    # ---- what a plan does to the output
+
+    @torch.no_grad()
+    def outcome(self) -> dict[str, Any]:
+        """The model as it is now beside the dense one, on the held-out windows."""
+        each, same, loss = [], [], []
+        for ids, clean in zip(self.held.split(4), self.clean, strict=True):
+            now = torch.log_softmax(self.model(input_ids=ids).logits.float(), -1)
+            each.append((clean.exp() * (clean - now)).sum(-1))
+            same.append((clean.argmax(-1) == now.argmax(-1)).float())
+            loss.append(-now[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1))
+        kl, same, loss = (torch.cat(x).double().numpy() for x in (each, same, loss))
+        return {"kl": kl.mean(), "kl_error": kl.mean(1).std(ddof=1) / len(kl) ** 0.5, "kl_999": np.quantile(kl, 0.999),
+                "same_top": same.mean(), "perplexity": np.exp(loss.mean()), "windows": kl.mean(1).tolist()}  # fmt: skip
+
+    # ---- damages
+
+    def damages(self, rule: str, method: str) -> tuple[Table, float]:
+        """Damages by a score, and the passes that it took."""
+        if (rule, method) not in self._tables:
+            make = {"directional": self._directional, "sampled": self._sampled, "measured": self._measured}
+            self.put({})
+            if rule in make:
+                self._tables[rule, method] = make[rule](method)
+            else:
+                for name, table in self._simple(method).items():
+                    self._tables[name, method] = table
+        return self._tables[rule, method]
+
+    def _with(self, damage: np.ndarray, method: str) -> Table:
+        kept = np.where(self.table.has, damage, np.inf)
+        return Table(
+            **{**{f: getattr(self.table, f) for f in self.table.__dataclass_fields__}, "damage": kept, "method": method}
+        )
+
+    def _directional(self, method: str, **more: Any) -> tuple[Table, float]:
+        found = rounding_damage(self.model, self.fit, family="gguf", formats=self.menu, method=method, unwritten="plan", **more)
+        return self._with(Table.of(found).damage, method), found.extra["choices"]["passes"]
+
+    def _sampled(self, method: str) -> tuple[Table, float]:
+        return self._directional(method, **json.loads(self.a.sampled))
+
+    def _levels(self) -> Iterator[tuple[int, int, str, str]]:
+        for i, block in enumerate(self.table.blocks):
+            for j in np.flatnonzero(self.table.has[i]):
+                for module in block.modules:
+                    yield i, j, module.name, self.table.formats[j]
+
+    def _simple(self, method: str) -> dict[str, tuple[Table, float]]:
+        """Scores of rounding errors and single numbers per weight or column.
+
+        row-error: squared errors, columns weighted by the importance matrix (embedding and head: by the head's inputs).
+        gradient: |gradient of the loss x rounding error|. squared: half the squared gradients of sequences x squared errors.
+        """
+        parameters = {n: weight_of(self.model, n)[1] for n in self.modules}
+        tokens = self.fit.input_ids.numel()
+        squares = {n: torch.zeros_like(p) for n, p in parameters.items()}
+        sums = {n: torch.zeros_like(p) for n, p in parameters.items()}
+        for ids in self.fit.input_ids:
+            self.model.zero_grad()
+            loss = self.model(input_ids=ids[None], labels=ids[None]).loss * (len(ids) - 1)
+            loss.backward()
+            for n, p in parameters.items():
+                if p.grad is not None:
+                    sums[n] += p.grad / tokens
+                    squares[n] += p.grad.square() / (2 * tokens)
+        self.model.zero_grad()
+        damage = {rule: np.zeros(self.table.damage.shape) for rule in ("row-error", "gradient", "squared")}
+        for i, j, name, kind in self._levels():
+            gradient = torch.stack(list(sums[name])) if sums[name].ndim == 3 else sums[name][None]
+            square = squares[name] if squares[name].ndim == 3 else squares[name][None]
+            for copy, (dense, new) in enumerate(zip(self.dense[name], self.rounded(name, kind, method), strict=True)):
+                change, own = new - dense, self.moments.get(name)
+                seen = None if own is None or own[copy].value is None else own[copy]
+                weigh = self.head if own is None else None if seen is None else seen.value.diagonal() / seen.rows
+                damage["row-error"][i, j] += float((change.square() * (1.0 if weigh is None else weigh)).double().sum())
+                damage["gradient"][i, j] += float((change * gradient[copy]).abs().double().sum())
+                damage["squared"][i, j] += float((change.square() * square[copy]).double().sum())
+        passes = {"row-error": 1.0, "gradient": 3.0, "squared": 3.0}
+        return {rule: (self._with(d, method), passes[rule]) for rule, d in damage.items()}
+
+    def _measured(self, method: str) -> tuple[Table, float]:
+        """KL on the calibration text with one block in one type; forwards begin at the block's layer and count whole."""
+        file = self.a.scratch / f"{self.name}-{self.a.seed}-{method}-measured.npy"
+        passes = 1.0 + float(self.table.has[:, :-1].sum())
+        if file.is_file():
+            return self._with(np.load(file), method), passes
+        data = CalibrationSet(input_ids=self.fit.input_ids[: self.a.measured_samples])
+        damage = np.zeros(self.table.damage.shape)
+        clean = self.log_probabilities(data.input_ids)
+        with inference(self.model):
+            walk = Walk(self.model, data, batch_size=4)
+            walk.capture()
+            for layer, (prefix, _) in enumerate(walk.layers):
+                ends = [n for n in self.modules if ".layers." not in n] if layer == 0 else []
+                inside = {n for n in self.modules if n.startswith(f"{prefix}.")} | set(ends)
+                for i, j, name, kind in self._levels():
+                    if name not in inside:
+                        continue
+                    for view, new in zip(self.views(name), self.rounded(name, kind, method), strict=True):
+                        view.copy_(new)
+                    total = 0.0
+                    for batch in range(walk.batches):
+                        output = self.model(**walk.inputs(batch)) if name in ends else walk.tail(layer, batch)
+                        now = torch.log_softmax(output.logits.float(), -1)
+                        total += float((clean[batch].exp() * (clean[batch] - now)).sum())
+                    damage[i, j] = total / data.input_ids.numel()
+                    for view, old in zip(self.views(name), self.dense[name], strict=True):
+                        view.copy_(old)
+                if layer + 1 < len(walk):
+                    walk.advance()
+            walk.close()
+        np.save(file, damage)
+        return self._with(damage, method), passes
+
+    # ---- plans
+
+    def mix(self, like: str) -> tuple[dict[str, list[torch.Tensor]], dict[str, str], int, int]:
+        """llama.cpp's own mix: its weights, types, the bytes of its planned tensors, and of the file."""
+        file = self.a.scratch / f"{self.name}-{self.a.seed}-{like}.gguf"
+        if not file.is_file():
+            command = [str(self.a.quantise), "--imatrix", str(self.imatrix), str(self.a.base), str(file), like, "1"]
+            subprocess.run(command, check=True, capture_output=True)
+        weights, types, size = from_file(self.model, file, list(self.modules))
+        return weights, types, size, file.stat().st_size
+
+    def row(self, like: str, method: str, rule: str) -> dict[str, Any]:
+        """One plan, in the model as a whole."""
+        weights, types, limit, file = self.mix(like)
+        passes, predicted, spent = 1.0, None, limit
+        if rule == "mix":
+            weights = weights if method == "weighted" else self.written(types, method)
+        else:
+            if rule == "uniform":
+                table, chosen = self.table, uniform(self.table, limit)
+            else:
+                table, passes = self.damages(rule.removesuffix(", whole"), method)
+                chosen = choose(table.damage, table.size, limit).chosen
+                predicted = float(table.damage[np.arange(len(chosen)), chosen].sum())
+            types = {m.name: table.formats[j] for b, j in zip(table.blocks, chosen, strict=True) for m in b.modules}
+            spent = int(table.size[np.arange(len(chosen)), chosen].sum())
+            weights = {} if rule.endswith("whole") else self.written(types, method)
+        self.put(weights)
+        if rule.endswith("whole"):
+            with torch.no_grad():
+                round_matrices(self.model, types, self.fit, method=method)
+        found = self.outcome()
+        self.put({})
+        kinds = {k: sum(v == k for v in types.values()) for k in sorted(set(types.values()))}
+        return {"model": self.name, "seed": self.a.seed, "like": like, "method": method, "rule": rule, "bytes": spent,
+                "file": file - limit + spent, "passes": passes, "predicted": predicted, "types": kinds, **found}  # fmt: skip
+
+
+# ---- tables
+
+
+def paired(row: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, float]:
+    """Difference of KL and its standard error over windows."""
+    each = np.array(row["windows"]) - np.array(other["windows"])
+    return float(each.mean()), float(each.std(ddof=1) / len(each) ** 0.5)
+
+
+def write(out: Path, rows: list[dict[str, Any]]) -> None:
+    """The table as Markdown and JSON; windows stay in the scratch folder."""
+    models = list(dict.fromkeys(r["model"] for r in rows))
+    text = [
+        "# llama.cpp's types at the bytes of its mixes\n",
+        "Made by `benchmarks/types_quality.py`. Environment: "
+        + ", ".join(f"{k} {v}" for k, v in environment().items())
+        + ".\n",
+        "KL in nats per token from the dense model on held-out windows, its 99.9 % quantile over tokens, and the share of tokens "
+        "with the same most likely next token. `ggml`: ggml's rounding with the importance matrix. `feedback`: codes chosen by "
+        "GPTQ inside ggml's grids. Of the mix is the KL over that of llama-quantize's own file less one, and the paired "
+        "difference with its standard error. Predicted is the sum of damages over the measured KL.\n",
+    ]
+    shown = []
+    for model in models:
+        text.append(f"## {model}\n")
+        text.append(
+            "| bytes of | rounding | types by | file | KL | 99.9 % | same top | perplexity | of the mix | difference | predicted | passes |"
+        )
+        text.append("|---" * 12 + "|")
+        for r in [r for r in rows if r["model"] == model]:
+            mix = next(
+                m
+                for m in rows
+                if (m["model"], m["seed"], m["like"]) == (model, r["seed"], r["like"])
+                and m["rule"] == "mix"
+                and m["method"] == "weighted"
+            )
+            difference, error = paired(r, mix)
+            ratio = (
+                "" if r["predicted"] is None or r["rule"] in ("row-error", "gradient") else f"{r['predicted'] / r['kl']:.2f}"
+            )
+            text.append(
+                f"| {r['like']} | {'ggml' if r['method'] == 'weighted' else 'feedback'} | {SAID.get(r['rule'], r['rule'])} | {r['file']:,} | "
+                f"{r['kl']:.5f} +- {r['kl_error']:.5f} | {r['kl_999']:.3f} | {r['same_top']:.2%} | {r['perplexity']:.3f} | "
+                f"{r['kl'] / mix['kl'] - 1:+.0%} | {difference:+.5f} +- {error:.5f} | {ratio} | {r['passes']:g} |"
+            )
+            shown.append({k: v for k, v in r.items() if k != "windows"} | {"difference": difference, "difference_error": error})
+        text.append("")
+    write_text(out / "types_quality.json", dumps({"environment": environment(), "rows": shown}), overwrite=True)
+    write_text(out / "types_quality.md", "\n".join(text), overwrite=True)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("model", nargs="?", help="folder of the model; without one only the table is written")
+    p.add_argument("--base", type=Path, help="the model as GGUF in F32")
+    p.add_argument("--quantise", type=Path, help="path of llama-quantize")
+    p.add_argument("--like", nargs="+", default=list(MIXES))
+    p.add_argument("--methods", nargs="+", default=list(METHODS))
+    p.add_argument("--rules", nargs="+", default=[r for r in RULES if r not in ("measured", "sampled")])
+    p.add_argument("--samples", type=int, default=16)
+    p.add_argument("--measured-samples", type=int, default=16)
+    p.add_argument("--sampled", default="{}", help="options of rounding_damage for sampled rows, as JSON")
+    p.add_argument("--length", type=int, default=256)
+    p.add_argument("--windows", type=int, default=24)
+    p.add_argument("--seed", type=int, default=0, help="of the calibration text")
+    p.add_argument("--scratch", type=Path, required=True)
+    p.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    a = p.parse_args()
+    a.scratch.mkdir(parents=True, exist_ok=True)
+    remembered(a.scratch / "rounded")
+    if a.model:
+        bench, log = Bench(a), a.scratch / f"{Path(a.model).name}.jsonl"
+        held = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+        done = {(r["seed"], r["like"], r["method"], r["rule"]) for r in held}
+        wanted = [(m, r, k) for m in a.methods for r in a.rules for k in a.like if (a.seed, k, m, r) not in done]
+        for method, rule, like in wanted:
+            if rule.endswith("whole") and method != "gptq":
+                continue
+            start = time.process_time()
+            row = bench.row(like, method, rule) | {"model_digest": describe(bench.model)["digest"]}
+            with open(log, "a") as f:
+                f.write(json.dumps(row) + "\n")
+            print(like, method, rule, f"{row['kl']:.5f}", row["bytes"], f"{time.process_time() - start:.1f} s", flush=True)
+    rows = [json.loads(line) for f in sorted(a.scratch.glob("*.jsonl")) for line in f.read_text().splitlines()]
+    order = {name: i for i, name in enumerate((*MIXES, *METHODS, *RULES))}
+    rows.sort(key=lambda r: (r["model"], r["seed"], order[r["like"]], order[r["method"]], order[r["rule"]]))
+    write(a.out, rows)
+
+
+if __name__ == "__main__":
+    main()
