@@ -1,7 +1,7 @@
 """How long an exact choice of formats takes, against HiGHS on the same integer program, in one run.
 
-K matrices with 6 formats each: bytes of 7B-class shapes in groups of 64, damages that fall by about four per bit with a log-normal spread over
-matrices and formats. HiGHS gets the multiple-choice knapsack whole, through scipy, with its gap set to 1e-9.
+K matrices with 13 types of llama.cpp each: bytes of 7B-class shapes, damages in proportion to the squared error that ggml makes of normal weights, with
+a log-normal spread over matrices and types. HiGHS gets the multiple-choice knapsack whole, through scipy, with its gap set to 1e-9.
 
     python benchmarks/choices.py [--items 32 224 1000 10000] [--limit 60] [--output FOLDER]
 """
@@ -9,6 +9,7 @@ matrices and formats. HiGHS gets the multiple-choice knapsack whole, through sci
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,30 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
+from layerbudget.compressors import ggml
 from layerbudget.compressors.formats import find_format
 from layerbudget.records import dumps, write_text
 from layerbudget.solvers.choices import choose
 from program import environment
 
 SHAPES = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]
-FORMATS = [f"w{b}-g64" for b in (2, 3, 4, 5, 6, 8)]
+FORMATS = "IQ2_XXS IQ2_XS IQ2_S Q2_K IQ3_XXS IQ3_S Q3_K IQ4_XS IQ4_NL Q4_K Q5_K Q6_K Q8_0".split()
+
+
+@functools.cache
+def errors() -> np.ndarray:
+    """Squared error of normal weights in every type, relative to their squares, ``(types,)``."""
+    weight = np.random.default_rng(0).standard_normal((32, 1024)).astype(np.float32)
+    made = (ggml.dequantise(ggml.quantise(weight, f, np.ones(1024)), f) for f in FORMATS)
+    return np.array([((m - weight) ** 2).sum() / (weight**2).sum() for m in made])
 
 
 def instance(items: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Damages and bytes, ``(items, 6)``."""
+    """Damages and bytes, ``(items, 13)``."""
     rng = np.random.default_rng(seed)
     size = np.array([[find_format(f).bytes(*SHAPES[i % 7]) for f in FORMATS] for i in range(items)])
     level = np.exp(rng.normal(size=(items, 1))) * np.array([[np.prod(SHAPES[i % 7])] for i in range(items)]) / 1e7
-    bits = np.array([int(f[1]) for f in FORMATS])
-    return level * 4.0**-bits * np.exp(0.2 * rng.normal(size=size.shape)), size
+    return level * errors() * np.exp(0.2 * rng.normal(size=size.shape)), size
 
 
 def highs(damage: np.ndarray, size: np.ndarray, budget: int, limit: float) -> tuple[float, float, float, str]:
@@ -83,7 +92,7 @@ def main() -> None:
         "# Choices of formats that are proven best\n",
         "Environment: " + ", ".join(f"{k} {v}" for k, v in environment().items()) + ".\n",
     ]
-    text.append(f"Six formats per item; processor time. HiGHS is stopped after {a.limit:g} s.\n")
+    text.append(f"{len(FORMATS)} types per item; processor time. HiGHS is stopped after {a.limit:g} s.\n")
     text += [
         "| items | mean bits | ms | status | gap | bytes left | HiGHS s | HiGHS / ours | HiGHS says | its gap | our damage over its |",
         "|---" * 11 + "|",

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import layerbudget as lb
-from layerbudget.compressors import ggml
+from layerbudget.compressors import ggml, quantisers
 from layerbudget.compressors.base import Level
 from layerbudget.compressors.formats import find_format
 from layerbudget.compressors.treating import Treating, matrices
@@ -139,7 +139,7 @@ def remembered(folder: Path) -> None:
 
         return kept
 
-    ggml.quantise, ggml.feed_back = keep(ggml.quantise), keep(ggml.feed_back)
+    ggml.quantise, quantisers.feed_back = keep(ggml.quantise), keep(quantisers.feed_back)
 
 
 # ---- one model
