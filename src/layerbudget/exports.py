@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from .decisions.bits.export import auto_round, llama_cpp
+from .decisions.bits.export import auto_round, llama_cpp, mlx
 from .errors import InvalidInput, MissingDependency, NotFound
 from .plan import Plan
 from .registry import Registry, options_of, resolve_options
@@ -210,3 +210,11 @@ export(
     summary="AutoRound's layer_config",
     use="AutoRound(model, layer_config=json.load(open('{file}'))) quantises by it.",
 )(auto_round)
+export(
+    "mlx",
+    kinds=("bits",),
+    file="quantization.json",
+    summary="mlx_lm's entry quantization",
+    use="q = json.load(open('{file}'))['quantization']; mlx_lm.convert(MODEL, quantize=True, q_group_size=q['group_size'], "
+    "quant_predicate=lambda path, _: q.get(path, False)) quantises by it.",
+)(mlx)

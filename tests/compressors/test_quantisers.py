@@ -99,7 +99,41 @@ def test_what_compressed_tensors_unpacks_is_what_was_planned(method, name):
     assert torch.equal(back, rounded.weight)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "IQ4_NL", "w3-g32", "w3-g32-asym", "w2-g32", "w4-channel"])
+@pytest.mark.parametrize("method", QUANTISERS.names())
+@pytest.mark.parametrize("name", ["nvfp4", "fp8"])
+def test_floating_point_grids_are_those_of_compressed_tensors(method, name):
+    """Every weight is the nearest number of its scale (all are tried), what the package rounds to, and one of bfloat16."""
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
+    form, quantiser, x, w = find_format(name), find_quantiser(method), inputs(), weight()
+    w[5, :16] *= 1e-6  # a scale below the smallest
+    got = quantiser.quantise(w, prepared_for(quantiser, x), Level(format=name, peak=3.0))
+    assert torch.equal(got.weight, got.weight.bfloat16().float())
+    assert (got.unit == 512.0) == (name == "nvfp4")  # the power of two below 448 x 6 / 3
+    if name == "nvfp4":
+        numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    else:
+        numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    d = got.scale.float().reshape(24, -1, 1, 1) / (got.unit or 1.0)
+    points, groups = torch.cat([-numbers, numbers]) * d, grouped(got.weight, form)
+    assert (points == groups[..., None]).any(-1).all()
+    if method == "gptq":
+        return
+    nearest = (points - grouped(w, form)[..., None]).abs().amin(-1)
+    assert torch.equal((groups - grouped(w, form)).abs(), nearest)
+    args = {"strategy": "channel"} if form.group is None else {"strategy": "tensor_group", "group_size": 16}
+    told = packed_args(num_bits=form.bits, type="float", symmetric=True, **args)
+    unit = None if got.unit is None else torch.tensor([got.unit])
+    assert torch.equal(fake_quantize(w, got.scale.float(), None, told, global_scale=unit), got.weight)
+
+
+def packed_args(**fields):
+    from compressed_tensors.quantization import QuantizationArgs
+
+    return QuantizationArgs(**fields)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "IQ4_NL", "w3-g32", "w3-g32-asym", "w2-g32", "w4-channel", "nvfp4"])
 def test_knowing_the_inputs_helps(name):
     """On the objective of each: the weighted error falls by weighted ranges, the output error by GPTQ."""
     x, w, level = inputs(), weight(), Level(format=name)
@@ -144,6 +178,11 @@ def test_formats_know_their_bytes_and_refuse_what_they_cannot_store():
     assert [f.name for f in vllm.formats([256], ["w8-g64", "w4-channel", "bf16"])] == ["w4-channel", "w8-g64", "bf16"]
     assert find_format("w3-g32").bytes(1024, 1024) * 8 == pytest.approx(3.5 * 1024**2, rel=1e-3)
     assert find_format("q8_0").bytes(64, 64) * 8 == 8.5 * 64 * 64
+    assert [f.name for f in vllm.formats([64], ["fp8", "w8-g32", "NVFP4"])] == ["nvfp4", "fp8", "w8-g32", "bf16"]
+    assert [f.name for f in gguf.formats([64], ["nvfp4"])] == ["NVFP4", "F16"]  # the type of llama.cpp
+    assert find_format("nvfp4").bytes(64, 96) == 64 * 96 // 2 + 64 * 6 + 4 and find_format("fp8").bytes(64, 90) == 64 * 92
+    with pytest.raises(InvalidInput, match="40 inputs, which nvfp4 cannot store"):
+        find_format("nvfp4").check("lm_head", 40)
     with pytest.raises(InvalidInput, match="48 inputs, which Q4_0 cannot store"):
         find_format("Q4_0").check("lm_head", 48)
     with pytest.raises(InvalidInput, match="no format 'w9-g32'"):

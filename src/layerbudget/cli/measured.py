@@ -119,7 +119,7 @@ def plan_bits(a: argparse.Namespace) -> Plan:
     check_bits(a.bits)
     a.formats = a.formats.split(",") if a.formats else None
     for name in a.formats or ():
-        find_runtime(a.runtime, a.family or PACKED).check(find_format(name))
+        find_runtime(a.runtime, a.family or PACKED).check(find_format(name, a.family or PACKED))
     own = options_for(a, plan_bits, rounding_damage, formats_table, {"check": Option(name="check", type=int, default=16)})
     count = own.pop("check", 16)
     if count < 0:

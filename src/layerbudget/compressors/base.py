@@ -33,6 +33,7 @@ class Level:
         pattern: ``(zeroed, group)``: so many of every group of consecutive inputs.
         ratio: Parity with a reference implementation, whose counts are off by one and take ties along; the ratio as it gets it.
         rows: ``(size, zeros)``: entries that become zero in every group of so many rows; they sum to ``zeros``.
+        peak: Largest magnitude of the matrices under one number over all scales (``nvfp4``); by default of this one.
     """
 
     zeros: int = 0
@@ -40,6 +41,7 @@ class Level:
     ratio: float | None = None
     format: str | None = None
     rows: tuple[int, np.ndarray] | None = None
+    peak: float | None = None
 
     @property
     def idle(self) -> bool:

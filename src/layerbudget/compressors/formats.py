@@ -9,6 +9,8 @@ Every format stores groups of consecutive inputs of a row under scales of their 
   point of 3 bits per group; ``w3-channel`` has one group per row. Integers are packed without a gap into words of 32 bits
   per row (zero points per group, down the rows), scales take 16 bits, the shape 16 bytes. ``bf16`` is what is left out.
   Integers lie on an even grid, ``base + d q`` with ``q = 0 .. levels - 1``.
+* **compressed-tensors**, floating point: ``nvfp4`` is e2m1 in groups of 16, each with a scale in e4m3, all under one number in
+  float32; ``fp8`` is e4m3, one scale of 16 bits per row. Weights alone are rounded, inputs are not.
 
 >>> find_format("Q4_0").bytes(64, 96), find_format("w3-g32").bytes(64, 96)
 (3456, 2704)
@@ -43,6 +45,8 @@ class Format:
         group: Inputs that share a scale; None for a whole row.
         symmetric: Whether the grid is bound to zero (no minimum, no zero point).
         block_bytes: Bytes of one group (GGUF).
+        floating: Whether the codes are floating-point numbers (compressed-tensors).
+        peak: Largest magnitude that the number over all scales of ``nvfp4`` is made for.
     """
 
     name: str
@@ -51,6 +55,8 @@ class Format:
     group: int | None
     symmetric: bool = True
     block_bytes: int = 0
+    floating: bool = False
+    peak: float = 0.0
 
     @property
     def plain(self) -> bool:
@@ -61,6 +67,11 @@ class Format:
     def levels(self) -> int:
         """Points of the grid."""
         return 1 << self.bits
+
+    @property
+    def packing(self) -> str:
+        """What compressed-tensors calls this way of storing."""
+        return _PACKINGS.get(self.name, "pack-quantized")
 
     @property
     def needs_inputs(self) -> bool:
@@ -96,6 +107,8 @@ class Format:
             return -(-copies * d_out * groups * self.block_bytes // ALIGNMENT) * ALIGNMENT
         if self.plain:
             return 2 * copies * d_out * d_in
+        if self.floating:
+            return copies * (d_out * d_in * self.bits // 8 + (d_out * groups + 4 if self.group else 2 * d_out))
         zeros = 0 if self.symmetric else 4 * -(-d_out * self.bits // 32) * groups
         return copies * (4 * d_out * -(-d_in * self.bits // 32) + 2 * d_out * groups + zeros + 16)
 
@@ -128,23 +141,29 @@ _NEED_INPUTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS")  # which ggml, or llama-q
 # Not in the menu unless named: IQ1 ruins what it rounds and takes ggml longest, NVFP4 loses to IQ4_NL in the same bytes.
 _BY_NAME = ("IQ1_S", "IQ1_M", "NVFP4")
 TYPES = tuple(Format(name=name, family=GGUF, bits=bits, group=group, block_bytes=size) for name, bits, group, size in _GGUF)
+_FLOATING = (
+    Format(name="nvfp4", family=PACKED, bits=4, group=16, floating=True),
+    Format(name="fp8", family=PACKED, bits=8, group=None, floating=True),
+)
+_PACKINGS = {"nvfp4": "nvfp4-pack-quantized", "fp8": "float-quantized"}
 PLAIN = {GGUF: TYPES[-1], PACKED: Format(name="bf16", family=PACKED, bits=16, group=1)}
-_NAMED = {f.name.lower(): f for f in (*TYPES, PLAIN[PACKED])}
+_NAMED = (*TYPES, *_FLOATING, PLAIN[PACKED])
 
 
-def find_format(name: str) -> Format:
-    """A format by name.
+def find_format(name: str, family: str | None = None) -> Format:
+    """A format by name. ``NVFP4`` is a type of llama.cpp and ``nvfp4`` one of compressed-tensors; a family decides first.
 
     Raises:
         InvalidInput: There is none of that name.
     """
-    if name.lower() in _NAMED:
-        return _NAMED[name.lower()]
+    alike = [f for f in _NAMED if f.name.lower() == name.lower()]
+    if alike:
+        return max(alike, key=lambda f: (f.family == family, f.name == name))
     found = _PACKED_NAME.fullmatch(name.lower())
     if not found or found.group(2) == "0":
         raise InvalidInput(
             f"There is no format {name!r}.",
-            f"There are {', '.join(f.name for f in _NAMED.values())}, and w2 to w8 as in w3-g32, w4-g128-asym, w8-channel.",
+            f"There are {', '.join(f.name for f in _NAMED)}, and w2 to w8 as in w3-g32, w4-g128-asym, w8-channel.",
             "Choose some of those.",
         )
     bits, group, _, asym = found.groups()
@@ -154,7 +173,10 @@ def find_format(name: str) -> Format:
 # What vLLM fuses into one matrix of its own, and so wants in one format (vllm#47473).
 _FUSED = (
     (re.compile(r"(.*)\.(?:q_proj|k_proj|v_proj)"), r"\1.qkv"),
+    (re.compile(r"(.*)\.(?:q_a_proj|kv_a_proj_with_mqa)"), r"\1.qkv_a"),
     (re.compile(r"(.*)\.(?:gate_proj|up_proj|w1|w3)"), r"\1.gate_up"),
+    (re.compile(r"(.*)\.(?:in_proj_qkv|in_proj_z)"), r"\1.in_proj_qkvz"),
+    (re.compile(r"(.*)\.(?:in_proj_b|in_proj_a)"), r"\1.in_proj_ba"),
     (re.compile(r"(.*\.experts)\..*"), r"\1"),
 )
 
@@ -186,7 +208,7 @@ class Runtime:
 
     def _runs(self, form: Format) -> bool:
         kernel = (not self.bits or form.bits in self.bits) and (not self.groups or form.group in self.groups)
-        return form.family == self.family and (form.plain or kernel)
+        return form.family == self.family and (form.plain or form.floating or kernel)
 
     def check(self, form: Format) -> Format:
         """Return a format that it can run, refuse others."""
@@ -196,7 +218,7 @@ class Runtime:
         groups = f" in groups of {', '.join('a row' if g is None else str(g) for g in self.groups)}" if self.groups else ""
         raise InvalidInput(
             f"{self.name} has no kernel for {form.name}.",
-            f"It reads {self.family} formats{bits}{groups}.",
+            f"It reads {self.family} formats{bits}{groups}{', nvfp4 and fp8' if bits else ''}.",
             "Choose one of those.",
         )
 
@@ -217,7 +239,7 @@ class Runtime:
         if self.family == GGUF and group is not None:
             raise InvalidInput("GGUF has blocks of its own; a group size has no meaning.", "", "Leave it out.")
         if names is not None:
-            chosen = [self.check(find_format(n)) for n in dict.fromkeys(names)]
+            chosen = [self.check(find_format(n, self.family)) for n in dict.fromkeys(names)]
             for form in chosen:
                 if not any(form.fits(w) for w in widths):
                     form.check("Every matrix", widths[0])
@@ -257,11 +279,11 @@ def need_gguf() -> Any:
     return _need("gguf", "GGUF formats need the package gguf.", "use compressed-tensors")
 
 
-def need_packing() -> tuple[Any, Any]:
-    """Return the packer of compressed-tensors and its scheme, or say that they are missing."""
+def need_packing(packing: str = "pack-quantized") -> tuple[Any, Any]:
+    """Return a packer of compressed-tensors and its scheme, or say that they are missing."""
     what, other = "Writing these formats needs the package compressed-tensors.", "plan for gguf"
-    packer = _need("compressed_tensors.compressors.pack_quantized.base", what, other)
-    return packer.PackedQuantizationCompressor, _need("compressed_tensors.quantization", what, other).QuantizationScheme
+    packer = _need("compressed_tensors.compressors", what, other).BaseCompressor.get_value_from_registry(packing)
+    return packer, _need("compressed_tensors.quantization", what, other).QuantizationScheme
 
 
 def _need(module: str, what: str, other: str) -> Any:

@@ -9,8 +9,10 @@ r"""Quantisers: round a matrix onto the grid of a format, plainly, for the input
   the columns behind it in proportion to ``U_j,:``. The grid of a group is fixed when its first column comes: for GGUF types by
   ggml (:func:`layerbudget.compressors.feedback.feed_back`).
 
-The grid of a group of compressed-tensors is even, ``base + d q``, with ``d`` and ``base`` exactly as the file holds them, so
-that a weight on the grid is what a runtime reads back.
+The grid of a group of compressed-tensors is ``base + d q``, ``q`` an integer or a floating-point number of few bits, with ``d``
+and ``base`` exactly as the file holds them, so that a weight on the grid is what a runtime reads back. Scales of rows (``fp8``)
+and the number over all scales (``nvfp4``) are powers of two: a floating-point grid loses nothing by that, and every weight is
+then a number of bfloat16, in whatever order a runtime multiplies.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from .formats import GGUF, Format, find_format
 from .sparsegpt import COLUMNS, inverse_factor
 
 _SHRINK = tuple(1.0 - 0.02 * i for i in range(26))
+_GROW = tuple(1.0 + 0.05 * i for i in range(1, 11))  # in e2m1 the largest weight may be 4 as well as 6
+_E4M3, _E2M1 = 448, 6  # largest numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,17 +44,29 @@ class Grid:
         d: Step.
         base: Value of ``q = 0``.
         top: Largest ``q``.
-        zero: Zero point as compressed-tensors keeps it, int8.
+        scale: ``d`` as compressed-tensors keeps it: bfloat16, or e4m3 in units of ``unit``.
+        zero: Its zero point, int8.
+        mantissa, least: Bits behind the point of floating-point ``q``, and their smallest exponent; integers have none.
+        unit: The number over all scales, where there is one.
     """
 
     d: torch.Tensor
-    base: torch.Tensor
+    base: torch.Tensor | float
     top: int
-    zero: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    mantissa: int | None = None
+    least: int = 0
+    unit: float | None = None
 
     def nearest(self, weight: torch.Tensor) -> torch.Tensor:
         """The nearest ``q``, as float."""
-        return (weight - self.base).div_(self.d).round_().clamp_(0, self.top)
+        q = (weight - self.base).div_(self.d)
+        if self.mantissa is None:
+            return q.round_().clamp_(0, self.top)
+        q.clamp_(-self.top, self.top)
+        step = _power_below(q).clamp_(min=2.0**self.least).mul_(2.0**-self.mantissa)
+        return q.div_(step).round_().mul_(step)  # ties to even, as the formats do it
 
     def round(self, weight: torch.Tensor) -> torch.Tensor:
         """The nearest points of the grid."""
@@ -65,22 +81,43 @@ def grouped(weight: torch.Tensor, form: Format) -> torch.Tensor:
 def grid_of(groups: torch.Tensor, form: Format, shrink: float | torch.Tensor = 1.0) -> Grid:
     """The grid of groups of weights ``(..., inputs)``, float32, whose range ``shrink`` makes smaller.
 
-    Zero is a point of the grid; scales are kept in bfloat16, zero points in int8.
+    Zero is a point of the grid; scales of integers are kept in bfloat16, zero points in int8.
     """
+    if form.floating:
+        return _float_grid(groups.abs().amax(-1, keepdim=True) * shrink, form)
     low = groups.amin(-1, keepdim=True).clamp(max=0) * shrink
     high = groups.amax(-1, keepdim=True).clamp(min=0) * shrink
     span, least = form.levels - 1, -(1 << (form.bits - 1))
     raw = torch.maximum(-low, high) * 2 / span if form.symmetric else (high - low) / span
     raw = torch.where(raw == 0, torch.full_like(raw, torch.finfo(torch.float32).eps), raw)
     zero = torch.zeros_like(raw) if form.symmetric else torch.round((least - low / raw).clamp(least, least + span))
-    d = raw.to(torch.bfloat16).to(torch.float32)
-    return Grid(d=d, base=(least - zero) * d, top=form.levels - 1, zero=zero.to(torch.int8))
+    scale = raw.to(torch.bfloat16)
+    d = scale.to(torch.float32)
+    return Grid(d=d, base=(least - zero) * d, top=form.levels - 1, scale=scale, zero=zero.to(torch.int8))
+
+
+def _float_grid(high: torch.Tensor, form: Format) -> Grid:
+    """The grid of groups of the largest magnitudes ``(..., 1)``: e4m3 (least exponent -6) or, in groups, e2m1 (0)."""
+    if form.group is None:
+        d = 1 / _power_below(_E4M3 / torch.where(high == 0, _E4M3, high))
+        return Grid(d=d, base=0.0, top=_E4M3, scale=d.to(torch.bfloat16), mantissa=3, least=-6)
+    unit = float(_power_below(torch.tensor(_E4M3 * _E2M1 / (form.peak or _E2M1))))
+    scale = (high * (unit / _E2M1)).clamp(2.0**-9, _E4M3).to(torch.float8_e4m3fn)  # the least is the smallest above zero
+    return Grid(d=scale.float() / unit, base=0.0, top=_E2M1, scale=scale, mantissa=1, unit=unit)
+
+
+def _power_below(values: torch.Tensor) -> torch.Tensor:
+    """The largest powers of two that are no larger in magnitude, of float32: its exponent without its mantissa."""
+    return values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
 
 
 def _best_grid(groups: torch.Tensor, form: Format, importance: torch.Tensor) -> Grid:
-    """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among 26 ranges from the whole to half of it."""
+    """For every group the grid of least ``sum_j h_j (w_j - Q(w_j))^2`` among 26 ranges from the whole to half of it.
+
+    Of ``nvfp4`` ranges up to half as large again are tried too.
+    """
     least, shrink = None, torch.ones_like(groups[..., :1])
-    for factor in _SHRINK:
+    for factor in (*_SHRINK, *(_GROW if form.floating and form.group else ())):
         error = (grid_of(groups, form, factor).round(groups) - groups) ** 2
         total = (error * importance).sum(-1, keepdim=True)
         better = torch.ones_like(total, dtype=torch.bool) if least is None else total < least
@@ -95,13 +132,15 @@ class Rounded:
 
     Attributes:
         weight: ``(d_out, d_in)``, float32: exactly what a runtime reads back.
-        scale, zero: Of compressed-tensors, ``(d_out, groups)``, bfloat16 and int8.
+        scale, zero: Of compressed-tensors, ``(d_out, groups)``; see :class:`Grid`.
+        unit: The number over all scales of ``nvfp4``.
         data: Of GGUF, the bytes of the file, ``(d_out, bytes of a row)``; None for 16 bits.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
+    unit: float | None = None
     data: np.ndarray | None = None
 
 
@@ -130,6 +169,8 @@ class Quantiser(Treatment):
             half = torch.float16 if form.family == GGUF else torch.bfloat16
             return Rounded(weight=weight.to(half).to(torch.float32))
         chosen = Nearest() if prepared is None and self.statistic != "none" else self
+        if form.floating:
+            form = dataclasses.replace(form, peak=float(weight.abs().max()) if level.peak is None else level.peak)
         if form.family != GGUF:
             return chosen.onto(weight, prepared, form)
         data = chosen.in_ggml(weight, prepared, form)
@@ -149,8 +190,8 @@ class Quantiser(Treatment):
 
 
 def _on_grid(groups: torch.Tensor, grid: Grid, shape: torch.Size) -> Rounded:
-    weight = grid.round(groups).reshape(shape)
-    return Rounded(weight=weight, scale=grid.d[..., 0].to(torch.bfloat16), zero=grid.zero[..., 0])
+    zero = None if grid.zero is None else grid.zero[..., 0]
+    return Rounded(weight=grid.round(groups).reshape(shape), scale=grid.scale[..., 0], zero=zero, unit=grid.unit)
 
 
 def _by_ggml(weight: torch.Tensor, form: Format, importance: torch.Tensor | None) -> np.ndarray:
@@ -221,15 +262,15 @@ class GPTQ(Quantiser):
                 grid = grid_of(groups, form)
                 grids.append(grid)
                 for j in range(low, low + size):
-                    q = grid.nearest(block[j][:, None])[:, 0]
-                    rounded = (grid.base + grid.d * q[:, None])[:, 0]
+                    rounded = grid.round(block[j][:, None])[:, 0]
                     torch.sub(block[j], rounded, out=errors[j]).div_(upper[j, j])
                     block[j + 1 :].addr_(upper[j, j + 1 :], errors[j], alpha=-1)
                     out[start + j] = rounded
             if stop < work.shape[0]:
                 work[stop:] -= prepared[start:stop, stop:].T @ errors
-        scale = torch.cat([g.d for g in grids], 1).to(torch.bfloat16)
-        return Rounded(weight=out.T.contiguous(), scale=scale, zero=torch.cat([g.zero for g in grids], 1))
+        scale, zeros = torch.cat([g.scale for g in grids], 1), [g.zero for g in grids if g.zero is not None]
+        zero = torch.cat(zeros, 1) if zeros else None
+        return Rounded(weight=out.T.contiguous(), scale=scale, zero=zero, unit=grids[0].unit)
 
     def in_ggml(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format) -> np.ndarray:
         """See :meth:`Quantiser.in_ggml`."""

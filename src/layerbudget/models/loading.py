@@ -214,20 +214,27 @@ def describe_place(model: nn.Module) -> str:
 def unpacked(model: nn.Module) -> nn.Module:
     """The same model with its packed matrices as plain ``nn.Linear``: every verb finds weights, and no forward rounds again.
 
-    transformers makes the numbers at the first forward. That forward is run here, so that nothing depends on who runs it.
+    transformers makes the numbers at the first forward. They are made here, so that nothing depends on who runs it; those of
+    ``nvfp4`` are in bfloat16 whatever was asked, in which they are exact.
     """
-    names = [name for name, module in model.named_modules() if "weight_packed" in module._parameters]
+    names = [name for name, module in model.named_modules() if _rounds_weights_alone(module)]
     if not names:
         return model
     with torch.no_grad():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device))
+        cast(Any, model).hf_quantizer.compressor.decompress_model(model)
     for name in names:
         held = cast(nn.Linear, model.get_submodule(name))
         plain = nn.Linear(held.in_features, held.out_features, bias=held.bias is not None, device="meta")
-        plain.weight, plain.bias = held.weight, held.bias
+        plain.weight, plain.bias = nn.Parameter(held.weight.detach().to(cast(Any, model).dtype)), held.bias
         model.set_submodule(name, plain.train(held.training))
     cast(Any, model).hf_quantizer.remove_quantization_config(model)
     return model
+
+
+def _rounds_weights_alone(module: nn.Module) -> bool:
+    """Whether compressed-tensors holds a module's weights, and its inputs stay as they are."""
+    scheme = getattr(module, "quantization_scheme", None)
+    return "weight_packed" in module._parameters or (scheme is not None and scheme.input_activations is None)
 
 
 def check_quantised(name: str, config: Any, stream: bool | None, four_bit: bool) -> None:

@@ -11,15 +11,17 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests import zoo
 from transformers import AutoModelForCausalLM
 
 import layerbudget as lb
 from layerbudget.cli import main
+from layerbudget.compressors.formats import find_runtime
 from layerbudget.decisions.bits import apply as A
 from layerbudget.decisions.bits import packed
 from layerbudget.decisions.bits.apply import QuantisationReceipt, apply_bits, write_bits
-from layerbudget.decisions.bits.export import auto_round, llama_cpp
+from layerbudget.decisions.bits.export import auto_round, llama_cpp, mlx
 from layerbudget.decisions.bits.gguf import GgufWriter, file_bytes, head_bytes
 from layerbudget.decisions.bits.plan import plan_bits
 from layerbudget.decisions.bits.sensitivity import rounding_damage
@@ -44,8 +46,11 @@ def data():
 
 
 def planned(model, family, bits, method="rtn", **options):
-    own = {} if family == "gguf" else {"group": 32}
-    return plan_bits(rounding_damage(model, data(), family=family, draws=1, method=method, **own, **options), bits=bits)
+    own = {} if family == "gguf" or "formats" in options else {"group": 32}
+    return plan_bits(
+        rounding_damage(model, data(), family=family or "compressed-tensors", draws=1, method=method, **own, **options),
+        bits=bits,
+    )
 
 
 def written(out, name, family, bits, method="rtn", **options):
@@ -106,6 +111,46 @@ def test_a_compressed_tensors_folder_is_the_rounded_model(tmp_path, name, runtim
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     bits = {g["weights"]["num_bits"] for g in config["config_groups"].values()}
     assert config["format"] == "pack-quantized" and (runtime != "vllm" or bits <= {4, 8})
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_floating_point_and_integers_in_one_folder(tmp_path, method):
+    """transformers reads the planned weights to the bit; what vLLM fuses shares a format and a global scale."""
+    formats = ["nvfp4", "fp8", "w4-g32"]
+    model, plan, receipt = written(tmp_path / "out", "qwen2", "", 6.6, method, runtime="vllm", formats=formats)
+    assert receipt.bytes == receipt.planned and receipt.tensors == plan.budget["file"] and not receipt.notes
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    packings = {"nvfp4": "nvfp4-pack-quantized", "fp8": "float-quantized", "w4-g32": "pack-quantized"}
+    assert config["format"] == "mixed-precision"
+    assert {g["format"] for g in config["config_groups"].values()} == {packings[f] for f in formats}
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()  # transformers makes numbers at the first forward
+    read, ids = lb.load_model(str(tmp_path / "out"), dtype="float32"), zoo.tokens(2, 14, vocabulary=96).input_ids
+    with torch.no_grad():
+        back(ids)
+    for name, form in plan.extra["formats"].items():
+        weight = model.get_submodule(name).weight
+        assert torch.equal(read.get_submodule(name).weight, weight), name
+        assert form == "w4-g32" or torch.equal(back.get_submodule(name).weight.float(), weight), name
+    stored = {n: t for f in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(f).items()}
+    scales: dict = {}
+    for name, value in stored.items():
+        if name.endswith("global_scale"):
+            scales.setdefault(find_runtime("vllm").together(name.removesuffix(".weight_global_scale")), set()).add(value.item())
+    assert scales and all(len(s) == 1 for s in scales.values())
+    with pytest.raises(InvalidInput, match="gets fp8|gets nvfp4"):
+        auto_round(plan)
+    assert not (tmp_path / "out" / "autoround-layer_config.json").exists()
+
+
+def test_mlx_gets_bits_and_groups_by_module():
+    plan = planned(wide("llama"), "", 5.0, formats=["w2-g64", "w4-g32", "w6-g64"])
+    held = json.loads(mlx(plan))["quantization"]
+    kinds = {"w2-g64": (64, 2), "w4-g32": (32, 4), "w6-g64": (64, 6)}
+    for name, form in plan.extra["formats"].items():
+        assert held.pop(name) == (False if form == "bf16" else dict(zip(("group_size", "bits"), kinds[form], strict=True)))
+    assert held == {"group_size": 32, "bits": 2} and EXPORTS.find("mlx").text(plan, {}) == mlx(plan)
+    with pytest.raises(InvalidInput, match="MLX has no (fp8|nvfp4)"):
+        mlx(planned(wide("llama"), "", 6.0, formats=["nvfp4", "fp8"]))
 
 
 def test_zero_points_are_written_as_the_package_reads_them(tmp_path):
@@ -228,7 +273,7 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(InvalidInput, match="gives no formats"):
         apply_bits(sliding, zoo.plan(sliding))
     plan = planned(llama, "compressed-tensors", 5.0)
-    monkeypatch.setitem(sys.modules, "compressed_tensors.compressors.pack_quantized.base", None)
+    monkeypatch.setitem(sys.modules, "compressed_tensors.compressors", None)
     with pytest.raises(MissingDependency, match=r"layerbudget\[bits\]"):
         write_bits(llama, plan, out)
     assert not list(tmp_path.iterdir())

@@ -32,7 +32,7 @@ from ...progress import Progress, Steps
 from ...records import Record, write_text
 from ...storage.folders import check_folder, new_folder
 from ...storage.parts import Parts
-from .blocks import check_writable, layers_of, modules_by_name
+from .blocks import check_writable, layers_of, modules_by_name, peaks
 from .export import auto_round, llama_cpp
 from .gguf import GGUF_FILE, GgufWriter, recount_gguf
 from .packed import ZERO_POINTS, PackedWriter, check_loads, recount_safetensors
@@ -182,10 +182,11 @@ def write_bits(
 def _pieces(model: nn.Module, formats: Mapping[str, str]) -> dict[str, list[Job]]:
     """Jobs by layer, in the order in which the model is rounded: those outside the layers (``""``) first."""
     modules, names = modules_by_name(model, formats), [name for name, _ in layers(model)]
+    top = peaks(model, formats)
     pieces: dict[str, list[Job]] = {name: [] for name in ("", *names)}
     for name, layer in layers_of(model, modules).items():
         find_format(formats[name]).check(name, modules[name].d_in)
-        job = Job(module=modules[name], level=Level(format=formats[name]))
+        job = Job(module=modules[name], level=Level(format=formats[name], peak=top.get(name)))
         pieces["" if layer is None else names[layer]].append(job)
     return pieces
 
@@ -283,7 +284,7 @@ def _finish(folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, write
             raise CoverageError(what, "", "Report this; nothing is kept.")
     if gguf:
         write_text(folder / "tensor-types.txt", llama_cpp(plan))
-    else:
+    elif not any(find_format(f).floating for f in formats.values()):
         write_text(folder / "autoround-layer_config.json", auto_round(plan))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -15,7 +15,18 @@ import torch
 from torch import nn
 
 from ...compressors.base import find_quantiser
-from ...compressors.formats import ALIGNMENT, GGUF, PACKED, TYPES, Format, Runtime, find_format, find_runtime, need_gguf
+from ...compressors.formats import (
+    ALIGNMENT,
+    GGUF,
+    PACKED,
+    RUNTIMES,
+    TYPES,
+    Format,
+    Runtime,
+    find_format,
+    find_runtime,
+    need_gguf,
+)
 from ...errors import InvalidInput, UnknownBlock
 from ...models.blocks import config_of, layers, partition, pretrained, weight_of
 from ...records import Block, Module, natural_key
@@ -124,6 +135,19 @@ def layers_of(model: nn.Module, matrices: Iterable[str]) -> dict[str, int | None
     """Return the layer that every matrix lies in; None for embedding and head."""
     prefixes = {f"{name}.": i for i, (name, _) in enumerate(layers(model))}
     return {name: next((i for p, i in prefixes.items() if name.startswith(p)), None) for name in matrices}
+
+
+def peaks(model: nn.Module, formats: Mapping[str, str]) -> dict[str, float]:
+    """Return the largest magnitudes of matrices in ``nvfp4``, each with all that vLLM fuses it with: one number scales them."""
+    members: dict[str, list[str]] = {}
+    for name in modules_by_name(model, [b.name for b in partition(model, "linear")]):
+        members.setdefault(RUNTIMES["vllm"].together(name), []).append(name)
+    found: dict[str, float] = {}
+    for names in members.values():
+        wanted = [n for n in names if formats.get(n) == "nvfp4"]
+        if wanted:
+            found |= dict.fromkeys(wanted, max(float(weight_of(model, n)[1].detach().abs().max()) for n in names))
+    return found
 
 
 def _fixed_bytes(model: nn.Module, blocks: Iterable[Block], family: str) -> int:

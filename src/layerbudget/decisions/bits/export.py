@@ -11,6 +11,7 @@ from ...errors import InvalidInput
 from ...plan import Plan
 from .program import formats_of_plan
 
+_MLX_BITS, _MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 _FIRST = ("llama", "qwen2", "qwen3")  # architectures whose names are tried first
 
 
@@ -25,9 +26,33 @@ def auto_round(plan: Plan) -> str:
     """Return ``{module: {bits, group_size, sym, data_type}}`` as JSON, for ``AutoRound(layer_config=...)``."""
     found: dict[str, dict[str, Any]] = {}
     for name, form in _formats(plan, PACKED).items():
+        if form.floating:
+            what = f"{name} gets {form.name}, and AutoRound's table is written for integers alone."
+            raise InvalidInput(what, "", "Apply the plan here, or plan with integers (w4-g32, ...).")
         whole = {"bits": form.bits, "group_size": -1 if form.group is None else form.group, "sym": form.symmetric}
         found[name] = {"bits": 16, "data_type": "float"} if form.plain else {**whole, "data_type": "int"}
     return json.dumps(found, indent=1) + "\n"
+
+
+def mlx(plan: Plan) -> str:
+    """Return the entry ``quantization`` of ``config.json`` as mlx_lm keeps it: ``{module: {group_size, bits}}``, 16 bits false.
+
+    MLX's own grids have a minimum in 16 bits for every group: a matrix takes 16 bits per group more than planned.
+    """
+    forms = _formats(plan, PACKED)
+    for name, form in forms.items():
+        if not form.plain and (form.floating or form.bits not in _MLX_BITS or form.group not in _MLX_GROUPS):
+            raise InvalidInput(
+                f"MLX has no {form.name}, which {name} gets.",
+                "It has 2, 3, 4, 5, 6 and 8 bits in groups of 32, 64 and 128.",
+                "Plan with --formats w2-g64,w3-g64,w4-g64,w6-g64,w8-g64.",
+            )
+        if ".experts." in name:
+            raise InvalidInput(f"{name} is a stack of experts, which MLX names otherwise.", "", "Keep experts in 16 bits.")
+    held = {n: False if f.plain else {"group_size": f.group, "bits": f.bits} for n, f in forms.items()}
+    rounded = [f for f in forms.values() if not f.plain]
+    least = {"group_size": min((f.group or 0 for f in rounded), default=64), "bits": min((f.bits for f in rounded), default=4)}
+    return json.dumps({"quantization": {**least, **held}}, indent=1) + "\n"
 
 
 def _formats(plan: Plan, family: str) -> dict[str, Format]:

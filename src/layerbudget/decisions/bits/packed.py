@@ -1,4 +1,4 @@
-"""A compressed-tensors folder: integers packed by the package itself, an ordinary transformers checkpoint around them."""
+"""A compressed-tensors folder: numbers packed by the package itself, an ordinary transformers checkpoint around them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from ...models.loading import load_model
 from ...models.machine import SHARE, free_bytes
 
 SHARD = 1 << 29  # bytes of one file; one tensor may be larger
-PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape")
 ZERO_POINTS = "transformers 5.23 does not load packed zero points (compressed-tensors 0.20); vLLM reads them."
 
 
@@ -62,10 +62,11 @@ class PackedWriter:
         state = {n: t for n, t in pretrained(self.model).state_dict().items() if n not in left and inside(n)}
         found = _as_saved(self.model, {n: t for n, t in state.items() if n not in fused})
         found |= {n: t.detach().clone() for n, t in state.items() if n in fused}
+        found = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in found.items()}
         for name, form in packed.items():
             stored = _pack(matrix_of(self.modules[name]), rounded[name][0], form, name)
             found |= {f"{name}.{part}": t for part, t in stored.items()}
-        return {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in found.items()}
+        return found
 
     def restore(self, names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
         """Put matrices that were written before into the model again."""
@@ -119,28 +120,37 @@ class PackedWriter:
 def _scheme(form: Format) -> dict[str, Any]:
     """Arguments of a format as compressed-tensors names them."""
     shape: dict[str, Any] = {"strategy": "channel"} if form.group is None else {"strategy": "group", "group_size": form.group}
-    return {"num_bits": form.bits, "type": "int", "symmetric": form.symmetric, "dynamic": False, **shape}
+    if form.floating and form.group:
+        shape |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+    kind = "float" if form.floating else "int"
+    return {"num_bits": form.bits, "type": kind, "symmetric": form.symmetric, "dynamic": False, **shape}
 
 
 def _pack(weight: torch.Tensor, rounded: Rounded, form: Format, name: str) -> dict[str, torch.Tensor]:
     """The tensors of one matrix ``(d_out, d_in)``; read back, they are the rounded weights."""
-    packer, scheme = need_packing()
+    packer, scheme = need_packing(form.packing)
     given = {"weight": weight.float(), "weight_scale": rounded.scale, "weight_zero_point": rounded.zero}
+    if form.floating:
+        given["weight_scale"] = cast(torch.Tensor, rounded.scale).float()
+    if rounded.unit is not None:
+        given["weight_global_scale"] = torch.tensor([rounded.unit])
     how = scheme(targets=["Linear"], weights=_scheme(form))
-    stored = packer.compress(given, how)
-    back = packer.decompress({**stored, "weight_scale": stored["weight_scale"].float()}, how)["weight"]
+    stored = {k: v.contiguous() for k, v in packer.compress(given, how).items() if v is not None}
+    if form.packing == "float-quantized":
+        stored["weight_scale"] = stored["weight_scale"].to(torch.bfloat16)
+    back = _unpack({f"{name}.{k}": v for k, v in stored.items()}, form, name)
     if not torch.equal(back.to(weight.dtype), weight):
         raise CoverageError(f"{name} reads back as other weights than were planned.", "", "Report this; nothing is kept.")
-    return {k: v.contiguous() for k, v in stored.items()}
+    return stored
 
 
 def _unpack(tensors: Mapping[str, torch.Tensor], form: Format, name: str) -> torch.Tensor:
     """The rounded weights of one matrix, ``(d_out, d_in)`` float32, from the tensors that :func:`_pack` made."""
-    packer, scheme = need_packing()
-    stored = {n.removeprefix(f"{name}."): t for n, t in tensors.items() if n.startswith(f"{name}.weight_")}
+    packer, scheme = need_packing(form.packing)
+    stored = {k: tensors[f"{name}.{k}"] for k in ("weight", *PARTS) if f"{name}.{k}" in tensors}
     stored["weight_scale"] = stored["weight_scale"].float()
     weight: torch.Tensor = packer.decompress(stored, scheme(targets=["Linear"], weights=_scheme(form)))["weight"]
-    return weight
+    return weight.float()
 
 
 def _quantization_config(formats: Mapping[str, Format], others: Sequence[str]) -> dict[str, Any]:
@@ -149,14 +159,17 @@ def _quantization_config(formats: Mapping[str, Format], others: Sequence[str]) -
     for name, form in formats.items():
         if not form.plain:
             groups.setdefault(form, []).append(name)
-    quiet = {"input_activations": None, "output_activations": None, "format": "pack-quantized"}
+    quiet = {"input_activations": None, "output_activations": None}
     config_groups = {
-        f"group_{i}": {"targets": [f"re:^{re.escape(n)}$" for n in names], "weights": _scheme(form), **quiet}
+        f"group_{i}": {
+            "targets": [f"re:^{re.escape(n)}$" for n in names], "weights": _scheme(form), **quiet, "format": form.packing,
+        }
         for i, (form, names) in enumerate(groups.items())
-    }
+    }  # fmt: skip
+    packings = {form.packing for form in groups} or {"pack-quantized"}
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": packings.pop() if len(packings) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "ignore": sorted({*(n for n, f in formats.items() if f.plain), *others}),
         "config_groups": config_groups,

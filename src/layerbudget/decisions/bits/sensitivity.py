@@ -39,7 +39,7 @@ from ...sensitivity.directional.directions import Directions, Written
 from ...sensitivity.directional.terms import pooled, quadratic_terms
 from ...sensitivity.directional.trials import Originals
 from .apply import need_data, quantiser_of, round_matrices
-from .blocks import formats_table, layers_of, modules_by_name
+from .blocks import formats_table, layers_of, modules_by_name, peaks
 from .program import ESTIMATOR, Table
 
 KEEP_BYTES = 1 << 30  # rounding errors of larger models are made again whenever they are needed
@@ -99,6 +99,8 @@ class _Damage:
         first = {i: table.blocks[i].modules[0].name for i in decided}
         where = layers_of(model, first.values())
         self.layer = {i: where[name] for i, name in first.items()}
+        small = dict.fromkeys((m.name for i in decided for m in table.blocks[i].modules), "nvfp4")
+        self.peaks = peaks(model, small) if "nvfp4" in table.formats else {}
         self.damage, self.rest = table.damage.copy(), np.zeros((*table.damage.shape, data.samples))
         self.passes = 0.0
 
@@ -170,7 +172,7 @@ class _Damage:
         views = {m.name: matrices(*weight_of(self.model, m.name)) for m in self.table.blocks[i].modules}
         if self.quantiser.statistic == "none":
             offloaded = mapped(self.model)
-            again = {n: RoundingErrors(v, self.quantiser, names, offloaded) for n, v in views.items()}
+            again = {n: RoundingErrors(v, self.quantiser, names, offloaded, self.peaks.get(n)) for n, v in views.items()}
             size = 4 * len(names) * sum(b.numel for b in self.table.blocks)
             keep = offloaded is None and size <= KEEP_BYTES
             return {n: Written(e.all()) if keep else e for n, e in again.items()}
@@ -179,8 +181,9 @@ class _Damage:
         originals, made = Originals(self.model, [self.table.blocks[i]]), dict[Any, Any]()
         for j in np.flatnonzero(self.table.has[i]):
             originals.restore()
-            level = Level(format=self.table.formats[j])
-            self.treating.jobs([Job(module=m, level=level) for m in self.table.blocks[i].modules], statistics, made)
+            name, modules = self.table.formats[j], self.table.blocks[i].modules
+            jobs = [Job(module=m, level=Level(format=name, peak=self.peaks.get(m.name))) for m in modules]
+            self.treating.jobs(jobs, statistics, made)
             for name, held in views.items():
                 deltas[name][j] = torch.cat([v.detach() for v in held]) - dense[name]
         originals.restore()
@@ -191,7 +194,8 @@ class RoundingErrors(Directions):
     """Rounding errors that are made again whenever they are needed: nothing is kept of a large model.
 
     ``views`` are the copies of the matrix, ``(d_out, d_in)`` each; names of formats are None where the block does not have
-    them. Of ``offloaded`` weights the errors are those of what layers compute with.
+    them, ``peak`` is that of a :class:`~layerbudget.compressors.base.Level`. Of ``offloaded`` weights the errors are those of
+    what layers compute with.
     """
 
     def __init__(
@@ -200,8 +204,10 @@ class RoundingErrors(Directions):
         quantiser: Quantiser,
         names: Sequence[str | None],
         offloaded: Mapped | None = None,
+        peak: float | None = None,
     ) -> None:
         self.views, self.quantiser, self.names, self.offloaded = list(views), quantiser, list(names), offloaded
+        self.peak = peak
         self.groups, self.levels = 1, len(self.names)
 
     def along(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -231,7 +237,7 @@ class RoundingErrors(Directions):
         for view in self.views:
             for rows in view.detach().split(max(1, CACHED // view.shape[1])):
                 held = rows if self.offloaded is None else rows.to(self.offloaded.device, self.offloaded.dtype)
-                yield self.quantiser.apply(held, None, Level(format=self.names[level])) - held
+                yield self.quantiser.apply(held, None, Level(format=self.names[level], peak=self.peak)) - held
 
 
 def _norms(directions: Directions) -> np.ndarray:
