@@ -29,7 +29,7 @@ from layerbudget.records import dumps, write_text
 from layerbudget.scores import Scores
 from program import environment
 
-RULES = ("uniform", "ends", "mix", "first-order", "measured", "directional")
+RULES = ("uniform", "ends", "first-order", "measured", "directional")
 
 
 def first_order(model, data, scores: Scores) -> Scores:
@@ -105,9 +105,9 @@ class Bench:
     def row(self, bits: float, method: str, rule: str) -> tuple[dict[str, Any], np.ndarray]:
         """One plan, in the model as a whole."""
         scores = self.damages(rule, method)
-        plan = plan_bits(scores, budget=budget_of(scores, bits), rule=rule if rule in ("uniform", "ends", "mix") else "choices")
+        plan = plan_bits(scores, budget=budget_of(scores, bits), rule=rule if rule in ("uniform", "ends") else "choices")
         rows = self.joint.rows_of(self.model, plan.extra["formats"], self.fit, method)
-        blind = rule in ("uniform", "ends", "mix")
+        blind = rule in ("uniform", "ends")
         spent = {"passes": 0.0 if blind else scores.extra["choices"]["passes"], "bytes": plan.budget["spent"]}
         return {"bits": bits, "method": method, "rule": rule, "exact_bits": plan.extra["bits"], **spent,
                 "predicted": plan.extra["predicted"], **describe_rows(rows)}, rows  # fmt: skip

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ..compressors.base import QUANTISERS, TREATMENTS
-from ..compressors.formats import FAMILIES, PACKED, RUNTIMES, find_format, find_runtime
-from ..decisions.bits.program import RULES, check_bits
+from ..compressors.formats import FAMILIES, GGUF, PACKED, RUNTIMES, find_format, find_runtime
+from ..decisions.bits.program import RULES, Limits
 from ..errors import InvalidInput
 from ..plan import Plan
 from ..records import check_fraction, check_output
 from ..registry import Option, options_of
 from .display import announce, expect, progress_bar, say, say_share, show_table, text_of, words_of
-from .options import add, add_data, add_set, add_verb, batch_of, load, options_for
+from .options import add, add_data, add_set, add_verb, batch_of, given, load, options_for
 
 
 def is_model(a: argparse.Namespace) -> bool:
@@ -87,9 +87,12 @@ def add_bits(kinds: Any, handler: Any) -> argparse.ArgumentParser:
     budget = p.add_mutually_exclusive_group(required=True)
     budget.add_argument("--bits", type=float, help="mean bits per weight, scales and padding counted: 3.5")
     budget.add_argument("--budget", help="bytes of all tensors of the file: '1.2 GiB'")
+    budget.add_argument("--like", metavar="MIX", help="the bytes of a mix of llama.cpp: Q4_K_M, IQ3_XS, ... (GGUF)")
     p.add_argument("--format", dest="family", choices=FAMILIES, help=f"what is written (default: {PACKED})")
     p.add_argument("--runtime", choices=tuple(RUNTIMES), help="vllm: q/k/v, gate/up and experts agree, 4 and 8 bits only")
     p.add_argument("--formats", metavar="LIST", help="choose among these: Q4_0,Q5_1,Q8_0 or w3-g32,w4-g32-asym,w8-channel")
+    p.add_argument("--forbid", metavar="LIST", help="formats not to use: IQ3_S,slow-cpu (lattices) or slow-gpu")
+    p.add_argument("--keep", action="append", metavar="REGEX=FORMAT", help="format of matrices: 'lm_head=Q8_0' (repeatable)")
     p.add_argument("--by", choices=("linear", "layer"), help="one format per matrix or per layer (default: linear)")
     p.add_argument("--method", choices=QUANTISERS.names(), help="quantiser that will write the file (default: rtn)")
     p.add_argument(
@@ -107,6 +110,14 @@ def add_bits(kinds: Any, handler: Any) -> argparse.ArgumentParser:
     return p
 
 
+def limits_of(a: argparse.Namespace) -> dict[str, Any]:
+    """Return the budget and the constraints that a command names, for ``plan_bits``."""
+    pairs = [words.rpartition("=")[::2] for words in a.keep or ()]
+    if broken := next((words for words, (pattern, _) in zip(a.keep or (), pairs, strict=True) if not pattern), None):
+        raise InvalidInput(f"--keep {broken} names no format.", "It is REGEX=FORMAT.", "Write for example 'lm_head=Q8_0'.")
+    return given(a, "bits", "budget", "like") | {"forbid": a.forbid.split(",") if a.forbid else [], "keep": dict(pairs)}
+
+
 def plan_bits(a: argparse.Namespace) -> Plan:
     """Return the plan by the damage of formats to a model, checked as a whole and written."""
     from ..decisions.bits.blocks import formats_table
@@ -116,11 +127,14 @@ def plan_bits(a: argparse.Namespace) -> Plan:
     from ..models.offload import mapped
 
     _begin(a)
-    check_bits(a.bits)
+    limits = limits_of(a)
+    Limits(**limits).check()
     a.formats = a.formats.split(",") if a.formats else None
+    a.family = a.family or (PACKED if a.like is None else GGUF)
     for name in a.formats or ():
-        find_runtime(a.runtime, a.family or PACKED).check(find_format(name, a.family or PACKED))
-    own = options_for(a, plan_bits, rounding_damage, formats_table, {"check": Option(name="check", type=int, default=16)})
+        find_runtime(a.runtime, a.family).check(find_format(name, a.family))
+    beside = {"check": Option(name="check", type=int, default=16)}
+    own = options_for(a, plan_bits, rounding_damage, formats_table, beside) | limits
     count = own.pop("check", 16)
     if count < 0:
         raise InvalidInput(f"check is {count}.", "It is a number of sequences; 0 checks nothing.", "Leave it out.")

@@ -119,7 +119,7 @@ def run_bits(a: argparse.Namespace) -> dict[str, Any]:
     if not a.source.endswith(".json"):
         return _finish(a, measured.plan_bits(a))
     refuse(a, (*_MEASURING, *DATA, *PLACE), "scores that were measured before")
-    return _finish(a, plan_bits(need_scores(a.source), **given(a, "bits", "budget", "rule")), write=True)
+    return _finish(a, plan_bits(need_scores(a.source), **measured.limits_of(a), rule=a.rule), write=True)
 
 
 def run_shapes(a: argparse.Namespace) -> dict[str, Any]:

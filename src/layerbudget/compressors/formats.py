@@ -140,6 +140,12 @@ _GGUF = (  # name, bits of a code, inputs of a block, its bytes; the smallest fi
 _NEED_INPUTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS")  # which ggml, or llama-quantize, rounds by an importance matrix only
 # Not in the menu unless named: IQ1 ruins what it rounds and takes ggml longest, NVFP4 loses to IQ4_NL in the same bytes.
 _BY_NAME = ("IQ1_S", "IQ1_M", "NVFP4")
+# Types that a processor computes with slowly. On a core with AVX-512, ggml's products read 1.9 to 3.2 GB/s of these lattices,
+# and 4.7 GB/s or more of all other types (Q4_K 8.2). On NVIDIA cards, prompts have no kernel for IQ1_M (mmq.cu, November 2026).
+SLOW = {
+    "slow-cpu": ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+    "slow-gpu": ("IQ1_M",),
+}
 TYPES = tuple(Format(name=name, family=GGUF, bits=bits, group=group, block_bytes=size) for name, bits, group, size in _GGUF)
 _FLOATING = (
     Format(name="nvfp4", family=PACKED, bits=4, group=16, floating=True),

@@ -64,6 +64,7 @@ class Formats(TypedDict):
     predicted_error: float
     baselines: dict[str, dict[str, float]]
     near_ties: list[dict[str, Any]]
+    mix: NotRequired[str]
 
 
 class _Adapter(TypedDict):

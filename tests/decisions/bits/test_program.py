@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerbudget.compressors.formats import find_format
+from layerbudget.decisions.bits.mixes import MIXES, LlamaModel, Tensor, types_of
 from layerbudget.decisions.bits.plan import plan_bits
-from layerbudget.decisions.bits.program import RULES, Table
+from layerbudget.decisions.bits.program import BASELINES, Table
 from layerbudget.errors import CorruptFile, InfeasibleBudget, InvalidInput, UnknownUnit
 from layerbudget.plan import Plan
 from layerbudget.plans.compare import diff_plans, sweep
@@ -40,7 +41,7 @@ def record(layers=4, seed=0, gap=False):
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**6), st.floats(2.6, 16), st.booleans(), st.sampled_from(RULES))
+@given(st.integers(0, 10**6), st.floats(2.6, 16), st.booleans(), st.sampled_from(["choices", *BASELINES]))
 def test_every_rule_keeps_the_budget_and_none_beats_the_program(seed, bits, gap, rule):
     scores = record(seed=seed, gap=gap)
     plan, best = plan_bits(scores, bits=bits, rule=rule), plan_bits(scores, bits=bits)
@@ -58,7 +59,7 @@ def test_baselines_spend_what_they_can():
     scores = record(layers=12)
     for bits in (3.0, 3.6, 4.2, 5.0):
         limit = plan_bits(scores, bits=bits).budget["limit"]
-        for rule in ("uniform", "mix", "ends"):
+        for rule in ("uniform", "ends"):
             assert plan_bits(scores, bits=bits, rule=rule).budget["spent"] > 0.97 * limit
     even = plan_bits(scores, bits=3.5, rule="uniform").extra["formats"]
     table = Table.of(scores)
@@ -68,8 +69,6 @@ def test_baselines_spend_what_they_can():
     assert set(even.values()) == {"w2-g32", "w3-g32"}
     ends = plan_bits(scores, budget=f"{exact + 1000 + 3072} bytes", rule="ends").extra["formats"]
     assert {n.split(".")[2] for n, f in ends.items() if f != "w3-g32"} == {"0", "11"}
-    mix = plan_bits(scores, budget=f"{exact + 1000 + 3072} bytes", rule="mix").extra["formats"]
-    assert {n.split(".")[-1] for n, f in mix.items() if f != "w3-g32"} <= {"v_proj", "down_proj"}
 
 
 def test_bits_per_weight_lie_within_what_a_plan_can_have():
@@ -105,7 +104,7 @@ def test_bad_input_is_one_sentence():
         plan_bits(scores, budget="10 bytes")
     with pytest.raises(UnknownUnit, match="not in bytes"):
         plan_bits(scores, budget="3M params")
-    with pytest.raises(InvalidInput, match="either bits or a budget"):
+    with pytest.raises(InvalidInput, match="Give one of bits, budget and like"):
         plan_bits(scores)
     with pytest.raises(InvalidInput, match="above 0 and at most 16"):
         plan_bits(scores, bits=float("nan"))
@@ -117,3 +116,109 @@ def test_bad_input_is_one_sentence():
         plan_bits(scores, bits=4, group=32)
     with pytest.raises(InvalidInput, match="say nothing of formats"):
         plan_bits(Scores.from_values(scores.blocks, {b.name: 1.0 for b in scores.blocks}), bits=4)
+
+
+# --- GGUF: llama.cpp's mixes, forbidden and kept formats ---------------------------------------------------------------------
+
+TYPES = ["IQ2_S", "Q2_K", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_0", "Q4_K", "Q4_1", "Q5_0", "Q5_K", "Q5_1", "Q6_K", "Q8_0", "F16"]
+PARTS = {"self_attn.q_proj": "attn_q", "self_attn.v_proj": "attn_v", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+
+
+def gguf_record(layers=8, seed=0, formats=TYPES, imatrix=True, width=512, heads=2):
+    """Damages that fall with the bytes, and differ by matrix."""
+    rng = np.random.default_rng(seed)
+    modules = [Module(name="model.embed_tokens", d_out=1024, d_in=width), Module(name="lm_head", d_out=1024, d_in=width)]
+    stored = [["token_embd.weight"], ["output.weight"]]
+    for i in range(layers):
+        modules += [Module(name=f"model.layers.{i}.{n}", d_out=256, d_in=width) for n in PARTS]
+        stored += [[f"blk.{i}.{n}.weight"] for n in PARTS.values()]
+    blocks = [Block(name=m.name, modules=(m,)) for m in modules]
+    fits = [[find_format(f).fits(m.d_in) for f in formats] for m in modules]
+    size = [
+        [find_format(f).bytes(m.d_out, m.d_in) if ok else None for f, ok in zip(formats, row)] for m, row in zip(modules, fits)
+    ]
+    weight = np.exp(2 * rng.normal(size=len(modules)))
+    damage = [[None if b is None else w * 4.0 ** (-8 * b / m.numel) for b in row] for m, w, row in zip(modules, weight, size)]
+    own = {"fixed": 4096, "family": "gguf", "runtime": "llama.cpp", "method": "weighted" if imatrix else "rtn"}
+    own |= {"llama": {"architecture": "llama", "layers": layers, "heads": heads, "experts": 0, "imatrix": imatrix}}
+    error = [[0.05 * (x or 0) for x in row] for row in damage]
+    choices = {"formats": formats, "size": size, "damage": damage, "error": error, "stored": stored}
+    choices |= {"rest": [[[e] for e in row] for row in error], **own}
+    gain = {b.name: max(d for d in row if d is not None) for b, row in zip(blocks, damage, strict=True)}
+    return Scores.from_values(blocks, gain, estimator="rounding", extra={"choices": choices})
+
+
+def mix_bytes(scores, mix):
+    """Bytes of a mix, and its types, from the rules and the sizes of its types alone."""
+    held = scores.extra["choices"]
+    modules = [b.modules[0] for b in scores.blocks]
+    tensors = [Tensor(name=n, d_out=m.d_out, d_in=m.d_in) for (n,), m in zip(held["stored"], modules, strict=True)]
+    types = types_of(mix, LlamaModel(**held["llama"]), tensors)
+    return sum(find_format(t).bytes(m.d_out, m.d_in) for t, m in zip(types, modules, strict=True)), types
+
+
+@pytest.mark.parametrize(
+    "mix", ["Q2_K", "IQ3_M", "Q3_K_S", "Q3_K_L", "IQ4_XS", "Q4_0", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
+)
+def test_a_plan_like_a_mix_has_its_bytes_at_most_and_less_damage(mix):
+    scores = gguf_record()
+    size, types = mix_bytes(scores, mix)
+    plan, own = plan_bits(scores, like=mix.lower()), plan_bits(scores, like=mix, rule="mix")
+    assert plan.budget["limit"] == size >= plan.budget["spent"] and plan.hyperparameters["like"] == mix.lower()
+    assert list(own.extra["formats"].values()) == types and own.budget["spent"] == size
+    assert plan.extra["mix"] == own.extra["mix"] == mix
+    assert plan.extra["baselines"]["mix"] == {"predicted": own.extra["predicted"], "spent": size}
+    assert plan.extra["predicted"] <= own.extra["predicted"]
+    assert Plan.from_dict(plan.to_dict()).to_dict() == plan.to_dict()
+
+
+def test_a_plan_is_compared_with_the_best_mix_that_fits():
+    scores = gguf_record()
+    limit = mix_bytes(scores, "Q4_K_M")[0] + 5000
+    plan = plan_bits(scores, budget=f"{limit + 4096} bytes")
+    fitting = {m: plan_bits(scores, like=m, rule="mix") for m in MIXES if mix_bytes(scores, m)[0] <= limit and
+               set(mix_bytes(scores, m)[1]) <= set(TYPES)}  # fmt: skip
+    best = min(fitting, key=lambda m: fitting[m].extra["predicted"])
+    assert plan.extra["mix"] == best and plan.extra["baselines"]["mix"]["predicted"] == fitting[best].extra["predicted"]
+    blind = plan_bits(gguf_record(imatrix=False), like="IQ2_M")  # llama.cpp makes none without an importance matrix
+    assert blind.budget["limit"] == mix_bytes(scores, "IQ2_M")[0] and blind.extra.get("mix") != "IQ2_M"
+    assert plan_bits(gguf_record(formats=["Q4_0", "F16"]), bits=6).extra.get("mix") is None
+
+
+def test_forbidden_formats_are_not_used_and_kept_ones_are():
+    scores = gguf_record()
+    keep = {"lm_head": "Q8_0", r"blk\.0\.ffn": "Q6_K"}
+    plan = plan_bits(scores, like="Q3_K_M", forbid=["slow-cpu", "Q2_K"], keep=keep)
+    formats = plan.extra["formats"]
+    assert not {"IQ2_S", "IQ3_S", "Q2_K"} & set(formats.values()) and formats["lm_head"] == "Q8_0"
+    assert {f for n, f in formats.items() if ".layers.0.mlp." in n} == {"Q6_K"}
+    assert plan.hyperparameters["forbid"] == ["slow-cpu", "Q2_K"] and plan.hyperparameters["keep"] == keep
+    mixed = plan_bits(scores, like="Q5_K_M", keep=keep, rule="mix").extra
+    types = dict(zip(scores.names, mix_bytes(scores, mixed["mix"])[1], strict=True))
+    changed = {n for n, f in mixed["formats"].items() if types[n] != f}
+    assert "lm_head" in changed and changed <= {"lm_head", *(f"model.layers.0.{p}" for p in PARTS)}
+    for bad, words in (
+        ({"forbid": ["slow"]}, "no format 'slow'"),
+        ({"keep": {"lm_head": "slow-cpu"}}, "no format 'slow-cpu'"),
+        ({"keep": {"head": "IQ2_XXS"}}, "lm_head may not have any format that it can have"),
+        ({"keep": {"nothing": "Q8_0"}}, "no matrix matches"),
+        ({"keep": {"(": "Q8_0"}}, "no regular expression"),
+        ({"forbid": [*TYPES]}, "may not have any format"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            plan_bits(scores, bits=4.0, **bad)
+    with pytest.raises(InfeasibleBudget, match=r"The smallest plan takes \d+ bytes \(3\..*forbid and keep less"):
+        plan_bits(scores, bits=3.2, forbid=["slow-cpu", "Q2_K"])
+
+
+def test_budgets_like_a_mix_are_for_files_of_llama_cpp():
+    with pytest.raises(InvalidInput, match="no mix 'Q4_K_XL'"):
+        plan_bits(gguf_record(), like="Q4_K_XL")
+    with pytest.raises(InvalidInput, match="The bytes of Q4_K_M cannot be counted"):
+        plan_bits(record(), like="q4_k")
+    with pytest.raises(InvalidInput, match="bits and like were given together"):
+        plan_bits(gguf_record(), like="Q4_K_M", bits=4)
+    with pytest.raises(InvalidInput, match="No mix of llama.cpp can be the plan"):
+        plan_bits(record(), bits=4, rule="mix")
+    with pytest.raises(InfeasibleBudget, match="The smallest plan takes"):
+        plan_bits(gguf_record(), like="IQ1_S")

@@ -130,7 +130,7 @@ def test_the_check_is_of_the_whole_plan_and_leaves_the_model_alone(tmp_path):
     fit, held_out = (zoo.tokens(12, 16).select(rows) for rows in (slice(0, 8), slice(8, 12)))
     plan = plan_bits(model, fit, held_out, bits=4.0, group=32, method="gptq", save_scores=tmp_path / "scores.json")
     check = plan.extra["check"]
-    assert describe(model) == describe(dense) and set(check["rows"]) == {"choices", "uniform", "mix"}
+    assert describe(model) == describe(dense) and set(check["rows"]) == {"choices", "uniform"}
     assert check["rows"][check["taken"]]["kl"] == min(r["kl"] for r in check["rows"].values())
     assert plan.rule == check["taken"] and plan.extra["asked"] == "choices"
     apply_bits(model, plan, fit)
@@ -140,14 +140,14 @@ def test_the_check_is_of_the_whole_plan_and_leaves_the_model_alone(tmp_path):
     held = {**held, "damage": [[None if d is None else 1 / (d + 1e-6) if d else 1e9 for d in row] for row in held["damage"]]}
     scores = dataclasses.replace(scores, extra={"choices": held})
     wrong = check_plan(dense, plan_bits(scores, bits=5.0), scores, fit, held_out)
-    assert wrong.rule in ("uniform", "mix") and wrong.extra["asked"] == "choices"
+    assert wrong.rule == "uniform" and wrong.extra["asked"] == "choices"
     assert f"The plan is {wrong.rule}." in wrong.extra["check"]["verdict"] and not wrong.certificate
 
 
 def test_a_check_says_where_baselines_are_the_same_plan():
     model, data = zoo.build("llama", intermediate_size=64), zoo.tokens(4, 16)
     plan = plan_bits(model, data.select(slice(0, 2)), data.select(slice(2, 4)), bits=16, formats=["w4-g32", "w8-g32"])
-    assert plan.extra["check"]["verdict"].endswith("uniform and mix choose the same formats.")
+    assert plan.extra["check"]["verdict"].endswith("uniform chooses the same formats.")
 
 
 def test_padding_is_not_counted():

@@ -28,9 +28,10 @@ from ...compressors.formats import (
     need_gguf,
 )
 from ...errors import InvalidInput, UnknownBlock
-from ...models.blocks import config_of, layers, partition, pretrained, weight_of
+from ...models.blocks import config_of, layers, partition, pretrained, text_config, weight_of
 from ...records import Block, Module, natural_key
 from .gguf import architecture, tensor_names
+from .mixes import LlamaModel
 from .program import Table
 
 UNWRITTEN = ("refuse", "16-bit", "plan")
@@ -87,7 +88,31 @@ def formats_table(
         runtime=target.name,
         method=method,
         unwritten=reasons,
+        **_llama(model, blocks, target, method),
     )
+
+
+def _llama(model: nn.Module, blocks: Sequence[Block], target: Runtime, method: str) -> dict[str, Any]:
+    """What llama.cpp's mixes depend on, and the names in the file; nothing for other files and other architectures."""
+    if target.family != GGUF:
+        return {}
+    config, names = text_config(config_of(model)), [[f"{m.name}.weight" for m in b.modules] for b in blocks]
+    try:
+        arch = architecture(config)
+        known = tensor_names(need_gguf(), arch, config.num_hidden_layers, [n for own in names for n in own])
+    except InvalidInput:
+        return {}
+    heads = config.num_attention_heads
+    keys = 1 if getattr(config, "kv_lora_rank", None) else getattr(config, "num_key_value_heads", None) or heads
+    counts = (getattr(config, n, None) for n in ("num_local_experts", "num_experts", "n_routed_experts"))
+    rules = LlamaModel(
+        architecture=arch,
+        layers=config.num_hidden_layers,
+        heads=heads // keys,
+        experts=next((n for n in counts if n), 0),
+        imatrix=find_quantiser(method).statistic != "none",
+    )
+    return {"llama": rules, "stored": tuple(tuple(known[n] for n in own) for own in names)}
 
 
 def _bytes(block: Block, form: Format) -> int:

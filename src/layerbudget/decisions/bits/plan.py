@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from ...compressors.formats import GGUF
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
 from ...models.offload import mapped
@@ -27,7 +28,7 @@ from ...scores import Scores
 from ...storage.parts import Parts
 from .apply import request_of
 from .blocks import formats_table
-from .program import check_bits, other_plan, plan_from_table
+from .program import Limits, other_plan, plan_from_table
 from .sensitivity import DenseOutput, mean_and_error, rounding_damage
 
 BESIDE = ("uniform", "mix")
@@ -40,6 +41,9 @@ def plan_bits(
     *,
     bits: float | None = None,
     budget: str | None = None,
+    like: str | None = None,
+    forbid: Sequence[str] = (),
+    keep: Mapping[str, str] | None = None,
     rule: str = "choices",
     batch_size: int = 8,
     resume: Path | str | None = None,
@@ -57,9 +61,12 @@ def plan_bits(
         check: Held-out tokens; without them nothing is checked.
         bits: Mean bits per weight of the blocks, scales and padding counted.
         budget: Bytes of all tensors of the file instead, such as ``"1.2 GiB"``.
-        rule: ``choices`` (the exact program), ``uniform`` (one format for all, what is left is spread evenly), ``mix`` (as
-            llama.cpp's mixes: a better format for head, embedding, values and some down projections) or ``ends`` (a better
-            format for the first and last layers).
+        like: A mix of llama.cpp instead, such as ``"Q4_K_M"``: its bytes for this model, for a GGUF file.
+        forbid: Formats that are not used, or classes of slow ones: ``slow-cpu``, ``slow-gpu``.
+        keep: Formats of some matrices, by regular expressions that are searched in their names: ``{"lm_head": "Q8_0"}``.
+        rule: ``choices`` (the exact program), ``uniform`` (one format for all, what is left is spread evenly), ``ends`` (a
+            better format for the first and last layers) or, for GGUF, ``mix`` (the mix of llama.cpp that ``like`` names, else
+            the best one that fits).
         batch_size: Sequences per forward.
         resume: Folder that keeps the damages and every plan's check as they are finished; other budgets may use it too.
         save_scores: File that keeps what was measured, for other budgets.
@@ -75,23 +82,26 @@ def plan_bits(
         InfeasibleBudget: A budget below the smallest plan; said before anything is measured.
         CoverageError: A check of a streamed model, whose weights stay in their files.
     """
+    asked: dict[str, Any] = {"bits": bits, "budget": budget, "like": like, "forbid": forbid, "keep": keep}
     if isinstance(source, Scores):
         if data is not None or check is not None or options:
             raise InvalidInput(
                 "Scores are planned as they are.", "Text and options of measuring are for a model.", "Leave them out."
             )
-        return plan_from_table(source, bits=bits, budget=budget, rule=rule)
+        return plan_from_table(source, rule=rule, **asked)
     if data is None:
         raise InvalidInput("A model is planned on calibration tokens.", "", "Pass data.")
     if check is not None and mapped(source) is not None:
         told = "The check puts whole plans into the model, and the weights of a streamed model stay in their files."
         raise CoverageError(told, "", "Leave the check out (--set check=0), or use --no-stream.")
-    check_bits(bits)
+    limits = Limits(**{**asked, "keep": keep or {}})
+    limits.check()
     if save_scores is not None:
         check_output(save_scores, overwrite=overwrite)
-    options |= {"unwritten": unwritten}
+    options |= {"unwritten": unwritten} | ({} if like is None or "family" in options else {"family": GGUF})
     own = options_of(formats_table)
-    formats_table(source, **{k: v for k, v in options.items() if k in own}).limit(bits, budget)
+    table = formats_table(source, **{k: v for k, v in options.items() if k in own})
+    limits.bytes(limits.restrict(table))
     held = {"data": data.digest, "check": None if check is None else check.digest}
     parts = Parts(resume, {**request_of(source, computing=True), **held, "options": {"batch_size": batch_size, **options}})
 
@@ -102,7 +112,7 @@ def plan_bits(
     scores = Scores.from_dict(parts.json("damages", measure))
     if save_scores is not None:
         scores.save(save_scores, overwrite=overwrite)
-    plan = plan_from_table(scores, bits=bits, budget=budget, rule=rule)
+    plan = plan_from_table(scores, rule=rule, **asked)
     if check is None:
         return plan
     say(progress, "plans as a whole")
@@ -120,7 +130,9 @@ def check_plan(
 ) -> Plan:
     """Return a plan with the check of it as a whole on held-out tokens, or the baseline that beat it, which then says so."""
     parts = parts or Parts(None)
-    plans = {plan.rule: plan} | {n: other_plan(plan, scores, n) for n in BESIDE if n != plan.rule}
+    plans = {plan.rule: plan} | {
+        n: other_plan(plan, scores, n) for n in BESIDE if n in plan.extra["baselines"] and n != plan.rule
+    }
     dense = DenseOutput(model, check, batch_size)
     measured: dict[str, np.ndarray] = {}  # plans that are the same are measured once
 

@@ -13,19 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from ...compressors.formats import GGUF, SLOW, find_format
 from ...errors import InfeasibleBudget, InvalidInput, UnknownUnit
 from ...kinds import check_kind
 from ...plan import Plan, PlanBlock
 from ...planning.costs import parse_budget
-from ...records import Block
+from ...records import Block, to_jsonable
 from ...scores import Scores
 from ...solvers.choices import Choice, choose, near_ties
+from .mixes import MIXES, LlamaModel, Tensor, find_mix, needs_matrix, types_of
 
 ESTIMATOR = "rounding"
 _LARGEST = 16.0  # bits per weight: sixteen bits are always among the formats
 _TIES = 20
 _LAYER = re.compile(r"\.(\d+)\.")
-_VALUES = re.compile(r"\.(v_proj|down_proj|w2|c_proj|fc2|output\.dense)$")
 _HUGE = np.iinfo(np.int64).max
 
 
@@ -40,6 +41,8 @@ class Table:
         rest: What every sequence adds to a damage beside its share, ``(K, m, sequences)``, of norm ``error``.
         fixed: Bytes of what no plan changes.
         unwritten: Matrices that stay in 16 bits because no file holds them in fewer, with the reason.
+        llama: What the rules of llama.cpp's mixes read of the model; None where it has none, as for other files than GGUF.
+        stored: Names of every block's matrices in the GGUF file.
     """
 
     blocks: Sequence[Block]
@@ -53,6 +56,8 @@ class Table:
     runtime: str
     method: str
     unwritten: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    llama: LlamaModel | None = None
+    stored: Sequence[Sequence[str]] = ()
 
     @classmethod
     def of(cls, scores: Scores) -> Table:
@@ -74,6 +79,8 @@ class Table:
             error=np.where(none, 0.0, error),
             rest=np.array(held["rest"], dtype=np.float64),
             unwritten=held.get("unwritten", {}),
+            llama=LlamaModel(**held["llama"]) if held.get("llama") else None,
+            stored=held.get("stored", ()),
             **{k: held[k] for k in ("fixed", "family", "runtime", "method")},
         )
 
@@ -87,7 +94,10 @@ class Table:
         rest = [[[float(f"{v:.4g}") for v in each] for each in row] for row in self.rest]
         own = {k: getattr(self, k) for k in ("fixed", "family", "runtime", "method")}
         values = {"size": rows(self.size), "damage": rows(self.damage), "error": rows(self.error)}
-        return {"formats": list(self.formats), **values, **own, "rest": rest, **_unwritten(self)}
+        found = {"formats": list(self.formats), **values, **own, "rest": rest, **_unwritten(self)}
+        if self.llama is not None:
+            found |= {"llama": dataclasses.asdict(self.llama), "stored": [list(names) for names in self.stored]}
+        return found
 
     def error_of(self, chosen: np.ndarray) -> float:
         """Standard error of the summed damages of a choice, ``(K,)``; blocks share sequences, so these are summed first."""
@@ -108,28 +118,96 @@ class Table:
         """Bytes of every block in its smallest format, ``(K,)``."""
         return np.where(self.has, self.size, _HUGE).min(axis=1)
 
-    def limit(self, bits: float | None, budget: str | None) -> int:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a plan may take, in one of several ways to say it, and which formats it may use.
+
+    Attributes:
+        bits: Mean bits per weight.
+        budget: Bytes of the file.
+        like: A mix of llama.cpp, whose bytes are the budget.
+        forbid: Formats, or classes of them (``SLOW``), that are not used.
+        keep: The format of matrices, by a regular expression that is searched in their names here or in the file.
+    """
+
+    bits: float | None = None
+    budget: str | None = None
+    like: str | None = None
+    forbid: Sequence[str] = ()
+    keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def check(self) -> None:
+        """Refuse what no model can make possible."""
+        given = [name for name in ("bits", "budget", "like") if getattr(self, name) is not None]
+        if len(given) != 1:
+            what = f"{' and '.join(given)} were given together" if given else "No budget was given"
+            raise InvalidInput(f"{what}.", "Give one of bits, budget and like.", "For example bits=3.5, or budget='1.2 GiB'.")
+        check_bits(self.bits)
+        if self.like is not None:
+            find_mix(self.like)
+        for name in (*self.forbid, *self.keep.values()):
+            if name not in SLOW or name in self.keep.values():
+                find_format(name)
+
+    def record(self) -> dict[str, Any]:
+        """Return what was given, for the plan."""
+        return {"bits": self.bits, "budget": self.budget} | {
+            name: to_jsonable(value) for name in ("like", "forbid", "keep") if (value := getattr(self, name))
+        }
+
+    def restrict(self, table: Table) -> Table:
+        """Return the table without the formats that may not be used."""
+        gone = {find_format(f).name for name in self.forbid for f in SLOW.get(name, (name,))}
+        has = table.has & np.array([f not in gone for f in table.formats])
+        for pattern, kind in self.keep.items():
+            has[_matching(table, pattern)] &= np.array([f == find_format(kind).name for f in table.formats])
+        if (empty := np.flatnonzero(~has.any(axis=1))).size:
+            raise InvalidInput(
+                f"{table.blocks[empty[0]].name} may not have any format that it can have.",
+                f"It can have {', '.join(f for f, h in zip(table.formats, table.has[empty[0]], strict=True) if h)}.",
+                "Forbid fewer, or keep it in one of those.",
+            )
+        return dataclasses.replace(table, damage=np.where(has, table.damage, np.inf), size=np.where(has, table.size, 0))
+
+    def bytes(self, table: Table) -> int:
         """Return the bytes that the blocks may take; a budget below the smallest plan is refused."""
-        if (bits is None) == (budget is None):
-            raise InvalidInput("Give either bits or a budget.", "", "For example bits=3.5, or budget='1.2 GiB'.")
-        if bits is not None:
-            check_bits(bits)
-            limit = int(bits * self.numel // 8)
+        if self.bits is not None:
+            limit = int(self.bits * table.numel // 8)
+        elif self.like is not None:
+            limit = mix_of(table, find_mix(self.like))[0]
         else:
-            wanted = parse_budget(str(budget), default="bytes")
+            wanted = parse_budget(str(self.budget), default="bytes")
             if wanted.unit != "bytes" or wanted.relative:
-                raise UnknownUnit(f"A budget of {budget} is not in bytes.", "The file's size is planned.", "Write '1.2 GiB'.")
-            limit = int(wanted.amount) - self.fixed
-        least, given = int(self.smallest.sum()), max(limit, 0)
+                told = f"A budget of {self.budget} is not in bytes."
+                raise UnknownUnit(told, "The file's size is planned.", "Write '1.2 GiB'.")
+            limit = int(wanted.amount) - table.fixed
+        least, given = int(table.smallest.sum()), max(limit, 0)
         if limit < least:
+            others = "allow smaller formats" if not (self.forbid or self.keep) else "forbid and keep less"
             raise InfeasibleBudget(
-                f"{given} bytes for {len(self.blocks)} blocks ({8 * given / self.numel:.3f} bits per weight) are too few.",
-                f"The smallest plan takes {least} bytes ({8 * least / self.numel:.4f} bits per weight), {least + self.fixed} "
+                f"{given} bytes for {len(table.blocks)} blocks ({8 * given / table.numel:.3f} bits per weight) are too few.",
+                f"The smallest plan takes {least} bytes ({8 * least / table.numel:.4f} bits per weight), {least + table.fixed} "
                 "with what stays as it is.",
-                f"Raise the budget to that (--bits {_bits_up(least, self.numel):g}, or --budget {least + self.fixed}), "
-                "or allow smaller formats.",
+                f"Raise the budget to that (--bits {_bits_up(least, table.numel):g}, or --budget {least + table.fixed}), "
+                f"or {others}.",
             )
         return limit
+
+
+def _matching(table: Table, pattern: str) -> list[int]:
+    """Blocks with a matrix whose name, here or in the file, a regular expression finds."""
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise InvalidInput(f"keep has {pattern!r}, no regular expression ({error}).", "", "Correct it.") from error
+    stored = table.stored or [()] * len(table.blocks)
+    names = [[*(m.name for m in b.modules), *own] for b, own in zip(table.blocks, stored, strict=True)]
+    found = [i for i, own in enumerate(names) if any(wanted.search(name) for name in own)]
+    if not found:
+        some = ", ".join(dict.fromkeys(names[i][-1] for i in (0, -1)))
+        raise InvalidInput(f"keep has {pattern!r}, which no matrix matches.", f"There are {some}, ...", "Correct it.")
+    return found
 
 
 def _bits_up(size: int, numel: int) -> float:
@@ -144,24 +222,45 @@ def check_bits(bits: float | None) -> None:
         raise InvalidInput(f"bits is {bits:g}.", why, "Use for example 5.5.")
 
 
-def plan_from_table(scores: Scores, *, bits: float | None = None, budget: str | None = None, rule: str = "choices") -> Plan:
+def plan_from_table(
+    scores: Scores,
+    *,
+    bits: float | None = None,
+    budget: str | None = None,
+    like: str | None = None,
+    forbid: Sequence[str] = (),
+    keep: Mapping[str, str] | None = None,
+    rule: str = "choices",
+) -> Plan:
     """Return a plan from damages that are known: :func:`~layerbudget.decisions.bits.plan.plan_bits` of scores."""
     if rule not in RULES:
         raise InvalidInput(f"There is no rule {rule!r} for bits.", f"There are {', '.join(RULES)}.", "Choose one of those.")
+    limits = Limits(bits=bits, budget=budget, like=like, forbid=forbid, keep=keep or {})
+    limits.check()
     table = Table.of(scores)
-    given = {"bits": bits, "budget": budget, "rule": rule, "method": table.method, "runtime": table.runtime}
-    return _plan(scores, table, table.limit(bits, budget), given)
+    limit = limits.bytes(limits.restrict(table))
+    given = {**limits.record(), "rule": rule, "method": table.method, "runtime": table.runtime}
+    return _plan(scores, limits, limit, given)
 
 
 def other_plan(plan: Plan, scores: Scores, rule: str) -> Plan:
     """Return the plan that another rule makes of the same budget."""
-    return _plan(scores, Table.of(scores), int(plan.budget["limit"]), {**plan.hyperparameters, "rule": rule})
+    held = {f.name: plan.hyperparameters[f.name] for f in dataclasses.fields(Limits) if f.name in plan.hyperparameters}
+    return _plan(scores, Limits(**held), int(plan.budget["limit"]), {**plan.hyperparameters, "rule": rule})
 
 
-def _plan(scores: Scores, table: Table, limit: int, given: Mapping[str, Any]) -> Plan:
+def _plan(scores: Scores, limits: Limits, limit: int, given: Mapping[str, Any]) -> Plan:
+    table = limits.restrict(Table.of(scores))
     rule, k = given["rule"], np.arange(len(table.blocks))
     found = choose(table.damage, table.size, limit)
-    baselines = {name: make(table, limit) for name, make in BASELINES.items()}
+    mix, mixed = best_mix(table, limit, limits.like)
+    baselines = {name: make(table, limit) for name, make in BASELINES.items()} | ({} if mixed is None else {"mix": mixed})
+    if rule == "mix" and mixed is None:
+        raise InvalidInput(
+            f"No mix of llama.cpp can be the plan of {limit} bytes.",
+            "It has to fit, in types that were measured and are allowed, for a GGUF file.",
+            "Raise the budget, or use --rule choices.",
+        )
     chosen = baselines.get(rule, found.chosen)
 
     def totals(choice: np.ndarray) -> dict[str, Any]:
@@ -174,6 +273,7 @@ def _plan(scores: Scores, table: Table, limit: int, given: Mapping[str, Any]) ->
         "predicted": predicted,
         "baselines": {n: totals(c) for n, c in baselines.items()},
         "near_ties": _ties(table, found) if rule == "choices" else [],
+        **({} if mix is None else {"mix": mix}),
     }
     return Plan(
         kind="bits",
@@ -225,7 +325,7 @@ def formats_of_plan(plan: Plan) -> Mapping[str, str]:
     return {str(k): str(v) for k, v in formats.items()}
 
 
-# ---- formats without a program: one for all, llama.cpp's mixes, first and last layers protected
+# ---- formats without a program: one for all, first and last layers protected, llama.cpp's mixes
 
 
 def uniform(table: Table, limit: int) -> np.ndarray:
@@ -233,20 +333,51 @@ def uniform(table: Table, limit: int) -> np.ndarray:
     return _protect(table, np.zeros(len(table.blocks), dtype=bool), limit)
 
 
-def _mix(table: Table, limit: int) -> np.ndarray:
-    """As llama.cpp's ``_M`` mixes: a better format for the ends, and values and down projections of some layers.
+def mix_of(table: Table, mix: str) -> tuple[int, np.ndarray | None]:
+    """Return the bytes that the blocks take in a mix of llama.cpp, and the choice of formats, ``(K,)``.
 
-    These are the layers of its ``use_more_bits``: the first and last eighth, and every third between.
+    There is no choice where llama.cpp refuses the mix for want of an importance matrix, or where the table does not have its
+    types. A block that can have one format only has that.
     """
-    numbers, depth = _layers(table.blocks)
+    if table.llama is None:
+        why = f"This table is for {table.family}." if table.family != GGUF else "llama.cpp's name of the model is not known."
+        raise InvalidInput(f"The bytes of {mix} cannot be counted.", why, "Plan for --format gguf, or give --budget.")
+    parts = [
+        (name, m) for b, names in zip(table.blocks, table.stored, strict=True) for name, m in zip(names, b.modules, strict=True)
+    ]
+    tensors: dict[str, Tensor] = {}
+    for name, m in parts:
+        copies = m.copies + (tensors[name].copies if name in tensors else 0)
+        tensors[name] = Tensor(name=name, d_out=m.d_out, d_in=m.d_in, copies=copies)
+    types = dict(zip(tensors, types_of(mix, table.llama, list(tensors.values())), strict=True))
+    size = sum(find_format(types[name]).bytes(m.d_out, m.d_in, m.copies) for name, m in parts)
+    chosen, has = np.zeros(len(table.blocks), dtype=np.int64), table.has
+    possible = table.llama.imatrix or not needs_matrix(mix)
+    for i, names in enumerate(table.stored):
+        own = {types[name] for name in names}
+        allowed = [j for j in np.flatnonzero(has[i]) if {table.formats[j]} == own or has[i].sum() == 1]
+        if not allowed:
+            return size, None
+        chosen[i] = allowed[0]
+    return size, chosen if possible else None
 
-    def more(block: Block, i: int | None) -> bool:
-        if i is None:
-            return True
-        chosen = i < depth // 8 or i >= 7 * depth // 8 or (i - depth // 8) % 3 == 2
-        return chosen and any(_VALUES.search(m.name) for m in block.modules)
 
-    return _protect(table, np.array([more(b, i) for b, i in zip(table.blocks, numbers, strict=True)]), limit)
+def best_mix(table: Table, limit: int, like: str | None = None) -> tuple[str | None, np.ndarray | None]:
+    """Return the mix that a plan of so many bytes is compared with, and its formats: the one named, or the best that fits."""
+    best: tuple[str | None, np.ndarray | None] = (None, None)
+    if table.llama is None:
+        return best
+    least, k = np.inf, np.arange(len(table.blocks))
+    for mix in MIXES if like is None else (find_mix(like), *MIXES):
+        chosen = mix_of(table, mix)[1]
+        if chosen is None or table.size[k, chosen].sum() > limit:
+            continue
+        damage = float(table.damage[k, chosen].sum())
+        if damage < least:
+            best, least = (mix, chosen), damage
+        if like is not None and mix == find_mix(like):
+            break
+    return best
 
 
 def _ends(table: Table, limit: int) -> np.ndarray:
@@ -256,8 +387,8 @@ def _ends(table: Table, limit: int) -> np.ndarray:
     return _protect(table, np.array([n is None or n < edge or n >= depth - edge for n in numbers]), limit)
 
 
-BASELINES: Mapping[str, Callable[[Table, int], np.ndarray]] = {"uniform": uniform, "mix": _mix, "ends": _ends}
-RULES = ("choices", *BASELINES)
+BASELINES: Mapping[str, Callable[[Table, int], np.ndarray]] = {"uniform": uniform, "ends": _ends}
+RULES = ("choices", *BASELINES, "mix")
 
 
 def _layers(blocks: Sequence[Block]) -> tuple[list[int | None], int]:
