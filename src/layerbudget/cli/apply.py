@@ -119,11 +119,11 @@ def _quantise(a: argparse.Namespace, plan: Any) -> dict[str, Any]:
     formats_of_plan(plan)
     a.method = a.method or str(plan.extra["method"])
     quantiser = QUANTISERS.find(a.method)
-    blind = quantiser.statistic == "none"
-    if blind:
-        refuse(a, DATA, f"the method {a.method}")
-    a.dtype = a.dtype or "float32"  # grids of formats are finer than what checkpoints hold
     own = settings(a, write_bits, options_of(quantiser)) | given(a, "method", "resume", "overwrite")
+    blind = quantiser.statistic == "none" or bool(own.get("imatrix"))
+    if blind:
+        refuse(a, DATA, f"the method {a.method}{' with an importance matrix' if own.get('imatrix') else ''}")
+    a.dtype = a.dtype or "float32"  # grids of formats are finer than what checkpoints hold
     model, tokenizer, data = load(a, data=not blind)
     rest = max(0, sum(p.numel() for p in model.parameters()) - int(plan.numel.sum()))
     size = BESIDE + int(plan.counts.sum()) + 2 * rest  # what the plan counted, the rest in two bytes each, and a tokenizer

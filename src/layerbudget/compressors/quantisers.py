@@ -149,6 +149,12 @@ class Quantiser(Treatment):
 
     changes: ClassVar[str] = "format"
     unseen: ClassVar[str] = "it was rounded to nearest"
+    imatrix: str | None = None
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it asks for the inputs of matrices, and no file has them."""
+        return self.statistic != "none" and self.imatrix is None
 
     def apply(self, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:
         """See :meth:`Treatment.apply`."""
@@ -215,10 +221,17 @@ class Nearest(Quantiser):
 
 
 class Weighted(Quantiser):
-    """Round to nearest on the range that loses least, weighted by the inputs."""
+    """Round to nearest on the range that loses least, weighted by the inputs.
+
+    Args:
+        imatrix: An importance matrix of llama.cpp that has the second moments; by default they are of the calibration text.
+    """
 
     name, summary = "weighted", "round to nearest, ranges chosen by the second moments of the inputs"
     statistic = "diagonal"
+
+    def __init__(self, *, imatrix: str | None = None) -> None:
+        self.imatrix = imatrix
 
     def onto(self, weight: torch.Tensor, prepared: torch.Tensor, form: Format) -> Rounded:
         """See :meth:`Quantiser.onto`."""

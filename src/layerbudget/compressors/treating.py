@@ -53,6 +53,7 @@ class Treating:
 
     def __init__(self, model: nn.Module, treatment: Treatment, *, parity: bool = False, true_sequential: bool = False) -> None:
         self.model, self.treatment, self.parity, self.true_sequential = model, treatment, parity, true_sequential
+        self.lacks = "saw no token"
 
     def collect(self, walk: Walk, modules: Sequence[Module]) -> InputStatistics | None:
         """Statistics of the inputs of some matrices of the walk's current layer; None where none are needed."""
@@ -93,7 +94,7 @@ class Treating:
             for i, (view, count) in enumerate(zip(views, counts, strict=True)):
                 prepared = self.prepared(statistics[i] if statistics else None, made)
                 if prepared is None and self.treatment.statistic != "none":
-                    notes.append(f"{name}[{i}] saw no token; {self.treatment.unseen}.")
+                    notes.append(f"{name}[{i}] {self.lacks}; {self.treatment.unseen}.")
                 rows = level.rows and (level.rows[0], np.split(level.rows[1], len(views))[i])
                 count = count if rows is None else int(rows[1].sum())
                 view.copy_(self.become(name, view, prepared, dataclasses.replace(level, zeros=count, rows=rows)))
@@ -104,7 +105,8 @@ class Treating:
         if found is None or found.value is None:
             return None
         if found not in made:
-            made[found] = self.treatment.prepare(found.value, parity=self.parity)
+            mean = self.treatment.changes == "format" and found.kind == "diagonal"  # as an importance matrix of llama.cpp
+            made[found] = self.treatment.prepare(found.mean() if mean else found.value, parity=self.parity)
         return made[found]
 
     def become(self, name: str, weight: torch.Tensor, prepared: Any, level: Level) -> torch.Tensor:

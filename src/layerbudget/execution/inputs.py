@@ -67,6 +67,11 @@ class InputMoments:
         self.rows += x.shape[0]
         self.sequences += 1
 
+    def mean(self) -> torch.Tensor:
+        """Return the moments per token, ``value / rows``; of tokens alone."""
+        value = cast(torch.Tensor, self.value)
+        return value / torch.full_like(value, self.rows)  # by a number, some devices would multiply by what is near its inverse
+
     def _add_running(self, value: torch.Tensor, x: torch.Tensor) -> None:
         """One sequence, as the references add it (so that float32 rounding is theirs)."""
         n, columns = self.sequences, x.T

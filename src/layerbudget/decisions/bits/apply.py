@@ -8,6 +8,7 @@ which they go to the file, so that a run that was stopped continues; it writes t
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,9 +20,10 @@ from torch import nn
 from ...compressors.base import Level, find_quantiser
 from ...compressors.formats import GGUF, find_format, find_runtime
 from ...compressors.quantisers import Quantiser, Rounded
-from ...compressors.treating import Job, Treating, check
+from ...compressors.treating import Found, Job, Treating, check
 from ...data.calibration import CalibrationSet
 from ...errors import CoverageError, InvalidInput
+from ...execution.inputs import InputMoments
 from ...execution.modes import inference
 from ...execution.walk import Walk
 from ...models.blocks import check_finite, describe, layers
@@ -35,6 +37,7 @@ from ...storage.parts import Parts
 from .blocks import check_writable, layers_of, modules_by_name, peaks
 from .export import auto_round, llama_cpp
 from .gguf import GGUF_FILE, GgufWriter, recount_gguf
+from .imatrix import IMATRIX_FILE, counted, entries, importances, write_imatrix
 from .packed import ZERO_POINTS, PackedWriter, check_loads, recount_safetensors
 from .program import formats_of_plan
 
@@ -75,8 +78,12 @@ def quantiser_of(method: str) -> Quantiser:
 
 def need_data(quantiser: Quantiser, data: CalibrationSet | None) -> None:
     """Refuse a quantiser without the data that it needs."""
-    if quantiser.statistic != "none" and data is None:
+    if quantiser.reads_text and data is None:
         raise InvalidInput(f"{quantiser.name} needs calibration data.", "", "Pass data, or use method rtn.")
+    if not quantiser.reads_text and quantiser.imatrix is not None and data is not None:
+        raise InvalidInput(
+            "Calibration data and an importance matrix were given.", "One says how large inputs are.", "Leave one out."
+        )
 
 
 def apply_bits(
@@ -115,8 +122,8 @@ def round_matrices(
     Embedding and head come first and are rounded to nearest; then the layers, each with the inputs that the rounded model
     below it gives.
     """
-    rounding = _Rounding(model, method, data, own)
-    rounding.run(_pieces(model, formats), batch_size, progress)
+    rounding = _Rounding(model, formats, method, data, own)
+    rounding.run(batch_size, progress)
     return rounding.notes
 
 
@@ -166,16 +173,17 @@ def write_bits(
     check_folder(out_dir, overwrite=overwrite)
     check_finite(model)
     check_writable(model, formats, find_runtime(plan.extra["runtime"], plan.extra["family"]))
-    rounding = _Rounding(model, method or str(plan.extra["method"]), data, own)
-    pieces = _pieces(model, formats)
+    rounding = _Rounding(model, formats, method or str(plan.extra["method"]), data, own)
     with new_folder(out_dir, overwrite=overwrite) as folder:
         gguf = plan.extra["family"] == GGUF
         rounding.writer = GgufWriter(model, tokenizer, formats, folder) if gguf else PackedWriter(model, formats, folder)
         request: dict[str, Any] = {"plan": plan.digest, "method": rounding.quantiser.name, "options": dict(rounding.options)}
         request |= request_of(model, computing=rounding.data is not None)
         request |= {} if rounding.data is None else {"data": rounding.data.digest, "batch_size": batch_size}
+        if rounding.quantiser.imatrix is not None:
+            request["imatrix"] = hashlib.sha256(Path(rounding.quantiser.imatrix).read_bytes()).hexdigest()
         rounding.parts = Parts(resume, request)
-        rounding.run(pieces, batch_size, progress)
+        rounding.run(batch_size, progress)
         return _finish(folder, tokenizer, plan, rounding, rounding.writer)
 
 
@@ -194,12 +202,19 @@ def _pieces(model: nn.Module, formats: Mapping[str, str]) -> dict[str, list[Job]
 class _Rounding(Treating):
     """Rounds piece after piece, and writes each where there is a writer."""
 
-    def __init__(self, model: nn.Module, method: str, data: CalibrationSet | None, own: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, formats: Mapping[str, str], method: str, data: CalibrationSet | None, own: Mapping[str, Any]
+    ) -> None:
         quantiser = quantiser_of(method).with_options(own)
         need_data(quantiser, data)
         super().__init__(model, quantiser)
         self.quantiser, self.options = quantiser, quantiser.resolve_options(own)
-        self.data = None if quantiser.statistic == "none" else data
+        self.data = data if quantiser.reads_text else None
+        self.pieces, self.given = _pieces(model, formats), dict[str, list[InputMoments]]()
+        if quantiser.imatrix is not None:
+            modules = [job.module for jobs in self.pieces.values() for job in jobs]
+            self.given, self.lacks = importances(quantiser.imatrix, model, modules), "has no importances"
+        self.sums: dict[str, torch.Tensor] = {}
         self.offloaded = mapped(model)
         self.writer: _Writer | None = None
         self.parts = Parts(None)
@@ -214,13 +229,26 @@ class _Rounding(Treating):
             self.rounded.setdefault(name, []).append(dataclasses.replace(done, weight=weight[:0]))
         return done.weight.to(weight.dtype)
 
-    def run(self, pieces: Mapping[str, Sequence[Job]], batch_size: int, progress: Progress | None) -> None:
+    def jobs(self, work: Sequence[Job], found: Found, made: dict[InputMoments, Any] | None = None) -> list[str]:
+        """See :meth:`Treating.jobs`. Importances are kept for the file; those of experts without a token are all one."""
+        if self.quantiser.statistic != "diagonal" or not found:
+            return super().jobs(work, found, made)
+        notes, whole = [], dict[str, list[InputMoments]]()
+        for module in (job.module for job in work if job.module.name in found):
+            name, own = module.name, found[module.name]
+            notes += [f"{name}[{i}] {self.lacks}; its inputs count alike." for i, m in enumerate(own) if m.value is None]
+            whole[name] = counted(own, module.d_in)
+            if isinstance(self.writer, GgufWriter) and not self.given:
+                self.sums |= entries(own, module.d_in, self.writer.names()[name])
+        return [*notes, *super().jobs(work, whole, made)]
+
+    def run(self, batch_size: int, progress: Progress | None) -> None:
         """Round all pieces, and write them; what was written into a streamed model leaves the memory after that."""
         walk = None if self.data is None else Walk(self.model, self.data, batch_size=batch_size)
-        offloaded, tick = self.offloaded, Steps(progress, len(pieces))
+        offloaded, tick = self.offloaded, Steps(progress, len(self.pieces))
         with inference(self.model):
             try:
-                for index, (layer, jobs) in enumerate(pieces.items(), -1):
+                for index, (layer, jobs) in enumerate(self.pieces.items(), -1):
                     if not jobs and walk is None and self.writer is None:
                         continue
                     if offloaded is not None and offloaded.converts and layer:
@@ -228,7 +256,7 @@ class _Rounding(Treating):
                     self._piece(layer, index, jobs, walk)
                     if walk is not None and not layer:
                         walk.capture()
-                    elif walk is not None and index + 2 < len(pieces):
+                    elif walk is not None and index + 2 < len(self.pieces):
                         walk.advance()
                     if offloaded is not None and self.writer is not None and layer:
                         offloaded.leave()
@@ -248,17 +276,20 @@ class _Rounding(Treating):
         if kept is not None and self.writer is not None:
             with safe_open(kept, "pt") as handle:
                 tensors = {n: handle.get_tensor(n) for n in handle.metadata()["order"].split("\n")}
+                self.sums |= {n: handle.get_tensor(n) for n in handle.keys() if n not in tensors}
                 self.notes += json.loads(handle.metadata()["notes"])
             if walk is not None:
                 self.writer.restore([job.module.name for job in jobs], tensors)
             self.writer.add(tensors)
             return
-        notes = self.jobs(jobs, {}) if walk is None or not layer else self.layer(walk, jobs)
+        before = set(self.sums)
+        notes = self.jobs(jobs, self.given) if walk is None or not layer else self.layer(walk, jobs)
         self.notes += notes
         if self.writer is not None:
             tensors = {n: t.contiguous() for n, t in self.writer.tensors(layer, self.rounded).items()}
             words = {"order": "\n".join(tensors), "notes": json.dumps(notes)}
-            self.parts.put(part, "safetensors", lambda path: save_file(tensors, path, metadata=words))
+            sums = {n: t.clone() for n, t in self.sums.items() if n not in before}
+            self.parts.put(part, "safetensors", lambda path: save_file(tensors | sums, path, metadata=words))
             self.writer.add(tensors)
             self.rounded.clear()
 
@@ -284,6 +315,8 @@ def _finish(folder: Path, tokenizer: Any, plan: Plan, rounding: _Rounding, write
             raise CoverageError(what, "", "Report this; nothing is kept.")
     if gguf:
         write_text(folder / "tensor-types.txt", llama_cpp(plan))
+        if rounding.sums and rounding.data is not None:
+            write_imatrix(folder / IMATRIX_FILE, rounding.sums, rounding.data.describe())
     elif not any(find_format(f).floating for f in formats.values()):
         write_text(folder / "autoround-layer_config.json", auto_round(plan))
     if tokenizer is not None:

@@ -1,0 +1,129 @@
+"""Importance matrices: what llama-quantize would make of ours, what is made of theirs, and files of other models."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from tests import zoo
+
+import layerbudget as lb
+from layerbudget.cli import main
+from layerbudget.compressors import ggml
+from layerbudget.decisions.bits.apply import apply_bits, write_bits
+from layerbudget.decisions.bits.imatrix import IMATRIX_FILE, importances, read_imatrix
+from layerbudget.decisions.bits.plan import plan_bits
+from layerbudget.decisions.bits.sensitivity import rounding_damage
+from layerbudget.errors import InvalidInput
+from layerbudget.models.blocks import partition
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("xllamacpp")
+WIDE = {"intermediate_size": 64, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
+TEXT = zoo.tokens(3, 12, vocabulary=96)
+
+
+def planned(model, **options):
+    own = {"family": "gguf", "draws": 1, "formats": ["Q4_0", "Q4_1", "Q5_1"], **options}
+    return plan_bits(rounding_damage(model, TEXT, **own), bits=4.7)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A checkpoint, its plan, and the folder that method weighted wrote."""
+    place = tmp_path_factory.mktemp("imatrix")
+    model = zoo.build("llama-tied", **WIDE)
+    model.save_pretrained(place / "model")
+    plan = planned(model)
+    plan.save(place / "plan.json")
+    receipt = write_bits(model, plan, place / "out", TEXT, method="weighted")
+    assert any(n.startswith("model.embed_tokens[0] saw no token; it was rounded") for n in receipt.notes)
+    return place, plan
+
+
+def test_ours_holds_what_the_rounded_layers_below_give(made):
+    place, plan = made
+    model, seen = zoo.build("llama-tied", **WIDE), {}
+    apply_bits(model, plan, TEXT, method="weighted")
+    down = model.get_submodule("model.layers.1.mlp.down_proj")
+    model.get_submodule("model.layers.1.self_attn").v_proj.register_forward_pre_hook(lambda m, x: seen.update(v=x[0]))
+    with torch.no_grad():
+        model(TEXT.input_ids)
+    held = read_imatrix(place / "out" / IMATRIX_FILE)
+    assert len(held) == 3 * 7 and "token_embd.weight" not in held and all(c.tolist() == [36] for _, c in held.values())
+    sums, _ = held["blk.1.attn_v.weight"]
+    np.testing.assert_allclose(sums[0], seen["v"].square().sum((0, 1)).numpy(), rtol=1e-4)
+    fields = gguf.GGUFReader(place / "out" / IMATRIX_FILE).fields
+    assert fields["general.type"].contents() == "imatrix" and fields["imatrix.chunk_count"].contents() == 3
+    assert fields["imatrix.chunk_size"].contents() == 12 and isinstance(fields["imatrix.datasets"].contents(), list)
+    # what llama-quantize does: one tensor at a time, sums over counts, and nothing for the embedding
+    dense = dict(zoo.build("llama-tied", **WIDE).named_parameters())
+    tensors = {t.name: t for t in gguf.GGUFReader(place / "out" / "model.gguf").tensors}
+    for name, module in (("blk.1.ffn_down", "model.layers.1.mlp.down_proj"), ("token_embd", "model.embed_tokens")):
+        weight, entry = dense[f"{module}.weight"].detach().numpy(), held.get(f"{name}.weight")
+        mean = None if entry is None else entry[0][0] / entry[1][0]
+        theirs = ggml.quantise(weight, plan.extra["formats"][module], mean)
+        assert np.array_equal(tensors[f"{name}.weight"].data, theirs)
+    assert torch.equal(down.weight, model.model.layers[1].mlp.down_proj.weight)
+
+
+def test_theirs_makes_the_same_file_without_text(made, capsys):
+    place, _ = made
+    own = ["apply", str(place / "model"), str(place / "plan.json"), "--method", "weighted", "--no-stream", "--quiet"]
+    file = place / "out" / IMATRIX_FILE
+    assert main([*own, "--set", f"imatrix={file}", "-o", str(place / "again")]) == 0
+    a, b = ({t.name: t for t in gguf.GGUFReader(place / n / "model.gguf").tensors} for n in ("out", "again"))
+    assert a.keys() == b.keys() and all(np.array_equal(a[n].data, b[n].data) for n in a)
+    assert not (place / "again" / IMATRIX_FILE).exists()
+    notes = " ".join((place / "again" / "receipt.json").read_text().split())
+    assert "model.embed_tokens[0] has no importances; it was rounded to nearest" in notes
+    assert main([*own, "--set", f"imatrix={file}", "--samples", "2", "-o", str(place / "no")]) == 2
+    assert main([*own[:4], "gptq", "--quiet", "--set", f"imatrix={file}", "-o", str(place / "no")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "with an importance matrix" in said and "The method gptq has no option imatrix" in said
+
+
+def write(file, tensors, kind="imatrix"):
+    writer = gguf.GGUFWriter(file, kind)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_files_that_do_not_serve_are_refused_in_a_sentence(made, tmp_path):
+    place, plan = made
+    ours, model = place / "out" / IMATRIX_FILE, zoo.build("llama-tied", **WIDE)
+    held = {t.name: np.array(t.data) for t in gguf.GGUFReader(ours).tensors}
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(ours.read_bytes()[:-2000])
+    old = tmp_path / "old.dat"
+    old.write_bytes(struct.pack("<i", 1) + b"blk.0.attn_q.weight")
+    wide = {n: np.tile(t, (1, 2)) if n.endswith("sum2") else t for n, t in held.items()}
+    cases = {
+        "There is no file": tmp_path / "none.gguf",
+        "another format before August 2025.*--in-file": old,
+        "is cut off": cut,
+        "holds no importance matrix": place / "out" / "model.gguf",
+        "another model: blk.0.*.weight has 128 values, the model 1 x 64": write(tmp_path / "wide.gguf", wide),
+        "another model: it has a layer 7, the model has 3": write(
+            tmp_path / "deep.gguf", {n.replace("blk.2", "blk.7"): t for n, t in held.items()}
+        ),
+        "another model: it names none": write(tmp_path / "other.gguf", {n.replace("blk", "enc"): t for n, t in held.items()}),
+        "not finite": write(tmp_path / "nan.gguf", {n: t * np.float32("nan") for n, t in held.items()}),
+    }
+    for what, file in cases.items():
+        with pytest.raises(InvalidInput, match=what):
+            write_bits(model, plan, tmp_path / "out", method="weighted", imatrix=str(file))
+    with pytest.raises(InvalidInput, match="Leave one out"):
+        write_bits(model, plan, tmp_path / "out", TEXT, method="weighted", imatrix=str(ours))
+    assert not (tmp_path / "out").exists()
+    some = write(tmp_path / "some.gguf", {n: t for n, t in held.items() if "blk.2" not in n})
+    notes = apply_bits(model, plan, method="weighted", imatrix=str(some))
+    assert sum(n.startswith("model.layers.2.") and "has no importances" in n for n in notes) == 7
+    assert lb.partition(model) and importances(some, model, [m for b in partition(model)[:1] for m in b.modules])
